@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence: one request inside the engine, from arrival to its last token. Torch-free; the scheduler owns the state."""
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import NewType
+
+from quire_spec.sampling import SamplingParams
+
+BlockId = NewType("BlockId", int)
+SlotId = NewType("SlotId", int)
+
+
+class Status(Enum):
+    """Where a sequence is.
+
+    WAITING -> RUNNING -> FINISHED, with WAITING_ADAPTER before the first step while its adapter is on its way, and
+    PREEMPTED between two runs.
+    """
+
+    WAITING = "waiting"
+    WAITING_ADAPTER = "waiting_adapter"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A prompt, its output so far, and the blocks that hold its keys and values."""
+
+    id: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    """Of its draws: params.seed, or one chosen at arrival."""
+    max_output_tokens: int
+    """params.max_tokens, cut to what max_model_len leaves."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the output: params.stop_token_ids, and the model's unless ignore_eos."""
+    adapter: str | None = None
+    """Content digest."""
+    cache_salt: str | None = None
+    arrival: float = 0.0
+    """Monotonic seconds."""
+
+    status: Status = Status.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Keys and values of tokens [0, num_computed_tokens) are in the blocks, those of the step in flight excluded."""
+    block_table: list[BlockId] = field(default_factory=list)
+    """Block i holds tokens [i * block_size, (i + 1) * block_size)."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Content hashes of its full blocks, as far as they have been computed."""
+    finish_reason: FinishReason | None = None
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids [start, end) of prompt and output together."""
+        prompt = len(self.prompt_token_ids)
+        if end <= prompt:
+            return self.prompt_token_ids[start:end]
+        if start >= prompt:
+            return self.output_token_ids[start - prompt : end - prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: end - prompt]

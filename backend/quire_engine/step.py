@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step as a value: what the scheduler decided, and what the runner made of it. Torch-free; both sides import only this.
+
+Each sequence gets a span of tokens, one or many: a prompt's chunk, one decoded token, or (speculation) several. All
+spans of a step are flattened into one batch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire_engine.request import Sequence, SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, start + length) of a sequence, to be computed in this step."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    slot: SlotId | None
+    """Device slot of its adapter; None runs the base model."""
+
+    @property
+    def end(self) -> int:
+        """One past the last token."""
+        return self.start + self.length
+
+    @property
+    def samples(self) -> bool:
+        """True when the span reaches the sequence's last token, so that its last logits choose the next one."""
+        return self.end == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLoad:
+    """Copy an adapter from host memory into a device slot, before the step runs."""
+
+    digest: str
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. `spans` is never empty."""
+
+    spans: list[Span]
+    loads: list[SlotLoad] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log probability; rank 1 is the most likely."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one span yielded: no token while its prompt is not through, else one (speculation: several)."""
+
+    token_ids: list[int]
+    logprobs: list[list[Logprob]] | None = None
+    """Per token: the token taken, then the most likely ones; None unless the request asks."""
+
+
+class Runner(Protocol):
+    """Carries out steps. One implementation runs on this process's device; others will drive ranks."""
+
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        """Run `plan`; one result per span, in order.
+
+        Raises:
+            RuntimeError: the device failed; nothing of this step can be used.
+        """
+        ...

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine can do, as data: the planner reads it before planning, the engine before refusing.
+
+One table, so that a plan never asks for what the engine does not have. The engine's tests hold it to the truth:
+every architecture listed here has a model class, and the other way round.
+"""
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+DEVICES = ("cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+KV_CACHE_DTYPES = ("auto",)
+QUANTIZATIONS: tuple[str, ...] = ()
+TENSOR_PARALLEL_SIZES = (1,)
+LORA_RANKS = (8, 16, 32, 64, 128, 256)
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SWAP = False
+SPECULATION = False
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

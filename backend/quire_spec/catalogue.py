@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalogue (adapters.json): which adapters a pod should hold, and where each comes from.
+
+Written by the operator and by `quire serve`; carried out by the supervisor. It is the whole truth, not a change: an
+adapter that is not in it goes away. A name is an alias; what is loaded is identified by the digest of its content.
+"""
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+from quire_spec import names
+from quire_spec.document import from_json, to_json
+from quire_spec.errors import ConfigError
+
+MAX_ADAPTERS = 4096
+
+
+class Expose(StrEnum):
+    """How clients reach an adapter; `lora_name` on the base works for every adapter."""
+
+    MODEL = "Model"
+    """A server model of its own name."""
+    PARAMETER = "Parameter"
+    """Only as `lora_name` on the base model."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecretRef:
+    """A mounted Secret, by name; its keys are files in a folder of that name."""
+
+    name: str
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceSource:
+    """A hub repository."""
+
+    repo: str
+    revision: str | None = None
+    """Branch, tag or commit; None is the hub's default."""
+    tokenSecretRef: SecretRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class S3Source:
+    """A prefix in an S3-compatible bucket."""
+
+    uri: str
+    """s3://bucket/prefix"""
+    endpoint: str | None = None
+    region: str | None = None
+    credentialsSecretRef: SecretRef | None = None
+    """Keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSource:
+    """A folder served over HTTP(S): adapter_config.json and adapter_model.safetensors under one URL."""
+
+    url: str
+    sha256: str | None = None
+    """Digest that adapter_model.safetensors must have."""
+    headersSecretRef: SecretRef | None = None
+    """Each key of the Secret is a header."""
+
+
+@dataclass(frozen=True, slots=True)
+class PvcSource:
+    """A folder on a mounted PersistentVolumeClaim."""
+
+    claimName: str
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Exactly one place that files come from."""
+
+    huggingFace: HuggingFaceSource | None = None
+    s3: S3Source | None = None
+    http: HttpSource | None = None
+    pvc: PvcSource | None = None
+    path: str | None = None
+    """A folder of this machine; for `quire serve` only."""
+
+    def check(self, where: str) -> None:
+        """Raise ConfigError unless exactly one place is given."""
+        given = [kind for kind in self.__slots__ if getattr(self, kind) is not None]
+        if len(given) != 1:
+            found = ", ".join(given) or "none"
+            raise ConfigError(f"{where}: exactly one of {', '.join(self.__slots__)} is needed, found {found}")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter of the catalogue."""
+
+    name: str
+    source: Source
+    pinned: bool = False
+    """Keep it in a device slot."""
+    expose: Expose | None = None
+    """None: a model of its own while there are fewer than 64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """The adapters a pod should hold."""
+
+    generation: int = 0
+    """Rises with every change; a document with a lower one is stale."""
+    adapters: tuple[Adapter, ...] = ()
+
+    @classmethod
+    def from_json(cls, data: object) -> Self:
+        """Read a parsed adapters.json.
+
+        Raises:
+            ConfigError: unknown keys, wrong types, a name twice, or a source that is not exactly one place.
+        """
+        catalogue = from_json(cls, data)
+        if len(catalogue.adapters) > MAX_ADAPTERS:
+            raise ConfigError(f"adapters: {len(catalogue.adapters)} entries; at most {MAX_ADAPTERS} are allowed")
+        seen: set[str] = set()
+        for i, adapter in enumerate(catalogue.adapters):
+            names.check_model_name(adapter.name, f"adapters[{i}].name")
+            adapter.source.check(f"adapters[{i}].source")
+            if adapter.name in seen:
+                raise ConfigError(f"adapters[{i}].name: {adapter.name!r} is there twice")
+            seen.add(adapter.name)
+        return catalogue
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read adapters.json from `path`; raises ConfigError as `from_json` does, also for text that is not JSON."""
+        try:
+            return cls.from_json(json.loads(path.read_text()))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field with its value, fit for `from_json`."""
+        document: dict[str, Any] = to_json(self)
+        return document
+
+    def exposed(self) -> frozenset[str]:
+        """Names that get a server model: those that ask for it, and the first of the others up to the limit."""
+        asked = [a.name for a in self.adapters if a.expose is Expose.MODEL]
+        open_to_it = [a.name for a in self.adapters if a.expose is None]
+        room = max(0, names.MAX_EXPOSED_ADAPTERS - len(asked))
+        return frozenset(asked + open_to_it[:room])

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors that cross a process boundary, each with the code that the server's clients see.
+
+A code is decided where the error is raised and travels unchanged (messages.py) to the client. Whoever raises one
+writes a message that says what was asked, what was found and what to do.
+
+    QuireError
+    +-- InvalidArgument     the request or document is wrong; sending it again changes nothing
+    |   +-- ConfigError     a configuration file or field is wrong
+    +-- NotFound            no model, adapter or file of that name
+    +-- Unavailable         right, but not now: queue full, engine restarting, draining
+    +-- Cancelled           the client went away or cancelled
+    +-- Internal            our fault
+"""
+
+from enum import StrEnum
+
+
+class Code(StrEnum):
+    """Error codes, named as Triton Inference Server names them."""
+
+    INVALID_ARG = "INVALID_ARG"
+    NOT_FOUND = "NOT_FOUND"
+    UNAVAILABLE = "UNAVAILABLE"
+    CANCELLED = "CANCELLED"
+    INTERNAL = "INTERNAL"
+
+
+class QuireError(Exception):
+    """Base of all errors with a code; `str(error)` is the message for the client."""
+
+    code: Code = Code.INTERNAL
+
+
+class InvalidArgument(QuireError):
+    """The request or document is wrong."""
+
+    code = Code.INVALID_ARG
+
+
+class ConfigError(InvalidArgument):
+    """A configuration field is wrong; the message names field, value and fix."""
+
+
+class NotFound(QuireError):
+    """Nothing of that name."""
+
+    code = Code.NOT_FOUND
+
+
+class Unavailable(QuireError):
+    """Right, but not now; try again."""
+
+    code = Code.UNAVAILABLE
+
+
+class Cancelled(QuireError):
+    """The client went away or cancelled."""
+
+    code = Code.CANCELLED
+
+
+class Internal(QuireError):
+    """A defect of ours."""
+
+
+_BY_CODE: dict[Code, type[QuireError]] = {
+    Code.INVALID_ARG: InvalidArgument,
+    Code.NOT_FOUND: NotFound,
+    Code.UNAVAILABLE: Unavailable,
+    Code.CANCELLED: Cancelled,
+    Code.INTERNAL: Internal,
+}
+
+
+def error_from(code: str, message: str) -> QuireError:
+    """The exception for a code that came over the wire; an unknown code becomes `Internal`."""
+    known = Code(code) if code in Code.__members__ else Code.INTERNAL
+    return _BY_CODE[known](message)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages between a pod's processes, as frozen values. frames.py carries them.
+
+Ids are chosen by the sender of Submit or Generate and are unique on its connection. A connection's first message is
+Hello. When a connection ends, everything its peer had open on it is over: the side that stays cancels or fails it.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire_spec.errors import Internal
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who is at the other end. Role: frontend, text or supervisor."""
+
+    role: str
+    model: str = ""
+    """The server model that a frontend serves."""
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """frontend -> text: generate. Answered by Events until one is final."""
+
+    id: int
+    model: str
+    """Name that the client asked for: the served name, or an adapter's."""
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    params: dict[str, Any]
+    """SamplingParams.to_mapping()."""
+    stream: bool
+    """False asks for one final event with everything."""
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """frontend -> text: the client has gone; no more events are wanted for these ids."""
+
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What is new for one request; final when it has a finish_reason or an error code."""
+
+    id: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    """stop or length."""
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[str, dict[str, Any]]] | None = None
+    """New positions only: token id -> {logprob, rank, decoded_token}, as vLLM's."""
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    """Output tokens so far, those of this event included."""
+    error_code: str | None = None
+    error: str = ""
+
+    @property
+    def final(self) -> bool:
+        """True for the last event of a request."""
+        return self.finish_reason is not None or self.error_code is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """text -> frontend."""
+
+    events: list[Event]
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """text -> core: run this sequence."""
+
+    id: int
+    prompt_token_ids: list[int]
+    params: dict[str, Any]
+    adapter: str | None = None
+    """Content digest."""
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """text -> core: stop these sequences; no more results are wanted for them."""
+
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceResult:
+    """New tokens of one sequence; the last when finish_reason or error_code is set."""
+
+    id: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: list[list[list[float]]] | None = None
+    """Per new token: [token id, logprob, rank] for the token taken, then for the most likely ones."""
+    error_code: str | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """State of the scheduler after a step; counters count from the core's start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    """Blocks that a live sequence holds; cached blocks that nobody holds count as free."""
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found."""
+    num_preemptions: int = 0
+    num_steps: int = 0
+    running_adapters: list[str] = field(default_factory=list)
+    """Digests."""
+    waiting_adapters: list[str] = field(default_factory=list)
+    num_adapter_evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """core -> text: what one step produced."""
+
+    results: list[SequenceResult]
+    started: list[int]
+    """Sequences that this step ran for the first time: they no longer count as queued."""
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """supervisor -> text or core: do `method`. Answered by one Reply with the same id."""
+
+    id: int
+    method: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to a Call."""
+
+    id: int
+    result: Any = None
+    error_code: str | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """text or core -> supervisor, unasked. `frontend_gone`: {model, pid, num_open}."""
+
+    kind: str
+    args: dict[str, Any]
+
+
+Message = Hello | Submit | Cancel | Events | Generate | Abort | StepResult | Call | Reply | Notice
+
+_TYPES: dict[str, type[Any]] = {
+    cls.__name__: cls for cls in (Hello, Submit, Cancel, Events, Generate, Abort, StepResult, Call, Reply, Notice)
+}
+
+
+def payload_of(message: Message) -> list[Any]:
+    """JSON form: type name, then the fields in order. Shorter than an object and faster to read."""
+    return [type(message).__name__, *_values(message)]
+
+
+def message_from(payload: Any) -> Message:
+    """Undo `payload_of`.
+
+    Raises:
+        Internal: not one of our messages.
+    """
+    try:
+        name, *values = payload
+        if name == "Events":
+            return Events([Event(*event) for event in values[0]])
+        if name == "StepResult":
+            return StepResult([SequenceResult(*r) for r in values[0]], values[1], Stats(*values[2]))
+        message: Message = _TYPES[name](*values)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise Internal(f"not a message: {str(payload)[:80]!r}") from error
+    return message
+
+
+def _values(value: Any) -> list[Any]:
+    out = []
+    for f in dataclasses.fields(value):
+        item = getattr(value, f.name)
+        if dataclasses.is_dataclass(item):
+            item = _values(item)
+        elif f.name in ("events", "results"):
+            item = [_values(v) for v in item]
+        out.append(item)
+    return out

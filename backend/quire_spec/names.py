@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that more than one package spells: ports, file names, tensors, the form of a model name."""
+
+import re
+
+from quire_spec.errors import InvalidArgument
+
+HTTP_PORT = 8000
+GRPC_PORT = 8001
+SERVER_METRICS_PORT = 8002
+HEALTH_PORT = 8003
+"""The supervisor's port: probes, metrics, status, admin."""
+
+ENGINE_FILE = "engine.json"
+CATALOGUE_FILE = "adapters.json"
+
+CORE_SOCKET = "core.sock"
+TEXT_SOCKET = "text.sock"
+
+API_GROUP = "quire.dev"
+API_VERSION = "v1alpha1"
+KIND = "LLMService"
+
+MAX_MODEL_NAME = 63
+MODEL_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+"""What the server takes in a URL and Kubernetes in a name; both servedName and adapter names obey it."""
+
+MAX_EXPOSED_ADAPTERS = 64
+"""Adapters that get a server model of their own by default: each costs a stub process of about 17 MB."""
+
+# Tensors of the model interface: those of NVIDIA's vllm_backend, then ours.
+TEXT_INPUT = "text_input"
+STREAM = "stream"
+SAMPLING_PARAMETERS = "sampling_parameters"
+EXCLUDE_INPUT_IN_OUTPUT = "exclude_input_in_output"
+RETURN_FINISH_REASON = "return_finish_reason"
+RETURN_CUMULATIVE_LOGPROB = "return_cumulative_logprob"
+RETURN_LOGPROBS = "return_logprobs"
+RETURN_NUM_INPUT_TOKENS = "return_num_input_tokens"
+RETURN_NUM_OUTPUT_TOKENS = "return_num_output_tokens"
+INPUT_IDS = "input_ids"
+
+TEXT_OUTPUT = "text_output"
+FINISH_REASON = "finish_reason"
+CUMULATIVE_LOGPROB = "cumulative_logprob"
+LOGPROBS = "logprobs"
+NUM_INPUT_TOKENS = "num_input_tokens"
+NUM_OUTPUT_TOKENS = "num_output_tokens"
+OUTPUT_IDS = "output_ids"
+
+LORA_NAME = "lora_name"
+
+
+def check_model_name(name: str, where: str) -> None:
+    """Refuse a name that the server or Kubernetes would refuse later, less clearly.
+
+    Raises:
+        InvalidArgument: the name is empty, too long, or has a character outside `[a-z0-9.-]`.
+    """
+    if not MODEL_NAME.fullmatch(name) or len(name) > MAX_MODEL_NAME:
+        raise InvalidArgument(
+            f"{where}: {name!r} is not a model name; use at most {MAX_MODEL_NAME} of a-z, 0-9, '-' and '.', "
+            "beginning and ending with a letter or digit"
+        )

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic of memory: bytes of weights, KV blocks and adapter slots for a shape. Integers in, bytes out.
+
+The planner uses it before there is an engine, the engine to lay its memory out; both log what they got.
+"""
+
+from quire_spec.shape import ModelShape
+
+
+def kv_block_bytes(shape: ModelShape, block_size: int, element_bytes: int) -> int:
+    """Bytes of one KV block over all layers: keys and values of `block_size` tokens."""
+    return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * element_bytes
+
+
+def lora_slot_bytes(shape: ModelShape, max_rank: int, element_bytes: int) -> int:
+    """Bytes of one adapter slot: A and B of every linear of every layer, at the largest rank."""
+    return max_rank * shape.num_layers * element_bytes * sum(d_in + d_out for d_in, d_out in linears(shape).values())
+
+
+def weights_bytes(shape: ModelShape, element_bytes: int) -> int:
+    """Bytes of a dense checkpoint, without biases and norms (under 0.1 % together)."""
+    per_layer = sum(d_in * d_out for d_in, d_out in linears(shape).values())
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    return (shape.num_layers * per_layer + embeddings) * element_bytes
+
+
+def linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Input and output size of each linear of a layer, by its Hugging Face name."""
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    return {
+        "q_proj": (hidden, q),
+        "k_proj": (hidden, kv),
+        "v_proj": (hidden, kv),
+        "o_proj": (q, hidden),
+        "gate_proj": (hidden, inner),
+        "up_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+    }
