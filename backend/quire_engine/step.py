@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step as a value: what the scheduler decided, and what the runner made of it. Torch-free; both sides import only this.
+"""A step as a value: what the scheduler decided, what the runner made of it. Torch-free; both sides import only this.
 
 Each sequence gets a span of tokens, one or many: a prompt's chunk, one decoded token, or (speculation) several. All
 spans of a step are flattened into one batch.
@@ -68,6 +68,14 @@ class Sampled:
 
 class Runner(Protocol):
     """Carries out steps. One implementation runs on this process's device; others will drive ranks."""
+
+    def hold(self, digest: str, adapter: object) -> None:
+        """Keep an adapter (peft.HostAdapter) in host memory under its content digest."""
+        ...
+
+    def drop(self, digest: str) -> None:
+        """Forget the host copy of an adapter; a slot that holds it stays as it is until it is loaded anew."""
+        ...
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Run `plan`; one result per span, in order.

@@ -10,7 +10,6 @@ import types
 import typing
 from collections.abc import Mapping
 from enum import Enum
-from functools import cache
 from typing import Any, TypeVar, cast
 
 from quire_spec.errors import ConfigError
@@ -29,7 +28,7 @@ def from_json(cls: type[T], data: object, where: str = "") -> T:
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where or cls.__name__}: expected an object, found {_kind(data)}")
-    hints = _hints(cls)
+    hints = typing.get_type_hints(cls)
     if unknown := sorted(set(data) - set(hints)):
         raise ConfigError(
             f"{_join(where, str(unknown[0]))}: unknown field; {cls.__name__} has {', '.join(sorted(hints))}"
@@ -52,11 +51,6 @@ def to_json(value: object) -> Any:
     if isinstance(value, list | tuple):
         return [to_json(v) for v in value]
     return value
-
-
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 def _value(hint: Any, value: object, where: str) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status document of a pod: what GET /status on the supervisor answers, and the only thing the operator believes."""
+"""The status document of a pod: what GET /status answers, and the only thing the operator believes."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
