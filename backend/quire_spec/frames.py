@@ -53,6 +53,13 @@ class Decoder:
                     break
                 body = bytes(self._buffer[start + _HEADER.size : end])
                 start = end
-                yield message_from(json.loads(body))
+                yield message_from(_parsed(body))
         finally:
             del self._buffer[:start]
+
+
+def _parsed(body: bytes) -> object:
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise Internal(f"frame is not JSON: {body[:80]!r}") from error

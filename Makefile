@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything that people and CI run. `make help` lists it.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# Two threads a process at most in tests: they start several processes side by side.
+export OMP_NUM_THREADS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-env dev-env doctor test test-fast lint types contracts check format clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: demo-env ## the main job: a real server, the tiny model, two adapters, requests over HTTP and gRPC
+	@$(BIN)/python hack/demo.py
+
+test: dev-env ## every test that this machine can run, and a line for each that it cannot
+	@$(BIN)/python -m pytest -q --durations=10
+
+test-fast: dev-env ## the tests that start no server (seconds)
+	@$(BIN)/python -m pytest -q -m "not server"
+
+check: lint types contracts ## lint, types and import contracts
+
+lint: dev-env ## ruff: style and formatting
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: dev-env ## mypy --strict
+	@$(BIN)/mypy
+
+contracts: dev-env ## import-linter: who may import whom
+	@$(BIN)/lint-imports
+
+format: dev-env ## format and fix what ruff can
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+doctor: ## say what this machine lacks, and install nothing
+	@$(PYTHON) hack/bootstrap.py --check-only
+
+demo-env:
+	@$(PYTHON) hack/bootstrap.py --for demo --venv $(VENV)
+
+dev-env:
+	@$(PYTHON) hack/bootstrap.py --for dev --venv $(VENV)
+
+clean: ## remove the environment and all caches
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

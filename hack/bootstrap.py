@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make .venv from a bare clone: check what the machine lacks, then install what `make demo` or `make test` needs.
+
+Runs on the machine's own Python with the standard library only. Everything that is missing is said at once, each with
+its fix. On a machine without an NVIDIA GPU it takes PyTorch's CPU build where the package index offers one, because the
+default build brings several gigabytes of CUDA libraries.
+
+    python3.11 hack/bootstrap.py --for demo|dev [--venv .venv] [--check-only]
+"""
+
+import argparse
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = "engine,server,operator"
+TORCH_RANGE = ((2, 6), (3, 0))
+"""As in pyproject.toml."""
+NEEDED_BYTES = 4 * 2**30
+
+
+def missing() -> list[str]:
+    """What this machine lacks, each with its fix; empty when all is there."""
+    problems = []
+    if sys.version_info[:2] not in ((3, 11), (3, 12)):
+        problems.append(
+            f"Python {platform.python_version()} at {sys.executable}: the server runs models on 3.11 and 3.12; "
+            "install python3.11 and run make PYTHON=python3.11 ..."
+        )
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        problems.append(f"{sys.platform} {platform.machine()}: the server is built for Linux on x86_64 and aarch64")
+    problems += _libc() + _libpython() + _venv_module() + _space()
+    return problems
+
+
+def _libc() -> list[str]:
+    name, version = platform.libc_ver()
+    if name == "glibc" and tuple(map(int, version.split(".")[:2])) >= (2, 35):
+        return []
+    return [f"libc {name or 'unknown'} {version}: the server needs glibc 2.35 or later (Debian 12, Ubuntu 22.04)"]
+
+
+def _libpython() -> list[str]:
+    library = f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
+    for candidate in (Path(sysconfig.get_config_var("LIBDIR") or "/", library), library):
+        try:
+            ctypes.CDLL(str(candidate), mode=os.RTLD_LAZY)
+            return []
+        except OSError:
+            continue
+    return [
+        f"{library}: not found; the server's Python processes load it. Install it (Debian, Ubuntu: apt-get install "
+        f"{library.removesuffix('.so.1.0')}), or use a Python built with --enable-shared"
+    ]
+
+
+def _venv_module() -> list[str]:
+    try:
+        import ensurepip  # noqa: F401
+    except ImportError:
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        return [f"the venv module: install it (Debian, Ubuntu: apt-get install python{version}-venv)"]
+    return []
+
+
+def _space() -> list[str]:
+    free = shutil.disk_usage(ROOT).free
+    if free >= NEEDED_BYTES:
+        return []
+    return [f"disk: {free / 2**30:.1f} GiB free at {ROOT}; about {NEEDED_BYTES / 2**30:.0f} GiB are needed"]
+
+
+def has_nvidia_gpu() -> bool:
+    """True when a driver has made device nodes; asked without any library."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/nvidia0").exists()
+
+
+def torch_requirement(pip: list[str]) -> str | None:
+    """Requirement of PyTorch's newest CPU build that the index offers; None takes the default build."""
+    if has_nvidia_gpu():
+        return None
+    listed = subprocess.run([*pip, "index", "versions", "torch"], capture_output=True, text=True, check=False).stdout
+    low, high = TORCH_RANGE
+    builds = [(tuple(map(int, m.groups())), m.group(0)) for m in re.finditer(r"(\d+)\.(\d+)\.(\d+)\+cpu", listed)]
+    fitting = sorted(b for b in builds if low <= b[0][:2] < high)
+    if fitting:
+        return f"torch=={fitting[-1][1]}"
+    say(
+        "note: no CPU build of torch is offered by the configured package index, so the default build comes, with\n"
+        "      several GB of CUDA libraries. To avoid it, stop here and set PIP_EXTRA_INDEX_URL to PyTorch's CPU index."
+    )
+    return None
+
+
+def requirements(group: str) -> list[str]:
+    """A dependency group of pyproject.toml with those it includes (pip learnt to read them only in 25.1)."""
+    import tomllib
+
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    found: list[str] = []
+    for entry in groups[group]:
+        found += requirements(entry["include-group"]) if isinstance(entry, dict) else [entry]
+    return found
+
+
+def stamp(folder: Path, group: str) -> Path:
+    """File that exists when `group` is installed as pyproject.toml has it now."""
+    wanted = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
+    return folder / f".quire-{group}-{hashlib.sha256(wanted).hexdigest()[:16]}"
+
+
+def install(folder: Path, group: str) -> None:
+    """Make the environment in `folder` and install the project with `group`."""
+    started = time.monotonic()
+    pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
+    if not (folder / "bin/python").exists():
+        say(f"making {folder.name} with Python {platform.python_version()}")
+        venv.create(folder, with_pip=True, symlinks=True)
+    torch = torch_requirement(pip)
+    say(f"installing quire-llm[{EXTRAS}] and what {group} needs (torch: {torch or 'default build'})")
+    wanted = [*([torch] if torch else []), "-e", f"{ROOT}[{EXTRAS}]", *requirements(group)]
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    done = subprocess.run([*pip, "install", *quiet, *wanted], check=False)
+    if done.returncode:
+        sys.exit(f"bootstrap: pip failed with {done.returncode}; its last lines say why")
+    stamp(folder, group).touch()
+    if group == "dev":
+        stamp(folder, "demo").touch()
+    say(f"ready in {time.monotonic() - started:.0f} s: {folder}")
+
+
+def say(text: str) -> None:
+    """Print a progress line."""
+    print(f"bootstrap: {text}", flush=True)
+
+
+def main() -> None:
+    """Check, then install unless everything is already there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--for", dest="group", choices=("demo", "dev"), default="dev", help="what to install for")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment's folder (default: .venv)")
+    parser.add_argument("--check-only", action="store_true", help="say what is missing and install nothing")
+    arguments = parser.parse_args()
+    if problems := missing():
+        sys.exit("\n  - ".join(["bootstrap: this machine lacks", *problems]))
+    if arguments.check_only:
+        say("nothing is missing")
+    elif not stamp(arguments.venv, arguments.group).exists():
+        install(arguments.venv, arguments.group)
+
+
+if __name__ == "__main__":
+    main()
