@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job in a minute: `quire serve` on the example, requests over HTTP and gRPC, and a table of what happened.
+
+make demo                                   the example, on free ports, then stop
+.venv/bin/python hack/demo.py --keep        leave it running until Ctrl-C, to try requests by hand
+.venv/bin/python hack/demo.py -f my.yaml    another LLMService
+"""
+
+import argparse
+import json
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tritonclient.grpc as grpcclient
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples/llmservice.yaml"
+STORY = "Once upon a time"
+QUESTION = "Question: list the names of customers in Paris\nSQL:"
+START_SECONDS = 180
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where the pieces listen."""
+
+    http: int
+    grpc: int
+    metrics: int
+    health: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table at the end."""
+
+    what: str
+    tokens: int
+    first_ms: float
+    seconds: float
+
+
+def free_ports() -> Ports:
+    """The usual ports where they are free, others where not."""
+    return Ports(*(_free(port) for port in (8000, 8001, 8002, 8003)))
+
+
+def _free(wanted: int) -> int:
+    for port in (wanted, 0):
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(s.getsockname()[1])
+    raise SystemExit("demo: no free port")
+
+
+def serve(ports: Ports) -> subprocess.Popen[bytes]:
+    """Start `quire serve` on the example; its output is ours."""
+    flags = [f"--{name}-port={getattr(ports, name)}" for name in ("http", "grpc", "metrics", "health")]
+    command = [str(Path(sys.executable).with_name("quire")), "serve", "-f", str(EXAMPLE), *flags]
+    say(f"$ quire serve -f {EXAMPLE.relative_to(ROOT)}")
+    return subprocess.Popen(command)
+
+
+def wait_ready(process: subprocess.Popen[bytes], ports: Ports) -> float:
+    """Seconds until the health port says ready."""
+    started = time.monotonic()
+    while time.monotonic() - started < START_SECONDS:
+        if process.poll() is not None:
+            raise SystemExit(f"demo: quire serve ended with {process.returncode}; its last lines say why")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{ports.health}/health/ready", timeout=2):
+                return time.monotonic() - started
+        except OSError:
+            time.sleep(0.1)
+    raise SystemExit(f"demo: not ready after {START_SECONDS} s")
+
+
+def http_generate(ports: Ports, model: str, body: dict[str, Any]) -> dict[str, Any]:
+    """POST /v2/models/MODEL/generate: the whole answer at once."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{ports.http}/v2/models/{model}/generate",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+def http_stream(ports: Ports, model: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """POST /v2/models/MODEL/generate_stream: server-sent events as they come."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{ports.http}/v2/models/{model}/generate_stream",
+        json.dumps({**body, "stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        for line in response:
+            if line.startswith(b"data: "):
+                yield json.loads(line[6:])
+
+
+def grpc_stream(ports: Ports, model: str, prompt: str, parameters: dict[str, Any]) -> Iterator[str]:
+    """ModelStreamInfer with NVIDIA's client: pieces of text as they come."""
+    import numpy as np
+
+    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    text = grpcclient.InferInput("text_input", [1], "BYTES")
+    text.set_data_from_numpy(np.array([prompt.encode()], dtype=np.object_))
+    stream = grpcclient.InferInput("stream", [1], "BOOL")
+    stream.set_data_from_numpy(np.array([True]))
+    with grpcclient.InferenceServerClient(f"127.0.0.1:{ports.grpc}") as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer(model, [text, stream], parameters=parameters, enable_empty_final_response=True)
+        while True:
+            result, error = answers.get(timeout=60)
+            if error is not None:
+                raise SystemExit(f"demo: {model}: {error}")
+            if (piece := result.as_numpy("text_output")) is not None:
+                yield piece[0].decode()
+            if result.get_response().parameters["triton_final_response"].bool_param:
+                return
+
+
+def show(what: str, pieces: Iterator[str]) -> Row:
+    """Print a stream under a heading, measured."""
+    started = time.monotonic()
+    text, first, count = "", 0.0, 0
+    for piece in pieces:
+        first = first or time.monotonic() - started
+        count += 1
+        text += piece
+    seconds = time.monotonic() - started
+    say(f"\n{what}")
+    print(textwrap.indent(textwrap.fill(text.strip(), 100), "    "), flush=True)
+    return Row(what, count, 1e3 * first, seconds)
+
+
+def crowd(ports: Ports, models: list[str], streams: int) -> Row:
+    """Many streams at once, models mixed, every one counted."""
+    counts, firsts, lock = [], [], threading.Lock()
+
+    def one(i: int) -> None:
+        started = time.monotonic()
+        body = {"text_input": STORY, "max_tokens": 64, "temperature": 0.7, "seed": i, "ignore_eos": True}
+        events = http_stream(ports, models[i % len(models)], body | {"return_num_output_tokens": True})
+        seen = [(time.monotonic() - started, int(event["num_output_tokens"])) for event in events]
+        with lock:
+            counts.append(seen[-1][1])
+            firsts.append(1e3 * seen[0][0])
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(streams) as pool:
+        list(pool.map(one, range(streams)))
+    median = sorted(firsts)[len(firsts) // 2]
+    return Row(f"{streams} HTTP streams at once, models mixed", sum(counts), median, time.monotonic() - started)
+
+
+def requests(ports: Ports) -> list[Row]:
+    """The demonstration itself."""
+    greedy = {"temperature": 0.0, "max_tokens": 80}
+    asked = {"text_input": STORY, **greedy}
+    started = time.monotonic()
+    answer = http_generate(ports, "tales", asked)
+    say(f"\nbase model `tales`, HTTP generate: {STORY!r}")
+    print(textwrap.indent(textwrap.fill(answer["text_output"].strip(), 100), "    "), flush=True)
+    whole = 1e3 * (time.monotonic() - started)
+    return [
+        Row("tales, HTTP generate", 80, whole, whole / 1e3),
+        show(
+            "adapter `pirate`, HTTP stream, the same prompt",
+            (e["text_output"] for e in http_stream(ports, "pirate", asked)),
+        ),
+        show(
+            "adapter `sql`, gRPC stream: " + QUESTION.splitlines()[0],
+            grpc_stream(ports, "sql", QUESTION, {"temperature": 0.0, "max_tokens": 40}),
+        ),
+        show(
+            "base with lora_name=pirate, HTTP stream",
+            (e["text_output"] for e in http_stream(ports, "tales", asked | {"lora_name": "pirate"})),
+        ),
+        crowd(ports, ["tales", "pirate", "sql"], 24),
+    ]
+
+
+def table(rows: list[Row]) -> None:
+    """Print what was measured."""
+    say(f"\n{'what':<48} {'tokens':>7} {'first ms':>9} {'tokens/s':>9}")
+    for row in rows:
+        print(f"{row.what[:48]:<48} {row.tokens:>7} {row.first_ms:>9.0f} {row.tokens / row.seconds:>9.0f}")
+
+
+def say(text: str) -> None:
+    """Print at once, in order with the other processes' lines."""
+    print(text, flush=True)
+
+
+def main() -> int:
+    """Serve, ask, show, stop; the exit code is the server's unless something failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", action="store_true", help="leave the server running until Ctrl-C")
+    arguments = parser.parse_args()
+    ports = free_ports()
+    process = serve(ports)
+    try:
+        say(f"ready after {wait_ready(process, ports):.1f} s")
+        table(requests(ports))
+        if arguments.keep:
+            say("\nleft running; Ctrl-C stops it")
+            process.wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    code = process.wait(60)
+    say(f"\nstopped with exit code {code}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
