@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job: the example LLMService, served by a real server, used by the clients that people have."""
+
+import asyncio
+import json
+import queue
+
+import aiohttp
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+import tritonclient.http.aio as httpaio
+from support.service import grpc_flag, grpc_text, run
+
+pytestmark = pytest.mark.server
+
+STORY = "Once upon a time"
+GREEDY = {"temperature": 0.0, "max_tokens": 40}
+
+
+def test_every_name_answers_and_differs(service):
+    texts = {model: service.text(model, STORY, **GREEDY) for model in ("tales", "pirate", "sql")}
+    assert all(len(text.split()) > 5 for text in texts.values()), texts
+    assert texts["tales"] != texts["pirate"]
+
+
+def test_sql_adapter_writes_sql(service):
+    prompt = "Question: list the names of customers in Paris\nSQL:"
+    assert service.text("sql", prompt, **GREEDY).strip().upper().startswith("SELECT")
+
+
+def test_lora_name_on_the_base_is_the_adapters_own_model(service):
+    assert service.text("tales", STORY, lora_name="pirate", **GREEDY) == service.text("pirate", STORY, **GREEDY)
+
+
+def test_not_streaming_prepends_the_prompt_unless_excluded(service):
+    answer = service.generate("tales", STORY, **GREEDY).body
+    assert answer["text_output"] == STORY + service.text("tales", STORY, **GREEDY)
+    assert answer["model_name"] == "tales"
+
+
+def test_optional_outputs(service):
+    wanted = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
+    body = service.generate(
+        "tales",
+        STORY,
+        temperature=0.0,
+        max_tokens=5,
+        logprobs=2,
+        ignore_eos=True,
+        **{f"return_{w}": True for w in wanted},
+    ).body
+    assert body["finish_reason"] == "length"
+    assert (int(body["num_output_tokens"]), int(body["num_input_tokens"]) > 2) == (5, True)
+    positions = json.loads(body["logprobs"])
+    assert len(positions) == 5
+    total = sum(max(entry["logprob"] for entry in position.values()) for position in positions)
+    assert total == pytest.approx(float(body["cumulative_logprob"]), abs=1e-3)
+
+
+def test_seed_repeats_and_absence_does_not(service):
+    asked = {"temperature": 1.0, "max_tokens": 30, "ignore_eos": True}
+    assert service.text("tales", STORY, seed=7, **asked) == service.text("tales", STORY, seed=7, **asked)
+    assert len({service.text("tales", STORY, **asked) for _ in range(4)}) > 1
+
+
+def test_stop_string_ends_the_text_before_it(service):
+    whole = service.text("tales", STORY, **GREEDY)
+    stop = whole.split()[4]
+    cut = service.text("tales", STORY, stop=stop, **GREEDY)
+    assert cut == whole[: whole.index(stop)]
+
+
+def test_http_stream_adds_up_to_the_whole(service):
+    whole = service.text("tales", STORY, **GREEDY)
+    (stream,) = run(service.http_stream("tales", STORY, **GREEDY))
+    assert (stream.text, stream.error) == (whole, None)
+    assert len(stream.events) > 3
+
+
+def test_grpc_stream_asyncio(service):
+    (stream,) = run(service.grpc_stream("pirate", STORY, **GREEDY))
+    assert (stream.text, stream.error) == (service.text("pirate", STORY, **GREEDY), None)
+
+
+def test_grpc_stream_sync_with_sampling_parameters_tensor(service):
+    """As clients of NVIDIA's vllm_backend send it: one JSON tensor, numbers as strings."""
+    import numpy as np
+
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    parameters = grpcclient.InferInput("sampling_parameters", [1], "BYTES")
+    encoded = json.dumps({"temperature": "0", "max_tokens": "40"}).encode()
+    parameters.set_data_from_numpy(np.array([encoded], dtype=np.object_))
+    exclude = grpc_flag("exclude_input_in_output", True)
+    with grpcclient.InferenceServerClient(f"127.0.0.1:{service.ports['grpc']}") as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("tales", [grpc_text(STORY), grpc_flag("stream", False), parameters, exclude])
+        result, error = answers.get(timeout=60)
+    assert error is None
+    assert result.as_numpy("text_output")[0].decode() == service.text("tales", STORY, **GREEDY)
+
+
+def test_http_clients_read_metadata_config_and_statistics(service):
+    address = f"127.0.0.1:{service.ports['http']}"
+    with httpclient.InferenceServerClient(address) as client:
+        assert client.is_server_ready()
+        assert client.is_model_ready("sql")
+        names = {tensor["name"] for tensor in client.get_model_metadata("sql")["inputs"]}
+        assert {"text_input", "stream", "sampling_parameters"} <= names
+        assert client.get_model_config("tales")["model_transaction_policy"]["decoupled"]
+        assert client.get_inference_statistics("tales")["model_stats"]
+
+    async def ready() -> bool:
+        async with httpaio.InferenceServerClient(address) as client:
+            return bool(await client.is_model_ready("pirate"))
+
+    assert asyncio.run(ready())
+
+
+def test_input_ids_and_output_ids(service):
+    by_text = service.generate("tales", STORY, return_num_input_tokens=True, **GREEDY).body
+    assert int(by_text["num_input_tokens"]) > 0
+    body = {"input_ids": [5, 6, 7], "max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+    answer = service.request("http", "/v2/models/tales/generate", body)
+    assert answer.status == 200, answer
+    assert len(answer.body["output_ids"]) == 4
+
+
+def test_64_streams_at_once_with_mixed_adapters(service):
+    models = ["tales", "pirate", "sql"]
+    alone = {m: service.text(m, STORY, **GREEDY) for m in models}
+    calls = [(service.http_stream if i % 2 else service.grpc_stream)(models[i % 3], STORY, **GREEDY) for i in range(64)]
+    streams = run(*calls, timeout=120)
+    assert [s.error for s in streams] == [None] * 64
+    assert [s.text for s in streams] == [alone[models[i % 3]] for i in range(64)]
+
+
+def test_a_closed_connection_frees_its_blocks(service):
+    async def leave_early() -> None:
+        url = f"http://127.0.0.1:{service.ports['http']}/v2/models/tales/generate_stream"
+        body = {"text_input": STORY, "stream": True, "max_tokens": 1800, "ignore_eos": True}
+        async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+            await response.content.readline()
+
+    run(*(leave_early() for _ in range(8)))
+    service.wait(lambda: "vllm:num_requests_running" in service.metrics(), 5, "metrics")
+    service.wait(lambda: gauge(service, "vllm:num_requests_running") == 0, 10, "free of running requests")
+    assert gauge(service, "vllm:kv_cache_usage_perc") == 0
+
+
+def test_metrics_count_tokens_under_vllms_names(service):
+    before = gauge(service, "vllm:generation_tokens_total")
+    service.generate("sql", STORY, max_tokens=12, ignore_eos=True)
+    service.wait(lambda: gauge(service, "vllm:generation_tokens_total") >= before + 12, 5, "counted")
+    page = service.metrics()
+    assert "vllm:time_to_first_token_seconds_bucket" in page
+    assert 'adapter="sql"' in page
+    assert "nv_inference" in page
+
+
+def test_status_is_truthful(service):
+    status = service.status()
+    assert (status["ready"], status["served_name"], sorted(status["models"])) == (
+        True,
+        "tales",
+        ["pirate", "sql", "tales"],
+    )
+    assert {a["name"]: a["state"] for a in status["adapters"]} == {"pirate": "Ready", "sql": "Ready"}
+    assert status["memory"]["num_blocks"] > 0
+
+
+def test_the_servers_control_apis_are_closed(service):
+    for path in ("/v2/repository/index", "/v2/repository/models/tales/unload"):
+        assert service.request("http", path, {}).status in (401, 403), path
+    assert service.text("tales", STORY, **GREEDY)
+
+
+def gauge(service, name):
+    """Sum of a metric over its labels."""
+    lines = [line for line in service.metrics().splitlines() if line.startswith((name + "{", name + " "))]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

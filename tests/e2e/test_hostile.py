@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong requests: each costs its sender one clear error, and the next request works."""
+
+import pytest
+from support.service import run
+
+pytestmark = pytest.mark.server
+
+STORY = "Once upon a time"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"temperature": "NaN"}, ("INVALID_ARG", "temperature")),
+        ({"temperature": -1}, ("INVALID_ARG", "temperature", "-1")),
+        ({"top_p": 2}, ("INVALID_ARG", "top_p")),
+        ({"max_tokens": 0}, ("INVALID_ARG", "max_tokens")),
+        ({"max_tokens": "lots"}, ("INVALID_ARG", "max_tokens", "lots")),
+        ({"n": 3}, ("INVALID_ARG", "'n'")),
+        ({"best_off": 3}, ("INVALID_ARG", "best_off")),
+        ({"stop": str(["x"] * 10_000).replace("'", '"')}, ("INVALID_ARG", "stop", "10000")),
+        ({"lora_name": "nobody"}, ("NOT_FOUND", "nobody", "pirate")),
+        ({"logprobs": 1000}, ("INVALID_ARG", "logprobs")),
+        ({"sampling_parameters": "{"}, ("INVALID_ARG", "sampling_parameters")),
+        ({"sampling_parameters": "[1]"}, ("INVALID_ARG", "sampling_parameters")),
+        ({"seed": -5}, ("INVALID_ARG", "seed")),
+    ],
+)
+def test_a_wrong_parameter_is_named(service, parameters, words):
+    answer = service.generate("tales", STORY, **parameters)
+    assert answer.status == 400, answer
+    assert all(word in answer.body["error"] for word in words), answer.body
+    assert "Traceback" not in answer.body["error"]
+    assert len(answer.body["error"]) < 1000
+    works(service)
+
+
+def test_a_prompt_that_is_too_long_says_both_numbers(service):
+    answer = service.generate("tales", "word " * 5000)
+    assert answer.status == 400
+    assert "INVALID_ARG" in answer.body["error"]
+    assert "max_model_len" in answer.body["error"]
+    works(service)
+
+
+def test_a_50_megabyte_prompt(service):
+    answer = service.generate("tales", "x" * 50_000_000)
+    assert answer.status in (400, 413), answer
+    assert len(str(answer.body)) < 1000
+    works(service)
+
+
+@pytest.mark.parametrize("prompt", [b"\xff\xfe\xfa", b"ok \xc3"])
+def test_invalid_utf8(service, prompt):
+    body = b'{"max_tokens": 4, "text_input": "' + prompt + b'"}'
+    answer = service.request("http", "/v2/models/tales/generate", body)
+    assert answer.status == 400, answer
+    works(service)
+
+
+def test_invalid_utf8_over_grpc(service):
+    (stream,) = run(service.grpc_stream("tales", b"\xff\xfe", max_tokens=4))
+    assert "INVALID_ARG" in stream.error
+    assert "UTF-8" in stream.error
+    works(service)
+
+
+def test_an_unknown_model(service):
+    assert service.generate("nobody", STORY).status in (400, 404)
+    works(service)
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [10**6], [1] * 5000])
+def test_wrong_input_ids(service, ids):
+    answer = service.request("http", "/v2/models/tales/generate", {"input_ids": ids, "max_tokens": 2})
+    assert answer.status == 400, answer
+    works(service)
+
+
+def test_grpc_gets_the_real_status(service):
+    unknown, wrong = run(
+        service.grpc_stream("tales", STORY, lora_name="nobody"), service.grpc_stream("tales", STORY, temperature=-1.0)
+    )
+    assert "NOT_FOUND" in unknown.error
+    assert "INVALID_ARGUMENT" in wrong.error
+    works(service)
+
+
+def test_wrong_requests_among_right_ones_disturb_nobody(service):
+    alone = service.text("pirate", STORY, temperature=0.0, max_tokens=60)
+    good = [service.http_stream("pirate", STORY, temperature=0.0, max_tokens=60) for _ in range(8)]
+    bad = [service.http_stream("tales", STORY, temperature=-1) for _ in range(8)]
+    streams = run(*(s for pair in zip(good, bad, strict=True) for s in pair))
+    assert [s.text for s in streams[::2]] == [alone] * 8
+    assert all("temperature" in s.error for s in streams[1::2])
+
+
+def works(service):
+    assert service.generate("tales", STORY, max_tokens=2).status == 200

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kill -9 of every process while it streams: streams end with an error, service comes back, nothing is left behind."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pytest
+from support.service import Service, Stream, example, run, serving
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
+
+STORY = "Once upon a time"
+LONG = {"max_tokens": 1800, "ignore_eos": True, "temperature": 0.8}
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    with serving(example(), tmp_path_factory.mktemp("kill")) as service:
+        yield service
+
+
+@pytest.mark.parametrize("victim", ["core", "text", "server", "stub"])
+def test_kill(own, victim):
+    """Every open stream ends with an error within 2 s; readiness drops; service is back by itself, adapters too."""
+    pid = own.stub_pid("pirate") if victim == "stub" else own.pid(victim)
+    models = ["tales", "pirate", "sql"]
+    streams = [Stream() for _ in range(9)]
+    calls = [own.http_stream, own.grpc_stream, own.http_stream]
+    seen = HealthWatch(own)
+
+    async def scenario() -> float:
+        tasks = [
+            asyncio.create_task(calls[i // 3](models[i % 3], STORY, into=stream, **LONG))
+            for i, stream in enumerate(streams)
+        ]
+        while not all(s.pieces for s in streams):
+            await asyncio.sleep(0.02)
+            assert not any(t.done() for t in tasks), [s.error for s in streams]
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.wait(tasks, timeout=20)
+        return killed
+
+    with seen:
+        killed = asyncio.run(scenario())
+        touched = streams if victim != "stub" else [s for i, s in enumerate(streams) if i % 3 == 1]
+        late = [round(s.ended - killed, 2) for s in touched]
+        assert all(s.error for s in touched), [s.error for s in touched]
+        assert max(late) < 2.0, late
+        back = own.wait(lambda: answers(own), 60, "serving all three models again")
+    print(
+        f"\n{victim}: streams ended within {max(late):.2f} s, all models back after {back + time.monotonic() * 0:.1f} s"
+    )
+    assert seen.unready, "the health port never said that it was not ready"
+    own.wait(lambda: own.health()[0] == 200, 30, "ready")
+    assert own.status()["processes"]["core" if victim == "core" else "server"]["state"] == "Ready"
+
+
+def test_kill_an_idle_stub_heals_that_model_alone(own):
+    server = own.pid("server")
+    os.kill(own.stub_pid("sql"), signal.SIGKILL)
+    own.wait(lambda: answers(own), 20, "serving again")
+    assert own.pid("server") == server
+
+
+def test_kill_the_supervisor_leaves_nothing(tmp_path):
+    with serving_without_stop(tmp_path) as service:
+        service.processes()
+        service.kill()
+        service.assert_nothing_left()
+
+
+def test_sigterm_lets_open_requests_finish(tmp_path):
+    with serving_without_stop(tmp_path) as service:
+        stream = Stream()
+
+        async def scenario() -> None:
+            task = asyncio.create_task(
+                service.http_stream(
+                    "tales", STORY, into=stream, max_tokens=400, ignore_eos=True, return_finish_reason=True
+                )
+            )
+            while not stream.pieces:
+                await asyncio.sleep(0.02)
+            service.processes()
+            service.process.send_signal(signal.SIGTERM)
+            await asyncio.wait_for(task, 40)
+
+        asyncio.run(scenario())
+        assert stream.error is None
+        assert stream.events[-1]["finish_reason"] == "length"
+        assert service.process.wait(40) == 0
+        service.assert_nothing_left()
+
+
+def serving_without_stop(folder):
+    """A ready service whose end is the test's own business."""
+    from contextlib import contextmanager
+
+    @contextmanager
+    def manager():
+        service = Service(example(), folder)
+        try:
+            service.wait_ready()
+            yield service
+        finally:
+            if service.process.poll() is None:
+                service.kill()
+
+    return manager()
+
+
+class HealthWatch:
+    """Samples the health port and remembers when it was not ready."""
+
+    def __init__(self, service):
+        self.service, self.unready, self._stop = service, [], threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self):
+        while not self._stop.wait(0.02):
+            status, body = self.service.health()
+            if status != 200:
+                self.unready.append((time.monotonic(), body.get("reason")))
+
+
+def answers(service):
+    """True when all three models generate."""
+    return all(service.generate(m, STORY, max_tokens=2).status == 200 for m in ("tales", "pirate", "sql"))
+
+
+def test_requests_after_everything(own):
+    assert [s.error for s in run(*(own.http_stream("pirate", STORY, max_tokens=20) for _ in range(8)))] == [None] * 8

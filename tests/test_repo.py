@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guards over the repository: traps that a reader would not see, and promises the documents make."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {
+    "quire_operator": "operator",
+    "quire_engine": "backend",
+    "quire_server": "backend",
+    "quire_spec": "backend",
+    "quire_kernels": "kernels",
+}
+
+
+def sources():
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
+
+
+@pytest.mark.parametrize("folder", ["operator", "backend", "kernels"])
+def test_top_level_folders_hold_packages_only(folder):
+    # operator/__init__.py would shadow the standard library's operator for everyone who runs Python in the root.
+    assert not list((ROOT / folder).glob("*.py"))
+
+
+def test_every_package_is_typed():
+    assert all((ROOT / folder / name / "py.typed").exists() for name, folder in PACKAGES.items())
+
+
+def test_every_source_file_has_its_licence_line_and_docstring():
+    bare = []
+    for path in sources():
+        text = path.read_text()
+        if text and not text.startswith(("# SPDX-License-Identifier: Apache-2.0", "#!")):
+            bare.append(f"{path.relative_to(ROOT)}: no SPDX line")
+        if text and path.name != "__init__.py" and not ast.get_docstring(ast.parse(text)):
+            bare.append(f"{path.relative_to(ROOT)}: no module docstring")
+    assert bare == []
+
+
+def test_nothing_of_ours_is_named_after_the_kernel_language():
+    assert not [p for p in sources() if p.name.startswith("triton") or "/triton" in str(p.relative_to(ROOT))]
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("quire_spec.config", {"torch", "numpy", "yaml"}),
+        ("quire_engine.text", {"torch", "transformers"}),
+        ("quire_engine.scheduler", {"torch"}),
+        ("quire_server.supervisor", {"torch", "tokenizers", "quire_engine"}),
+        ("quire_operator.cli", {"torch", "numpy", "quire_engine", "quire_server"}),
+    ],
+)
+def test_what_a_process_never_loads(module, absent):
+    code = f"import sys, {module}; print(*sorted({absent!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_readme_names_exactly_two_commands_to_set_up():
+    text = (ROOT / "README.md").read_text()
+    assert "make demo" in text
+    assert "make test" in text
+
+
+def test_continuous_integration_runs_the_documented_test_command():
+    assert "make test" in (ROOT / ".ci/run").read_text()
