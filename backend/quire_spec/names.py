@@ -39,6 +39,7 @@ RETURN_LOGPROBS = "return_logprobs"
 RETURN_NUM_INPUT_TOKENS = "return_num_input_tokens"
 RETURN_NUM_OUTPUT_TOKENS = "return_num_output_tokens"
 INPUT_IDS = "input_ids"
+RETURN_OUTPUT_IDS = "return_output_ids"
 
 TEXT_OUTPUT = "text_output"
 FINISH_REASON = "finish_reason"
