@@ -181,8 +181,6 @@ def server_command(
         "backend-directory": backends,
         "model-control-mode": "explicit",
         "load-model": options.base,
-        # Without this the server starts a second stub per model only to ask it for a config.
-        "disable-auto-complete-config": "true",
         "http-address": options.host,
         "http-port": options.http_port,
         "grpc-address": options.host,
@@ -200,7 +198,9 @@ def server_command(
         "thread-pool-size": 2,
         "stub-timeout-seconds": options.stub_timeout_s,
     }
-    argv = [str(install.binary), *(f"--{name}={value}" for name, value in flags.items())]
+    # Without this flag, which takes no value, the server starts a second stub per model only to ask it for a config.
+    argv = [str(install.binary), "--disable-auto-complete-config"]
+    argv += [f"--{name}={value}" for name, value in flags.items()]
     argv += [f"--backend-config=python,{name}={value}" for name, value in backend_config.items()]
     return argv, _environment(python)
 
