@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text equals what transformers and the tokenizers library make of it, however it is cut into pieces."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tokenizer import byte_level, save, sentence_piece
+from tokenizers import decoders
+from transformers import AutoTokenizer
+
+from quire_engine.text import Detokenizer, Tokenizer
+from quire_spec.errors import ConfigError, InvalidArgument
+from quire_spec.sampling import SamplingParams
+
+KINDS = ("byte_level", "llama", "gemma", "metaspace")
+TEXTS = [
+    "",
+    " ",
+    "the quick brown fox",
+    "  two spaces, a tab\t and\n\n lines ",
+    "Grüße 你好 🙂🙂 \u200d zero width",
+    "<s>not special to a user?</s>",
+    "a  added — b",
+    "x" * 3000,
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    made = {kind: byte_level() if kind == "byte_level" else sentence_piece(kind) for kind in KINDS}
+    return {kind: save(tokenizer, root / kind) for kind, tokenizer in made.items()}
+
+
+@pytest.fixture(scope="module")
+def loaded(folders: dict[str, Path]) -> dict[str, Tokenizer]:
+    return {kind: Tokenizer(folder) for kind, folder in folders.items()}
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int], params: SamplingParams | None = None) -> list[str]:
+    """Texts of pushing `ids` cut at `cuts`, as a text of its own (no prompt before it)."""
+    detokenizer = Detokenizer(tokenizer, params or SamplingParams(skip_special_tokens=False), prompt_token_ids=[])
+    return [detokenizer.push(part, last).text for part, last in parts_of(ids, cuts)]
+
+
+def parts_of(ids: list[int], cuts: list[int]) -> Iterator[tuple[list[int], bool]]:
+    ends = [*sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
+    start = 0
+    for i, end in enumerate(ends):
+        yield ids[start:end], i == len(ends) - 1
+        start = end
+
+
+def has_broken_bytes(tokenizer: Tokenizer, ids: list[int]) -> bool:
+    """A run of byte tokens that is not UTF-8: there the library's decoder gives up the whole run, and we do not."""
+    tokens = [tokenizer._tokenizer.id_to_token(i) or "" for i in ids]
+    runs = re.findall(r"(?:<0x[0-9A-F]{2}>)+", "".join(t if re.fullmatch("<0x..>", t) else "|" for t in tokens))
+    for run in runs:
+        try:
+            bytes.fromhex("".join(re.findall("<0x(..)>", run))).decode()
+        except UnicodeDecodeError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_encode_as_transformers_does(folders: dict[str, Path], loaded: dict[str, Tokenizer], kind: str, text: str):
+    oracle = AutoTokenizer.from_pretrained(folders[kind])
+    assert loaded[kind].encode(text) == oracle(text)["input_ids"]
+    ids = loaded[kind].encode(text)
+    for skip in (True, False):
+        assert loaded[kind].decode(ids, skip) == oracle.decode(
+            ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"add_bos_token": False, "add_eos_token": True},
+        {"bos_token": {"__type": "AddedToken", "content": "fox", "lstrip": True, "normalized": False, "special": True}},
+        {"additional_special_tokens": ["quick", "<|new|>"]},
+        {"added_tokens_decoder": {"999": {"content": "lazy dog", "special": False, "normalized": False}}},
+    ],
+    ids=str,
+)
+def test_tokenizer_config_is_obeyed_as_transformers_does(tmp_path: Path, config: dict[str, object]):
+    folder = save(byte_level(), tmp_path, **config)
+    oracle = AutoTokenizer.from_pretrained(folder)
+    ours = Tokenizer(folder)
+    for text in ("", "the quick brown fox over the lazy dog <|new|>"):
+        ids = ours.encode(text)
+        assert ids == oracle(text)["input_ids"]
+        assert ours.decode(ids) == oracle.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def test_training_truncation_and_padding_are_dropped(tmp_path: Path):
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    assert len(Tokenizer(save(tokenizer, tmp_path)).encode("x" * 10)) == 11
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_stream_equals_decode_of_everything(loaded: dict[str, Tokenizer], kind: str, data: st.DataObject):
+    tokenizer = loaded[kind]
+    words = st.sampled_from(["你", "🙂", " fox", "é", "\n", "  ", "<s>", "▁"]).map(
+        lambda word: tokenizer._tokenizer.encode(word, add_special_tokens=False).ids
+    )
+    anything = st.integers(0, tokenizer.vocab_size + 3).map(lambda i: [i])
+    ids = [i for part in data.draw(st.lists(words | anything, max_size=30)) for i in part]
+    cuts = data.draw(st.lists(st.integers(0, 99), max_size=12))
+    for skip in (True, False):
+        texts = stream(tokenizer, ids, cuts, SamplingParams(skip_special_tokens=skip))
+        assert "".join(texts) == "".join(stream(tokenizer, ids, [], SamplingParams(skip_special_tokens=skip)))
+        shown = [i for i in ids if not (skip and i in tokenizer.special_ids)]
+        if not has_broken_bytes(tokenizer, shown):
+            assert "".join(texts) == tokenizer.decode(ids, skip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=40))
+def test_no_replacement_character_for_a_character_that_comes(loaded: dict[str, Tokenizer], kind: str, text: str):
+    tokenizer = loaded[kind]
+    ids = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+    if kind == "metaspace" or "�" in text:
+        return  # Metaspace alone writes <0x..> for unknown characters, in decode() as well
+    for piece in stream(tokenizer, ids, list(range(len(ids)))):
+        assert "�" not in piece
+
+
+def test_invalid_bytes_keep_the_characters_around_them(loaded: dict[str, Tokenizer]):
+    ids = [loaded["llama"]._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "é".encode() + b"\xe4\xbd" + b"a"]
+    assert "".join(stream(loaded["llama"], ids, [1, 2, 3])) == "é��a"
+    assert "".join(stream(loaded["llama"], ids[:3], [])) == "é�"
+
+
+def test_output_keeps_the_space_between_prompt_and_first_word(loaded: dict[str, Tokenizer]):
+    tokenizer = loaded["llama"]
+    prompt, output = tokenizer.encode("the quick"), tokenizer._tokenizer.encode("brown", add_special_tokens=False).ids
+    params = SamplingParams()
+    assert Detokenizer(tokenizer, params, prompt).push(output, True).text == " brown"
+    assert Detokenizer(tokenizer, params).push(output, True).text == " brown"
+    assert Detokenizer(tokenizer, params, [1]).push(output, True).text == "brown"
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_stop_strings_cut_the_same_place_however_the_tokens_come(loaded: dict[str, Tokenizer], data: st.DataObject):
+    tokenizer = loaded["byte_level"]
+    text = data.draw(st.text("abc", max_size=40))
+    ids = [tokenizer._tokenizer.token_to_id(character) for character in text]
+    stops = tuple(data.draw(st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)))
+    include, min_tokens = data.draw(st.booleans()), data.draw(st.integers(0, 8))
+    params = SamplingParams(
+        stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens, max_tokens=99, skip_special_tokens=False
+    )
+    ends = [e for e in range(min_tokens + 1, len(text) + 1) if text[:e].endswith(stops)]
+    expected, count = text, len(text)
+    if ends:
+        count = ends[0]
+        longest = max(len(s) for s in stops if text[:count].endswith(s))
+        expected = text[: count if include else count - longest]
+    detokenizer = Detokenizer(tokenizer, params)
+    got, num_tokens, sent_early = "", 0, ""
+    for part, last in parts_of(ids, data.draw(st.lists(st.integers(0, 99), max_size=12))):
+        delta = detokenizer.push(part, last)
+        got, num_tokens = got + delta.text, num_tokens + delta.num_tokens
+        assert delta.stopped == (bool(ends) and num_tokens == count)
+        assert expected.startswith(got)
+        if delta.stopped:
+            break
+        if not last and not include:
+            sent_early = got
+            assert len(sent_early) == max(0, num_tokens - max(map(len, stops)) + 1)
+    assert (got, num_tokens) == (expected, count)
+
+
+def test_stop_string_in_the_middle_of_a_token(loaded: dict[str, Tokenizer]):
+    tokenizer = loaded["byte_level"]
+    ids = tokenizer.encode("the quick brown fox jumps")[1:]
+    delta = Detokenizer(tokenizer, SamplingParams(stop=("ow",))).push(ids, True)
+    assert delta.text == "the quick br" and delta.stopped
+    assert delta.num_tokens < len(ids)
+    assert "ow" in tokenizer.decode(ids[: delta.num_tokens]) and "ow" not in tokenizer.decode(
+        ids[: delta.num_tokens - 1]
+    )
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_the_token_that_stopped_is_not_text(loaded: dict[str, Tokenizer], include: bool):
+    tokenizer = loaded["byte_level"]
+    ids = [tokenizer._tokenizer.token_to_id(c) for c in "ab"]
+    params = SamplingParams(stop_token_ids=(ids[1],), include_stop_str_in_output=include)
+    delta = Detokenizer(tokenizer, params).push(ids, True, stop_token=True)
+    assert delta.text == ("ab" if include else "a") and delta.num_tokens == 2 and not delta.stopped
+    # A held-back beginning of a stop string comes out, and an incomplete character is shown as broken.
+    params = SamplingParams(stop=("abc",))
+    broken = [*ids, tokenizer.encode("𝄞")[1], 1]
+    assert Detokenizer(tokenizer, params).push(broken, True, stop_token=True).text == "ab�"
+
+
+def test_special_tokens_are_skipped_unless_asked(loaded: dict[str, Tokenizer]):
+    tokenizer = loaded["byte_level"]
+    ids = [1, *tokenizer.encode("fox"), 1]
+    assert Detokenizer(tokenizer, SamplingParams()).push(ids, True).text == "fox"
+    assert Detokenizer(tokenizer, SamplingParams(skip_special_tokens=False)).push(ids, True).text == "</s><s>fox</s>"
+
+
+def test_cost_is_linear_in_the_output(loaded: dict[str, Tokenizer]):
+    tokenizer = loaded["byte_level"]
+    params = SamplingParams(stop=("x" * 1000, "never"), max_tokens=None)
+    # Bytes that are never UTF-8 are what a decoder of windows is slow on.
+    ids = [tokenizer.encode("𝄞")[1], tokenizer._tokenizer.token_to_id("a")] * 20_000
+
+    def seconds(count: int) -> float:
+        detokenizer = Detokenizer(tokenizer, params)
+        start = time.process_time()
+        for token_id in ids[:count]:
+            detokenizer.push([token_id], False)
+        return time.process_time() - start
+
+    seconds(1000)
+    assert seconds(40_000) < 8 * seconds(10_000)
+
+
+def test_no_tokenizer_gives_no_text_and_counts_tokens():
+    delta = Detokenizer(None, SamplingParams()).push([5, 6], True)
+    assert (delta.text, delta.num_tokens, delta.stopped) == ("", 2, False)
+
+
+def test_token_text(loaded: dict[str, Tokenizer]):
+    tokenizer = loaded["byte_level"]
+    text = "the quick 𝄞"
+    ids = tokenizer.encode(text)
+    assert "".join(tokenizer.token_text(i) for i in ids[1:]).startswith("the quick ")
+    assert tokenizer.token_text(0) == "<s>"
+    assert tokenizer.token_text(10**6) == ""
+    assert tokenizer.max_token_bytes == max(len(tokenizer.pieces.rest(i)) for i in range(tokenizer.vocab_size)) > 10
+
+
+def test_errors_name_the_file_and_the_cause(tmp_path: Path, loaded: dict[str, Tokenizer]):
+    with pytest.raises(InvalidArgument, match="surrogate"):
+        loaded["llama"].encode("a\ud800")
+    assert Tokenizer.find(tmp_path) is None
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+    unknown = byte_level()
+    unknown.decoder = decoders.CTC()
+    with pytest.raises(ConfigError, match="CTC"):
+        Tokenizer(save(unknown, tmp_path))
+    (save(byte_level(), tmp_path) / "tokenizer_config.json").write_text("[1")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        Tokenizer(tmp_path)
+
+
+def test_words_of_a_tokenizer_without_decoder_are_joined_by_spaces(tmp_path: Path):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="a"))
+    tokenizer = Tokenizer(save(words, tmp_path))
+    assert "".join(stream(tokenizer, [2, 3, 2], [1, 2])) == tokenizer.decode([2, 3, 2]) == "a b a"
+
+
+def test_text_costs_no_torch():
+    code = "import sys, quire_engine.text; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(out.replace("'", '"')) == []
