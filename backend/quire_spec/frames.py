@@ -11,7 +11,7 @@ at once: processes of one pod come from one image, so a mismatch is a defect of 
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from quire_spec.errors import Internal
 from quire_spec.messages import Message, message_from, payload_of
@@ -19,6 +19,9 @@ from quire_spec.messages import Message, message_from, payload_of
 VERSION = 1
 MAX_FRAME_BYTES = 256 * 2**20
 """Larger than any prompt we accept; a larger length is a broken stream, not a message."""
+
+HEAD_BYTES = 256
+"""What a reader gets to see of a frame that is too long for it: enough for a message's type and id."""
 
 _HEADER = struct.Struct("<IB")
 
@@ -30,10 +33,20 @@ def encode(message: Message) -> bytes:
 
 
 class Decoder:
-    """Turns bytes, in whatever pieces they come, into messages."""
+    """Turns bytes, in whatever pieces they come, into messages.
 
-    def __init__(self) -> None:
+    A frame longer than `max_bytes` is never held in memory: `on_oversize` gets its first HEAD_BYTES and its length,
+    and the rest is dropped as it comes. Without `on_oversize` such a frame is an error.
+    """
+
+    def __init__(
+        self, max_bytes: int = MAX_FRAME_BYTES, on_oversize: Callable[[bytes, int], None] | None = None
+    ) -> None:
         self._buffer = bytearray()
+        self._max_bytes = max_bytes if on_oversize else MAX_FRAME_BYTES
+        self._on_oversize = on_oversize
+        self._num_to_drop = 0
+        """Bytes still to come of a frame that was too long."""
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """Yield every message that `data` completes.
@@ -41,19 +54,27 @@ class Decoder:
         Raises:
             Internal: the stream is broken or of another version; the connection must be closed.
         """
-        self._buffer += data
+        kept = data[self._num_to_drop :]
+        self._num_to_drop -= len(data) - len(kept)
+        self._buffer += kept
         start = 0
         try:
             while len(self._buffer) - start >= _HEADER.size:
                 length, version = _HEADER.unpack_from(self._buffer, start)
                 if version != VERSION or length > MAX_FRAME_BYTES:
                     raise Internal(f"frame of version {version} and {length} bytes; this process speaks {VERSION}")
-                end = start + _HEADER.size + length
-                if len(self._buffer) < end:
+                oversize = length > self._max_bytes
+                body_at, end = start + _HEADER.size, start + _HEADER.size + length
+                needed = min(end, body_at + HEAD_BYTES) if oversize else end
+                if len(self._buffer) < needed:
                     break
-                body = bytes(self._buffer[start + _HEADER.size : end])
-                start = end
-                yield message_from(_parsed(body))
+                body = bytes(self._buffer[body_at:needed])
+                start = min(end, len(self._buffer))
+                if oversize and self._on_oversize:
+                    self._num_to_drop = end - start
+                    self._on_oversize(body, length)
+                else:
+                    yield message_from(_parsed(body))
         finally:
             del self._buffer[:start]
 
@@ -61,5 +82,5 @@ class Decoder:
 def _parsed(body: bytes) -> object:
     try:
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Internal(f"frame is not JSON: {body[:80]!r}") from error

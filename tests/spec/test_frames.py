@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire_spec.errors import Internal, InvalidArgument, NotFound, error_from
-from quire_spec.frames import VERSION, Decoder, encode
+from quire_spec.frames import HEAD_BYTES, VERSION, Decoder, encode
 from quire_spec.messages import (
     Abort,
     Call,
@@ -69,3 +69,16 @@ def test_errors_keep_their_code():
     assert isinstance(error_from("NOT_FOUND", "x"), NotFound)
     assert isinstance(error_from("INVALID_ARG", "x"), InvalidArgument)
     assert isinstance(error_from("of another version", "x"), Internal)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 700))
+def test_a_frame_that_is_too_long_is_dropped_and_the_next_is_read(kinds, size):
+    sent = [[Cancel([1, 2]), Cancel([7] * 400), Submit(9, "sql", "x" * 2000, None, {}, True)][kind] for kind in kinds]
+    stream = b"".join(map(encode, sent))
+    dropped = []
+    decoder = Decoder(500, lambda head, length: dropped.append((head, length)))
+    got = [m for i in range(0, len(stream), size) for m in decoder.feed(stream[i : i + size])]
+    bodies = [encode(m)[5:] for m in sent]
+    assert got == [m for m, body in zip(sent, bodies, strict=True) if len(body) <= 500]
+    assert dropped == [(body[:HEAD_BYTES], len(body)) for body in bodies if len(body) > 500]
+    assert len(decoder._buffer) == 0
