@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the fetcher keeps on disk, and nothing about where it came from.
+
+    adapters/<digest>/            the two files of an adapter; complete, never changed
+    partial/<key>/                files being fetched, to be resumed; <key>.json their versions, <key>.lock their owner
+    sources/<key>.json            the digest that a source had last, and its files' versions
+
+A key is a digest of the source's description. Several supervisors may share a cache.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire_spec.catalogue import Source
+from quire_spec.digest import ADAPTER_FILES, adapter_digest
+from quire_spec.document import from_json, to_json
+from quire_spec.errors import ConfigError
+
+KEEP_SECONDS = 24 * 3600.0
+"""How long what no catalogue names stays: rollbacks are quick, and other owners of the cache touch theirs hourly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a source had when it was fetched last."""
+
+    digest: str
+    versions: dict[str, str | None]
+    """By file; None where the place cannot tell versions."""
+
+
+def key_of(source: Source) -> str:
+    """Names a source in the cache: the same description, the same key."""
+    return hashlib.sha256(json.dumps(to_json(source), sort_keys=True).encode()).hexdigest()[:32]
+
+
+class Cache:
+    """One cache folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        for name in ("adapters", "partial", "sources"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+
+    def folder(self, digest: str) -> Path:
+        """Where the adapter of that digest is, or would be."""
+        return self._folder / "adapters" / digest
+
+    def record(self, key: str) -> Record | None:
+        """What the source had last, if that is still here."""
+        try:
+            record = from_json(Record, json.loads(self._record(key).read_text()))
+        except (OSError, ValueError, ConfigError):
+            return None
+        return record if self.folder(record.digest).is_dir() else None
+
+    @contextlib.contextmanager
+    def partial(self, key: str) -> Iterator["Partial"]:
+        """The files being fetched of a source.
+
+        Raises:
+            BlockingIOError: another owner of this cache is fetching it.
+        """
+        folder = self._folder / "partial" / key
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder.mkdir(exist_ok=True)
+            yield Partial(folder)
+
+    def commit(self, key: str, partial: "Partial") -> Record:
+        """Make a complete partial an adapter of the cache: all of it or nothing. Reads and syncs the files: slow."""
+        digest = adapter_digest(partial.folder)
+        for name in ADAPTER_FILES:
+            _sync(partial.folder / name)
+        target = self.folder(digest)
+        try:
+            partial.folder.rename(target)
+        except OSError:
+            # The same content is there already, from another source.
+            if not target.is_dir():
+                raise
+            shutil.rmtree(partial.folder)
+        _sync(target.parent)
+        record = Record(digest, partial.versions())
+        _write(self._record(key), to_json(record))
+        partial.forget()
+        return record
+
+    def sweep(self, used: set[str], now: float | None = None) -> list[str]:
+        """Remove what nobody has used for a day; returns the digests removed. `used` are ours, and stay."""
+        oldest = (time.time() if now is None else now) - KEEP_SECONDS
+        for digest in used:
+            with contextlib.suppress(OSError):
+                os.utime(self.folder(digest))
+        removed = []
+        for path in [*(self._folder / "adapters").iterdir(), *(self._folder / "partial").iterdir()]:
+            with contextlib.suppress(OSError):
+                if path.name in used or path.stat().st_mtime > oldest or path.suffix == ".lock":
+                    continue
+                if path.is_dir():
+                    shutil.rmtree(path)
+                    removed.append(path.name)
+                else:
+                    path.unlink()
+        return removed
+
+    def _record(self, key: str) -> Path:
+        return self._folder / "sources" / f"{key}.json"
+
+
+class Partial:
+    """The files of one source that are being fetched."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._notes = folder.with_suffix(".json")
+
+    def versions(self) -> dict[str, str | None]:
+        """Version that each file begun was of."""
+        try:
+            noted: dict[str, str | None] = json.loads(self._notes.read_text())
+        except (OSError, ValueError):
+            return {}
+        return noted
+
+    def note(self, name: str, version: str | None) -> None:
+        """Remember what version of a file its bytes are of; before they are written."""
+        _write(self._notes, self.versions() | {name: version})
+
+    def size(self, name: str) -> int:
+        """Bytes that are here."""
+        path = self.folder / name
+        return path.stat().st_size if path.exists() else 0
+
+    def drop(self, name: str) -> None:
+        """Forget the bytes of a file."""
+        (self.folder / name).unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Forget the versions, once the files are elsewhere."""
+        self._notes.unlink(missing_ok=True)
+
+
+def _write(path: Path, document: object) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(document))
+    temporary.rename(path)
+
+
+def _sync(path: Path) -> None:
+    """Have a file or folder on disk before anything names it: a power cut must not leave half an adapter."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a Hugging Face hub repository: huggingface_hub says what and where, http_place.py reads the bytes.
+
+Not hf_hub_download: it cannot stop at a size, and forgets what it has when a download fails.
+"""
+
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+import httpx
+import huggingface_hub
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from yarl import URL
+
+from quire_server.background import in_thread
+from quire_server.http_place import HttpReader
+from quire_server.places import Opened
+from quire_spec.errors import InvalidArgument, NotFound, Unavailable
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_TIMEOUT_S = 15.0
+
+
+class HubPlace:
+    """One repository at one revision. The revision is resolved once, so that both files are of one commit."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        repo: str,
+        revision: str | None,
+        token: Callable[[], str | None],
+        endpoint: str | None = None,
+    ) -> None:
+        """`token` reads the token, None is the environment's (HF_TOKEN, or a login); `endpoint` None is huggingface_hub's own, which HF_ENDPOINT sets."""
+        self.fixed = bool(revision and _COMMIT.fullmatch(revision))
+        self._reader = HttpReader(session)
+        self._repo = repo
+        self._revision = revision
+        self._token = token
+        self._endpoint = endpoint
+        self._sha256: dict[str, str] = {}
+
+    def where(self, name: str) -> str:
+        return f"hub repository {self._repo!r} at {self._revision or 'its default branch'!r}, {name}"
+
+    def expected_sha256(self, name: str) -> str | None:
+        return self._sha256.get(name)
+
+    async def version(self, name: str) -> str | None:
+        found = await in_thread(self._ask, name)
+        # Large files have their content's SHA-256 for an ETag.
+        if found.etag and _SHA256.fullmatch(found.etag):
+            self._sha256[name] = found.etag
+        if found.commit_hash:
+            self._revision = found.commit_hash
+        return f"{found.commit_hash}/{found.etag}" if found.commit_hash and found.etag else None
+
+    @asynccontextmanager
+    async def open(self, name: str, start: int, version: str | None) -> AsyncIterator[Opened]:
+        now = await self.version(name)
+        # A commit's file never changes: a range of it needs no If-Range, which storage behind redirects may not know.
+        wanted = {"Range": f"bytes={start}-"} if start and version and version == now else {}
+        try:
+            async with self._reader.open(URL(self._url(name)), self._headers(), wanted) as opened:
+                yield Opened(opened.start, opened.size, now, opened.chunks)
+        except (NotFound, Unavailable) as error:
+            raise type(error)(f"{self.where(name)}: {error}") from error
+
+    def _url(self, name: str) -> str:
+        return str(huggingface_hub.hf_hub_url(self._repo, name, revision=self._revision, endpoint=self._endpoint))
+
+    def _headers(self) -> dict[str, str]:
+        return dict(huggingface_hub.utils.build_hf_headers(token=self._token(), library_name="quire"))
+
+    def _ask(self, name: str) -> huggingface_hub.HfFileMetadata:
+        where = self.where(name)
+        try:
+            return huggingface_hub.get_hf_file_metadata(
+                self._url(name), token=self._token(), timeout=_TIMEOUT_S, endpoint=self._endpoint
+            )
+        except HFValidationError as error:
+            raise InvalidArgument(f"{where}: {error}") from error
+        except EntryNotFoundError as error:
+            raise NotFound(f"{where}: no such file; Quire reads adapters stored as safetensors") from error
+        except RepositoryNotFoundError as error:
+            raise NotFound(
+                f"{where}: no such repository, or it is private and the source's token is missing or lacks access"
+            ) from error
+        except HfHubHTTPError as error:
+            raise _refused(where, error) from error
+        except (httpx.HTTPError, OSError, ValueError) as error:
+            raise Unavailable(f"{where}: {error or type(error).__name__}") from error
+
+
+def _refused(where: str, error: HfHubHTTPError) -> NotFound | Unavailable:
+    status = error.response.status_code
+    if status == 404:
+        return NotFound(f"{where}: HTTP 404; check repo and revision")
+    hint = "; the source's token is missing, wrong, or lacks access" if status in (401, 403) else ""
+    return Unavailable(f"{where}: HTTP {status}{hint}")

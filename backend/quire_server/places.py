@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A place that an adapter's files are read from, and the simplest of them: a folder of this machine.
+
+The other protocols are in http_place.py, hub_place.py and s3_place.py. A place reads and says what went wrong; limits,
+retries, resuming and the cache are the fetcher's.
+"""
+
+import os
+import stat
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from quire_server.background import in_thread
+from quire_spec.errors import InvalidArgument, NotFound, Unavailable
+
+_READ_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A file that is being read."""
+
+    start: int
+    """Offset of the first byte to come; 0 although more was asked when the place cannot resume."""
+    size: int | None
+    """Bytes of the whole file, where the place says so."""
+    version: str | None
+    """Changes with the content; None when the place cannot tell, and then nothing is resumed."""
+    chunks: AsyncIterator[bytes]
+
+
+class Place(Protocol):
+    """Where the two files of one adapter are. Errors are QuireErrors that name URL or path, and no secret."""
+
+    @property
+    def fixed(self) -> bool:
+        """True when what is here can never change, as at a commit."""
+        ...
+
+    def where(self, name: str) -> str:
+        """A file's URL or path, for messages: no user, password, query."""
+        ...
+
+    def expected_sha256(self, name: str) -> str | None:
+        """Digest in hex that the file must have, where the source gives one."""
+        ...
+
+    async def version(self, name: str) -> str | None:
+        """What `Opened.version` would be now, without reading the file.
+
+        Raises:
+            NotFound: it is not there.
+            Unavailable: the place cannot be reached, or refuses us.
+        """
+        ...
+
+    def open(self, name: str, start: int, version: str | None) -> AbstractAsyncContextManager[Opened]:
+        """Read a file from offset `start`, if it still is `version`, else from its beginning.
+
+        Raises:
+            NotFound, Unavailable: as `version`; Unavailable also from the chunks, when the connection is cut.
+        """
+        ...
+
+
+class FolderPlace:
+    """A folder below an allowed root; links may lead nowhere outside it."""
+
+    fixed = False
+
+    def __init__(self, root: Path, path: str, what: str) -> None:
+        """`path` is relative to `root`, or empty; `what` names the source in messages.
+
+        Raises:
+            InvalidArgument: `path` leaves `root`.
+        """
+        self._root = Path(os.path.realpath(root))
+        self._what = what
+        self._folder = self._root / path
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise InvalidArgument(f"{what}: path {path!r} must lie below the root and have no '..'")
+
+    def where(self, name: str) -> str:
+        return str(self._folder / name)
+
+    def expected_sha256(self, name: str) -> str | None:
+        return None
+
+    async def version(self, name: str) -> str | None:
+        fd, version, _ = await in_thread(self._open, name)
+        os.close(fd)
+        return version
+
+    @asynccontextmanager
+    async def open(self, name: str, start: int, version: str | None) -> AsyncIterator[Opened]:
+        fd, found, size = await in_thread(self._open, name)
+        try:
+            begin = start if version == found else 0
+            yield Opened(begin, size, found, self._chunks(fd, begin, name))
+        finally:
+            os.close(fd)
+
+    def _open(self, name: str) -> tuple[int, str, int]:
+        """File descriptor, version, size."""
+        path = self._folder / name
+        try:
+            # Non-blocking: opening a FIFO would otherwise wait for a writer.
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise NotFound(f"{self._what}: {str(path)!r} does not exist; Quire reads safetensors adapters") from error
+        except OSError as error:
+            raise Unavailable(f"{self._what}: {str(path)!r}: {error.strerror}") from error
+        try:
+            info = os.fstat(fd)
+            # Asked of the open file: the path could be another one by now.
+            real = Path(os.readlink(f"/proc/self/fd/{fd}"))
+            if not real.is_relative_to(self._root):
+                raise InvalidArgument(
+                    f"{self._what}: {str(path)!r} is a link that leads out of {str(self._root)!r}; copy the files there"
+                )
+            if not stat.S_ISREG(info.st_mode):
+                raise InvalidArgument(f"{self._what}: {str(path)!r} is not a regular file")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd, f"{info.st_dev}-{info.st_ino}-{info.st_size}-{info.st_mtime_ns}", info.st_size
+
+    async def _chunks(self, fd: int, begin: int, name: str) -> AsyncIterator[bytes]:
+        offset = begin
+        while data := await in_thread(self._read, fd, offset, name):
+            offset += len(data)
+            yield data
+
+    def _read(self, fd: int, offset: int, name: str) -> bytes:
+        try:
+            return os.pread(fd, _READ_BYTES, offset)
+        except OSError as error:
+            raise Unavailable(f"{self._what}: {self.where(name)!r}: {error.strerror}") from error

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files under a prefix of an S3-compatible bucket, by obstore."""
+
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+from obstore.store import S3Store
+
+from quire_server.places import Opened
+from quire_spec.errors import InvalidArgument, NotFound, QuireError, Unavailable
+
+_READ_BYTES = 4 * 2**20
+_DEFAULT_REGION = "us-east-1"
+_AMBIENT = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
+"""Environment that a platform gives a pod an identity with. Without any, requests go unsigned: public buckets."""
+
+
+class S3Place:
+    """One prefix of one bucket."""
+
+    fixed = False
+
+    def __init__(
+        self, uri: str, endpoint: str | None, region: str | None, credentials: Callable[[], Mapping[str, str]]
+    ) -> None:
+        """`credentials` reads AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and maybe AWS_SESSION_TOKEN; or nothing.
+
+        Raises:
+            InvalidArgument: the URI is not s3://bucket/prefix, or the endpoint not a URL.
+        """
+        parts = urlsplit(uri)
+        if parts.scheme != "s3" or not parts.netloc or ".." in parts.path.split("/"):
+            raise InvalidArgument(f"s3 source: uri {uri!r} is not s3://bucket/prefix")
+        if endpoint is not None and urlsplit(endpoint).scheme not in ("http", "https"):
+            raise InvalidArgument(f"s3 source: endpoint {endpoint!r} is not an http(s) URL")
+        self._bucket = parts.netloc
+        self._prefix = parts.path.strip("/")
+        self._endpoint = endpoint
+        self._region = region
+        self._credentials = credentials
+
+    def where(self, name: str) -> str:
+        at = f" at {self._endpoint}" if self._endpoint else ""
+        return f"s3://{self._bucket}/{self._path(name)}{at}"
+
+    def expected_sha256(self, name: str) -> str | None:
+        return None
+
+    async def version(self, name: str) -> str | None:
+        try:
+            return _etag(await obstore.head_async(self._store(), self._path(name)))
+        except (BaseError, OSError, ValueError) as error:
+            raise self._refused(name, error) from error
+
+    @asynccontextmanager
+    async def open(self, name: str, start: int, version: str | None) -> AsyncIterator[Opened]:
+        store, path = self._store(), self._path(name)
+        try:
+            found, begin = await _get(store, path, start, version)
+        except (BaseError, OSError, ValueError) as error:
+            raise self._refused(name, error) from error
+        yield Opened(begin, found.meta["size"], _etag(found.meta), self._chunks(found, name))
+
+    def _path(self, name: str) -> str:
+        return f"{self._prefix}/{name}".lstrip("/")
+
+    def _store(self) -> S3Store:
+        given = self._credentials()
+        config: dict[str, Any] = {
+            "region": self._region or _DEFAULT_REGION,
+            "client_options": {
+                "allow_http": bool(self._endpoint and self._endpoint.startswith("http://")),
+                "connect_timeout": timedelta(seconds=15),
+                # Of one request as a whole, body included; obstore has no other. A cut download is resumed.
+                "timeout": timedelta(minutes=10),
+            },
+            # The fetcher retries, and resumes.
+            "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=20)},
+        }
+        if self._endpoint:
+            config["endpoint"] = self._endpoint
+        if given:
+            config |= {
+                "access_key_id": given["AWS_ACCESS_KEY_ID"],
+                "secret_access_key": given["AWS_SECRET_ACCESS_KEY"],
+            }
+            if token := given.get("AWS_SESSION_TOKEN"):
+                config["session_token"] = token
+        elif not any(os.environ.get(name) for name in _AMBIENT):
+            config["skip_signature"] = True
+        return S3Store(self._bucket, **config)
+
+    async def _chunks(self, found: "obstore.GetResult", name: str) -> AsyncIterator[bytes]:
+        try:
+            async for data in found.stream(min_chunk_size=_READ_BYTES):
+                yield bytes(data)
+        except (BaseError, OSError, ValueError) as error:
+            raise self._refused(name, error) from error
+
+    def _refused(self, name: str, error: Exception) -> QuireError:
+        where = self.where(name)
+        if isinstance(error, FileNotFoundError):
+            return NotFound(f"{where}: no such object; check bucket and prefix, and that it is stored as safetensors")
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+            return Unavailable(f"{where}: access denied; the source's secret is missing, wrong, or lacks access")
+        # Further lines are obstore's debug output.
+        return Unavailable(f"{where}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+
+
+async def _get(store: S3Store, path: str, start: int, version: str | None) -> "tuple[obstore.GetResult, int]":
+    """The object from `start` if it still is `version`, else from its beginning; and where that is."""
+    if start and version:
+        try:
+            found = await obstore.get_async(store, path, options={"range": {"offset": start}, "if_match": version})
+            return found, start
+        except (PreconditionError, ValueError):
+            pass
+    return await obstore.get_async(store, path), 0
+
+
+def _etag(meta: Mapping[str, Any]) -> str | None:
+    etag = meta.get("e_tag")
+    return str(etag) if etag else None

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that adapters are fetched from: plain HTTP with ranges, the Hugging Face hub's protocol, and S3's.
+
+The real hub and a real bucket cannot be had in a test; obstore and huggingface_hub, which speak to these, are real.
+"""
+
+import hashlib
+import hmac
+import re
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+
+@dataclass
+class Files:
+    """Files by path, served with ETag, Range, If-Range and If-Match; can cut connections and lie about sizes."""
+
+    content: dict[str, bytes]
+    cuts: list[int] = field(default_factory=list)
+    """Bytes after which each of the next answers to GET is cut."""
+    etags: bool = True
+    chunked: bool = False
+    """Say nothing about the size."""
+    requests: list[web.Request] = field(default_factory=list)
+    down: bool = False
+
+    def paths(self, method: str = "GET") -> list[str]:
+        return [r.path for r in self.requests if r.method == method]
+
+    def ranges(self) -> list[str]:
+        return [r.headers.get("Range", "") for r in self.requests if r.method == "GET"]
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append(request)
+        if self.down:
+            return web.Response(status=503)
+        return await self.answer(request, self.content.get(request.path))
+
+    async def answer(self, request: web.Request, data: bytes | None) -> web.StreamResponse:
+        if data is None:
+            return web.Response(status=404)
+        etag = f'"{hashlib.md5(data).hexdigest()}"'
+        headers = {"ETag": etag} if self.etags else {}
+        if request.headers.get("If-Match", etag) != etag:
+            return web.Response(status=412)
+        status, start = 200, 0
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
+        if match and request.headers.get("If-Range", etag) == etag:
+            start = int(match[1])
+            if start >= len(data):
+                return web.Response(status=416, headers={"Content-Range": f"bytes */{len(data)}"})
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            status = 206
+        response = web.StreamResponse(status=status, headers=headers)
+        if not self.chunked or request.method == "HEAD":
+            response.content_length = len(data) - start
+        await response.prepare(request)
+        if request.method == "GET":
+            await self._send(request, response, data[start:])
+        return response
+
+    async def _send(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+        if self.cuts:
+            await response.write(data[: self.cuts.pop(0)])
+            assert request.transport is not None
+            request.transport.close()
+        else:
+            await response.write(data)
+
+
+async def serve(handle) -> TestServer:
+    """Start a server that gives every request to `handle`."""
+    app = web.Application(client_max_size=2**20)
+    app.router.add_route("*", "/{path:.*}", handle)
+    server = TestServer(app)
+    await server.start_server()
+    return server
+
+
+class Hub:
+    """One repository with one commit; large files are redirected to `cdn`, on another host, as the hub does."""
+
+    def __init__(self, files: Files, repo: str, commit: str, token: str | None, cdn: str) -> None:
+        self.files, self.repo, self.commit, self.token, self.cdn = files, repo, commit, token, cdn
+        self.requests: list[web.Request] = []
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append(request)
+        match = re.fullmatch(rf"/{self.repo}/resolve/([^/]+)/(.+)", request.path)
+        if not match or (self.token and request.headers.get("Authorization") != f"Bearer {self.token}"):
+            return web.Response(status=401, headers={"X-Error-Code": "RepoNotFound"})
+        revision, name = match.groups()
+        data = self.files.content.get(f"/{name}")
+        if revision not in ("main", self.commit):
+            return web.Response(status=404, headers={"X-Error-Code": "RevisionNotFound"})
+        if data is None:
+            return web.Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
+        headers = {"X-Repo-Commit": self.commit}
+        if name.endswith(".safetensors"):
+            headers["X-Linked-Etag"] = f'"{hashlib.sha256(data).hexdigest()}"'
+            headers["X-Linked-Size"] = str(len(data))
+            return web.Response(status=302, headers=headers | {"Location": f"{self.cdn}/{name}?signature=s3cr3t"})
+        headers["ETag"] = f'"{hashlib.sha1(data).hexdigest()}"'
+        return web.Response(status=200, headers=headers, body=data)
+
+
+class Bucket:
+    """S3 as far as reading goes, with the signature checked (AWS Signature Version 4)."""
+
+    def __init__(self, files: Files, key_id: str | None = None, secret: str = "") -> None:
+        self.files, self.key_id, self.secret = files, key_id, secret
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if self.key_id is not None and not self._signed(request):
+            code = "<Error><Code>AccessDenied</Code></Error>"
+            return web.Response(status=403, text=code, content_type="application/xml")
+        self.files.requests.append(request)
+        return await self.files.answer(request, self.files.content.get(request.path))
+
+    def _signed(self, request: web.Request) -> bool:
+        pattern = (
+            r"AWS4-HMAC-SHA256 Credential=([^/]+)/(\d+)/([^/]+)/s3/aws4_request, SignedHeaders=([^,]+), Signature=(\w+)"
+        )
+        match = re.fullmatch(pattern, request.headers.get("Authorization", ""))
+        if not match or match[1] != self.key_id:
+            return False
+        _, day, region, signed, signature = match.groups()
+        canonical = "\n".join(
+            [
+                request.method,
+                quote(request.path),
+                request.query_string,
+                *(f"{name}:{request.headers[name].strip()}" for name in signed.split(";")),
+                "",
+                signed,
+                request.headers["x-amz-content-sha256"],
+            ]
+        )
+        scope = f"{day}/{region}/s3/aws4_request"
+        digest = hashlib.sha256(canonical.encode()).hexdigest()
+        message = f"AWS4-HMAC-SHA256\n{request.headers['x-amz-date']}\n{scope}\n{digest}"
+        key = f"AWS4{self.secret}".encode()
+        for part in (day, region, "s3", "aws4_request", message):
+            key = hmac.new(key, part.encode(), hashlib.sha256).digest()
+        return hmac.compare_digest(key.hex(), signature)
