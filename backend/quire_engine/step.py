@@ -46,6 +46,8 @@ class StepPlan:
 
     spans: list[Span]
     loads: list[SlotLoad] = field(default_factory=list)
+    started: list[int] = field(default_factory=list)
+    """Ids of the sequences that run for the first time; the runner needs none of it."""
 
 
 @dataclass(frozen=True, slots=True)

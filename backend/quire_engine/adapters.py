@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdapterRegistry: which adapters exist, which of them are in host memory, and which to read or give up.
+
+Policy only: it never sees a weight or opens a file. The scheduler asks it who can run; the engine tells it what was
+read and carries out what it decides (`take_fetches`, `take_dropped`). Slots are slots.py's. An adapter is its content
+digest everywhere.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire_engine.request import SlotId
+from quire_engine.slots import SlotTable
+from quire_spec.errors import Internal, InvalidArgument, NotFound
+
+
+@dataclass(slots=True)
+class _Adapter:
+    path: Path
+    removed: bool = False
+    num_open: int = 0
+    """Sequences from arrival to end, running or not."""
+    owed: bool = False
+    """Sequences wait for it and none has run since: its host copy stays until one has."""
+    used: int = 0
+    """Tick of the last arrival or start; the lowest is given up first."""
+
+
+class AdapterRegistry:
+    """Adapters by digest: any number registered, at most `host_loras` in host memory, some of those in slots.
+
+    registered -> in host memory -> in a slot, each within the one before. A host copy goes, least recently used
+    first, when another is needed; never that of an adapter that runs, or that sequences wait for and have not had yet.
+    What is missing when a sequence arrives is read from disk, by whoever calls `take_fetches`, in order of arrival.
+    """
+
+    def __init__(self, max_loras: int, host_loras: int) -> None:
+        self.slots = SlotTable(max_loras)
+        self._host_loras = host_loras
+        self._adapters: dict[str, _Adapter] = {}
+        self._host: set[str] = set()
+        self._active: set[str] = set()
+        # To be read, in the order in which they were missed; then being read.
+        self._wanted: dict[str, None] = {}
+        self._asked: set[str] = set()
+        self._dropped: list[str] = []
+        self._tick = 0
+
+    def add(self, digest: str, path: Path, pinned: bool | None = None) -> bool:
+        """Register an adapter whose copy was just read; `pinned` None supplies the copy of a registered one again.
+
+        Returns whether the copy is to be kept: not when memory is full of copies that are needed more, nor when the
+        adapter was removed meanwhile.
+
+        Raises:
+            InvalidArgument: more pinned adapters than slots.
+        """
+        adapter = self._adapters.get(digest)
+        if adapter is None or pinned is not None:
+            adapter = self._register(digest, path, bool(pinned))
+        self._asked.discard(digest)
+        if self._forget_if_over(digest, adapter):
+            return False
+        return digest in self._host or self._take_in(digest, adapter)
+
+    def remove(self, digest: str) -> None:
+        """Refuse new sequences of an adapter, and forget it with its last one. Unknown digests are ignored."""
+        if adapter := self._adapters.get(digest):
+            adapter.removed = True
+            self.slots.pin(digest, False)
+            self._forget_if_over(digest, adapter)
+
+    def fail(self, digest: str) -> None:
+        """The copy that `take_fetches` asked for could not be read. Its sequences end; the next one asks again."""
+        self._asked.discard(digest)
+        if adapter := self._adapters.get(digest):
+            self._forget_if_over(digest, adapter)
+
+    def states(self) -> dict[str, str]:
+        """Where each registered adapter is: slot, host or disk. Removed ones are not listed."""
+        return {
+            digest: "slot" if self.slots.find(digest) is not None else "host" if digest in self._host else "disk"
+            for digest, adapter in self._adapters.items()
+            if not adapter.removed
+        }
+
+    def open(self, digest: str) -> None:
+        """A sequence arrives.
+
+        Raises:
+            NotFound: the adapter is not registered, or removed.
+        """
+        adapter = self._adapters.get(digest)
+        if adapter is None or adapter.removed:
+            raise NotFound(f"adapter {digest!r} is not loaded; load it first ({len(self._adapters)} others are)")
+        adapter.num_open += 1
+        self._use(adapter)
+        self.slots.touch(digest)
+        self._active.add(digest)
+        adapter.owed = adapter.owed or self.slots.num_running(digest) == 0
+        self._want(digest, adapter)
+
+    def ready(self, digest: str, now: float, *, new: bool) -> bool:
+        """Whether a sequence could run in this step; notes since when one could not. `new`: not preempted before."""
+        if digest in self._host and self.slots.can_start(digest, new=new):
+            return True
+        self.slots.block(digest, now)
+        return False
+
+    def start(self, digest: str) -> None:
+        """A sequence begins to run, after `ready`."""
+        self.slots.start(digest)
+        self._use(self._adapters[digest])
+        self._adapters[digest].owed = False
+
+    def slot(self, digest: str) -> SlotId:
+        """Slot of an adapter that runs."""
+        slot = self.slots.find(digest)
+        assert slot is not None
+        return slot
+
+    def stop(self, digest: str) -> None:
+        """A running sequence ends or is preempted; the adapter stays in its slot."""
+        self.slots.stop(digest)
+
+    def close(self, digest: str) -> None:
+        """A sequence that does not run is over."""
+        adapter = self._adapters[digest]
+        adapter.num_open -= 1
+        if adapter.num_open == self.slots.num_running(digest):
+            self.slots.unblock(digest)
+            adapter.owed = False
+        if adapter.num_open == 0:
+            self._active.discard(digest)
+            if digest not in self.slots.pins:
+                self._wanted.pop(digest, None)
+        self._forget_if_over(digest, adapter)
+
+    def begin_step(self, now: float) -> None:
+        """Before a step's first `ready`: pinned adapters get their slots."""
+        for digest in sorted(self.slots.pins):
+            if self.slots.find(digest) is None and digest in self._host:
+                self.slots.place(digest)
+        self.slots.begin_step(now)
+
+    def take_fetches(self) -> list[tuple[str, Path]]:
+        """Adapters to read from disk, each once, as far as host memory has room; answered by `add` or `fail`."""
+        fetches = []
+        while self._wanted and self._make_room(needed=True):
+            digest = next(iter(self._wanted))
+            del self._wanted[digest]
+            self._asked.add(digest)
+            fetches.append((digest, self._adapters[digest].path))
+        return fetches
+
+    def take_dropped(self) -> list[str]:
+        """Adapters whose host copies were given up since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def running(self) -> list[str]:
+        """Digests with running sequences."""
+        return sorted(digest for digest in self._active if self.slots.num_running(digest))
+
+    def waiting(self) -> list[str]:
+        """Digests with sequences that do not run."""
+        return sorted(d for d in self._active if self._adapters[d].num_open > self.slots.num_running(d))
+
+    def check_integrity(self, num_open: Mapping[str, int], num_running: Mapping[str, int]) -> None:
+        """Raise Internal, with the counts, unless the registry is whole and agrees with the sequences per digest."""
+        adapters = self._adapters
+        host = self._host
+        missing = {d for d, a in adapters.items() if a.num_open} - host
+        checks = {
+            "open sequences differ": {d: a.num_open for d, a in adapters.items() if a.num_open} != dict(num_open),
+            "running sequences differ": {d: self.slots.num_running(d) for d in self.running()} != dict(num_running),
+            "active adapters differ": self._active != set(num_open),
+            "a host copy belongs to nobody": not host <= set(adapters),
+            "host memory is overrun": len(host) + len(self._asked) > self._host_loras,
+            "a copy is read that is there": bool(self._asked & host),
+            "an adapter that is waited for is not read": missing != (set(self._wanted) | self._asked) & missing,
+            "an adapter is read twice": bool(self._asked & set(self._wanted)),
+            "a removed adapter stays": any(
+                a.removed and not a.num_open and d not in self._asked for d, a in adapters.items()
+            ),
+        }
+        found = [fault for fault, present in checks.items() if present]
+        if found := found + self.slots.faults(host, set(self.waiting())):
+            raise Internal(
+                f"adapter registry: {'; '.join(found)}: {len(adapters)} adapters, {len(host)} in host memory of "
+                f"{self._host_loras}, {len(self._asked)} being read, {len(self._wanted)} wanted, "
+                f"{sum(num_open.values())} open sequences, {sum(num_running.values())} running"
+            )
+
+    def _register(self, digest: str, path: Path, pinned: bool) -> _Adapter:
+        if pinned and len(self.slots.pins - {digest}) >= len(self.slots):
+            raise InvalidArgument(
+                f"adapter {digest!r}: cannot be pinned, all {len(self.slots)} slots are; raise max_loras or unpin one"
+            )
+        adapter = self._adapters.setdefault(digest, _Adapter(path))
+        adapter.path, adapter.removed = path, False
+        self.slots.pin(digest, pinned)
+        self._use(adapter)
+        return adapter
+
+    def _take_in(self, digest: str, adapter: _Adapter) -> bool:
+        needed = adapter.num_open > 0 or digest in self.slots.pins
+        if not self._make_room(needed):
+            self._want(digest, adapter)
+            return False
+        self._wanted.pop(digest, None)
+        self._host.add(digest)
+        adapter.owed = adapter.num_open > 0
+        return True
+
+    def _want(self, digest: str, adapter: _Adapter) -> None:
+        needed = adapter.num_open > 0 or digest in self.slots.pins
+        if needed and digest not in self._host and digest not in self._asked:
+            self._wanted.setdefault(digest)
+
+    def _use(self, adapter: _Adapter) -> None:
+        self._tick += 1
+        adapter.used = self._tick
+
+    def _make_room(self, needed: bool) -> bool:
+        """Room for one more host copy, giving one up if need be; for a copy that nobody needs only an unused one."""
+        if len(self._host) + len(self._asked) < self._host_loras:
+            return True
+        spare = [
+            (adapter.num_open > 0, self.slots.find(digest) is not None, adapter.used, digest)
+            for digest in self._host
+            for adapter in (self._adapters[digest],)
+            if self._spare(digest, adapter, needed)
+        ]
+        if not spare:
+            return False
+        self._drop(min(spare)[3])
+        return True
+
+    def _spare(self, digest: str, adapter: _Adapter, needed: bool) -> bool:
+        if not needed:
+            return not (adapter.num_open or self.slots.find(digest) is not None or digest in self.slots.pins)
+        kept = digest in self.slots.pins and not self.slots.pins_yield
+        return not (kept or adapter.owed or self.slots.num_running(digest))
+
+    def _drop(self, digest: str) -> None:
+        adapter = self._adapters[digest]
+        self.slots.vacate(digest)
+        self._host.remove(digest)
+        self._dropped.append(digest)
+        self._want(digest, adapter)
+
+    def _forget_if_over(self, digest: str, adapter: _Adapter) -> bool:
+        """Forget a removed adapter that no sequence and no reader is busy with."""
+        if not adapter.removed or adapter.num_open or digest in self._asked:
+            return False
+        if digest in self._host:
+            self._drop(digest)
+        self._wanted.pop(digest, None)
+        del self._adapters[digest]
+        return True

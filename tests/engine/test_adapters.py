@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters: who is in a slot, in host memory or on disk, in every order of arrivals, ends, additions and removals."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from quire_engine.adapters import AdapterRegistry
+from quire_engine.slots import RESERVE_AFTER_S
+from quire_spec.errors import Internal, InvalidArgument, NotFound
+
+PATH = Path("/adapters")
+
+
+class Registry(AdapterRegistry):
+    """A registry with one step's worth of calls as one call."""
+
+    def run(self, digest: str, now: float = 0.0, new: bool = True) -> bool:
+        """Start a sequence that arrived before, as a step does."""
+        self.begin_step(now)
+        ready = self.ready(digest, now, new=new)
+        if ready:
+            self.start(digest)
+        self.slots.take_loads()
+        return ready
+
+    def end(self, digest: str) -> None:
+        """End a running sequence."""
+        self.stop(digest)
+        self.close(digest)
+
+    def fetch(self) -> list[str]:
+        """Answer every fetch."""
+        fetches = self.take_fetches()
+        for digest, path in fetches:
+            assert self.add(digest, path)
+        return [digest for digest, _ in fetches]
+
+
+def registry(names: str, max_loras: int = 2, host_loras: int = 4, pinned: str = "") -> Registry:
+    """With one adapter per letter."""
+    made = Registry(max_loras, host_loras)
+    for digest in names:
+        made.add(digest, PATH / digest, digest in pinned)
+    return made
+
+
+def test_an_adapter_goes_to_host_memory_to_a_slot_and_back_to_disk() -> None:
+    adapters = registry("abc", max_loras=1, host_loras=2)
+    # c was added last and takes the place of a, which nobody has used.
+    assert adapters.states() == {"a": "disk", "b": "host", "c": "host"}
+    assert adapters.take_dropped() == ["a"]
+    adapters.open("c")
+    assert adapters.run("c")
+    assert adapters.states()["c"] == "slot"
+    adapters.open("a")
+    assert adapters.fetch() == ["a"]
+    assert adapters.states() == {"a": "host", "b": "disk", "c": "slot"}
+
+
+def test_a_slot_is_loaded_once_and_goes_to_the_next_adapter_when_idle() -> None:
+    adapters = registry("ab", max_loras=1)
+    for digest in "aab":
+        adapters.open(digest)
+    adapters.begin_step(0.0)
+    assert adapters.ready("a", 0.0, new=True)
+    adapters.start("a")
+    adapters.start("a")
+    assert [(load.digest, load.slot) for load in adapters.slots.take_loads()] == [("a", 0)]
+    assert not adapters.run("b")
+    adapters.end("a")
+    assert not adapters.run("b")
+    adapters.end("a")
+    adapters.begin_step(0.0)
+    assert adapters.ready("b", 0.0, new=True)
+    adapters.start("b")
+    assert [(load.digest, load.slot) for load in adapters.slots.take_loads()] == [("b", 0)]
+    assert adapters.slots.num_evictions == 1
+    assert adapters.states() == {"a": "host", "b": "slot"}
+
+
+def test_the_least_recently_used_idle_slot_is_given_up() -> None:
+    adapters = registry("abc")
+    for digest in "aba":
+        adapters.open(digest)
+        assert adapters.run(digest)
+        adapters.end(digest)
+    adapters.open("c")
+    assert adapters.run("c")
+    assert adapters.states() == {"a": "slot", "b": "host", "c": "slot"}
+
+
+def test_unknown_and_removed_adapters_are_refused() -> None:
+    adapters = registry("a")
+    with pytest.raises(NotFound, match="'b' is not loaded"):
+        adapters.open("b")
+    adapters.open("a")
+    adapters.remove("a")
+    with pytest.raises(NotFound, match="'a' is not loaded"):
+        adapters.open("a")
+    assert adapters.states() == {}
+    # The sequence that was there before still gets its adapter; with its end the copy goes.
+    assert adapters.run("a")
+    adapters.end("a")
+    assert adapters.take_dropped() == ["a"]
+    adapters.check_integrity({}, {})
+
+
+def test_an_adapter_added_again_while_it_goes_stays() -> None:
+    adapters = registry("a")
+    adapters.open("a")
+    adapters.remove("a")
+    assert adapters.add("a", PATH / "new", False)
+    adapters.close("a")
+    assert adapters.states() == {"a": "host"}
+
+
+def test_a_copy_that_arrives_after_the_removal_is_not_kept() -> None:
+    adapters = registry("ab", max_loras=1, host_loras=1)
+    adapters.open("a")
+    assert [digest for digest, _ in adapters.take_fetches()] == ["a"]
+    adapters.remove("a")
+    adapters.close("a")
+    assert not adapters.add("a", PATH / "a")
+    adapters.check_integrity({}, {})
+    assert "a" not in adapters.states()
+
+
+def test_pinned_adapters_get_their_slot_first_and_keep_it() -> None:
+    adapters = registry("abc", pinned="a")
+    adapters.begin_step(0.0)
+    assert [load.digest for load in adapters.slots.take_loads()] == ["a"]
+    for digest in "bc":
+        adapters.open(digest)
+    assert adapters.run("b")
+    assert not adapters.run("c")
+    adapters.end("b")
+    assert adapters.run("c")
+    assert adapters.states() == {"a": "slot", "b": "host", "c": "slot"}
+
+
+def test_more_pins_than_slots_are_refused() -> None:
+    adapters = registry("ab", pinned="ab")
+    with pytest.raises(InvalidArgument, match="'c': cannot be pinned, all 2 slots are"):
+        adapters.add("c", PATH / "c", True)
+    assert "c" not in adapters.states()
+    # Pinning again, and pinning after an unpin, is fine.
+    adapters.add("a", PATH / "a", False)
+    adapters.add("c", PATH / "c", True)
+
+
+def test_when_every_slot_is_pinned_an_idle_one_yields() -> None:
+    adapters = registry("abc", max_loras=2, host_loras=2, pinned="ab")
+    adapters.open("a")
+    assert adapters.run("a")
+    adapters.open("c")
+    assert adapters.fetch() == ["c"]
+    assert adapters.run("c")
+    assert adapters.states() == {"a": "slot", "b": "disk", "c": "slot"}
+    adapters.end("c")
+    # b is read again at once, as it is pinned, and takes its slot back.
+    assert adapters.fetch() == ["b"]
+    adapters.begin_step(0.0)
+    assert adapters.states() == {"a": "slot", "b": "slot", "c": "disk"}
+
+
+def test_who_waits_too_long_gets_the_slot_of_the_adapter_that_started_least_recently() -> None:
+    adapters = registry("abc", max_loras=2)
+    for digest in "abcab":
+        adapters.open(digest)
+    assert adapters.run("b") and adapters.run("a") and not adapters.run("c", now=0.0)
+    almost, late = RESERVE_AFTER_S * 0.99, RESERVE_AFTER_S
+    assert adapters.run("b", now=almost) and adapters.run("a", now=almost)
+    adapters.open("a")
+    adapters.open("b")
+    # b's last start is longest ago: its slot drains. A preempted sequence of b may come back, a new one not.
+    assert not adapters.run("b", now=late) and adapters.run("a", now=late)
+    adapters.stop("b")
+    assert adapters.run("b", now=late, new=False)
+    adapters.end("b")
+    adapters.end("b")
+    assert not adapters.run("b", now=late)
+    assert adapters.run("c", now=late)
+    assert adapters.states() == {"a": "slot", "b": "host", "c": "slot"}
+
+
+def test_a_reservation_ends_with_the_sequences_it_was_for() -> None:
+    adapters = registry("abc", max_loras=1)
+    for digest in "abac":
+        adapters.open(digest)
+    assert adapters.run("a") and not adapters.run("b") and not adapters.run("c", now=0.5)
+    assert not adapters.run("a", now=RESERVE_AFTER_S)
+    adapters.close("b")
+    assert adapters.run("a", now=RESERVE_AFTER_S)
+    adapters.open("a")
+    assert not adapters.run("a", now=RESERVE_AFTER_S + 0.5)
+
+
+def test_fetches_go_out_once_in_order_and_within_host_memory() -> None:
+    adapters = registry("abcdef", max_loras=1, host_loras=2)
+    assert adapters.states() == {"a": "disk", "b": "disk", "c": "disk", "d": "disk", "e": "host", "f": "host"}
+    for digest in "edcbad":
+        adapters.open(digest)
+    # e is waited for and stays; f makes room for one.
+    assert adapters.take_fetches() == [("d", PATH / "d")]
+    assert adapters.take_fetches() == []
+    assert adapters.add("d", PATH / "d")
+    assert adapters.run("e") and not adapters.run("d")
+    adapters.end("e")
+    assert adapters.run("d")
+    assert [digest for digest, _ in adapters.take_fetches()] == ["c"]
+    adapters.fail("c")
+    adapters.close("c")
+    assert [digest for digest, _ in adapters.take_fetches()] == ["b"]
+
+
+def test_loads_of_a_failed_step_are_forgotten() -> None:
+    adapters = registry("a")
+    adapters.open("a")
+    adapters.begin_step(0.0)
+    assert adapters.ready("a", 0.0, new=True)
+    adapters.start("a")
+    loads = adapters.slots.take_loads()
+    adapters.end("a")
+    adapters.slots.lose(loads)
+    assert adapters.states() == {"a": "host"}
+    adapters.check_integrity({}, {})
+
+
+def test_check_integrity_sees_damage() -> None:
+    adapters = registry("ab")
+    adapters.open("a")
+    adapters.check_integrity({"a": 1}, {})
+    with pytest.raises(Internal, match=r"open sequences differ.*2 adapters, 2 in host memory of 4"):
+        adapters.check_integrity({"a": 2}, {})
+    adapters._host.remove("a")
+    with pytest.raises(Internal, match="an adapter that is waited for is not read"):
+        adapters.check_integrity({"a": 1}, {})
+
+
+class RegistryMachine(RuleBasedStateMachine):
+    """Any order of everything; sequences are counted beside the registry, copies and slots as a runner has them."""
+
+    @initialize(max_loras=st.integers(1, 3), more=st.integers(0, 2))
+    def start(self, max_loras: int, more: int) -> None:
+        self.adapters = AdapterRegistry(max_loras, max_loras + more)
+        self.waiting: list[str] = []
+        self.running: list[str] = []
+        self.asked: list[str] = []
+        self.copies: set[str] = set()
+        self.slots: dict[int, str] = {}
+        self.now = 0.0
+
+    def drop(self) -> None:
+        for digest in self.adapters.take_dropped():
+            self.copies.remove(digest)
+
+    @rule(digest=st.sampled_from("abcdef"), pinned=st.booleans())
+    def register(self, digest: str, pinned: bool) -> None:
+        try:
+            kept = self.adapters.add(digest, PATH / digest, pinned)
+        except InvalidArgument:
+            assert pinned
+            return
+        self.drop()
+        self.copies |= {digest} if kept else set()
+
+    @rule(digest=st.sampled_from("abcdef"))
+    def remove(self, digest: str) -> None:
+        self.adapters.remove(digest)
+        self.drop()
+
+    @rule(digest=st.sampled_from("abcdef"))
+    def arrive(self, digest: str) -> None:
+        known = digest in self.adapters.states()
+        try:
+            self.adapters.open(digest)
+        except NotFound:
+            assert not known
+        else:
+            self.waiting.append(digest)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.adapters.close(self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1))))
+        self.drop()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), preempt=st.booleans())
+    def stop(self, data: st.DataObject, preempt: bool) -> None:
+        digest = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.adapters.stop(digest)
+        if preempt:
+            self.waiting.insert(0, digest)
+        else:
+            self.adapters.close(digest)
+        self.drop()
+
+    @rule(seconds=st.sampled_from([0.0, 0.4, 2.0]))
+    def step(self, seconds: float) -> None:
+        self.now += seconds
+        ran = set(self.running)
+        self.adapters.begin_step(self.now)
+        for digest in list(self.waiting):
+            if self.adapters.ready(digest, self.now, new=True):
+                self.adapters.start(digest)
+                self.waiting.remove(digest)
+                self.running.append(digest)
+        for load in self.adapters.slots.take_loads():
+            assert load.digest in self.copies
+            assert self.slots.get(load.slot) not in ran
+            self.slots[load.slot] = load.digest
+        for digest in self.running:
+            assert self.slots[self.adapters.slot(digest)] == digest
+
+    @rule(fail=st.booleans())
+    def fetch(self, fail: bool) -> None:
+        for digest, path in self.adapters.take_fetches():
+            self.drop()
+            self.asked.append(digest)
+            assert digest not in self.copies and path == PATH / digest
+        if self.asked:
+            digest = self.asked.pop(0)
+            if fail:
+                self.adapters.fail(digest)
+                for _ in range(self.waiting.count(digest)):
+                    self.waiting.remove(digest)
+                    self.adapters.close(digest)
+            elif self.adapters.add(digest, PATH / digest):
+                self.copies.add(digest)
+            self.drop()
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.adapters.check_integrity(Counter(self.waiting + self.running), Counter(self.running))
+        assert {d for d, state in self.adapters.states().items() if state != "disk"} <= self.copies
+        assert set(self.running) == set(self.adapters.running())
+
+    def teardown(self) -> None:
+        """Whatever happened, everyone who waits is served within a few slots' worth of time."""
+        for _ in range(4 * len(self.waiting + self.running) + 4):
+            for digest in self.running:
+                self.adapters.stop(digest)
+                self.adapters.close(digest)
+            self.running = []
+            self.fetch(fail=False)
+            self.step(1.0)
+            self.is_whole()
+        assert not self.waiting and not self.running
+
+
+TestRegistryMachine = RegistryMachine.TestCase
+TestRegistryMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block pool keeps every block exactly once, whatever is asked of it, and finds contents only where they are."""
+
+import struct
+from collections.abc import Iterator
+from hashlib import sha256
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from quire_engine.blocks import BlockPool, ContentKey
+from quire_engine.request import BlockId
+from quire_spec.errors import Internal
+
+KEY = ContentKey("sha256:model", "float32", 4)
+
+
+def name(*contents: int) -> bytes:
+    """Hash of the last of some blocks, each filled with one number."""
+    parent = KEY.root(None, None)
+    for content in contents:
+        parent = KEY.extend(parent, [content] * 4)
+    return parent
+
+
+def published(pool: BlockPool, num: int) -> list[BlockId]:
+    """A sequence's table of `num` blocks: contents 0, 1, 2, ..."""
+    table = pool.allocate(num)
+    for i, block in enumerate(table):
+        pool.publish(block, name(*range(i + 1)))
+    return table
+
+
+def test_the_hash_is_over_a_fixed_binary_encoding() -> None:
+    parent = bytes(range(32))
+    assert KEY.extend(parent, [1, 2, 3, 2**32 - 1]) == sha256(parent + struct.pack("<4I", 1, 2, 3, 2**32 - 1)).digest()
+    fields = [b"1", b"sha256:model", b"float32", b"4"]
+    root = b"".join(b"\1" + struct.pack("<I", len(f)) + f for f in fields) + b"\0" + b"\1\4\0\0\0salt"
+    assert KEY.root(None, "salt") == sha256(root).digest()
+
+
+def test_every_field_of_the_key_makes_another_root() -> None:
+    keys = [
+        KEY,
+        ContentKey("sha256:other", "float32", 4),
+        ContentKey("sha256:model", "bfloat16", 4),
+        ContentKey("sha256:model", "float32", 8),
+    ]
+    roots = {key.root(adapter, salt) for key in keys for adapter in (None, "", "a", "b") for salt in (None, "", "a")}
+    assert len(roots) == 4 * 4 * 3
+    # No field runs into the next, and half a surrogate pair, which JSON can carry, is a salt like any other.
+    assert KEY.root("ab", "c") != KEY.root("a", "bc")
+    assert KEY.root(None, "\ud800") != KEY.root(None, "\ud801")
+
+
+def test_the_tail_of_a_released_sequence_is_evicted_first() -> None:
+    pool = BlockPool(4)
+    table = published(pool, 4)
+    pool.release(table)
+    assert pool.num_free == 4
+    assert [pool.find(name(*range(i + 1))) for i in range(4)] == table
+    pool.allocate(2)
+    assert [pool.find(name(*range(i + 1))) for i in range(4)] == [*table[:2], None, None]
+
+
+def test_blocks_without_contents_are_used_before_cached_ones_and_old_before_new() -> None:
+    pool = BlockPool(4)
+    [old] = published(pool, 1)
+    [new] = pool.allocate(1)
+    pool.publish(new, name(7))
+    pool.release([old])
+    pool.release([new])
+    pool.release(pool.allocate(2))
+    assert (pool.find(name(0)), pool.find(name(7))) == (old, new)
+    pool.allocate(3)
+    assert (pool.find(name(0)), pool.find(name(7))) == (None, new)
+
+
+def test_a_shared_block_outlives_its_first_holder() -> None:
+    pool = BlockPool(2)
+    table = published(pool, 1)
+    pool.share(table)
+    pool.release(table)
+    assert (pool.num_used, pool.num_idle(table)) == (1, 0)
+    pool.release(table)
+    assert (pool.num_used, pool.num_idle(table)) == (0, 1)
+
+
+def test_twins_do_not_replace_each_other() -> None:
+    pool = BlockPool(2)
+    [first] = published(pool, 1)
+    [second] = published(pool, 1)
+    assert pool.find(name(0)) == first and pool.hash_of(second) is None
+    pool.release([second])
+    pool.release([first])
+    pool.check_integrity([])
+
+
+@pytest.mark.parametrize("damage", ["count", "lost", "twice", "hash"])
+def test_check_integrity_sees_damage(damage: str) -> None:
+    pool = BlockPool(4)
+    table = published(pool, 2)
+    pool.release(table[1:])
+    pool.check_integrity([table[:1]])
+    if damage == "count":
+        pool._counts[table[0]] += 1
+    elif damage == "lost":
+        pool._empty.pop()
+    elif damage == "twice":
+        pool._empty.append(pool._empty[0])
+    else:
+        pool._hashes[table[1]] = name(9)
+    with pytest.raises(Internal, match="4 blocks, 1 held, 1 idle"):
+        pool.check_integrity([table[:1]])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Sequences over three kinds of blocks, so that prefixes are often equal; a model says what each block holds."""
+
+    @initialize(num_blocks=st.integers(1, 12))
+    def start(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.tables: list[list[BlockId]] = []
+        self.contents: dict[BlockId, bytes] = {}
+
+    @rule(word=st.lists(st.integers(0, 2), max_size=6), num_partial=st.integers(0, 1))
+    def open_sequence(self, word: list[int], num_partial: int) -> None:
+        names = [name(*word[: i + 1]) for i in range(len(word))]
+        prefix = list(self._find(names))
+        for block, content in zip(prefix, names, strict=False):
+            assert self.contents[block] == content
+        needed = len(names) + num_partial - len(prefix)
+        if needed + self.pool.num_idle(prefix) > self.pool.num_free:
+            return
+        self.pool.share(prefix)
+        fresh = self.pool.allocate(needed)
+        held = {block for table in self.tables for block in table}
+        assert not held & set(fresh) and not set(prefix) & set(fresh)
+        for block in fresh:
+            self.contents.pop(block, None)
+        for block, content in zip(fresh, names[len(prefix) :], strict=False):
+            self.contents[block] = content
+            self.pool.publish(block, content)
+        self.tables.append(prefix + fresh)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def close_sequence(self, data: st.DataObject) -> None:
+        self.pool.release(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.pool.check_integrity(self.tables)
+        assert self.pool.num_used == len({block for table in self.tables for block in table})
+
+    def _find(self, names: list[bytes]) -> Iterator[BlockId]:
+        for content in names:
+            block = self.pool.find(content)
+            if block is None:
+                return
+            yield block
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

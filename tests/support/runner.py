@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A runner whose KV blocks hold the tokens themselves, so that a wrong block shows at once."""
+
+import hashlib
+import random
+from collections.abc import Mapping
+
+from quire_engine.step import Sampled, Span, StepPlan
+from quire_spec.status import MemoryPlan
+
+VOCAB = 997
+
+
+class TokenRunner:
+    """Stands for the device in tests of policy, as a fake because real keys and values cannot be compared to tokens:
+
+    each cell of a block keeps (token, position, adapter) of what was written to it, the next token is a hash of all
+    that the block table shows, and showing anything but the sequence's own tokens is an error. Aliased, stale,
+    unloaded or overwritten blocks and slots thus fail the test in the step where they happen.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, failures: random.Random | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.memory = MemoryPlan(0, 0, 0, num_blocks, block_size, 0, "float32", "cpu")
+        self.cells: list[list[tuple[int, int, str | None] | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.host: dict[str, object] = {}
+        self.slots: dict[int, str] = {}
+        self.num_computed = 0
+        """Tokens computed so far, those of failed steps included."""
+        self.batches: list[list[tuple[int, int, int]]] = []
+        """Per step, its spans: (sequence id, start, length)."""
+        self._failures = failures
+
+    def hold(self, digest: str, adapter: object) -> None:
+        self.host[digest] = adapter
+
+    def drop(self, digest: str) -> None:
+        del self.host[digest]
+
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        assert plan.spans
+        self.batches.append([(s.sequence.id, s.start, s.length) for s in plan.spans])
+        # A device fails before, in the midst of or after its writes.
+        fail_at = self._fail_at(len(plan.spans))
+        for load in plan.loads:
+            assert load.digest in self.host, "load without a host copy"
+            self.slots[load.slot] = load.digest
+        for index, span in enumerate(plan.spans):
+            if index == fail_at:
+                raise RuntimeError("the device failed")
+            self._write(span)
+        if fail_at == len(plan.spans):
+            raise RuntimeError("the device failed")
+        return [Sampled([self._next(span)] if span.samples else []) for span in plan.spans]
+
+    def _fail_at(self, num_spans: int) -> int | None:
+        if self._failures is None or self._failures.random() >= 0.02:
+            return None
+        return self._failures.randint(0, num_spans)
+
+    def _write(self, span: Span) -> None:
+        sequence = span.sequence
+        assert span.start == sequence.num_computed_tokens and span.length > 0
+        adapter = None if span.slot is None else self.slots[span.slot]
+        assert adapter == sequence.adapter, "the slot holds another adapter"
+        self.num_computed += span.length
+        size = self.block_size
+        for position, token in enumerate(sequence.tokens(span.start, span.end), span.start):
+            self.cells[sequence.block_table[position // size]][position % size] = (token, position, adapter)
+
+    def _next(self, span: Span) -> int:
+        sequence = span.sequence
+        shown = [cell for block in sequence.block_table for cell in self.cells[block]][: span.end]
+        wanted = [(token, i, sequence.adapter) for i, token in enumerate(sequence.tokens(0, span.end))]
+        assert shown == wanted, f"sequence {sequence.id}: its blocks hold something else"
+        return next_token(sequence.tokens(0, span.end), sequence.adapter)
+
+
+def next_token(tokens: list[int], adapter: str | None) -> int:
+    """What TokenRunner continues `tokens` with."""
+    digest = hashlib.blake2b(repr((adapter, tokens)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB
+
+
+def expected_output(
+    prompt: list[int],
+    num_tokens: int,
+    adapter: str | None = None,
+    stops: Mapping[int, object] | frozenset[int] = frozenset(),
+) -> list[int]:
+    """The output of an engine on TokenRunner: `num_tokens` tokens, or up to the first of `stops`."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < num_tokens:
+        tokens.append(next_token(tokens, adapter))
+        if tokens[-1] in stops:
+            break
+    return tokens[len(prompt) :]
