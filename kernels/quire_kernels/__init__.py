@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations of a step. Each is a plain torch reference, the definition of correct, behind one dispatch seam.
+
+They know tensors, not requests: quire_engine prepares what they need once a step and calls them from its layers.
+"""
+
+from quire_kernels.activation import silu_mul
+from quire_kernels.attention import AttentionBatch, SpanGroup, paged_attention, plan_attention
+from quire_kernels.dispatch import Op
+from quire_kernels.kv_write import write_kv
+from quire_kernels.linear import linear, pack_weight
+from quire_kernels.lora import SlotRows, lora_expand, lora_shrink
+from quire_kernels.norm import rms_norm
+from quire_kernels.rope import apply_rope
+from quire_kernels.sampling import draw, keep_likely, uniform
+
+__all__ = [
+    "AttentionBatch",
+    "Op",
+    "SlotRows",
+    "SpanGroup",
+    "apply_rope",
+    "draw",
+    "keep_likely",
+    "linear",
+    "lora_expand",
+    "lora_shrink",
+    "pack_weight",
+    "paged_attention",
+    "plan_attention",
+    "rms_norm",
+    "silu_mul",
+    "uniform",
+    "write_kv",
+]

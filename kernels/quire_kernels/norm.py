@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Root-mean-square normalisation."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire_kernels.dispatch import Op
+
+
+@Op
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, the mean in float32.
+
+    Args:
+        x: [num_tokens, hidden_size], any float dtype.
+        weight: [hidden_size], dtype of x.
+        eps: added to the mean of squares.
+
+    Returns:
+        [num_tokens, hidden_size], dtype of x.
+    """
+    wide = x.float()
+    return (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
+
+
+@rms_norm.form("cpu", "cuda")
+def _fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)

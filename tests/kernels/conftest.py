@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Poisons fresh memory: an output that an operation leaves unwritten is NaN, and cannot pass by luck."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+
+def _poisoned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = function(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    return poisoned
+
+
+@pytest.fixture(autouse=True)
+def poison_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every float tensor that is only allocated holds NaN."""
+    monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention on ragged batches: the form that runs equals the reference, the reference equals plain attention."""
+
+import pytest
+import torch
+
+from quire_kernels import attention, paged_attention, plan_attention
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(42)
+
+
+def _case(spans, *, block_size=16, heads=(9, 3), head_dim=64, dtype=torch.float32):
+    """Queries, a poisoned cache that holds each span's context in scattered blocks, and the plan."""
+    tables = [-(-(start + length) // block_size) for start, length in spans]
+    order = torch.randperm(sum(tables) + 3)
+    # Memory that nobody wrote is NaN: reading it, even under a mask, shows.
+    cache = torch.full((2, len(order), block_size, heads[1], head_dim), float("nan"), dtype=dtype)
+    block_tables = torch.empty(len(spans), max(tables), dtype=torch.int64)
+    at = 0
+    for i, (count, (start, length)) in enumerate(zip(tables, spans, strict=True)):
+        blocks = order[at : at + count]
+        at += count
+        block_tables[i] = blocks[0]
+        block_tables[i, :count] = blocks
+        content = torch.randn(2, count * block_size, heads[1], head_dim, dtype=dtype)
+        # Past the context: finite, as the engine clears a block before its first use, but loud.
+        content[:, start + length :] = 100.0
+        cache[:, blocks] = content.view(2, count, block_size, heads[1], head_dim)
+    queries = torch.randn(sum(length for _, length in spans), heads[0], head_dim, dtype=dtype)
+    starts, lengths = [s for s, _ in spans], [n for _, n in spans]
+    return queries, cache, plan_attention(starts, lengths, block_tables, cache, torch.device("cpu"))
+
+
+RAGGED = {
+    "one token": [(0, 1)],
+    "one decode": [(16, 1)],
+    "decodes around a block": [(14, 1), (15, 1), (16, 1), (17, 1), (0, 1)],
+    "decodes far apart": [(3, 1), (700, 1), (1500, 1), (31, 1)],
+    "prompts": [(0, 5), (0, 16), (0, 33)],
+    "equal prompts": [(0, 17), (0, 17), (0, 17)],
+    "chunks": [(16, 16), (7, 30), (64, 2)],
+    "equal chunks": [(32, 9), (32, 9)],
+    "mixed": [(40, 1), (0, 33), (41, 1), (16, 20), (5, 1), (0, 33), (300, 1)],
+}
+
+
+@pytest.mark.parametrize("spans", RAGGED.values(), ids=RAGGED.keys())
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_equals_reference(spans, dtype):
+    queries, cache, batch = _case(spans, dtype=dtype)
+    torch.testing.assert_close(
+        paged_attention(queries, cache, batch),
+        paged_attention.reference(queries, cache, batch),
+        rtol=TOLERANCE[dtype],
+        atol=TOLERANCE[dtype],
+    )
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (14, 2)], ids=str)
+@pytest.mark.parametrize("block_size", [8, 32, 128])
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_shapes(heads, block_size, head_dim):
+    queries, cache, batch = _case(RAGGED["mixed"], heads=heads, block_size=block_size, head_dim=head_dim)
+    torch.testing.assert_close(
+        paged_attention(queries, cache, batch),
+        paged_attention.reference(queries, cache, batch),
+        rtol=2e-6,
+        atol=2e-6,
+    )
+
+
+def test_reference_is_causal_attention():
+    queries, cache, batch = _case([(20, 3)], heads=(2, 1), head_dim=8)
+    keys, values = cache[:, batch.block_tables[0]].flatten(1, 2)[:, :23, 0].double()
+    for i in range(3):
+        scores = queries[i].double() @ keys[: 21 + i].T / 8**0.5
+        expected = scores.softmax(-1) @ values[: 21 + i]
+        torch.testing.assert_close(
+            paged_attention.reference(queries, cache, batch)[i].double(), expected, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_each_span_is_in_one_group():
+    _, _, batch = _case(RAGGED["mixed"])
+    rows = torch.cat([torch.arange(90)[group.rows] for group in batch.groups])
+    assert torch.equal(rows.sort().values, torch.arange(int(batch.query_starts[-1])))
+
+
+def test_a_long_context_does_not_pad_short_ones():
+    _, _, batch = _case([(3000, 1), *[(20 + i, 1) for i in range(30)]])
+    gathered = sum(len(group.blocks) for group in batch.groups)
+    assert gathered < 188 + 30 * 5
+
+
+def test_gathers_are_bounded(monkeypatch):
+    monkeypatch.setattr(attention, "GATHER_BYTES", 64 * 3 * 64 * 4)
+    queries, cache, batch = _case([(30, 1)] * 7 + [(0, 20)] * 5)
+    assert max(group.num_spans * group.num_keys for group in batch.groups) <= 64
+    torch.testing.assert_close(
+        paged_attention(queries, cache, batch),
+        paged_attention.reference(queries, cache, batch),
+        rtol=2e-6,
+        atol=2e-6,
+    )
