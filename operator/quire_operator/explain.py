@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structural faults in words: what a failed OpenAPI keyword means for the reader of a file, and how to put it right.
+
+Called by schema.py for each fault; knows nothing of how it was found.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from quire_operator import patterns
+from quire_operator.errors import ABSENT, FieldPath, Problem, shown
+
+Schema = Mapping[str, Any]
+
+_KINDS = {
+    "string": "a string",
+    "integer": "a whole number",
+    "boolean": "true or false",
+    "object": "an object",
+    "array": "a list",
+}
+_BOUNDS = {
+    "minimum": ("must be at least {}", "raise it"),
+    "maximum": ("must be at most {}", "lower it"),
+    "minLength": ("must have at least {} characters", "complete it, or omit the field"),
+    "maxLength": ("must have at most {} characters", "shorten it"),
+    "maxItems": ("must have at most {} entries", "remove some"),
+    "maxProperties": ("must have at most {} fields", "remove some"),
+}
+
+
+def explain(keyword: str, limit: Any, value: Any, schema: Schema, path: FieldPath) -> Iterator[Problem]:
+    """The problems behind one failed keyword of `schema`, whose argument is `limit`, at `path` with `value`."""
+    if keyword in ("minLength", "minItems") and limit == 1:
+        yield Problem(path, value, "must not be empty", "fill it in, or omit the field")
+    elif keyword in _BOUNDS:
+        rule, fix = _BOUNDS[keyword]
+        yield Problem(path, value, rule.format(limit), fix)
+    else:
+        yield from _EXPLAIN[keyword](limit, value, schema, path)
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that was probably meant, or None."""
+    folded = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
+    return folded[close[0]] if close else None
+
+
+def _unknown(_: Any, value: Any, schema: Schema, path: FieldPath) -> Iterator[Problem]:
+    fields = schema["properties"]
+    # A field with an empty schema is one that only an API server writes.
+    known = sorted(name for name, field in fields.items() if field)
+    for name in sorted(set(value) - set(fields)):
+        meant = nearest(name, known)
+        fix = f"did you mean {meant}? There are {', '.join(known)}" if meant else f"there are {', '.join(known)}"
+        yield Problem((*path, name), ABSENT, "unknown field", fix, (*path, meant) if meant else None)
+
+
+def _missing(limit: Any, value: Any, schema: Schema, path: FieldPath) -> Iterator[Problem]:
+    for name in limit:
+        if name not in value:
+            what = schema.get("properties", {}).get(name, {}).get("description", "").partition(". ")[0]
+            yield Problem((*path, name), ABSENT, "missing", f"add it ({what.rstrip('.')})" if what else "add it")
+
+
+def _type(limit: Any, value: Any, _: Schema, path: FieldPath) -> Iterator[Problem]:
+    fix = f"give {_KINDS[limit]}"
+    if limit == "string" and isinstance(value, bool | int | float):
+        fix = f'put it in quotes: "{shown(value)}"'
+    elif limit in ("integer", "boolean") and isinstance(value, str):
+        fix = f"write {_KINDS[limit]}, without quotes"
+    yield Problem(path, value, f"must be {_KINDS[limit]}", fix)
+
+
+def _enum(limit: Any, value: Any, _: Schema, path: FieldPath) -> Iterator[Problem]:
+    allowed = [str(choice) for choice in limit]
+    meant = nearest(value, allowed) if isinstance(value, str) else None
+    if meant:
+        fix = f"did you mean {meant}?"
+    else:
+        fix = "take one of these" if len(allowed) > 1 else f"write {allowed[0]}"
+    yield Problem(path, value, f"must be {'one of ' if len(allowed) > 1 else ''}{', '.join(allowed)}", fix)
+
+
+def _pattern(limit: Any, value: Any, _: Schema, path: FieldPath) -> Iterator[Problem]:
+    yield Problem(path, value, *patterns.WORDS[limit])
+
+
+_EXPLAIN: dict[str, Callable[[Any, Any, Schema, FieldPath], Iterator[Problem]]] = {
+    "additionalProperties": _unknown,
+    "required": _missing,
+    "type": _type,
+    "enum": _enum,
+    "pattern": _pattern,
+}

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CRD's patterns in words, for messages: a regular expression tells few readers what is wrong, and none what to do.
+
+Called by explain.py. A test holds the table to the CRD: every pattern there has an entry here.
+"""
+
+_QUANTITY = "must be a number with a unit"
+_NAME = "must be a-z, 0-9, '-' and '.', beginning and ending with a letter or digit"
+_CIDR = "must be a range of addresses"
+
+WORDS: dict[str, tuple[str, str]] = {
+    r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$": (_NAME, "use a name such as tales-1.5"),
+    r"^[1-9][0-9]*(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$": (_QUANTITY, "write it like 4Gi or 512Mi"),
+    r"^0\.[1-9][0-9]{0,2}$": ("must be a decimal from 0.1 to 0.999", 'write it like "0.90", with the quotes'),
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$": (
+        "must be a hub repository's id",
+        "write it like organisation/name, without the hub's address",
+    ),
+    r"^[A-Za-z0-9][A-Za-z0-9._/-]*$": ("must be a branch, tag or commit", "take it from the repository's page"),
+    r"^[-._a-zA-Z0-9]+$": ("must be a key of a Secret", "use letters, digits, '-', '_' and '.'"),
+    r"^s3://[a-z0-9][a-z0-9.-]*[a-z0-9](/.*)?$": ("must be a bucket's URI", "write it like s3://bucket/folder"),
+    r"^https?://[^ ]+$": ("must be a URL", "begin it with https:// or http://"),
+    r"^[a-z0-9-]+$": ("must be a region's name", "write it like eu-central-1"),
+    r"^[0-9a-f]{64}$": ("must be 64 hexadecimal digits", "take the first column of sha256sum's output"),
+    r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$": (
+        "must be a label value: letters, digits, '-', '_' and '.'",
+        "copy it from kubectl get nodes -L nvidia.com/gpu.product",
+    ),
+    r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$": (
+        "must be an extended resource, domain/name",
+        "write it like nvidia.com/gpu",
+    ),
+    r"^[A-Za-z0-9][-A-Za-z0-9._/:@]*$": ("must be an image's reference", "write it like name:tag or name@sha256:..."),
+    r"^[A-Za-z_][A-Za-z0-9_]*$": (
+        "must be a variable's name: letters, digits and '_', not beginning with a digit",
+        "write it like NCCL_DEBUG",
+    ),
+    r"^[0-9a-fA-F.:]+/[0-9]{1,3}$": (_CIDR, "write it like 10.0.0.0/8"),
+}

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLMService as frozen values, read from a document that crd.py has found valid.
+
+Fields are spelled as in the resource, so that one search finds a field everywhere; crds/llmservices.yaml documents
+each, and a test holds the two together. Values that go into Kubernetes objects as they are stay dictionaries.
+Called by serve.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Self
+
+from quire_spec.catalogue import Adapter, Catalogue, HuggingFaceSource, Source
+from quire_spec.document import from_json
+
+
+class Device(StrEnum):
+    """Where the model runs."""
+
+    GPU = "GPU"
+    CPU = "CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """spec.model"""
+
+    source: Source
+    servedName: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """spec.lora"""
+
+    maxLoaded: int
+    maxRank: int
+    maxCached: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """spec.engine; None is planned."""
+
+    prefixCaching: bool
+    minConcurrency: int
+    maxModelLen: int | None = None
+    gpuMemoryUtilization: str | None = None
+    kvCacheMemory: str | None = None
+    blockSize: int | None = None
+    tensorParallelSize: int | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    maxNumSeqs: int | None = None
+    maxNumBatchedTokens: int | None = None
+    maxNumQueuedReqs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """spec.gpu"""
+
+    resourceName: str
+    product: str | None = None
+    memory: str | None = None
+    count: int | None = None
+    nodeSelector: dict[str, str] = field(default_factory=dict)
+    tolerations: tuple[dict[str, Any], ...] = ()
+    runtimeClassName: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """spec.cache"""
+
+    deletionPolicy: str
+    mode: str | None = None
+    size: str | None = None
+    storageClassName: str | None = None
+    accessModes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EnvVar:
+    """An entry of spec.runtime.env"""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """spec.runtime.ports"""
+
+    http: int
+    grpc: int
+    metrics: int
+    health: int
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """spec.runtime"""
+
+    ports: Ports
+    image: str | None = None
+    imagePullSecrets: tuple[dict[str, str], ...] = ()
+    env: tuple[EnvVar, ...] = ()
+    sharedMemory: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """spec.rollout"""
+
+    maxSurge: int
+    maxUnavailable: int
+    drainSeconds: int
+    updatePolicy: str
+    progressDeadlineSeconds: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Disruption:
+    """spec.disruption"""
+
+    pdb: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observability:
+    """spec.observability"""
+
+    podMonitor: str
+    metricsLabels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPolicy:
+    """spec.networking.networkPolicy"""
+
+    enabled: bool
+    ingressFrom: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Networking:
+    """spec.networking"""
+
+    networkPolicy: NetworkPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """spec.security"""
+
+    runAsUser: int
+    fsGroup: int
+    readOnlyRootFilesystem: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """spec, with the CRD's defaults filled in."""
+
+    device: Device
+    model: Model
+    lora: Lora
+    engine: Engine
+    replicas: int
+    cache: Cache
+    runtime: Runtime
+    rollout: Rollout
+    disruption: Disruption
+    observability: Observability
+    networking: Networking
+    security: Security
+    paused: bool
+    adapters: tuple[Adapter, ...] = ()
+    gpu: Gpu | None = None
+    podTemplate: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LLMService:
+    """What is wanted, by name."""
+
+    name: str
+    spec: Spec
+    namespace: str | None = None
+    generation: int = 0
+    """metadata.generation; 0 for a file, which no API server has numbered."""
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> Self:
+        """Read a body that `crd.check` completed and found nothing wrong with."""
+        meta = body["metadata"]
+        return cls(
+            meta["name"], from_json(Spec, body["spec"], "spec"), meta.get("namespace"), meta.get("generation", 0)
+        )
+
+    @property
+    def served_name(self) -> str:
+        """Model name that clients call the base model by."""
+        return self.spec.model.servedName or self.name
+
+    def catalogue(self) -> Catalogue:
+        """The adapters, as a pod is told them; those on the hub without a token have the model's."""
+        return Catalogue(self.generation, tuple(self._with_token(adapter) for adapter in self.spec.adapters))
+
+    def _with_token(self, adapter: Adapter) -> Adapter:
+        base, own = self.spec.model.source.huggingFace, adapter.source.huggingFace
+        if base is None or own is None or own.tokenSecretRef is not None:
+            return adapter
+        hub: HuggingFaceSource = replace(own, tokenSecretRef=base.tokenSecretRef)
+        return replace(adapter, source=replace(adapter.source, huggingFace=hub))

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources on one machine: which folder a path or a claim means here, and what `quire serve` has no way to reach.
+
+Reads the file system, changes nothing. Called by serve.py, which shows the problems.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quire_operator.errors import ABSENT, FieldPath, Problem
+from quire_spec.catalogue import PvcSource, SecretRef, Source
+
+MODEL_FILES = ("config.json",)
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where things are on this machine."""
+
+    base: Path
+    """Folder that relative paths start from: the one of the LLMService's file."""
+    volumes: Mapping[str, Path]
+    """Claim name to folder, from --volume."""
+    secrets_dir: Path | None = None
+    """Folder with a folder for each Secret, from --secrets-dir."""
+
+    def folder(self, source: Source) -> Path | None:
+        """The folder that a path or pvc source means here; None for other sources and for unknown claims."""
+        if source.path is not None:
+            return (self.base / Path(source.path).expanduser()).resolve()
+        if source.pvc is not None and source.pvc.claimName in self.volumes:
+            return (self.volumes[source.pvc.claimName] / source.pvc.path).resolve()
+        return None
+
+    def local(self, source: Source) -> Source:
+        """The source as the server is told it: paths absolute, and no Secret where there are none.
+
+        Without --secrets-dir a hub token comes from this machine's own login (HF_TOKEN, `hf auth login`).
+        """
+        if source.path is not None:
+            return replace(source, path=str(self.folder(source)))
+        if source.huggingFace is not None and self.secrets_dir is None:
+            return replace(source, huggingFace=replace(source.huggingFace, tokenSecretRef=None))
+        return source
+
+    def problems(self, source: Source, where: FieldPath, files: Sequence[str]) -> Iterator[Problem]:
+        """What keeps this machine from reading the source; `files` are those that must be in its folder."""
+        yield from self._secret_problems(source, where)
+        if source.pvc is not None and source.pvc.claimName not in self.volumes:
+            yield Problem(
+                (*where, "pvc", "claimName"),
+                source.pvc.claimName,
+                "there are no claims on this machine",
+                f"say which folder it is: --volume {source.pvc.claimName}=FOLDER",
+            )
+        folder = self.folder(source)
+        if folder is None:
+            return
+        field = (*where, "path") if source.pvc is None else (*where, "pvc", "path")
+        value = source.path if source.pvc is None else source.pvc.path
+        if source.pvc is not None and not folder.is_relative_to(self.volumes[source.pvc.claimName].resolve()):
+            yield Problem(field, value, f"{folder} is outside of the volume", "copy the files into the volume")
+        elif not folder.is_dir():
+            yield Problem(field, value, f"{folder} is not a folder", _relative(source.pvc, self.base))
+        elif missing := [name for name in files if not (folder / name).is_file()]:
+            yield Problem(field, value, f"{folder} has no {' and no '.join(missing)}", "give the folder that has")
+
+    def _secret_problems(self, source: Source, where: FieldPath) -> Iterator[Problem]:
+        for kind, field, ref in _secrets(source):
+            here = (*where, kind, field, "name")
+            if self.secrets_dir is None and kind != "huggingFace":
+                yield Problem(here, ref.name, "there are no Secrets on this machine", _SECRETS_FIX.format(ref.name))
+            elif self.secrets_dir is not None and not (self.secrets_dir / ref.name).is_dir():
+                folder = self.secrets_dir / ref.name
+                yield Problem(here, ref.name, f"{folder} is not a folder", "make it, with a file for each key")
+
+
+_SECRETS_FIX = "give --secrets-dir DIR, where DIR/{} has a file for each key of the Secret"
+
+
+def unreachable(source: Source, where: FieldPath) -> Iterator[Problem]:
+    """Model sources that `quire serve` does not download."""
+    for kind in ("s3", "http"):
+        if getattr(source, kind) is not None:
+            yield Problem(
+                (*where, kind),
+                ABSENT,
+                "quire serve reads a model from a folder, a claim's folder or the Hugging Face hub",
+                "download the files and give their folder as path",
+            )
+
+
+def _secrets(source: Source) -> Iterator[tuple[str, str, SecretRef]]:
+    for kind, field in (
+        ("huggingFace", "tokenSecretRef"),
+        ("s3", "credentialsSecretRef"),
+        ("http", "headersSecretRef"),
+    ):
+        place = getattr(source, kind)
+        ref = None if place is None else getattr(place, field)
+        if ref is not None:
+            yield kind, field, ref
+
+
+def _relative(pvc: PvcSource | None, base: Path) -> str:
+    return "correct the path in the volume" if pvc else f"correct the path; relative ones start at {base}"

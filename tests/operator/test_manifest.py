@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""YAML with lines: where each field stands, and what is refused with which words."""
+
+import pytest
+
+from quire_operator.manifest import ManifestError, parse, read
+
+
+def only(text):
+    (document,) = parse(text, "f.yaml")
+    return document
+
+
+def test_each_field_and_entry_has_its_line():
+    document = only("# a comment\na: 1\nb:\n  c:\n  - x: 1\n  - {x: 2,\n     y: 3}\n")
+    assert document.body == {"a": 1, "b": {"c": [{"x": 1}, {"x": 2, "y": 3}]}}
+    assert document.place(()) == "f.yaml:2"
+    assert document.place(("b", "c", 0, "x")) == "f.yaml:5"
+    assert document.place(("b", "c", 1, "y")) == "f.yaml:7"
+
+
+def test_a_field_that_is_not_there_has_the_line_of_what_it_is_missing_from():
+    document = only("a: 1\nb:\n  c: 2\n")
+    assert document.place(("b", "d", 0)) == "f.yaml:2"
+    assert document.place(("e",)) == "f.yaml:1"
+
+
+def test_lines_go_on_over_documents_and_empty_ones_are_dropped():
+    first, second = parse("a: 1\n---\n---\n# nothing\n---\nb: 2\n", "f.yaml")
+    assert (first.place(("a",)), second.place(("b",))) == ("f.yaml:1", "f.yaml:6")
+
+
+def test_dates_stay_text_and_keys_are_text():
+    assert only("revision: 2026-01-01\n1: one\n").body == {"revision": "2026-01-01", "1": "one"}
+
+
+def test_aliases_and_merge_keys_mean_what_they_mean_for_kubectl():
+    document = only("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: *a\nd: {<<: *a, y: 4}\n")
+    assert document.body == {
+        "a": {"x": 1, "y": 2},
+        "b": {"x": 1, "y": 3},
+        "c": {"x": 1, "y": 2},
+        "d": {"x": 1, "y": 4},
+    }
+
+
+BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1, 2\nb: 3\n", "f.yaml:2:2: not YAML: did not find expected ',' or ']'"),
+        ("a: 1\nb: 2\na: 3\n", "f.yaml:3:1: key 'a' is given in line 1 already; keep one of them"),
+        ("a: &a {b: *a}\n", "f.yaml:1:4: more than 100000 values, or an alias inside of itself"),
+        (BOMB, "f.yaml:1:"),
+        ("[a]: 1\n", "f.yaml:1:1: a key that is not text"),
+        ("a: !!python/object:os.system x\n", "f.yaml:1:4: not YAML: could not determine a constructor for the tag"),
+        ("a: \x07\n", "f.yaml: not YAML: unacceptable character"),
+    ],
+)
+def test_refusals(text, message):
+    with pytest.raises(ManifestError) as error:
+        list(parse(text, "f.yaml"))
+    assert str(error.value).startswith(message)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(ManifestError, match=r"none\.yaml: No such file or directory; give the path of a YAML file"):
+        read(str(tmp_path / "none.yaml"))
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
+    with pytest.raises(ManifestError, match=r"latin\.yaml: not UTF-8 at byte 3; save it as UTF-8"):
+        read(str(tmp_path / "latin.yaml"))
