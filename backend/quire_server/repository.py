@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from quire_server import interface
 from quire_spec import names
 from quire_spec.catalogue import Catalogue
 from quire_spec.config import EngineConfig
@@ -21,41 +22,6 @@ log = logging.getLogger(__name__)
 
 MODEL_FILE = "1/model.py"
 MODEL_PY = "from quire_server.frontend import TritonPythonModel  # noqa: F401\n"
-
-PARAM_SOCKET = "quire_text_socket"
-"""Config parameter: path of the text process's socket."""
-PARAM_BASE = "quire_base_model"
-"""Config parameter: name of the base model; a model of another name is an adapter."""
-
-_FLAGS = (
-    names.STREAM,
-    names.EXCLUDE_INPUT_IN_OUTPUT,
-    names.RETURN_FINISH_REASON,
-    names.RETURN_CUMULATIVE_LOGPROB,
-    names.RETURN_LOGPROBS,
-    names.RETURN_NUM_INPUT_TOKENS,
-    names.RETURN_NUM_OUTPUT_TOKENS,
-    names.RETURN_OUTPUT_IDS,
-)
-
-# Names, types and shapes are vllm_backend's, as its auto_complete_config sets them; text_input is optional here because
-# input_ids may stand in for it.
-# Source: https://github.com/triton-inference-server/vllm_backend/blob/00ea75bc67f48ad7c6283b1983620e1dbb1a9cfe/src/model.py
-_INPUTS: tuple[tuple[str, str, int], ...] = (
-    (names.TEXT_INPUT, "TYPE_STRING", 1),
-    (names.INPUT_IDS, "TYPE_INT32", -1),
-    (names.SAMPLING_PARAMETERS, "TYPE_STRING", 1),
-    *((flag, "TYPE_BOOL", 1) for flag in _FLAGS),
-)
-_OUTPUTS: tuple[tuple[str, str, int], ...] = (
-    (names.TEXT_OUTPUT, "TYPE_STRING", -1),
-    (names.FINISH_REASON, "TYPE_STRING", -1),
-    (names.CUMULATIVE_LOGPROB, "TYPE_FP32", -1),
-    (names.LOGPROBS, "TYPE_STRING", -1),
-    (names.NUM_INPUT_TOKENS, "TYPE_UINT32", 1),
-    (names.NUM_OUTPUT_TOKENS, "TYPE_UINT32", -1),
-    (names.OUTPUT_IDS, "TYPE_INT32", -1),
-)
 
 
 def model_config(name: str, base: str, text_socket: Path) -> dict[str, Any]:
@@ -73,13 +39,13 @@ def model_config(name: str, base: str, text_socket: Path) -> dict[str, Any]:
         "backend": "python",
         "max_batch_size": 0,
         "model_transaction_policy": {"decoupled": True},
-        "input": [{"name": n, "data_type": t, "dims": [d], "optional": True} for n, t, d in _INPUTS],
-        "output": [{"name": n, "data_type": t, "dims": [d]} for n, t, d in _OUTPUTS],
+        "input": [{"name": n, "data_type": t, "dims": [d], "optional": True} for n, t, d in interface.INPUTS],
+        "output": [{"name": n, "data_type": t, "dims": [d]} for n, t, d in interface.OUTPUTS],
         # A stub holds no device; the default would start one per GPU.
         "instance_group": [{"kind": "KIND_CPU", "count": 1}],
         "parameters": {
-            PARAM_SOCKET: {"string_value": str(text_socket)},
-            PARAM_BASE: {"string_value": base},
+            interface.PARAM_SOCKET: {"string_value": str(text_socket)},
+            interface.PARAM_BASE: {"string_value": base},
         },
     }
 

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of every model of ours on the server: hands requests to the text process, and sends back what comes.
+
+The only module that touches the server's Python API. `execute` never blocks and never raises: each request's failure is
+its own error response. Threads of a stub: the server's own, text_client.py's writer and reader, NUM_SENDERS that send
+responses, one that asks for silent requests whether their client is gone, and one that ends the stub with its server.
+Nothing heavy is imported here: a pod has one such process for the base and for each exposed adapter.
+"""
+
+import itertools
+import json
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from quire_server import interface, wire
+from quire_server.stream import Stream
+from quire_server.text_client import TextClient
+from quire_spec.errors import Cancelled, Internal, InvalidArgument, QuireError, error_from
+from quire_spec.messages import Event
+
+log = logging.getLogger(__name__)
+
+NUM_SENDERS = 4
+"""A send is a blocking round trip of about 0.1 ms; four in parallel carry 14k responses/s, sixteen hardly more."""
+CHECK_S = 0.1
+"""How long a client may be gone before its request is found out, while few are open."""
+MAX_CHECKS_PER_S = 1000
+"""Asking costs a round trip to the server; with more requests open each is asked less often."""
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    """What the server calls: `initialize` once, `execute` per batch of requests, `finalize` when unloaded."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Server: the model is loaded. `args` has the model's name and its config as JSON."""
+        _forward_logs()
+        _end_with_server()
+        parameters = json.loads(args["model_config"])["parameters"]
+        self._model = args["model_name"]
+        self._base = parameters[interface.PARAM_BASE]["string_value"]
+        self._ids = itertools.count(1)
+        self._streams: dict[int, Stream] = {}
+        self._to_send: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        socket = Path(parameters[interface.PARAM_SOCKET]["string_value"])
+        self._text = TextClient(socket, self._model, self._deliver)
+        self._threads = [threading.Thread(target=self._send_loop, daemon=True) for _ in range(NUM_SENDERS)]
+        self._threads.append(threading.Thread(target=self._check_loop, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Server: requests came. Their responses are sent later, from other threads."""
+        for request in requests:
+            self._accept(request)
+
+    def finalize(self) -> None:
+        """Server: the model is unloaded; its requests are over by then."""
+        self._closing.set()
+        self._text.close()
+        for _ in range(NUM_SENDERS):
+            self._to_send.put(None)
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    def _accept(self, request: Any) -> None:
+        request_id, sender, now = next(self._ids), request.get_response_sender(), time.monotonic()
+        try:
+            inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            submit, wanted = wire.read_request(request_id, self._model, self._base, inputs, request.parameters())
+            self._streams[request_id] = Stream(request_id, wanted, sender, now)
+            self._text.submit(submit)
+        except Exception as error:
+            refused = self._streams[request_id] = Stream(request_id, None, sender, now)
+            self._queue_if(refused.put(_event_of(request_id, error)), refused)
+
+    def _deliver(self, event: Event) -> None:
+        stream = self._streams.get(event.id)
+        if stream is not None:
+            self._queue_if(stream.put(event), stream)
+
+    def _queue_if(self, wanted: bool, stream: Stream) -> None:
+        if wanted:
+            self._to_send.put(stream)
+
+    def _send_loop(self) -> None:
+        while (stream := self._to_send.get()) is not None:
+            try:
+                self._send(stream, stream.take())
+            except Exception as error:
+                log.exception("response failed model=%s", self._model)
+                self._give_up(stream, error)
+            self._queue_if(stream.release(), stream)
+
+    def _send(self, stream: Stream, events: list[Event]) -> None:
+        """One response for all of `events`; two when an error follows text."""
+        last = events[-1]
+        if not last.final and self._is_gone(stream):
+            return
+        if last.error_code is None:
+            stream.sender.send(_response(stream, wire.merge(events)), flags=_FINAL if last.final else 0)
+        else:
+            if len(events) > 1 and stream.wanted is not None and stream.wanted.stream:
+                stream.sender.send(_response(stream, wire.merge(events[:-1])), flags=0)
+            stream.sender.send(_error_response(last), flags=_FINAL)
+        stream.num_sent = last.num_output_tokens
+        if last.final:
+            self._end(stream, tell_text=stream.cut_off)
+
+    def _end(self, stream: Stream, tell_text: bool) -> None:
+        """Forget a stream. The sender must go too: the server keeps the request until it does."""
+        if self._streams.pop(stream.id, None) is not None and tell_text:
+            self._text.cancel(stream.id)
+        stream.sender = None
+
+    def _give_up(self, stream: Stream, error: Exception) -> None:
+        """Sending failed: end the request as far as the server still lets us."""
+        try:
+            stream.sender.send(_error_response(_event_of(stream.id, error)), flags=_FINAL)
+        except Exception:
+            log.exception("request left without an end model=%s", self._model)
+        self._end(stream, tell_text=True)
+
+    def _is_gone(self, stream: Stream) -> bool:
+        """True when the client is gone; asks the server if it was not asked lately. Cuts the stream then."""
+        sender, now = stream.sender, time.monotonic()
+        if sender is None or now - stream.checked_at < self._check_interval_s():
+            return False
+        stream.checked_at = now
+        if not sender.is_cancelled():
+            return False
+        self._queue_if(stream.cut(Cancelled("the client has cancelled the request or closed its connection")), stream)
+        return True
+
+    def _check_loop(self) -> None:
+        while not self._closing.wait(self._check_interval_s()):
+            for stream in list(self._streams.values()):
+                try:
+                    self._is_gone(stream)
+                except Exception:
+                    log.exception("cancellation check failed model=%s", self._model)
+
+    def _check_interval_s(self) -> float:
+        return max(CHECK_S, len(self._streams) / MAX_CHECKS_PER_S)
+
+
+def _response(stream: Stream, event: Event) -> Any:
+    assert stream.wanted is not None, "a refused request has only an error"
+    tensors = wire.output_tensors(event, stream.wanted, stream.num_sent)
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
+
+
+def _error_response(event: Event) -> Any:
+    code, message = wire.error_of(error_from(event.error_code or "", event.error))
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code)))
+
+
+def _event_of(request_id: int, error: Exception) -> Event:
+    """The final event of a request that could not be handed on."""
+    if isinstance(error, UnicodeDecodeError):
+        # The server passes strings on unread, and its Python API decodes them on the way to us.
+        error = InvalidArgument(f"request parameters: not valid UTF-8 at byte {error.start}: {error.reason}")
+    if not isinstance(error, QuireError):
+        log.error("request failed in the frontend", exc_info=error)
+        error = Internal(f"the frontend failed on this request: {type(error).__name__}")
+    return Event(request_id, error_code=error.code, error=str(error))
+
+
+def _end_with_server() -> None:
+    """Have this process end when the server does, however that happens.
+
+    The kernel's parent-death signal would not do: it comes when the thread that started the stub ends, and the server
+    loads each model in a thread of its own.
+    """
+    server = os.getppid()
+    pidfd = os.pidfd_open(server)
+    if os.getppid() != server:
+        os._exit(1)
+
+    def wait() -> None:
+        select.select([pidfd], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="server-watch", daemon=True).start()
+
+
+class _ServerLog(logging.Handler):
+    """Forwards records to the server's logger."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = f"{record.name}: {self.format(record)}"
+        if record.levelno >= logging.ERROR:
+            pb_utils.Logger.log_error(text)
+        elif record.levelno >= logging.WARNING:
+            pb_utils.Logger.log_warn(text)
+        else:
+            pb_utils.Logger.log_info(text)
+
+
+def _forward_logs() -> None:
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.handlers = [_ServerLog()]

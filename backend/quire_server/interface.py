@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model interface as data: its tensors and the parameters of a model's config.
+
+repository.py renders it for the server, frontend.py and wire.py read and answer by it. Names, types and shapes are
+those of NVIDIA's vllm_backend, as its auto_complete_config sets them; text_input is optional here because input_ids may
+stand in for it, and ids are INT64 because the server wraps larger numbers around silently when a tensor is INT32.
+
+Source: https://github.com/triton-inference-server/vllm_backend/blob/00ea75bc67f48ad7c6283b1983620e1dbb1a9cfe/src/model.py
+"""
+
+from quire_spec import names
+
+FLAGS = (
+    names.STREAM,
+    names.EXCLUDE_INPUT_IN_OUTPUT,
+    names.RETURN_FINISH_REASON,
+    names.RETURN_CUMULATIVE_LOGPROB,
+    names.RETURN_LOGPROBS,
+    names.RETURN_NUM_INPUT_TOKENS,
+    names.RETURN_NUM_OUTPUT_TOKENS,
+    names.RETURN_OUTPUT_IDS,
+)
+"""Inputs of one truth value."""
+
+INPUTS: tuple[tuple[str, str, int], ...] = (
+    (names.TEXT_INPUT, "TYPE_STRING", 1),
+    (names.INPUT_IDS, "TYPE_INT64", -1),
+    (names.SAMPLING_PARAMETERS, "TYPE_STRING", 1),
+    *((flag, "TYPE_BOOL", 1) for flag in FLAGS),
+)
+"""Name, type and only dimension of each input; all are optional."""
+
+OUTPUTS: tuple[tuple[str, str, int], ...] = (
+    (names.TEXT_OUTPUT, "TYPE_STRING", -1),
+    (names.FINISH_REASON, "TYPE_STRING", -1),
+    (names.CUMULATIVE_LOGPROB, "TYPE_FP32", -1),
+    (names.LOGPROBS, "TYPE_STRING", -1),
+    (names.NUM_INPUT_TOKENS, "TYPE_UINT32", 1),
+    (names.NUM_OUTPUT_TOKENS, "TYPE_UINT32", -1),
+    (names.OUTPUT_IDS, "TYPE_INT64", -1),
+)
+"""Name, type and only dimension of each output."""
+
+PARAM_SOCKET = "quire_text_socket"
+"""Config parameter: path of the text process's socket."""
+PARAM_BASE = "quire_base_model"
+"""Config parameter: name of the base model; a model of another name is an adapter."""

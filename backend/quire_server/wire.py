@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients of a model send and get: input tensors and request parameters -> Submit, Event -> output tensors.
+
+Pure: numpy arrays in, dataclasses out and the other way round; frontend.py does the talking. Tensors behave as those of
+NVIDIA's vllm_backend do. Sampling parameters come from the `sampling_parameters` tensor and from request parameters; of
+a name that is in both, the tensor's value is taken. (vllm_backend takes the tensor's and reads no request parameter at
+all then; here the others count too, so that none is dropped silently.)
+
+Source: https://github.com/triton-inference-server/vllm_backend/blob/11c4e0fd7c6e22c0b451d74adcd51ee70d1d4115/src/utils/request.py
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire_spec import names
+from quire_spec.errors import Code, InvalidArgument, QuireError
+from quire_spec.messages import Event, Submit
+from quire_spec.sampling import SamplingParams
+
+Array = npt.NDArray[Any]
+
+MAX_PROMPT_BYTES = 16 * 2**20
+"""Beyond any context length; keeps one request from filling the stub's memory."""
+MAX_ERROR_CHARS = 800
+
+CACHE_SALT = "cache_salt"
+"""Parameter: prompts share cached prefixes only with prompts of the same salt."""
+
+_SERVERS_OWN = frozenset(
+    ("id", "timeout", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output")
+)
+"""Fields of the server's own protocol: its generate endpoint passes each top-level key on as a request parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the responses to one request are to hold, besides the text."""
+
+    stream: bool
+    prepend: str
+    """Text before the output: the prompt, or nothing; nothing when streaming, so it is for the only response."""
+    finish_reason: bool
+    cumulative_logprob: bool
+    logprobs: bool
+    num_input_tokens: bool
+    num_output_tokens: bool
+    output_ids: bool
+    has_logprobs: bool
+    """False: `logprobs` is answered by null, because the request set no number of them."""
+
+
+def read_request(
+    request_id: int, model: str, base: str, inputs: Mapping[str, Array], parameters: str
+) -> tuple[Submit, Wanted]:
+    """One request of a client, checked.
+
+    `model` is the server model that got it and `base` the base model; any other model is an adapter of that name.
+    `inputs` holds the tensors that were sent, `parameters` the request parameters as the server's JSON text.
+
+    Raises:
+        InvalidArgument: the message names the tensor or parameter, and says what it is and may be.
+    """
+    stream = _flag(inputs, names.STREAM, False)
+    prompt, token_ids = _prompt(inputs)
+    values = _parameters(inputs, parameters)
+    adapter = _text_parameter(values, names.LORA_NAME)
+    salt = _text_parameter(values, CACHE_SALT)
+    params = _sampling(values)
+    wanted = _wanted(inputs, stream, prompt, params)
+    if wanted.cumulative_logprob and params.logprobs is None:
+        # The sum is over the tokens taken, which costs no more than logprobs=0 does.
+        params = dataclasses.replace(params, logprobs=0)
+    name = _model(model, base, adapter)
+    return Submit(request_id, name, prompt, token_ids, params.to_mapping(), stream, salt), wanted
+
+
+def merge(events: Sequence[Event]) -> Event:
+    """One event that says what `events`, successive ones of a request, say together."""
+    last = events[-1]
+    if len(events) == 1:
+        return last
+    with_logprobs = [event.logprobs for event in events if event.logprobs is not None]
+    return dataclasses.replace(
+        last,
+        text="".join(event.text for event in events),
+        token_ids=[token for event in events for token in event.token_ids],
+        logprobs=[position for positions in with_logprobs for position in positions] if with_logprobs else None,
+    )
+
+
+def output_tensors(event: Event, wanted: Wanted, num_sent: int) -> dict[str, Array]:
+    """Output tensors of one response, by name.
+
+    `num_sent` is the number of output tokens that earlier responses told of.
+    """
+    tensors = {names.TEXT_OUTPUT: _strings(wanted.prepend + event.text)}
+    if wanted.finish_reason:
+        # As vllm_backend, which sends str(None) while there is more to come.
+        tensors[names.FINISH_REASON] = _strings(str(event.finish_reason))
+    if wanted.cumulative_logprob:
+        tensors[names.CUMULATIVE_LOGPROB] = np.array([event.cumulative_logprob], np.float32)
+    if wanted.logprobs:
+        positions = (event.logprobs or []) if wanted.has_logprobs else None
+        tensors[names.LOGPROBS] = _strings(json.dumps(positions))
+    if wanted.num_input_tokens:
+        tensors[names.NUM_INPUT_TOKENS] = np.array([event.num_input_tokens], np.uint32)
+    if wanted.num_output_tokens:
+        tensors[names.NUM_OUTPUT_TOKENS] = np.array([event.num_output_tokens - num_sent], np.uint32)
+    if wanted.output_ids:
+        tensors[names.OUTPUT_IDS] = np.array(event.token_ids, np.int64)
+    return tensors
+
+
+def error_of(error: QuireError) -> tuple[Code, str]:
+    """Code and message of an error as clients get it; every error response of ours is made here.
+
+    The server sends the code to gRPC clients that ask for it, and 400 to HTTP clients whatever it is: so the message
+    begins with it.
+    """
+    message = f"{error.code}: {error}"
+    if len(message) > MAX_ERROR_CHARS:
+        message = message[: MAX_ERROR_CHARS - 3] + "..."
+    # A client can send lone surrogates, which no response can hold.
+    return error.code, message.encode("utf-8", "backslashreplace").decode()
+
+
+def _prompt(inputs: Mapping[str, Array]) -> tuple[str | None, list[int] | None]:
+    has_text, has_ids = names.TEXT_INPUT in inputs, names.INPUT_IDS in inputs
+    if has_text == has_ids:
+        found = "both" if has_text else "neither"
+        raise InvalidArgument(f"{names.TEXT_INPUT}, {names.INPUT_IDS}: {found} given; give one of them")
+    if has_text:
+        return _text(inputs, names.TEXT_INPUT), None
+    return None, _token_ids(inputs[names.INPUT_IDS])
+
+
+def _token_ids(array: Array) -> list[int]:
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise InvalidArgument(
+            f"{names.INPUT_IDS}: shape {list(array.shape)} of {array.dtype}; give one prompt as a list of integers"
+        )
+    if array.nbytes > MAX_PROMPT_BYTES:
+        raise InvalidArgument(f"{names.INPUT_IDS}: {array.size} tokens are more than any model's context")
+    if not array.size:
+        raise InvalidArgument(f"{names.INPUT_IDS}: empty; give at least one token")
+    if array.min() < 0:
+        at = int(np.argmax(array < 0))
+        raise InvalidArgument(f"{names.INPUT_IDS}: token {int(array[at])} at position {at} is negative")
+    ids: list[int] = array.tolist()
+    return ids
+
+
+def _text(inputs: Mapping[str, Array], name: str) -> str:
+    """The only element of a string tensor."""
+    array = inputs[name]
+    if array.size != 1:
+        raise InvalidArgument(f"{name}: shape {list(array.shape)}; a request holds one prompt, shape [1]")
+    value = array.reshape(-1)[0]
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, bytes):
+        raise InvalidArgument(f"{name}: {array.dtype} is not a string")
+    if len(value) > MAX_PROMPT_BYTES:
+        raise InvalidArgument(f"{name}: {len(value)} bytes; at most {MAX_PROMPT_BYTES} are taken")
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{name}: not valid UTF-8 at byte {error.start}: {error.reason}") from error
+
+
+def _flag(inputs: Mapping[str, Array], name: str, default: bool) -> bool:
+    array = inputs.get(name)
+    if array is None:
+        return default
+    if array.size != 1 or array.dtype != np.bool_:
+        raise InvalidArgument(f"{name}: shape {list(array.shape)} of {array.dtype}; give one BOOL, shape [1]")
+    return bool(array.reshape(-1)[0])
+
+
+def _parameters(inputs: Mapping[str, Array], parameters: str) -> dict[str, Any]:
+    """Parameters by name from both places, without those of the server and without nulls, which mean "default"."""
+    merged = {k: v for k, v in _object(parameters or "{}", "request parameters").items() if k not in _SERVERS_OWN}
+    if names.SAMPLING_PARAMETERS in inputs:
+        merged |= _object(_text(inputs, names.SAMPLING_PARAMETERS), names.SAMPLING_PARAMETERS)
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{where}: not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InvalidArgument(f"{where}: expected a JSON object, found {type(values).__name__}")
+    return values
+
+
+def _text_parameter(values: dict[str, Any], name: str) -> str | None:
+    """Take a parameter out of `values` that is not a sampling parameter."""
+    value = values.pop(name, None)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise InvalidArgument(f"{name}: {str(value)[:80]!r} is not a name; give a string that is not empty")
+    if value is not None:
+        _check_encodable(name, value)
+    return value
+
+
+def _sampling(values: Mapping[str, Any]) -> SamplingParams:
+    try:
+        params = SamplingParams.from_mapping(values)
+    except RecursionError as error:
+        raise InvalidArgument("sampling parameters: a value is nested too deeply") from error
+    for text in params.stop:
+        _check_encodable("sampling parameter 'stop'", text)
+    return params
+
+
+def _check_encodable(name: str, text: str) -> None:
+    """Escapes in JSON can spell lone surrogates, which no message of ours can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{name}: {text[:80]!r} has a lone surrogate, which is not text") from error
+
+
+def _model(model: str, base: str, adapter: str | None) -> str:
+    if adapter is None or adapter == model:
+        return model
+    if model != base:
+        raise InvalidArgument(
+            f"{names.LORA_NAME}: {adapter!r} asked of model {model!r}, which is an adapter itself; ask it of {base!r}"
+        )
+    return adapter
+
+
+def _wanted(inputs: Mapping[str, Array], stream: bool, prompt: str | None, params: SamplingParams) -> Wanted:
+    exclude = names.EXCLUDE_INPUT_IN_OUTPUT
+    prepend = not _flag(inputs, exclude, stream or prompt is None)
+    if prepend and stream:
+        raise InvalidArgument(f"{exclude}: false is not possible with {names.STREAM}; leave it out")
+    if prepend and prompt is None:
+        raise InvalidArgument(f"{exclude}: false is not possible with {names.INPUT_IDS}; leave it out")
+    return Wanted(
+        stream=stream,
+        prepend=prompt if prepend and prompt is not None else "",
+        finish_reason=_flag(inputs, names.RETURN_FINISH_REASON, False),
+        cumulative_logprob=_flag(inputs, names.RETURN_CUMULATIVE_LOGPROB, False),
+        logprobs=_flag(inputs, names.RETURN_LOGPROBS, False),
+        num_input_tokens=_flag(inputs, names.RETURN_NUM_INPUT_TOKENS, False),
+        num_output_tokens=_flag(inputs, names.RETURN_NUM_OUTPUT_TOKENS, False),
+        # Who sends ids wants ids.
+        output_ids=_flag(inputs, names.RETURN_OUTPUT_IDS, prompt is None),
+        has_logprobs=params.logprobs is not None,
+    )
+
+
+def _strings(text: str) -> Array:
+    return np.array([text.encode("utf-8", "replace")], np.object_)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's edge alone: a real server with real stubs, and a scripted text process behind them."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from support.service import Service, free_ports
+
+from quire_server import launch, repository
+from quire_server.server_client import ServerClient
+
+BASE = "base"
+SCRIPT = Path(__file__).with_name("scripted_text.py")
+
+
+class Edge(Service):
+    """A server with the model `base`, and adapters as they are asked for. Requests are Service's."""
+
+    def __init__(
+        self, folder: Path
+    ) -> None:  # Service's own __init__ starts `quire serve`; this one starts parts of it
+        self.folder = folder
+        self.log = folder / "server.log"
+        self.journal = folder / "text.log"
+        self.socket = folder / "text.sock"
+        self.ports = dict(zip(("http", "grpc", "metrics"), free_ports(3), strict=True))
+        self.family: set[int] = set()
+        self.key, self.shm_prefix = launch.new_key(), launch.new_shm_prefix()
+        repository.write_base(folder / "models", BASE, self.socket)
+        self.text: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        install, python = launch.find_server(), launch.this_python()
+        launch.preflight(install, python, num_models=2)
+        options = launch.ServerOptions(
+            repository=self.folder / "models",
+            base=BASE,
+            run_dir=self.folder,
+            key=self.key,
+            shm_prefix=self.shm_prefix,
+            http_port=self.ports["http"],
+            grpc_port=self.ports["grpc"],
+            metrics_port=self.ports["metrics"],
+            exit_timeout_s=5,
+        )
+        argv, env = launch.server_command(install, python, options)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(argv, env=env, stdout=log, stderr=log, start_new_session=True)
+        self.wait(lambda: self.request("http", f"/v2/models/{BASE}/ready").status == 200, 60, "ready")
+
+    def start_text(self) -> None:
+        """Start the scripted text process, and wait until it listens."""
+        before = len(self.notes("ready"))
+        self.text = subprocess.Popen([sys.executable, SCRIPT, self.socket, self.journal])
+        wait_until(lambda: len(self.notes("ready")) > before, 10, "listening")
+
+    def kill_text(self) -> None:
+        assert self.text is not None
+        self.text.kill()
+        self.text.wait()
+
+    def notes(self, what: str, **details: Any) -> list[dict[str, Any]]:
+        """Lines of the text process's journal."""
+        if not self.journal.exists():
+            return []
+        lines = [json.loads(line) for line in self.journal.read_text().splitlines() if line.endswith("}")]
+        return [note for note in lines if note["what"] == what and details.items() <= note.items()]
+
+    def client(self) -> ServerClient:
+        return ServerClient("127.0.0.1", self.ports["http"], self.key)
+
+    def add_model(self, name: str) -> None:
+        """Load an adapter's model by the repository API."""
+
+        async def load() -> None:
+            async with self.client() as client:
+                await client.load_model(
+                    name, repository.model_config(name, BASE, self.socket), repository.model_files()
+                )
+
+        asyncio.run(load())
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        return 0, {}
+
+    def stop(self, timeout: float = 30.0) -> int:
+        if hasattr(self, "process") and self.process.poll() is None:
+            self.processes()
+            self.process.terminate()
+        code = self.process.wait(timeout)
+        self.assert_nothing_left()
+        return code
+
+
+@contextlib.contextmanager
+def edge(folder: Path) -> Iterator[Edge]:
+    """A ready edge; stopped afterwards, with nothing left."""
+    running = Edge(folder)
+    try:
+        running.start_text()
+        running.start()
+        yield running
+        running.stop()
+    finally:
+        if running.text is not None and running.text.poll() is None:
+            running.kill_text()
+        if hasattr(running, "process") and running.process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                os.killpg(running.process.pid, signal.SIGKILL)
+            running.process.wait()
+        launch.clear_shared_memory(running.shm_prefix)
+
+
+def wait_until(condition, timeout: float, what: str) -> float:
+    """Poll `condition`; the seconds it took."""
+    started = time.monotonic()
+    while not condition():
+        if time.monotonic() - started > timeout:
+            raise AssertionError(f"not {what} after {timeout} s")
+        time.sleep(0.01)
+    return time.monotonic() - started

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A text process that does what the prompt says: `scripted_text.py SOCKET JOURNAL`.
+
+Not the real one, because tests of the server's edge need what a model does not do on demand: silence, a flood, exact
+errors, exact events. It speaks the real protocol over a real socket. Each step gives every open request one token, one
+frame per connection, as the real one does. The journal gets a JSON line per message that came.
+
+Words of a prompt: `step=S` seconds per step (of the whole process), `silent`, `error=CODE`, `submit` (answers with the
+Submit as JSON), `flood` (all tokens at once, one event each); anything else gives max_tokens tokens "t0 t1 t2 ...".
+"""
+
+import asyncio
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from quire_spec.frames import Decoder, encode
+from quire_spec.messages import Cancel, Event, Events, Hello, Submit
+from quire_spec.sampling import SamplingParams
+
+STEP_S = 0.005
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, process):
+        self.process, self.decoder, self.open = process, Decoder(), {}
+
+    def connection_made(self, transport):
+        self.transport = transport
+        self.process.connections.add(self)
+
+    def connection_lost(self, error):
+        self.process.connections.discard(self)
+        self.process.note("lost", ids=sorted(self.open))
+
+    def data_received(self, data):
+        for message in self.decoder.feed(data):
+            match message:
+                case Hello():
+                    self.process.note("hello", model=message.model, pid=message.pid)
+                case Cancel():
+                    self.process.note("cancel", ids=message.ids, was_open=[i for i in message.ids if i in self.open])
+                    for request_id in message.ids:
+                        self.open.pop(request_id, None)
+                case Submit():
+                    self.process.note("submit", id=message.id, model=message.model, num_chars=len(message.prompt or ""))
+                    self.start(message)
+
+    def start(self, submit):
+        words = dict(word.partition("=")[::2] for word in (submit.prompt or "").split())
+        if "step" in words:
+            self.process.step_s = float(words["step"])
+        if "error" in words:
+            self.send([Event(submit.id, error_code=words["error"], error="as asked")])
+        elif "submit" in words:
+            text = json.dumps(dataclasses.asdict(submit))
+            self.send([Event(submit.id, text, [1], "stop", num_input_tokens=3, num_output_tokens=1)])
+        elif "flood" in words:
+            self.send(list(tokens(submit)))
+        elif "silent" not in words:
+            self.open[submit.id] = tokens(submit)
+        else:
+            self.open[submit.id] = None
+
+    def step(self):
+        events = [next(it) for it in self.open.values() if it is not None]
+        for event in events:
+            if event.final:
+                del self.open[event.id]
+        if events:
+            self.send(events)
+
+    def send(self, events):
+        self.transport.write(encode(Events(events)))
+
+
+def tokens(submit):
+    """Events of "t0 t1 ...": one each, or everything in one when not streaming."""
+    params = SamplingParams.from_mapping(submit.params)
+    count = params.max_tokens or 16
+
+    def event(start, end):
+        logprobs = [{str(i): {"logprob": -0.5, "rank": 1, "decoded_token": f"t{i}"}} for i in range(start, end)]
+        wanted = params.logprobs is not None
+        return Event(
+            submit.id,
+            "".join(f"t{i} " for i in range(start, end)),
+            list(range(start, end)),
+            "length" if end == count else None,
+            -0.5 * end if wanted else None,
+            logprobs if wanted else None,
+            len(submit.prompt_token_ids or submit.prompt or ""),
+            end,
+        )
+
+    if not submit.stream:
+        yield event(0, count)
+    else:
+        yield from (event(i, i + 1) for i in range(count))
+
+
+class Process:
+    def __init__(self, journal):
+        self.connections, self.journal, self.step_s = set(), journal, STEP_S
+
+    def note(self, what, **details):
+        self.journal.write(json.dumps({"what": what, **details}) + "\n")
+        self.journal.flush()
+
+    async def run(self, path):
+        Path(path).unlink(missing_ok=True)
+        await asyncio.get_running_loop().create_unix_server(lambda: Connection(self), path, backlog=512)
+        self.note("ready")
+        while True:
+            for connection in list(self.connections):
+                connection.step()
+            await asyncio.sleep(self.step_s)
+
+
+if __name__ == "__main__":
+    with open(sys.argv[2], "a") as journal:
+        asyncio.run(Process(journal).run(sys.argv[1]))
