@@ -127,6 +127,8 @@ class Stats:
     """Digests."""
     waiting_adapters: list[str] = field(default_factory=list)
     num_adapter_evictions: int = 0
+    slot_adapters: list[str] = field(default_factory=list)
+    """Digests of the adapters in device slots."""
 
 
 @dataclass(frozen=True, slots=True)

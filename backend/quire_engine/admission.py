@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission: which requests the text process takes, and why not. Policy only: no socket, no clock, no thread.
+
+The desk asks it about every request, before and after tokenizing. What it lets through can run in the engine, as far
+as the text process can know; what it refuses has cost microseconds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from quire_engine.text import Tokenizer
+from quire_spec.config import EngineConfig
+from quire_spec.errors import InvalidArgument, NotFound, Unavailable
+from quire_spec.frames import MAX_FRAME_BYTES
+from quire_spec.messages import Submit
+from quire_spec.sampling import SamplingParams
+from quire_spec.shape import ModelShape
+
+_MIN_PROMPT_BYTES = 64 * 1024
+"""Prompts up to this are always tokenized before they are judged: that takes milliseconds, and a tokenizer that
+normalizes its text may make fewer tokens of it than its longest token suggests."""
+
+_MAX_SALT_CHARS = 256
+_MAX_NAMES_LISTED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a request."""
+
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    vocab_size: int
+    """Token ids are below this."""
+    max_num_queued_reqs: int
+    """Requests that have not started, at most."""
+    max_prompt_bytes: int
+    """Bytes of a prompt that could still have max_model_len tokens: nothing longer is tokenized."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, shape: ModelShape, tokenizer: Tokenizer | None) -> Self:
+        """The limits that an engine's configuration and checkpoint set."""
+        max_model_len = config.max_model_len or shape.max_position_embeddings
+        longest = max_model_len * (tokenizer.max_token_bytes if tokenizer else 1)
+        return cls(max_model_len, shape.vocab_size, config.max_num_queued_reqs, max(longest, _MIN_PROMPT_BYTES))
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """Bytes of a Submit's frame at most: a character of a prompt may take two in JSON, a token id up to 16."""
+        return min(2**20 + max(2 * self.max_prompt_bytes, 16 * self.max_model_len), MAX_FRAME_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that may go on to be tokenized and queued."""
+
+    params: SamplingParams
+    adapter: str | None
+    """Name of its adapter."""
+    digest: str | None
+    """The adapter's content digest, whatever the name comes to mean later."""
+
+
+class Admission:
+    """Decides on requests; knows the names that clients may use."""
+
+    def __init__(self, limits: Limits, served_name: str, has_tokenizer: bool) -> None:
+        self.limits = limits
+        self.adapters: Mapping[str, str] = {}
+        """Digest by adapter name; replaced as a whole."""
+        self.closed = "engine core is starting; try again"
+        """Why no request is taken at the moment; empty when they are."""
+        self.draining = False
+        self._served_name = served_name
+        self._has_tokenizer = has_tokenizer
+
+    def admit(self, submit: Submit, num_queued: int) -> Admitted:
+        """Judge a request that just came.
+
+        Raises:
+            Unavailable: draining, no engine core, or max_num_queued_reqs reached.
+            NotFound: nothing of its model's name.
+            InvalidArgument: a parameter or the prompt is wrong.
+        """
+        if self.draining:
+            raise Unavailable("this server is draining; send the request to another one")
+        if self.closed:
+            raise Unavailable(self.closed)
+        adapter, digest = self._find(submit.model)
+        if not isinstance(submit.cache_salt, str | None) or len(submit.cache_salt or "") > _MAX_SALT_CHARS:
+            raise InvalidArgument(f"cache_salt: expected a string of at most {_MAX_SALT_CHARS} characters")
+        params = self._check_params(submit)
+        self._check_prompt(submit)
+        if num_queued >= self.limits.max_num_queued_reqs:
+            raise Unavailable(
+                f"{num_queued} requests are waiting and max_num_queued_reqs is {self.limits.max_num_queued_reqs}; "
+                "try again later, or raise it"
+            )
+        return Admitted(params, adapter, digest)
+
+    def check_token_ids(self, token_ids: list[int]) -> None:
+        """Judge the tokens of a prompt.
+
+        Raises:
+            InvalidArgument: none, too many, or one outside the vocabulary.
+        """
+        limits = self.limits
+        if not token_ids:
+            raise InvalidArgument("the prompt is empty; give at least one token")
+        if len(token_ids) >= limits.max_model_len:
+            raise InvalidArgument(
+                f"the prompt has {len(token_ids)} tokens and max_model_len is {limits.max_model_len}, of which one at "
+                f"least is for the output; shorten the prompt to {limits.max_model_len - 1} tokens or raise "
+                "max_model_len"
+            )
+        for token_id in token_ids:
+            if type(token_id) is not int or not 0 <= token_id < limits.vocab_size:
+                raise InvalidArgument(
+                    f"the prompt holds {str(token_id)[:40]!r}, which is no token id; ids of this model are 0 to "
+                    f"{limits.vocab_size - 1}"
+                )
+
+    def oversize(self, num_bytes: int) -> InvalidArgument:
+        """The error for a request of so many bytes that its prompt cannot fit."""
+        return InvalidArgument(
+            f"the request has {num_bytes} bytes; a prompt of max_model_len {self.limits.max_model_len} tokens has at "
+            f"most {self.limits.max_prompt_bytes}; shorten the prompt or raise max_model_len"
+        )
+
+    def _find(self, model: str) -> tuple[str | None, str | None]:
+        if model == self._served_name:
+            return None, None
+        if isinstance(model, str) and (digest := self.adapters.get(model)) is not None:
+            return model, digest
+        known = [self._served_name, *sorted(self.adapters)]
+        more = len(known) - _MAX_NAMES_LISTED
+        listed = ", ".join(known[:_MAX_NAMES_LISTED]) + (f" and {more} more" if more > 0 else "")
+        raise NotFound(f"model {str(model)[:100]!r} is not served; served are {listed}")
+
+    def _check_params(self, submit: Submit) -> SamplingParams:
+        if not isinstance(submit.params, Mapping):
+            raise InvalidArgument("sampling parameters: expected an object")
+        params = SamplingParams.from_mapping(submit.params)
+        if params.stop and not self._has_tokenizer:
+            raise InvalidArgument(
+                "sampling parameter 'stop': the model has no tokenizer.json, so there is no text to look for it in; "
+                "use stop_token_ids"
+            )
+        return params
+
+    def _check_prompt(self, submit: Submit) -> None:
+        if (submit.prompt is None) == (submit.prompt_token_ids is None):
+            raise InvalidArgument("give either a text prompt or token ids, not both or neither")
+        if submit.prompt_token_ids is not None:
+            if not isinstance(submit.prompt_token_ids, list):
+                raise InvalidArgument("prompt_token_ids: expected a list of token ids")
+            self.check_token_ids(submit.prompt_token_ids)
+        else:
+            self._check_text(submit.prompt)
+
+    def _check_text(self, prompt: object) -> None:
+        if not self._has_tokenizer:
+            raise InvalidArgument(
+                "the model has no tokenizer.json, so it takes no text; send token ids, or add the file to its folder"
+            )
+        if not isinstance(prompt, str):
+            raise InvalidArgument("prompt: expected a string")
+        # Counting bytes encodes the text once more, so only where the number of characters does not decide.
+        if 4 * len(prompt) > self.limits.max_prompt_bytes:
+            num_bytes = len(prompt.encode(errors="replace"))
+            if num_bytes > self.limits.max_prompt_bytes:
+                raise self.oversize(num_bytes)

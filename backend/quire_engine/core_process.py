@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core: `python -m quire_engine.core_process`. Loads the engine, says what it took, and serves it.
+
+    text process --Generate, Abort--> CoreServer --queue--> CoreLoop -> Engine
+                 <----StepResult-----            <---------
+
+Two threads: sockets in the main one, steps in the other. It listens only when the engine is ready to run.
+"""
+
+import asyncio
+import gc
+import logging
+from pathlib import Path
+
+from quire_engine import process
+from quire_engine.core_server import CoreServer
+from quire_engine.engine import Engine
+from quire_spec import sizing
+from quire_spec.capability import DTYPE_BYTES
+from quire_spec.names import CORE_SOCKET
+
+_log = logging.getLogger("quire.core")
+_GIB = 2**30
+
+
+def main(args: process.Arguments) -> None:
+    """Load, then serve."""
+    path = args.socket(CORE_SOCKET)
+    engine = Engine.from_config(args.config)
+    log_memory(engine)
+    # The model's objects live as long as the process: no collection needs to look at them again, in the middle of a
+    # step.
+    gc.collect()
+    gc.freeze()
+    asyncio.run(_serve(engine, path))
+
+
+def log_memory(engine: Engine) -> None:
+    """Log what the planner's arithmetic says of the engine's memory beside what the engine measured."""
+    memory, shape, config = engine.memory, engine.shape, engine.config
+    element = DTYPE_BYTES[memory.dtype]
+    slots = config.max_loras * sizing.lora_slot_bytes(shape, config.max_lora_rank, element) if config.enable_lora else 0
+    planned = {
+        "weights": (sizing.weights_bytes(shape, element), memory.weights_bytes),
+        "lora": (slots, memory.lora_bytes),
+        "kv": (memory.num_blocks * sizing.kv_block_bytes(shape, memory.block_size, element), memory.kv_bytes),
+    }
+    for part, (plan, measured) in planned.items():
+        _log.info("memory part=%s planned_gib=%.3f measured_gib=%.3f", part, plan / _GIB, measured / _GIB)
+    _log.info(
+        "kv cache num_blocks=%d block_size=%d tokens=%d max_model_len=%d device=%s dtype=%s",
+        *(memory.num_blocks, memory.block_size, memory.num_blocks * memory.block_size),
+        *(engine.max_model_len, memory.device, memory.dtype),
+    )
+
+
+async def _serve(engine: Engine, path: Path) -> None:
+    process.watch_loop(asyncio.get_running_loop())
+    await CoreServer(engine).run(path)
+
+
+if __name__ == "__main__":
+    process.run("quire_engine.core_process", main)

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Desk: the open requests of all frontends, between their Submit and their last event. No I/O, one thread.
+
+Requests come in from frontends, go to the engine core, and results come back as events. The text server calls it and
+gives it two ways out: `frontend.post` for events, `send` for messages to the core. Whatever happens to a frontend or
+to the core, every request ends exactly once and nothing of it stays in the core.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+from typing import Any, Protocol
+
+from quire_engine.admission import Admission
+from quire_engine.generation import Generation
+from quire_engine.metrics import Metrics
+from quire_engine.text import Tokenizer
+from quire_spec.errors import Internal, QuireError, Unavailable
+from quire_spec.messages import Abort, Event, Message, SequenceResult, StepResult, Submit
+
+
+class Frontend(Protocol):
+    """Where a request came from."""
+
+    def post(self, event: Event) -> None:
+        """Send an event; must not call the desk back."""
+
+
+class Desk:
+    """Open requests, by sequence id and by frontend."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        tokenizer: Tokenizer | None,
+        metrics: Metrics,
+        send: Callable[[Message], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_queued = 0
+        """Open requests that have not run yet."""
+        self._admission = admission
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._send = send
+        self._clock = clock
+        # Not from zero: after a restart of the text process, its ids differ from those that the core still knows.
+        self._ids = count(int(time.time() * 1000) << 16)
+        self._open: dict[int, tuple[Generation, Frontend]] = {}
+        self._of: defaultdict[Frontend, dict[int, Generation]] = defaultdict(dict)
+        self._on_empty: list[Callable[[], None]] = []
+        self._names: dict[str, list[str]] = {}
+        """Adapter names by digest."""
+        self._slots: list[str] = []
+
+    @property
+    def num_open(self) -> int:
+        """Open requests, queued ones included."""
+        return len(self._open)
+
+    def is_open(self, generation: Generation) -> bool:
+        """Whether a request is still wanted; may be asked from another thread."""
+        return generation.id in self._open
+
+    def submit(self, frontend: Frontend, submit: Submit) -> Generation | None:
+        """A request comes. Returns it if its prompt is a text to be tokenized: `tokenized` or `fail` goes on.
+
+        Raises:
+            Internal: the frontend has a request of this id open; its connection is not to be trusted.
+        """
+        if type(submit.id) is not int or submit.id in self._of[frontend]:
+            raise Internal(f"Submit with id {submit.id!r}, which is open already or no integer")
+        try:
+            admitted = self._admission.admit(submit, self.num_queued)
+        except QuireError as error:
+            self._refuse(frontend, submit.id, error)
+            return None
+        generation = Generation(next(self._ids), submit, admitted, self._clock())
+        self._metrics.by_adapter.admitted(generation.adapter)
+        self._open[generation.id] = generation, frontend
+        self._of[frontend][submit.id] = generation
+        self.num_queued += 1
+        if submit.prompt_token_ids is None:
+            return generation
+        self._begin(generation, submit.prompt_token_ids)
+        return None
+
+    def refuse_oversize(self, frontend: Frontend, client_id: int, num_bytes: int) -> None:
+        """A request came that was too long to be read."""
+        self._refuse(frontend, client_id, self._admission.oversize(num_bytes))
+
+    def tokenized(self, generation: Generation, token_ids: list[int]) -> None:
+        """The prompt of a request is tokenized. Does nothing if the request is over."""
+        if not self.is_open(generation):
+            return
+        try:
+            self._admission.check_token_ids(token_ids)
+        except QuireError as error:
+            self.fail(generation, error)
+        else:
+            self._begin(generation, token_ids)
+
+    def fail(self, generation: Generation, error: QuireError) -> None:
+        """End a request with an error. Does nothing if it is over."""
+        if self.is_open(generation):
+            _, frontend = self._open[generation.id]
+            self._close(generation, frontend, "error")
+            frontend.post(generation.failed(error.code, str(error)))
+
+    def cancel(self, frontend: Frontend, client_ids: Iterable[int]) -> None:
+        """A frontend wants no more events for some of its requests. Unknown ids are over already."""
+        known = self._of[frontend]
+        self._abort([known[i] for i in client_ids if i in known], frontend)
+
+    def leave(self, frontend: Frontend) -> int:
+        """A frontend is gone, and its requests with it. Returns how many were open."""
+        generations = list(self._of[frontend].values())
+        self._abort(generations, frontend)
+        del self._of[frontend]
+        return len(generations)
+
+    def take(self, step: StepResult) -> None:
+        """The engine core made a step."""
+        now = self._clock()
+        for id in step.started:
+            if (entry := self._open.get(id)) and not entry[0].started:
+                self._start(entry[0], now)
+        aborted = [result.id for result in step.results if self._take_result(result, now)]
+        if aborted:
+            self._send(Abort(aborted))
+        self._metrics.stats(step.stats)
+        if step.stats.slot_adapters != self._slots:
+            self._slots = step.stats.slot_adapters
+            self._metrics.by_adapter.slots([name for d in self._slots for name in self._names.get(d, [])])
+
+    def core_came(self) -> None:
+        """The engine core is there: requests are taken."""
+        self._admission.closed = ""
+        self._metrics.core(True)
+
+    def core_left(self) -> None:
+        """The engine core is gone, and with it every open request; new ones are refused until it is back."""
+        self._admission.closed = "engine core is restarting; try again"
+        self._metrics.core(False)
+        for generation, _ in list(self._open.values()):
+            self.fail(generation, Unavailable(self._admission.closed))
+
+    def set_adapters(self, adapters: Mapping[str, str]) -> None:
+        """Replace the table of adapter names; open requests keep the digest that they began with."""
+        self._admission.adapters = dict(adapters)
+        self._names = {}
+        for name, digest in adapters.items():
+            self._names.setdefault(digest, []).append(name)
+        self._metrics.by_adapter.catalogue(adapters)
+        self._slots = []
+
+    def drain(self, on_empty: Callable[[], None]) -> None:
+        """Refuse new requests from now on; call `on_empty` when no request is open."""
+        self._admission.draining = True
+        self._on_empty.append(on_empty)
+        self._tell_if_empty()
+
+    def note_adapters(self) -> None:
+        """Bring the metrics' list of adapters in use up to date, before it is read."""
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for generation, _ in self._open.values():
+            if generation.adapter is not None:
+                (running if generation.started else waiting).add(generation.adapter)
+        self._metrics.adapters(running, waiting)
+
+    def status(self) -> dict[str, Any]:
+        """Counts for the supervisor."""
+        return {"num_open": self.num_open, "num_queued": self.num_queued, "core": not self._admission.closed}
+
+    def _refuse(self, frontend: Frontend, client_id: int, error: QuireError) -> None:
+        self._metrics.refused(error.code)
+        frontend.post(Event(client_id, error_code=error.code, error=str(error)))
+
+    def _begin(self, generation: Generation, token_ids: list[int]) -> None:
+        self._metrics.prompt_tokens(len(token_ids))
+        self._send(generation.begin(token_ids, self._tokenizer))
+
+    def _start(self, generation: Generation, now: float) -> None:
+        generation.started = True
+        self.num_queued -= 1
+        self._metrics.started(now - generation.arrival)
+
+    def _take_result(self, result: SequenceResult, now: float) -> bool:
+        """Pass a result on. Returns whether the request is over here while the engine core still runs it."""
+        entry = self._open.get(result.id)
+        if entry is None:
+            return False
+        generation, frontend = entry
+        num_before = generation.num_output_tokens
+        event = generation.take(result)
+        self._measure(generation, generation.num_output_tokens - num_before, now)
+        if event is None:
+            return False
+        if event.final:
+            self._close(generation, frontend, "error" if event.error_code else event.finish_reason or "")
+        frontend.post(event)
+        return generation.stopped and result.finish_reason is None
+
+    def _measure(self, generation: Generation, num_tokens: int, now: float) -> None:
+        if not num_tokens:
+            return
+        if generation.last_token is None:
+            self._metrics.first_token(generation.adapter, now - generation.arrival)
+        else:
+            self._metrics.next_token(now - generation.last_token)
+        generation.last_token = now
+        self._metrics.tokens(generation.adapter, num_tokens)
+
+    def _abort(self, generations: list[Generation], frontend: Frontend) -> None:
+        for generation in generations:
+            self._close(generation, frontend, "abort")
+        if submitted := [generation.id for generation in generations if generation.submitted]:
+            self._send(Abort(submitted))
+
+    def _close(self, generation: Generation, frontend: Frontend, reason: str) -> None:
+        del self._open[generation.id]
+        del self._of[frontend][generation.client_id]
+        if not generation.started:
+            self.num_queued -= 1
+        seconds = self._clock() - generation.arrival
+        self._metrics.finished(reason, seconds, generation.num_input_tokens, generation.num_output_tokens)
+        self._tell_if_empty()
+
+    def _tell_if_empty(self) -> None:
+        if not self._open:
+            waiting, self._on_empty = self._on_empty, []
+            for tell in waiting:
+                tell()

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics: what the text process counts and measures, in Prometheus' text format.
+
+Names are vLLM's where the meaning is the same, so that its dashboards, autoscalers and endpoint pickers work; ours
+begin with quire_. Counted here and not in the engine core, because requests, names and latencies are known here; the
+core's own numbers come with every step (Stats). The desk calls this at most once for each request of a step.
+"""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from quire_engine.adapter_metrics import AdapterMetrics
+from quire_spec.config import EngineConfig
+from quire_spec.messages import Stats
+
+# The buckets of vLLM, so that its dashboards' quantiles mean the same.
+_FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_BETWEEN_TOKENS_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+_CACHE_LABELS = (
+    *("model_name", "block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks"),
+)
+
+
+class Metrics:
+    """One registry. Every method is cheap but `exposition`, which may run in another thread."""
+
+    def __init__(self, config: EngineConfig, served_name: str, max_model_len: int) -> None:
+        self.registry = CollectorRegistry()
+        self._model = served_name
+        self._config = config
+        self._stats = Stats()
+        self.by_adapter = AdapterMetrics(self.registry, served_name, _FIRST_TOKEN_BUCKETS)
+        self._make_gauges()
+        self._make_counters()
+        self._make_histograms(_token_buckets(max_model_len))
+
+    def adapters(self, running: Iterable[str], waiting: Iterable[str]) -> None:
+        """Names of the adapters that run and that requests wait for."""
+        if not self._config.enable_lora:
+            return
+        # One series at a time: readers take the newest, and old combinations of names would stay for ever.
+        self._lora_info.clear()
+        labels = (str(self._config.max_loras), ",".join(sorted(waiting)), ",".join(sorted(running)))
+        self._lora_info.labels(*labels).set_to_current_time()
+
+    def refused(self, code: str) -> None:
+        """A request was not admitted."""
+        self._refused.labels(self._model, code).inc()
+
+    def started(self, queued_s: float) -> None:
+        """A request ran for the first time, after waiting `queued_s`."""
+        self._queue_time.observe(queued_s)
+
+    def first_token(self, adapter: str | None, seconds: float) -> None:
+        """A request got its first token, `seconds` after it came."""
+        self._first_token.observe(seconds)
+        self.by_adapter.first_token(adapter, seconds)
+
+    def next_token(self, seconds: float) -> None:
+        """A request got another token, `seconds` after the one before."""
+        self._between_tokens.observe(seconds)
+
+    def tokens(self, adapter: str | None, count: int) -> None:
+        """A request got `count` tokens."""
+        self._generation_tokens.inc(count)
+        self.by_adapter.tokens(adapter, count)
+
+    def finished(self, reason: str, seconds: float, num_input_tokens: int, num_output_tokens: int) -> None:
+        """A request that was queued ended: stop, length, abort or error, `seconds` after it came."""
+        self._finished.labels(self._model, reason).inc()
+        if reason in ("stop", "length"):
+            self._latency.observe(seconds)
+            self._request_prompt_tokens.observe(num_input_tokens)
+            self._request_generation_tokens.observe(num_output_tokens)
+
+    def prompt_tokens(self, count: int) -> None:
+        """A prompt of `count` tokens was given to the engine core."""
+        self._prompt_tokens.inc(count)
+
+    def reader_cut(self) -> None:
+        """A frontend was given up because it did not read."""
+        self._cut.inc()
+
+    def core(self, connected: bool) -> None:
+        """The engine core came or went; a new one counts from zero."""
+        self._core.set(connected)
+        self._stats = Stats()
+        for gauge in (self._kv_usage, self._running, self._waiting):
+            gauge.set(0)
+
+    def stats(self, stats: Stats) -> None:
+        """The engine core's numbers after a step."""
+        last, self._stats = self._stats, stats
+        if stats.num_blocks != last.num_blocks:
+            self._set_cache_info(stats.num_blocks)
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
+        for name, counter in self._core_counters.items():
+            counter.inc(max(0, getattr(stats, name) - getattr(last, name)))
+
+    def exposition(self) -> str:
+        """Everything, in the text format. Takes tens of milliseconds with many adapters: not for the event loop."""
+        return generate_latest(self.registry).decode()
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        return Gauge(name, about, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _counter(self, name: str, about: str) -> Counter:
+        return Counter(name, about, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _histogram(self, name: str, about: str, buckets: Iterable[float]) -> Histogram:
+        metric = Histogram(name, about, ["model_name"], buckets=tuple(buckets), registry=self.registry)
+        return metric.labels(self._model)
+
+    def _make_gauges(self) -> None:
+        self._running = self._gauge("vllm:num_requests_running", "Requests that run.")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait to run.")
+        self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them.")
+        self._core = self._gauge("quire_core_connected", "1 while the engine core is there.")
+        info = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        about = "Adapters that run and that requests wait for, by name; the value is the time in Unix seconds."
+        self._lora_info = Gauge("vllm:lora_requests_info", about, info, registry=self.registry)
+        self._cache_info = Gauge("vllm:cache_config_info", "The KV cache.", _CACHE_LABELS, registry=self.registry)
+
+    def _make_counters(self) -> None:
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens given to the engine.")
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self._cut = self._counter("quire_slow_readers", "Frontend connections cut because they did not read.")
+        self._core_counters = {
+            "prefix_cache_queries": self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache."),
+            "prefix_cache_hits": self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache."),
+            "num_preemptions": self._counter("vllm:num_preemptions", "Sequences that gave their blocks up."),
+            "num_steps": self._counter("quire_steps", "Steps of the engine."),
+            "num_adapter_evictions": self._counter("quire_adapter_evictions", "Adapters that lost their slot."),
+        }
+        self._finished = Counter(
+            "vllm:request_success",
+            "Requests that ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            "quire_requests_refused", "Requests not admitted, by code.", ["model_name", "code"], registry=self.registry
+        )
+
+    def _make_histograms(self, token_buckets: list[int]) -> None:
+        first, between, request = _FIRST_TOKEN_BUCKETS, _BETWEEN_TOKENS_BUCKETS, _REQUEST_BUCKETS
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", first
+        )
+        self._between_tokens = self._histogram(
+            "vllm:inter_token_latency_seconds", "From one step's tokens of a request to the next's.", between
+        )
+        self._latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", request
+        )
+        self._queue_time = self._histogram(
+            "vllm:request_queue_time_seconds", "From a request's arrival to its first step.", request
+        )
+        self._request_prompt_tokens = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a finished request.", token_buckets
+        )
+        self._request_generation_tokens = self._histogram(
+            "vllm:request_generation_tokens", "Output tokens of a finished request.", token_buckets
+        )
+
+    def _set_cache_info(self, num_blocks: int) -> None:
+        config = self._config
+        self._cache_info.clear()
+        self._cache_info.labels(
+            model_name=self._model,
+            block_size=str(config.block_size),
+            cache_dtype=config.kv_cache_dtype,
+            enable_prefix_caching=str(config.enable_prefix_caching),
+            gpu_memory_utilization=str(config.gpu_memory_utilization),
+            num_gpu_blocks=str(num_blocks),
+        ).set(1)
+
+
+def _token_buckets(max_model_len: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, ... up to the longest sequence, as vLLM has them."""
+    buckets = [m * 10**e for e in range(len(str(max_model_len))) for m in (1, 2, 5)]
+    return [bucket for bucket in buckets if bucket <= max_model_len] or [1]

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outbox: events of one frontend on their way out, joined while it does not read, and bounded. No I/O.
+
+A frontend that is behind gets fewer, larger events: those of one request are merged, so that what is sent grows
+with the text only. One that stays behind is given up, so that its memory is bounded and nobody else waits for it.
+"""
+
+from dataclasses import replace
+
+from quire_spec.messages import Event
+
+MAX_WAITING_BYTES = 128 * 2**20
+"""Of a connection, as Python keeps them. 256 streams of 50 tokens/s fill it in 25 s; a live frontend reads it in 1."""
+
+MAX_WAITING_STREAM_BYTES = 4 * 2**20
+"""Of one request that is streamed: 10,000 tokens, or 600 with 20 log probabilities each (200 s and 11 s of 50
+tokens/s). No reader is so late; one that is was told of a thousand tokens and took none."""
+
+MAX_EVENTS_BYTES = 16 * 2**20
+"""Events are split over messages of about this size: far below what a frame may hold, as JSON is smaller."""
+
+# Rough sizes of the Python objects.
+_EVENT_BYTES = 400
+_TOKEN_ID_BYTES = 36
+_LOGPROB_BYTES = 330
+
+
+class Outbox:
+    """Waiting events, at most one per request, in the order in which the requests' first ones came."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, _Waiting] = {}
+        self._num_bytes = 0
+        self._largest_merged = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, event: Event) -> None:
+        """Append an event, or merge it into the one of its request that waits."""
+        size = _size(event)
+        self._num_bytes += size
+        if (waiting := self._waiting.get(event.id)) is None:
+            self._waiting[event.id] = _Waiting(event, size)
+        else:
+            waiting.merge(event, size)
+            self._largest_merged = max(self._largest_merged, waiting.num_bytes)
+
+    @property
+    def excess(self) -> str | None:
+        """What makes the waiting bytes too many, in a sentence; None while they are bearable.
+
+        A single event is never too large for its request: one final answer may be as long as the model's context.
+        """
+        if self._largest_merged > MAX_WAITING_STREAM_BYTES:
+            return f"{self._largest_merged} bytes of one request wait; at most {MAX_WAITING_STREAM_BYTES} may"
+        if self._num_bytes > MAX_WAITING_BYTES and len(self._waiting) > 1:
+            return f"{self._num_bytes} bytes wait; at most {MAX_WAITING_BYTES} may"
+        return None
+
+    def take(self) -> list[list[Event]]:
+        """Hand out everything, in messages of about MAX_EVENTS_BYTES."""
+        batches: list[list[Event]] = []
+        num_bytes = MAX_EVENTS_BYTES
+        for waiting in self._waiting.values():
+            if num_bytes >= MAX_EVENTS_BYTES:
+                batches.append([])
+                num_bytes = 0
+            batches[-1].append(waiting.event())
+            num_bytes += waiting.num_bytes
+        self._waiting, self._num_bytes, self._largest_merged = {}, 0, 0
+        return batches
+
+
+class _Waiting:
+    """The events of one request, joined when they are handed out: joining at each would be quadratic."""
+
+    __slots__ = ("_events", "num_bytes")
+
+    def __init__(self, event: Event, num_bytes: int) -> None:
+        self._events = [event]
+        self.num_bytes = num_bytes
+
+    def merge(self, event: Event, num_bytes: int) -> None:
+        self._events.append(event)
+        self.num_bytes += num_bytes
+
+    def event(self) -> Event:
+        events = self._events
+        if len(events) == 1:
+            return events[0]
+        logprobs = [position for event in events for position in event.logprobs or []]
+        return replace(
+            events[-1],
+            text="".join(event.text for event in events),
+            token_ids=[token_id for event in events for token_id in event.token_ids],
+            logprobs=logprobs if any(event.logprobs is not None for event in events) else None,
+        )
+
+
+def _size(event: Event) -> int:
+    entries = sum(len(position) for position in event.logprobs or [])
+    return _EVENT_BYTES + len(event.text) + _TOKEN_ID_BYTES * len(event.token_ids) + _LOGPROB_BYTES * entries

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TextServer: where frontends and supervisors come to the text process.
+
+asyncio on one thread: thousands of small messages, none of which may wait for another. What takes longer than a
+millisecond (tokenizing a long prompt, rendering metrics) runs in a thread and comes back as a callback. Requests are
+the desk's business; here is only who is connected, who reads, and what a message is passed to.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from quire_engine.connection import Connection, listen
+from quire_engine.desk import Desk
+from quire_engine.generation import Generation
+from quire_engine.metrics import Metrics
+from quire_engine.outbox import Outbox
+from quire_engine.process import now
+from quire_engine.text import Tokenizer
+from quire_spec.errors import Internal, InvalidArgument, QuireError
+from quire_spec.messages import Call, Cancel, Event, Events, Hello, Message, Notice, Reply, Submit
+
+_INLINE_CHARS = 2048
+"""Prompts up to this are tokenized at once: about half a millisecond, and a thread costs a tenth of one."""
+
+_SUBMIT_HEAD = re.compile(rb'\["Submit",(\d{1,18}),')
+
+_log = logging.getLogger("quire.text")
+
+
+class Port:
+    """One frontend: its connection, and the events that wait for it."""
+
+    def __init__(self, connection: Connection, hello: Hello, metrics: Metrics) -> None:
+        self.hello = hello
+        self._connection = connection
+        self._metrics = metrics
+        self._outbox = Outbox()
+        self._scheduled = False
+
+    def post(self, event: Event) -> None:
+        """Send an event, with all others of this turn of the event loop."""
+        self._outbox.add(event)
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._turn_over)
+
+    def flush(self) -> None:
+        """Send what waits, unless the frontend is behind."""
+        if not self._connection.blocked:
+            for events in self._outbox.take():
+                self._connection.send(Events(events))
+
+    def _turn_over(self) -> None:
+        self._scheduled = False
+        self.flush()
+        if self._connection.blocked and (excess := self._outbox.excess):
+            _log.warning("frontend cut: it does not read model=%s pid=%s: %s", self.hello.model, self.hello.pid, excess)
+            self._metrics.reader_cut()
+            self._connection.cut()
+
+
+class TextServer:
+    """Serves frontends and supervisors; the handler of their connections."""
+
+    def __init__(self, desk: Desk, tokenizer: Tokenizer | None, metrics: Metrics, max_frame_bytes: int) -> None:
+        self._desk = desk
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._max_frame_bytes = max_frame_bytes
+        self._ports: dict[Connection, Port] = {}
+        self._supervisors: set[Connection] = set()
+        self._started_at = now()
+        # Two: one very long prompt does not hold up all the others, and steps keep most of the processor.
+        self._pool = ThreadPoolExecutor(2, "tokenize")
+        self._calls: dict[str, Callable[[Connection, Call], None]] = {
+            "set_adapters": self._set_adapters,
+            "status": self._status,
+            "metrics": self._render_metrics,
+            "drain": self._drain,
+        }
+
+    async def listen(self, path: Path) -> None:
+        """Begin to accept connections."""
+        self._server = await listen(path, lambda: Connection(self, max_frame_bytes=self._max_frame_bytes))
+
+    def on_ready(self, connection: Connection) -> None:
+        """Handler: a peer says who it is."""
+        hello = connection.peer
+        assert hello is not None, "a dialled connection"
+        if hello.role == "frontend":
+            self._ports[connection] = Port(connection, hello, self._metrics)
+        elif hello.role == "supervisor":
+            self._supervisors.add(connection)
+        else:
+            raise Internal(f"role {hello.role!r} has no business here")
+
+    def on_message(self, connection: Connection, message: Message) -> None:
+        """Handler: a frontend or a supervisor wants something."""
+        port = self._ports.get(connection)
+        if port is not None and isinstance(message, Submit):
+            self._submit(port, message)
+        elif port is not None and isinstance(message, Cancel):
+            self._desk.cancel(port, message.ids)
+        elif port is None and isinstance(message, Call):
+            self._answer(connection, message)
+        else:
+            raise Internal(f"unexpected {type(message).__name__}")
+
+    def on_oversize(self, connection: Connection, head: bytes, length: int) -> None:
+        """Handler: a request that was too long to be read."""
+        port, match = self._ports.get(connection), _SUBMIT_HEAD.match(head)
+        if port is None or match is None:
+            raise Internal(f"message of {length} bytes: {head[:80]!r}")
+        self._desk.refuse_oversize(port, int(match[1]), length)
+
+    def on_resumed(self, connection: Connection) -> None:
+        """Handler: a frontend that was behind has caught up."""
+        if port := self._ports.get(connection):
+            port.flush()
+
+    def on_lost(self, connection: Connection) -> None:
+        """Handler: a peer is gone."""
+        self._supervisors.discard(connection)
+        if (port := self._ports.pop(connection, None)) is None:
+            return
+        num_open = self._desk.leave(port)
+        hello = port.hello
+        _log.info("frontend gone model=%s pid=%s num_open=%d", hello.model, hello.pid, num_open)
+        notice = Notice("frontend_gone", {"model": hello.model, "pid": hello.pid, "num_open": num_open})
+        for supervisor in self._supervisors:
+            supervisor.send(notice)
+
+    def _submit(self, port: Port, submit: Submit) -> None:
+        generation = self._desk.submit(port, submit)
+        if generation is None:
+            return
+        assert submit.prompt is not None
+        if len(submit.prompt) <= _INLINE_CHARS:
+            self._tokenize_now(generation, submit.prompt)
+        else:
+            loop = asyncio.get_running_loop()
+            future = loop.run_in_executor(self._pool, self._tokenize, generation, submit.prompt)
+            future.add_done_callback(lambda done: self._tokenized(generation, done))
+
+    def _tokenize_now(self, generation: Generation, prompt: str) -> None:
+        try:
+            token_ids = self._tokenize(generation, prompt)
+        except QuireError as error:
+            self._desk.fail(generation, error)
+        else:
+            self._desk.tokenized(generation, token_ids)
+
+    def _tokenize(self, generation: Generation, prompt: str) -> list[int]:
+        assert self._tokenizer is not None
+        # A request may be cancelled while its prompt waits for a thread.
+        return self._tokenizer.encode(prompt) if self._desk.is_open(generation) else []
+
+    def _tokenized(self, generation: Generation, done: asyncio.Future[list[int]]) -> None:
+        error = done.exception()
+        if isinstance(error, QuireError):
+            self._desk.fail(generation, error)
+        else:
+            self._desk.tokenized(generation, done.result())
+
+    def _answer(self, connection: Connection, call: Call) -> None:
+        try:
+            if call.method not in self._calls:
+                raise InvalidArgument(f"method {call.method!r} is unknown; known are {', '.join(self._calls)}")
+            self._calls[call.method](connection, call)
+        except QuireError as error:
+            connection.send(Reply(call.id, None, error.code, str(error)))
+
+    def _set_adapters(self, connection: Connection, call: Call) -> None:
+        adapters = call.args.get("adapters")
+        if not isinstance(adapters, Mapping) or not all(isinstance(digest, str) for digest in adapters.values()):
+            raise InvalidArgument(f"set_adapters: adapters must map names to digests, found {str(adapters)[:80]!r}")
+        self._desk.set_adapters(adapters)
+        _log.info("adapters set count=%d", len(adapters))
+        connection.send(Reply(call.id, {}))
+
+    def _status(self, connection: Connection, call: Call) -> None:
+        connection.send(Reply(call.id, {"started_at": self._started_at, **self._desk.status()}))
+
+    def _drain(self, connection: Connection, call: Call) -> None:
+        _log.info("draining num_open=%d", self._desk.num_open)
+        self._desk.drain(lambda: connection.send(Reply(call.id, {})))
+
+    def _render_metrics(self, connection: Connection, call: Call) -> None:
+        self._desk.note_adapters()
+        # Not in the pool: a scrape does not wait for prompts.
+        future = asyncio.get_running_loop().run_in_executor(None, self._metrics.exposition)
+        future.add_done_callback(lambda done: connection.send(Reply(call.id, {"text": done.result()})))

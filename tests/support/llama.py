@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny random Llama with a byte-level tokenizer: a checkpoint as users have them, made in a moment."""
+
+from pathlib import Path
+
+import torch
+from support.tokenizer import byte_level, save
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+MAX_POSITIONS = 2048
+
+
+def make_llama(folder: Path, seed: int = 0, tokenizer: bool = True) -> Path:
+    """Write the checkpoint into `folder`, float32, 384 tokens, none of which ends an output."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=384,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=MAX_POSITIONS,
+        bos_token_id=0,
+        eos_token_id=None,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    if tokenizer:
+        save(byte_level(), folder)
+    return folder
+
+
+def greedy(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:
+    """What transformers generates, without sampling."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+    return out[0, len(prompt) :].tolist()

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text and the core process of a pod, started for real, and a small blocking client of their sockets."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+from quire_spec.errors import error_from
+from quire_spec.frames import Decoder, encode
+from quire_spec.messages import Call, Event, Events, Hello, Message, Notice, Reply, Submit
+
+DEADLINE_S = 60.0
+
+
+def eventually(check: Any, timeout_s: float = DEADLINE_S, what: str = "it") -> Any:
+    """The first true value of `check()`, polled; fails the test after `timeout_s`."""
+    end = time.monotonic() + timeout_s
+    while not (value := check()):
+        assert time.monotonic() < end, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.02)
+    return value
+
+
+class Peer:
+    """A connection to one of the processes."""
+
+    def __init__(self, path: Path, role: str, model: str = "base", timeout_s: float = DEADLINE_S) -> None:
+        self.notices: list[Notice] = []
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(timeout_s)
+        self.socket.connect(str(path))
+        self._decoder = Decoder()
+        self._messages: list[Message] = []
+        self._ids = count(1)
+        self.send(Hello(role, model, os.getpid()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection."""
+        self.socket.close()
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+        self.socket.sendall(encode(message))
+
+    def receive(self) -> Message:
+        """The next message; EOFError when the other side has ended the connection."""
+        while not self._messages:
+            try:
+                data = self.socket.recv(2**18)
+            except ConnectionError as error:
+                raise EOFError from error
+            if not data:
+                raise EOFError
+            self._messages += self._decoder.feed(data)
+        return self._messages.pop(0)
+
+    def call(self, method: str, **args: Any) -> Any:
+        """The result of a call; raises the error that was answered."""
+        call_id = next(self._ids)
+        self.send(Call(call_id, method, args))
+        while not isinstance(reply := self.receive(), Reply):
+            assert isinstance(reply, Notice)
+            self.notices.append(reply)
+        assert reply.id == call_id
+        if reply.error_code:
+            raise error_from(reply.error_code, reply.error)
+        return reply.result
+
+    def submit(self, prompt: str | list[int] | None, stream: bool = True, model: str = "base", **params: Any) -> int:
+        """Send a request; returns its id."""
+        request_id = next(self._ids)
+        text, ids = (None, prompt) if isinstance(prompt, list) else (prompt, None)
+        self.send(Submit(request_id, model, text, ids, params, stream))
+        return request_id
+
+    def collect(self, ids: Iterable[int]) -> dict[int, list[Event]]:
+        """Every event of the requests `ids`, up to their final ones."""
+        got: dict[int, list[Event]] = {i: [] for i in ids}
+        missing = set(got)
+        while missing:
+            message = self.receive()
+            assert isinstance(message, Events)
+            for event in message.events:
+                assert event.id in missing, f"unexpected {event}"
+                got[event.id].append(event)
+                if event.final:
+                    missing.discard(event.id)
+        return got
+
+    def generate(self, prompt: str | list[int] | None, **options: Any) -> list[Event]:
+        """Every event of one request."""
+        request_id = self.submit(prompt, **options)
+        return self.collect([request_id])[request_id]
+
+
+def text_of(events: list[Event]) -> str:
+    """The text of a request, which must have ended well."""
+    assert events[-1].error_code is None, events[-1].error
+    return "".join(event.text for event in events)
+
+
+class Pod:
+    """Both processes in one run folder. Ends what is left of them on exit."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        self.folder = folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (folder / "engine.json").write_text(json.dumps(config))
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    def start(self, *names: str) -> Self:
+        """Start `text`, `core` or both, and wait until they serve."""
+        for name in names:
+            with (self.folder / f"{name}.log").open("ab") as log:
+                argv = [sys.executable, "-m", f"quire_engine.{name}_process", "--engine"]
+                argv += [str(self.folder / "engine.json"), "--served-name", "base", "--run-dir", str(self.folder)]
+                self.processes[name] = subprocess.Popen(argv, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        for name in names:
+            eventually(lambda name=name: self._serves(name), what=f"{name}:\n{self.log(name)}")
+        if "text" in self.processes and "core" in self.processes:
+            self.wait_core(True)
+        return self
+
+    def wait_core(self, there: bool) -> None:
+        """Wait until the text process sees the core, or sees that it has gone."""
+        with self.peer("text", "supervisor") as supervisor:
+            eventually(lambda: supervisor.call("status")["core"] is there, what=f"core={there}")
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> int:
+        """Send a signal to a process and wait for its end; returns its exit code."""
+        self.processes[name].send_signal(number)
+        return self.processes[name].wait(DEADLINE_S)
+
+    def peer(self, name: str, role: str, model: str = "base", timeout_s: float = DEADLINE_S) -> Peer:
+        """A new connection to `text` or `core`."""
+        return Peer(self.folder / f"{name}.sock", role, model, timeout_s)
+
+    def core_stats(self) -> dict[str, Any]:
+        """The engine's numbers now."""
+        with self.peer("core", "supervisor") as supervisor:
+            stats: dict[str, Any] = supervisor.call("status")["stats"]
+            return stats
+
+    def wait_idle(self) -> None:
+        """Wait until the engine holds no block and no sequence."""
+        eventually(lambda: self._idle(), what=f"an idle engine, last {self.core_stats()}")
+        with self.peer("core", "supervisor") as supervisor:
+            assert supervisor.call("check") == {}
+
+    def log(self, name: str) -> str:
+        """What a process wrote."""
+        return (self.folder / f"{name}.log").read_text()
+
+    def _idle(self) -> bool:
+        stats = self.core_stats()
+        return not (stats["num_running"] or stats["num_waiting"] or stats["num_used_blocks"])
+
+    def _serves(self, name: str) -> bool:
+        assert self.processes[name].poll() is None, f"{name} ended:\n{self.log(name)}"
+        try:
+            self.peer(name, "supervisor").close()
+        except OSError:
+            return False
+        return True
