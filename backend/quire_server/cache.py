@@ -94,12 +94,16 @@ class Cache:
         partial.forget()
         return record
 
+    def touch(self, digest: str) -> None:
+        """Say that an adapter is in use, so that no sweep takes it, ours or another owner's."""
+        os.utime(self.folder(digest))
+
     def sweep(self, used: set[str], now: float | None = None) -> list[str]:
         """Remove what nobody has used for a day; returns the digests removed. `used` are ours, and stay."""
         oldest = (time.time() if now is None else now) - KEEP_SECONDS
         for digest in used:
             with contextlib.suppress(OSError):
-                os.utime(self.folder(digest))
+                self.touch(digest)
         removed = []
         for path in [*(self._folder / "adapters").iterdir(), *(self._folder / "partial").iterdir()]:
             with contextlib.suppress(OSError):

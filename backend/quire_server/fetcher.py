@@ -100,9 +100,11 @@ class Fetcher:
         lock = self._locks.setdefault(key, asyncio.Lock())
         async with lock:
             record = await self._unchanged(place, key)
-            if record is None:
-                with _disk_errors():
+            with _disk_errors():
+                if record is None:
                     record = await self._bring_all(place, key)
+                else:
+                    self._cache.touch(record.digest)
         return Fetched(record.digest, self._cache.folder(record.digest))
 
     def sweep(self, used: set[str]) -> list[str]:

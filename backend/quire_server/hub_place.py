@@ -35,7 +35,10 @@ class HubPlace:
         token: Callable[[], str | None],
         endpoint: str | None = None,
     ) -> None:
-        """`token` reads the token, None is the environment's (HF_TOKEN, or a login); `endpoint` None is huggingface_hub's own, which HF_ENDPOINT sets."""
+        """`token` reads the token; None is the environment's (HF_TOKEN, or a login).
+
+        `endpoint` None is huggingface_hub's own, which HF_ENDPOINT sets.
+        """
         self.fixed = bool(revision and _COMMIT.fullmatch(revision))
         self._reader = HttpReader(session)
         self._repo = repo

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m quire_server`: one pod. The operator's pods run it, and `quire serve` hands over to it."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire_server.assembly import serve
+from quire_server.keeper import CannotRun
+from quire_server.output import set_up_logging
+from quire_server.settings import Settings
+from quire_spec import names
+from quire_spec.errors import QuireError
+
+EXIT_STOPPED = 0
+EXIT_CANNOT_RUN = 1
+EXIT_CONFIG = 2
+
+_HELP = """\
+Serve one model and its adapters: start Triton Inference Server, the text process and the engine core, keep them
+running, fetch the adapters, and answer probes. Ctrl-C or SIGTERM lets open requests finish; a second one does not.
+
+It listens on four ports:
+  HTTP, gRPC   Triton Inference Server, with one model per name: the base and each adapter
+  metrics      the server's own metrics
+  health       GET /health/live, /health/ready, /metrics; GET /status, PUT /adapters (with the admin key)
+Point probes at the health port: the server answers 200 while a model is dead.
+
+Example:
+  python -m quire_server --engine engine.json --adapters adapters.json --served-name tales \\
+      --run-dir /tmp/quire --cache-dir ~/.cache/quire
+"""
+_EXIT_CODES = """\
+exit codes:
+  0        stopped by a signal, everything ended in order
+  1        a process could not be brought up; its last lines say why
+  2        the command line, engine.json, adapters.json or this machine is not fit; the message says what to change
+  130, 143 stopped at once by a second SIGINT or SIGTERM
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until stopped; returns the exit code."""
+    settings = _parse(argv)
+    set_up_logging()
+    try:
+        asyncio.run(serve(settings))
+    except CannotRun as error:
+        return _say(error, EXIT_CONFIG if error.wrong_config else EXIT_CANNOT_RUN)
+    except QuireError as error:
+        return _say(error, EXIT_CONFIG)
+    return EXIT_STOPPED
+
+
+def _say(error: QuireError, code: int) -> int:
+    print(f"quire: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+def _parse(argv: Sequence[str] | None) -> Settings:
+    parser = argparse.ArgumentParser(
+        prog="python -m quire_server",
+        description=_HELP,
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    files = parser.add_argument_group("what to serve")
+    files.add_argument("--engine", type=Path, required=True, metavar="FILE", help="engine.json")
+    files.add_argument("--adapters", type=Path, required=True, metavar="FILE", help="adapters.json: the catalogue")
+    files.add_argument("--served-name", required=True, metavar="NAME", help="model name of the base")
+    folders = parser.add_argument_group("folders")
+    folders.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="sockets; one supervisor's alone")
+    folders.add_argument("--cache-dir", type=Path, required=True, metavar="DIR", help="fetched adapters, kept")
+    ports = parser.add_argument_group("network")
+    ports.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    for name, port in (
+        ("http", names.HTTP_PORT),
+        ("grpc", names.GRPC_PORT),
+        ("metrics", names.SERVER_METRICS_PORT),
+        ("health", names.HEALTH_PORT),
+    ):
+        ports.add_argument(f"--{name}-port", type=_port, default=port, metavar="PORT", help="default: %(default)s")
+    ports.add_argument(
+        "--admin-key-file", type=Path, metavar="FILE", help="key for /status and /adapters; else this machine only"
+    )
+    sources = parser.add_argument_group("adapter sources")
+    sources.add_argument("--secrets-dir", type=Path, metavar="DIR", help="Secrets, as DIR/<secret>/<key>")
+    sources.add_argument(
+        "--pvc", type=_claim, action="append", default=[], metavar="CLAIM=DIR", help="where a claim is mounted"
+    )
+    sources.add_argument("--allow-path-sources", action="store_true", help="take folders of this machine; not for pods")
+    sources.add_argument(
+        "--max-adapter-bytes", type=int, default=4 * 2**30, metavar="N", help="largest adapter (default: 4 GiB)"
+    )
+    parser.add_argument(
+        "--drain-timeout", type=float, default=30.0, metavar="S", help="seconds that open requests may take to end"
+    )
+    parser.add_argument("--verbose", action="store_true", help="show all that the server logs")
+    args = parser.parse_args(argv)
+    return Settings(
+        # The processes that get these paths may run in another folder one day.
+        engine=args.engine.absolute(),
+        adapters=args.adapters.absolute(),
+        served_name=args.served_name,
+        run_dir=args.run_dir.absolute(),
+        cache_dir=args.cache_dir.absolute(),
+        host=args.host,
+        http_port=args.http_port,
+        grpc_port=args.grpc_port,
+        metrics_port=args.metrics_port,
+        health_port=args.health_port,
+        admin_key_file=args.admin_key_file,
+        secrets_dir=args.secrets_dir,
+        pvcs=dict(args.pvc),
+        allow_path_sources=args.allow_path_sources,
+        max_adapter_bytes=args.max_adapter_bytes,
+        drain_timeout_s=args.drain_timeout,
+        verbose=args.verbose,
+    )
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 < port < 2**16:
+        raise argparse.ArgumentTypeError(f"{text} is not a port; use 1 to 65535")
+    return port
+
+
+def _claim(text: str) -> tuple[str, Path]:
+    claim, equals, folder = text.partition("=")
+    if not claim or not equals or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is not CLAIM=DIR")
+    return claim, Path(os.path.abspath(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the catalogue to adapters that serve: one task per adapter brings the world to what the catalogue says.
+
+Level-triggered: a task looks at what is (what the links hold), does what is missing, and looks again when anything has
+changed: the catalogue, or a process that was started anew. So a restart of any process needs no code of its own here,
+and one broken adapter holds up nobody. It knows no protocol of sources and no process beyond its link.
+
+    Fetching   source -> cache            retried after 30 s, 1 min ... 5 min
+    Loading    core, alias in text, server model
+    Ready      or Failed, with the reason; what is wrong in itself is not retried until the catalogue changes
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire_server.background import in_thread
+from quire_server.control import LinkLost
+from quire_server.fetcher import Fetched, Fetcher
+from quire_server.links import Links
+from quire_server.processes import now
+from quire_spec.catalogue import Adapter, Catalogue, Source
+from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
+from quire_spec.status import AdapterState, AdapterStatus
+
+log = logging.getLogger(__name__)
+
+_MAX_FETCHES = 8
+_MAX_LOADS = 4
+_MAX_REGISTRATIONS = 6
+"""The server starts a process for each; more at once only queue for the processor."""
+_FIRST_RETRY_S = 30.0
+_MAX_RETRY_S = 300.0
+_LINK_RETRY_S = 5.0
+LINGER_S = 2.0
+"""How long a digest that no name stands for stays loaded: requests on their way to the core still name it."""
+HOLD_S = 120.0
+"""How long adapters that are being loaded may keep a pod that has just come up from being ready."""
+
+
+class Stale(InvalidArgument):
+    """A catalogue with a lower generation than the current one."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One adapter of the catalogue and where it is."""
+
+    name: str
+    wanted: Adapter | None
+    """None: it is on its way out."""
+    exposed: bool
+    asked: int = 0
+    """Rises with each catalogue: the source is to be looked at again."""
+    looked: int = -1
+    """What `asked` was when the source was looked at last."""
+    fetched: Fetched | None = None
+    """What the catalogue's source holds."""
+    fetched_from: Source | None = None
+    live: Fetched | None = None
+    """What the name stands for; the one before, while a replacement is on its way or has failed."""
+    state: AdapterState = AdapterState.FETCHING
+    since: str = field(default_factory=now)
+    error: str = ""
+    blocked: bool = False
+    """Wrong in itself: nothing is tried until the catalogue changes."""
+    failures: int = 0
+    load_s: float | None = None
+    """Seconds that the core took to load it last."""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    fetching: "asyncio.Task[Fetched] | None" = None
+    fetching_from: Source | None = None
+
+    def set(self, state: AdapterState, error: str = "") -> None:
+        """Enter a state; staying in one keeps its time."""
+        if (state, error) != (self.state, self.error):
+            log.log(
+                logging.WARNING if error else logging.INFO,
+                "adapter name=%s state=%s%s",
+                self.name,
+                state.value,
+                f" error={error}" if error else "",
+            )
+        if state is not self.state:
+            self.since = now()
+        self.state, self.error = state, error
+
+    def status(self) -> AdapterStatus:
+        """For the status document."""
+        known = self.live or self.fetched
+        model = self.name if self.exposed else None
+        return AdapterStatus(self.name, self.state, self.since, known.digest if known else None, model, self.error)
+
+
+class _Superseded(Exception):
+    """The catalogue changed while a source was being read."""
+
+
+class AdapterBoard:
+    """All adapters of a pod. Make it inside a running event loop."""
+
+    def __init__(self, served_name: str, fetcher: Fetcher, links: Links) -> None:
+        self._served_name = served_name
+        self._fetcher = fetcher
+        self._links = links
+        self._catalogue: Catalogue | None = None
+        self._entries: dict[str, Entry] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._aliases: dict[str, str] = {}
+        self._fetches = asyncio.Semaphore(_MAX_FETCHES)
+        self._loads = asyncio.Semaphore(_MAX_LOADS)
+        self._registrations = asyncio.Semaphore(_MAX_REGISTRATIONS)
+        self._held: set[str] = set()
+        self._hold_until = 0.0
+        self._unneeded = asyncio.Event()
+        self._spawn(self._collect(), "adapter collector")
+
+    # What others ask
+
+    @property
+    def generation(self) -> int:
+        """Of the catalogue that is worked on."""
+        return self._catalogue.generation if self._catalogue else 0
+
+    def check(self, catalogue: Catalogue) -> None:
+        """Refuse a catalogue before anything of it is done.
+
+        Raises:
+            ConfigError: an adapter has the base model's name. Stale: a newer catalogue is already here.
+        """
+        if any(adapter.name == self._served_name for adapter in catalogue.adapters):
+            raise ConfigError(f"adapters: {self._served_name!r} is the base model's name; give the adapter another")
+        if self._catalogue is not None and catalogue.generation < self.generation:
+            raise Stale(f"generation {catalogue.generation} is older than {self.generation}, which this pod works on")
+
+    def apply(self, catalogue: Catalogue) -> None:
+        """Work towards this catalogue from now on; raises as `check`."""
+        self.check(catalogue)
+        if catalogue == self._catalogue:
+            return
+        self._catalogue = catalogue
+        exposed = catalogue.exposed()
+        wanted = {adapter.name: adapter for adapter in catalogue.adapters}
+        for name, entry in self._entries.items():
+            if name not in wanted:
+                self._want(entry, None, entry.exposed)
+        # Pinned ones first: the semaphores serve in order.
+        for adapter in sorted(catalogue.adapters, key=lambda a: not a.pinned):
+            if adapter.name in self._entries:
+                self._want(self._entries[adapter.name], adapter, adapter.name in exposed)
+            else:
+                entry = self._entries[adapter.name] = Entry(adapter.name, adapter, adapter.name in exposed)
+                self._spawn(self._work(entry), f"adapter {adapter.name}")
+
+    def look(self) -> None:
+        """A process has come up or gone: every adapter looks whether it is still in place."""
+        for entry in self._entries.values():
+            entry.wake.set()
+
+    def hold(self) -> None:
+        """Have `pending` name all adapters that are not settled now, for HOLD_S at most."""
+        self._held = {entry.name for entry in self._wanted()}
+        self._hold_until = asyncio.get_running_loop().time() + HOLD_S
+
+    def pending(self) -> list[str]:
+        """Adapters that were there when the pod last came up and are still on their way."""
+        if asyncio.get_running_loop().time() > self._hold_until:
+            self._held.clear()
+        self._held &= {e.name for e in self._wanted() if not self._settled(e)}
+        return sorted(self._held)
+
+    def unsettled(self) -> list[Entry]:
+        """Adapters that are neither Ready nor Failed."""
+        return [entry for entry in self._wanted() if not self._settled(entry)]
+
+    def statuses(self) -> list[AdapterStatus]:
+        """Every adapter of the catalogue, by name."""
+        return sorted((entry.status() for entry in self._wanted()), key=lambda status: status.name)
+
+    def load_seconds(self) -> dict[str, float]:
+        """How long the core took to load each adapter last."""
+        return {e.name: e.load_s for e in self._wanted() if e.load_s is not None}
+
+    def digests(self) -> set[str]:
+        """Digests that are wanted or stood for now."""
+        return {x.digest for entry in self._entries.values() for x in (entry.fetched, entry.live) if x}
+
+    async def sweep(self) -> list[str]:
+        """Remove from the cache what nobody uses; returns the digests removed."""
+        return await in_thread(self._fetcher.sweep, self.digests())
+
+    async def close(self) -> None:
+        """Stop working; what is in place stays."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # One adapter's task
+
+    async def _work(self, entry: Entry) -> None:
+        while True:
+            entry.wake.clear()
+            if entry.wanted is not None:
+                pause_s = await self._try(entry)
+            else:
+                pause_s = await self._try_to_remove(entry)
+                if pause_s is None and entry.wanted is None:
+                    del self._entries[entry.name]
+                    return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await entry.wake.wait()
+
+    async def _try(self, entry: Entry) -> float | None:
+        """Do what is missing; returns the seconds after which to try again, None for not before something changes."""
+        if entry.blocked:
+            await self._restore(entry)
+            return None
+        try:
+            await self._converge(entry)
+            entry.failures = 0
+            return None
+        except _Superseded:
+            return 0.0
+        except LinkLost:
+            entry.set(AdapterState.LOADING)
+            return _LINK_RETRY_S
+        except Exception as error:
+            return await self._failed(entry, error)
+
+    async def _failed(self, entry: Entry, error: Exception) -> float | None:
+        if not isinstance(error, QuireError):
+            log.error("adapter task failed name=%s", entry.name, exc_info=error)
+            error = Internal(f"{type(error).__name__}: {error}")
+        still = f" (still serving {entry.live.digest})" if entry.live else ""
+        entry.set(AdapterState.FAILED, f"{error}{still}")
+        await self._restore(entry)
+        if isinstance(error, InvalidArgument):
+            entry.blocked = True
+            return None
+        entry.failures += 1
+        return min(_FIRST_RETRY_S * 2.0 ** (entry.failures - 1), _MAX_RETRY_S)
+
+    async def _restore(self, entry: Entry) -> None:
+        """Keep the one before in its place, while its replacement fails."""
+        if entry.live is not None:
+            # It was fine when it was put there; if a process is gone, its successor will wake us.
+            with contextlib.suppress(QuireError):
+                await self._place(entry, entry.live)
+
+    async def _converge(self, entry: Entry) -> None:
+        if entry.looked != entry.asked:
+            await self._fetch(entry)
+        assert entry.fetched is not None, "fetch returns or raises"
+        if not self._in_place(entry, entry.fetched):
+            entry.set(AdapterState.LOADING)
+            await self._place(entry, entry.fetched)
+        entry.set(AdapterState.READY)
+
+    async def _fetch(self, entry: Entry) -> None:
+        assert entry.wanted is not None, "an adapter on its way out fetches nothing"
+        asked, source = entry.asked, entry.wanted.source
+        changed = source != entry.fetched_from
+        if changed:
+            entry.set(AdapterState.FETCHING)
+        try:
+            entry.fetched = await self._fetch_cancellably(entry, source)
+            entry.fetched_from = source
+        except QuireError as error:
+            if changed:
+                raise
+            log.warning("source cannot be looked at again, adapter stays name=%s error=%s", entry.name, error)
+        entry.looked = asked
+
+    async def _fetch_cancellably(self, entry: Entry, source: Source) -> Fetched:
+        async with self._fetches:
+            entry.fetching_from = source
+            entry.fetching = asyncio.create_task(self._fetcher.fetch(source), name=f"fetch {entry.name}")
+            try:
+                return await entry.fetching
+            except asyncio.CancelledError:
+                if entry.wanted is None or entry.wanted.source != source:
+                    raise _Superseded from None
+                raise
+            finally:
+                entry.fetching = None
+
+    async def _place(self, entry: Entry, fetched: Fetched) -> None:
+        """Load it, then let the name stand for it, then open its model: at no time does a name lead nowhere."""
+        core, text, server = self._links.need()
+        pinned = self._pinned(fetched.digest)
+        async with self._loads:
+            begun = asyncio.get_running_loop().time()
+            if core.adapters.get(fetched.digest) != pinned:
+                await core.load(fetched.digest, fetched.folder, pinned)
+                entry.load_s = asyncio.get_running_loop().time() - begun
+        self._aliases[entry.name] = fetched.digest
+        entry.live = fetched
+        await text.publish(self._aliases)
+        self._unneeded.set()
+        async with self._registrations:
+            await (server.register if entry.exposed else server.unregister)(entry.name)
+
+    def _in_place(self, entry: Entry, fetched: Fetched) -> bool:
+        core, text, server = self._links.need()
+        return (
+            core.adapters.get(fetched.digest) == self._pinned(fetched.digest)
+            and text.aliases.get(entry.name) == fetched.digest
+            and (entry.name in server.models) == entry.exposed
+        )
+
+    async def _try_to_remove(self, entry: Entry) -> float | None:
+        """Take the model, then the name, away; None when done."""
+        try:
+            if self._links.server is not None:
+                await self._links.server.unregister(entry.name)
+            self._aliases.pop(entry.name, None)
+            if self._links.text is not None:
+                await self._links.text.publish(self._aliases)
+        except QuireError as error:
+            log.warning("adapter cannot be removed yet name=%s error=%s", entry.name, error)
+            return _LINK_RETRY_S
+        entry.live = entry.fetched = entry.fetched_from = None
+        self._unneeded.set()
+        log.info("adapter removed name=%s", entry.name)
+        return None
+
+    # All adapters
+
+    async def _collect(self) -> None:
+        """Unload what no name stands for any more."""
+        while True:
+            await self._unneeded.wait()
+            await asyncio.sleep(LINGER_S)
+            self._unneeded.clear()
+            core = self._links.core
+            if core is None:
+                continue
+            for digest in core.adapters.keys() - self.digests():
+                try:
+                    await core.unload(digest, self.digests)
+                    log.info("adapter unloaded digest=%s", digest)
+                except QuireError as error:
+                    log.warning("adapter cannot be unloaded digest=%s error=%s", digest, error)
+
+    def _want(self, entry: Entry, wanted: Adapter | None, exposed: bool) -> None:
+        entry.wanted, entry.exposed = wanted, exposed
+        entry.asked += 1
+        entry.blocked = False
+        if entry.fetching is not None and (wanted is None or wanted.source != entry.fetching_from):
+            entry.fetching.cancel()
+        entry.wake.set()
+
+    def _pinned(self, digest: str) -> bool:
+        """An adapter of two names is pinned when one of them is."""
+        held = [e for e in self._wanted() if digest in (e.fetched and e.fetched.digest, e.live and e.live.digest)]
+        return any(entry.wanted and entry.wanted.pinned for entry in held)
+
+    def _wanted(self) -> list[Entry]:
+        return [entry for entry in self._entries.values() if entry.wanted is not None]
+
+    def _settled(self, entry: Entry) -> bool:
+        return entry.state in (AdapterState.READY, AdapterState.FAILED)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor's end of text.sock and core.sock: calls with deadlines, and notices. It knows no method by name.
+
+One `Control` is one connection. It is never made again: when it ends, every call on it ends with LinkLost, and whoever
+holds it learns that the process behind it is dead or broken (supervisor.py).
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quire_spec import frames
+from quire_spec.errors import Internal, Unavailable, error_from
+from quire_spec.messages import Call, Hello, Message, Notice, Reply
+
+_READ_BYTES = 2**16
+
+
+class LinkLost(Unavailable):
+    """The process at the other end is gone; a new one will have to be asked."""
+
+
+class Control:
+    """One connection to text or core."""
+
+    def __init__(
+        self,
+        name: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        on_notice: Callable[[Notice], None] | None,
+    ) -> None:
+        self.name = name
+        """The process at the other end, for messages."""
+        self.lost = asyncio.Event()
+        """Set when the connection has ended."""
+        self._writer = writer
+        self._on_notice = on_notice
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._reading = asyncio.create_task(self._read(reader), name=f"control {name}")
+
+    @classmethod
+    async def connect(cls, name: str, path: Path, on_notice: Callable[[Notice], None] | None = None) -> "Control":
+        """Connect to a socket and say who we are. Raises OSError when nobody listens there (yet)."""
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(frames.encode(Hello("supervisor", pid=os.getpid())))
+        return cls(name, reader, writer, on_notice)
+
+    async def call(self, method: str, args: dict[str, Any] | None = None, *, timeout_s: float) -> Any:
+        """Ask for `method` and wait for its result.
+
+        Raises:
+            LinkLost: the connection ended, before or meanwhile.
+            Unavailable: no answer within `timeout_s`.
+            QuireError: what the process answered, with its code.
+        """
+        if self.lost.is_set():
+            raise LinkLost(f"{self.name}: gone before {method!r}")
+        call_id = next(self._ids)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = answer
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._writer.write(frames.encode(Call(call_id, method, args or {})))
+                await self._writer.drain()
+                return await answer
+        except TimeoutError as error:
+            raise Unavailable(f"{self.name}: no answer to {method!r} within {timeout_s:g} s") from error
+        except OSError as error:
+            raise LinkLost(f"{self.name}: gone during {method!r}") from error
+        finally:
+            self._waiting.pop(call_id, None)
+
+    async def close(self) -> None:
+        """End the connection."""
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
+        self._end()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        decoder = frames.Decoder()
+        # A broken stream (Internal) ends the connection as its end does; whoever watches `lost` acts.
+        with contextlib.suppress(OSError, Internal):
+            while data := await reader.read(_READ_BYTES):
+                for message in decoder.feed(data):
+                    self._take(message)
+        self._end()
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Notice) and self._on_notice is not None:
+            self._on_notice(message)
+        elif isinstance(message, Reply) and (answer := self._waiting.get(message.id)) and not answer.done():
+            if message.error_code is None:
+                answer.set_result(message.result)
+            else:
+                answer.set_exception(error_from(message.error_code, message.error))
+
+    def _end(self) -> None:
+        self.lost.set()
+        self._writer.close()
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(LinkLost(f"{self.name}: ended while it was asked"))

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the supervisor has to do with each running process, and what that process is known to hold.
+
+A link lasts as long as its process: when the process dies, what it held is forgotten with the link, and the adapters
+find out by looking at the new one (adapters.py). supervisor.py makes links and takes them away.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire_server.control import Control, LinkLost
+from quire_server.repository import model_config, model_files
+from quire_server.server_client import ServerClient
+from quire_spec.document import from_json
+from quire_spec.errors import ConfigError, QuireError, Unavailable
+from quire_spec.status import MemoryPlan
+
+_CALL_S = 30.0
+_LOAD_S = 300.0
+"""An adapter of 4 GiB from a slow disk."""
+_METRICS_S = 5.0
+
+
+class CoreLink:
+    """The running core."""
+
+    def __init__(self, control: Control, status: Mapping[str, Any]) -> None:
+        self.control = control
+        self.adapters: dict[str, bool] = {}
+        """Digests loaded, and whether pinned."""
+        self.started_at = str(status.get("started_at"))
+        self.memory = _memory(status.get("memory"))
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def load(self, digest: str, folder: Path, pinned: bool) -> None:
+        """Have the core hold an adapter; nothing is asked when it already does.
+
+        Raises:
+            InvalidArgument: the core refuses the adapter. LinkLost: the core is gone.
+        """
+        async with self._locks[digest]:
+            if self.adapters.get(digest) == pinned:
+                return
+            args = {"digest": digest, "path": str(folder), "pinned": pinned}
+            await self.control.call("load_adapter", args, timeout_s=_LOAD_S)
+            self.adapters[digest] = pinned
+
+    async def unload(self, digest: str, needed: Callable[[], set[str]]) -> None:
+        """Have the core drop an adapter, unless it is among the needed digests by the time it is our turn."""
+        async with self._locks[digest]:
+            if digest in needed() or digest not in self.adapters:
+                return
+            pinned = self.adapters.pop(digest)
+            try:
+                await self.control.call("unload_adapter", {"digest": digest}, timeout_s=_CALL_S)
+            except QuireError:
+                self.adapters[digest] = pinned
+                raise
+
+
+class TextLink:
+    """The running text process."""
+
+    def __init__(self, control: Control) -> None:
+        self.control = control
+        self.aliases: dict[str, str] = {}
+        """Adapter names and the digests they stand for, as last sent."""
+        self._lock = asyncio.Lock()
+
+    async def publish(self, aliases: Mapping[str, str]) -> None:
+        """Send the alias table, if it differs from what was sent: many adapters that become ready share one call."""
+        async with self._lock:
+            table = dict(aliases)
+            if table != self.aliases:
+                await self.control.call("set_adapters", {"adapters": table}, timeout_s=_CALL_S)
+                self.aliases = table
+
+    async def linked(self) -> bool:
+        """True when text has its connection to the core."""
+        status = await self.control.call("status", timeout_s=_CALL_S)
+        return bool(status.get("core"))
+
+    async def metrics(self) -> str:
+        """Its registry in Prometheus's text format."""
+        return str((await self.control.call("metrics", timeout_s=_METRICS_S))["text"])
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests and wait for the open ones; raises Unavailable when they take longer."""
+        await self.control.call("drain", timeout_s=timeout_s)
+
+
+class ServerLink:
+    """The running server."""
+
+    def __init__(self, client: ServerClient, base: str, text_socket: Path, scan_stubs: Callable[[], None]) -> None:
+        self.base_ready = True
+        self.models: set[str] = set()
+        """Adapter models registered."""
+        self._client = client
+        self._base = base
+        self._text_socket = text_socket
+        self._scan_stubs = scan_stubs
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def register(self, name: str) -> None:
+        """Have the server serve an adapter's model. Raises LinkLost, or Internal when the server refuses."""
+        async with self._locks[name]:
+            if name not in self.models:
+                await self._load(name)
+                self.models.add(name)
+
+    async def unregister(self, name: str) -> None:
+        """Have the server drop an adapter's model; requests in flight end in their own time."""
+        async with self._locks[name]:
+            if name in self.models:
+                await self._unload(name)
+                self.models.discard(name)
+
+    async def revive(self, name: str) -> None:
+        """Start a new stub for a model whose stub has died; the server itself never would."""
+        async with self._locks[name]:
+            if name == self._base:
+                await self._revive_base()
+            elif name in self.models:
+                await self._unload(name)
+                await self._load(name)
+
+    async def _revive_base(self) -> None:
+        self.base_ready = False
+        await self._unload(self._base)
+        try:
+            await self._client.reload_base(self._base)
+        except Unavailable as error:
+            raise LinkLost(str(error)) from error
+        self._scan_stubs()
+        self.base_ready = True
+
+    async def _load(self, name: str) -> None:
+        config = model_config(name, self._base, self._text_socket)
+        try:
+            await self._client.load_model(name, config, model_files())
+        except Unavailable as error:
+            raise LinkLost(str(error)) from error
+        self._scan_stubs()
+
+    async def _unload(self, name: str) -> None:
+        try:
+            await self._client.unload_model(name)
+        except Unavailable as error:
+            raise LinkLost(str(error)) from error
+
+
+@dataclass(slots=True)
+class Links:
+    """The processes that run now; None for one that does not."""
+
+    core: CoreLink | None = None
+    text: TextLink | None = None
+    server: ServerLink | None = None
+
+    def need(self) -> tuple[CoreLink, TextLink, ServerLink]:
+        """All three, or LinkLost."""
+        if self.core is None or self.text is None or self.server is None:
+            missing = [n for n in ("core", "text", "server") if getattr(self, n) is None]
+            raise LinkLost(f"{', '.join(missing)}: not up")
+        return self.core, self.text, self.server
+
+
+def _memory(document: object) -> MemoryPlan | None:
+    """The core's memory plan; None when it is of another form than ours: then it is not shown."""
+    try:
+        return from_json(MemoryPlan, document, "memory")
+    except ConfigError:
+        return None

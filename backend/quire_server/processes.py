@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of the pod: started in a group of its own, its output relayed line by line, its end seen at once.
+
+Knows nothing of what the process does, nor whether it should be started again (keeper.py decides that). Ends are seen
+by pidfd, so no thread or timer runs per process. A process that ends takes its whole group with it: a killed server
+leaves no stub behind.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from quire_server import tether
+
+_PR_SET_CHILD_SUBREAPER = 36
+_TAIL_LINES = 40
+_MAX_LINE = 8192
+_OUTPUT_S = 0.5
+"""How long the last output of an ended process may take to arrive."""
+_REAP_S = 1.0
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants' orphans, so that it can reap the stubs of a killed server."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def now() -> str:
+    """This moment, RFC 3339, UTC."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class Child:
+    """A running or ended process. Make it with `start` in the main thread, inside a running event loop."""
+
+    def __init__(self, name: str, popen: subprocess.Popen[bytes], relay: Callable[[str, str], None]) -> None:
+        self.name = name
+        self.pid = popen.pid
+        self.started_at = now()
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        """The last lines that it wrote, shown or not."""
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """Its exit code, negative for a signal."""
+        self._popen = popen
+        self._relay = relay
+        self._quiet = asyncio.Event()
+        self._transport: asyncio.ReadTransport | None = None
+        self._pidfd = os.pidfd_open(popen.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        argv: Sequence[str],
+        relay: Callable[[str, str], None],
+        env: Mapping[str, str] | None = None,
+    ) -> "Child":
+        """Start `argv`, tied to this process's life; `relay(name, line)` gets each line of its output.
+
+        Raises:
+            OSError: no process could be made.
+        """
+        popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(tether.__file__)), str(os.getpid()), *argv],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            process_group=0,
+        )
+        child = cls(name, popen, relay)
+        child._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: _Lines(child._line, child._quiet.set), popen.stdout
+        )
+        return child
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process itself, if it still runs."""
+        self._popen.send_signal(number)
+
+    def kill(self) -> None:
+        """End the process and its whole group at once."""
+        if not self.ended.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        """Wait for its end and its last output; returns the exit code."""
+        code = await asyncio.shield(self.ended)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._quiet.wait(), _OUTPUT_S)
+        if self._transport is not None:
+            self._transport.close()
+        await self._reap_group()
+        return code
+
+    async def stop(self, timeout_s: float) -> int:
+        """SIGTERM, and SIGKILL to the group when that takes longer than `timeout_s`; returns the exit code."""
+        self.signal(signal.SIGTERM)
+        try:
+            return await asyncio.wait_for(self.wait(), timeout_s)
+        except TimeoutError:
+            self.kill()
+            return await self.wait()
+
+    def _on_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        # Before the process is reaped: until then its group's number cannot belong to anyone else.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.ended.set_result(self._popen.wait())
+
+    async def _reap_group(self) -> None:
+        """Collect the ended members of the group that came to us as orphans (`adopt_orphans`)."""
+        deadline = asyncio.get_running_loop().time() + _REAP_S
+        while asyncio.get_running_loop().time() < deadline:
+            try:
+                pid, _ = os.waitpid(-self.pid, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                await asyncio.sleep(0.01)
+
+    def _line(self, line: str) -> None:
+        self.tail.append(line)
+        self._relay(self.name, line)
+
+
+class _Lines(asyncio.Protocol):
+    """Cuts output into lines. What a progress bar overwrote with a carriage return is left out."""
+
+    def __init__(self, take: Callable[[str], None], on_end: Callable[[], None]) -> None:
+        self._take = take
+        self._on_end = on_end
+        self._rest = b""
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._emit(line)
+        if len(self._rest) > _MAX_LINE:
+            self._emit(self._rest)
+            self._rest = b""
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._rest:
+            self._emit(self._rest)
+        self._on_end()
+
+    def _emit(self, line: bytes) -> None:
+        self._take(line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace"))

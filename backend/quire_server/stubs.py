@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's stub processes: found in /proc, watched by pidfd.
+
+The server neither restarts nor even reaps a stub that died, and answers 200 on every probe meanwhile; one that it
+unloaded it reaps at once. So a stub that stays a zombie has died. What then is done is the supervisor's to decide.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+SCAN_S = 0.5
+"""How often new stubs are looked for. Known ones are watched without polling."""
+CONFIRM_S = 0.2
+"""How long the server may take to reap a stub that it ended itself; it takes less than 10 ms."""
+
+_PROC = Path("/proc")
+_STUB = "triton_python_backend_stub"
+_INSTANCE = re.compile(r"([^/]+)_\d+_\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Stub:
+    """A stub process."""
+
+    pid: int
+    model: str
+    """The server model that it runs; empty when it died too soon to tell."""
+
+
+class StubWatch:
+    """Watches the stubs of one server process; `on_death` is told once for each that died. Make it in the loop."""
+
+    def __init__(self, server_pid: int, on_death: Callable[[Stub], None]) -> None:
+        self._server_pid = server_pid
+        self._on_death = on_death
+        self._foreign: set[int] = set()
+        """Processes that are not the server's, so that a scan reads only what is new."""
+        self._watched: dict[int, tuple[int, Stub]] = {}
+        """Process id to its pidfd and stub."""
+        self._loop = asyncio.get_running_loop()
+        self._confirming: dict[int, asyncio.TimerHandle] = {}
+        self._scanning = self._loop.create_task(self._scan_forever(), name="stub scan")
+
+    @property
+    def stubs(self) -> list[Stub]:
+        """Those that are watched now."""
+        return [stub for _, stub in self._watched.values()]
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._scanning.cancel()
+        for timer in self._confirming.values():
+            timer.cancel()
+        for pid in list(self._watched):
+            self._forget(pid)
+
+    def scan(self) -> None:
+        """Look for stubs that are not watched yet."""
+        listed = {int(name) for name in os.listdir(_PROC) if name.isdigit()}
+        self._foreign &= listed
+        for pid in listed - self._foreign - self._watched.keys():
+            state, parent = _state(pid)
+            if parent != self._server_pid:
+                self._foreign.add(pid)
+            elif (stub := _stub(pid)) or state == "Z":
+                self._watch(stub or Stub(pid, ""))
+
+    async def _scan_forever(self) -> None:
+        while True:
+            self.scan()
+            await asyncio.sleep(SCAN_S)
+
+    def _watch(self, stub: Stub) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(stub.pid)
+            self._watched[stub.pid] = (pidfd, stub)
+            self._loop.add_reader(pidfd, self._ended, stub)
+
+    def _ended(self, stub: Stub) -> None:
+        self._loop.remove_reader(self._watched[stub.pid][0])
+        self._confirming[stub.pid] = self._loop.call_later(CONFIRM_S, self._confirm, stub)
+
+    def _confirm(self, stub: Stub) -> None:
+        del self._confirming[stub.pid]
+        died = _state(stub.pid) == ("Z", self._server_pid)
+        self._forget(stub.pid)
+        if died:
+            # It stays a zombie as long as the server lives, and is told only once.
+            self._foreign.add(stub.pid)
+            self._on_death(stub)
+
+    def _forget(self, pid: int) -> None:
+        pidfd, _ = self._watched.pop(pid)
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """State letter and parent of a process; ("X", 0) when there is none."""
+    try:
+        # The name, in parentheses, may hold anything.
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", 0
+    return fields[0], int(fields[1])
+
+
+def _stub(pid: int) -> Stub | None:
+    """The stub of that process id; None while it is (still) something else."""
+    try:
+        words = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    if not words[0].endswith(_STUB):
+        return None
+    models = [match[1] for word in words if (match := _INSTANCE.fullmatch(word))]
+    return Stub(pid, models[-1] if models else "")

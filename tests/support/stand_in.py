@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins for the text and the core process, for tests of the supervisor.
+
+They speak the same frames and know no model: they start in a tenth of a second, and do on demand what the real ones
+cannot be made to do (refuse to start, stop answering). What clients see end to end is tested with the real ones (e2e).
+`install` writes a package quire_engine that the supervisor's children find before the real one.
+"""
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from quire_spec import frames, names
+from quire_spec.errors import Code
+from quire_spec.messages import Call, Cancel, Event, Events, Hello, Notice, Reply, Submit
+
+STEP_S = 0.02
+
+
+def install(folder: Path, **behaviour: Any) -> dict[str, str]:
+    """Environment in which `python -m quire_engine.core_process` and `.text_process` are the stand-ins."""
+    package = folder / "quire_engine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    for name in ("core", "text"):
+        (package / f"{name}_process.py").write_text(f"from support.stand_in import {name}\n{name}()\n")
+    tests = Path(__file__).resolve().parents[1]
+    behave(folder, **behaviour)
+    return dict(os.environ) | {"PYTHONPATH": f"{folder}:{tests}", "STAND_IN": str(folder / "behaviour.json")}
+
+
+def behave(folder: Path, **behaviour: Any) -> None:
+    """Change what the stand-ins do from their next start on."""
+    (folder / "behaviour.json").write_text(json.dumps(behaviour))
+
+
+class Process:
+    """What both have in common: a socket, connections, calls."""
+
+    def __init__(self, name: str) -> None:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        self.name = name
+        self.run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
+        self.served_name = sys.argv[sys.argv.index("--served-name") + 1]
+        self.behaviour = json.loads(Path(os.environ["STAND_IN"]).read_text())
+        self.started_at = str(time.time())
+        if message := self.behaviour.get(f"{name}_refuses"):
+            sys.exit(self.refuse(message))
+
+    def refuse(self, message: str) -> int:
+        print(message, file=sys.stderr)
+        return int(self.behaviour.get("exit_code", 2))
+
+    async def listen(self, socket: str) -> None:
+        print(f"{self.name} is up", file=sys.stderr, flush=True)
+        server = await asyncio.start_unix_server(self.connected, self.run_dir / socket)
+        await server.serve_forever()
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        decoder, hello = frames.Decoder(), Hello("")
+        try:
+            while data := await reader.read(2**16):
+                for message in decoder.feed(data):
+                    if isinstance(message, Hello):
+                        hello = message
+                        self.greeted(hello, writer)
+                    elif isinstance(message, Call):
+                        asyncio.create_task(self.answer(message, writer))
+                    else:
+                        self.took(message, writer)
+        except OSError:
+            pass
+        self.left(hello, writer)
+
+    async def answer(self, call: Call, writer: asyncio.StreamWriter) -> None:
+        if call.method == self.behaviour.get("silent_on"):
+            return
+        try:
+            reply = Reply(call.id, await getattr(self, call.method)(**call.args))
+        except ValueError as error:
+            reply = Reply(call.id, None, Code.INVALID_ARG, str(error))
+        writer.write(frames.encode(reply))
+
+    def greeted(self, hello: Hello, writer: asyncio.StreamWriter) -> None: ...
+    def took(self, message: Any, writer: asyncio.StreamWriter) -> None: ...
+    def left(self, hello: Hello, writer: asyncio.StreamWriter) -> None: ...
+
+
+class Core(Process):
+    """Holds adapters; one whose config says r = 0 is refused."""
+
+    def __init__(self) -> None:
+        super().__init__("core")
+        self.adapters: dict[str, str] = {}
+
+    async def status(self) -> dict[str, Any]:
+        memory = {
+            **dict.fromkeys(("weights_bytes", "lora_bytes", "kv_bytes", "num_blocks", "max_model_len"), 1),
+            **{"block_size": 16, "dtype": "float32", "device": "cpu"},
+        }
+        return {"started_at": self.started_at, "memory": memory, "adapters": self.adapters, "stats": {}}
+
+    async def load_adapter(self, digest: str, path: str, pinned: bool) -> dict[str, Any]:
+        await asyncio.sleep(self.behaviour.get("load_s", 0.0))
+        config = json.loads((Path(path) / "adapter_config.json").read_text())
+        if config["r"] == 0:
+            raise ValueError("rank 0 is not a rank")
+        self.adapters[digest] = "slot" if pinned else "host"
+        return {}
+
+    async def unload_adapter(self, digest: str) -> dict[str, Any]:
+        del self.adapters[digest]
+        return {}
+
+
+class Text(Process):
+    """Streams the same word until max_tokens; knows names by set_adapters."""
+
+    def __init__(self) -> None:
+        super().__init__("text")
+        self.aliases: dict[str, str] = {}
+        self.streams: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self.supervisors: list[asyncio.StreamWriter] = []
+        self.draining = False
+        asyncio.get_running_loop().create_task(self.watch_core())
+        self.core = False
+
+    async def watch_core(self) -> None:
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(self.run_dir / names.CORE_SOCKET)
+            except OSError:
+                await asyncio.sleep(0.05)
+                continue
+            writer.write(frames.encode(Hello("text", pid=os.getpid())))
+            self.core = True
+            await reader.read()
+            self.core = False
+            writer.close()
+
+    async def status(self) -> dict[str, Any]:
+        return {"started_at": self.started_at, "core": self.core, "num_open": len(self.streams), "num_queued": 0}
+
+    async def set_adapters(self, adapters: dict[str, str]) -> dict[str, Any]:
+        self.aliases = adapters
+        return {}
+
+    async def metrics(self) -> dict[str, Any]:
+        return {"text": f"stand_in_aliases {len(self.aliases)}\n"}
+
+    async def drain(self) -> dict[str, Any]:
+        self.draining = True
+        while self.streams:
+            await asyncio.sleep(0.01)
+        return {}
+
+    def greeted(self, hello: Hello, writer: asyncio.StreamWriter) -> None:
+        if hello.role == "supervisor":
+            self.supervisors.append(writer)
+
+    def took(self, message: Any, writer: asyncio.StreamWriter) -> None:
+        if isinstance(message, Submit):
+            key = (id(writer), message.id)
+            self.streams[key] = asyncio.create_task(self.stream(message, writer))
+            self.streams[key].add_done_callback(lambda _: self.streams.pop(key))
+        elif isinstance(message, Cancel):
+            for number in message.ids:
+                if (id(writer), number) in self.streams:
+                    self.streams[id(writer), number].cancel()
+
+    def left(self, hello: Hello, writer: asyncio.StreamWriter) -> None:
+        if hello.role != "frontend":
+            return
+        mine = [task for key, task in self.streams.items() if key[0] == id(writer)]
+        notice = Notice("frontend_gone", {"model": hello.model, "pid": hello.pid, "num_open": len(mine)})
+        for task in mine:
+            task.cancel()
+        for supervisor in self.supervisors:
+            supervisor.write(frames.encode(notice))
+
+    async def stream(self, submit: Submit, writer: asyncio.StreamWriter) -> None:
+        def send(**event: Any) -> None:
+            writer.write(frames.encode(Events([Event(submit.id, **event)])))
+
+        if self.draining or not self.core:
+            send(error_code=Code.UNAVAILABLE, error="not now")
+            return
+        if submit.model != self.served_name and submit.model not in self.aliases:
+            send(error_code=Code.NOT_FOUND, error=f"no {submit.model}")
+            return
+        word = self.aliases.get(submit.model, "base")[-8:] + " "
+        limit = int(submit.params.get("max_tokens") or 16)
+        for count in range(1, limit):
+            send(text=word, token_ids=[1], num_output_tokens=count)
+            await asyncio.sleep(STEP_S)
+            if not self.core:
+                send(error_code=Code.UNAVAILABLE, error="engine core is restarting; try again")
+                return
+        send(text=word, token_ids=[1], num_output_tokens=limit, finish_reason="length")
+
+
+def core() -> None:
+    asyncio.run(_run(Core, names.CORE_SOCKET))
+
+
+def text() -> None:
+    asyncio.run(_run(Text, names.TEXT_SOCKET))
+
+
+async def _run(kind: type[Process], socket: str) -> None:
+    await kind().listen(socket)  # type: ignore[call-arg]
