@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever frontends and the engine core do, each request ends once, in full, and the core is left with nothing."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.tokenizer import byte_level, save
+
+from quire_engine.admission import Admission, Limits
+from quire_engine.desk import Desk
+from quire_engine.generation import Generation
+from quire_engine.metrics import Metrics
+from quire_engine.text import Tokenizer
+from quire_spec.config import EngineConfig
+from quire_spec.errors import Internal, InvalidArgument, NotFound, Unavailable
+from quire_spec.messages import Abort, Event, Generate, Message, SequenceResult, Stats, StepResult, Submit
+from quire_spec.sampling import SamplingParams
+
+LIMITS = Limits(max_model_len=32, vocab_size=384, max_num_queued_reqs=4, max_prompt_bytes=2000)
+TOKENIZER = Tokenizer(save(byte_level(), Path(tempfile.mkdtemp(prefix="quire-test-"))))
+
+
+class Inbox:
+    """A frontend: what it was sent, by request."""
+
+    def __init__(self) -> None:
+        self.events: dict[int, list[Event]] = {}
+
+    def post(self, event: Event) -> None:
+        self.events.setdefault(event.id, []).append(event)
+
+
+def make_desk(tokenizer: Tokenizer | None = TOKENIZER) -> tuple[Desk, list[Message], Metrics]:
+    sent: list[Message] = []
+    metrics = Metrics(EngineConfig("m"), "base", LIMITS.max_model_len)
+    return Desk(Admission(LIMITS, "base", tokenizer is not None), tokenizer, metrics, sent.append), sent, metrics
+
+
+def submit(id: int, prompt: str | None = "fox", ids: list[int] | None = None, stream: bool = True, **params: object):
+    return Submit(id, "base", prompt, ids, dict(params), stream)
+
+
+def begin(desk: Desk, frontend: Inbox, request: Submit) -> None:
+    generation = desk.submit(frontend, request)
+    if generation is not None:
+        assert request.prompt is not None
+        desk.tokenized(generation, TOKENIZER.encode(request.prompt))
+
+
+class DeskMachine(RuleBasedStateMachine):
+    """Frontends that come, cancel and go, a core that steps, dies and returns, threads that tokenize."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk, self.sent, self.metrics = make_desk()
+        self.frontends: list[Inbox] = [Inbox()]
+        self.wanted: dict[tuple[Inbox, int], bool] = {}
+        """Requests whose final event is owed, and whether they are streamed."""
+        self.tokenizing: list[Generation] = []
+        self.core: dict[int, Generate] | None = None
+        self.next_id = 0
+
+    def take_sent(self) -> None:
+        for message in self.sent:
+            assert self.core is not None, "a message to a core that is not there"
+            if isinstance(message, Generate):
+                assert message.id not in self.core
+                self.core[message.id] = message
+            else:
+                assert isinstance(message, Abort)
+                for id in message.ids:
+                    del self.core[id]
+        self.sent.clear()
+
+    @rule()
+    def come(self):
+        self.frontends.append(Inbox())
+
+    @precondition(lambda self: self.core is None)
+    @rule()
+    def core_comes(self):
+        self.core = {}
+        self.desk.core_came()
+
+    @precondition(lambda self: self.core is not None)
+    @rule()
+    def core_dies(self):
+        self.take_sent()
+        self.core = None
+        self.desk.core_left()
+        assert self.desk.num_open == 0
+        # Aborts for what was open are not sent into the void by the desk's caller; here nothing may be left to send.
+        self.sent.clear()
+
+    @rule(data=st.data(), text=st.booleans(), stream=st.booleans(), good=st.booleans())
+    def submit(self, data: st.DataObject, text: bool, stream: bool, good: bool):
+        frontend = data.draw(st.sampled_from(self.frontends))
+        self.next_id += 1
+        prompt = None if text else ([5, 6] if good else [5, 384])
+        queued = self.desk.num_queued
+        request = submit(self.next_id, "fox" if text else None, prompt, stream, stop=["ab"], logprobs=1)
+        self.wanted[frontend, self.next_id] = stream
+        if generation := self.desk.submit(frontend, request):
+            self.tokenizing.append(generation)
+        if self.core is None or queued >= LIMITS.max_num_queued_reqs:
+            assert frontend.events[self.next_id][-1].error_code == "UNAVAILABLE"
+
+    @precondition(lambda self: self.tokenizing)
+    @rule(data=st.data(), how=st.sampled_from(["ids", "too many", "error"]))
+    def tokenized(self, data: st.DataObject, how: str):
+        generation = self.tokenizing.pop(data.draw(st.integers(0, len(self.tokenizing) - 1)))
+        if how == "error":
+            self.desk.fail(generation, InvalidArgument("no text"))
+        else:
+            self.desk.tokenized(generation, [5] * (3 if how == "ids" else 99))
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject):
+        frontend = data.draw(st.sampled_from(self.frontends))
+        ids = data.draw(st.lists(st.integers(1, self.next_id + 1), max_size=3, unique=True))
+        self.desk.cancel(frontend, ids)
+        for id in ids:
+            self.wanted.pop((frontend, id), None)
+
+    @precondition(lambda self: len(self.frontends) > 1)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject):
+        frontend = self.frontends.pop(data.draw(st.integers(0, len(self.frontends) - 1)))
+        mine = [key for key in self.wanted if key[0] is frontend]
+        assert self.desk.leave(frontend) == len([key for key in mine if not self.over(key)])
+        for key in mine:
+            del self.wanted[key]
+
+    @precondition(lambda self: self.core)
+    @rule(data=st.data())
+    def step(self, data: st.DataObject):
+        self.take_sent()
+        assert self.core is not None
+        ids = data.draw(st.lists(st.sampled_from([*self.core, 17]), max_size=4, unique=True)) if self.core else []
+        results = []
+        for id in ids:
+            end = data.draw(st.sampled_from([None, None, "length", "stop", "error"]))
+            tokens = [TOKENIZER.encode(c)[1] for c in data.draw(st.text("abc", min_size=1, max_size=2))]
+            if end == "error":
+                results.append(SequenceResult(id, [], error_code="INTERNAL", error="device"))
+            else:
+                logprobs = [[[t, -0.5, 1], [9, -1.0, 2]] for t in tokens]
+                results.append(SequenceResult(id, tokens, end, logprobs))
+            if end is not None:
+                self.core.pop(id, None)
+        self.desk.take(StepResult(results, ids, Stats(num_blocks=4)))
+
+    @invariant()
+    def each_request_ends_once_and_in_full(self):
+        for (frontend, id), stream in self.wanted.items():
+            events = frontend.events.get(id, [])
+            assert [e.final for e in events[:-1]] == [False] * (len(events) - 1)
+            assert stream or len(events) <= 1
+            if events and events[-1].final and events[-1].error_code is None:
+                self.check_answer(events)
+
+    def check_answer(self, events: list[Event]) -> None:
+        ids = [i for e in events for i in e.token_ids]
+        text = "".join(e.text for e in events)
+        raw = TOKENIZER.decode(ids)
+        assert "ab" not in text
+        assert raw.startswith(text) and len(raw) - len(text) <= 2
+        assert events[-1].num_output_tokens == len(ids)
+        assert sum(len(e.logprobs or []) for e in events) == len(ids)
+        assert events[-1].cumulative_logprob == -0.5 * len(ids)
+
+    def over(self, key: tuple[Inbox, int]) -> bool:
+        events = key[0].events.get(key[1])
+        return bool(events) and events[-1].final
+
+    @invariant()
+    def the_desk_and_the_core_agree(self):
+        self.take_sent()
+        waiting = sum(1 for g in self.tokenizing if self.desk.is_open(g))
+        assert self.desk.num_open == len([key for key in self.wanted if not self.over(key)])
+        assert self.desk.num_open == len(self.core or {}) + waiting
+        assert 0 <= self.desk.num_queued <= min(self.desk.num_open, LIMITS.max_num_queued_reqs)
+
+
+DeskMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_desk = DeskMachine.TestCase
+
+
+def test_a_stop_string_that_the_core_does_not_know_is_aborted_there():
+    desk, sent, _ = make_desk()
+    desk.core_came()
+    inbox = Inbox()
+    begin(desk, inbox, submit(1, stop="b"))
+    request = sent.pop()
+    assert isinstance(request, Generate)
+    tokens = [TOKENIZER.encode(c)[1] for c in "abc"]
+    desk.take(StepResult([SequenceResult(request.id, tokens)], [request.id], Stats()))
+    (event,) = inbox.events[1]
+    assert (event.text, event.token_ids, event.finish_reason) == ("a", tokens[:2], "stop")
+    assert sent == [Abort([request.id])]
+    desk.take(StepResult([SequenceResult(request.id, tokens, "length")], [], Stats()))
+    assert len(inbox.events[1]) == 1 and len(sent) == 1
+
+
+def test_drain_refuses_new_requests_and_tells_when_the_last_is_over():
+    desk, sent, _ = make_desk()
+    desk.core_came()
+    inbox, told = Inbox(), []
+    begin(desk, inbox, submit(1))
+    desk.drain(lambda: told.append(True))
+    begin(desk, inbox, submit(2))
+    assert "draining" in inbox.events[2][0].error and not told
+    desk.cancel(inbox, [1])
+    assert told == [True]
+    desk.drain(lambda: told.append(True))
+    assert told == [True, True]
+    assert len(sent) == 2
+
+
+def test_names_of_adapters():
+    desk, sent, _ = make_desk()
+    desk.core_came()
+    inbox = Inbox()
+    desk.set_adapters({f"adapter-{i:02}": f"sha256:{i}" for i in range(15)})
+    begin(desk, inbox, Submit(1, "adapter-03", None, [5], {}, True))
+    assert isinstance(sent[0], Generate) and sent[0].adapter == "sha256:3"
+    desk.set_adapters({"adapter-03": "sha256:new"})
+    begin(desk, inbox, Submit(2, "adapter-03", None, [5], {}, True))
+    assert isinstance(sent[1], Generate) and sent[1].adapter == "sha256:new"
+    begin(desk, inbox, Submit(3, "adapter-04", None, [5], {}, True))
+    assert inbox.events[3][0].error_code == "NOT_FOUND"
+    assert inbox.events[3][0].error == "model 'adapter-04' is not served; served are base, adapter-03"
+    desk.set_adapters({f"adapter-{i:02}": "d" for i in range(15)})
+    begin(desk, inbox, Submit(4, "Base", None, [5], {}, True))
+    assert "base, adapter-00" in inbox.events[4][0].error and "and 6 more" in inbox.events[4][0].error
+
+
+def test_two_requests_of_one_id_are_a_broken_frontend():
+    desk, _, _ = make_desk()
+    desk.core_came()
+    inbox = Inbox()
+    begin(desk, inbox, submit(1))
+    with pytest.raises(Internal, match="id 1"):
+        desk.submit(inbox, submit(1))
+    begin(desk, Inbox(), submit(1))
+    assert desk.num_open == 2
+
+
+def test_metrics_of_a_request():
+    desk, sent, metrics = make_desk()
+    desk.core_came()
+    inbox = Inbox()
+    begin(desk, inbox, submit(1, ids=[5, 6, 7], prompt=None))
+    request = sent[0]
+    assert isinstance(request, Generate)
+    desk.take(StepResult([SequenceResult(request.id, [65])], [request.id], Stats(num_blocks=9, num_used_blocks=3)))
+    desk.take(StepResult([SequenceResult(request.id, [66], "length")], [], Stats(num_blocks=9)))
+    desk.submit(inbox, submit(2, ids=[999], prompt=None))
+    value = metrics.registry.get_sample_value
+    model = {"model_name": "base"}
+    assert value("vllm:prompt_tokens_total", model) == 3
+    assert value("vllm:generation_tokens_total", model) == 2
+    assert value("vllm:request_success_total", model | {"finished_reason": "length"}) == 1
+    for name in ("time_to_first_token", "inter_token_latency", "request_queue_time", "e2e_request_latency"):
+        assert value(f"vllm:{name}_seconds_count", model) == 1, name
+    assert value("quire_requests_refused_total", model | {"code": "INVALID_ARG"}) == 1
+
+
+GOOD = {"id": 1, "model": "base", "prompt": None, "prompt_token_ids": [1], "params": {}, "stream": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"prompt": "x"}, InvalidArgument, "not both or neither"),
+        ({"prompt_token_ids": None}, InvalidArgument, "not both or neither"),
+        ({"prompt_token_ids": []}, InvalidArgument, "empty"),
+        ({"prompt_token_ids": [1] * 31}, None, ""),
+        ({"prompt_token_ids": [1] * 32}, InvalidArgument, "has 32 tokens and max_model_len is 32"),
+        ({"prompt_token_ids": [384]}, InvalidArgument, "'384', which is no token id; ids of this model are 0 to 383"),
+        ({"prompt_token_ids": [-1]}, InvalidArgument, "'-1'"),
+        ({"prompt_token_ids": [1, "x"]}, InvalidArgument, "'x'"),
+        ({"prompt_token_ids": [True]}, InvalidArgument, "'True'"),
+        ({"prompt_token_ids": {"a": 1}}, InvalidArgument, "list"),
+        ({"prompt_token_ids": None, "prompt": 5}, InvalidArgument, "string"),
+        ({"prompt_token_ids": None, "prompt": "x" * 2001}, InvalidArgument, "2001 bytes"),
+        ({"prompt_token_ids": None, "prompt": "é" * 1001}, InvalidArgument, "2002 bytes"),
+        ({"prompt_token_ids": None, "prompt": "é" * 1000}, None, ""),
+        ({"model": "nope"}, NotFound, "'nope' is not served; served are base"),
+        ({"model": ["base"]}, NotFound, "not served"),
+        ({"params": {"temprature": 1}}, InvalidArgument, "temprature"),
+        ({"params": {"top_p": 7}}, InvalidArgument, "top_p"),
+        ({"params": [1]}, InvalidArgument, "object"),
+        ({"cache_salt": 5}, InvalidArgument, "cache_salt"),
+        ({"cache_salt": "x" * 257}, InvalidArgument, "cache_salt"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_admission(change: dict[str, object], error: type[Exception] | None, said: str):
+    admission = Admission(LIMITS, "base", has_tokenizer=True)
+    admission.closed = ""
+    request = Submit(**(GOOD | change))
+    if error is None:
+        assert admission.admit(request, 0).params == SamplingParams()
+        return
+    with pytest.raises(error) as caught:
+        admission.admit(request, 0)
+    assert said in str(caught.value)
+
+
+def test_admission_without_a_tokenizer_and_when_it_is_closed():
+    admission = Admission(LIMITS, "base", has_tokenizer=False)
+    with pytest.raises(Unavailable, match="starting"):
+        admission.admit(Submit(**GOOD), 0)
+    admission.closed = ""
+    admission.admit(Submit(**GOOD), 3)
+    with pytest.raises(Unavailable, match="4 requests are waiting and max_num_queued_reqs is 4"):
+        admission.admit(Submit(**GOOD), 4)
+    with pytest.raises(InvalidArgument, match=r"tokenizer\.json"):
+        admission.admit(Submit(**GOOD | {"prompt": "x", "prompt_token_ids": None}), 0)
+    with pytest.raises(InvalidArgument, match="stop_token_ids"):
+        admission.admit(Submit(**GOOD | {"params": {"stop": "x"}}), 0)
+
+
+def test_infinite_logprobs_become_a_number_that_json_has():
+    desk, sent, _ = make_desk(tokenizer=None)
+    desk.core_came()
+    inbox = Inbox()
+    desk.submit(inbox, submit(1, None, [5], logprobs=1))
+    assert isinstance(sent[0], Generate)
+    logprobs = [[[7, float("-inf"), 300], [9, -1.0, 1]]]
+    desk.take(StepResult([SequenceResult(sent[0].id, [7], "length", logprobs)], [], Stats()))
+    (event,) = inbox.events[1]
+    assert event.logprobs == [
+        {
+            "7": {"logprob": -9999.0, "rank": 300, "decoded_token": None},
+            "9": {"logprob": -1.0, "rank": 1, "decoded_token": None},
+        }
+    ]
+    assert (event.text, event.cumulative_logprob) == ("", -9999.0)

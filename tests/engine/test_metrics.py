@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics have the names and labels that vLLM's dashboards read, and a bounded number of series."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire_engine.adapter_metrics import MAX_ADAPTER_LABELS, AdapterLabels
+from quire_engine.metrics import Metrics
+from quire_spec.config import EngineConfig
+from quire_spec.messages import Stats
+
+# As `curl /metrics` of a vLLM server shows them.
+VLLM_NAMES = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:num_preemptions_total",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_success_total",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:time_to_first_token_seconds_sum",
+    "vllm:time_to_first_token_seconds_count",
+    "vllm:inter_token_latency_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:request_queue_time_seconds_bucket",
+    "vllm:request_prompt_tokens_bucket",
+    "vllm:request_generation_tokens_bucket",
+    "vllm:lora_requests_info",
+    "vllm:cache_config_info",
+}
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics(EngineConfig("m", enable_lora=True, max_loras=4), "base", 4096)
+
+
+def samples(metrics: Metrics) -> dict[str, list[tuple[dict[str, str], float]]]:
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(metrics.exposition()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    matching = [v for have, v in samples(metrics)[name] if labels.items() <= have.items()]
+    assert len(matching) == 1, (name, labels, matching)
+    return matching[0]
+
+
+def use(metrics: Metrics) -> None:
+    """One request's life, seen by every metric."""
+    metrics.core(True)
+    metrics.by_adapter.catalogue(["sql"])
+    metrics.by_adapter.admitted("sql")
+    metrics.prompt_tokens(7)
+    metrics.started(0.2)
+    metrics.first_token("sql", 0.03)
+    metrics.tokens("sql", 1)
+    metrics.next_token(0.02)
+    metrics.tokens("sql", 2)
+    metrics.stats(
+        Stats(num_running=1, num_waiting=2, num_blocks=100, num_used_blocks=25, prefix_cache_queries=7, num_steps=3)
+    )
+    metrics.by_adapter.slots(["sql"])
+    metrics.adapters(running=["sql", "chat"], waiting=["math"])
+    metrics.finished("length", 1.5, 7, 3)
+    metrics.refused("UNAVAILABLE")
+
+
+def test_names_are_those_of_vllm(metrics: Metrics):
+    use(metrics)
+    found = samples(metrics)
+    assert set(found) >= VLLM_NAMES
+    assert all(name.startswith(("vllm:", "quire_")) for name in found)
+    for name in VLLM_NAMES - {"vllm:lora_requests_info"}:
+        assert all(labels["model_name"] == "base" for labels, _ in found[name])
+    for name, help_text in ((f.name, f.documentation) for f in text_string_to_metric_families(metrics.exposition())):
+        assert help_text.endswith("."), name
+
+
+def test_values(metrics: Metrics):
+    use(metrics)
+    assert value(metrics, "vllm:num_requests_running") == 1
+    assert value(metrics, "vllm:num_requests_waiting") == 2
+    assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
+    assert value(metrics, "vllm:prompt_tokens_total") == 7
+    assert value(metrics, "vllm:generation_tokens_total") == 3
+    assert value(metrics, "vllm:request_success_total", finished_reason="length") == 1
+    assert value(metrics, "vllm:time_to_first_token_seconds_bucket", le="0.04") == 1
+    assert value(metrics, "vllm:time_to_first_token_seconds_bucket", le="0.02") == 0
+    assert value(metrics, "vllm:e2e_request_latency_seconds_sum") == 1.5
+    assert value(metrics, "vllm:request_generation_tokens_bucket", le="2.0") == 0
+    assert value(metrics, "vllm:request_generation_tokens_bucket", le="5.0") == 1
+    assert value(metrics, "vllm:cache_config_info", num_gpu_blocks="100", block_size="16") == 1
+    assert value(metrics, "quire_adapter_requests_total", adapter="sql") == 1
+    assert value(metrics, "quire_adapter_tokens_total", adapter="sql") == 3
+    assert value(metrics, "quire_adapter_time_to_first_token_seconds_count", adapter="sql") == 1
+    assert value(metrics, "quire_adapter_slot_residency", adapter="sql") == 1
+    assert value(metrics, "quire_requests_refused_total", code="UNAVAILABLE") == 1
+    assert value(metrics, "quire_steps_total") == 3
+
+
+def test_an_error_is_no_latency(metrics: Metrics):
+    metrics.finished("error", 9.0, 7, 0)
+    metrics.finished("abort", 9.0, 7, 0)
+    assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
+    assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
+
+
+def test_lora_requests_info_is_one_series_with_joined_names(metrics: Metrics):
+    metrics.adapters(running=["b", "a"], waiting=[])
+    metrics.adapters(running=["a"], waiting=["c", "b"])
+    ((labels, at),) = samples(metrics)["vllm:lora_requests_info"]
+    assert labels == {"max_lora": "4", "running_lora_adapters": "a", "waiting_lora_adapters": "b,c"}
+    assert abs(at - time.time()) < 60
+
+
+def test_counters_go_on_when_the_core_restarts(metrics: Metrics):
+    metrics.core(True)
+    metrics.stats(Stats(num_preemptions=5, num_blocks=10))
+    metrics.stats(Stats(num_preemptions=6, num_blocks=10))
+    metrics.core(False)
+    assert value(metrics, "quire_core_connected") == 0
+    metrics.core(True)
+    metrics.stats(Stats(num_preemptions=2, num_blocks=20))
+    assert value(metrics, "vllm:num_preemptions_total") == 8
+    assert value(metrics, "vllm:cache_config_info") == 1
+
+
+def names(count: int) -> Iterator[str]:
+    return (f"adapter-{i}" for i in range(count))
+
+
+def test_adapters_beyond_the_bound_share_a_label(metrics: Metrics):
+    every = list(names(MAX_ADAPTER_LABELS + 50))
+    metrics.by_adapter.catalogue(every)
+    for name in every:
+        metrics.by_adapter.admitted(name)
+        metrics.by_adapter.slots([name])
+    found = samples(metrics)["quire_adapter_requests_total"]
+    assert len(found) == MAX_ADAPTER_LABELS + 1
+    assert value(metrics, "quire_adapter_requests_total", adapter="other") == 50
+    assert len(samples(metrics)["quire_adapter_slot_residency"]) == MAX_ADAPTER_LABELS
+    start = time.perf_counter()
+    metrics.exposition()
+    assert time.perf_counter() - start < 2.0
+
+
+def test_adapters_that_go_make_room_for_others(metrics: Metrics):
+    labels = AdapterLabels()
+    every = list(names(MAX_ADAPTER_LABELS + 1))
+    assert labels.keep(every) == set()
+    assert [labels.label(name) for name in every] == [*every[:-1], "other"]
+    assert labels.keep(every[1:]) == {every[0]}
+    assert labels.label(every[-1]) == every[-1]
+    assert labels.label(every[0]) == "other"
+
+    metrics.by_adapter.catalogue(["a", "b"])
+    metrics.tokens("a", 1)
+    metrics.tokens("b", 1)
+    metrics.by_adapter.catalogue(["b"])
+    metrics.tokens("a", 4)
+    found = samples(metrics)["quire_adapter_tokens_total"]
+    assert {labels["adapter"]: v for labels, v in found} == {"b": 1, "other": 4}

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever waits for a frontend loses nothing by being merged, and has a bound."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire_engine.outbox import MAX_EVENTS_BYTES, MAX_WAITING_BYTES, MAX_WAITING_STREAM_BYTES, Outbox
+from quire_spec.messages import Event
+
+
+def event(request: int, number: int, final: bool = False, logprobs: bool = False) -> Event:
+    entry = [{str(number): {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}] if logprobs else None
+    reason = "stop" if final else None
+    return Event(request, f"<{number}>", [number], reason, -1.0 * number, entry, 3, number + 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
+def test_merged_events_say_the_same_as_single_ones(posts: list[tuple[int, bool]]):
+    outbox = Outbox()
+    sent: list[Event] = []
+    expected: dict[int, list[int]] = {}
+    for number, (request, flush) in enumerate(posts):
+        outbox.add(event(request, number, logprobs=request == 0))
+        expected.setdefault(request, []).append(number)
+        if flush:
+            sent += [e for batch in outbox.take() for e in batch]
+            assert not outbox
+    sent += [e for batch in outbox.take() for e in batch]
+    for request, numbers in expected.items():
+        mine = [e for e in sent if e.id == request]
+        assert "".join(e.text for e in mine) == "".join(f"<{n}>" for n in numbers)
+        assert [i for e in mine for i in e.token_ids] == numbers
+        assert mine[-1].num_output_tokens == numbers[-1] + 1
+        assert mine[-1].cumulative_logprob == -1.0 * numbers[-1]
+        if request == 0:
+            assert [next(iter(p)) for e in mine for p in e.logprobs or []] == [str(n) for n in numbers]
+        else:
+            assert all(e.logprobs is None for e in mine)
+
+
+def test_a_final_event_stays_final_when_merged():
+    outbox = Outbox()
+    for number in range(3):
+        outbox.add(event(1, number, final=number == 2))
+    ((merged,),) = outbox.take()
+    assert merged.final and merged.text == "<0><1><2>"
+
+
+def test_a_stream_that_nobody_reads_is_too_much_in_the_end():
+    outbox = Outbox()
+    count = 0
+    while outbox.excess is None:
+        outbox.add(event(1, count))
+        count += 1
+        assert count < MAX_WAITING_STREAM_BYTES
+    assert count > 1000
+    assert str(MAX_WAITING_STREAM_BYTES) in outbox.excess
+    outbox.take()
+    assert outbox.excess is None
+
+
+def test_many_streams_are_too_much_together():
+    outbox = Outbox()
+    big = Event(0, "x" * (MAX_WAITING_STREAM_BYTES // 2), [1])
+    for request in range(2 * MAX_WAITING_BYTES // MAX_WAITING_STREAM_BYTES - 1):
+        outbox.add(Event(request, big.text, [1]))
+    assert outbox.excess is None
+    outbox.add(Event(10**6, big.text, [1]))
+    assert outbox.excess and str(MAX_WAITING_BYTES) in outbox.excess
+
+
+def test_one_answer_may_be_as_long_as_it_is():
+    outbox = Outbox()
+    outbox.add(Event(1, "x" * (MAX_WAITING_BYTES + 1), [1], "stop"))
+    assert outbox.excess is None
+
+
+def test_what_is_handed_out_is_split_into_messages_of_bounded_size():
+    outbox = Outbox()
+    for request in range(5):
+        outbox.add(Event(request, "x" * (MAX_EVENTS_BYTES // 2), [1]))
+    assert [len(batch) for batch in outbox.take()] == [2, 2, 1]
+    assert outbox.take() == []
