@@ -17,7 +17,7 @@ from aiohttp import web
 from quire_server.adapters import Stale
 from quire_spec.catalogue import Catalogue
 from quire_spec.document import to_json
-from quire_spec.errors import Code, ConfigError, QuireError
+from quire_spec.errors import Code, ConfigError, QuireError, Unavailable
 from quire_spec.status import PodStatus
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,10 @@ class Admin:
         self._supervised = supervised
         self._key_file = key_file
         if key_file is not None:
-            self._key()
+            try:
+                self._key()
+            except Unavailable as error:
+                raise ConfigError(str(error)) from error
 
     def app(self) -> web.Application:
         """The aiohttp application."""
@@ -125,9 +128,9 @@ class Admin:
         try:
             key = self._key_file.read_bytes().strip()
         except OSError as error:
-            raise ConfigError(f"--admin-key-file {str(self._key_file)!r}: {error.strerror}") from error
+            raise Unavailable(f"--admin-key-file {str(self._key_file)!r}: {error.strerror}") from error
         if not key:
-            raise ConfigError(f"--admin-key-file {str(self._key_file)!r}: is empty")
+            raise Unavailable(f"--admin-key-file {str(self._key_file)!r}: is empty")
         return key
 
 

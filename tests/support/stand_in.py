@@ -50,6 +50,7 @@ class Process:
         self.served_name = sys.argv[sys.argv.index("--served-name") + 1]
         self.behaviour = json.loads(Path(os.environ["STAND_IN"]).read_text())
         self.started_at = str(time.time())
+        self.answering: set[asyncio.Task[None]] = set()
         if message := self.behaviour.get(f"{name}_refuses"):
             sys.exit(self.refuse(message))
 
@@ -71,7 +72,9 @@ class Process:
                         hello = message
                         self.greeted(hello, writer)
                     elif isinstance(message, Call):
-                        asyncio.create_task(self.answer(message, writer))
+                        task = asyncio.create_task(self.answer(message, writer))
+                        self.answering.add(task)
+                        task.add_done_callback(self.answering.discard)
                     else:
                         self.took(message, writer)
         except OSError:
@@ -100,10 +103,8 @@ class Core(Process):
         self.adapters: dict[str, str] = {}
 
     async def status(self) -> dict[str, Any]:
-        memory = {
-            **dict.fromkeys(("weights_bytes", "lora_bytes", "kv_bytes", "num_blocks", "max_model_len"), 1),
-            **{"block_size": 16, "dtype": "float32", "device": "cpu"},
-        }
+        numbers = ("weights_bytes", "lora_bytes", "kv_bytes", "num_blocks", "max_model_len", "block_size")
+        memory = dict.fromkeys(numbers, 1) | {"dtype": "float32", "device": "cpu"}
         return {"started_at": self.started_at, "memory": memory, "adapters": self.adapters, "stats": {}}
 
     async def load_adapter(self, digest: str, path: str, pinned: bool) -> dict[str, Any]:
@@ -128,7 +129,7 @@ class Text(Process):
         self.streams: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.supervisors: list[asyncio.StreamWriter] = []
         self.draining = False
-        asyncio.get_running_loop().create_task(self.watch_core())
+        self.watching = asyncio.create_task(self.watch_core())
         self.core = False
 
     async def watch_core(self) -> None:
