@@ -33,7 +33,7 @@ NUM_SENDERS = 4
 """A send is a blocking round trip of about 0.1 ms; four in parallel carry 14k responses/s, sixteen hardly more."""
 CHECK_S = 0.1
 """How long a client may be gone before its request is found out, while few are open."""
-MAX_CHECKS_PER_S = 1000
+MAX_CHECKS_PER_S = 500
 """Asking costs a round trip to the server; with more requests open each is asked less often."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 

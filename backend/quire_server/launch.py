@@ -202,7 +202,11 @@ def server_command(
     argv = [str(install.binary), "--disable-auto-complete-config"]
     argv += [f"--{name}={value}" for name, value in flags.items()]
     argv += [f"--backend-config=python,{name}={value}" for name, value in backend_config.items()]
-    return argv, _environment(python)
+    env = _environment(python)
+    if not options.gpu_metrics:
+        # The server does nothing on a GPU, but would take memory of each one that it sees.
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    return argv, env
 
 
 def clear_shared_memory(shm_prefix: str, shm: Path = Path("/dev/shm")) -> int:

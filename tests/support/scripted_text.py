@@ -5,12 +5,14 @@ Not the real one, because tests of the server's edge need what a model does not 
 errors, exact events. It speaks the real protocol over a real socket. Each step gives every open request one token, one
 frame per connection, as the real one does. The journal gets a JSON line per message that came.
 
-Words of a prompt: `step=S` seconds per step (of the whole process), `silent`, `error=CODE`, `submit` (answers with the
-Submit as JSON), `flood` (all tokens at once, one event each); anything else gives max_tokens tokens "t0 t1 t2 ...".
+Words of a prompt: `step=S` seconds per step (of the whole process), `wait=N` steps before the first token, `wide=N`
+characters more per token, `silent`, `error=CODE`, `submit` (answers with the Submit as JSON), `flood` (all tokens at
+once, one event each). Without one of the last four, max_tokens tokens "t0 t1 t2 ..." come, one a step.
 """
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -57,14 +59,14 @@ class Connection(asyncio.Protocol):
             text = json.dumps(dataclasses.asdict(submit))
             self.send([Event(submit.id, text, [1], "stop", num_input_tokens=3, num_output_tokens=1)])
         elif "flood" in words:
-            self.send(list(tokens(submit)))
-        elif "silent" not in words:
-            self.open[submit.id] = tokens(submit)
+            self.send(list(tokens(submit, words)))
+        elif "silent" in words:
+            self.open[submit.id] = itertools.repeat(None)
         else:
-            self.open[submit.id] = None
+            self.open[submit.id] = itertools.chain([None] * int(words.get("wait", 0)), tokens(submit, words))
 
     def step(self):
-        events = [next(it) for it in self.open.values() if it is not None]
+        events = [event for event in map(next, self.open.values()) if event is not None]
         for event in events:
             if event.final:
                 del self.open[event.id]
@@ -75,8 +77,9 @@ class Connection(asyncio.Protocol):
         self.transport.write(encode(Events(events)))
 
 
-def tokens(submit):
+def tokens(submit, words):
     """Events of "t0 t1 ...": one each, or everything in one when not streaming."""
+    wide = "." * int(words.get("wide", 0))
     params = SamplingParams.from_mapping(submit.params)
     count = params.max_tokens or 16
 
@@ -85,7 +88,7 @@ def tokens(submit):
         wanted = params.logprobs is not None
         return Event(
             submit.id,
-            "".join(f"t{i} " for i in range(start, end)),
+            "".join(f"t{i}{wide} " for i in range(start, end)),
             list(range(start, end)),
             "length" if end == count else None,
             -0.5 * end if wanted else None,

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding and starting the server: what is refused before the start, and what a started one keeps closed."""
+
+import asyncio
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import tritonclient.grpc as grpcclient
+from support.edge import BASE, edge, wait_until
+
+from quire_server import launch, repository
+from quire_server.launch import ServerOptions
+from quire_server.server_client import ServerClient
+from quire_spec.errors import ConfigError, Internal, Unavailable
+
+
+@pytest.fixture(scope="module")
+def python():
+    return launch.this_python()
+
+
+@pytest.fixture
+def image(tmp_path):
+    """The files of NVIDIA's image, with a stub for Python 3.12."""
+    backend = tmp_path / "backends/python"
+    backend.mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    for path in ("bin/tritonserver", "backends/python/libtriton_python.so"):
+        (tmp_path / path).touch()
+    (backend / "triton_python_backend_utils.py").touch()
+    (backend / "triton_python_backend_stub").write_bytes(b"\x7fELF..libc.so.6\0libpython3.12.so.1.0\0")
+    return tmp_path
+
+
+def test_the_wheel_is_found():
+    install = launch.find_server(image_root=Path("/nowhere"))
+    assert install.kind == "wheel"
+    assert os.access(install.binary, os.X_OK)
+    assert all(path.exists() for path in install.stubs.values())
+    assert {"3.11", "3.12"} <= install.stubs.keys()
+
+
+def test_the_image_comes_first(image):
+    install = launch.find_server(image)
+    assert (install.kind, list(install.stubs)) == ("image", ["3.12"])
+    assert install.binary == image / "bin/tritonserver"
+
+
+def test_an_incomplete_image_names_the_missing_file(image):
+    (image / "backends/python/triton_python_backend_utils.py").unlink()
+    with pytest.raises(ConfigError, match=r"triton_python_backend_utils\.py' is missing"):
+        launch.find_server(image)
+
+
+def test_this_python_passes(python):
+    assert python.version == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert python.libpython is not None
+    assert python.libpython.exists()
+    launch.preflight(launch.find_server(), python, num_models=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": "3.14"}, ("3.14", "3.8, 3.9, 3.10, 3.11, 3.12, 3.13")),
+        ({"libpython": None}, ("libpython", "--enable-shared")),
+        ({"numpy": None}, ("no numpy",)),
+        ({"numpy": "2.1.0"}, ("numpy 2.1.0", "numpy<2")),
+        ({"executable": Path("/nowhere/python")}, ("/nowhere/python3", "missing")),
+    ],
+)
+def test_what_a_stub_would_choke_on_is_refused(python, change, words):
+    with pytest.raises(ConfigError) as caught:
+        launch.preflight(launch.find_server(Path("/nowhere")), replace(python, **change), num_models=1)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_another_python3_beside_the_interpreter_is_refused(python, tmp_path):
+    (tmp_path / "python").symlink_to(python.executable.resolve())
+    (tmp_path / "python3").touch()
+    with pytest.raises(ConfigError, match="another interpreter"):
+        launch.preflight(launch.find_server(), replace(python, executable=tmp_path / "python"), num_models=1)
+
+
+def test_only_the_wheels_stub_needs_numpy_1(image, python):
+    launch.preflight(launch.find_server(image), replace(python, version="3.12", numpy="2.1.0"), num_models=1)
+
+
+def test_shared_memory_for_all_stubs_is_wanted(python):
+    with pytest.raises(ConfigError, match=r"/dev/shm: .* MiB needed \(9999999 models x 1 MiB"):
+        launch.preflight(launch.find_server(), python, num_models=9999999)
+
+
+def test_a_python_that_does_not_run_is_refused():
+    with pytest.raises(ConfigError, match="does not run"):
+        launch.inspect_python(Path("/nowhere/python"))
+
+
+def test_command_and_environment(python, tmp_path):
+    options = ServerOptions(tmp_path / "models", "tales", tmp_path, "KEY", "prefix-", host="::1", http_port=1)
+    for _ in range(2):  # the folder of a former start is no obstacle
+        argv, env = launch.server_command(launch.find_server(), python, options)
+    flags = dict(arg.removeprefix("--").split("=", 1) for arg in argv[1:] if "=" in arg)
+    assert flags["http-restricted-api"] == "model-repository,shared-memory,trace,logging:quire-server-key=KEY"
+    assert flags["grpc-restricted-protocol"] == flags["http-restricted-api"]
+    assert {flags[f"{kind}-address"] for kind in ("http", "grpc", "metrics")} == {"::1"}
+    assert flags["load-model"] == "tales"
+    backend = Path(flags["backend-directory"]) / "python"
+    assert sorted(path.name for path in backend.iterdir() if path.resolve(strict=True)) == [
+        "libtriton_python.so",
+        "triton_python_backend_stub",
+        "triton_python_backend_utils.py",
+    ]
+    assert env["PATH"].split(":")[0] == str(python.executable.parent)
+    assert env["LD_LIBRARY_PATH"].split(":")[0] == str(python.libpython.parent)
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_leftover_shared_memory_is_cleared(tmp_path):
+    for name in ("mine-1", "mine-2", "other-1"):
+        (tmp_path / name).touch()
+    assert launch.clear_shared_memory("mine-", tmp_path) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["other-1"]
+
+
+def test_keys_and_prefixes_are_fresh():
+    assert launch.new_key() != launch.new_key()
+    assert launch.new_shm_prefix() != launch.new_shm_prefix()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    with edge(tmp_path_factory.mktemp("launch")) as running:
+        yield running
+
+
+CLOSED = [
+    ("POST", "/v2/repository/index"),
+    ("POST", f"/v2/repository/models/{BASE}/load"),
+    ("POST", f"/v2/repository/models/{BASE}/unload"),
+    ("GET", "/v2/systemsharedmemory/status"),
+    ("GET", "/v2/cudasharedmemory/status"),
+    ("GET", "/v2/trace/setting"),
+    ("GET", f"/v2/models/{BASE}/trace/setting"),
+    ("GET", "/v2/logging"),
+]
+OPEN = ["/v2", "/v2/health/ready", f"/v2/models/{BASE}", f"/v2/models/{BASE}/config", f"/v2/models/{BASE}/stats"]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(("method", "path"), CLOSED)
+def test_http_control_apis_are_closed(running, method, path):
+    answer = running.request("http", path, b"" if method == "POST" else None)
+    assert answer.status == 403, answer
+    assert running.generate(BASE, "x").status == 200
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("path", OPEN)
+def test_what_load_tools_read_is_open(running, path):
+    assert running.request("http", path).status == 200
+
+
+@pytest.mark.server
+def test_it_listens_on_loopback_only(running):
+    listening = [c for c in psutil.Process(running.process.pid).net_connections("inet") if c.status == "LISTEN"]
+    assert {c.laddr.port for c in listening} == set(running.ports.values())
+    assert {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
+
+
+@pytest.mark.server
+def test_grpc_control_protocols_are_closed(running):
+    calls = [
+        lambda client, **kw: client.get_model_repository_index(**kw),
+        lambda client, **kw: client.load_model(BASE, **kw),
+        lambda client, **kw: client.unload_model("nobody", **kw),
+        lambda client, **kw: client.get_system_shared_memory_status(**kw),
+        lambda client, **kw: client.get_cuda_shared_memory_status(**kw),
+        lambda client, **kw: client.get_trace_settings(**kw),
+        lambda client, **kw: client.get_log_settings(**kw),
+    ]
+    with grpcclient.InferenceServerClient(f"127.0.0.1:{running.ports['grpc']}") as client:
+        for call in calls:
+            for headers in (None, {launch.GRPC_KEY_HEADER: "wrong"}, {launch.KEY_HEADER: running.key}):
+                with pytest.raises(grpcclient.InferenceServerException, match="restricted"):
+                    call(client, headers=headers)
+        for call in calls:
+            call(client, headers={launch.GRPC_KEY_HEADER: running.key})
+        assert client.get_model_metadata(BASE).name == BASE
+        assert client.get_model_config(BASE).config.model_transaction_policy.decoupled
+        assert client.get_inference_statistics(BASE).model_stats
+        assert client.is_server_ready()
+
+
+@pytest.mark.server
+async def test_the_key_loads_and_unloads(running):
+    config, files = repository.model_config("sql", BASE, running.socket), repository.model_files()
+    async with ServerClient("127.0.0.1", running.ports["http"], "wrong") as client:
+        with pytest.raises(Internal, match="403"):
+            await client.load_model("sql", config, files)
+    async with running.client() as client:
+        assert await client.live()
+        assert not await client.is_ready("sql")
+        await client.load_model("sql", config, files)
+        assert await client.is_ready("sql")
+        answer = await asyncio.to_thread(running.generate, "sql", "submit", exclude_input_in_output=True)
+        assert '"model": "sql"' in answer.body["text_output"]
+        await client.unload_model("sql")
+        assert not await client.is_ready("sql")
+        with pytest.raises(Internal, match="500 failed to load"):
+            await client.load_model("sql", {}, {})
+
+
+async def test_no_server_is_unavailable(unused_tcp_port):
+    async with ServerClient("127.0.0.1", unused_tcp_port, "key") as client:
+        assert not await client.live()
+        with pytest.raises(Unavailable):
+            await client.unload_model("sql")
+
+
+@pytest.mark.server
+def test_a_killed_server_takes_its_stubs_along(tmp_path):
+    with edge(tmp_path) as own:
+        own.add_model("sql")
+        stubs = own.processes()
+        assert len(stubs) == 2
+        os.kill(own.process.pid, signal.SIGKILL)
+        wait_until(lambda: not any(alive(stub) for stub in stubs), 2, "rid of stubs")
+        own.process.wait()
+        assert launch.clear_shared_memory(own.shm_prefix) == 2
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
