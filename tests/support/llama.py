@@ -7,10 +7,8 @@ import torch
 from support.tokenizer import byte_level, save
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-MAX_POSITIONS = 2048
 
-
-def make_llama(folder: Path, seed: int = 0, tokenizer: bool = True) -> Path:
+def make_llama(folder: Path, seed: int = 0, tokenizer: bool = True, max_positions: int = 2048) -> Path:
     """Write the checkpoint into `folder`, float32, 384 tokens, none of which ends an output."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -21,7 +19,7 @@ def make_llama(folder: Path, seed: int = 0, tokenizer: bool = True) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=max_positions,
         bos_token_id=0,
         eos_token_id=None,
         initializer_range=0.3,

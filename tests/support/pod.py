@@ -36,7 +36,11 @@ class Peer:
         self.notices: list[Notice] = []
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(timeout_s)
-        self.socket.connect(str(path))
+        try:
+            self.socket.connect(str(path))
+        except OSError:
+            self.socket.close()
+            raise
         self._decoder = Decoder()
         self._messages: list[Message] = []
         self._ids = count(1)

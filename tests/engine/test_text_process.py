@@ -1,0 +1,454 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real text and core processes over real sockets: answers, streams, cancels, bad requests, slow readers, deaths."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.llama import greedy, make_llama
+from support.pod import Peer, Pod, eventually, text_of
+from transformers import AutoTokenizer
+
+from quire_spec.errors import InvalidArgument
+from quire_spec.frames import encode
+from quire_spec.messages import Cancel, Event, Events, Hello, Submit
+
+LONG = 131072
+"""Positions of the model: prompts of megabytes and outputs of minutes fit."""
+PROMPTS = ["the quick brown fox", "Grüße aus Köln", "naïve café\n", "你好", "a", "over the lazy dog, then "]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"), max_positions=LONG)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[str, tuple[list[int], str]]:
+    """Greedy output of 24 tokens, ids and text, by prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found = {}
+    for prompt in PROMPTS:
+        ids = greedy(model, tokenizer(prompt)["input_ids"], 24)
+        found[prompt] = ids, tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return found
+
+
+def config_of(model: Path, **more: object) -> dict[str, object]:
+    return {"model": str(model), "dtype": "float32", "kv_cache_memory_bytes": 96 * 2**20, **more}
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
+    with Pod(tmp_path_factory.mktemp("run"), **config_of(model)) as pod:
+        yield pod.start("core", "text")
+
+
+@pytest.fixture
+def pod(shared: Pod) -> Iterator[Pod]:
+    """Both processes; whatever a test did, nothing stays in the engine."""
+    yield shared
+    shared.wait_idle()
+    assert "Traceback" not in shared.log("text") + shared.log("core")
+
+
+@pytest.fixture
+def client(pod: Pod) -> Iterator[Peer]:
+    with pod.peer("text", "frontend") as peer:
+        yield peer
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("as_ids", [True, False])
+def test_greedy_text_equals_transformers(
+    client: Peer, model: Path, expected: dict[str, tuple[list[int], str]], stream: bool, as_ids: bool
+):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for prompt, (ids, text) in expected.items():
+        given = tokenizer(prompt)["input_ids"]
+        events = client.generate(given if as_ids else prompt, stream=stream, temperature=0, max_tokens=24)
+        assert text_of(events) == text
+        assert [i for event in events for i in event.token_ids] == ids
+        assert (events[-1].finish_reason, events[-1].num_output_tokens) == ("length", 24)
+        assert events[-1].num_input_tokens == len(given)
+        assert len(events) == (24 if stream else 1)
+
+
+def test_64_streams_at_once_get_their_own_text(client: Peer, expected: dict[str, tuple[list[int], str]]):
+    asked = {client.submit(p, temperature=0, max_tokens=24): p for p in PROMPTS * 10 + PROMPTS[:4]}
+    assert len(asked) == 64
+    for request, events in client.collect(asked).items():
+        assert text_of(events) == expected[asked[request]][1]
+        counts = [event.num_output_tokens for event in events]
+        assert counts == sorted(counts) and counts[-1] == 24
+
+
+def test_stop_string_ends_the_request_here_and_in_the_core(
+    pod: Pod, client: Peer, expected: dict[str, tuple[list[int], str]]
+):
+    text = expected["a"][1]
+    stop = text[10:13]
+    cut = text.index(stop)
+    for include in (False, True):
+        events = client.generate("a", temperature=0, max_tokens=10_000, stop=[stop], include_stop_str_in_output=include)
+        assert text_of(events) == text[: cut + 3 if include else cut]
+        assert events[-1].finish_reason == "stop"
+    pod.wait_idle()
+
+
+def test_stop_token_is_counted_and_not_shown(client: Peer, expected: dict[str, tuple[list[int], str]]):
+    ids, _ = expected["a"]
+    stop = ids[8]
+    first = ids.index(stop) + 1
+    events = client.generate("a", temperature=0, max_tokens=100, stop_token_ids=[stop])
+    assert [i for event in events for i in event.token_ids] == ids[:first]
+    shown = client.generate("a", temperature=0, max_tokens=first - 1) if first > 1 else [Event(0, finish_reason="stop")]
+    assert text_of(events) == text_of(shown)
+    assert (events[-1].finish_reason, events[-1].num_output_tokens) == ("stop", first)
+
+
+def test_logprobs_have_the_shape_of_vllm(client: Peer):
+    streamed = client.generate("fox", temperature=0, max_tokens=6, logprobs=2)
+    whole = client.generate("fox", temperature=0, max_tokens=6, logprobs=2, stream=False)
+    positions = [p for event in streamed for p in event.logprobs or []]
+    ids = [i for event in streamed for i in event.token_ids]
+    assert whole[0].logprobs is not None and len(whole[0].logprobs) == len(positions) == 6
+    total = 0.0
+    for token_id, position, other in zip(ids, positions, whole[0].logprobs, strict=True):
+        assert list(position) == list(other)
+        # Greedy: the token taken is the most likely one, so there are two entries and not three.
+        assert len(position) == 2 and next(iter(position)) == str(token_id)
+        for entry in position.values():
+            assert set(entry) == {"logprob", "rank", "decoded_token"} and isinstance(entry["decoded_token"], str)
+        assert position[str(token_id)]["rank"] == 1
+        total += position[str(token_id)]["logprob"]
+    assert streamed[-1].cumulative_logprob == pytest.approx(total, abs=1e-5)
+    assert client.generate("fox", max_tokens=2)[-1].logprobs is None
+
+
+def test_seeded_sampling_repeats(client: Peer):
+    first, second, other = (
+        text_of(client.generate("fox", temperature=1.0, max_tokens=32, seed=seed, top_k=50)) for seed in (1, 1, 2)
+    )
+    assert first == second != other
+
+
+def test_cancel_frees_blocks_and_ends_events(pod: Pod, client: Peer):
+    request = client.submit("fox", temperature=0, max_tokens=100_000)
+    first_event(client, request)
+    assert pod.core_stats()["num_used_blocks"] > 0
+    client.send(Cancel([request, 999_999]))
+    pod.wait_idle()
+    # What was on its way may still come; the next request's events are then the only ones.
+    other = client.submit("fox", temperature=0, max_tokens=4)
+    seen: list[Event] = []
+    while not (seen and seen[-1].id == other and seen[-1].final):
+        message = client.receive()
+        assert isinstance(message, Events)
+        seen += message.events
+    late = [event for event in seen if event.id == request]
+    assert not any(event.final for event in late)
+    assert seen.index(next(e for e in seen if e.id == other)) >= len(late)
+
+
+def first_event(client: Peer, request: int) -> Event:
+    message = client.receive()
+    assert isinstance(message, Events) and message.events[0].id == request
+    return message.events[0]
+
+
+def test_a_frontend_that_goes_is_noticed_and_its_requests_end(pod: Pod):
+    with pod.peer("text", "supervisor") as supervisor:
+        supervisor.call("status")
+        with pod.peer("text", "frontend", "sql") as frontend:
+            for _ in range(3):
+                frontend.submit("fox", max_tokens=100_000)
+            eventually(lambda: pod.core_stats()["num_running"] == 3)
+        notice = supervisor.receive()
+        assert (notice.kind, notice.args) == ("frontend_gone", {"model": "sql", "pid": os.getpid(), "num_open": 3})
+        pod.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "said"),
+    [
+        ("fox", {"temperature": -1}, "temperature"),
+        ("fox", {"no_such": 1}, "no_such"),
+        ("fox", {"n": 2}, "'n'"),
+        ("fox", {"stop": [5]}, "'stop'"),
+        ("fox", {"max_tokens": 0}, "max_tokens"),
+        ("fox", {"stop_token_ids": [384]}, "384"),
+        ([384], {}, "384"),
+        ([], {}, "empty"),
+        ([5] * LONG, {}, f"{LONG} tokens"),
+        (None, {}, "either a text prompt or token ids"),
+        ("xy " * 150_000, {}, "tokens and max_model_len"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_wrong_request_fails_alone(client: Peer, prompt: object, params: dict[str, object], said: str):
+    good = client.submit("fox", temperature=0, max_tokens=8)
+    wrong = client.submit(prompt, **params)  # type: ignore[arg-type]
+    got = client.collect([good, wrong])
+    (refused,) = got[wrong]
+    assert refused.error_code == "INVALID_ARG" and said in refused.error
+    assert got[good][-1].finish_reason == "length"
+
+
+def test_unknown_model_is_not_found(client: Peer):
+    (event,) = client.generate("fox", model="sql")
+    assert (event.error_code, event.error) == ("NOT_FOUND", "model 'sql' is not served; served are base")
+
+
+def test_a_prompt_of_50_mb_is_refused_at_once_and_stalls_nobody(pod: Pod, client: Peer):
+    frame = encode(Submit(77, "base", "word " * 10_000_000, None, {}, True))
+    with pod.peer("text", "frontend") as other:
+        stream = other.submit("fox", temperature=0, max_tokens=100_000)
+        first_event(other, stream)
+        start = time.monotonic()
+        client.socket.sendall(frame)
+        event = first_event(client, 77)
+        assert time.monotonic() - start < 1.0
+        assert event.error_code == "INVALID_ARG" and "50000" in event.error and "max_model_len" in event.error
+        assert longest_gap(other, 0.2) < 0.25
+    assert psutil.Process(pod.processes["text"].pid).memory_info().rss < 300 * 2**20
+    assert text_of(client.generate("fox", max_tokens=2)) is not None
+
+
+def longest_gap(client: Peer, for_s: float) -> float:
+    """The longest time without an event of the streams of `client`, those that wait in the socket included."""
+    last = start = time.monotonic()
+    longest = 0.0
+    while last - start < for_s:
+        client.receive()
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    return longest
+
+
+def test_tokenizing_a_long_prompt_does_not_stall_streams(pod: Pod, client: Peer):
+    with pod.peer("text", "frontend") as other:
+        stream = other.submit("fox", temperature=0, max_tokens=100_000)
+        first_event(other, stream)
+        # About half a second of tokenizing, then refused for its tokens.
+        sent = [client.submit("the quick brown fox " * 80_000) for _ in range(2)]
+        assert longest_gap(other, 0.5) < 0.25
+        assert all("tokens and max_model_len" in e[0].error for e in client.collect(sent).values())
+
+
+def test_a_slow_reader_is_cut_and_nobody_else_notices(pod: Pod, client: Peer):
+    with pod.peer("text", "supervisor") as supervisor, pod.peer("text", "frontend", "slow") as slow:
+        supervisor.call("status")
+        for _ in range(16):
+            slow.submit("fox", temperature=0, max_tokens=100_000, logprobs=20)
+        worst = 0.0
+        while not supervisor_got_notice(supervisor):
+            start = time.monotonic()
+            assert text_of(client.generate("fox", temperature=0, max_tokens=4)) is not None
+            worst = max(worst, time.monotonic() - start)
+        assert supervisor.notices[0].args["model"] == "slow" and supervisor.notices[0].args["num_open"] == 16
+        assert worst < 5.0
+        with pytest.raises(EOFError):
+            while True:
+                slow.receive()
+        pod.wait_idle()
+        assert "frontend cut: it does not read model=slow" in pod.log("text")
+        assert metric(supervisor, "quire_slow_readers_total") >= 1
+
+
+def supervisor_got_notice(supervisor: Peer) -> bool:
+    supervisor.call("status")
+    return bool(supervisor.notices)
+
+
+def metric(supervisor: Peer, name: str) -> float:
+    families = text_string_to_metric_families(supervisor.call("metrics")["text"])
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+
+def test_metrics_and_status_of_a_pod_at_work(pod: Pod, client: Peer):
+    with pod.peer("text", "supervisor") as supervisor:
+        before = metric(supervisor, "vllm:generation_tokens_total")
+        client.generate("fox", max_tokens=9)
+        assert metric(supervisor, "vllm:generation_tokens_total") == before + 9
+        request = client.submit("fox", max_tokens=100_000)
+        first_event(client, request)
+        eventually(lambda: metric(supervisor, "vllm:num_requests_running") == 1)
+        assert metric(supervisor, "vllm:kv_cache_usage_perc") > 0
+        status = supervisor.call("status")
+        assert (status["core"], status["num_open"], status["num_queued"]) == (True, 1, 0)
+        client.send(Cancel([request]))
+        eventually(lambda: metric(supervisor, "vllm:num_requests_running") == 0)
+        assert metric(supervisor, "vllm:kv_cache_usage_perc") == 0
+        with pytest.raises(InvalidArgument, match="'nope' is unknown"):
+            supervisor.call("nope")
+        with pytest.raises(InvalidArgument, match="adapters must map"):
+            supervisor.call("set_adapters", adapters=["sql"])
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        encode(Cancel([1])),
+        encode(Hello("wizard")),
+        encode(Hello("frontend")) + encode(Hello("frontend")),
+        encode(Hello("frontend")) + b"\x05\x00\x00\x00\x01[[[[[",
+        encode(Hello("frontend")) + encode(Submit("x", "base", "fox", None, {}, True)),  # type: ignore[arg-type]
+    ],
+    ids=range(6),
+)
+def test_a_broken_peer_is_cut_and_nothing_else_happens(pod: Pod, client: Peer, garbage: bytes):
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(10)
+        raw.connect(str(pod.folder / "text.sock"))
+        raw.sendall(garbage)
+        assert raw.recv(1) == b""
+    assert client.generate("fox", max_tokens=2)[-1].finish_reason == "length"
+
+
+def test_a_dead_core_ends_requests_at_once_and_a_new_one_serves(model: Path, tmp_path: Path):
+    with Pod(tmp_path, **config_of(model)) as pod:
+        pod.start("text")
+        with pod.peer("text", "frontend") as client:
+            (event,) = client.generate("fox")
+            assert (event.error_code, event.error) == ("UNAVAILABLE", "engine core is starting; try again")
+            pod.start("core")
+            before = text_of(client.generate("fox", temperature=0, max_tokens=8))
+            asked = [client.submit("fox", max_tokens=100_000, stream=s) for s in (True, False) for _ in range(8)]
+            eventually(lambda: pod.core_stats()["num_running"] == 16)
+            start = time.monotonic()
+            pod.kill("core")
+            for events in client.collect(asked).values():
+                assert events[-1].error_code == "UNAVAILABLE" and "restarting" in events[-1].error
+            (event,) = client.generate("fox")
+            assert event.error_code == "UNAVAILABLE"
+            assert time.monotonic() - start < 2.0
+            pod.start("core")
+            assert text_of(client.generate("fox", temperature=0, max_tokens=8)) == before
+
+
+def test_a_dead_text_process_leaves_nothing_in_the_core(model: Path, tmp_path: Path):
+    with Pod(tmp_path, **config_of(model)) as pod:
+        pod.start("core", "text")
+        client = pod.peer("text", "frontend")
+        for _ in range(8):
+            client.submit("fox", max_tokens=100_000)
+        eventually(lambda: pod.core_stats()["num_running"] == 8)
+        start = time.monotonic()
+        pod.kill("text")
+        with pytest.raises(EOFError):
+            while True:
+                client.receive()
+        client.close()
+        pod.wait_idle()
+        assert time.monotonic() - start < 2.0
+        pod.start("text")
+        with pod.peer("text", "frontend") as client:
+            assert client.generate("fox", max_tokens=4)[-1].finish_reason == "length"
+
+
+def test_queue_limit_and_drain(model: Path, tmp_path: Path):
+    with Pod(tmp_path, **config_of(model, max_num_seqs=1, max_num_queued_reqs=2)) as pod:
+        pod.start("core", "text")
+        with pod.peer("text", "frontend") as client, pod.peer("text", "supervisor") as supervisor:
+            running = client.submit("fox", temperature=0, max_tokens=100_000)
+            first_event(client, running)
+            queued = [client.submit("fox", max_tokens=4), client.submit("the fox", max_tokens=4)]
+            refused = client.submit("fox")
+            while not (events := [e for e in client.receive().events if e.id != running]):
+                pass
+            assert events[0].id == refused and events[0].error_code == "UNAVAILABLE"
+            assert "2 requests are waiting and max_num_queued_reqs is 2" in events[0].error
+            eventually(lambda: supervisor.call("status")["num_queued"] == 2)
+
+            with pod.peer("text", "supervisor") as other:
+                other.socket.settimeout(0.3)
+                with pytest.raises(TimeoutError):
+                    other.call("drain")
+                (event,) = [e for e in client_events(client, client.submit("fox")) if e.error_code]
+                assert event.error_code == "UNAVAILABLE" and "draining" in event.error
+                client.send(Cancel([running]))
+                got: dict[int, str | None] = {}
+                while len(got) < 2:
+                    got |= {e.id: e.finish_reason for e in client.receive().events if e.id in queued and e.final}
+                assert set(got.values()) == {"length"}
+                other.socket.settimeout(10)
+                assert other.receive().result == {}
+
+
+def client_events(client: Peer, request: int) -> list[Event]:
+    """Events of one request among those of others."""
+    mine: list[Event] = []
+    while not (mine and mine[-1].final):
+        message = client.receive()
+        assert isinstance(message, Events)
+        mine += [event for event in message.events if event.id == request]
+    return mine
+
+
+def test_a_model_without_tokenizer_takes_and_gives_token_ids(tmp_path: Path):
+    model = make_llama(tmp_path / "model", tokenizer=False)
+    with Pod(tmp_path / "run", **config_of(model)) as pod:
+        pod.start("core", "text")
+        with pod.peer("text", "frontend") as client:
+            events = client.generate([5, 6, 7], temperature=0, max_tokens=6, logprobs=0)
+            assert [i for event in events for i in event.token_ids] == greedy(model, [5, 6, 7], 6)
+            assert all(event.text == "" for event in events)
+            (event,) = client.generate("fox")
+            assert event.error_code == "INVALID_ARG" and "tokenizer.json" in event.error
+            (event,) = client.generate([5], stop=["x"])
+            assert event.error_code == "INVALID_ARG" and "stop_token_ids" in event.error
+
+
+def test_text_process_exits_as_it_is_asked(model: Path, tmp_path: Path):
+    with Pod(tmp_path / "run", **config_of(model)) as pod:
+        pod.start("text")
+        assert pod.kill("text", signal.SIGTERM) == 0
+        # The socket file that is left does not keep the next one from listening.
+        pod.start("text")
+
+
+def test_a_wrong_configuration_is_one_line_and_exit_code_2(tmp_path: Path):
+    engine = tmp_path / "engine.json"
+    cases = {
+        '{"model": "/nowhere/at/all"}': "/nowhere/at/all",
+        '{"model": "x", "gpu_utilisation": 1}': "gpu_utilisation",
+        "{": str(engine),
+    }
+    for document, said in cases.items():
+        engine.write_text(document)
+        for name in ("text", "core"):
+            argv = [sys.executable, "-m", f"quire_engine.{name}_process", "--engine", str(engine)]
+            argv += ["--served-name", "base", "--run-dir", str(tmp_path)]
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 2
+            assert said in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+def test_a_process_dies_with_its_parent(model: Path, tmp_path: Path):
+    pod = Pod(tmp_path / "run", **config_of(model))
+    argv = [sys.executable, "-m", "quire_engine.text_process", "--engine", str(pod.folder / "engine.json")]
+    argv += ["--served-name", "base", "--run-dir", str(pod.folder)]
+    code = f"import subprocess; p = subprocess.Popen({argv!r}); print(p.pid, flush=True); p.wait()"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    eventually(lambda: (pod.folder / "text.sock").exists())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5.0)
+
+
+def test_text_process_imports_no_torch():
+    code = "import sys, quire_engine.text_process; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
