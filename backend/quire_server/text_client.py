@@ -39,6 +39,7 @@ class TextClient:
         self._deliver = deliver
         self._outgoing: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._connection: _Connection | None = None
+        self._closing = False
         self._writer = threading.Thread(target=self._write_loop, name="text-writer", daemon=True)
         self._writer.start()
 
@@ -53,6 +54,7 @@ class TextClient:
 
     def close(self) -> None:
         """End the connection and the writer; open requests get their UNAVAILABLE events."""
+        self._closing = True
         self._outgoing.put("close")
         self._drop_connection()
         self._writer.join(timeout=5)
@@ -94,6 +96,9 @@ class TextClient:
             if self._connection is not None:
                 log.info("text process is away path=%s error=%s", self._path, error)
             self._connection = None
+        if self._closing:
+            # `close` may have looked for a connection before this one was there.
+            self._drop_connection()
 
     def _drop_connection(self) -> None:
         connection = self._connection
