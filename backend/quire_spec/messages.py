@@ -174,9 +174,19 @@ _TYPES: dict[str, type[Any]] = {
     cls.__name__: cls for cls in (Hello, Submit, Cancel, Events, Generate, Abort, StepResult, Call, Reply, Notice)
 }
 
+# Looked up once: frames are made thousands of times a second.
+_FIELDS = {
+    cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in (*_TYPES.values(), Event, SequenceResult, Stats)
+}
+
 
 def payload_of(message: Message) -> list[Any]:
     """JSON form: type name, then the fields in order. Shorter than an object and faster to read."""
+    if isinstance(message, Events):
+        return ["Events", [_values(event) for event in message.events]]
+    if isinstance(message, StepResult):
+        results = [_values(result) for result in message.results]
+        return ["StepResult", results, message.started, _values(message.stats)]
     return [type(message).__name__, *_values(message)]
 
 
@@ -199,12 +209,4 @@ def message_from(payload: Any) -> Message:
 
 
 def _values(value: Any) -> list[Any]:
-    out = []
-    for f in dataclasses.fields(value):
-        item = getattr(value, f.name)
-        if dataclasses.is_dataclass(item):
-            item = _values(item)
-        elif f.name in ("events", "results"):
-            item = [_values(v) for v in item]
-        out.append(item)
-    return out
+    return [getattr(value, name) for name in _FIELDS[type(value)]]
