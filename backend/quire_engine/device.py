@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device and the machine around it: cores, memory and types that this process may use. Reads, and decides nothing
+but the defaults that config.py leaves to it."""
+
+import logging
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from quire_spec.config import EngineConfig
+from quire_spec.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def open_device(config: EngineConfig) -> torch.device:
+    """The configured device, ready for use.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.device == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("device: 'cuda', and torch finds no CUDA device; use 'cpu' or install torch for CUDA")
+        return torch.device("cuda", torch.cuda.current_device())
+    _set_threads()
+    return torch.device("cpu")
+
+
+def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
+    """Type of weights and activations.
+
+    `auto` is the checkpoint's, except on a CPU: there bfloat16 needs instructions for it (AVX-512 BF16, AMX or Arm
+    BF16), without which torch converts back and forth, and float16 becomes float32 too, because few CPUs multiply it.
+
+    Raises:
+        ConfigError: the checkpoint's type is none that the engine computes in.
+    """
+    name = config.dtype
+    if name == "auto":
+        name = checkpoint_dtype
+        if name not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype: 'auto', and the checkpoint says {name!r}; set float32, bfloat16 or float16")
+        if config.device == "cpu" and not (name == "bfloat16" and _has_bf16()):
+            name = "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def available_memory() -> int:
+    """Bytes of host memory that this process could take now: the machine's, or less if its control group has less."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
+    if limit.isdigit() and used.isdigit():
+        # Page cache counts as used, and gives way.
+        cached = dict(line.split() for line in _read(_CGROUP / "memory.stat").splitlines()).get("inactive_file", "0")
+        available = min(available, int(limit) - int(used) + int(cached))
+    return max(available, 0)
+
+
+def num_cores(cpu_folder: Path = Path("/sys/devices/system/cpu"), quota_file: Path = _CGROUP / "cpu.max") -> int:
+    """Physical cores that this process may run on, no more than its control group's quota: hardware threads of one
+    core share the units that matrix products keep busy."""
+    allowed = os.sched_getaffinity(0)
+    siblings = {_read(cpu_folder / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
+    quota, _, period = _read(quota_file).partition(" ")
+    limit = math.ceil(int(quota) / int(period)) if quota.isdigit() and period.isdigit() else len(siblings)
+    return max(1, min(len(siblings), limit))
+
+
+def _set_threads() -> None:
+    """Once per process; whoever sets OMP_NUM_THREADS has decided already."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(num_cores())
+    logger.info("cpu threads num_threads=%d", torch.get_num_threads())
+
+
+def _has_bf16() -> bool:
+    words = _read(Path("/proc/cpuinfo")).split()
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
+
+
+def _read(path: Path) -> str:
+    """A file of the kernel's, "" where this kernel has none."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

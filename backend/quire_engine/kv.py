@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KVCache: the memory of keys and values, and the only place that knows their type, layout and addresses.
+
+Blocks are ids from the scheduler; the runner asks for addresses, the layers hand each layer's tensor to the kernels.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire_spec.shape import ModelShape
+from quire_spec.sizing import kv_block_bytes
+
+
+def block_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers."""
+    return kv_block_bytes(shape, block_size, dtype.itemsize)
+
+
+class KVCache:
+    """Keys and values of `num_blocks` blocks.
+
+    Isolation: a block is cleared when its first token is written, and padding of a block table repeats a block of the
+    same sequence. So no sequence reads what another one left, not even under a mask, where NaN would still spread.
+    """
+
+    def __init__(
+        self, shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        # Not cleared here: on a CPU, pages cost memory only once they are written.
+        self._data = torch.empty(
+            (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim),
+            dtype=dtype,
+            device=device,
+        )
+        self.layers: tuple[Tensor, ...] = tuple(self._data)
+        """Per layer [2, num_blocks, block_size, num_kv_heads, head_dim]: keys at 0, values at 1."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole cache."""
+        return self._data.nbytes
+
+    def tables(self, block_lists: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
+        """Block tables side by side: [num_spans, max_blocks] int64 on the CPU, padded with a block of the same row.
+
+        `lengths`: tokens of each sequence whose blocks are wanted; blocks beyond them are left out.
+        """
+        counts = [-(-length // self.block_size) for length in lengths]
+        flat = torch.tensor([b for blocks, n in zip(block_lists, counts, strict=True) for b in blocks[:n]])
+        num_blocks = torch.tensor(counts)
+        columns = torch.arange(max(counts))
+        within = torch.where(columns < num_blocks[:, None], columns, 0)
+        return flat[(num_blocks.cumsum(0) - num_blocks)[:, None] + within]
+
+    def addresses(self, tables: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """Where tokens' keys and values go: [num_tokens] int64, block * block_size + offset, as `write_kv` takes them.
+
+        Args:
+            tables: what `tables` returned.
+            rows: [num_tokens], each token's row in `tables`.
+            positions: [num_tokens], each token's position in its sequence.
+        """
+        return tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def clear_started(self, addresses: Tensor) -> None:
+        """Clear the blocks whose first token is among `addresses` (on the CPU), before a step writes to them."""
+        started = addresses[addresses % self.block_size == 0] // self.block_size
+        if len(started):
+            self._data.index_fill_(2, started.to(self._data.device), 0)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many KV blocks there will be: what is asked for, or what the device has left. Arithmetic, and the refusal when a
+single sequence would not fit."""
+
+from dataclasses import dataclass
+
+from quire_spec.config import EngineConfig
+from quire_spec.errors import ConfigError
+
+GIB = 1 << 30
+
+# On a CPU, memory that nobody promised to this process: enough for a laptop's model, far from the machine's limit.
+CPU_KV_BYTES = 4 * GIB
+CPU_KV_SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes of a device, as measured when weights and adapter slots were in place and a full step had run."""
+
+    total: int
+    """What the engine may take of the device: its share of it on a GPU, free memory on a CPU."""
+    weights: int
+    lora: int
+    activations: int
+    """Beside weights and adapters at the peak of a step, other processes' included."""
+
+    @property
+    def left(self) -> int:
+        """Bytes for KV blocks."""
+        return self.total - self.weights - self.lora - self.activations
+
+
+def num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, budget: Budget) -> int:
+    """Blocks of the KV cache.
+
+    kv_cache_memory_bytes where it is set; on a GPU all that is left; on a CPU the least of 4 GiB, a quarter of what is
+    left and what max_num_seqs sequences of max_model_len tokens could ever use.
+
+    Raises:
+        ConfigError: one sequence of max_model_len tokens does not fit; the message has the bytes and the settings.
+    """
+    per_sequence = -(-max_model_len // config.block_size)
+    if config.kv_cache_memory_bytes is not None:
+        kv_bytes = config.kv_cache_memory_bytes
+    elif config.device == "cpu":
+        kv_bytes = min(CPU_KV_BYTES, budget.left // CPU_KV_SHARE, config.max_num_seqs * per_sequence * block_bytes)
+    else:
+        kv_bytes = budget.left
+    blocks = max(kv_bytes, 0) // block_bytes
+    if blocks < per_sequence:
+        raise ConfigError(_refusal(config, max_model_len, per_sequence * block_bytes, kv_bytes, budget))
+    return blocks
+
+
+def _refusal(config: EngineConfig, max_model_len: int, needed: int, kv_bytes: int, budget: Budget) -> str:
+    rows = [
+        ("one sequence of max_model_len", needed),
+        ("KV cache", kv_bytes),
+        ("weights", budget.weights),
+        (f"adapter slots ({config.max_loras} of rank {config.max_lora_rank})", budget.lora),
+        ("activations and other use", budget.activations),
+        ("device", budget.total),
+    ]
+    width = max(len(name) for name, _ in rows)
+    table = "\n".join(f"  {name:<{width}}  {size:>16,} bytes  {size / GIB:8.2f} GiB" for name, size in rows)
+    if config.kv_cache_memory_bytes is not None:
+        fix = f"raise kv_cache_memory_bytes to {needed} or more"
+    elif config.device == "cpu":
+        fix = f"set kv_cache_memory_bytes to {needed} or more, if the machine has it"
+    else:
+        fix = "raise gpu_memory_utilization, lower max_num_batched_tokens or max_loras"
+    return (
+        f"max_model_len: a sequence of {max_model_len} tokens does not fit into the KV cache; lower max_model_len, or "
+        f"{fix}\n{table}"
+    )

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter's folder, as PEFT writes it, to a HostAdapter: checked in full, or refused with the reason.
+
+Everything that the engine would apply otherwise than PEFT is refused, never ignored. An adapter may come from anyone:
+names, shapes and sizes are checked before a tensor is read, and nothing in the folder is executed.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quire_engine.peft_config import PeftConfig
+from quire_spec.capability import LORA_TARGETS
+from quire_spec.errors import InvalidArgument
+from quire_spec.shape import ModelShape
+from quire_spec.sizing import linears, lora_slot_bytes
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+# What a file may hold beside its tensors: names, shapes and metadata.
+_MAX_HEADER_BYTES = 8 << 20
+_KEY = re.compile(
+    r"base_model\.model\.(?P<module>model\.layers\.(?P<layer>\d{1,5})\.(?:self_attn|mlp)\.(?P<target>\w+))"
+    r"\.lora_(?P<half>[AB])\.weight"
+)
+_FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """An adapter in host memory, ready to be copied into a slot."""
+
+    rank: int
+    """Largest of its ranks."""
+    pairs: Mapping[tuple[int, str], tuple[Tensor, Tensor]]
+    """(layer, target) to A [rank, in_features] and B [out_features, rank], the scale folded into B."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(a.nbytes + b.nbytes for a, b in self.pairs.values())
+
+    def pinned(self) -> "HostAdapter":
+        """The same in pinned memory, from which a GPU copies by itself."""
+        return HostAdapter(self.rank, {k: (a.pin_memory(), b.pin_memory()) for k, (a, b) in self.pairs.items()})
+
+
+def read_adapter(folder: Path, shape: ModelShape, max_rank: int, dtype: torch.dtype) -> HostAdapter:
+    """Read and check an adapter's folder; its scales are folded into B before conversion to `dtype`.
+
+    Raises:
+        InvalidArgument: it is not an adapter for this model, or one that cannot be served; the message says why.
+    """
+    try:
+        config = PeftConfig.load(folder / CONFIG_FILE, max_rank)
+        path = _find_weights(folder)
+        _check_size(path, shape, max_rank)
+        with safe_open(path, framework="pt") as file:
+            return _read(file, config, shape, dtype)
+    except SafetensorError as error:
+        raise InvalidArgument(f"adapter {str(folder)!r}: {WEIGHTS_FILE} is not a safetensors file: {error}") from error
+    except OSError as error:
+        raise InvalidArgument(f"adapter {str(folder)!r}: cannot be read: {error}") from error
+    except InvalidArgument as error:
+        raise InvalidArgument(f"adapter {str(folder)!r}: {error}") from error
+
+
+def _find_weights(folder: Path) -> Path:
+    path = folder / WEIGHTS_FILE
+    if path.is_file():
+        return path
+    if (folder / "adapter_model.bin").exists():
+        raise InvalidArgument(
+            "adapter_model.bin can run code when read; only safetensors are; save it again with safe_serialization"
+        )
+    raise InvalidArgument(f"{WEIGHTS_FILE} is missing")
+
+
+def _check_size(path: Path, shape: ModelShape, max_rank: int) -> None:
+    """Refuse a file, or a header, that is larger than any adapter of this engine, before either is read."""
+    size = path.stat().st_size
+    most = lora_slot_bytes(shape, max_rank, torch.float32.itemsize) + _MAX_HEADER_BYTES
+    if size > most:
+        raise InvalidArgument(
+            f"{WEIGHTS_FILE} has {size} bytes; rank {max_rank} on every linear of this model takes at most {most}; "
+            "is it for another model, or is max_lora_rank too low?"
+        )
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    if header > min(size, _MAX_HEADER_BYTES):
+        raise InvalidArgument(
+            f"{WEIGHTS_FILE} claims a header of {header} bytes, it has {size}; at most {_MAX_HEADER_BYTES} are read"
+        )
+
+
+def _read(file: Any, config: PeftConfig, shape: ModelShape, dtype: torch.dtype) -> HostAdapter:
+    halves = _modules(file.keys(), shape)
+    _check_targets(halves, config, shape)
+    sizes = linears(shape)
+    for (layer, target), names in halves.items():
+        d_in, d_out = sizes[target]
+        rank = config.rank(_module(layer, target))
+        _check_tensor(file, names["A"], (rank, d_in))
+        _check_tensor(file, names["B"], (d_out, rank))
+    pairs = {}
+    for (layer, target), names in halves.items():
+        a = file.get_tensor(names["A"]).to(dtype)
+        b = (file.get_tensor(names["B"]).to(torch.float32) * config.scale(_module(layer, target))).to(dtype)
+        for name, tensor in ((names["A"], a), (names["B"], b)):
+            if not tensor.isfinite().all():
+                raise InvalidArgument(f"{name} holds NaN or infinity, or overflows {dtype}, its scale applied")
+        pairs[layer, target] = (a, b)
+    return HostAdapter(max(a.shape[0] for a, _ in pairs.values()), pairs)
+
+
+def _modules(keys: list[str], shape: ModelShape) -> dict[tuple[int, str], dict[str, str]]:
+    """(layer, target) to the names of its A and B.
+
+    Raises:
+        InvalidArgument: a tensor is none of ours, half a pair is missing, or there is none at all.
+    """
+    halves: dict[tuple[int, str], dict[str, str]] = {}
+    for key in sorted(keys):
+        match = _KEY.fullmatch(key)
+        layer = int(match["layer"]) if match else -1
+        if match is None or match["module"] != _module(layer, match["target"]):
+            raise InvalidArgument(
+                f"tensor {key[:200]!r} is not a LoRA matrix of a linear; supported are {', '.join(LORA_TARGETS)}, "
+                "named base_model.model.model.layers.N.self_attn|mlp.TARGET.lora_A|B.weight"
+            )
+        if layer >= shape.num_layers:
+            raise InvalidArgument(f"tensor {key!r}: the model has {shape.num_layers} layers; is it for another model?")
+        halves.setdefault((layer, match["target"]), {})[match["half"]] = key
+    if not halves:
+        raise InvalidArgument(f"{WEIGHTS_FILE} holds no tensor")
+    for names in halves.values():
+        if len(names) == 1:
+            (half, key), other = next(iter(names.items())), {"A": "B", "B": "A"}
+            raise InvalidArgument(f"tensor {key!r} is there and its lora_{other[half]} is not")
+    return halves
+
+
+def _module(layer: int, target: str) -> str:
+    """The module's path in the model, as rank_pattern knows it; empty for a name that is no target."""
+    if target not in LORA_TARGETS:
+        return ""
+    parent = "self_attn" if target in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+    return f"model.layers.{layer}.{parent}.{target}"
+
+
+def _check_targets(halves: Mapping[tuple[int, str], Any], config: PeftConfig, shape: ModelShape) -> None:
+    """Refuse a file that lacks tensors of modules that its config says were trained: it is cut or mixed up."""
+    for target in config.full_targets & set(LORA_TARGETS):
+        absent = [layer for layer in range(shape.num_layers) if (layer, target) not in halves]
+        if absent:
+            raise InvalidArgument(f"target_modules has {target}, and layer {absent[0]} has no tensors for it")
+
+
+def _check_tensor(file: Any, name: str, wanted: tuple[int, int]) -> None:
+    tensor = file.get_slice(name)
+    shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+    if dtype not in _FLOATS:
+        raise InvalidArgument(f"tensor {name!r} is {dtype}; supported are {', '.join(_FLOATS)}")
+    if shape != wanted:
+        raise InvalidArgument(f"tensor {name!r} has shape {shape}; config and model make it {wanted}")

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TorchRunner: carries out steps on this process's device. Owns weights, KV cache, adapter slots and sampler.
+
+It decides nothing: which sequences run, on which blocks and in which slots, comes with the plan. The engine calls it
+from one thread.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from quire_engine.batch import build_batch, order_spans
+from quire_engine.device import available_memory, open_device, resolve_dtype
+from quire_engine.kv import KVCache, block_bytes
+from quire_engine.layers import Placement
+from quire_engine.lora import AdapterSlots, SlotWeights
+from quire_engine.memory import Budget, num_blocks
+from quire_engine.models import MODELS
+from quire_engine.models.llama import LlamaForCausalLM
+from quire_engine.peft import HostAdapter
+from quire_engine.request import BlockId, Sequence
+from quire_engine.sampler import Row, Sampler
+from quire_engine.step import Runner, Sampled, Span, StepPlan
+from quire_engine.weights import load_weights
+from quire_spec.config import EngineConfig
+from quire_spec.sampling import SamplingParams
+from quire_spec.shape import ModelShape
+from quire_spec.status import MemoryPlan
+
+logger = logging.getLogger(__name__)
+
+
+class TorchRunner(Runner):
+    """Runs the model with plain torch operations.
+
+    Raises:
+        ConfigError: the device, the weights or the memory do not allow what the configuration asks; the message says
+            what to change.
+    """
+
+    def __init__(self, config: EngineConfig, shape: ModelShape, folder: Path, *, progress: bool = False) -> None:
+        self._device = open_device(config)
+        self._dtype = resolve_dtype(config, shape.dtype)
+        self._sampler = Sampler()
+        self._model = MODELS[shape.architecture](shape, Placement(self._dtype, self._device))
+        load_weights(folder, self._model.tensors(), tied=shape.tie_word_embeddings, progress=progress)
+        self._slots = _make_slots(self._model, config, self._dtype, self._device) if config.enable_lora else None
+        self._model.pack()
+        max_model_len = config.max_model_len or shape.max_position_embeddings
+        one_block = block_bytes(shape, config.block_size, self._dtype)
+        budget = self._measure(config, max_model_len)
+        self.num_blocks = num_blocks(config, max_model_len, one_block, budget)
+        self._kv = KVCache(shape, self.num_blocks, config.block_size, self._dtype, self._device)
+        self.memory = MemoryPlan(
+            weights_bytes=budget.weights,
+            lora_bytes=budget.lora,
+            kv_bytes=self._kv.num_bytes,
+            num_blocks=self.num_blocks,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            dtype=str(self._dtype).removeprefix("torch."),
+            device=config.device,
+        )
+        logger.info("memory plan %s", " ".join(f"{f}={getattr(self.memory, f)}" for f in MemoryPlan.__slots__))
+
+    def hold(self, digest: str, adapter: object) -> None:
+        """Keep an adapter in host memory; see step.Runner."""
+        assert self._slots is not None and isinstance(adapter, HostAdapter)
+        self._slots.hold(digest, adapter)
+
+    def drop(self, digest: str) -> None:
+        """Forget the host copy of an adapter; see step.Runner."""
+        if self._slots is not None:
+            self._slots.drop(digest)
+
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        """Run a step; see step.Runner."""
+        if self._slots is not None:
+            for load in plan.loads:
+                self._slots.activate(load.digest, load.slot)
+        order = order_spans(plan.spans)
+        results = dict(zip(order, self._run([plan.spans[i] for i in order], self._kv), strict=True))
+        return [results[i] for i in range(len(plan.spans))]
+
+    @torch.inference_mode()
+    def _run(self, spans: list[Span], kv: KVCache) -> list[Sampled]:
+        """Compute ordered spans; one result each, in that order."""
+        logits = self._model(build_batch(spans, kv, self._device), kv)
+        rows = [Row(span.sequence, span.end) for span in spans if span.samples]
+        sampled = iter([] if logits is None else self._sampler(logits, rows))
+        return [next(sampled) if span.samples else Sampled([]) for span in spans]
+
+    def _measure(self, config: EngineConfig, max_model_len: int) -> Budget:
+        """Bytes in use, and on a GPU the peak of the largest step."""
+        weights = self._model.num_bytes
+        lora = 0 if self._slots is None else self._slots.num_bytes
+        if self._device.type == "cpu":
+            return Budget(available_memory() + weights + lora, weights, lora, 0)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._run_largest_steps(config, max_model_len)
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        foreign = total - free - torch.cuda.memory_reserved(self._device)
+        share = int(total * config.gpu_memory_utilization)
+        return Budget(share, weights, lora, peak - weights - lora + foreign)
+
+    def _run_largest_steps(self, config: EngineConfig, max_model_len: int) -> None:
+        """A step of as many prompts as may be, all sampled, and one of a chunk at the end of the longest context.
+
+        Their KV cache is one block that stands in for all: what is computed is of no interest.
+        """
+        kv = KVCache(self._model.shape, 1, config.block_size, self._dtype, self._device)
+        room = max(max_model_len - 1, 1)
+        even, more = divmod(config.max_num_batched_tokens, config.max_num_seqs)
+        many = [_dummy_span(0, min(even + (i < more), room), kv) for i in range(config.max_num_seqs)]
+        chunk = min(config.max_num_batched_tokens, room)
+        for spans in (many, [_dummy_span(room - chunk, chunk, kv)]):
+            self._run(spans, kv)
+
+
+def _dummy_span(start: int, length: int, kv: KVCache) -> Span:
+    """A span that samples, of a sequence whose blocks are all block 0."""
+    params = SamplingParams(temperature=1.0, top_p=0.9)
+    sequence = Sequence(0, [0] * (start + length), params, seed=0, max_output_tokens=1)
+    sequence.block_table = [BlockId(0)] * -(-(start + length) // kv.block_size)
+    return Span(sequence, start, length, None)
+
+
+def _make_slots(
+    model: LlamaForCausalLM, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> AdapterSlots:
+    weights = {}
+    like = torch.empty(0, dtype=dtype, device=device)
+    for layer, linear in model.linears():
+        slots = SlotWeights(linear.in_features, linear.slices, config.max_loras, config.max_lora_rank, like)
+        linear.adapters = weights[layer, slots.names[0]] = slots
+    return AdapterSlots(weights, pin=device.type == "cuda")

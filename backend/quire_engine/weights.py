@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint files to parameters: safetensors only, single or sharded, read by slice into merged parameters."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from quire_spec.errors import ConfigError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+FLOATS = ("F64", "F32", "BF16", "F16")
+
+# Bytes read at a time: bounds what conversion holds beside the parameters.
+_CHUNK_BYTES = 64 << 20
+# In old Llama checkpoints; computed here from config.json.
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def load_weights(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], *, tied: bool = False, progress: bool = False
+) -> None:
+    """Fill parameters from the checkpoint in `folder`, converting to their dtype and device.
+
+    Args:
+        tensors: each tensor's name in the checkpoint, and the part of a parameter that it fills.
+        tied: the output projection is the embedding; its copy in some checkpoints is left alone.
+        progress: show a bar on stderr.
+
+    Raises:
+        ConfigError: files or tensors are missing, unexpected, of another shape or not floating point.
+    """
+    targets = dict(tensors)
+    where = _locate(folder)
+    found = {name for name in where if not _DERIVED.fullmatch(name)} - ({"lm_head.weight"} if tied else set())
+    if missing := sorted(set(targets) - found):
+        raise ConfigError(f"{folder}: {_some(missing)} missing; config.json does not fit this checkpoint, or it is cut")
+    if unexpected := sorted(found - set(targets)):
+        raise ConfigError(f"{folder}: {_some(unexpected)} unexpected; config.json does not fit this checkpoint")
+    total = sum(t.nbytes for t in targets.values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
+        for path in sorted({where[name] for name in targets}):
+            _load_file(path, {name: t for name, t in targets.items() if where[name] == path}, bar)
+
+
+def _locate(folder: Path) -> dict[str, Path]:
+    """Each tensor's file."""
+    if (folder / INDEX).is_file():
+        return _read_index(folder)
+    path = folder / SINGLE
+    if path.is_file():
+        with _open(path) as file:
+            return dict.fromkeys(file.keys(), path)
+    pickled = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickled:
+        raise ConfigError(
+            f"{folder}: weights in {pickled[0]!r} can run code when read; only safetensors are; "
+            "convert with transformers' save_pretrained"
+        )
+    raise ConfigError(f"{folder}: found neither {SINGLE} nor {INDEX}; is this the folder of a checkpoint?")
+
+
+def _read_index(folder: Path) -> dict[str, Path]:
+    path = folder / INDEX
+    try:
+        shards = json.loads(path.read_text())["weight_map"]
+        names = {str(tensor): str(file) for tensor, file in shards.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not an index of shards: {type(error).__name__}: {error}") from error
+    for file in sorted(set(names.values())):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ConfigError(f"{path}: shard {file!r} is not the name of a safetensors file in this folder")
+        if not (folder / file).is_file():
+            raise ConfigError(f"{path}: shard {file!r} is missing; fetch the checkpoint again")
+    return {tensor: folder / file for tensor, file in names.items()}
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: not a safetensors file: {error}; fetch it again") from error
+
+
+def _load_file(path: Path, targets: dict[str, Tensor], bar: "tqdm[Any]") -> None:
+    with _open(path) as file:
+        present = set(file.keys())
+        for name, target in targets.items():
+            if name not in present:
+                raise ConfigError(f"{path}: {name} missing, against the index; fetch the checkpoint again")
+            source = file.get_slice(name)
+            shape, dtype = tuple(source.get_shape()), source.get_dtype()
+            if shape != tuple(target.shape):
+                raise ConfigError(f"{path}: {name} has shape {shape}; config.json makes it {tuple(target.shape)}")
+            if dtype not in FLOATS:
+                raise ConfigError(f"{path}: {name} is {dtype}; quantized checkpoints are not supported")
+            _copy(source, target)
+            bar.update(target.nbytes)
+
+
+def _copy(source: Any, target: Tensor) -> None:
+    with torch.inference_mode():
+        rows = max(1, _CHUNK_BYTES * target.shape[0] // max(target.nbytes, 1))
+        for start in range(0, target.shape[0], rows):
+            target[start : start + rows].copy_(source[start : start + rows])
+
+
+def _some(names: list[str]) -> str:
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{listed} {'is' if len(names) == 1 else 'are'}"

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random checkpoints of each family, and adapters for them, written by transformers and peft themselves."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+VOCAB = 320
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    # Wide enough that the likeliest token leads by more than rounding can take away.
+    "initializer_range": 0.3,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "llama-head_dim": (LlamaConfig, {"head_dim": 32, "num_hidden_layers": 3, "tie_word_embeddings": True}),
+    "llama-biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "llama-llama3": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear": (
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}, "num_key_value_heads": 1},
+    ),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": True, "num_hidden_layers": 3}),
+    "qwen2-untied": (Qwen2Config, {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}),
+}
+"""One row per family and per shape that takes another path."""
+
+
+def make_checkpoint(folder: Path, name: str, **save: Any) -> Path:
+    """Write checkpoint `name` into `folder`; `save` goes to transformers' save_pretrained."""
+    kind, overrides = CHECKPOINTS[name]
+    torch.manual_seed(sum(map(ord, name)))
+    model = AutoModelForCausalLM.from_config(kind(**(BASE | overrides)), dtype=torch.float32)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            # transformers starts biases at 0 and norms at 1, where a mistake would not show.
+            if key.endswith("bias") or "norm" in key:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder, **save)
+    return folder
+
+
+def load_oracle(folder: Path) -> Any:
+    """The checkpoint in transformers: float32, on the CPU."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def make_adapter(checkpoint: Path, folder: Path, seed: int = 0, **config: Any) -> Path:
+    """Write an adapter with random A and B into `folder`; `config` goes to peft's LoraConfig."""
+    torch.manual_seed(seed)
+    defaults = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    model = get_peft_model(load_oracle(checkpoint), LoraConfig(**(defaults | config)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load_adapted_oracle(checkpoint: Path, adapter: Path) -> Any:
+    """An adapter on its checkpoint in peft, not merged."""
+    return PeftModel.from_pretrained(load_oracle(checkpoint), adapter).eval()
