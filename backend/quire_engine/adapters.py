@@ -6,6 +6,7 @@ read and carries out what it decides (`take_fetches`, `take_dropped`). Slots are
 digest everywhere.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,8 @@ class _Adapter:
     removed: bool = False
     num_open: int = 0
     """Sequences from arrival to end, running or not."""
-    owed: bool = False
-    """Sequences wait for it and none has run since: its host copy stays until one has."""
+    needed: int | None = None
+    """Tick since when sequences wait and none runs."""
     used: int = 0
     """Tick of the last arrival or start; the lowest is given up first."""
 
@@ -30,9 +31,10 @@ class _Adapter:
 class AdapterRegistry:
     """Adapters by digest: any number registered, at most `host_loras` in host memory, some of those in slots.
 
-    registered -> in host memory -> in a slot, each within the one before. A host copy goes, least recently used
-    first, when another is needed; never that of an adapter that runs, or that sequences wait for and have not had yet.
-    What is missing when a sequence arrives is read from disk, by whoever calls `take_fetches`, in order of arrival.
+    registered -> in host memory -> in a slot, each within the one before. What is missing when a sequence arrives is
+    read from disk, in order of arrival. When memory is full, a copy that nobody needs goes first, the least recently
+    used; then one that sequences wait for, but not as long as for the one that it makes room for. So the oldest need
+    is always met, however many adapters are asked for at once. The copy of an adapter that runs stays.
     """
 
     def __init__(self, max_loras: int, host_loras: int) -> None:
@@ -71,11 +73,14 @@ class AdapterRegistry:
             self.slots.pin(digest, False)
             self._forget_if_over(digest, adapter)
 
-    def fail(self, digest: str) -> None:
-        """The copy that `take_fetches` asked for could not be read. Its sequences end; the next one asks again."""
+    def fail(self, digest: str) -> bool:
+        """The copy that `take_fetches` asked for could not be read; the next sequence asks again.
+
+        Returns whether the adapter is missing, so that the sequences that wait for it are to end.
+        """
         self._asked.discard(digest)
-        if adapter := self._adapters.get(digest):
-            self._forget_if_over(digest, adapter)
+        adapter = self._adapters.get(digest)
+        return adapter is not None and not self._forget_if_over(digest, adapter) and digest not in self._host
 
     def states(self) -> dict[str, str]:
         """Where each registered adapter is: slot, host or disk. Removed ones are not listed."""
@@ -98,7 +103,7 @@ class AdapterRegistry:
         self._use(adapter)
         self.slots.touch(digest)
         self._active.add(digest)
-        adapter.owed = adapter.owed or self.slots.num_running(digest) == 0
+        self._set_needed(digest, adapter)
         self._want(digest, adapter)
 
     def ready(self, digest: str, now: float, *, new: bool) -> bool:
@@ -112,7 +117,7 @@ class AdapterRegistry:
         """A sequence begins to run, after `ready`."""
         self.slots.start(digest)
         self._use(self._adapters[digest])
-        self._adapters[digest].owed = False
+        self._adapters[digest].needed = None
 
     def slot(self, digest: str) -> SlotId:
         """Slot of an adapter that runs."""
@@ -123,6 +128,7 @@ class AdapterRegistry:
     def stop(self, digest: str) -> None:
         """A running sequence ends or is preempted; the adapter stays in its slot."""
         self.slots.stop(digest)
+        self._set_needed(digest, self._adapters[digest])
 
     def close(self, digest: str) -> None:
         """A sequence that does not run is over."""
@@ -130,7 +136,7 @@ class AdapterRegistry:
         adapter.num_open -= 1
         if adapter.num_open == self.slots.num_running(digest):
             self.slots.unblock(digest)
-            adapter.owed = False
+            adapter.needed = None
         if adapter.num_open == 0:
             self._active.discard(digest)
             if digest not in self.slots.pins:
@@ -142,13 +148,15 @@ class AdapterRegistry:
         for digest in sorted(self.slots.pins):
             if self.slots.find(digest) is None and digest in self._host:
                 self.slots.place(digest)
-        self.slots.begin_step(now)
+        self.slots.begin_step(now, self._near)
 
     def take_fetches(self) -> list[tuple[str, Path]]:
         """Adapters to read from disk, each once, as far as host memory has room; answered by `add` or `fail`."""
         fetches = []
-        while self._wanted and self._make_room(needed=True):
+        while self._wanted:
             digest = next(iter(self._wanted))
+            if not self._make_room(self._since(digest)):
+                break
             del self._wanted[digest]
             self._asked.add(digest)
             fetches.append((digest, self._adapters[digest].path))
@@ -180,6 +188,10 @@ class AdapterRegistry:
             "host memory is overrun": len(host) + len(self._asked) > self._host_loras,
             "a copy is read that is there": bool(self._asked & host),
             "an adapter that is waited for is not read": missing != (set(self._wanted) | self._asked) & missing,
+            "needs differ": any(
+                (a.needed is not None) != (a.num_open > 0 and self.slots.num_running(d) == 0)
+                for d, a in adapters.items()
+            ),
             "an adapter is read twice": bool(self._asked & set(self._wanted)),
             "a removed adapter stays": any(
                 a.removed and not a.num_open and d not in self._asked for d, a in adapters.items()
@@ -205,14 +217,25 @@ class AdapterRegistry:
         return adapter
 
     def _take_in(self, digest: str, adapter: _Adapter) -> bool:
-        needed = adapter.num_open > 0 or digest in self.slots.pins
-        if not self._make_room(needed):
+        if not self._make_room(self._since(digest)):
             self._want(digest, adapter)
             return False
         self._wanted.pop(digest, None)
         self._host.add(digest)
-        adapter.owed = adapter.num_open > 0
         return True
+
+    def _since(self, digest: str) -> float | None:
+        """How old the need for an adapter's copy is: a tick, inf to keep a pinned one warm, None for no need."""
+        needed = self._adapters[digest].needed
+        return needed if needed is not None else math.inf if digest in self.slots.pins else None
+
+    def _near(self, digest: str) -> bool:
+        return digest in self._host or digest in self._asked
+
+    def _set_needed(self, digest: str, adapter: _Adapter) -> None:
+        if adapter.needed is None and self.slots.num_running(digest) == 0:
+            self._tick += 1
+            adapter.needed = self._tick
 
     def _want(self, digest: str, adapter: _Adapter) -> None:
         needed = adapter.num_open > 0 or digest in self.slots.pins
@@ -223,26 +246,26 @@ class AdapterRegistry:
         self._tick += 1
         adapter.used = self._tick
 
-    def _make_room(self, needed: bool) -> bool:
-        """Room for one more host copy, giving one up if need be; for a copy that nobody needs only an unused one."""
+    def _make_room(self, since: float | None) -> bool:
+        """Room for one more host copy, needed `since` then; gives up another one if need be."""
         if len(self._host) + len(self._asked) < self._host_loras:
             return True
         spare = [
-            (adapter.num_open > 0, self.slots.find(digest) is not None, adapter.used, digest)
+            (adapter.needed is not None, -(adapter.needed or 0), in_slot, adapter.used, digest)
             for digest in self._host
-            for adapter in (self._adapters[digest],)
-            if self._spare(digest, adapter, needed)
+            for adapter, in_slot in ((self._adapters[digest], self.slots.find(digest) is not None),)
+            if self._spare(digest, adapter, since) and not (since is None and in_slot)
         ]
-        if not spare:
-            return False
-        self._drop(min(spare)[3])
-        return True
+        if spare:
+            self._drop(min(spare)[-1])
+        return bool(spare)
 
-    def _spare(self, digest: str, adapter: _Adapter, needed: bool) -> bool:
-        if not needed:
-            return not (adapter.num_open or self.slots.find(digest) is not None or digest in self.slots.pins)
-        kept = digest in self.slots.pins and not self.slots.pins_yield
-        return not (kept or adapter.owed or self.slots.num_running(digest))
+    def _spare(self, digest: str, adapter: _Adapter, since: float | None) -> bool:
+        if digest in self.slots.pins and not (self.slots.pins_yield and since is not None):
+            return False
+        if self.slots.num_running(digest):
+            return False
+        return adapter.needed is None or (since is not None and adapter.needed > since)
 
     def _drop(self, digest: str) -> None:
         adapter = self._adapters[digest]

@@ -29,10 +29,11 @@ class Scheduler:
     later. The one admitted first is thus never preempted while another runs, and alone it always fits, because the
     pool holds `max_model_len` tokens (checked at start): it ends, then the next one is first.
 
-    No thrash. A sequence, new or preempted, is admitted only if afterwards one block per running sequence stays free,
-    and never in a step that preempted. Running sequences take at most one block each in `block_size` steps, so at
-    least that many steps pass between an admission and the next preemption, and there are no more preemptions than
-    admissions. (With nothing else running the reserve is not needed.)
+    No thrash. A sequence, new or preempted, is admitted only if afterwards one block per running sequence stays free.
+    Running sequences take at most one block each in `block_size` steps, so at least that many steps pass between an
+    admission and the next preemption. Nobody is admitted in a step that preempts: the victim is next in line, and the
+    blocks that it gave up, less the one that was missing, are too few for it. (With nothing else running the reserve
+    is not needed.)
 
     Raises:
         ConfigError: the pool is smaller than one sequence of `max_model_len` tokens.
@@ -134,11 +135,8 @@ class Scheduler:
         """
         assert self._in_flight is None, "schedule() again before finish() or fail()"
         self._adapters.begin_step(now)
-        num_preemptions = self.num_preemptions
         decodes, prefills, budget = self._continue_running()
-        started: list[int] = []
-        if self.num_preemptions == num_preemptions:
-            started = self._admit(prefills, budget, now)
+        started = self._admit(prefills, budget, now)
         spans = decodes + prefills
         self._stalled = not spans
         if not spans:

@@ -5,7 +5,7 @@ Policy only: no weights, no host memory, no sequences, just how many of them run
 keeps its slot; an idle one loses it when somebody else needs it, least recently used first.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,7 +40,8 @@ class SlotTable:
 
     Fairness. An adapter that has waited for a slot longer than RESERVE_AFTER_S gets one reserved: an idle one, or that
     of the running adapter whose last start is longest ago. A reserved slot takes no new sequences of the adapter in
-    it, so it drains: who waits longest is served after at most the longest sequence of one adapter.
+    it, so it drains: who waits longest is served after at most the longest sequence of one adapter. Once idle, it
+    waits for its adapter only when that is in host memory or on its way there; otherwise whoever can use it, may.
 
     Pins. A pinned adapter is placed before any sequence asks and keeps its slot while idle. Only when every slot is
     pinned an idle pinned adapter yields to others: a promise to serve goes before one to keep warm.
@@ -54,6 +55,8 @@ class SlotTable:
         # Since when an adapter waits, oldest first.
         self._blocked: dict[str, float] = {}
         self._reserved: _Reservation | None = None
+        # Whether the adapter that a slot is reserved for could use it, or soon will.
+        self._reserved_near = False
         # Adapters for which this step's search failed: slots only fill up while a step is planned.
         self._missed: set[str] = set()
         self._loads: list[SlotLoad] = []
@@ -66,6 +69,10 @@ class SlotTable:
     def find(self, digest: str) -> SlotId | None:
         """Slot of an adapter."""
         return self._slot_of.get(digest)
+
+    def adapters(self) -> list[str]:
+        """Adapters in slots, in the order of the slots."""
+        return [slot.digest for slot in self._slots if slot.digest is not None]
 
     def num_running(self, digest: str) -> int:
         """Running sequences of an adapter."""
@@ -92,13 +99,18 @@ class SlotTable:
             self._tick += 1
             self._slots[slot].used = self._tick
 
-    def begin_step(self, now: float) -> None:
-        """Before a step's first `can_start`: reserve a slot for who has waited too long."""
+    def begin_step(self, now: float, near: Callable[[str], bool]) -> None:
+        """Before a step's first `can_start`: reserve a slot for who has waited too long.
+
+        `near` tells adapters in host memory or on their way there; among those that wait they come first.
+        """
         self._missed.clear()
         if self._reserved is None and self._blocked:
-            digest, since = next(iter(self._blocked.items()))
-            if now - since >= RESERVE_AFTER_S:
+            late = [digest for digest, since in self._blocked.items() if now - since >= RESERVE_AFTER_S]
+            if late:
+                digest = next(filter(near, late), late[0])
                 self._reserved = _Reservation(digest, self._slot_to_reserve(digest))
+        self._reserved_near = self._reserved is not None and near(self._reserved.digest)
 
     def place(self, digest: str) -> None:
         """Give a pinned adapter its slot ahead of any sequence, unless all are taken."""
@@ -182,7 +194,9 @@ class SlotTable:
         return [fault for fault, present in checks.items() if present]
 
     def _reserved_for_other(self, slot: SlotId, digest: str) -> bool:
-        return self._reserved is not None and self._reserved.slot == slot and self._reserved.digest != digest
+        if self._reserved is None or self._reserved.slot != slot or self._reserved.digest == digest:
+            return False
+        return self._reserved_near or self._slots[slot].num_running > 0
 
     def _idle_slot(self, digest: str, *, pins_yield: bool | None = None) -> SlotId | None:
         """An empty slot, else the least recently used idle one, that `digest` may take."""

@@ -200,6 +200,35 @@ def test_a_reservation_ends_with_the_sequences_it_was_for() -> None:
     assert not adapters.run("a", now=RESERVE_AFTER_S + 0.5)
 
 
+def test_a_slot_reserved_for_an_adapter_that_cannot_be_read_yet_serves_others() -> None:
+    adapters = registry("ab", max_loras=1, host_loras=1)
+    adapters.open("b")
+    adapters.open("a")
+    assert adapters.states() == {"a": "disk", "b": "host"}
+    # b's sequence does not get its turn while a waits; the only host copy is b's, and b has waited longer.
+    assert not adapters.run("a", now=0.0)
+    assert adapters.take_fetches() == []
+    assert adapters.run("b", now=2 * RESERVE_AFTER_S)
+    adapters.end("b")
+    assert adapters.fetch() == ["a"]
+    adapters.open("b")
+    assert not adapters.run("b", now=2 * RESERVE_AFTER_S)
+    assert adapters.run("a", now=2 * RESERVE_AFTER_S)
+
+
+def test_a_needed_copy_makes_room_for_one_that_is_needed_longer() -> None:
+    adapters = registry("abc", max_loras=1, host_loras=2)
+    adapters.open("a")
+    for digest in "bc":
+        adapters.open(digest)
+    assert adapters.fetch() == ["a"]
+    assert adapters.states() == {"a": "host", "b": "host", "c": "disk"}
+    assert adapters.take_fetches() == []
+    assert adapters.run("a")
+    adapters.end("a")
+    assert adapters.fetch() == ["c"]
+
+
 def test_fetches_go_out_once_in_order_and_within_host_memory() -> None:
     adapters = registry("abcdef", max_loras=1, host_loras=2)
     assert adapters.states() == {"a": "disk", "b": "disk", "c": "disk", "d": "disk", "e": "host", "f": "host"}

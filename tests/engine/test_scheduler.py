@@ -190,6 +190,7 @@ def test_the_last_admitted_is_preempted_and_comes_back_when_it_fits_again() -> N
     bench = Bench(num_blocks=4, max_model_len=24)
     bench.add(7, 17)
     bench.add(7, 17)
+    bench.add(7, 17)
     while not bench.scheduler.num_preemptions:
         batch = bench.step()
     # At token 16 both need a third block, and there is none.
@@ -197,9 +198,10 @@ def test_the_last_admitted_is_preempted_and_comes_back_when_it_fits_again() -> N
     assert bench.sequences[1].status is Status.PREEMPTED and not bench.sequences[1].block_table
     while bench.sequences[0].status is Status.RUNNING:
         assert bench.step()[0][0] == 0
+    # It goes before those that never ran.
     assert bench.step() == [(1, 0, 17)]
     bench.run()
-    assert bench.outputs == {i: expected_output([i] * 7, 17) for i in range(2)}
+    assert bench.outputs == {i: expected_output([i] * 7, 17) for i in range(3)}
     assert bench.scheduler.num_preemptions == 1
 
 
@@ -361,9 +363,11 @@ def test_output_is_the_same_in_every_mode(mode: str, block_size: int) -> None:
     assert num_preemptions[1] > 0 or block_size >= 64
 
 
-def test_an_overloaded_pool_does_not_thrash() -> None:
-    """200 sequences that need 10 times the pool: steps pass between an admission and a preemption, and work is kept."""
-    bench = Bench(replace(CONFIG, max_num_seqs=16, max_num_batched_tokens=256), num_blocks=48, max_model_len=384)
+@pytest.mark.parametrize("caching", [False, True])
+def test_an_overloaded_pool_does_not_thrash(caching: bool) -> None:
+    """200 sequences, of which the pool holds five: steps pass between admissions and preemptions, and work is kept."""
+    config = replace(CONFIG, max_num_seqs=16, max_num_batched_tokens=256, enable_prefix_caching=caching)
+    bench = Bench(config, num_blocks=48, max_model_len=384)
     draw = random.Random(3)
     needed = 0
     for _ in range(200):
@@ -382,7 +386,7 @@ def test_an_overloaded_pool_does_not_thrash() -> None:
         elif set(bench.scheduler._running) - running:
             last_admission = step
     assert 0 < num_preemptions < 200
-    # Without a prefix cache all that a preempted sequence had is computed again: that is a fraction of the work.
+    # What preempted sequences compute again is a fraction of the work.
     assert bench.runner.num_computed < 1.5 * needed
 
 

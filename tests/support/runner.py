@@ -55,7 +55,7 @@ class TokenRunner:
         return [Sampled([self._next(span)] if span.samples else []) for span in plan.spans]
 
     def _fail_at(self, num_spans: int) -> int | None:
-        if self._failures is None or self._failures.random() >= 0.02:
+        if self._failures is None or self._failures.random() >= 0.005:
             return None
         return self._failures.randint(0, num_spans)
 

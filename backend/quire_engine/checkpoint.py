@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint: what the engine knows of a model before any weight is read. Torch-free; engine.py calls it."""
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from quire_spec.errors import ConfigError
+from quire_spec.shape import ModelShape
+
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's folder, read as far as scheduling needs it."""
+
+    folder: Path
+    shape: ModelShape
+    eos_token_ids: frozenset[int]
+    """End-of-sequence tokens of config.json and generation_config.json together."""
+    fingerprint: str
+    """Tells this checkpoint's KV blocks from another's: see `fingerprint_of`."""
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read `folder`.
+
+        Raises:
+            ConfigError: a file is missing or wrong, or the architecture is not supported.
+        """
+        shape = ModelShape.load(folder)
+        eos = frozenset(shape.eos_token_ids) | _generation_eos(folder / "generation_config.json")
+        return cls(folder, shape, eos, fingerprint_of(folder))
+
+
+def fingerprint_of(folder: Path) -> str:
+    """`sampled-sha256:<hex>` over config.json and, of each weight file, name, size and 64 samples of 4 KiB.
+
+    Reading all of a checkpoint would cost a start as much as loading it does. Samples tell retrained weights apart,
+    but not ones edited in a few places: good for blocks that never leave a process, which is all that uses it.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    sha = hashlib.sha256()
+    try:
+        _add(sha, (folder / "config.json").read_bytes())
+        for path in sorted(folder.glob("*.safetensors")):
+            size = path.stat().st_size
+            _add(sha, path.name.encode())
+            _add(sha, struct.pack("<Q", size))
+            with path.open("rb") as file:
+                for i in range(_NUM_SAMPLES):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
+                    _add(sha, file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise ConfigError(f"model: {error}") from error
+    return f"sampled-sha256:{sha.hexdigest()}"
+
+
+def _add(sha: "hashlib._Hash", data: bytes) -> None:
+    sha.update(struct.pack("<Q", len(data)) + data)
+
+
+def _generation_eos(path: Path) -> frozenset[int]:
+    """Chat models end their turn with tokens that only generation_config.json names."""
+    if not path.exists():
+        return frozenset()
+    try:
+        eos = json.loads(path.read_text()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    found = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(type(token) is int for token in found):
+        raise ConfigError(f"{path}: eos_token_id: {eos!r} is neither an integer nor a list of integers")
+    return frozenset(found)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine: a model, its scheduler and its runner as one object. Requests in, tokens out, a step at a time.
+
+Owns no thread and no socket: the core process and the offline LLM drive it. Importing this module costs no torch;
+`from_config` does.
+"""
+
+import logging
+import random
+import time
+from array import array
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from quire_engine.adapters import AdapterRegistry
+from quire_engine.blocks import BlockPool, ContentKey
+from quire_engine.checkpoint import Checkpoint
+from quire_engine.hub import resolve_model
+from quire_engine.request import Sequence
+from quire_engine.scheduler import Scheduler
+from quire_engine.step import Runner, Sampled, StepPlan
+from quire_spec.config import EngineConfig
+from quire_spec.errors import Code, ConfigError, Internal, InvalidArgument, QuireError
+from quire_spec.messages import Generate, SequenceResult, Stats, StepResult
+from quire_spec.sampling import SamplingParams
+from quire_spec.shape import ModelShape
+from quire_spec.status import MemoryPlan
+
+if TYPE_CHECKING:
+    from quire_engine.peft import HostAdapter  # imports torch
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves requests with one model. Not thread-safe: one thread calls it, `read_adapter` excepted.
+
+    Raises:
+        ConfigError: max_model_len exceeds the model's, or the KV cache cannot hold one sequence of that length.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        runner: Runner,
+        memory: MemoryPlan,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.shape: ModelShape = checkpoint.shape
+        self.memory = memory
+        self.model_folder = checkpoint.folder
+        self.max_model_len = check_max_model_len(config, checkpoint.shape)
+        self._eos_token_ids = checkpoint.eos_token_ids
+        self._runner = runner
+        self._clock = clock
+        self._seeds = random.Random(config.seed)
+        self._blocks = BlockPool(memory.num_blocks)
+        self._adapters = AdapterRegistry(config.max_loras, config.host_loras)
+        key = ContentKey(checkpoint.fingerprint, memory.dtype, config.block_size)
+        self._scheduler = Scheduler(config, self._blocks, self._adapters, key, self.max_model_len)
+        # Ended without a step; reported with the next one.
+        self._failed: list[SequenceResult] = []
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, progress: bool = False) -> Self:
+        """Find the model, load it, and lay out the device's memory. `progress` shows bars on stderr.
+
+        Raises:
+            ConfigError: the model cannot be found or served, or does not fit; the message says what to change.
+        """
+        checkpoint = Checkpoint.load(resolve_model(config.model, config.revision, progress))
+        check_max_model_len(config, checkpoint.shape)
+        from quire_engine.runner import TorchRunner  # here, so that importing the engine costs no torch
+
+        runner = TorchRunner(config, checkpoint.shape, checkpoint.folder, progress=progress)
+        engine = cls(config, checkpoint, runner, runner.memory)
+        effective = config.to_json() | {"max_model_len": engine.max_model_len, "dtype": engine.memory.dtype}
+        logger.info("engine config %s", " ".join(f"{name}={value!r}" for name, value in effective.items()))
+        return engine
+
+    @property
+    def has_work(self) -> bool:
+        """Any sequence that is not over, or whose end was not reported yet."""
+        return self._scheduler.has_work or bool(self._failed)
+
+    @property
+    def runnable(self) -> bool:
+        """False when step() has nothing to do until something else is called: all wait for adapters to be read."""
+        return self._scheduler.runnable or bool(self._failed)
+
+    def add(self, request: Generate) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidArgument: a parameter or token id is wrong, or the prompt is empty or too long.
+            NotFound: its adapter is not loaded.
+        """
+        params = SamplingParams.from_mapping(request.params)
+        prompt = self._check_tokens("prompt", request.prompt_token_ids)
+        if not prompt:
+            raise InvalidArgument("prompt: empty; give at least one token")
+        stops = frozenset(self._check_tokens("stop_token_ids", params.stop_token_ids))
+        room = max(self.max_model_len - len(prompt), 0)
+        self._scheduler.add(
+            Sequence(
+                id=request.id,
+                prompt_token_ids=prompt,
+                params=params,
+                seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
+                max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                stop_token_ids=stops if params.ignore_eos else stops | self._eos_token_ids,
+                adapter=request.adapter,
+                cache_salt=request.cache_salt,
+                arrival=self._clock(),
+            )
+        )
+
+    def abort(self, ids: Iterable[int]) -> None:
+        """End sequences without a result; unknown ids are ignored."""
+        ids = set(ids)
+        self._scheduler.abort(ids)
+        self._failed = [result for result in self._failed if result.id not in ids]
+        self._drop_copies()
+
+    def step(self) -> StepResult:
+        """Run at most one step; also reports sequences that failed since the last one."""
+        plan = self._scheduler.schedule(self._clock())
+        results = self._run(plan) if plan is not None else []
+        self._drop_copies()
+        results += self._failed
+        self._failed = []
+        return StepResult(results, plan.started if plan is not None else [], self.stats())
+
+    def read_adapter(self, path: Path) -> "HostAdapter":
+        """Read an adapter's folder. Slow, and safe to call from any thread.
+
+        Raises:
+            InvalidArgument: it is not an adapter for this model, or one that cannot be served; the message says why.
+        """
+        import torch
+
+        from quire_engine.peft import read_adapter
+
+        return read_adapter(path, self.shape, self.config.max_lora_rank, getattr(torch, self.memory.dtype))
+
+    def add_adapter(self, digest: str, path: Path, host: object, pinned: bool | None = None) -> None:
+        """Register what `read_adapter` read, under its content digest.
+
+        `pinned` None answers `take_fetches` for an adapter that is registered (or was, until a moment ago), and
+        registers an unknown one; True or False registers in any case, also one that is being removed.
+
+        Raises:
+            InvalidArgument: the engine has no adapter slots, or all of them are pinned already.
+        """
+        if not self.config.enable_lora:
+            raise InvalidArgument(f"adapter {digest!r}: this engine takes no adapters; set enable_lora")
+        keep = self._adapters.add(digest, path, pinned)
+        self._drop_copies()
+        if keep:
+            self._runner.hold(digest, host)
+        self._scheduler.wake()
+
+    def remove_adapter(self, digest: str) -> None:
+        """Refuse new sequences of an adapter and free it with its last one; unknown digests are ignored."""
+        self._adapters.remove(digest)
+        self._drop_copies()
+
+    def take_fetches(self) -> list[tuple[str, Path]]:
+        """Adapters to be read again, because sequences wait for them; answer each with add_adapter or fail_adapter."""
+        fetches = self._adapters.take_fetches()
+        self._drop_copies()
+        return fetches
+
+    def fail_adapter(self, digest: str, error: QuireError) -> None:
+        """An adapter could not be read again: the sequences that wait for it fail with `error`."""
+        if self._adapters.fail(digest):
+            failed = self._scheduler.fail_adapter(digest)
+            self._failed += [_failure(sequence, error.code, str(error)) for sequence in failed]
+            self._drop_copies()
+
+    def adapters(self) -> dict[str, str]:
+        """Where each registered adapter is, by digest: slot, host or disk."""
+        return self._adapters.states()
+
+    def stats(self) -> Stats:
+        """State of the scheduler now."""
+        scheduler = self._scheduler
+        return Stats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=self._blocks.num_blocks,
+            num_used_blocks=self._blocks.num_used,
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=scheduler.num_steps,
+            running_adapters=self._adapters.running(),
+            waiting_adapters=self._adapters.waiting(),
+            num_adapter_evictions=self._adapters.slots.num_evictions,
+            slot_adapters=self._adapters.slots.adapters(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise Internal, with the counts, unless sequences, blocks and adapters agree."""
+        self._scheduler.check_integrity()
+
+    def _run(self, plan: StepPlan) -> list[SequenceResult]:
+        try:
+            sampled = self._runner.execute(plan)
+        except Exception as error:  # whatever a device throws costs this step's sequences, never the engine
+            logger.exception("step failed num_sequences=%d", len(plan.spans))
+            reason = f"the step failed: {type(error).__name__}: {str(error)[:200]}"
+            return [_failure(sequence, Internal.code, reason) for sequence in self._scheduler.fail(plan)]
+        except BaseException:
+            # Control-C in an offline run: the caller goes on with the engine, or could.
+            self._scheduler.fail(plan)
+            raise
+        return [_result(sequence, new) for sequence, new in self._scheduler.finish(plan, sampled)]
+
+    def _drop_copies(self) -> None:
+        for digest in self._adapters.take_dropped():
+            self._runner.drop(digest)
+
+    def _check_tokens(self, name: str, token_ids: Iterable[int]) -> list[int]:
+        try:
+            # Checks types and signs at C speed: prompts have up to a hundred thousand tokens.
+            tokens = array("Q", token_ids)
+        except (TypeError, OverflowError) as error:
+            raise InvalidArgument(f"{name}: not a list of token ids: {error}") from error
+        if tokens and (largest := max(tokens)) >= self.shape.vocab_size:
+            raise InvalidArgument(f"{name}: token id {largest} is outside the vocabulary of {self.shape.vocab_size}")
+        return tokens.tolist()
+
+
+def check_max_model_len(config: EngineConfig, shape: ModelShape) -> int:
+    """Tokens of prompt and output together that an engine serves.
+
+    Raises:
+        ConfigError: more than the model has positions for.
+    """
+    limit = shape.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(f"max_model_len: {config.max_model_len} exceeds the model's max_position_embeddings {limit}")
+    return config.max_model_len or limit
+
+
+def _result(sequence: Sequence, new: Sampled) -> SequenceResult:
+    logprobs = None
+    if new.logprobs is not None:
+        logprobs = [[[entry.token_id, entry.logprob, entry.rank] for entry in token] for token in new.logprobs]
+    return SequenceResult(sequence.id, new.token_ids, sequence.finish_reason, logprobs)
+
+
+def _failure(sequence: Sequence, code: Code, message: str) -> SequenceResult:
+    return SequenceResult(sequence.id, [], error_code=code, error=message)

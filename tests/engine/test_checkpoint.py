@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model is found where it is said to be, and its folder read as far as scheduling needs it."""
+
+import json
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from quire_engine.checkpoint import Checkpoint, fingerprint_of
+from quire_engine.hub import resolve_model
+from quire_spec.errors import ConfigError
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "vocab_size": 16,
+    "max_position_embeddings": 64,
+    "eos_token_id": 2,
+}
+
+
+def checkpoint(folder: Path, weights: bytes = b"w" * 300_000, **generation: object) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors").write_bytes(weights)
+    if generation:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache of this machine, with one model in it and the network away."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--org--name"
+    checkpoint(repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    return repository
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path), None, progress=False) == tmp_path
+    with pytest.raises(ConfigError, match="revision: 'v1' was given for the folder"):
+        resolve_model(str(tmp_path), "v1", progress=False)
+    with pytest.raises(ConfigError, match=f"there is no folder '{tmp_path}/none'"):
+        resolve_model(f"{tmp_path}/none", None, progress=False)
+
+
+def test_a_cached_hub_model_needs_no_network(hub_cache: Path) -> None:
+    folder = resolve_model("org/name", None, progress=False)
+    assert folder == next((hub_cache / "snapshots").iterdir())
+    assert Checkpoint.load(folder).shape.vocab_size == 16
+
+
+@pytest.mark.parametrize("model", ["org/other", "no such/model/at all"])
+def test_a_model_that_cannot_be_had_is_named(hub_cache: Path, model: str) -> None:
+    with pytest.raises(ConfigError, match=f"model: '{model}' is neither a folder nor could it be had"):
+        resolve_model(model, None, progress=False)
+    with pytest.raises(ConfigError, match="'org/name' at revision 'v9'"):
+        resolve_model("org/name", "v9", progress=True)
+
+
+@pytest.mark.parametrize(("eos", "wanted"), [(None, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8})])
+def test_stop_tokens_of_both_files_count(tmp_path: Path, eos: object, wanted: set[int]) -> None:
+    folder = checkpoint(tmp_path / "m", eos_token_id=eos, temperature=0.6)
+    assert Checkpoint.load(folder).eos_token_ids == wanted
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [true]}'])
+def test_a_broken_generation_config_is_named(tmp_path: Path, text: str) -> None:
+    folder = checkpoint(tmp_path / "m")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        Checkpoint.load(folder)
+
+
+def test_fingerprints_tell_checkpoints_apart(tmp_path: Path) -> None:
+    base = fingerprint_of(checkpoint(tmp_path / "a"))
+    assert fingerprint_of(checkpoint(tmp_path / "b")) == base
+    assert fingerprint_of(checkpoint(tmp_path / "c", weights=b"w" * 300_001)) != base
+    assert fingerprint_of(checkpoint(tmp_path / "d", weights=b"v" * 300_000)) != base
+    short = checkpoint(tmp_path / "e", weights=b"w")
+    assert fingerprint_of(short) != base
+    (short / "config.json").write_text(json.dumps(CONFIG | {"rope_theta": 5e5}))
+    assert fingerprint_of(short) != fingerprint_of(checkpoint(tmp_path / "f", weights=b"w"))

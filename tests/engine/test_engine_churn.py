@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine under everything at once: nothing leaks, nothing mixes, and one request's trouble stays its own."""
+
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runner import VOCAB, TokenRunner, expected_output
+
+from quire_engine.checkpoint import Checkpoint
+from quire_engine.engine import Engine
+from quire_engine.step import Sampled, StepPlan
+from quire_spec.config import EngineConfig
+from quire_spec.errors import InvalidArgument, NotFound, Unavailable
+from quire_spec.messages import Generate, SequenceResult
+from quire_spec.shape import ModelShape
+from quire_spec.status import MemoryPlan
+
+EOS = 5
+SHAPE = ModelShape.from_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "num_attention_heads": 1,
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 96,
+    }
+)
+PATH = Path("/adapters")
+
+
+class Runner(TokenRunner):
+    """A token runner during whose steps something else happens."""
+
+    during: Callable[[], None] | None = None
+
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        if self.during is not None:
+            self.during()
+        return super().execute(plan)
+
+
+class World:
+    """An engine, and its requests and adapters as their owner sees them."""
+
+    def __init__(self, num_blocks: int = 30, failures: random.Random | None = None, **fields: Any) -> None:
+        settings = {"block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 48, "enable_lora": True}
+        settings |= {"max_loras": 2, "max_cpu_loras": 4}
+        self.runner = Runner(num_blocks, 8, failures=failures)
+        self.now = 0.0
+        checkpoint = Checkpoint(PATH, SHAPE, frozenset({EOS}), "fingerprint")
+        memory = MemoryPlan(0, 0, 0, num_blocks, 8, 96, "float32", "cpu")
+        config = EngineConfig.from_json(settings | {"model": "m"} | fields)
+        self.engine = Engine(config, checkpoint, self.runner, memory, lambda: self.now)
+        self.open: dict[int, Generate] = {}
+        self.outputs: dict[int, list[int]] = {}
+        self.ends: dict[int, str] = {}
+        self.started: list[int] = []
+        self.num_added = 0
+
+    def add(self, prompt: list[int], adapter: str | None = None, salt: str | None = None, **params: Any) -> int:
+        request = Generate(self.num_added, prompt, params, adapter, salt)
+        self.engine.add(request)
+        self.num_added += 1
+        self.open[request.id], self.outputs[request.id] = request, []
+        return request.id
+
+    def abort(self, request_id: int) -> None:
+        del self.open[request_id]
+        self.engine.abort([request_id])
+
+    def add_adapter(self, digest: str, pinned: bool | None = False) -> None:
+        self.engine.add_adapter(digest, PATH / digest, digest, pinned)
+
+    def step(self) -> None:
+        self.now += 0.05
+        result = self.engine.step()
+        self.started += result.started
+        for item in result.results:
+            self.take(item)
+
+    def take(self, item: SequenceResult) -> None:
+        assert item.id in self.open, "a result for a request that is over"
+        self.outputs[item.id] += item.token_ids
+        if end := item.finish_reason or item.error_code:
+            self.ends[item.id] = end
+            # The runner finds fault by assertions; only the failures that a test asked for may come through.
+            assert item.error in ("", "the step failed: RuntimeError: the device failed", "the disk is gone")
+            request = self.open.pop(item.id)
+            if item.finish_reason:
+                assert self.outputs[item.id] == wanted(request)
+
+    def fetch(self) -> None:
+        for digest, _ in self.engine.take_fetches():
+            self.add_adapter(digest, None)
+
+    def drain(self) -> None:
+        while self.engine.has_work:
+            self.fetch()
+            self.step()
+        assert not self.open
+
+
+def wanted(request: Generate) -> list[int]:
+    """What a request is to answer."""
+    num = min(request.params["max_tokens"], 96 - len(request.prompt_token_ids))
+    return expected_output(request.prompt_token_ids, num, request.adapter, frozenset({EOS}))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_ten_thousand_requests_leave_nothing_behind(caching: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "quire_engine.engine")  # hundreds of failed steps, each with a traceback
+    draw = random.Random(11)
+    world = World(14, failures=draw, enable_prefix_caching=caching)
+    engine, digests = world.engine, [f"sha256:{i}" for i in range(12)]
+    asked: list[str] = []
+
+    def requests(num_arrivals: int) -> None:
+        for _ in range(num_arrivals):
+            adapter = draw.choice([None, *digests])
+            prompt = [draw.randrange(2)] * draw.randint(1, 20) + [draw.randrange(VOCAB)] * draw.randint(0, 1)
+            try:
+                world.add(prompt, adapter, draw.choice([None, None, "salt"]), max_tokens=draw.randint(1, 40))
+            except NotFound:
+                assert adapter not in engine.adapters()
+        if world.open and draw.random() < 0.08:
+            world.abort(draw.choice(list(world.open)))
+
+    def adapters() -> None:
+        if draw.random() < 0.1:
+            engine.remove_adapter(draw.choice(digests))
+        if draw.random() < 0.3:
+            try:
+                world.add_adapter(draw.choice(digests), draw.random() < 0.2)
+            except InvalidArgument as error:
+                assert "all 2 slots are" in str(error)
+
+    world.runner.during = lambda: requests(draw.randint(0, 1))
+    while world.num_added < 10_000:
+        requests(draw.randint(0, 3) if len(world.open) < 60 else 0)
+        adapters()
+        asked += [digest for digest, _ in engine.take_fetches()]
+        while asked and draw.random() < 0.7:
+            digest = asked.pop(draw.randrange(len(asked)))
+            if draw.random() < 0.1:
+                engine.fail_adapter(digest, Unavailable("the disk is gone"))
+            else:
+                world.add_adapter(digest, None)
+        if draw.random() < 0.2:
+            engine.check_integrity()
+        world.step()
+    for digest in asked:
+        world.add_adapter(digest, None)
+    world.runner.during = None
+    world.drain()
+    engine.check_integrity()
+    stats = engine.stats()
+    assert (stats.num_used_blocks, stats.running_adapters, stats.waiting_adapters) == (0, [], [])
+    assert stats.num_preemptions > 100 and stats.num_adapter_evictions > 100
+    assert len(world.started) == len(set(world.started))
+    ends = list(world.ends.values())
+    assert {"stop", "length", "INTERNAL", "UNAVAILABLE"} == set(ends)
+    # Aborts and failures are the exception: most of the outputs were compared.
+    assert ends.count("length") + ends.count("stop") > 3500
+    assert set(world.runner.host) == {d for d, state in engine.adapters().items() if state != "disk"}
+    for digest in digests:
+        engine.remove_adapter(digest)
+    assert engine.adapters() == {} and world.runner.host == {}
+    # The cache that all this left works: what it gives is checked by the runner in every step.
+    world.runner._failures = None
+    for _ in range(2):
+        before = engine.stats().prefix_cache_hits
+        world.add([0] * 40, max_tokens=8)
+        world.drain()
+    assert engine.stats().prefix_cache_hits - before == (32 if caching else 0)
+
+
+def test_requests_that_are_wrong_are_refused_and_change_nothing() -> None:
+    world = World()
+    good = world.add([1, 2, 3], max_tokens=20)
+    world.step()
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"prompt": []}, "prompt: empty"),
+        ({"prompt": [VOCAB]}, f"prompt: token id {VOCAB} is outside the vocabulary of {VOCAB}"),
+        ({"prompt": [-1]}, "prompt: not a list of token ids"),
+        ({"prompt": ["1"]}, "prompt: not a list of token ids"),
+        ({"prompt": [1.5]}, "prompt: not a list of token ids"),
+        ({"prompt": None}, "prompt: not a list of token ids"),
+        ({"prompt": [1] * 96}, "prompt: 96 tokens leave no room for output; max_model_len is 96"),
+        ({"prompt": [1], "stop_token_ids": [VOCAB]}, f"stop_token_ids: token id {VOCAB}"),
+        ({"prompt": [1], "temperature": -1}, "temperature"),
+        ({"prompt": [1], "best_of": 2}, "unknown sampling parameter 'best_of'"),
+        ({"prompt": [1], "adapter": "sha256:no"}, "adapter 'sha256:no' is not loaded"),
+    ]
+    for request, message in refused:
+        with pytest.raises((InvalidArgument, NotFound), match=message):
+            world.add(**request)
+        world.engine.check_integrity()
+    world.drain()
+    assert world.ends == {good: "length"}
+
+
+def test_a_failed_step_is_reported_to_its_requests_only() -> None:
+    world = World(max_num_seqs=2)
+    ids = [world.add([i] * 5, max_tokens=3) for i in range(3)]
+
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    world.runner.during = fail
+    world.now += 1
+    results = world.engine.step().results
+    assert [(r.id, r.error_code) for r in results] == [(ids[0], "INTERNAL"), (ids[1], "INTERNAL")]
+    assert results[0].error == "the step failed: MemoryError: no room"
+    world.runner.during = None
+    del world.open[ids[0]], world.open[ids[1]]
+    world.drain()
+    assert world.ends == {ids[2]: "length"}
+
+
+def test_an_interrupted_step_leaves_the_engine_usable() -> None:
+    world = World()
+    world.add([1] * 5, max_tokens=3)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    world.runner.during = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.step()
+    world.runner.during = None
+    world.open.clear()
+    world.engine.check_integrity()
+    world.add([1] * 5, max_tokens=3)
+    world.drain()
+
+
+def test_an_adapter_that_cannot_be_read_fails_those_who_wait_for_it() -> None:
+    world = World(max_loras=1, max_cpu_loras=1)
+    for digest in "ab":
+        world.add_adapter(digest)
+    other = world.add([3], "b", max_tokens=2)
+    waiting = [world.add([1], "a", max_tokens=2), world.add([2], "a", max_tokens=2)]
+    assert world.engine.runnable
+    # b is in host memory and has been waited for longer, so a is read when b has run.
+    assert world.engine.take_fetches() == []
+    world.step()
+    world.step()
+    assert world.ends == {other: "length"}
+    assert world.engine.take_fetches() == [("a", PATH / "a")]
+    world.step()
+    assert not world.engine.runnable and world.engine.has_work
+    world.engine.abort(waiting[1:])
+    world.engine.fail_adapter("a", InvalidArgument("rank 128 exceeds 16"))
+    assert world.engine.runnable
+    world.engine.check_integrity()
+    [result] = world.engine.step().results
+    assert (result.id, result.error_code, result.error) == (waiting[0], "INVALID_ARG", "rank 128 exceeds 16")
+    assert not world.engine.has_work
+    assert world.engine.adapters() == {"a": "disk", "b": "disk"}
+
+
+def test_seeds_differ_unless_given_and_are_those_of_the_configuration() -> None:
+    seeds = []
+    for _ in range(2):
+        world = World(seed=3)
+        for params in ({}, {}, {"seed": 7}, {"seed": 7}):
+            world.add([1], max_tokens=1, **params)
+        seeds.append([s.seed for s in world.engine._scheduler._waiting.values()])
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0][:2])) == 2 and seeds[0][2:] == [7, 7]
+
+
+def test_end_of_sequence_stops_unless_ignored() -> None:
+    prompt = next([i] for i in range(VOCAB) if EOS in expected_output([i], 40))
+    world = World()
+    stopped = world.add(prompt, max_tokens=40)
+    world.drain()
+    assert world.ends[stopped] == "stop" and world.outputs[stopped][-1] == EOS
+    request = Generate(99, prompt, {"max_tokens": 40, "ignore_eos": True})
+    world.engine.add(request)
+    tokens: list[int] = []
+    while world.engine.has_work:
+        tokens += [token for result in world.engine.step().results for token in result.token_ids]
+    assert tokens == expected_output(prompt, 40)
+
+
+def test_without_slots_adapters_are_refused() -> None:
+    world = World(enable_lora=False)
+    with pytest.raises(InvalidArgument, match="set enable_lora"):
+        world.add_adapter("a")
