@@ -37,7 +37,7 @@ class Edge(Service):
         self.family: set[int] = set()
         self.key, self.shm_prefix = launch.new_key(), launch.new_shm_prefix()
         repository.write_base(folder / "models", BASE, self.socket)
-        self.text: subprocess.Popen[bytes] | None = None
+        self.text_process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         install, python = launch.find_server(), launch.this_python()
@@ -61,13 +61,13 @@ class Edge(Service):
     def start_text(self) -> None:
         """Start the scripted text process, and wait until it listens."""
         before = len(self.notes("ready"))
-        self.text = subprocess.Popen([sys.executable, SCRIPT, self.socket, self.journal])
+        self.text_process = subprocess.Popen([sys.executable, SCRIPT, self.socket, self.journal])
         wait_until(lambda: len(self.notes("ready")) > before, 10, "listening")
 
     def kill_text(self) -> None:
-        assert self.text is not None
-        self.text.kill()
-        self.text.wait()
+        assert self.text_process is not None
+        self.text_process.kill()
+        self.text_process.wait()
 
     def notes(self, what: str, **details: Any) -> list[dict[str, Any]]:
         """Lines of the text process's journal."""
@@ -75,6 +75,10 @@ class Edge(Service):
             return []
         lines = [json.loads(line) for line in self.journal.read_text().splitlines() if line.endswith("}")]
         return [note for note in lines if note["what"] == what and details.items() <= note.items()]
+
+    def num_open(self) -> int:
+        """Requests that are open in the text process."""
+        return next((note["num"] for note in reversed(self.notes("open"))), 0)
 
     def client(self) -> ServerClient:
         return ServerClient("127.0.0.1", self.ports["http"], self.key)
@@ -112,7 +116,7 @@ def edge(folder: Path) -> Iterator[Edge]:
         yield running
         running.stop()
     finally:
-        if running.text is not None and running.text.poll() is None:
+        if running.text_process is not None and running.text_process.poll() is None:
             running.kill_text()
         if hasattr(running, "process") and running.process.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):

@@ -35,6 +35,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error):
         self.process.connections.discard(self)
         self.process.note("lost", ids=sorted(self.open))
+        self.process.note_open()
 
     def data_received(self, data):
         for message in self.decoder.feed(data):
@@ -45,6 +46,7 @@ class Connection(asyncio.Protocol):
                     self.process.note("cancel", ids=message.ids, was_open=[i for i in message.ids if i in self.open])
                     for request_id in message.ids:
                         self.open.pop(request_id, None)
+                    self.process.note_open()
                 case Submit():
                     self.process.note("submit", id=message.id, model=message.model, num_chars=len(message.prompt or ""))
                     self.start(message)
@@ -64,12 +66,14 @@ class Connection(asyncio.Protocol):
             self.open[submit.id] = itertools.repeat(None)
         else:
             self.open[submit.id] = itertools.chain([None] * int(words.get("wait", 0)), tokens(submit, words))
+        self.process.note_open()
 
     def step(self):
         events = [event for event in map(next, self.open.values()) if event is not None]
         for event in events:
             if event.final:
                 del self.open[event.id]
+                self.process.note_open()
         if events:
             self.send(events)
 
@@ -111,10 +115,14 @@ class Process:
         self.journal.write(json.dumps({"what": what, **details}) + "\n")
         self.journal.flush()
 
+    def note_open(self):
+        self.note("open", num=sum(len(connection.open) for connection in self.connections))
+
     async def run(self, path):
         Path(path).unlink(missing_ok=True)
         await asyncio.get_running_loop().create_unix_server(lambda: Connection(self), path, backlog=512)
         self.note("ready")
+        self.note_open()
         while True:
             for connection in list(self.connections):
                 connection.step()
