@@ -58,14 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 done, 1 something is wrong, 2 used wrongly (from argparse)."""
     options = _parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; Python would complain again when it flushes at exit.
+        # The reader (head, less) has seen enough; Python would complain again when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -129,7 +131,9 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="sockets and configuration (default: below /tmp)")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="downloaded adapters (default: ~/.cache/quire)")
-    parser.add_argument("-v", "--verbose", action="store_true", help="also print the engine's configuration")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="also print the engine's configuration and the server's log"
+    )
 
 
 class _Version(argparse.Action):
@@ -163,11 +167,13 @@ def _volume(text: str) -> tuple[str, Path]:
 def _validate(options: argparse.Namespace) -> int:
     from quire_operator.validate import report
 
-    reports = [report(file) for file in options.files]
+    reports = []
+    for file in options.files:
+        reports.append(report(file))
+        if options.output == "text":
+            print(*reports[-1].lines(), sep="\n")
     if options.output == "json":
         print(json.dumps([found.to_json() for found in reports], indent=2, default=str))
-    else:
-        print("\n".join(line for found in reports for line in found.lines()))
     return 0 if all(found.ok for found in reports) else 1
 
 
@@ -190,6 +196,7 @@ def _serve(options: argparse.Namespace) -> int:
         run_dir=options.run_dir,
         cache_dir=options.cache_dir,
         secrets_dir=options.secrets_dir,
+        verbose=options.verbose,
     )
     launch = serve.prepare(documents[0], service, given, os.environ)
     serve.missing_packages()

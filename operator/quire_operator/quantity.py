@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kubernetes quantities as numbers: 4Gi, 512Mi, 1.5G. Called by rules.py (CEL's quantity) and service.py."""
 
+import math
 from decimal import Decimal
 
 _FACTORS = {
@@ -13,5 +14,5 @@ def num_bytes(text: str) -> int:
     """Bytes of a quantity that the CRD's pattern has accepted, rounded up as Kubernetes does."""
     for suffix, factor in _FACTORS.items():
         if text.endswith(suffix):
-            return -int(-Decimal(text.removesuffix(suffix)) * factor // 1)
-    return -int(-Decimal(text) // 1)
+            return math.ceil(Decimal(text.removesuffix(suffix)) * factor)
+    return math.ceil(Decimal(text))

@@ -5,6 +5,7 @@ Writes engine.json and adapters.json to a run folder and becomes `python -m quir
 and `become` act. Imports neither quire_server nor torch; whether they are installed is asked without importing them.
 """
 
+import contextlib
 import fcntl
 import importlib.util
 import json
@@ -15,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quire_operator.errors import ABSENT, FieldPath, InvalidService, Problem
+from quire_operator.engine_config import EngineRefuses, engine_config
+from quire_operator.errors import InvalidService, Problem
 from quire_operator.manifest import Manifest
-from quire_operator.quantity import num_bytes
 from quire_operator.service import Device, LLMService
 from quire_operator.sources import ADAPTER_FILES, MODEL_FILES, Machine, unreachable
 from quire_spec import names
@@ -28,33 +29,8 @@ from quire_spec.errors import ConfigError
 GPU_NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 """Device nodes of NVIDIA's driver, and of Windows' under WSL; asked without any library."""
 
-CPU_BATCHED_TOKENS = 512
-"""Token budget of a step on a CPU: at the GPU's 2048 one long prompt would hold up running answers for seconds."""
-
-MAX_SOCKET_PATH = 107
-"""Bytes of a Unix socket's path on Linux, less the closing zero."""
-
 NEEDED = {"torch": "engine", "tokenizers": "engine", "aiohttp": "server", "quire_server": "server"}
 """Packages of the processes to be started, with the extra that brings each."""
-
-_FIELDS: Mapping[str, FieldPath] = {
-    "model": ("spec", "model", "source"),
-    "device": ("spec", "device"),
-    "dtype": ("spec", "engine", "dtype"),
-    "max_model_len": ("spec", "engine", "maxModelLen"),
-    "gpu_memory_utilization": ("spec", "engine", "gpuMemoryUtilization"),
-    "kv_cache_memory_bytes": ("spec", "engine", "kvCacheMemory"),
-    "block_size": ("spec", "engine", "blockSize"),
-    "max_num_seqs": ("spec", "engine", "maxNumSeqs"),
-    "max_num_batched_tokens": ("spec", "engine", "maxNumBatchedTokens"),
-    "max_num_queued_reqs": ("spec", "engine", "maxNumQueuedReqs"),
-    "tensor_parallel_size": ("spec", "engine", "tensorParallelSize"),
-    "quantization": ("spec", "engine", "quantization"),
-    "max_loras": ("spec", "lora", "maxLoaded"),
-    "max_lora_rank": ("spec", "lora", "maxRank"),
-    "max_cpu_loras": ("spec", "lora", "maxCached"),
-}
-"""Where each field of EngineConfig comes from, for its errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +47,8 @@ class Options:
     run_dir: Path | None = None
     cache_dir: Path | None = None
     secrets_dir: Path | None = None
+    verbose: bool = False
+    """Also the server's own log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +69,13 @@ def prepare(
 
     Raises:
         InvalidService: it cannot run here; every reason is listed, with the line of its field.
-        ConfigError: the run folder's path is too long for a socket.
+        ConfigError: the token of the model's Secret cannot be read.
     """
     machine = Machine(manifest.folder, dict(options.volumes), options.secrets_dir)
     if problems := list(_problems(service, machine, dev)):
         raise InvalidService(problems, manifest.place)
     model = machine.local(service.spec.model.source)
     run_dir = options.run_dir or default_run_dir(service.name, environment)
-    check_run_dir(run_dir)
     wanted = service.catalogue()
     local = tuple(replace(adapter, source=machine.local(adapter.source)) for adapter in wanted.adapters)
     return Launch(
@@ -111,7 +88,7 @@ def prepare(
 
 
 def write(launch: Launch) -> None:
-    """Make the run folder, lock it for as long as this process lives, and write both documents.
+    """Make the run folder and write both documents.
 
     Raises:
         ConfigError: the folder is another user's, or another server runs in it.
@@ -119,11 +96,11 @@ def write(launch: Launch) -> None:
     folder = launch.run_dir
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid() or folder.is_symlink():
-            raise ConfigError(f"run folder {folder} belongs to another user or is a link; give another with --run-dir")
-        _lock(folder)
-        (folder / names.ENGINE_FILE).write_text(json.dumps(launch.engine.to_json(), indent=2))
-        (folder / names.CATALOGUE_FILE).write_text(json.dumps(launch.catalogue.to_json(), indent=2))
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            raise ConfigError(f"run folder {folder} is another user's or a link; give another with --run-dir")
+        with _locked(folder):
+            (folder / names.ENGINE_FILE).write_text(json.dumps(launch.engine.to_json(), indent=2))
+            (folder / names.CATALOGUE_FILE).write_text(json.dumps(launch.catalogue.to_json(), indent=2))
     except OSError as error:
         raise ConfigError(f"run folder {folder}: {error.strerror}; give another with --run-dir") from error
 
@@ -147,24 +124,15 @@ def default_run_dir(name: str, environment: Mapping[str, str]) -> Path:
     """A folder of this user and service, so that restarts leave nothing behind: $XDG_RUNTIME_DIR, else below /tmp."""
     runtime = environment.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
-        return Path(runtime) / "quire" / name
-    return Path(tempfile.gettempdir()) / f"quire-{os.getuid()}" / name
+        return Path(runtime) / f"quire-{name}"
+    # Directly below /tmp, where the sticky bit keeps others from moving it away.
+    return Path(tempfile.gettempdir()) / f"quire-{os.getuid()}-{name}"
 
 
 def default_cache_dir(environment: Mapping[str, str]) -> Path:
     """$XDG_CACHE_HOME/quire, else ~/.cache/quire."""
     cache = environment.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path("~/.cache").expanduser()) / "quire"
-
-
-def check_run_dir(folder: Path) -> None:
-    """Raise ConfigError when a socket in the folder would have too long a path."""
-    longest = len(os.fsencode(folder.absolute() / max(names.CORE_SOCKET, names.TEXT_SOCKET, key=len)))
-    if longest > MAX_SOCKET_PATH:
-        raise ConfigError(
-            f"run folder {str(folder)!r}: its sockets' paths have {longest} bytes and Linux allows {MAX_SOCKET_PATH}; "
-            "give a shorter one with --run-dir"
-        )
 
 
 def _problems(service: LLMService, machine: Machine, dev: Path) -> Iterator[Problem]:
@@ -183,46 +151,11 @@ def _problems(service: LLMService, machine: Machine, dev: Path) -> Iterator[Prob
 
 
 def _engine(manifest: Manifest, service: LLMService, machine: Machine, model: Source) -> EngineConfig:
+    hub = model.huggingFace
     try:
-        return EngineConfig.from_json(_arguments(service, machine, model))
-    except ConfigError as error:
-        name, _, what = str(error).partition(": ")
-        path = _FIELDS.get(name, ("spec", "engine"))
-        problem = Problem(path, ABSENT, f"the engine refuses this: {what}", "change the field or omit it")
-        raise InvalidService([problem], manifest.place) from error
-
-
-def _arguments(service: LLMService, machine: Machine, model: Source) -> dict[str, object]:
-    """The fields that the spec or the device decides; all others keep EngineConfig's defaults."""
-    spec, hub = service.spec.engine, model.huggingFace
-    cpu = service.spec.device is Device.CPU
-    pinned = {
-        "dtype": spec.dtype,
-        "max_model_len": spec.maxModelLen,
-        "gpu_memory_utilization": None if spec.gpuMemoryUtilization is None else float(spec.gpuMemoryUtilization),
-        "kv_cache_memory_bytes": None if spec.kvCacheMemory is None else num_bytes(spec.kvCacheMemory),
-        "block_size": spec.blockSize,
-        "max_num_seqs": spec.maxNumSeqs,
-        "max_num_batched_tokens": spec.maxNumBatchedTokens or _batched_tokens(cpu, spec.maxNumSeqs),
-        "max_num_queued_reqs": spec.maxNumQueuedReqs,
-        "tensor_parallel_size": spec.tensorParallelSize,
-        "max_cpu_loras": service.spec.lora.maxCached,
-    }
-    return {
-        "model": hub.repo if hub else str(machine.folder(model)),
-        "revision": hub.revision if hub else None,
-        "device": "cpu" if cpu else "cuda",
-        "enable_prefix_caching": spec.prefixCaching,
-        "enable_lora": service.spec.lora.maxLoaded > 0,
-        "max_lora_rank": service.spec.lora.maxRank,
-        **({"max_loras": service.spec.lora.maxLoaded} if service.spec.lora.maxLoaded else {}),
-        **{name: value for name, value in pinned.items() if value is not None},
-    }
-
-
-def _batched_tokens(cpu: bool, max_num_seqs: int | None) -> int | None:
-    default = CPU_BATCHED_TOKENS if cpu else EngineConfig(model="-").max_num_batched_tokens
-    return max(default, max_num_seqs or 0)
+        return engine_config(service, hub.repo if hub else str(machine.folder(model)), hub.revision if hub else None)
+    except EngineRefuses as error:
+        raise InvalidService([error.problem], manifest.place) from error
 
 
 def _argv(service: LLMService, options: Options, run_dir: Path, cache_dir: Path) -> Iterator[str]:
@@ -247,6 +180,8 @@ def _argv(service: LLMService, options: Options, run_dir: Path, cache_dir: Path)
         yield from (flag, str(value))
     # Whoever runs this command may read the files that its own document names.
     yield "--allow-path-sources"
+    if options.verbose:
+        yield "--verbose"
 
 
 def _token(machine: Machine, model: Source) -> dict[str, str]:
@@ -261,11 +196,14 @@ def _token(machine: Machine, model: Source) -> dict[str, str]:
         raise ConfigError(f"{path}: cannot be read; put the token of Secret {ref.name!r} there") from error
 
 
-def _lock(folder: Path) -> None:
-    # The descriptor goes on into the supervisor, so the kernel gives the lock back when that ends, however it ends.
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    os.set_inheritable(descriptor, True)
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock that a supervisor holds for its life, so that the folder of one that runs is not written to."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     except BlockingIOError as error:
         raise ConfigError(f"run folder {folder}: another server runs in it; stop it, or give --run-dir") from error
+    finally:
+        os.close(descriptor)

@@ -178,6 +178,7 @@ def test_patterns_have_words():
 
 def test_sources_are_those_of_the_catalogue():
     spec = OPENAPI["properties"]["spec"]["properties"]
+    assert set(spec["adapters"]["items"]["properties"]) == {f.name for f in dataclasses.fields(catalogue.Adapter)}
     for parent in (spec["model"], spec["adapters"]["items"]):
         source = parent["properties"]["source"]["properties"]
         assert set(source) == {field.name for field in dataclasses.fields(catalogue.Source)}

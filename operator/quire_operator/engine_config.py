@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From LLMService to EngineConfig: pinned fields as they are, and for the rest what suits the device.
+
+Pure; called by serve.py. It measures and plans nothing: what stays open is the engine's own default.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire_operator.errors import ABSENT, FieldPath, Problem
+from quire_operator.quantity import num_bytes
+from quire_operator.service import Device, LLMService
+from quire_spec.config import EngineConfig
+from quire_spec.errors import ConfigError
+
+CPU_BATCHED_TOKENS = 512
+"""Token budget of a step on a CPU: at the GPU's 2048 one long prompt would hold up running answers for seconds."""
+
+_FIELDS: Mapping[str, FieldPath] = {
+    "model": ("model", "source"),
+    "device": ("device",),
+    "dtype": ("engine", "dtype"),
+    "max_model_len": ("engine", "maxModelLen"),
+    "gpu_memory_utilization": ("engine", "gpuMemoryUtilization"),
+    "kv_cache_memory_bytes": ("engine", "kvCacheMemory"),
+    "block_size": ("engine", "blockSize"),
+    "max_num_seqs": ("engine", "maxNumSeqs"),
+    "max_num_batched_tokens": ("engine", "maxNumBatchedTokens"),
+    "max_num_queued_reqs": ("engine", "maxNumQueuedReqs"),
+    "tensor_parallel_size": ("engine", "tensorParallelSize"),
+    "max_loras": ("lora", "maxLoaded"),
+    "max_lora_rank": ("lora", "maxRank"),
+    "max_cpu_loras": ("lora", "maxCached"),
+}
+"""Where in the spec each field of EngineConfig comes from, for its errors."""
+
+
+class EngineRefuses(Exception):
+    """The engine cannot do what the spec pins; `problem` says so in the resource's words."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
+
+
+def engine_config(service: LLMService, model: str, revision: str | None = None) -> EngineConfig:
+    """The engine's configuration; `model` is a folder or a hub id.
+
+    Raises:
+        EngineRefuses: a pinned value is beyond what the engine can do.
+    """
+    try:
+        return EngineConfig.from_json({"model": model, "revision": revision, **_arguments(service)})
+    except ConfigError as error:
+        name, _, what = str(error).partition(": ")
+        path = ("spec", *_FIELDS.get(name, ("engine",)))
+        fix = "change the field or omit it"
+        raise EngineRefuses(Problem(path, ABSENT, f"the engine refuses this: {what}", fix)) from error
+
+
+def _arguments(service: LLMService) -> dict[str, Any]:
+    """The fields that the spec or the device decides; all others keep EngineConfig's defaults."""
+    spec, lora = service.spec.engine, service.spec.lora
+    cpu = service.spec.device is Device.CPU
+    pinned = {
+        "dtype": spec.dtype,
+        "max_model_len": spec.maxModelLen,
+        "gpu_memory_utilization": None if spec.gpuMemoryUtilization is None else float(spec.gpuMemoryUtilization),
+        "kv_cache_memory_bytes": None if spec.kvCacheMemory is None else num_bytes(spec.kvCacheMemory),
+        "block_size": spec.blockSize,
+        "max_num_seqs": spec.maxNumSeqs,
+        "max_num_batched_tokens": spec.maxNumBatchedTokens or _batched_tokens(cpu, spec.maxNumSeqs),
+        "max_num_queued_reqs": spec.maxNumQueuedReqs,
+        "tensor_parallel_size": spec.tensorParallelSize,
+        "quantization": None if spec.quantization == "None" else spec.quantization,
+        "max_loras": lora.maxLoaded or None,
+        "max_cpu_loras": lora.maxCached if lora.maxLoaded else None,
+    }
+    return {
+        "device": "cpu" if cpu else "cuda",
+        "enable_prefix_caching": spec.prefixCaching,
+        "enable_lora": lora.maxLoaded > 0,
+        "max_lora_rank": lora.maxRank,
+        **{name: value for name, value in pinned.items() if value is not None},
+    }
+
+
+def _batched_tokens(cpu: bool, max_num_seqs: int | None) -> int:
+    """The default budget, widened where more sequences are pinned than it has tokens."""
+    default = CPU_BATCHED_TOKENS if cpu else EngineConfig(model="-").max_num_batched_tokens
+    return max(default, max_num_seqs or 0)

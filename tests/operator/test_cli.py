@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `quire` command as a process: what it prints, where, and how it exits."""
+
+import json
+import resource
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = "examples/llmservice.yaml"
+
+WRONG = """\
+apiVersion: quire.dev/v1alpha1
+kind: LLMService
+metadata: {name: tales}
+spec:
+  devise: CPU
+  model:
+    source: {path: m}
+  lora:
+    maxRank: 12
+"""
+RIGHT = WRONG.replace("devise", "device").replace("12", "8")
+SECRET = "apiVersion: v1\nkind: Secret\nmetadata: {name: s}\n"
+
+
+def quire(*arguments, stdin=""):
+    return subprocess.run(
+        [Path(sys.executable).with_name("quire"), *arguments],
+        input=stdin, capture_output=True, text=True, timeout=60, cwd=ROOT,
+    )  # fmt: skip
+
+
+def test_a_right_file_has_one_line(tmp_path):
+    (tmp_path / "two.yaml").write_text(f"{RIGHT}---\n{SECRET}---\n{RIGHT.replace('tales', 'other')}")
+    done = quire("validate", "-f", EXAMPLE, tmp_path / "two.yaml")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        f"{EXAMPLE}: ok (LLMService tales)",
+        f"{tmp_path}/two.yaml: ok (LLMService tales, other; 1 of other kinds not checked)",
+    ]
+
+
+def test_a_wrong_file_has_a_line_for_each_problem_and_the_others_are_still_checked(tmp_path):
+    (tmp_path / "wrong.yaml").write_text(f"{SECRET}---\n{WRONG}")
+    done = quire("validate", "-f", tmp_path / "wrong.yaml", "-f", tmp_path / "none.yaml", EXAMPLE)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines() == [
+        f"{tmp_path}/wrong.yaml:9: spec.devise: unknown field; did you mean device? There are adapters, cache, device, "
+        "disruption, engine, gpu, lora, model, networking, observability, paused, podTemplate, replicas, rollout, "
+        "runtime, security",
+        f"{tmp_path}/wrong.yaml:13: spec.lora.maxRank: 12: must be one of 8, 16, 32, 64, 128, 256; take one of these",
+        f"{tmp_path}/none.yaml: No such file or directory; give the path of a YAML file, or - for standard input",
+        f"{EXAMPLE}: ok (LLMService tales)",
+    ]
+
+
+def test_standard_input_and_json():
+    done = quire("validate", "-o", "json", "-f", "-", stdin=f"{RIGHT}---\n{WRONG}")
+    assert done.returncode == 1
+    (report,) = json.loads(done.stdout)
+    assert {key: report[key] for key in ("file", "ok", "services", "skipped")} == {
+        "file": "-", "ok": False, "services": ["tales", "tales"], "skipped": 0
+    }  # fmt: skip
+    assert [(p["line"], p["path"], p.get("value")) for p in report["problems"]] == [
+        (15, "spec.devise", None),
+        (19, "spec.lora.maxRank", 12),
+    ]
+    assert report["problems"][1]["rule"] == "must be one of 8, 16, 32, 64, 128, 256"
+    assert report["problems"][1]["fix"] == "take one of these"
+
+
+def test_text_that_is_not_yaml_has_line_and_column():
+    done = quire("validate", "-o", "json", "-f", "-", stdin="a: [1,\n  }")
+    (report,) = json.loads(done.stdout)
+    assert (done.returncode, report["ok"]) == (1, False)
+    assert report["error"] == "-:2:3: not YAML: did not find expected node content"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("", "nothing at all"), (SECRET, "1 of other kinds"), ("- 1\n", "1 of other kinds")]
+)
+def test_a_file_without_a_service_is_no_success(text, found):
+    done = quire("validate", "-f", "-", stdin=text)
+    assert done.returncode == 1
+    assert done.stdout == (
+        f"-:1: document: no LLMService in this file, found {found}; "
+        "add a document with apiVersion: quire.dev/v1alpha1 and kind: LLMService\n"
+    )
+
+
+def test_a_misspelt_kind_or_version_of_ours_is_checked_not_skipped():
+    done = quire("validate", "-f", "-", stdin=RIGHT.replace("LLMService", "LLMServices").replace("alpha1", "beta1"))
+    assert done.stdout.splitlines() == [
+        '-:1: apiVersion: "quire.dev/v1beta1": must be quire.dev/v1alpha1; did you mean quire.dev/v1alpha1?',
+        '-:2: kind: "LLMServices": must be LLMService; did you mean LLMService?',
+    ]
+
+
+def test_version_and_help():
+    assert quire("--version").stdout == f"quire {version('quire-llm')}\n"
+    helps = {words: quire(*words, "--help") for words in ((), ("validate",), ("serve",))}
+    for words, done in helps.items():
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "examples:" in done.stdout, words
+    for flag in ("--host", "--http-port", "--volume", "--run-dir", "--secrets-dir"):
+        assert flag in helps[("serve",)].stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("validate",), "the following arguments are required: -f/--file"),
+        (("serve", "-f", EXAMPLE, "--http-port", "70000"), "'70000' is not a port; give a number from 1 to 65535"),
+        (("serve", "-f", EXAMPLE, "--volume", "a"), "'a' is not CLAIM=FOLDER, such as models=/srv/models"),
+        (("serve", "-f", EXAMPLE, "--volume", "a=/none"), "'/none' is not a folder; make it, or correct the path"),
+    ],
+)
+def test_wrong_use_is_exit_status_2(arguments, message):
+    done = quire(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_serve_says_what_is_wrong_and_starts_nothing(tmp_path):
+    done = quire("serve", "-f", "-", "--run-dir", tmp_path / "run", stdin=WRONG)
+    assert done.returncode == 1
+    assert [line.split(": ")[1] for line in done.stderr.splitlines()] == ["spec.devise", "spec.lora.maxRank"]
+    done = quire("serve", "-f", "-", "--run-dir", tmp_path / "run", stdin=RIGHT)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f'-:7: spec.model.source.path: "m": {ROOT}/m is not a folder; correct the path; relative ones start at {ROOT}\n'
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("text", "number"), [(SECRET, 0), (f"{RIGHT}---\n{RIGHT}", 2)])
+def test_serve_wants_one_service(text, number):
+    done = quire("serve", "-f", "-", stdin=text)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"-: has {number} LLMServices and one server serves one; split the file\n",
+    )
+
+
+def test_a_reader_that_has_seen_enough_is_no_crash():
+    gone = f"{Path(sys.executable).with_name('quire')} validate -f {EXAMPLE} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", gone], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_validate_starts_within_half_a_second():
+    """Of processor time, which is what the command costs whatever else the machine does."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert quire("validate", "-f", EXAMPLE).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_nothing_heavy_is_imported():
+    """The rule engine's package would import a command line of its own (typer, rich); torch belongs to the engine."""
+    script = "import sys; from quire_operator.cli import main; main(sys.argv[1:]); print(*sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "validate", "-f", EXAMPLE], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "jsonschema" in loaded
+    assert not {"typer", "rich", "torch", "numpy", "aiohttp", "quire_server", "quire_engine"} & loaded

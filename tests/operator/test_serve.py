@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quire serve`: the documents and the command line that a file becomes here, and what it is refused for."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire_operator import crd, engine_config, serve
+from quire_operator.errors import InvalidService
+from quire_operator.manifest import read
+from quire_operator.serve import Options, prepare, write
+from quire_operator.service import LLMService
+from quire_spec.catalogue import Catalogue
+from quire_spec.config import EngineConfig
+from quire_spec.errors import ConfigError
+
+HEAD = "apiVersion: quire.dev/v1alpha1\nkind: LLMService\nmetadata: {name: tales}\n"
+
+TALES = """
+  device: CPU
+  model: {source: {path: models/tiny}, servedName: once-upon}
+  adapters:
+  - {name: pirate, source: {path: adapters/pirate}, pinned: true}
+  lora: {maxLoaded: 4, maxRank: 32}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a model and an adapter; their files are only looked for, never read."""
+    for name in ("models/tiny/config.json", "adapters/pirate/adapter_config.json"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "adapters/pirate/adapter_model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def launch(folder, spec, environment=None, dev=Path("/nowhere"), **options):
+    (folder / "f.yaml").write_text(f"{HEAD}spec: {spec}\n")
+    (document,) = read(str(folder / "f.yaml"))
+    service = LLMService.from_body(crd.valid(document))
+    return prepare(document, service, Options(**options), environment or {}, dev)
+
+
+def problems(folder, spec, **options):
+    with pytest.raises(InvalidService) as error:
+        launch(folder, spec, **options)
+    return str(error.value).replace(str(folder), "HERE").splitlines()
+
+
+def flags(launched):
+    """The command line after `python -m quire_server`: flags with their values; a lone flag has True."""
+    assert launched.argv[:3] == (sys.executable, "-m", "quire_server")
+    rest = list(launched.argv[3:])
+    found = {}
+    while rest:
+        flag = rest.pop(0)
+        value = rest.pop(0) if rest and not rest[0].startswith("--") else True
+        found.setdefault(flag, []).append(value)
+    return found
+
+
+def test_a_file_becomes_documents_that_the_server_reads(folder):
+    launched = launch(folder, TALES, run_dir=folder / "run")
+    write(launched)
+    engine = EngineConfig.load(folder / "run/engine.json")
+    assert engine == launched.engine
+    assert (engine.model, engine.device, engine.dtype) == (str(folder / "models/tiny"), "cpu", "auto")
+    assert (engine.enable_lora, engine.max_loras, engine.max_lora_rank, engine.max_cpu_loras) == (True, 4, 32, None)
+    assert engine.max_num_batched_tokens == engine_config.CPU_BATCHED_TOKENS
+    (pirate,) = Catalogue.load(folder / "run/adapters.json").adapters
+    assert (pirate.name, pirate.source.path, pirate.pinned) == ("pirate", str(folder / "adapters/pirate"), True)
+
+
+def test_the_command_line_says_all_that_the_server_needs(folder):
+    launched = launch(folder, TALES, {"XDG_CACHE_HOME": "/cache"}, run_dir=folder / "run", http_port=9000)
+    assert flags(launched) == {
+        "--engine": [str(folder / "run/engine.json")],
+        "--adapters": [str(folder / "run/adapters.json")],
+        "--served-name": ["once-upon"],
+        "--run-dir": [str(folder / "run")],
+        "--cache-dir": ["/cache/quire"],
+        "--host": ["127.0.0.1"],
+        "--http-port": ["9000"],
+        "--grpc-port": ["8001"],
+        "--metrics-port": ["8002"],
+        "--health-port": ["8003"],
+        "--drain-timeout": ["60"],
+        "--allow-path-sources": [True],
+    }
+
+
+def test_what_the_spec_pins_reaches_the_engine(folder):
+    (folder / "dev").mkdir()
+    (folder / "dev/nvidiactl").touch()
+    spec = """
+  model: {source: {huggingFace: {repo: org/model, revision: v1}}}
+  lora: {maxLoaded: 2, maxCached: 5}
+  engine: {maxModelLen: 4096, gpuMemoryUtilization: "0.85", blockSize: 32, tensorParallelSize: 1, dtype: float16,
+    maxNumSeqs: 12, maxNumBatchedTokens: 3000, maxNumQueuedReqs: 7, prefixCaching: false}
+"""
+    assert launch(folder, spec, dev=folder / "dev").engine == EngineConfig(
+        model="org/model",
+        revision="v1",
+        device="cuda",
+        dtype="float16",
+        max_model_len=4096,
+        gpu_memory_utilization=0.85,
+        block_size=32,
+        max_num_seqs=12,
+        max_num_batched_tokens=3000,
+        max_num_queued_reqs=7,
+        enable_prefix_caching=False,
+        enable_lora=True,
+        max_loras=2,
+        max_cpu_loras=5,
+    )
+
+
+def test_every_engine_field_of_the_resource_is_used():
+    """A field that nothing reads would be a promise that is not kept; minConcurrency steers the planner only."""
+    planned = {"minConcurrency"}
+    fields = set(crd.load()["properties"]["spec"]["properties"]["engine"]["properties"])
+    source = Path(engine_config.__file__).read_text()
+    assert {field for field in fields if f"spec.{field}" not in source} == planned
+
+
+def test_memory_and_batches_on_a_cpu(folder):
+    engine = launch(
+        folder, "{device: CPU, model: {source: {path: models/tiny}}, engine: {kvCacheMemory: 1.5Gi}}"
+    ).engine
+    assert engine.kv_cache_memory_bytes == 3 * 2**29
+    wide = launch(folder, "{device: CPU, model: {source: {path: models/tiny}}, engine: {maxNumSeqs: 1000}}").engine
+    assert (wide.max_num_seqs, wide.max_num_batched_tokens) == (1000, 1000)
+
+
+def test_no_slots_means_no_adapters(folder):
+    engine = launch(folder, "{device: CPU, model: {source: {path: models/tiny}}, lora: {maxLoaded: 0}}").engine
+    assert engine.enable_lora is False
+
+
+def test_claims_are_folders(folder):
+    spec = """
+  device: CPU
+  model: {source: {pvc: {claimName: weights, path: tiny}}}
+  adapters: [{name: pirate, source: {pvc: {claimName: loras, path: pirate}}}]
+"""
+    volumes = (("weights", folder / "models"), ("loras", folder / "adapters"))
+    launched = launch(folder, spec, volumes=volumes)
+    assert launched.engine.model == str(folder / "models/tiny")
+    assert launched.catalogue.adapters[0].source.pvc.path == "pirate"
+    assert flags(launched)["--pvc"] == [f"weights={folder}/models", f"loras={folder}/adapters"]
+
+
+def test_secrets_are_files_and_the_models_token_an_environment_variable(folder):
+    spec = """
+  device: CPU
+  model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hub}}}}
+  adapters: [{name: a, source: {huggingFace: {repo: o/a}}}]
+"""
+    without = launch(folder, spec, {"HF_TOKEN": "own"})
+    assert without.environment["HF_TOKEN"] == "own"
+    assert without.catalogue.adapters[0].source.huggingFace.tokenSecretRef is None
+    (folder / "secrets/hub").mkdir(parents=True)
+    (folder / "secrets/hub/token").write_text("secret\n")
+    given = launch(folder, spec, {"HF_TOKEN": "own"}, secrets_dir=folder / "secrets")
+    assert given.environment["HF_TOKEN"] == "secret"
+    assert given.catalogue.adapters[0].source.huggingFace.tokenSecretRef.name == "hub"
+    assert flags(given)["--secrets-dir"] == [str(folder / "secrets")]
+    assert "secret\n" not in json.dumps([given.argv, given.engine.to_json(), given.catalogue.to_json()])
+
+
+def test_environment_variables_of_the_spec_are_added(folder):
+    spec = "{device: CPU, model: {source: {path: models/tiny}}, runtime: {env: [{name: A, value: b}, {name: C}]}}"
+    assert launch(folder, spec, {"PATH": "/bin", "A": "old"}).environment == {"PATH": "/bin", "A": "b", "C": ""}
+
+
+REFUSED = [
+    (
+        "{model: {source: {path: models/tiny}}}",
+        'HERE/f.yaml:4: spec.device: "GPU": this machine has no NVIDIA GPU (/dev/nvidia0, /dev/nvidiactl, /dev/dxg: '
+        "none exists); use a machine that has one, or set spec.device to CPU and remove spec.gpu",
+    ),
+    (
+        "{device: CPU, model: {source: {path: models/big}}}",
+        'HERE/f.yaml:4: spec.model.source.path: "models/big": HERE/models/big is not a folder; '
+        "correct the path; relative ones start at HERE",
+    ),
+    (
+        "{device: CPU, model: {source: {path: adapters/pirate}}}",
+        'HERE/f.yaml:4: spec.model.source.path: "adapters/pirate": HERE/adapters/pirate has no config.json; '
+        "give the folder that has",
+    ),
+    (
+        "{device: CPU, model: {source: {s3: {uri: s3://bucket/m}}}}",
+        "HERE/f.yaml:4: spec.model.source.s3: quire serve reads a model from a folder, a claim's folder or the Hugging "
+        "Face hub; download the files and give their folder as path",
+    ),
+    (
+        "{device: CPU, model: {source: {pvc: {claimName: c}}}}",
+        'HERE/f.yaml:4: spec.model.source.pvc.claimName: "c": there are no claims on this machine; '
+        "say which folder it is: --volume c=FOLDER",
+    ),
+    (
+        "{device: CPU, model: {source: {path: models/tiny}}, adapters: [{name: a, source: {path: models/tiny}}]}",
+        'HERE/f.yaml:4: spec.adapters[0].source.path: "models/tiny": HERE/models/tiny has no adapter_config.json '
+        "and no adapter_model.safetensors; give the folder that has",
+    ),
+    (
+        "{device: CPU, model: {source: {path: models/tiny}}, adapters: [{name: a, source: {http: {url: http://h/a, "
+        "headersSecretRef: {name: s}}}}]}",
+        'HERE/f.yaml:4: spec.adapters[0].source.http.headersSecretRef.name: "s": there are no Secrets on this machine; '
+        "give --secrets-dir DIR, where DIR/s has a file for each key of the Secret",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "message"), REFUSED, ids=[m.split(": ")[1] for _, m in REFUSED])
+def test_refusals(folder, spec, message):
+    (found,) = problems(folder, spec)
+    assert found == message
+
+
+def test_all_reasons_are_told_at_once(folder):
+    assert len(problems(folder, "{model: {source: {path: a}}, adapters: [{name: b, source: {path: b}}]}")) == 3
+
+
+def test_a_link_out_of_a_volume_is_not_followed(folder):
+    (folder / "models/out").symlink_to(folder / "adapters/pirate")
+    (message,) = problems(
+        folder,
+        "{device: CPU, model: {source: {pvc: {claimName: m, path: out}}}}",
+        volumes=(("m", folder / "models"),),
+    )
+    assert 'spec.model.source.pvc.path: "out": HERE/adapters/pirate is outside of the volume' in message
+
+
+def test_what_the_engine_refuses_is_said_in_the_words_of_the_resource(folder):
+    (folder / "dev").mkdir()
+    (folder / "dev/nvidia0").touch()
+    spec = "{model: {source: {path: models/tiny}}, engine: {tensorParallelSize: 2}}"
+    (message,) = problems(folder, spec, dev=folder / "dev")
+    assert message == (
+        "HERE/f.yaml:4: spec.engine.tensorParallelSize: the engine refuses this: 2 is not one of 1; "
+        "change the field or omit it"
+    )
+
+
+def test_the_run_folder_is_private(folder):
+    write(launch(folder, TALES, run_dir=folder / "run"))
+    assert (folder / "run").stat().st_mode & 0o777 == 0o700
+
+
+def test_default_folders():
+    assert serve.default_run_dir("tales", {}) == Path(f"/tmp/quire-{os.getuid()}-tales")
+    assert serve.default_cache_dir({"XDG_CACHE_HOME": "/c"}) == Path("/c/quire")
+    assert serve.default_cache_dir({}) == Path.home() / ".cache/quire"
+
+
+def test_a_run_folder_that_is_a_link_is_refused(folder):
+    (folder / "run").symlink_to(folder / "models")
+    with pytest.raises(ConfigError, match=r"run is another user's or a link; give another with --run-dir"):
+        write(launch(folder, TALES, run_dir=folder / "run"))
+
+
+def test_the_folder_of_a_running_supervisor_is_not_written_to(folder):
+    run = folder / "run"
+    write(launch(folder, TALES, run_dir=run))
+    before = (run / "engine.json").read_text()
+    lock = (
+        "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print('held', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", lock, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match="another server runs in it; stop it, or give --run-dir"):
+            write(launch(folder, TALES.replace("maxRank: 32", "maxRank: 64"), run_dir=run))
+        running.communicate("\n", timeout=10)
+    assert (run / "engine.json").read_text() == before
+
+
+BECOME = """
+import os, sys
+from pathlib import Path
+from quire_operator.serve import Launch, become
+from quire_spec.catalogue import Catalogue
+from quire_spec.config import EngineConfig
+program = (sys.executable, "-c", "import os; print(os.getpid(), os.environ)")
+become(Launch(EngineConfig(model="m"), Catalogue(), Path("/nowhere"), program, {"WORD": "here"}))
+"""
+
+
+def test_the_program_takes_over_the_process_with_the_environment_that_was_prepared():
+    with subprocess.Popen([sys.executable, "-c", BECOME], stdout=subprocess.PIPE, text=True) as running:
+        output = running.communicate(timeout=10)[0]
+    assert output.startswith(f"{running.pid} environ({{'WORD': 'here'")
+
+
+def test_missing_packages_are_named_with_their_extras(monkeypatch):
+    serve.missing_packages()
+    monkeypatch.setitem(serve.NEEDED, "no_such_package", "server")
+    with pytest.raises(ConfigError, match=r"^no_such_package: not installed; pip install 'quire-llm\[server\]'$"):
+        serve.missing_packages()

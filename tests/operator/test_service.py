@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLMService as values: nothing of the CRD is lost on the way, and the catalogue that a pod gets."""
+
+import dataclasses
+import types
+import typing
+from pathlib import Path
+
+import pytest
+
+from quire_operator import crd, quantity
+from quire_operator.manifest import parse, read
+from quire_operator.service import Device, LLMService, Spec
+from quire_spec.catalogue import Catalogue, Expose
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HEAD = "apiVersion: quire.dev/v1alpha1\nkind: LLMService\nmetadata: {name: tales, namespace: team, generation: 7}\n"
+
+
+def service(spec):
+    (document,) = parse(f"{HEAD}spec: {spec}\n", "f.yaml")
+    return LLMService.from_body(crd.valid(document))
+
+
+def parts(hint):
+    """The dataclass in a type hint, through Optional and tuples; None when there is none."""
+    if dataclasses.is_dataclass(hint):
+        return hint
+    if typing.get_origin(hint) in (types.UnionType, typing.Union, tuple):
+        return next((found for arg in typing.get_args(hint) if (found := parts(arg))), None)
+    return None
+
+
+def pairs(cls, schema, where="spec"):
+    """Each dataclass with the schema that it reads."""
+    yield where, cls, schema
+    for name, hint in typing.get_type_hints(cls).items():
+        inner = schema["properties"][name]
+        found = parts(hint)
+        # The catalogue's classes are shared with adapters.json; test_crd.py compares their fields.
+        if found and found.__module__ == Spec.__module__:
+            yield from pairs(found, inner.get("items", inner), f"{where}.{name}")
+
+
+PAIRS = list(pairs(Spec, crd.load()["properties"]["spec"]))
+
+
+@pytest.mark.parametrize(("where", "cls", "schema"), PAIRS, ids=[where for where, _, _ in PAIRS])
+def test_fields_are_those_of_the_crd(where, cls, schema):
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    assert set(fields) == set(schema["properties"])
+    for name, field in fields.items():
+        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        always = name in schema.get("required", ()) or "default" in schema["properties"][name]
+        assert optional != always, name
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_are_read(example):
+    for document in read(str(example)):
+        found = LLMService.from_body(crd.valid(document))
+        assert found.name == document.body["metadata"]["name"]
+        assert Catalogue.from_json(found.catalogue().to_json()) == found.catalogue()
+
+
+def test_names_and_defaults():
+    tales = service("{device: CPU, model: {source: {path: m}}}")
+    assert (tales.name, tales.namespace, tales.generation, tales.served_name) == ("tales", "team", 7, "tales")
+    assert tales.spec.device is Device.CPU
+    assert (tales.spec.lora.maxLoaded, tales.spec.lora.maxRank, tales.spec.lora.maxCached) == (8, 16, None)
+    assert tales.spec.engine.maxModelLen is None
+    assert tales.spec.gpu is None
+    assert tales.spec.adapters == ()
+
+
+def test_a_served_name_goes_before_the_resource_name():
+    assert service("{model: {source: {path: m}, servedName: tales-1.5}}").served_name == "tales-1.5"
+
+
+def test_hub_adapters_without_a_token_have_the_models():
+    adapters = service(
+        """
+  model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hub}}}}
+  adapters:
+  - {name: a, source: {huggingFace: {repo: o/a}}}
+  - {name: b, source: {huggingFace: {repo: o/b, tokenSecretRef: {name: other, key: k}}}, expose: Parameter}
+  - {name: c, source: {s3: {uri: s3://bucket/c}}, pinned: true}
+"""
+    ).catalogue()
+    a, b, c = adapters.adapters
+    assert adapters.generation == 7
+    assert (a.source.huggingFace.tokenSecretRef.name, a.source.huggingFace.tokenSecretRef.key) == ("hub", "token")
+    assert (b.source.huggingFace.tokenSecretRef.name, b.source.huggingFace.tokenSecretRef.key) == ("other", "k")
+    assert (a.expose, b.expose) == (None, Expose.PARAMETER)
+    assert c.source.s3.credentialsSecretRef is None
+    assert (a.pinned, c.pinned) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("1", 1), ("1k", 1000), ("1Ki", 1024), ("1.5Gi", 3 * 2**29), ("4G", 4 * 10**9), ("0.5", 1), ("1.0000001Ki", 1025)],
+)
+def test_quantities(text, num_bytes):
+    assert quantity.num_bytes(text) == num_bytes
