@@ -106,7 +106,7 @@ class DeskMachine(RuleBasedStateMachine):
         self.wanted[frontend, self.next_id] = stream
         if generation := self.desk.submit(frontend, request):
             self.tokenizing.append(generation)
-        if self.core is None or queued >= LIMITS.max_num_queued_reqs:
+        if self.core is None or (queued >= LIMITS.max_num_queued_reqs and (text or good)):
             assert frontend.events[self.next_id][-1].error_code == "UNAVAILABLE"
 
     @precondition(lambda self: self.tokenizing)
@@ -268,6 +268,24 @@ def test_metrics_of_a_request():
     for name in ("time_to_first_token", "inter_token_latency", "request_queue_time", "e2e_request_latency"):
         assert value(f"vllm:{name}_seconds_count", model) == 1, name
     assert value("quire_requests_refused_total", model | {"code": "INVALID_ARG"}) == 1
+
+
+def test_residency_of_adapters_is_shown_by_name():
+    desk, _, metrics = make_desk()
+    desk.core_came()
+    desk.set_adapters({"a": "d1", "also-a": "d1", "b": "d2"})
+
+    def resident() -> dict[str, float | None]:
+        labels = [{"model_name": "base", "adapter": name} for name in ("a", "also-a", "b")]
+        return {x["adapter"]: metrics.registry.get_sample_value("quire_adapter_slot_residency", x) for x in labels}
+
+    desk.take(StepResult([], [], Stats(slot_adapters=["d1", "d9"])))
+    assert resident() == {"a": 1, "also-a": 1, "b": None}
+    desk.take(StepResult([], [], Stats(slot_adapters=["d2"])))
+    assert resident() == {"a": 0, "also-a": 0, "b": 1}
+    desk.set_adapters({"a": "d2"})
+    desk.take(StepResult([], [], Stats(slot_adapters=["d2"])))
+    assert resident() == {"a": 1, "also-a": None, "b": None}
 
 
 GOOD = {"id": 1, "model": "base", "prompt": None, "prompt_token_ids": [1], "params": {}, "stream": True}

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.llama import greedy, make_llama
+from support.llama import greedy, make_adapter, make_llama
 from support.pod import Peer, Pod, eventually, text_of
 from transformers import AutoTokenizer
 
@@ -48,7 +48,8 @@ def config_of(model: Path, **more: object) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
-    with Pod(tmp_path_factory.mktemp("run"), **config_of(model)) as pod:
+    lora = {"enable_lora": True, "max_loras": 2}
+    with Pod(tmp_path_factory.mktemp("run"), **config_of(model, **lora)) as pod:
         yield pod.start("core", "text")
 
 
@@ -79,7 +80,8 @@ def test_greedy_text_equals_transformers(
         assert [i for event in events for i in event.token_ids] == ids
         assert (events[-1].finish_reason, events[-1].num_output_tokens) == ("length", 24)
         assert events[-1].num_input_tokens == len(given)
-        assert len(events) == (24 if stream else 1)
+        # Tokens that come while the text process is busy may share an event.
+        assert 6 < len(events) <= 24 if stream else len(events) == 1
 
 
 def test_64_streams_at_once_get_their_own_text(client: Peer, expected: dict[str, tuple[list[int], str]]):
@@ -165,6 +167,16 @@ def first_event(client: Peer, request: int) -> Event:
     return message.events[0]
 
 
+def only(client: Peer, request: int) -> list[Event]:
+    """Events of one request among those of others."""
+    mine: list[Event] = []
+    while not (mine and mine[-1].final):
+        message = client.receive()
+        assert isinstance(message, Events)
+        mine += [event for event in message.events if event.id == request]
+    return mine
+
+
 def test_a_frontend_that_goes_is_noticed_and_its_requests_end(pod: Pod):
     with pod.peer("text", "supervisor") as supervisor:
         supervisor.call("status")
@@ -206,6 +218,37 @@ def test_a_wrong_request_fails_alone(client: Peer, prompt: object, params: dict[
 def test_unknown_model_is_not_found(client: Peer):
     (event,) = client.generate("fox", model="sql")
     assert (event.error_code, event.error) == ("NOT_FOUND", "model 'sql' is not served; served are base")
+
+
+def test_adapters_are_models_by_their_names(pod: Pod, client: Peer, model: Path, tmp_path: Path):
+    with pod.peer("core", "supervisor") as core, pod.peer("text", "supervisor") as supervisor:
+        for i in range(2):
+            folder = make_adapter(model, tmp_path / str(i), seed=i)
+            core.call("load_adapter", digest=f"sha256:{i}", path=str(folder))
+        supervisor.call("set_adapters", adapters={"sql": "sha256:0", "chat": "sha256:1", "lost": "sha256:2"})
+        asked = {
+            name: client.submit("fox", model=name, temperature=0, max_tokens=16) for name in ("base", "sql", "chat")
+        }
+        got = client.collect(asked.values())
+        texts = {name: text_of(got[request]) for name, request in asked.items()}
+        assert len(set(texts.values())) == 3
+        assert text_of(client.generate("fox", model="sql", temperature=0, max_tokens=16)) == texts["sql"]
+        assert client.generate("fox", model="lost")[0].error_code == "NOT_FOUND"
+
+        running = client.submit("fox", model="sql", max_tokens=100_000)
+        first_event(client, running)
+        exposed = supervisor.call("metrics")["text"]
+        assert 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="sql",waiting_lora_adapters=""}' in exposed
+        assert 'quire_adapter_requests_total{adapter="sql",model_name="base"} 3.0' in exposed
+        assert 'quire_adapter_slot_residency{adapter="sql",model_name="base"} 1.0' in exposed
+        # A name may change its meaning under a running request, which keeps what it began with.
+        supervisor.call("set_adapters", adapters={"sql": "sha256:1"})
+        client.send(Cancel([running]))
+        assert text_of(only(client, client.submit("fox", model="sql", temperature=0, max_tokens=16))) == texts["chat"]
+        supervisor.call("set_adapters", adapters={})
+        assert only(client, client.submit("fox", model="sql"))[0].error_code == "NOT_FOUND"
+        for i in range(2):
+            core.call("unload_adapter", digest=f"sha256:{i}")
 
 
 def test_a_prompt_of_50_mb_is_refused_at_once_and_stalls_nobody(pod: Pod, client: Peer):
@@ -373,7 +416,7 @@ def test_queue_limit_and_drain(model: Path, tmp_path: Path):
                 other.socket.settimeout(0.3)
                 with pytest.raises(TimeoutError):
                     other.call("drain")
-                (event,) = [e for e in client_events(client, client.submit("fox")) if e.error_code]
+                (event,) = [e for e in only(client, client.submit("fox")) if e.error_code]
                 assert event.error_code == "UNAVAILABLE" and "draining" in event.error
                 client.send(Cancel([running]))
                 got: dict[int, str | None] = {}
@@ -382,16 +425,6 @@ def test_queue_limit_and_drain(model: Path, tmp_path: Path):
                 assert set(got.values()) == {"length"}
                 other.socket.settimeout(10)
                 assert other.receive().result == {}
-
-
-def client_events(client: Peer, request: int) -> list[Event]:
-    """Events of one request among those of others."""
-    mine: list[Event] = []
-    while not (mine and mine[-1].final):
-        message = client.receive()
-        assert isinstance(message, Events)
-        mine += [event for event in message.events if event.id == request]
-    return mine
 
 
 def test_a_model_without_tokenizer_takes_and_gives_token_ids(tmp_path: Path):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random Llama with a byte-level tokenizer: a checkpoint as users have them, made in a moment."""
+"""A tiny random Llama with a byte-level tokenizer, and adapters of it: as users have them, made in a moment."""
 
+import warnings
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
 from support.tokenizer import byte_level, save
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -27,6 +29,18 @@ def make_llama(folder: Path, seed: int = 0, tokenizer: bool = True, max_position
     LlamaForCausalLM(config).save_pretrained(folder)
     if tokenizer:
         save(byte_level(), folder)
+    return folder
+
+
+def make_adapter(model: Path, folder: Path, seed: int) -> Path:
+    """A random PEFT adapter that changes the output."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with warnings.catch_warnings():
+        # peft asks transformers for an attribute that transformers has deprecated.
+        warnings.simplefilter("ignore", FutureWarning)
+        get_peft_model(base, config).save_pretrained(folder)
     return folder
 
 
