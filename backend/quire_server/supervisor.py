@@ -135,6 +135,9 @@ class Supervisor:
             # The adapters first: they would set about what the processes' ends undo.
             await self._board.close()
             await _cancel(running, stopping, *others)
+            if not stop.is_set():
+                # Something has failed: nobody is served, and there is nothing to wait for.
+                self._pod.kill()
             await self._pod.stop(drained)
         if not running.cancelled():
             running.result()

@@ -131,6 +131,7 @@ class Text(Process):
         self.draining = False
         self.watching = asyncio.create_task(self.watch_core())
         self.core = False
+        self.cores_lost = 0
 
     async def watch_core(self) -> None:
         while True:
@@ -143,6 +144,7 @@ class Text(Process):
             self.core = True
             await reader.read()
             self.core = False
+            self.cores_lost += 1
             writer.close()
 
     async def status(self) -> dict[str, Any]:
@@ -196,11 +198,12 @@ class Text(Process):
             send(error_code=Code.NOT_FOUND, error=f"no {submit.model}")
             return
         word = self.aliases.get(submit.model, "base")[-8:] + " "
+        cores_lost = self.cores_lost
         limit = int(submit.params.get("max_tokens") or 16)
         for count in range(1, limit):
             send(text=word, token_ids=[1], num_output_tokens=count)
             await asyncio.sleep(STEP_S)
-            if not self.core:
+            if self.cores_lost != cores_lost:
                 send(error_code=Code.UNAVAILABLE, error="engine core is restarting; try again")
                 return
         send(text=word, token_ids=[1], num_output_tokens=limit, finish_reason="length")

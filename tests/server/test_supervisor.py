@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor with a real server: start, adapters, every death, and the end. Text and core are stand-ins."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+from support.service import Stream
+from support.supervised import ENGINE, adapter_folder, catalogue, started, supervised
+
+from quire_server.__main__ import main
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
+
+LONG = {"max_tokens": 5000}
+KILL_S = 2.0
+"""Within which every open stream must have ended after a death."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "a": adapter_folder(folder / "a", weights=b"a" * 1000),
+        "b": adapter_folder(folder / "b", weights=b"b" * 1000),
+        "wrong": adapter_folder(folder / "wrong", rank=0),
+    }
+
+
+@pytest.fixture(scope="module")
+def pod(tmp_path_factory, folders):
+    """One for the tests that put things back: kills included, since coming back is what they test."""
+    folder = tmp_path_factory.mktemp("pod")
+    hidden = {"source": {"path": str(folders["b"])}, "expose": "Parameter", "pinned": True}
+    absent = {"source": {"path": str(folder / "absent")}}
+    document = catalogue(7, a=folders["a"], b=folders["b"], hidden=hidden, wrong=folders["wrong"], absent=absent)
+    with supervised(folder, document) as pod:
+        pod.first = document
+        yield pod
+
+
+def words(pod, model, **parameters):
+    return set(pod.text(model, "x", max_tokens=3, **parameters).split())
+
+
+def digest(pod, name):
+    return pod.adapter(name)["digest"]
+
+
+def test_it_says_when_it_is_ready_and_with_what(pod):
+    pod.wait(lambda: "Quire" in pod.out.read_text(), 5, "announced")
+    out = pod.out.read_text()
+    assert f"HTTP      http://127.0.0.1:{pod.ports['http']}/v2/models/tales/generate\n" in out
+    assert "models    tales, a, b\n" in out
+    assert "adapters  hidden (lora_name on tales)\n" in out
+    assert "failed    wrong: rank 0 is not a rank\n" in out
+    assert "failed    absent: " in out and "does not exist" in out
+    log = pod.log.read_text()
+    assert "core  | core is up" in log
+    assert "I1" not in [line[8:10] for line in log.splitlines() if line.startswith("server|")]
+
+
+def test_status_names_where_each_adapter_is(pod, folders):
+    status = pod.status()
+    assert (status["ready"], status["generation"], status["models"]) == (True, 7, ["tales", "a", "b"])
+    states = {a["name"]: (a["state"], a["model"]) for a in status["adapters"]}
+    assert states == {
+        "a": ("Ready", "a"),
+        "b": ("Ready", "b"),
+        "hidden": ("Ready", None),
+        "wrong": ("Failed", "wrong"),
+        "absent": ("Failed", "absent"),
+    }
+    assert status["memory"]["dtype"] == "float32"
+    assert digest(pod, "b") == digest(pod, "hidden") != digest(pod, "a")
+    assert pod.core_adapters() == {digest(pod, "a"): "host", digest(pod, "b"): "slot"}
+
+
+def test_every_name_answers(pod):
+    assert words(pod, "tales") == {"base"}
+    assert words(pod, "a") == {digest(pod, "a")[-8:]}
+    assert words(pod, "tales", lora_name="hidden") == {digest(pod, "hidden")[-8:]}
+    assert pod.generate("wrong", "x").status in (400, 404)
+
+
+def test_metrics_are_texts_the_servers_and_its_own(pod):
+    page = pod.metrics()
+    assert "stand_in_aliases 3\n" in page
+    assert "nv_inference_request_success" in page
+    assert 'quire_adapters{state="Failed"} 2\n' in page
+    assert "quire_ready 1\n" in page
+
+
+class Watch:
+    """Samples readiness in a thread."""
+
+    def __init__(self, pod):
+        self.pod, self.reasons, self._stop = pod, [], threading.Event()
+
+    def __enter__(self):
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self):
+        while not self._stop.wait(0.01):
+            status, body = self.pod.health()
+            if status != 200:
+                self.reasons.append(body.get("reason"))
+
+
+def serves(pod):
+    return all(pod.generate(m, "x", max_tokens=2).status == 200 for m in ("tales", "a", "b"))
+
+
+async def open_streams(pod, models):
+    """A stream of HTTP and one of gRPC per model, each with a piece arrived."""
+    streams = [Stream() for _ in range(2 * len(models))]
+    tasks = [
+        asyncio.create_task((pod.http_stream if i % 2 else pod.grpc_stream)(models[i // 2], "x", into=stream, **LONG))
+        for i, stream in enumerate(streams)
+    ]
+    async with asyncio.timeout(20):
+        while not all(s.pieces for s in streams):
+            assert not any(t.done() for t in tasks), [s.error for s in streams]
+            await asyncio.sleep(0.01)
+    return streams, tasks
+
+
+@pytest.mark.parametrize("victim", ["core", "text", "server", "stub"])
+def test_a_death_under_load(pod, victim):
+    """Streams end with an error, readiness drops, the process comes back with all adapters, the others stay."""
+    before = {name: pod.pid(name) for name in ("core", "text", "server")}
+    target = pod.stub_pid("a") if victim == "stub" else before[victim]
+    models = ["a"] if victim == "stub" else ["tales", "a", "b"]
+
+    async def scenario():
+        streams, tasks = await open_streams(pod, models)
+        killed = time.monotonic()
+        os.kill(target, signal.SIGKILL)
+        await asyncio.wait(tasks, timeout=20)
+        return streams, killed
+
+    with Watch(pod) as watch:
+        streams, killed = asyncio.run(scenario())
+        pod.wait(lambda: serves(pod), 30, "serving again")
+        back = time.monotonic() - killed
+    late = max(s.ended for s in streams) - killed
+    print(f"\n{victim}: streams ended after {late:.2f} s, all models back after {back:.2f} s")
+    assert all(s.error for s in streams), [s.error for s in streams]
+    assert late < KILL_S
+    assert watch.reasons, "never unready"
+    pod.wait(lambda: pod.health()[0] == 200, 10, "ready")
+    died = "server" if victim == "stub" else victim
+    after = {name: pod.pid(name) for name in before}
+    assert {name for name in before if before[name] != after[name]} == {died}
+    assert pod.status()["processes"][died]["restarts"] >= 1
+    assert digest(pod, "a") in pod.core_adapters()
+    assert {a["name"]: a["state"] for a in pod.status()["adapters"]}["hidden"] == "Ready"
+
+
+def test_an_idle_stub_is_replaced_alone_and_nobody_else_notices(pod):
+    before = {name: pod.pid(name) for name in ("core", "text", "server")}
+    stub = pod.stub_pid("b")
+
+    async def scenario():
+        _, tasks = await open_streams(pod, ["tales", "a"])
+        os.kill(stub, signal.SIGKILL)
+        begun = time.monotonic()
+        while (await asyncio.to_thread(pod.generate, "b", "x", max_tokens=2)).status != 200:
+            assert time.monotonic() - begun < 10
+            await asyncio.sleep(0.02)
+        assert not any(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        return time.monotonic() - begun
+
+    print(f"\nidle stub: its model is back after {asyncio.run(scenario()):.2f} s")
+    assert {name: pod.pid(name) for name in before} == before
+    assert pod.stub_pid("b") != stub
+
+
+def test_an_idle_stub_of_the_base_is_replaced_too(pod):
+    pod.wait(lambda: pod.open_requests() == 0, 5, "idle")
+    server = pod.pid("server")
+    with Watch(pod) as watch:
+        os.kill(pod.stub_pid("tales"), signal.SIGKILL)
+        pod.wait(lambda: watch.reasons, 5, "noticed")
+        pod.wait(lambda: serves(pod), 10, "serving again")
+    pod.wait(lambda: pod.health()[0] == 200, 10, "ready")
+    assert pod.pid("server") == server
+
+
+def test_replacing_and_removing_adapters_fails_no_request(pod, folders, tmp_path):
+    changed = adapter_folder(tmp_path / "changed", weights=b"c" * 1000)
+    old, server = digest(pod, "a"), pod.pid("server")
+    answers, stop = [], threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            answers.append(pod.generate("a", "x", max_tokens=2, exclude_input_in_output=True))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        assert pod.put_adapters(catalogue(8, a=changed, b=folders["b"])).status == 202
+        took = pod.wait(lambda: digest(pod, "a") != old and pod.adapter("a")["state"] == "Ready", 10, "replaced")
+        new = digest(pod, "a")
+        pod.wait(lambda: answers[-1].body["text_output"].startswith(new[-8:]), 5, "answered by the new one")
+    finally:
+        stop.set()
+        asking.join()
+    assert {a.status for a in answers} == {200}, answers
+    seen = [a.body["text_output"].split()[0] for a in answers]
+    assert seen == sorted(seen, key=lambda word: word == new[-8:]), "never back to the old one"
+    print(f"\nreplaced after {took:.2f} s, {len(answers)} requests meanwhile")
+    pod.wait(lambda: old not in pod.core_adapters(), 5, "old content unloaded")
+    assert not pod.adapter("hidden") and not pod.adapter("wrong")
+    assert pod.put_adapters(catalogue(7, a=changed)).status == 409
+    assert pod.status()["generation"] == 8
+
+    assert pod.put_adapters(catalogue(9, a=changed)).status == 202
+    pod.wait(lambda: not pod.adapter("b") and pod.status()["models"] == ["tales", "a"], 10, "removed")
+    pod.wait(lambda: pod.generate("b", "x").status in (400, 404), 5, "refused")
+    pod.wait(lambda: list(pod.core_adapters()) == [new], 5, "unloaded")
+    assert pod.put_adapters(pod.first | {"generation": 10}).status == 202
+    pod.wait(lambda: serves(pod), 10, "as before")
+    assert pod.pid("server") == server
+
+
+def test_a_request_in_flight_outlives_its_adapters_removal(pod, folders):
+    generation = pod.status()["generation"]
+
+    async def scenario():
+        (stream,), (task,) = await one_stream(pod, "b")
+        await asyncio.to_thread(pod.put_adapters, catalogue(generation + 1, a=folders["a"]))
+        pod.wait(lambda: pod.status()["models"] == ["tales", "a"], 10, "removed")
+        count = len(stream.pieces)
+        await asyncio.sleep(0.5)
+        assert len(stream.pieces) > count and not task.done()
+        task.cancel()
+        await asyncio.wait([task])
+
+    async def one_stream(pod, model):
+        stream = Stream()
+        task = asyncio.create_task(pod.http_stream(model, "x", into=stream, **LONG))
+        while not stream.pieces:
+            await asyncio.sleep(0.01)
+        return (stream,), (task,)
+
+    asyncio.run(scenario())
+    pod.put_adapters(pod.first | {"generation": generation + 2})
+    pod.wait(lambda: serves(pod), 10, "as before")
+
+
+def test_exposing_and_hiding_an_adapter(pod, folders):
+    generation = pod.status()["generation"]
+    shown = {"source": {"path": str(folders["b"])}, "expose": "Model"}
+    pod.put_adapters(catalogue(generation + 1, a=folders["a"], hidden=shown))
+    pod.wait(lambda: "hidden" in pod.status()["models"], 10, "a model")
+    assert words(pod, "hidden") == {digest(pod, "hidden")[-8:]}
+    pod.put_adapters(pod.first | {"generation": generation + 2})
+    pod.wait(lambda: "hidden" not in pod.status()["models"] and serves(pod), 10, "only a parameter")
+
+
+def test_a_bad_replacement_leaves_the_one_before_serving(pod, folders):
+    generation, before = pod.status()["generation"], digest(pod, "a")
+    pod.put_adapters(catalogue(generation + 1, a=folders["wrong"], b=folders["b"]))
+    pod.wait(lambda: pod.adapter("a")["state"] == "Failed", 10, "refused")
+    assert pod.adapter("a")["error"] == f"rank 0 is not a rank (still serving {before})"
+    assert words(pod, "a") == {before[-8:]}
+    os.kill(pod.pid("core"), signal.SIGKILL)
+    pod.wait(lambda: pod.health()[0] != 200, 5, "noticed")
+    pod.wait(lambda: pod.generate("a", "x", max_tokens=2).status == 200, 10, "serving the one before again")
+    pod.put_adapters(pod.first | {"generation": generation + 2})
+    pod.wait(lambda: pod.adapter("a")["state"] == "Ready" and serves(pod), 10, "as before")
+
+
+def test_an_adapter_cannot_take_the_bases_name(pod, folders):
+    answer = pod.put_adapters(catalogue(99, tales=folders["a"]))
+    assert answer.status == 400
+    assert "'tales' is the base model's name" in answer.body["error"]
+
+
+def test_twenty_adapters_side_by_side(tmp_path):
+    many = {f"m{i}": adapter_folder(tmp_path / f"adapters/{i}", weights=os.urandom(100_000)) for i in range(20)}
+    with started(tmp_path / "pod", catalogue(1, **many)) as pod:
+        begun = time.monotonic()
+        pod.wait_ready(40)
+        took = time.monotonic() - begun
+        assert [a["state"] for a in pod.status()["adapters"]] == ["Ready"] * 20
+        assert pod.text("m19", "x", max_tokens=2).split()[0] == digest(pod, "m19")[-8:]
+        print(f"\n20 adapters, server and all: ready after {took:.1f} s")
+        assert pod.stop() == 0
+
+
+# The end
+
+
+def test_sigterm_lets_open_requests_finish_and_refuses_new_ones(tmp_path, folders):
+    with supervised(tmp_path / "pod", catalogue(1, a=folders["a"])) as pod:
+        pod.processes()
+
+        async def scenario():
+            stream = Stream()
+            task = asyncio.create_task(pod.http_stream("a", "x", into=stream, max_tokens=60))
+            while not stream.pieces:
+                await asyncio.sleep(0.01)
+            pod.process.send_signal(signal.SIGTERM)
+            while (await asyncio.to_thread(pod.health))[0] == 200:
+                await asyncio.sleep(0.005)
+            assert "draining" in (await asyncio.to_thread(pod.health))[1]["reason"]
+            refused = await asyncio.to_thread(pod.generate, "a", "x")
+            await asyncio.wait_for(task, 20)
+            return stream, refused
+
+        stream, refused = asyncio.run(scenario())
+        assert (stream.error, len(stream.text.split())) == (None, 60)
+        assert refused.status != 200
+        assert pod.process.wait(20) == 0
+
+
+def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path):
+    with supervised(tmp_path / "pod", catalogue(1), "--drain-timeout=0.5") as pod:
+        pod.processes()
+
+        async def scenario():
+            streams, tasks = await open_streams(pod, ["tales"])
+            pod.process.send_signal(signal.SIGTERM)
+            await asyncio.wait(tasks, timeout=20)
+            return streams
+
+        streams = asyncio.run(scenario())
+        assert all("text process ended" in s.error for s in streams), [s.error for s in streams]
+        assert pod.process.wait(20) == 0
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    with started(tmp_path / "pod", catalogue(1)) as pod:
+        pod.wait_ready(30)
+        prefix = pod.shm_prefix()
+        assert pod.shm()
+
+        async def scenario():
+            _, tasks = await open_streams(pod, ["tales"])
+            pod.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.3)
+            pod.process.send_signal(signal.SIGTERM)
+            await asyncio.wait(tasks, timeout=20)
+
+        begun = time.monotonic()
+        asyncio.run(scenario())
+        assert pod.process.wait(5) == 128 + signal.SIGTERM
+        assert time.monotonic() - begun < 5
+        pod.assert_nothing_left()
+        assert not [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
+        assert list(pod.run_dir.iterdir()) == []
+
+
+def test_nothing_outlives_a_killed_supervisor(tmp_path, folders):
+    with started(tmp_path / "pod", catalogue(1, a=folders["a"])) as pod:
+        pod.wait_ready(30)
+        pod.kill()
+        pod.assert_nothing_left()
+
+
+def test_killed_servers_leave_no_shared_memory(tmp_path):
+    with supervised(tmp_path / "pod", catalogue(1)) as pod:
+        first = pod.shm()
+        os.kill(pod.pid("server"), signal.SIGKILL)
+        pod.wait(lambda: pod.health()[0] != 200, 5, "noticed")
+        pod.wait_ready(20)
+        assert first and not first & pod.shm()
+        prefix = pod.shm_prefix()
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
+
+
+# Starts that cannot succeed
+
+
+def ended(pod, timeout=30):
+    with contextlib.suppress(Exception):
+        pod.processes()
+    code = pod.process.wait(timeout)
+    pod.assert_nothing_left()
+    return code, pod.log.read_text()
+
+
+def test_a_configuration_that_the_core_refuses_ends_it_with_the_cores_words(tmp_path):
+    with started(tmp_path / "pod", catalogue(1), core_refuses="model: 'none' is not a folder") as pod:
+        code, log = ended(pod)
+    assert code == 2
+    assert "quire: core ended with exit_code=2 before it was ready; its last lines:\n  model: 'none' is not" in log
+    assert not pod.run_dir.exists()
+
+
+def test_a_core_that_always_crashes_at_the_start_ends_it(tmp_path):
+    with started(tmp_path / "pod", catalogue(1), core_refuses="no memory", exit_code=70) as pod:
+        code, log = ended(pod)
+    assert code == 1
+    assert "core ended 3 times with exit_code=70" in log
+
+
+@pytest.mark.parametrize(
+    ("engine", "adapters", "message"),
+    [
+        ('{"model": "m", "max_lora": 3}', catalogue(1), "max_lora: unknown field"),
+        ("{", catalogue(1), "engine.json: Expecting"),
+        (ENGINE, catalogue(1, tales="/a"), "'tales' is the base model's name"),
+        (ENGINE, {"adapter": []}, "adapter: unknown field"),
+    ],
+)
+def test_a_wrong_file_ends_it_before_anything_starts(tmp_path, engine, adapters, message):
+    with started(tmp_path / "pod", adapters, engine=engine) as pod:
+        code, log = ended(pod)
+    assert code == 2
+    assert message in log
+    assert "process started" not in log
+
+
+@pytest.mark.parametrize("port", ["http", "grpc", "metrics", "health"])
+def test_a_port_that_is_taken_is_named(tmp_path, port):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        flag = f"--{port}-port={taken.getsockname()[1]}"
+        with started(tmp_path / "pod", catalogue(1), flag) as pod:
+            code, log = ended(pod)
+    assert code == 2
+    assert flag.replace("=", " ") in log and "give another port" in log
+
+
+def test_a_run_folder_has_one_owner(tmp_path):
+    with started(tmp_path / "first", catalogue(1)) as first:
+        first.wait(first.run_dir.exists, 10, "up")
+        with started(tmp_path / "second", catalogue(1), f"--run-dir={first.run_dir}") as second:
+            code, log = ended(second)
+        assert (code, first.process.poll()) == (2, None)
+        assert "another supervisor uses it" in log
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert "/health/ready" in text and "exit codes:" in text and "Example:" in text

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real supervisor and a real server, with stand-ins for text and core (stand_in.py says why)."""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from support import stand_in
+from support.service import PORTS, Service, free_ports
+
+from quire_server.control import Control
+
+ENGINE = '{"model": "none"}'
+
+
+def adapter_folder(folder: Path, rank: int = 8, weights: bytes = b"w" * 1000) -> Path:
+    """An adapter that the stand-in core takes; refused with rank 0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return folder
+
+
+def catalogue(generation: int, **folders: Any) -> dict[str, Any]:
+    """A catalogue of path sources; a dict in place of a folder is the adapter's whole entry but for its name."""
+    adapters = [
+        {"name": name, **(entry if isinstance(entry, dict) else {"source": {"path": str(entry)}})}
+        for name, entry in folders.items()
+    ]
+    return {"generation": generation, "adapters": adapters}
+
+
+class Supervised(Service):
+    """One running `python -m quire_server`."""
+
+    def __init__(
+        self, folder: Path, adapters: dict[str, Any], *flags: str, engine: str = ENGINE, **behaviour: Any
+    ) -> None:
+        self.folder = folder
+        self.ports = dict(zip(PORTS, free_ports(4), strict=True))
+        self.run_dir = folder / "run"
+        self.log, self.out = folder / "log", folder / "out"
+        (folder / "engine.json").write_text(engine)
+        (folder / "adapters.json").write_text(json.dumps(adapters))
+        command = [sys.executable, "-m", "quire_server", "--served-name=tales", "--allow-path-sources"]
+        command += [f"--engine={folder / 'engine.json'}", f"--adapters={folder / 'adapters.json'}"]
+        command += [f"--run-dir={self.run_dir}", f"--cache-dir={folder / 'cache'}"]
+        command += [f"--{name}-port={port}" for name, port in self.ports.items()]
+        command += flags
+        env = stand_in.install(folder / "stand-in", **behaviour)
+        self.shm_before = set(os.listdir("/dev/shm"))
+        with self.log.open("wb") as log, self.out.open("wb") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=log, env=env, start_new_session=True)
+        self.family: set[int] = set()
+
+    def behave(self, **behaviour: Any) -> None:
+        """What the stand-ins do from their next start on."""
+        stand_in.behave(self.folder / "stand-in", **behaviour)
+
+    def core_adapters(self) -> dict[str, str]:
+        """Digests that the core holds, asked of the core itself."""
+        return dict(asyncio.run(self._ask("core"))["adapters"])
+
+    def open_requests(self) -> int:
+        """Requests that text has open."""
+        return int(asyncio.run(self._ask("text"))["num_open"])
+
+    async def _ask(self, name: str) -> Any:
+        control = await Control.connect(name, self.run_dir / f"{name}.sock")
+        try:
+            return await control.call("status", timeout_s=5)
+        finally:
+            await control.close()
+
+    def shm(self) -> set[str]:
+        """Shared memory regions that its server made: their names hold its prefix, which its command line shows."""
+        return {name for name in os.listdir("/dev/shm") if name.startswith(self.shm_prefix())}
+
+    def shm_prefix(self) -> str:
+        for process in self.processes():
+            for word in process.cmdline():
+                if "shm-region-prefix-name=" in word:
+                    return word.rpartition("=")[2]
+        raise AssertionError("no server is running")
+
+
+@contextlib.contextmanager
+def supervised(folder: Path, adapters: dict[str, Any], *flags: str, **behaviour: Any) -> Iterator[Supervised]:
+    """A ready one, stopped afterwards with the check that nothing is left."""
+    with started(folder, adapters, *flags, **behaviour) as pod:
+        pod.wait_ready(30)
+        yield pod
+        assert pod.stop() == 0
+        assert not pod.run_dir.exists()
+
+
+@contextlib.contextmanager
+def started(folder: Path, adapters: dict[str, Any], *flags: str, **behaviour: Any) -> Iterator[Supervised]:
+    """One that has just been started; how it ends is the test's business."""
+    folder.mkdir(exist_ok=True)
+    pod = Supervised(folder, adapters, *flags, **behaviour)
+    try:
+        yield pod
+    finally:
+        if pod.process.poll() is None:
+            pod.kill()
+            pod.process.wait(10)
