@@ -133,11 +133,11 @@ class TritonPythonModel:
 
     def _is_gone(self, stream: Stream) -> bool:
         """True when the client is gone; asks the server if it was not asked lately. Cuts the stream then."""
-        sender, now = stream.sender, time.monotonic()
-        if sender is None or now - stream.checked_at < self._check_interval_s():
+        now = time.monotonic()
+        if stream.sender is None or now - stream.checked_at < self._check_interval_s():
             return False
         stream.checked_at = now
-        if not sender.is_cancelled():
+        if not stream.sender.is_cancelled():
             return False
         self._queue_if(stream.cut(Cancelled("the client has cancelled the request or closed its connection")), stream)
         return True
@@ -145,10 +145,15 @@ class TritonPythonModel:
     def _check_loop(self) -> None:
         while not self._closing.wait(self._check_interval_s()):
             for stream in list(self._streams.values()):
-                try:
-                    self._is_gone(stream)
-                except Exception:
-                    log.exception("cancellation check failed model=%s", self._model)
+                if stream.hold():
+                    self._check(stream)
+
+    def _check(self, stream: Stream) -> None:
+        try:
+            self._is_gone(stream)
+        except Exception:
+            log.exception("cancellation check failed model=%s", self._model)
+        self._queue_if(stream.release(), stream)
 
     def _check_interval_s(self) -> float:
         return max(CHECK_S, len(self._streams) / MAX_CHECKS_PER_S)

@@ -2,8 +2,9 @@
 """Stream: one open request of a stub, between the text process's events and the responses to its client.
 
 Events gather here until a sender thread takes all of them at once: one response per event while the senders keep up,
-fewer and larger ones when they do not. A stream is in the senders' queue or in one sender's hands at most once, so its
-responses keep their order and exactly one of them is final. Knows nothing of the server; frontend.py moves it about.
+fewer and larger ones when they do not. A stream is held by at most one thread, or by the senders' queue: so its
+responses keep their order, exactly one of them is final, and the server is never asked about a request while its final
+response goes out (it frees what the question is about). Knows nothing of the server; frontend.py moves it about.
 """
 
 import threading
@@ -18,7 +19,7 @@ MAX_PENDING_TOKENS = 16384
 
 
 class Stream:
-    """An open request. Any thread may `put` and `cut`; only the sender that holds it may `take` and `release`."""
+    """An open request. Any thread may `put`, `cut` and `hold`; only its holder may touch the rest, until `release`."""
 
     __slots__ = (
         "_closed",
@@ -51,7 +52,7 @@ class Stream:
         self._closed = False
         """The last event is in; no other is taken."""
         self._held = False
-        """In the senders' queue, or with a sender."""
+        """In the senders' queue, or in a thread's hands."""
         self._lock = threading.Lock()
 
     def put(self, event: Event) -> bool:
@@ -66,13 +67,17 @@ class Stream:
                 return self._cut(
                     Unavailable(f"{MAX_PENDING_TOKENS} tokens are waiting to be sent; the reader is too slow")
                 )
-            streams = self.wanted is not None and self.wanted.stream
-            return (event.final or streams) and self._hold()
+            return self._ready() and self._hold()
 
     def cut(self, error: QuireError) -> bool:
         """End with `error` instead of what is waiting; True when the caller must queue the stream for the senders."""
         with self._lock:
             return not self._closed and self._cut(error)
+
+    def hold(self) -> bool:
+        """Take hold of the stream, if nobody has it: True, and `release` must follow."""
+        with self._lock:
+            return self._hold()
 
     def take(self) -> list[Event]:
         """All waiting events."""
@@ -82,10 +87,15 @@ class Stream:
             return events
 
     def release(self) -> bool:
-        """The sender is done with what it took; True when more has come and it must queue the stream again."""
+        """Let go; True when something to send has come meanwhile, and the caller must queue the stream again."""
         with self._lock:
-            self._held = bool(self._events)
+            self._held = self._ready()
             return self._held
+
+    def _ready(self) -> bool:
+        """True when there is something to send: a request that does not stream waits for its end."""
+        streams = self.wanted is not None and self.wanted.stream
+        return bool(self._events) and (self._closed or streams)
 
     def _cut(self, error: QuireError) -> bool:
         self._closed = self.cut_off = True
@@ -93,6 +103,5 @@ class Stream:
         return self._hold()
 
     def _hold(self) -> bool:
-        """True for the first of those who want the stream queued."""
         held, self._held = self._held, True
         return not held
