@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""However a process fails, it ends at once with the exit code and the last words that its supervisor reads."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quire_engine.process import MAX_SOCKET_PATH, Arguments
+from quire_spec.config import EngineConfig
+from quire_spec.errors import ConfigError
+
+SCRIPT = """
+import asyncio, threading, time
+from quire_engine import process
+from quire_spec.errors import ConfigError
+
+async def serve(fail):
+    loop = asyncio.get_running_loop()
+    process.watch_loop(loop)
+    print("serving", flush=True)
+    fail(loop)
+    await asyncio.sleep(60)
+
+def main(args):
+    {body}
+
+process.run("it", main)
+"""
+
+FAILURES = {
+    "main": "raise RuntimeError('boom')",
+    "thread": "threading.Thread(target=lambda: 1 / 0).start(); time.sleep(60)",
+    "callback": "asyncio.run(serve(lambda loop: loop.call_soon(lambda: 1 / 0)))",
+    "future": "asyncio.run(serve(lambda loop: loop.create_future().set_result(1) or 1 / 0))",
+}
+
+
+def start(tmp_path: Path, body: str) -> subprocess.Popen[str]:
+    engine = tmp_path / "engine.json"
+    engine.write_text('{"model": "m"}')
+    argv = [sys.executable, "-c", SCRIPT.format(body=body), "--engine", str(engine)]
+    argv += ["--served-name", "base", "--run-dir", str(tmp_path)]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_an_exception_that_nobody_handles_ends_the_process(tmp_path: Path, where: str):
+    with start(tmp_path, FAILURES[where]) as process:
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 70
+    assert "Traceback" in err and ("boom" in err or "ZeroDivisionError" in err)
+    assert " ERROR quire.process " in err
+
+
+def test_a_configuration_error_is_said_in_one_line(tmp_path: Path):
+    with start(tmp_path, "raise ConfigError('max_loras: 0 is less than 1')") as process:
+        _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (2, "it: max_loras: 0 is less than 1\n")
+
+
+@pytest.mark.parametrize("body", ["print('serving', flush=True); time.sleep(60)", "asyncio.run(serve(lambda loop: 0))"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_at_once_and_well(tmp_path: Path, body: str, number: signal.Signals):
+    with start(tmp_path, body) as process:
+        assert process.stdout is not None and process.stdout.readline() == "serving\n"
+        begun = time.monotonic()
+        process.send_signal(number)
+        _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (0, "")
+    assert time.monotonic() - begun < 2.0
+
+
+def test_a_run_folder_that_is_too_deep_is_refused(tmp_path: Path):
+    short = Arguments(EngineConfig("m"), "base", Path("/run/quire"))
+    assert short.socket("text.sock") == Path("/run/quire/text.sock")
+    deep = Arguments(EngineConfig("m"), "base", Path("/" + "x" * MAX_SOCKET_PATH))
+    with pytest.raises(ConfigError, match="--run-dir"):
+        deep.socket("text.sock")
