@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine. `LLM` generates offline; the processes of a pod import the modules that they need.
+
+Names are imported on first use: whoever wants text or configuration pays for no model.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire_engine.llm import LLM
+    from quire_engine.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
+    from quire_spec.sampling import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "LoRARequest", "Logprob", "RequestOutput", "SamplingParams"]
+
+_MODULES = {"LLM": "quire_engine.llm", "SamplingParams": "quire_spec.sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES.get(name, "quire_engine.outputs")), name)

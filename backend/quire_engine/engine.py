@@ -53,7 +53,7 @@ class Engine:
         self.memory = memory
         self.model_folder = checkpoint.folder
         self.max_model_len = check_max_model_len(config, checkpoint.shape)
-        self._eos_token_ids = checkpoint.eos_token_ids
+        self.eos_token_ids = checkpoint.eos_token_ids
         self._runner = runner
         self._clock = clock
         self._seeds = random.Random(config.seed)
@@ -111,7 +111,7 @@ class Engine:
                 params=params,
                 seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
                 max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-                stop_token_ids=stops if params.ignore_eos else stops | self._eos_token_ids,
+                stop_token_ids=stops if params.ignore_eos else stops | self.eos_token_ids,
                 adapter=request.adapter,
                 cache_salt=request.cache_salt,
                 arrival=self._clock(),

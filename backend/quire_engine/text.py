@@ -92,6 +92,8 @@ class Delta:
     """How many of the tokens belong to the output; fewer than were pushed when a stop string was found before."""
     stopped: bool
     """A stop string was found: the request is over, with finish reason "stop"."""
+    stop: str | None = None
+    """The stop string that was found."""
 
 
 class Detokenizer:
@@ -135,9 +137,10 @@ class Detokenizer:
             start = len(self._window)
             self._window += self._text([token_id] if i < end else [], finished and i == len(token_ids) - 1)
             self._num_tokens += 1
-            if self._num_tokens > self._min_tokens and (cut := self._find_stop(start)) is not None:
+            if self._num_tokens > self._min_tokens and (found := self._find_stop(start)) is not None:
+                cut, stop = found
                 self._window = self._window[:cut]
-                return Delta(self._take(True), i + 1, stopped=True)
+                return Delta(self._take(True), i + 1, stopped=True, stop=stop)
         return Delta(self._take(finished), len(token_ids), stopped=False)
 
     def _text(self, token_ids: Sequence[int], final: bool) -> str:
@@ -152,16 +155,16 @@ class Detokenizer:
         text = self._codec.decode(b"".join(parts), final)
         return text if self._pieces.errors == "replace" or text.isascii() else text.translate(_INVALID_BYTES)
 
-    def _find_stop(self, start: int) -> int | None:
-        """Where to cut the window for the stop string that ends first, the longest if several do, after `start`."""
+    def _find_stop(self, start: int) -> tuple[int, str] | None:
+        """Where to cut the window, and the stop string that ends first after `start`, the longest if several do."""
         found = []
         for stop in self._stops:
             if (at := self._window.find(stop, max(0, start - len(stop) + 1))) >= 0:
-                found.append((at + len(stop), at))
+                found.append((at + len(stop), at, stop))
         if not found:
             return None
-        end, at = min(found)
-        return end if self._include_stop else at
+        end, at, stop = min(found)
+        return end if self._include_stop else at, stop
 
     def _take(self, everything: bool) -> str:
         size = len(self._window)

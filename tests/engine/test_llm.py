@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline generation says what transformers and peft say, through vLLM's names, whatever the engine is set to."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import VOCAB, load_adapted_oracle, load_oracle, make_adapter, make_checkpoint
+from support.tokenizer import byte_level, save
+
+import quire_engine
+from quire_engine import LLM, LoRARequest, SamplingParams
+from quire_engine.llm import Engine
+from quire_spec.errors import ConfigError, Internal, InvalidArgument
+
+# peft asks transformers by a name that transformers calls deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+TEXTS = ["the quick brown fox", "jumps", "over the lazy dog and back again, twice", "a", "the quick brown cat"]
+NAMES: list[str | None] = ["a", None, "b", "a", "b"]
+
+
+class World:
+    """A checkpoint with a tokenizer and two adapters, and what transformers and peft generate with them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = make_checkpoint(folder / "model", "llama")
+        save(byte_level(VOCAB - 1), self.model)
+        self.paths = {name: make_adapter(self.model, folder / name, seed=i) for i, name in enumerate("ab", 1)}
+        self.loras = {name: LoRARequest(name, i, str(path)) for i, (name, path) in enumerate(self.paths.items(), 1)}
+        self.oracles = {None: load_oracle(self.model)}
+        self.oracles |= {name: load_adapted_oracle(self.model, path) for name, path in self.paths.items()}
+        self.llm = self.load()
+
+    def load(self, **fields: Any) -> LLM:
+        """One that keeps everything small."""
+        settings = {"dtype": "float32", "enable_lora": True, "max_model_len": 128, "kv_cache_memory_bytes": 2**22}
+        return LLM(model=self.model, **(settings | fields))
+
+    def lora(self, name: str | None) -> LoRARequest | None:
+        return None if name is None else self.loras[name]
+
+    def expected(self, token_ids: list[int], name: str | None = None, num: int = 24) -> list[int]:
+        with torch.inference_mode():
+            ids = torch.tensor([token_ids])
+            model = self.oracles[name]
+            out = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num, do_sample=False
+            )
+        return out[0, len(token_ids) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+def test_names_are_imported_on_first_use() -> None:
+    script = (
+        "import sys, quire_engine, quire_engine.text, quire_engine.engine; assert 'torch' not in sys.modules; "
+        "assert quire_engine.SamplingParams(top_k=3).top_k == 3 and quire_engine.LLM; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert all(getattr(quire_engine, name) for name in quire_engine.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'LLN'"):
+        _ = quire_engine.LLN
+
+
+def test_a_batch_equals_transformers_in_the_order_of_the_prompts(world: World) -> None:
+    outputs = world.llm.generate(TEXTS, GREEDY)
+    assert [output.prompt for output in outputs] == TEXTS
+    for output in outputs:
+        [completion] = output.outputs
+        assert output.prompt_token_ids == world.llm.tokenizer.encode(output.prompt)
+        assert completion.token_ids == world.expected(output.prompt_token_ids)
+        assert (completion.index, completion.finish_reason, completion.stop_reason) == (0, "length", None)
+        assert output.finished and completion.finished()
+        assert (completion.cumulative_logprob, completion.logprobs) == (None, None)
+    ids = [int(output.request_id) for output in outputs]
+    assert ids == sorted(set(ids))
+
+
+def test_adapters_in_one_batch_equal_peft(world: World) -> None:
+    outputs = world.llm.generate(TEXTS, GREEDY, lora_request=[world.lora(name) for name in NAMES])
+    for name, output in zip(NAMES, outputs, strict=True):
+        assert output.outputs[0].token_ids == world.expected(output.prompt_token_ids, name)
+        assert output.lora_request == world.lora(name)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"enable_prefix_caching": False},
+        {"enable_chunked_prefill": False},
+        {"max_num_batched_tokens": 8, "max_num_seqs": 4, "block_size": 8},
+        {"block_size": 128},
+        # One slot and one host copy: every change of adapter waits for the one before, and reads from disk.
+        {"max_loras": 1, "max_cpu_loras": 1},
+        {"max_num_seqs": 1},
+    ],
+    ids=str,
+)
+def test_output_does_not_depend_on_the_settings(world: World, fields: dict[str, Any]) -> None:
+    outputs = world.load(**fields).generate(TEXTS, GREEDY, lora_request=[world.lora(name) for name in NAMES])
+    for name, output in zip(NAMES, outputs, strict=True):
+        assert output.outputs[0].token_ids == world.expected(output.prompt_token_ids, name)
+
+
+def test_output_survives_preemption(world: World) -> None:
+    # 128 tokens of 512 bytes each, two layers of keys and values, 32 floats: 16 blocks of 8 KiB, for 5 x 64 tokens.
+    llm = world.load(kv_cache_memory_bytes=16 * 8192, block_size=8, max_num_seqs=5)
+    params = SamplingParams(temperature=0.0, max_tokens=50)
+    outputs = llm.generate(TEXTS, params)
+    assert llm.engine.stats().num_preemptions > 0
+    for output in outputs:
+        assert output.outputs[0].token_ids == world.expected(output.prompt_token_ids, num=50)
+
+
+def test_the_second_time_prefixes_are_cached(world: World) -> None:
+    llm = world.load()
+    prompt = list(range(1, 60))
+    first = llm.generate(prompt, GREEDY)
+    assert llm.engine.stats().prefix_cache_hits == 0
+    second = llm.generate({"prompt_token_ids": prompt}, GREEDY)
+    assert llm.engine.stats().prefix_cache_hits == 48
+    assert first[0].outputs[0].token_ids == second[0].outputs[0].token_ids == world.expected(prompt)
+    assert (first[0].prompt, second[0].prompt) == (None, None)
+    # An adapter's keys and values are its own.
+    [third] = llm.generate(prompt, GREEDY, lora_request=world.loras["a"])
+    assert llm.engine.stats().prefix_cache_hits == 48
+    assert third.outputs[0].token_ids == world.expected(prompt, "a")
+
+
+def test_prompts_come_in_four_forms(world: World) -> None:
+    ids = world.llm.tokenizer.encode("jumps")
+    forms: list[Any] = ["jumps", {"prompt": "jumps"}, {"prompt_token_ids": ids}, ids]
+    together = world.llm.generate(forms, GREEDY)
+    alone = [world.llm.generate(form, GREEDY)[0] for form in forms]
+    assert {tuple(o.outputs[0].token_ids) for o in [*together, *alone]} == {tuple(world.expected(ids))}
+    assert world.llm.generate([]) == []
+
+
+def test_parameters_per_prompt_and_by_default(world: World) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (3, 7)]
+    outputs = world.llm.generate(["jumps", "jumps"], params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [3, 7]
+    [default] = world.llm.generate("jumps")
+    assert len(default.outputs[0].token_ids) == 16
+    limited = world.llm.generate([5] * 120, SamplingParams(max_tokens=None))
+    assert len(limited[0].outputs[0].token_ids) == 8 and limited[0].outputs[0].finish_reason == "length"
+
+
+def test_seeds_repeat_whatever_else_runs(world: World) -> None:
+    def tokens(seed: int | None, others: int) -> list[int]:
+        params = [SamplingParams(seed=seed, max_tokens=12)] + [SamplingParams(max_tokens=12)] * others
+        return world.llm.generate([TEXTS[0]] * (1 + others), params)[0].outputs[0].token_ids
+
+    assert tokens(7, 0) == tokens(7, 4) != tokens(8, 0)
+    outputs = world.llm.generate([TEXTS[0]] * 4, SamplingParams(max_tokens=12))
+    assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 4
+
+
+def test_logprobs_are_those_of_transformers(world: World) -> None:
+    [output] = world.llm.generate(TEXTS[0], SamplingParams(temperature=0.0, max_tokens=5, logprobs=2))
+    [completion] = output.outputs
+    ids = torch.tensor([output.prompt_token_ids + completion.token_ids])
+    with torch.inference_mode():
+        wanted = world.oracles[None](ids).logits[0].log_softmax(-1)
+    assert completion.logprobs is not None and completion.cumulative_logprob is not None
+    for i, (token, entries) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        row = wanted[len(output.prompt_token_ids) + i - 1]
+        assert list(entries) == row.topk(2).indices.tolist()
+        assert next(iter(entries)) == token and entries[token].rank == 1
+        assert entries[token].decoded_token == world.llm.tokenizer.token_text(token)
+        for token_id, entry in entries.items():
+            assert math.isclose(entry.logprob, row[token_id], abs_tol=1e-4)
+    total = sum(
+        entries[token].logprob for token, entries in zip(completion.token_ids, completion.logprobs, strict=True)
+    )
+    assert math.isclose(completion.cumulative_logprob, total)
+
+
+def test_stop_strings_and_stop_tokens_say_what_stopped(world: World) -> None:
+    [free] = world.llm.generate(TEXTS[0], GREEDY)
+    text, tokens = free.outputs[0].text, free.outputs[0].token_ids
+    stop = text[4:6]
+    [by_string] = world.llm.generate(TEXTS[0], SamplingParams(temperature=0.0, max_tokens=24, stop=("\0no", stop)))
+    completion = by_string.outputs[0]
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (
+        text[: text.index(stop)],
+        "stop",
+        stop,
+    )
+    assert completion.token_ids == tokens[: len(completion.token_ids)] and len(completion.token_ids) < len(tokens)
+    params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(tokens[5],))
+    [by_token] = world.llm.generate(TEXTS[0], params)
+    end = tokens.index(tokens[5]) + 1
+    assert by_token.outputs[0].token_ids == tokens[:end]
+    assert (by_token.outputs[0].finish_reason, by_token.outputs[0].stop_reason) == ("stop", tokens[5])
+    # With min_tokens the stop token is not even drawn before its time.
+    params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(tokens[5],), min_tokens=10)
+    [later] = world.llm.generate(TEXTS[0], params)
+    assert len(later.outputs[0].token_ids) > 10 and tokens[5] not in later.outputs[0].token_ids[:10]
+    assert not world.llm.engine.has_work
+
+
+def test_a_folder_without_tokenizer_takes_token_ids(world: World, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "bare", "llama")
+    llm = LLM(model=folder, dtype="float32", max_model_len=64, kv_cache_memory_bytes=2**21)
+    [output] = llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(temperature=0.0, max_tokens=4, logprobs=0))
+    assert output.outputs[0].token_ids == world.expected([1, 2, 3], num=4)
+    assert output.outputs[0].text == ""
+    assert output.outputs[0].logprobs is not None
+    assert all(entry.decoded_token is None for p in output.outputs[0].logprobs for entry in p.values())
+    with pytest.raises(InvalidArgument, match=r"has no tokenizer\.json; give prompt_token_ids"):
+        llm.generate("text")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": ["a", {"text": "a"}]}, "unknown key 'text'"),
+        ({"prompts": ["a", {}]}, "has neither a text 'prompt' nor 'prompt_token_ids'"),
+        ({"prompts": ["a", []]}, "prompt: empty"),
+        ({"prompts": ["a", [1, 2, 9999]]}, "token id 9999 is outside the vocabulary of 320"),
+        ({"prompts": ["a", [1] * 128]}, "128 tokens leave no room for output"),
+        ({"prompts": ["a", "b"], "sampling_params": [SamplingParams()]}, "sampling_params: 1 entries for 2 prompts"),
+        ({"prompts": ["a", "b"], "lora_request": [None]}, "lora_request: 1 entries for 2 prompts"),
+        ({"prompts": "a", "lora_request": LoRARequest("x", 1, "/nowhere")}, "adapter 'x': .*No such file"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_anything_runs(world: World, arguments: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        world.llm.generate(**arguments)
+    assert not world.llm.engine.has_work
+    world.llm.engine.check_integrity()
+
+
+def test_unknown_settings_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="trust_remote_code: unknown field"):
+        LLM(model="/nowhere", trust_remote_code=True)
+
+
+@pytest.fixture
+def failing(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BaseException], None]]:
+    """Lets the third step of the next run fail."""
+
+    def arm(error: BaseException) -> None:
+        runner, count = world.llm.engine._runner, iter(range(100))
+        execute = runner.execute
+
+        def fail(plan: Any) -> Any:
+            if next(count) == 2:
+                raise error
+            return execute(plan)
+
+        monkeypatch.setattr(runner, "execute", fail)
+
+    yield arm
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()], ids=repr)
+def test_it_can_be_used_again_after_a_failure(
+    world: World, failing: Callable[[BaseException], None], error: BaseException
+) -> None:
+    failing(error)
+    with pytest.raises(Internal if isinstance(error, RuntimeError) else KeyboardInterrupt):
+        world.llm.generate(TEXTS, GREEDY)
+    engine: Engine = world.llm.engine
+    assert not engine.has_work and engine.stats().num_used_blocks == 0
+    engine.check_integrity()
+    [output] = world.llm.generate(TEXTS[1], GREEDY)
+    assert output.outputs[0].token_ids == world.expected(output.prompt_token_ids)
