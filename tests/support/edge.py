@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 from support.service import Service, free_ports
 
 from quire_server import launch, repository
@@ -105,6 +104,16 @@ class Edge(Service):
         self.assert_nothing_left()
         return code
 
+    def end(self) -> None:
+        """End what is left, after whatever went wrong."""
+        if self.text_process is not None and self.text_process.poll() is None:
+            self.kill_text()
+        if hasattr(self, "process") and self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        launch.clear_shared_memory(self.shm_prefix)
+
 
 @contextlib.contextmanager
 def edge(folder: Path) -> Iterator[Edge]:
@@ -116,13 +125,7 @@ def edge(folder: Path) -> Iterator[Edge]:
         yield running
         running.stop()
     finally:
-        if running.text_process is not None and running.text_process.poll() is None:
-            running.kill_text()
-        if hasattr(running, "process") and running.process.poll() is None:
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                os.killpg(running.process.pid, signal.SIGKILL)
-            running.process.wait()
-        launch.clear_shared_memory(running.shm_prefix)
+        running.end()
 
 
 def wait_until(condition, timeout: float, what: str) -> float:
