@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import quire_server.__main__
 from quire_operator import crd, engine_config, serve
 from quire_operator.errors import InvalidService
 from quire_operator.manifest import read
@@ -92,6 +93,18 @@ def test_the_command_line_says_all_that_the_server_needs(folder):
         "--drain-timeout": ["60"],
         "--allow-path-sources": [True],
     }
+
+
+def test_the_server_takes_the_command_line(folder):
+    secrets = folder / "secrets"
+    secrets.mkdir()
+    volumes = (("loras", folder / "adapters"),)
+    launched = launch(folder, TALES, run_dir=folder / "run", secrets_dir=secrets, volumes=volumes, verbose=True)
+    settings = quire_server.__main__._parse(launched.argv[3:])
+    assert settings.engine == folder / "run/engine.json"
+    assert (settings.served_name, settings.drain_timeout_s) == ("once-upon", 60)
+    assert (settings.pvcs, settings.secrets_dir) == ({"loras": folder / "adapters"}, secrets)
+    assert settings.allow_path_sources and settings.verbose
 
 
 def test_what_the_spec_pins_reaches_the_engine(folder):

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dockerfiles and the compose file, as far as they can be checked where no container engine runs.
+
+Nothing is built here: that every path, module, extra, port and flag in them exists is what can be known without.
+"""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from quire_operator import cli, crd
+from quire_operator.manifest import read
+from quire_spec import names
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())
+PORTS = [names.HTTP_PORT, names.GRPC_PORT, names.SERVER_METRICS_PORT, names.HEALTH_PORT]
+
+
+def stages(file):
+    """Stage name to its instructions, each (word, arguments), with continued lines joined."""
+    text = "\n".join(line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#"))
+    found, name = {}, None
+    for line in text.replace("\\\n", " ").splitlines():
+        word, _, arguments = line.strip().partition(" ")
+        if word == "FROM":
+            name = arguments.partition(" AS ")[2]
+            assert name, f"{file}: a stage without a name: {line}"
+            found[name] = []
+        if word:
+            found.setdefault(name, []).append((word, arguments.strip()))
+    return found
+
+
+def said(stage, word):
+    return [arguments for found, arguments in stage if found == word]
+
+
+@pytest.fixture(params=["backend/Dockerfile", "operator/Dockerfile"])
+def dockerfile(request):
+    return stages(request.param)
+
+
+def final(dockerfile):
+    return {name: stage for name, stage in dockerfile.items() if name not in (None, "wheel")}
+
+
+def sent():
+    """What .dockerignore lets through."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    return {line.removeprefix("!") for line in lines if line.startswith("!")}
+
+
+def test_everything_copied_exists_and_is_sent_to_the_builder(dockerfile):
+    for name, stage in dockerfile.items():
+        for arguments in said(stage, "COPY"):
+            *sources, _ = shlex.split(arguments)
+            if sources[0].startswith("--from="):
+                assert sources[0].removeprefix("--from=") in dockerfile, name
+                continue
+            for source in sources:
+                assert (ROOT / source).exists(), source
+                assert source in sent(), source
+
+
+def test_the_wheel_gets_all_it_is_built_from(dockerfile):
+    copied = {source for arguments in said(dockerfile["wheel"], "COPY") for source in arguments.split()[:-1]}
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = [PROJECT["project"]["readme"], *PROJECT["project"]["license-files"], *wheel["packages"]]
+    assert {path.partition("/")[0] for path in [*needed, *wheel["force-include"], "pyproject.toml"]} <= copied
+
+
+def test_the_crd_is_in_the_wheel_where_the_command_looks_for_it():
+    included = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    (source,) = [source for source, place in included.items() if place == "quire_operator/llmservices.yaml"]
+    assert (ROOT / source) == crd.find()
+
+
+def test_images_run_without_root_as_the_user_of_the_crd(dockerfile):
+    user = crd.load()["properties"]["spec"]["properties"]["security"]["properties"]["runAsUser"]["default"]
+    for stage in final(dockerfile).values():
+        assert said(stage, "USER")[-1] == f"{user}:{user}"
+        after = [word for word, _ in stage][[word for word, _ in stage].index("USER") :]
+        assert "RUN" not in after
+
+
+def test_entry_points_exist(dockerfile):
+    for stage in final(dockerfile).values():
+        (entry,) = said(stage, "ENTRYPOINT")
+        program, *rest = yaml.safe_load(entry)
+        if program == "tini":
+            assert any("install --yes --no-install-recommends tini" in run for run in said(stage, "RUN"))
+            assert rest[:3] == ["--", "python3", "-m"]
+            assert importlib.util.find_spec(rest[3]) is not None
+        else:
+            assert program in PROJECT["project"]["scripts"]
+
+
+def test_extras_exist(dockerfile):
+    text = " ".join(run for stage in dockerfile.values() for run in said(stage, "RUN"))
+    extras = {extra for group in re.findall(r"\.whl\)\[([\w,]+)\]", text) for extra in group.split(",")}
+    extras |= set(re.findall(r"extras\['(\w+)'\]", text))
+    assert extras
+    assert extras <= set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_the_gpu_image_takes_no_server_from_pypi():
+    """The command in the Dockerfile is run as it is, on the real pyproject.toml."""
+    (command,) = [run for run in said(stages("backend/Dockerfile")["wheel"], "RUN") if run.startswith("python")]
+    program, flag, script, arrow, target = shlex.split(command)
+    assert (program, flag, arrow, target) == ("python", "-c", ">", "/wheels/gpu.txt")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    required = {re.match(r"[\w-]+", line)[0] for line in done.stdout.splitlines()}
+    assert {"torch", "numpy", "aiohttp", "pyyaml", "tokenizers"} <= required
+    assert "nvidia-pytriton" not in required
+    assert not any(line.startswith("numpy") and "<2" in line for line in done.stdout.splitlines())
+
+
+def test_base_images_are_named_without_a_registry(dockerfile):
+    arguments = dict(pair.partition("=")[::2] for pair in said(dockerfile[None], "ARG"))
+    for name, stage in final(dockerfile).items():
+        base = said(stage, "FROM")[0].partition(" AS ")[0]
+        variable = re.fullmatch(r"\$\{(\w+)(:-[a-z-]+)?\}", base)
+        assert variable, name
+        assert "/" not in arguments[variable[1]], name
+        if name == "gpu":
+            assert arguments["SERVER_IMAGE"] == ""
+
+
+def test_all_ports_are_declared():
+    for stage in final(stages("backend/Dockerfile")).values():
+        assert [int(port) for port in said(stage, "EXPOSE")[0].split()] == PORTS
+
+
+def test_the_compose_file_keeps_to_the_specification():
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yaml"]
+    done = subprocess.run(check, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def default(text):
+    """A text of the compose file with the defaults of its variables."""
+    return re.sub(r"\$\{\w+(?::-([^}]*))?\}", lambda match: match[1] or "", text)
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_a_compose_service_runs_what_exists(profile):
+    service = COMPOSE["services"][profile]
+    assert service["profiles"] == [profile]
+    build = service["build"]
+    built = stages(build["dockerfile"])
+    assert build["target"] in final(built)
+    assert set(build["args"]) <= {a.partition("=")[0] for a in said(built[None] + built[build["target"]], "ARG")}
+    assert service["entrypoint"] == ["tini", "--", "quire", "serve"]
+    mounts = {target: default(source) for source, target in (split(volume) for volume in service["volumes"])}
+    command = [default(argument) for argument in service["command"]]
+    # The claim's folder is made by its mount.
+    command = [argument.replace("=/srv/models", f"={ROOT}") for argument in command]
+    options = cli._parser().parse_args(["serve", *command])
+    folder, _, file = options.file.rpartition("/")
+    (document,) = read(str(ROOT / mounts[folder] / file))
+    body = crd.valid(document)
+    assert str(options.cache_dir).startswith("/var/cache/quire")
+    assert str(options.run_dir) in [tmpfs.partition(":")[0] for tmpfs in service["tmpfs"]]
+    drain_s = body["spec"]["rollout"]["drainSeconds"]
+    assert int(service["stop_grace_period"].removesuffix("s")) > drain_s + 10
+
+
+def split(volume):
+    """Source and target of a short volume, whose source may hold a default with a colon."""
+    source, target = re.fullmatch(r"(\$\{.*?\}|[^:]+):([^:]+)(?::ro)?", volume).groups()
+    return source, target
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_a_compose_service_is_closed_and_watched(profile):
+    service = COMPOSE["services"][profile]
+    published = [default(port).split(":") for port in service["ports"]]
+    assert [int(port[-1]) for port in published] == PORTS
+    assert {port[0] for port in published} == {"127.0.0.1"}
+    assert f":{names.HEALTH_PORT}/health/ready" in service["healthcheck"]["test"][-1]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["shm_size"] == "1gb"
+
+
+def test_only_the_gpu_service_asks_for_a_gpu():
+    (device,) = COMPOSE["services"]["gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    assert "deploy" not in COMPOSE["services"]["cpu"]
