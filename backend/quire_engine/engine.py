@@ -181,6 +181,16 @@ class Engine:
             self._failed += [_failure(sequence, error.code, str(error)) for sequence in failed]
             self._drop_copies()
 
+    def fetch(self) -> None:
+        """Do what `take_fetches` asks in this thread, for owners that have no other to keep the steps going."""
+        for digest, path in self.take_fetches():
+            try:
+                host = self.read_adapter(path)
+            except QuireError as error:
+                self.fail_adapter(digest, error)
+            else:
+                self.add_adapter(digest, path, host)
+
     def adapters(self) -> dict[str, str]:
         """Where each registered adapter is, by digest: slot, host or disk."""
         return self._adapters.states()

@@ -14,7 +14,7 @@ from quire_engine.outputs import CompletionOutput, Logprob, LoRARequest, Request
 from quire_engine.text import Detokenizer, Tokenizer
 from quire_spec.config import EngineConfig
 from quire_spec.digest import adapter_digest
-from quire_spec.errors import InvalidArgument, QuireError, error_from
+from quire_spec.errors import InvalidArgument, error_from
 from quire_spec.messages import Generate, SequenceResult
 from quire_spec.sampling import SamplingParams
 
@@ -63,7 +63,7 @@ class LLM:
         default = SamplingParams() if sampling_params is None else sampling_params
         params = _per_prompt("sampling_params", default, SamplingParams, len(each))
         loras = _per_prompt("lora_request", lora_request, LoRARequest, len(each))
-        digests = {lora: self._load(lora) for lora in dict.fromkeys(loras) if lora is not None}
+        digests = {lora: self.load_adapter(lora) for lora in dict.fromkeys(loras) if lora is not None}
         jobs: dict[int, _Job] = {}
         try:
             for prompt, param, lora in zip(each, params, loras, strict=True):
@@ -87,8 +87,12 @@ class LLM:
             token_ids = self.tokenizer.encode(text)
         return _Job(next(self._ids), text, token_ids, params, lora, self.tokenizer)
 
-    def _load(self, lora: LoRARequest) -> str:
-        """Register an adapter by what its folder holds now."""
+    def load_adapter(self, lora: LoRARequest) -> str:
+        """Load an adapter, by what its folder holds now; returns its content digest. `generate` does it when needed.
+
+        Raises:
+            InvalidArgument: the folder cannot be read, or holds no adapter that this engine can serve.
+        """
         path = Path(lora.lora_path).expanduser()
         try:
             digest = adapter_digest(path)
@@ -102,7 +106,7 @@ class LLM:
         with tqdm(total=len(jobs), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
             num_input = num_output = 0
             while self.engine.has_work:
-                self._fetch()
+                self.engine.fetch()
                 for result in self.engine.step().results:
                     job = jobs[result.id]
                     if not job.take(result, self.engine.eos_token_ids):
@@ -117,16 +121,6 @@ class LLM:
                         refresh=False,
                     )
                     bar.update()
-
-    def _fetch(self) -> None:
-        """Read adapters again that memory had no room for."""
-        for digest, path in self.engine.take_fetches():
-            try:
-                host = self.engine.read_adapter(path)
-            except QuireError as error:
-                self.engine.fail_adapter(digest, error)
-            else:
-                self.engine.add_adapter(digest, path, host)
 
 
 class _Job:

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m quire_engine`: generate and bench on this machine, without a server. Parses, calls llm.py and bench.py."""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quire_engine import bench
+from quire_engine.llm import LLM
+from quire_engine.outputs import LoRARequest, RequestOutput
+from quire_spec.document import to_json
+from quire_spec.errors import InvalidArgument, QuireError
+from quire_spec.sampling import SamplingParams
+
+_GENERATE = """
+examples:
+  one prompt, greedy
+    python -m quire_engine generate --model examples/models/tiny --prompt "Once upon a time" --temperature 0
+
+  the same prompt with the base model and with two adapters, in one batch
+    python -m quire_engine generate --model examples/models/tiny --prompt "SELECT" \\
+        --lora sql=examples/adapters/sql --lora poet=examples/adapters/poet
+
+  a file of prompts, one a line, answers as JSON, one object a line
+    python -m quire_engine generate --model org/name --prompt-file prompts.txt --max-tokens 128 -o json
+"""
+
+_BENCH = """
+examples:
+  64 prompts at once: throughput
+    python -m quire_engine bench --model examples/models/tiny --num-prompts 64 --input-len 128 --output-len 64
+
+  4 requests a second: latency under load
+    python -m quire_engine bench --model examples/models/tiny --num-prompts 64 --rate 4
+
+  the cost of adapters: the same with requests spread over two of them
+    python -m quire_engine bench --model examples/models/tiny --lora a=DIR --lora b=DIR
+
+  any setting of the engine, by its name in engine.json
+    python -m quire_engine bench --model org/name --device cuda --set max_num_seqs=256 --set block_size=32
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, or 1 for an error that the user can mend."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        _COMMANDS[args.command](args)
+    except QuireError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> None:
+    params = _sampling_params(args)
+    prompts = [*args.prompt, *_lines(args.prompt_file)]
+    if not prompts:
+        raise InvalidArgument("generate: no prompt; give --prompt TEXT or --prompt-file FILE")
+    loras: list[LoRARequest | None] = [None, *_loras(args)]
+    jobs = [(prompt, lora) for prompt in prompts for lora in loras]
+    outputs = _load(args).generate(
+        [prompt for prompt, _ in jobs], params, sys.stderr.isatty(), [lora for _, lora in jobs]
+    )
+    show = _as_json if args.output == "json" else _as_text
+    for output in outputs:
+        print(show(output))
+
+
+def _bench(args: argparse.Namespace) -> None:
+    llm = _load(args)
+    load = bench.Load(
+        num_prompts=args.num_prompts,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        rate=args.rate,
+        temperature=args.temperature,
+        seed=args.seed,
+        adapters=tuple(llm.load_adapter(lora) for lora in _loras(args)),
+    )
+    if args.warmup:
+        bench.run(llm.engine, replace(load, num_prompts=min(4, load.num_prompts), rate=None, seed=load.seed + 1))
+    report = bench.run(llm.engine, load, progress=sys.stderr.isatty())
+    if args.output == "json":
+        print(json.dumps({"engine": _settings(llm), "load": to_json(load), "report": to_json(report)}))
+    else:
+        print(" ".join(f"{name}={value}" for name, value in _settings(llm).items()))
+        print(bench.format_report(report))
+
+
+def _settings(llm: LLM) -> dict[str, Any]:
+    """What a number is worth nothing without."""
+    engine = llm.engine
+    names = ("model", "device", "block_size", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
+    chosen = {name: getattr(engine.config, name) for name in names}
+    return chosen | {"dtype": engine.memory.dtype, "num_blocks": engine.memory.num_blocks}
+
+
+def _load(args: argparse.Namespace) -> LLM:
+    fields = {"device": args.device, "dtype": args.dtype, "enable_lora": bool(args.lora)}
+    if args.max_model_len is not None:
+        fields["max_model_len"] = args.max_model_len
+    return LLM(args.model, **(fields | dict(_setting(item) for item in args.set)))
+
+
+def _setting(item: str) -> tuple[str, Any]:
+    name, equals, text = item.partition("=")
+    if not equals:
+        raise InvalidArgument(f"--set: {item!r} is not NAME=VALUE, for example block_size=32")
+    try:
+        return name, json.loads(text)
+    except ValueError:
+        return name, text  # a word, such as bfloat16
+
+
+def _loras(args: argparse.Namespace) -> list[LoRARequest]:
+    requests = []
+    for number, item in enumerate(args.lora, 1):
+        name, equals, path = item.partition("=")
+        if not (name and equals and path):
+            raise InvalidArgument(f"--lora: {item!r} is not NAME=PATH, for example sql=adapters/sql")
+        requests.append(LoRARequest(name, number, path))
+    return requests
+
+
+def _lines(path: str | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise InvalidArgument(f"--prompt-file: {path}: {error}") from error
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    values = {name: getattr(args, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs")}
+    return SamplingParams(stop=tuple(args.stop), **{name: v for name, v in values.items() if v is not None})
+
+
+def _as_text(output: RequestOutput) -> str:
+    name = output.lora_request.lora_name if output.lora_request else "base"
+    [completion] = output.outputs
+    return f"[{name}, {completion.finish_reason}, {len(completion.token_ids)} tokens] {output.prompt}{completion.text}"
+
+
+def _as_json(output: RequestOutput) -> str:
+    return json.dumps(to_json(output), ensure_ascii=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m quire_engine",
+        description="Generate with a model, or measure it, on this machine: the engine of a pod without its server.",
+        epilog="python -m quire_engine generate --help and bench --help show examples",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="generate|bench")
+    _add_generate(commands.add_parser("generate", help="answer prompts", **_texts("Answer prompts.", _GENERATE)))
+    _add_bench(commands.add_parser("bench", help="measure throughput and latency", **_texts(_MEASURES, _BENCH)))
+    return parser
+
+
+_MEASURES = "Put random prompts on the engine; print tokens per second, time to first token and time between tokens."
+_COMMANDS = {"generate": _generate, "bench": _bench}
+
+
+def _texts(description: str, examples: str) -> dict[str, Any]:
+    form = argparse.RawDescriptionHelpFormatter
+    return {"description": description, "epilog": examples, "formatter_class": form}
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    _add_engine(parser, "also answer each prompt with this adapter, by any name; repeatable")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
+    parser.add_argument("--prompt-file", metavar="FILE", help="one prompt a line; - reads standard input")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="output tokens at most (default 64)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token (default 1)")
+    parser.add_argument("--top-p", type=float, metavar="P", help="likeliest tokens that add up to P (default 1)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="K likeliest tokens (default: all)")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes the draw repeatable")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N", help="log probabilities of N tokens a position (with -o json)"
+    )
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    _add_engine(parser, "spread the requests over these adapters, by any name; repeatable")
+    parser.add_argument("--num-prompts", type=int, default=32, metavar="N", help="requests (default 32)")
+    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens per prompt (default 128)")
+    parser.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens per output (default 64)")
+    parser.add_argument("--rate", type=float, metavar="R", help="arrivals per second (default: all at once)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling (default 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default 0)")
+    parser.add_argument("--no-warmup", dest="warmup", action="store_false", help="measure the first steps too")
+
+
+def _add_engine(parser: argparse.ArgumentParser, lora: str) -> None:
+    parser.add_argument("--model", required=True, metavar="DIR", help="folder of a checkpoint, or a hub id")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default auto)")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together")
+    parser.add_argument("--lora", action="append", default=[], metavar="NAME=DIR", help=lora)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="any setting of engine.json; repeatable"
+    )
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of what is printed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands print what they were asked for, and say what is wrong in one line."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import VOCAB, make_adapter, make_checkpoint
+from support.tokenizer import byte_level, save
+
+from quire_engine.__main__ import main
+from quire_engine.bench import Latency
+
+# peft asks transformers by a name that transformers calls deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with adapters `a` and `b` beside it."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("models") / "m", "llama")
+    save(byte_level(VOCAB - 1), folder)
+    for seed, name in enumerate("ab"):
+        make_adapter(folder, folder.parent / name, seed=seed)
+    return folder
+
+
+def settings(model: Path, *names: str) -> list[str]:
+    loras = [f"--lora={name}={model.parent / name}" for name in names]
+    return [
+        "--model",
+        str(model),
+        "--dtype=float32",
+        "--max-model-len=128",
+        "--set=kv_cache_memory_bytes=4194304",
+        *loras,
+    ]
+
+
+def test_generate_answers_each_prompt_with_base_and_adapters(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["--prompt=the fox", "--prompt=jumps", "--temperature=0", "--max-tokens=6", "--logprobs=1", "-o=json"]
+    assert main(["generate", *settings(model, "a", "b"), *prompts]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    names = [a["lora_request"] and a["lora_request"]["lora_name"] for a in answers]
+    assert names == [None, "a", "b"] * 2
+    assert [a["prompt"] for a in answers] == ["the fox"] * 3 + ["jumps"] * 3
+    tokens = [tuple(a["outputs"][0]["token_ids"]) for a in answers]
+    assert len(set(tokens)) == 6 and all(len(t) == 6 for t in tokens)
+    assert len(answers[0]["outputs"][0]["logprobs"]) == 6
+
+
+def test_generate_reads_prompts_from_a_file(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("the fox\n\nGrüße\n", encoding="utf-8")
+    assert main(["generate", *settings(model), f"--prompt-file={file}", "--max-tokens=3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("[base, length, 3 tokens] the fox")
+    assert any(line.startswith("[base, length, 3 tokens] Grüße") for line in lines)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("jumps\n"))
+    assert main(["generate", *settings(model), "--prompt-file=-", "--max-tokens=3"]) == 0
+    assert capsys.readouterr().out.startswith("[base, length, 3 tokens] jumps")
+
+
+@pytest.mark.parametrize("extra", [[], ["--rate=200"], ["--set=max_loras=1", "--set=max_cpu_loras=1"]], ids=str)
+def test_bench_counts_what_it_did(model: Path, extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--num-prompts=6", "--input-len=20", "--output-len=5"]
+    assert main(["bench", *settings(model, "a", "b"), *size, *extra, "-o=json"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    report = document["report"]
+    counts = ("num_prompts", "num_input_tokens", "num_output_tokens", "num_preemptions")
+    assert tuple(report[name] for name in counts) == (6, 120, 30, 0)
+    assert report["num_steps"] >= 5
+    assert report["output_tokens_per_s"] == pytest.approx(30 / report["duration_s"])
+    assert 0 < report["ttft_ms"]["percentiles"]["p50"] <= report["ttft_ms"]["percentiles"]["p99"]
+    assert document["load"]["rate"] == (200 if "--rate=200" in extra else None)
+    assert (document["engine"]["dtype"], document["engine"]["device"]) == ("float32", "cpu")
+
+
+def test_bench_prints_a_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--num-prompts=2", "--input-len=4", "--output-len=1", "--no-warmup"]
+    assert main(["bench", *settings(model), *size]) == 0
+    settings_line, *lines = capsys.readouterr().out.splitlines()
+    assert f"model={model}" in settings_line and "dtype=float32" in settings_line
+    table = {line[:18].strip(): line[18:].split() for line in lines if line}
+    assert table["output tokens"] == ["2"]
+    assert len(table["first token"]) == 4 and "between tokens" not in table
+
+
+def test_latency_percentiles() -> None:
+    latency = Latency.of([i / 1000 for i in range(1, 101)])
+    assert latency == Latency(pytest.approx(50.5), {"p50": 51.0, "p90": 91.0, "p99": 100.0})
+    assert Latency.of([]) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate"], "error: generate: no prompt; give --prompt TEXT or --prompt-file FILE"),
+        (["generate", "--prompt=a", "--prompt-file=/nowhere"], "error: --prompt-file: /nowhere: "),
+        (["generate", "--prompt=a", "--lora=sql"], "error: --lora: 'sql' is not NAME=PATH"),
+        (["generate", "--prompt=a", "--lora=sql=/nowhere"], "error: adapter 'sql': "),
+        (["generate", "--prompt=a", "--set=blocksize=3"], "error: blocksize: unknown field"),
+        (["generate", "--prompt=a", "--set=block_size"], "error: --set: 'block_size' is not NAME=VALUE"),
+        (["generate", "--prompt=a", "--top-p=7"], "error: sampling parameter 'top_p': 7.0 is out of range"),
+        (["bench", "--input-len=128"], "error: bench: 128 input and 64 output tokens exceed max_model_len 128"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(
+    model: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([arguments[0], *settings(model), *arguments[1:]]) == 1
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith(message)
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_help_teaches_with_examples(command: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "quire_engine", command, "--help"], capture_output=True, text=True, check=True
+    )
+    assert "examples:" in run.stdout and f"python -m quire_engine {command} --model examples/models/tiny" in run.stdout
