@@ -236,8 +236,7 @@ class AdapterBoard:
         if not isinstance(error, QuireError):
             log.error("adapter task failed name=%s", entry.name, exc_info=error)
             error = Internal(f"{type(error).__name__}: {error}")
-        still = f" (still serving {entry.live.digest})" if entry.live else ""
-        entry.set(AdapterState.FAILED, f"{error}{still}")
+        entry.set(AdapterState.FAILED, _explained(entry, error))
         await self._restore(entry)
         if isinstance(error, InvalidArgument):
             entry.blocked = True
@@ -370,3 +369,10 @@ class AdapterBoard:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _explained(entry: Entry, error: QuireError) -> str:
+    """The error for whoever wrote the catalogue: they know the adapter by its name, not by a folder of the cache."""
+    folder = entry.fetched and str(entry.fetched.folder)
+    text = str(error).replace(folder, entry.name) if folder else str(error)
+    return f"{text} (still serving {entry.live.digest})" if entry.live and entry.live != entry.fetched else text

@@ -21,9 +21,11 @@ log = logging.getLogger(__name__)
 EXIT_CONFIG = 2
 """A process that ends so cannot run with this configuration; starting it again changes nothing."""
 MAX_FIRST_STARTS = 3
-_STEADY_S = 60.0
+_STEADY_S = 30.0
 """A process that was up this long has earned an immediate restart."""
-_MAX_DELAY_S = 30.0
+_FIRST_DELAY_S = 0.5
+_MAX_DELAY_S = 8.0
+"""Short: every second of it is an outage, and a start costs nobody else anything."""
 _TAIL_LINES = 15
 
 
@@ -38,7 +40,7 @@ class CannotRun(QuireError):
 
 @dataclass(slots=True)
 class Backoff:
-    """Delays between starts: none, then 1 s, 2 s, 4 s and so on up to a cap; none again after a steady minute."""
+    """Delays between starts: none, then 0.5 s, 1 s, 2 s and so on up to a cap; none again after a steady life."""
 
     failures: int = 0
 
@@ -47,7 +49,7 @@ class Backoff:
         if up_s >= _STEADY_S:
             self.failures = 0
         self.failures += 1
-        return 0.0 if self.failures == 1 else min(2.0 ** (self.failures - 2), _MAX_DELAY_S)
+        return 0.0 if self.failures == 1 else min(_FIRST_DELAY_S * 2.0 ** (self.failures - 2), _MAX_DELAY_S)
 
 
 class Keeper:

@@ -113,10 +113,10 @@ asyncio.run(main())
         time.sleep(0.01)
 
 
-def test_backoff_is_immediate_first_then_grows_to_a_cap_and_forgets_after_a_steady_minute():
+def test_backoff_is_immediate_first_then_grows_to_a_cap_and_forgets_after_a_steady_life():
     backoff = Backoff()
-    assert [backoff.delay_s(1) for _ in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
-    assert [backoff.delay_s(61), backoff.delay_s(1)] == [0, 1]
+    assert [backoff.delay_s(1) for _ in range(8)] == [0, 0.5, 1, 2, 4, 8, 8, 8]
+    assert [backoff.delay_s(31), backoff.delay_s(1)] == [0, 0.5]
 
 
 async def idle(child):

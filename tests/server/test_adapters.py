@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of an adapter from catalogue to serving, with processes that refuse, die and come back at chosen moments.
+
+The board, the links and the fetcher are real. The three processes are in memory, because a real one cannot be made to
+die between two given calls; with real ones the same is in test_supervisor.py.
+"""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+from support.sources import Files, serve
+from support.supervised import adapter_folder, catalogue
+
+from quire_server import adapters
+from quire_server.adapters import AdapterBoard, Stale
+from quire_server.cache import Cache
+from quire_server.control import LinkLost
+from quire_server.fetcher import Fetcher, SourceOptions
+from quire_server.links import CoreLink, Links, ServerLink, TextLink
+from quire_spec.catalogue import Catalogue
+from quire_spec.errors import ConfigError, Internal, InvalidArgument, Unavailable
+
+
+class Process:
+    """What answers a Control's calls."""
+
+    def __init__(self):
+        self.calls = []
+        self.gone = False
+        self.refuse = {}
+        """Method to the error that it is answered with."""
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def call(self, method, args=None, *, timeout_s):
+        self.calls.append((method, args))
+        await self.gate.wait()
+        if self.gone:
+            raise LinkLost("gone")
+        if method in self.refuse:
+            raise self.refuse[method]
+        return {}
+
+    async def load_model(self, name, config, files):
+        await self.call("load_model", name, timeout_s=1)
+
+    async def unload_model(self, name):
+        await self.call("unload_model", name, timeout_s=1)
+
+    def names(self, method):
+        return [args for m, args in self.calls if m == method]
+
+
+class World:
+    """A board with its three processes."""
+
+    def __init__(self, folder, session_fetcher):
+        self.folder = folder
+        self.links = Links()
+        self.board = AdapterBoard("tales", session_fetcher, self.links)
+        self.up("core", "text", "server")
+
+    def up(self, *names):
+        """Start processes, anew if need be."""
+        for name in names:
+            process = Process()
+            setattr(self, name, process)
+            match name:
+                case "core":
+                    self.links.core = CoreLink(process, {})
+                case "text":
+                    self.links.text = TextLink(process)
+                case "server":
+                    self.links.server = ServerLink(process, "tales", self.folder / "text.sock", lambda: None)
+        self.board.look()
+
+    def down(self, name):
+        getattr(self, name).gone = True
+        setattr(self.links, name, None)
+        self.board.look()
+
+    def want(self, generation, **folders):
+        self.board.apply(Catalogue.from_json(catalogue(generation, **folders)))
+
+    def states(self):
+        return {s.name: s.state.value for s in self.board.statuses()}
+
+    def one(self, name):
+        return next(s for s in self.board.statuses() if s.name == name)
+
+    async def until(self, condition):
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def until_states(self, **states):
+        with contextlib.suppress(TimeoutError):
+            await self.until(lambda: self.states() == states)
+        assert self.states() == states, self.board.statuses()
+
+
+@pytest.fixture
+async def world(tmp_path, monkeypatch):
+    monkeypatch.setattr(adapters, "LINGER_S", 0.02)
+    monkeypatch.setattr("quire_server.fetcher._PAUSE_S", 0.001)
+    async with Fetcher(Cache(tmp_path / "cache"), SourceOptions(allow_paths=True)) as fetcher:
+        world = World(tmp_path, fetcher)
+        yield world
+        await world.board.close()
+
+
+@pytest.fixture
+def one(tmp_path):
+    return adapter_folder(tmp_path / "one", weights=b"1")
+
+
+@pytest.fixture
+def two(tmp_path):
+    return adapter_folder(tmp_path / "two", weights=b"2")
+
+
+async def test_the_order_of_a_way(world, one):
+    world.want(1, a=one)
+    await world.until_states(a="Ready")
+    digest = world.one("a").digest
+    (load,) = world.core.names("load_adapter")
+    assert load == {"digest": digest, "path": str(world.folder / "cache/adapters" / digest), "pinned": False}
+    assert world.text.names("set_adapters") == [{"adapters": {"a": digest}}]
+    assert world.server.names("load_model") == ["a"]
+
+
+async def test_two_names_of_one_content_are_loaded_once_and_pinned_by_either(world, one):
+    pinned = {"source": {"path": str(one)}, "pinned": True}
+    world.want(1, a=one, b=pinned)
+    await world.until_states(a="Ready", b="Ready")
+    assert world.links.core.adapters == {world.one("a").digest: True}
+    world.want(2, a=one)
+    await world.until(lambda: world.links.core.adapters == {world.one("a").digest: False})
+    assert "unload_adapter" not in [m for m, _ in world.core.calls]
+
+
+@pytest.mark.parametrize("name", ["core", "text", "server"])
+async def test_a_process_that_comes_back_gets_what_it_held(world, one, two, name):
+    world.want(1, a=one, b=two)
+    await world.until_states(a="Ready", b="Ready")
+    since = world.one("a").since
+    world.down(name)
+    await world.until_states(a="Loading", b="Loading")
+    world.up(name)
+    await world.until_states(a="Ready", b="Ready")
+    assert world.one("a").since >= since
+    assert len(world.links.core.adapters) == len(world.links.text.aliases) == len(world.links.server.models) == 2
+
+
+async def test_a_process_that_dies_during_a_call_is_no_failure_of_the_adapter(world, one):
+    world.core.gate.clear()
+    world.want(1, a=one)
+    await world.until(lambda: world.core.calls)
+    core = world.core
+    world.down("core")
+    core.gate.set()
+    await world.until_states(a="Loading")
+    world.up("core")
+    await world.until_states(a="Ready")
+    assert world.one("a").error == ""
+
+
+async def test_an_adapter_that_the_core_refuses_is_not_tried_again_until_the_catalogue_changes(world, one, two):
+    world.core.refuse["load_adapter"] = InvalidArgument(f"adapter '{world.folder}': rank 64 exceeds 16")
+    world.want(1, a=one)
+    await world.until_states(a="Failed")
+    assert "rank 64" in world.one("a").error
+    for _ in range(3):
+        world.board.look()
+        await asyncio.sleep(0.02)
+    world.want(1, a=one)
+    await asyncio.sleep(0.05)
+    assert len(world.core.names("load_adapter")) == 1
+    world.want(2, a=two)
+    await world.until(lambda: len(world.core.names("load_adapter")) == 2)
+    world.core.refuse.clear()
+    world.want(3, a=one)
+    await world.until_states(a="Ready")
+
+
+async def test_what_may_pass_is_tried_again_after_growing_pauses(world, one, monkeypatch):
+    monkeypatch.setattr(adapters, "_FIRST_RETRY_S", 0.02)
+    monkeypatch.setattr(adapters, "_MAX_RETRY_S", 0.05)
+    world.server.refuse["load_model"] = Internal("no shared memory")
+    world.want(1, a=one)
+    await world.until(lambda: len(world.server.names("load_model")) >= 3)
+    assert world.one("a").state == "Failed"
+    assert world.one("a").error == "no shared memory"
+    world.server.refuse.clear()
+    await world.until_states(a="Ready")
+
+
+async def test_a_source_that_comes_back_is_fetched_then(world, monkeypatch):
+    monkeypatch.setattr(adapters, "_FIRST_RETRY_S", 0.02)
+    files = Files({"/a/adapter_config.json": b'{"r": 8}', "/a/adapter_model.safetensors": b"w"}, down=True)
+    server = await serve(files.handle)
+    world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
+    await world.until_states(a="Failed")
+    assert "503" in world.one("a").error
+    files.down = False
+    await world.until_states(a="Ready")
+    await server.close()
+
+
+async def test_a_broken_adapter_holds_up_nobody(world, one):
+    world.want(1, broken="/nowhere", a=one)
+    await world.until_states(a="Ready", broken="Failed")
+
+
+async def test_replacement_switches_the_name_only_when_the_new_content_is_loaded(world, one, two):
+    world.want(1, a=one)
+    await world.until_states(a="Ready")
+    old = world.one("a").digest
+    world.core.gate.clear()
+    world.want(2, a=two)
+    await world.until(lambda: len(world.core.calls) == 2)
+    await asyncio.sleep(0.05)
+    assert (world.one("a").state, world.one("a").digest, world.links.text.aliases) == ("Loading", old, {"a": old})
+    world.core.gate.set()
+    await world.until_states(a="Ready")
+    new = world.one("a").digest
+    await world.until(lambda: world.links.core.adapters == {new: False})
+    assert [m for m, _ in world.core.calls] == ["load_adapter", "load_adapter", "unload_adapter"]
+    assert world.links.text.aliases == {"a": new}
+    assert world.server.names("load_model") == ["a"], "the server's model stays"
+
+
+async def test_new_content_at_the_same_place_is_taken_with_the_next_generation(world, one):
+    world.want(1, a=one)
+    await world.until_states(a="Ready")
+    old = world.one("a").digest
+    adapter_folder(one, weights=b"changed")
+    world.want(1, a=one)
+    await asyncio.sleep(0.05)
+    assert world.one("a").digest == old, "the same catalogue again"
+    world.want(2, a=one)
+    await world.until(lambda: world.one("a").digest != old)
+    await world.until_states(a="Ready")
+
+
+async def test_a_source_that_is_gone_leaves_what_was_fetched(world, one, caplog):
+    world.want(1, a=one)
+    await world.until_states(a="Ready")
+    (one / "adapter_config.json").unlink()
+    world.want(2, a=one)
+    await world.until(lambda: "cannot be looked at again" in caplog.text)
+    await world.until_states(a="Ready")
+
+
+async def test_a_change_ends_a_fetch_that_nobody_wants_any_more(world, one):
+    hung = asyncio.Event()
+
+    async def hang(request):
+        await hung.wait()
+
+    server = await serve(hang)
+    world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
+    await asyncio.sleep(0.1)
+    assert world.states() == {"a": "Fetching"}
+    world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}}, b=one)
+    await world.until_states(a="Fetching", b="Ready")
+    world.want(2, a=one)
+    await world.until_states(a="Ready")
+    hung.set()
+    await server.close()
+
+
+async def test_removal_takes_the_model_then_the_name_then_the_content(world, one, two):
+    world.want(1, a=one, b=two)
+    await world.until_states(a="Ready", b="Ready")
+    kept = world.one("b").digest
+    world.want(2, b=two)
+    assert world.states() == {"b": "Ready"}
+    await world.until(lambda: world.links.core.adapters == {kept: False})
+    assert world.server.calls[-1] == ("unload_model", "a")
+    assert world.text.calls[-1] == ("set_adapters", {"adapters": {"b": kept}})
+    assert world.core.calls[-1][0] == "unload_adapter"
+
+
+async def test_an_adapter_that_comes_back_while_it_is_being_removed(world, one):
+    world.want(1, a=one)
+    await world.until_states(a="Ready")
+    world.server.gate.clear()
+    world.want(2)
+    await world.until(lambda: world.server.names("unload_model"))
+    world.want(3, a=one)
+    world.server.gate.set()
+    await world.until(lambda: world.links.server.models == {"a"} and world.states() == {"a": "Ready"})
+    await asyncio.sleep(0.1)
+    assert list(world.links.core.adapters) == [world.one("a").digest]
+
+
+async def test_a_removal_that_fails_is_tried_again(world, one, monkeypatch):
+    monkeypatch.setattr(adapters, "_LINK_RETRY_S", 0.02)
+    world.want(1, a=one)
+    await world.until_states(a="Ready")
+    world.server.refuse["unload_model"] = Internal("busy")
+    world.want(2)
+    await world.until(lambda: len(world.server.names("unload_model")) >= 2)
+    world.server.refuse.clear()
+    await world.until(lambda: not world.links.server.models and not world.links.core.adapters)
+
+
+async def test_unloading_that_fails_is_not_forgotten(world, one, two):
+    world.want(1, a=one)
+    await world.until_states(a="Ready")
+    world.core.refuse["unload_adapter"] = Unavailable("no answer")
+    world.want(2, a=two)
+    await world.until(lambda: world.core.names("unload_adapter"))
+    assert len(world.links.core.adapters) == 2
+    world.core.refuse.clear()
+    world.want(3)
+    await world.until(lambda: not world.links.core.adapters)
+
+
+async def test_the_hold_ends_with_the_last_adapter_or_with_time(world, one, two, monkeypatch):
+    world.core.gate.clear()
+    world.want(1, a=one, b=two)
+    world.board.hold()
+    assert world.board.pending() == ["a", "b"]
+    world.want(2, a=one, b=two, later=one)
+    assert world.board.pending() == ["a", "b"], "what comes later holds up nothing"
+    monkeypatch.setattr(adapters, "HOLD_S", -1.0)
+    world.board.hold()
+    assert world.board.pending() == []
+    monkeypatch.setattr(adapters, "HOLD_S", 100.0)
+    world.board.hold()
+    world.core.gate.set()
+    await world.until(lambda: not world.board.pending())
+    await world.until_states(a="Ready", b="Ready", later="Ready")
+
+
+async def test_catalogues_that_are_refused_change_nothing(world, one):
+    world.want(5, a=one)
+    with pytest.raises(Stale, match="4 is older than 5"):
+        world.want(4)
+    with pytest.raises(ConfigError, match="base model's name"):
+        world.want(6, tales=one)
+    await world.until_states(a="Ready")
+    assert world.board.generation == 5
+
+
+async def test_a_defect_fails_one_adapter_and_is_logged(world, one, two, monkeypatch, caplog):
+    load = CoreLink.load
+
+    async def broken(self, digest, folder, pinned):
+        if json.loads((folder / "adapter_config.json").read_text())["r"] == 3:
+            raise KeyError("oops")
+        await load(self, digest, folder, pinned)
+
+    monkeypatch.setattr(CoreLink, "load", broken)
+    adapter_folder(two, rank=3)
+    world.want(1, a=one, b=two)
+    await world.until_states(a="Ready", b="Failed")
+    assert world.one("b").error == "KeyError: 'oops'"
+    assert "oops" in caplog.text
