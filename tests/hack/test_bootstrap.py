@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The preflight says what a machine lacks, at once and with its fix, and finds the CPU build of torch if there is one."""
+"""The preflight says what a machine lacks, each with its fix, and finds the CPU build of torch where there is one."""
 
 import importlib.util
 import subprocess
