@@ -32,7 +32,7 @@ class AdapterRegistry:
     """Adapters by digest: any number registered, at most `host_loras` in host memory, some of those in slots.
 
     registered -> in host memory -> in a slot, each within the one before. What is missing when a sequence arrives is
-    read from disk, in order of arrival. When memory is full, a copy that nobody needs goes first, the least recently
+    read from disk, the oldest need first. When memory is full, a copy that nobody needs goes first, the least recently
     used; then one that sequences wait for, but not as long as for the one that it makes room for. So the oldest need
     is always met, however many adapters are asked for at once. The copy of an adapter that runs stays.
     """
@@ -43,7 +43,7 @@ class AdapterRegistry:
         self._adapters: dict[str, _Adapter] = {}
         self._host: set[str] = set()
         self._active: set[str] = set()
-        # To be read, in the order in which they were missed; then being read.
+        # To be read, because sequences wait for them or they are pinned; then being read.
         self._wanted: dict[str, None] = {}
         self._asked: set[str] = set()
         self._dropped: list[str] = []
@@ -154,7 +154,7 @@ class AdapterRegistry:
         """Adapters to read from disk, each once, as far as host memory has room; answered by `add` or `fail`."""
         fetches = []
         while self._wanted:
-            digest = next(iter(self._wanted))
+            digest = min(self._wanted, key=lambda wanted: self._since(wanted) or math.inf)
             if not self._make_room(self._since(digest)):
                 break
             del self._wanted[digest]
@@ -192,6 +192,7 @@ class AdapterRegistry:
                 (a.needed is not None) != (a.num_open > 0 and self.slots.num_running(d) == 0)
                 for d, a in adapters.items()
             ),
+            "an adapter is wanted for nothing": any(self._since(d) is None for d in self._wanted),
             "an adapter is read twice": bool(self._asked & set(self._wanted)),
             "a removed adapter stays": any(
                 a.removed and not a.num_open and d not in self._asked for d, a in adapters.items()
@@ -213,6 +214,8 @@ class AdapterRegistry:
         adapter = self._adapters.setdefault(digest, _Adapter(path))
         adapter.path, adapter.removed = path, False
         self.slots.pin(digest, pinned)
+        if not pinned and not adapter.num_open:
+            self._wanted.pop(digest, None)
         self._use(adapter)
         return adapter
 

@@ -229,6 +229,26 @@ def test_a_needed_copy_makes_room_for_one_that_is_needed_longer() -> None:
     assert adapters.fetch() == ["c"]
 
 
+def test_pinned_copies_are_read_after_needed_ones() -> None:
+    adapters = registry("abc", max_loras=2, host_loras=2)
+    for digest in "bc":
+        adapters.open(digest)
+    # a is pinned again while both copies are waited for: it has to wait, and holds up nobody behind it.
+    assert not adapters.add("a", PATH / "a", True)
+    assert adapters.take_fetches() == []
+    assert not adapters.add("d", PATH / "d", False)
+    adapters.open("d")
+    assert adapters.run("b")
+    adapters.end("b")
+    assert adapters.fetch() == ["d"]
+    adapters.check_integrity({"c": 1, "d": 1}, {})
+    # Unpinned, nobody wants it.
+    adapters.add("a", PATH / "a", False)
+    adapters.close("d")
+    assert adapters.take_fetches() == []
+    adapters.check_integrity({"c": 1}, {})
+
+
 def test_fetches_go_out_once_in_order_and_within_host_memory() -> None:
     adapters = registry("abcdef", max_loras=1, host_loras=2)
     assert adapters.states() == {"a": "disk", "b": "disk", "c": "disk", "d": "disk", "e": "host", "f": "host"}
