@@ -34,7 +34,7 @@ _ADMIN_STOP_S = 2.0
 
 
 async def serve(settings: Settings) -> None:
-    """Run a pod until SIGTERM or SIGINT.
+    """Run a pod until SIGTERM, SIGINT or SIGHUP.
 
     Raises:
         ConfigError: something is wrong that starting again would not change.
@@ -74,7 +74,7 @@ async def _listening(supervisor: Supervisor, settings: Settings) -> AsyncIterato
 
 
 def _signals(pod: Pod, folder: Path) -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends everything at once."""
+    """Set by the first signal to end (a closed terminal is one); the second ends everything at once."""
     stop = asyncio.Event()
 
     def on(number: signal.Signals) -> None:
@@ -88,7 +88,7 @@ def _signals(pod: Pod, folder: Path) -> asyncio.Event:
         logging.shutdown()
         os._exit(128 + number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, on, number)
     return stop
 

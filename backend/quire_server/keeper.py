@@ -98,16 +98,27 @@ class Keeper:
         loop = asyncio.get_running_loop()
         while True:
             begun = loop.time()
-            self.child = await self._start()
             self._lives += 1
-            log.info("process started name=%s pid=%d", self.name, self.child.pid)
-            code = await self._live(self.child)
+            ended = await self._live_once()
             self._set(ProcessState.RESTARTING)
-            self._judge(self.child, code)
             delay = self._backoff.delay_s(loop.time() - begun)
-            log.warning("process ended name=%s pid=%d %s restart_in_s=%g", self.name, self.child.pid, _how(code), delay)
-            self.child = None
+            log.warning("process ended name=%s %s restart_in_s=%g", self.name, ended, delay)
             await asyncio.sleep(delay)
+
+    async def _live_once(self) -> str:
+        """Start and end of one life; how it ended."""
+        try:
+            self.child = await self._start()
+        except OSError as error:
+            # No memory, no process ids, no disk: the next start may find some.
+            self._judge(None, [str(error)], "no start")
+            return f"not started: {error}"
+        log.info("process started name=%s pid=%d", self.name, self.child.pid)
+        child = self.child
+        code = await self._live(child)
+        self.child = None
+        self._judge(code, list(child.tail), _how(code))
+        return f"pid={child.pid} {_how(code)}"
 
     async def _live(self, child: Child) -> int:
         """One life: returns the exit code. The session has ended when this returns."""
@@ -124,15 +135,15 @@ class Keeper:
             child.kill()
         return await child.wait()
 
-    def _judge(self, child: Child, code: int) -> None:
+    def _judge(self, code: int | None, tail: list[str], how: str) -> None:
+        """Raise CannotRun when another start makes no sense."""
         if self._ever_ready or (code != EXIT_CONFIG and self._lives < MAX_FIRST_STARTS):
             return
-        lines = [line for line in child.tail if line.strip()][-_TAIL_LINES:]
+        lines = [line for line in tail if line.strip()][-_TAIL_LINES:]
         said = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
         times = f" {self._lives} times" if self._lives > 1 else ""
         raise CannotRun(
-            f"{self.name} ended{times} with {_how(code)} before it was ready; its last lines:\n{said}",
-            code == EXIT_CONFIG,
+            f"{self.name} ended{times} with {how} before it was ready; its last lines:\n{said}", code == EXIT_CONFIG
         )
 
     def _set(self, state: ProcessState) -> None:

@@ -4,6 +4,7 @@
 The server's own chatter (its INFO lines and tables) is left out unless asked for; its warnings and errors are not.
 """
 
+import contextlib
 import logging
 import re
 import sys
@@ -30,7 +31,9 @@ class Output:
 
     def __call__(self, name: str, line: str) -> None:
         if self._verbose or not is_chatter(name, line):
-            print(f"{name:<{WIDTH}}| {line}", file=sys.stderr, flush=True)
+            # A reader of the log that has gone must not end what it was reading about.
+            with contextlib.suppress(OSError):
+                print(f"{name:<{WIDTH}}| {line}", file=sys.stderr, flush=True)
 
 
 def is_chatter(name: str, line: str) -> bool:

@@ -24,7 +24,7 @@ from quire_server.control import Control, LinkLost
 from quire_server.keeper import Keeper
 from quire_server.links import CoreLink, Links, ServerLink, TextLink
 from quire_server.processes import Child
-from quire_server.run_dir import REPOSITORY
+from quire_server.run_dir import REPOSITORY, note_shm_prefix
 from quire_server.server_client import ServerClient
 from quire_server.settings import Settings
 from quire_server.stubs import Stub, StubWatch
@@ -85,6 +85,7 @@ class Pod:
             gpu,
             _EXIT_TIMEOUT_S,
         )
+        note_shm_prefix(run_dir, self._options.shm_prefix)
         self._relay = relay
         self.on_change: Callable[[], None] = lambda: None
         """Called whenever something came up or went."""
@@ -133,14 +134,12 @@ class Pod:
             if child is not None and not child.ended.done():
                 code = await child.stop(_STOP_S)
                 log.info("process stopped name=%s exit_code=%d", name, code)
-        launch.clear_shared_memory(self._options.shm_prefix)
 
     def kill(self) -> None:
         """End all processes at once."""
         for keeper in self.keepers.values():
             if keeper.child is not None:
                 keeper.child.kill()
-        launch.clear_shared_memory(self._options.shm_prefix)
 
     # Starts
 

@@ -8,11 +8,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from quire_server import launch
 from quire_spec import names
 from quire_spec.errors import ConfigError
 
 REPOSITORY = "repository"
-_OURS = (names.TEXT_SOCKET, names.CORE_SOCKET, REPOSITORY, "backends")
+_SHM_PREFIX = "shm-prefix"
+_OURS = (names.TEXT_SOCKET, names.CORE_SOCKET, REPOSITORY, "backends", _SHM_PREFIX)
 _MAX_SOCKET_PATH = 107
 """Bytes that Linux's sockaddr_un has room for."""
 
@@ -53,8 +55,18 @@ def owned(run_dir: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+def note_shm_prefix(run_dir: Path, prefix: str) -> None:
+    """Remember what our servers' shared memory is called, for the next owner should we be killed: in a pod, /dev/shm
+    outlives the container, and a region of 1 MiB per model would be lost with each kill."""
+    (run_dir / _SHM_PREFIX).write_text(prefix)
+
+
 def empty(run_dir: Path) -> None:
-    """Remove what is ours."""
+    """Remove what is ours, shared memory included; only when no server of ours runs."""
+    with contextlib.suppress(FileNotFoundError):
+        # Never with less than a whole prefix: it names what is deleted.
+        if len(prefix := (run_dir / _SHM_PREFIX).read_text()) == len(launch.new_shm_prefix()):
+            launch.clear_shared_memory(prefix)
     for name in _OURS:
         path = run_dir / name
         if path.is_dir() and not path.is_symlink():

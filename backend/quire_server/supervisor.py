@@ -25,7 +25,8 @@ from quire_spec.status import AdapterState, AdapterStatus, PodStatus, ProcessSta
 
 log = logging.getLogger(__name__)
 
-_PROGRESS_S = 5.0
+_FIRST_PROGRESS_S = 5.0
+_MAX_PROGRESS_S = 60.0
 _SWEEP_S = 3600.0
 _METRICS_TIMEOUT = aiohttp.ClientTimeout(total=5)
 
@@ -157,22 +158,24 @@ class Supervisor:
         return drained
 
     async def _announce(self) -> None:
-        """Progress while starting, then once that the pod is ready."""
-        begun = said = time.monotonic()
+        """Say what is waited for, less and less often, and once that the pod is ready."""
+        begun, pause_s = time.monotonic(), _FIRST_PROGRESS_S
+        due = begun + pause_s
         while self.reason() or self._board.unsettled():
             await asyncio.sleep(0.05)
-            if time.monotonic() - said >= _PROGRESS_S:
-                said = time.monotonic()
-                log.info("waiting for %s (%.0f s)", self._waiting_for(), said - begun)
-        # On stdout, alone: the log is on stderr.
-        print(report.ready(self._settings, self.status(), time.monotonic() - begun), flush=True)
+            if time.monotonic() >= due:
+                log.info("not ready yet: %s (%.0f s)", self._waiting_for(), time.monotonic() - begun)
+                pause_s = min(2 * pause_s, _MAX_PROGRESS_S)
+                due += pause_s
+        # On stdout, alone: the log is on stderr. Nobody may be reading it any more.
+        with contextlib.suppress(OSError):
+            print(report.ready(self._settings, self.status(), time.monotonic() - begun), flush=True)
 
     def _waiting_for(self) -> str:
+        waiting = [f"{entry.name} {entry.state.value}" for entry in self._board.unsettled()]
+        adapters = f"{len(waiting)} adapters are on their way: {report.some(waiting)}"
         reason = self.reason()
-        if not reason or reason.startswith("adapters"):
-            waiting = [f"{entry.name} {entry.state.value}" for entry in self._board.unsettled()]
-            return f"{len(waiting)} adapters: {report.some(waiting)}"
-        return reason
+        return adapters if waiting and (not reason or reason.startswith("adapters")) else reason
 
     async def _sweep(self) -> None:
         """Keep the cache from growing for ever."""

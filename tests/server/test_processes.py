@@ -150,6 +150,16 @@ async def test_a_process_that_never_comes_up_is_tried_three_times(monkeypatch):
     assert len(starts) == 3
 
 
+async def test_a_machine_without_room_for_a_process_is_asked_again(monkeypatch):
+    monkeypatch.setattr(Backoff, "delay_s", lambda *_: 0.0)
+
+    async def begin():
+        raise OSError(12, "Cannot allocate memory")
+
+    with pytest.raises(CannotRun, match=r"core ended 3 times with no start(?s:.*)Cannot allocate memory"):
+        await Keeper("core", begin, idle, lambda: None).run()
+
+
 async def test_once_ready_a_process_is_started_again_whatever_it_ends_with():
     states = []
 

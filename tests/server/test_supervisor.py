@@ -367,11 +367,17 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
         assert list(pod.run_dir.iterdir()) == []
 
 
-def test_nothing_outlives_a_killed_supervisor(tmp_path, folders):
+def test_nothing_outlives_a_killed_supervisor_and_the_next_one_clears_up(tmp_path, folders):
     with started(tmp_path / "pod", catalogue(1, a=folders["a"])) as pod:
         pod.wait_ready(30)
+        left = pod.shm()
         pod.kill()
         pod.assert_nothing_left()
+    assert left <= set(os.listdir("/dev/shm"))
+    with supervised(tmp_path / "next", catalogue(1), f"--run-dir={pod.run_dir}") as following:
+        following.run_dir = tmp_path / "next/run"
+        assert not left & set(os.listdir("/dev/shm"))
+    assert list(pod.run_dir.iterdir()) == []
 
 
 def test_killed_servers_leave_no_shared_memory(tmp_path):
