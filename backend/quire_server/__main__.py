@@ -44,7 +44,7 @@ exit codes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until stopped; returns the exit code."""
-    settings = _parse(argv)
+    settings = _settings(_parser().parse_args(argv))
     set_up_logging()
     try:
         asyncio.run(serve(settings))
@@ -60,7 +60,7 @@ def _say(error: QuireError, code: int) -> int:
     return code
 
 
-def _parse(argv: Sequence[str] | None) -> Settings:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quire_server",
         description=_HELP,
@@ -99,7 +99,10 @@ def _parse(argv: Sequence[str] | None) -> Settings:
         "--drain-timeout", type=float, default=30.0, metavar="S", help="seconds that open requests may take to end"
     )
     parser.add_argument("--verbose", action="store_true", help="show all that the server logs")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _settings(args: argparse.Namespace) -> Settings:
     return Settings(
         # The processes that get these paths may run in another folder one day.
         engine=args.engine.absolute(),

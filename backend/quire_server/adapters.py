@@ -14,14 +14,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 from quire_server.background import in_thread
 from quire_server.control import LinkLost
+from quire_server.entry import Entry
 from quire_server.fetcher import Fetched, Fetcher
 from quire_server.links import Links
-from quire_server.processes import now
 from quire_spec.catalogue import Adapter, Catalogue, Source
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
 from quire_spec.status import AdapterState, AdapterStatus
@@ -43,56 +42,6 @@ HOLD_S = 120.0
 
 class Stale(InvalidArgument):
     """A catalogue with a lower generation than the current one."""
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One adapter of the catalogue and where it is."""
-
-    name: str
-    wanted: Adapter | None
-    """None: it is on its way out."""
-    exposed: bool
-    asked: int = 0
-    """Rises with each catalogue: the source is to be looked at again."""
-    looked: int = -1
-    """What `asked` was when the source was looked at last."""
-    fetched: Fetched | None = None
-    """What the catalogue's source holds."""
-    fetched_from: Source | None = None
-    live: Fetched | None = None
-    """What the name stands for; the one before, while a replacement is on its way or has failed."""
-    state: AdapterState = AdapterState.FETCHING
-    since: str = field(default_factory=now)
-    error: str = ""
-    blocked: bool = False
-    """Wrong in itself: nothing is tried until the catalogue changes."""
-    failures: int = 0
-    load_s: float | None = None
-    """Seconds that the core took to load it last."""
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    fetching: "asyncio.Task[Fetched] | None" = None
-    fetching_from: Source | None = None
-
-    def set(self, state: AdapterState, error: str = "") -> None:
-        """Enter a state; staying in one keeps its time."""
-        if (state, error) != (self.state, self.error):
-            log.log(
-                logging.WARNING if error else logging.INFO,
-                "adapter name=%s state=%s%s",
-                self.name,
-                state.value,
-                f" error={error}" if error else "",
-            )
-        if state is not self.state:
-            self.since = now()
-        self.state, self.error = state, error
-
-    def status(self) -> AdapterStatus:
-        """For the status document."""
-        known = self.live or self.fetched
-        model = self.name if self.exposed else None
-        return AdapterStatus(self.name, self.state, self.since, known.digest if known else None, model, self.error)
 
 
 class _Superseded(Exception):
@@ -169,12 +118,12 @@ class AdapterBoard:
         """Adapters that were there when the pod last came up and are still on their way."""
         if asyncio.get_running_loop().time() > self._hold_until:
             self._held.clear()
-        self._held &= {e.name for e in self._wanted() if not self._settled(e)}
+        self._held &= {e.name for e in self._wanted() if not e.settled}
         return sorted(self._held)
 
     def unsettled(self) -> list[Entry]:
         """Adapters that are neither Ready nor Failed."""
-        return [entry for entry in self._wanted() if not self._settled(entry)]
+        return [entry for entry in self._wanted() if not entry.settled]
 
     def statuses(self) -> list[AdapterStatus]:
         """Every adapter of the catalogue, by name."""
@@ -236,7 +185,7 @@ class AdapterBoard:
         if not isinstance(error, QuireError):
             log.error("adapter task failed name=%s", entry.name, exc_info=error)
             error = Internal(f"{type(error).__name__}: {error}")
-        entry.set(AdapterState.FAILED, _explained(entry, error))
+        entry.set(AdapterState.FAILED, entry.explain(error))
         await self._restore(entry)
         if isinstance(error, InvalidArgument):
             entry.blocked = True
@@ -362,17 +311,7 @@ class AdapterBoard:
     def _wanted(self) -> list[Entry]:
         return [entry for entry in self._entries.values() if entry.wanted is not None]
 
-    def _settled(self, entry: Entry) -> bool:
-        return entry.state in (AdapterState.READY, AdapterState.FAILED)
-
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _explained(entry: Entry, error: QuireError) -> str:
-    """The error for whoever wrote the catalogue: they know the adapter by its name, not by a folder of the cache."""
-    folder = entry.fetched and str(entry.fetched.folder)
-    text = str(error).replace(folder, entry.name) if folder else str(error)
-    return f"{text} (still serving {entry.live.digest})" if entry.live and entry.live != entry.fetched else text

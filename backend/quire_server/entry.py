@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One adapter of the catalogue on this pod: what is wanted of it and where it is. adapters.py moves it."""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from quire_server.fetcher import Fetched
+from quire_server.processes import now
+from quire_spec.catalogue import Adapter, Source
+from quire_spec.errors import QuireError
+from quire_spec.status import AdapterState, AdapterStatus
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One adapter of the catalogue and where it is."""
+
+    name: str
+    wanted: Adapter | None
+    """None: it is on its way out."""
+    exposed: bool
+    asked: int = 0
+    """Rises with each catalogue: the source is to be looked at again."""
+    looked: int = -1
+    """What `asked` was when the source was looked at last."""
+    fetched: Fetched | None = None
+    """What the catalogue's source holds."""
+    fetched_from: Source | None = None
+    live: Fetched | None = None
+    """What the name stands for; the one before, while a replacement is on its way or has failed."""
+    state: AdapterState = AdapterState.FETCHING
+    since: str = field(default_factory=now)
+    error: str = ""
+    blocked: bool = False
+    """Wrong in itself: nothing is tried until the catalogue changes."""
+    failures: int = 0
+    load_s: float | None = None
+    """Seconds that the core took to load it last."""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    fetching: "asyncio.Task[Fetched] | None" = None
+    fetching_from: Source | None = None
+
+    def set(self, state: AdapterState, error: str = "") -> None:
+        """Enter a state; staying in one keeps its time."""
+        if (state, error) != (self.state, self.error):
+            log.log(
+                logging.WARNING if error else logging.INFO,
+                "adapter name=%s state=%s%s",
+                self.name,
+                state.value,
+                f" error={error}" if error else "",
+            )
+        if state is not self.state:
+            self.since = now()
+        self.state, self.error = state, error
+
+    def status(self) -> AdapterStatus:
+        """For the status document."""
+        known = self.live or self.fetched
+        model = self.name if self.exposed else None
+        return AdapterStatus(self.name, self.state, self.since, known.digest if known else None, model, self.error)
+
+    def explain(self, error: QuireError) -> str:
+        """An error for whoever wrote the catalogue: they know the adapter by its name, not by a folder of the cache."""
+        folder = self.fetched and str(self.fetched.folder)
+        text = str(error).replace(folder, self.name) if folder else str(error)
+        return f"{text} (still serving {self.live.digest})" if self.live and self.live != self.fetched else text
+
+    @property
+    def settled(self) -> bool:
+        """True when nothing more is to be expected for now."""
+        return self.state in (AdapterState.READY, AdapterState.FAILED)
