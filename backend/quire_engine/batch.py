@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire_engine.kv import KVCache
 from quire_engine.step import Span
-from quire_kernels import AttentionBatch, SlotRows, plan_attention
+from quire_kernels import AdapterBatch, AttentionBatch, SlotRows, plan_adapters, plan_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Batch:
     addresses: Tensor
     """[num_tokens] int64: where keys and values go in the cache."""
     attention: AttentionBatch
-    segments: tuple[SlotRows, ...]
-    """Tokens by adapter slot; empty when no span has an adapter."""
+    adapters: AdapterBatch | None
+    """None when no span has an adapter."""
     logit_rows: Tensor | None
     """[num_logits] int64: tokens whose logits are wanted; None: all, in order."""
     num_logits: int
@@ -44,8 +44,8 @@ def order_spans(spans: Sequence[Span]) -> list[int]:
     return sorted(range(len(spans)), key=key)
 
 
-def build_batch(spans: Sequence[Span], cache: KVCache, device: torch.device) -> Batch:
-    """Flatten ordered spans, and clear the blocks that they begin to fill."""
+def build_batch(spans: Sequence[Span], cache: KVCache, num_slots: int, device: torch.device) -> Batch:
+    """Flatten ordered spans, and clear the blocks that they begin to fill. `num_slots`: adapter slots there are."""
     starts, lengths = [span.start for span in spans], [span.length for span in spans]
     ends = [span.end for span in spans]
     tables = cache.tables([span.sequence.block_table for span in spans], ends)
@@ -56,12 +56,13 @@ def build_batch(spans: Sequence[Span], cache: KVCache, device: torch.device) -> 
     addresses = cache.addresses(tables, rows, positions)
     cache.clear_started(addresses)
     logit_rows = _logit_rows(spans, lengths)
+    segments = _segments(spans)
     return Batch(
         token_ids=torch.tensor(token_ids).to(device, non_blocking=True),
         positions=positions.to(device, non_blocking=True),
         addresses=addresses.to(device, non_blocking=True),
         attention=plan_attention(starts, lengths, tables, cache.layers[0], device),
-        segments=_segments(spans),
+        adapters=plan_adapters(segments, len(token_ids), num_slots, device) if segments else None,
         logit_rows=None if len(logit_rows) == len(token_ids) else torch.tensor(logit_rows, device=device),
         num_logits=len(logit_rows),
     )
@@ -85,7 +86,8 @@ def _logit_rows(spans: Sequence[Span], lengths: list[int]) -> list[int]:
     return rows
 
 
-def _segments(spans: Sequence[Span]) -> tuple[SlotRows, ...]:
+def _segments(spans: Sequence[Span]) -> list[SlotRows]:
+    """Tokens by adapter slot."""
     segments: list[SlotRows] = []
     end = 0
     for span in spans:
@@ -95,4 +97,4 @@ def _segments(spans: Sequence[Span]) -> tuple[SlotRows, ...]:
         if segments and segments[-1].slot == span.slot:
             start = segments.pop().start
         segments.append(SlotRows(span.slot, start, end))
-    return tuple(segments)
+    return segments

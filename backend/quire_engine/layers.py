@@ -45,8 +45,8 @@ class Linear:
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """[num_tokens, in_features] to [num_tokens, out_features of all slices], adapters of the batch included."""
         out = linear(x, self.weight, self.bias)
-        if batch.segments and self.adapters is not None:
-            self.adapters.add(out, x, batch.segments)
+        if batch.adapters is not None and self.adapters is not None:
+            self.adapters.add(out, x, batch.adapters)
         return out
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:

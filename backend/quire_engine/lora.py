@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire_engine.peft import HostAdapter
-from quire_kernels import SlotRows, lora_expand, lora_shrink
+from quire_kernels import AdapterBatch, add_lora
 
 
 class SlotWeights:
@@ -19,12 +19,13 @@ class SlotWeights:
     ) -> None:
         """`slices`: output features by name; `like`: a tensor of the dtype and on the device that slots get."""
         self.names = tuple(slices)
-        self.a = like.new_empty((num_slots, len(slices) * max_rank, in_features))
-        """[num_slots, num_slices * max_rank, in_features]; a slot's slices one after another at their live ranks."""
-        self.b = tuple(like.new_empty((num_slots, width, max_rank)) for width in slices.values())
-        """Per slice [num_slots, out_features, max_rank], scales folded in."""
+        # Zeros past an adapter's rank: there are forms of `add_lora` that multiply all of it.
+        self.a = like.new_zeros((len(slices), num_slots, max_rank, in_features))
+        """[num_slices, num_slots, max_rank, in_features]."""
+        self.b = tuple(like.new_zeros((num_slots, max_rank, width)) for width in slices.values())
+        """Per slice [num_slots, max_rank, out_features], scales folded in."""
         self.ranks: list[tuple[int, ...]] = [(0,) * len(slices)] * num_slots
-        """Per slot, the live rank of each slice."""
+        """Per slot, the rank of each slice; 0 where its adapter leaves the slice alone."""
 
     @property
     def num_bytes(self) -> int:
@@ -33,30 +34,26 @@ class SlotWeights:
 
     def load(self, slot: int, pairs: Sequence[tuple[Tensor, Tensor] | None]) -> None:
         """Fill a slot: A [rank, in] and B [out, rank] of each slice, None where the adapter leaves it alone."""
-        row = 0
-        ranks = []
-        for stacked, pair in zip(self.b, pairs, strict=True):
+        for a, b, pair in zip(self.a, self.b, pairs, strict=True):
             rank = 0
             if pair is not None:
-                a, b = pair
-                rank = a.shape[0]
-                self.a[slot, row : row + rank].copy_(a, non_blocking=True)
-                stacked[slot, :, :rank].copy_(b, non_blocking=True)
-            ranks.append(rank)
-            row += rank
-        self.ranks[slot] = tuple(ranks)
+                rank = pair[0].shape[0]
+                a[slot, :rank].copy_(pair[0], non_blocking=True)
+                b[slot, :rank].copy_(pair[1].t(), non_blocking=True)
+            a[slot, rank:].zero_()
+            b[slot, rank:].zero_()
+        self.ranks[slot] = tuple(0 if pair is None else pair[0].shape[0] for pair in pairs)
 
-    def add(self, out: Tensor, x: Tensor, segments: Sequence[SlotRows]) -> None:
+    def add(self, out: Tensor, x: Tensor, batch: AdapterBatch) -> None:
         """Add the adapters' deltas to the base output.
 
         Args:
             out: [num_tokens, out_features of all slices], written in place.
             x: [num_tokens, in_features].
-            segments: which tokens run with which slot.
+            batch: which tokens run with which slot.
         """
-        touched = [s for s in segments if any(self.ranks[s.slot])]
-        if touched:
-            lora_expand(lora_shrink(x, self.a, self.ranks, touched), self.b, self.ranks, touched, out)
+        if any(any(self.ranks[s.slot]) for s in batch.segments):
+            add_lora(out, x, self.a, self.b, self.ranks, batch)
 
 
 class AdapterSlots:

@@ -43,6 +43,7 @@ class TorchRunner(Runner):
         self._device = open_device(config)
         self._dtype = resolve_dtype(config, shape.dtype)
         self._sampler = Sampler()
+        self._num_slots = config.max_loras if config.enable_lora else 0
         self._model = MODELS[shape.architecture](shape, Placement(self._dtype, self._device))
         load_weights(folder, self._model.tensors(), tied=shape.tie_word_embeddings, progress=progress)
         self._slots = _make_slots(self._model, config, self._dtype, self._device) if config.enable_lora else None
@@ -86,7 +87,7 @@ class TorchRunner(Runner):
     @torch.inference_mode()
     def _run(self, spans: list[Span], kv: KVCache) -> list[Sampled]:
         """Compute ordered spans; one result each, in that order."""
-        logits = self._model(build_batch(spans, kv, self._device), kv)
+        logits = self._model(build_batch(spans, kv, self._num_slots, self._device), kv)
         rows = [Row(span.sequence, span.end) for span in spans if span.samples]
         sampled = iter([] if logits is None else self._sampler(logits, rows))
         return [next(sampled) if span.samples else Sampled([]) for span in spans]

@@ -51,7 +51,8 @@ def _sample(logits: Tensor, rows: Rows[Row]) -> list[Sampled]:
     params = [row.sequence.params for row in rows]
     allowed = _forbid_stops(logits, rows)
     if all(p.greedy for p in params):
-        taken = allowed.argmax(dim=-1)
+        # As float32: 64 rows of 49,152 in bf16 take 10 ms instead of 3 ms (one Zen 5 core).
+        taken = allowed.to(torch.float32).argmax(dim=-1)
     else:
         taken = _draw(allowed.to(torch.float32), rows, params)
     token_ids = taken.tolist()

@@ -9,24 +9,25 @@ from quire_kernels.attention import AttentionBatch, SpanGroup, paged_attention, 
 from quire_kernels.dispatch import Op
 from quire_kernels.kv_write import write_kv
 from quire_kernels.linear import linear, pack_weight
-from quire_kernels.lora import SlotRows, lora_expand, lora_shrink
+from quire_kernels.lora import AdapterBatch, SlotRows, add_lora, plan_adapters
 from quire_kernels.norm import rms_norm
 from quire_kernels.rope import apply_rope
 from quire_kernels.sampling import draw, keep_likely, uniform
 
 __all__ = [
+    "AdapterBatch",
     "AttentionBatch",
     "Op",
     "SlotRows",
     "SpanGroup",
+    "add_lora",
     "apply_rope",
     "draw",
     "keep_likely",
     "linear",
-    "lora_expand",
-    "lora_shrink",
     "pack_weight",
     "paged_attention",
+    "plan_adapters",
     "plan_attention",
     "rms_norm",
     "silu_mul",

@@ -14,6 +14,9 @@ from quire_kernels.dispatch import Op
 GATHER_BYTES = 4 << 20
 # Padding that a batched call may carry: about what the launch of another call costs.
 MAX_PADDED_KEYS = 1024
+# Where decoding heads are computed in one product: see `_suits_one_product`. Measured with 9 to 32 heads.
+MAX_PRODUCT_HEADS = 24
+MIN_PRODUCT_KEYS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class SpanGroup:
     blocks: Tensor
     """[num_spans * blocks per span] int64: their blocks, padded with a block of the same span."""
     num_keys: int
-    """Keys of each span that are looked at, at most block_size * blocks per span."""
+    """Keys of each span that are looked at: whole blocks of decoding ones, and a prompt's own."""
     mask: Tensor | None
     """[num_spans or 1, 1, length, num_keys], dtype of the queries, 0 or -inf; None: causal from the first token on."""
 
@@ -77,24 +80,29 @@ def _groupings(starts: list[int], lengths: list[int], cache: Tensor) -> list[lis
     """Indices of spans that are computed together: decoding ones of similar context, prompts of the same shape."""
     max_keys = GATHER_BYTES // (cache.shape[3] * cache.shape[4] * cache.element_size())
     prompts: dict[tuple[int, int], list[int]] = {}
-    decodes: list[int] = []
+    decodes: list[tuple[int, int]] = []
     for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         if length == 1:
-            decodes.append(i)
+            decodes.append((_whole_blocks(start + 1, cache), i))
         else:
             prompts.setdefault((start, length), []).append(i)
     groupings: list[list[int]] = []
     widest = padded = 0
-    for i in sorted(decodes, key=lambda i: -starts[i]):
-        padded += widest - starts[i]
-        if not groupings or padded > MAX_PADDED_KEYS or (len(groupings[-1]) + 1) * (widest + 1) > max_keys:
+    for num_keys, i in sorted(decodes, reverse=True):
+        padded += widest - num_keys
+        if not groupings or padded > MAX_PADDED_KEYS or (len(groupings[-1]) + 1) * widest > max_keys:
             groupings.append([])
-            widest, padded = starts[i], 0
+            widest, padded = num_keys, 0
         groupings[-1].append(i)
     for (start, length), members in prompts.items():
         size = max(1, max_keys // (start + length))
         groupings += [members[i : i + size] for i in range(0, len(members), size)]
     return [sorted(members) for members in groupings]
+
+
+def _whole_blocks(num_keys: int, cache: Tensor) -> int:
+    block_size = cache.shape[2]
+    return -(-num_keys // block_size) * block_size
 
 
 def _group(
@@ -105,10 +113,12 @@ def _group(
     block_tables: Tensor,
     cache: Tensor,
 ) -> SpanGroup:
-    length, block_size = lengths[members[0]], cache.shape[2]
+    length, device = lengths[members[0]], cache.device
     num_keys = max(starts[i] for i in members) + length
-    num_blocks = -(-num_keys // block_size)
-    device = cache.device
+    num_blocks = _whole_blocks(num_keys, cache) // cache.shape[2]
+    if length == 1:
+        # A slice of what was gathered would have to be copied for a matrix product.
+        num_keys = num_blocks * cache.shape[2]
     first = torch.tensor([query_starts[i] for i in members])
     rows: slice | Tensor
     if members[-1] - members[0] == len(members) - 1:
@@ -117,7 +127,7 @@ def _group(
         rows = (first[:, None] + torch.arange(length)).flatten().to(device)
     blocks = block_tables[torch.tensor(members), :num_blocks].flatten().to(device)
     mask = None
-    if num_keys > length:
+    if length == 1 or num_keys > length:
         # Prompts of a group start at the same token, and share their mask.
         of = members if length == 1 else members[:1]
         last_seen = torch.tensor([starts[i] for i in of], device=device)[:, None] + torch.arange(length, device=device)
@@ -154,24 +164,63 @@ def paged_attention(queries: Tensor, cache: Tensor, batch: AttentionBatch) -> Te
 
 @paged_attention.form("cpu", "cuda")
 def _gathered(queries: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
-    """Copies each group's blocks side by side, then one fused attention a group: no per-token Python."""
+    """Copies each group's blocks side by side, then one batched attention a group: no per-token Python."""
     out = torch.empty_like(queries)
-    num_heads, head_dim = queries.shape[1:]
     for group in batch.groups:
         keys, values = _gather(cache, group)
-        q = queries[group.rows]
-        if group.length == 1:
-            # The query heads of a KV head stand in for query tokens: nothing is repeated. bf16, 64 sequences of 128
-            # tokens, 9 heads on 3 KV heads, one Zen 5 core: 0.9 ms against 5.6 ms with enable_gqa.
-            q = q.view(group.num_spans, keys.shape[1], -1, head_dim)
-            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.mask)
+        q = queries[group.rows].view(group.num_spans, group.length, *queries.shape[1:])
+        if group.length > 1:
+            attended = _prompts(q, keys, values, group)
+        elif _suits_one_product(q, keys):
+            attended = _decodes_in_one_product(q, keys, values, group)
         else:
-            q = q.view(group.num_spans, group.length, num_heads, head_dim).transpose(1, 2)
-            attended = F.scaled_dot_product_attention(
-                q, keys, values, attn_mask=group.mask, is_causal=group.mask is None, enable_gqa=True
-            ).transpose(1, 2)
-        out[group.rows] = attended.reshape(-1, num_heads, head_dim)
+            attended = _decodes(q, keys, values, group)
+        out[group.rows] = attended.reshape(-1, *queries.shape[1:])
     return out
+
+
+def _prompts(q: Tensor, keys: Tensor, values: Tensor, group: SpanGroup) -> Tensor:
+    attended = F.scaled_dot_product_attention(
+        q.transpose(1, 2), keys, values, attn_mask=group.mask, is_causal=group.mask is None, enable_gqa=True
+    )
+    return attended.transpose(1, 2)
+
+
+def _decodes(q: Tensor, keys: Tensor, values: Tensor, group: SpanGroup) -> Tensor:
+    # The query heads of a KV head stand in for query tokens: nothing is repeated. bf16, 64 sequences of 128 tokens,
+    # 9 heads on 3 KV heads, one Zen 5 core: 0.9 ms against 5.6 ms with enable_gqa.
+    q = q.view(group.num_spans, keys.shape[1], -1, keys.shape[3])
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=group.mask)
+
+
+def _suits_one_product(q: Tensor, keys: Tensor) -> bool:
+    """Where the product over all heads, mostly zeros, beats torch's fused attention, whose bf16 products on a CPU are
+    as small as one KV head's queries: few heads, or one query head per KV head; and not for next to no keys."""
+    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or keys.shape[0] * keys.shape[2] < MIN_PRODUCT_KEYS:
+        return False
+    return q.shape[2] <= MAX_PRODUCT_HEADS or q.shape[2] == keys.shape[1]
+
+
+def _decodes_in_one_product(q: Tensor, keys: Tensor, values: Tensor, group: SpanGroup) -> Tensor:
+    """Scores of all heads as one matrix product a sequence: each query is zero but for the columns of its KV head.
+
+    The product rounds scores to bf16. So it is done twice, the second time with the row's maximum taken off before
+    rounding: what matters to the softmax is then near zero, and as exact as in the fused form. bf16, 64 sequences of
+    128 tokens, 9 heads on 3 KV heads, one Zen 5 core: 0.5 ms against 1.0 ms.
+    """
+    num_spans, num_kv_heads, _, head_dim = keys.shape
+    heads = q.view(num_spans, num_kv_heads, -1, head_dim)
+    spread = heads.new_zeros((*heads.shape[:3], num_kv_heads, head_dim))
+    spread.diagonal(dim1=1, dim2=3).copy_(heads.permute(0, 2, 3, 1))
+    wide = spread.view(num_spans, -1, num_kv_heads * head_dim)
+    keys_t = keys.transpose(1, 2).flatten(2).transpose(1, 2)
+    assert group.mask is not None
+    mask = group.mask[:, 0]
+    scores = torch.baddbmm(mask, wide, keys_t, alpha=head_dim**-0.5)
+    scores = torch.baddbmm(mask - scores.amax(dim=-1, keepdim=True), wide, keys_t, alpha=head_dim**-0.5)
+    attended = torch.bmm(scores.softmax(dim=-1), values.transpose(1, 2).flatten(2))
+    own = attended.view(spread.shape).diagonal(dim1=1, dim2=3)
+    return own.permute(0, 3, 1, 2)
 
 
 def _gather(cache: Tensor, group: SpanGroup) -> tuple[Tensor, Tensor]:

@@ -98,12 +98,27 @@ def test_a_long_context_does_not_pad_short_ones():
 
 
 def test_gathers_are_bounded(monkeypatch):
-    monkeypatch.setattr(attention, "GATHER_BYTES", 64 * 3 * 64 * 4)
+    monkeypatch.setattr(attention, "GATHER_BYTES", 96 * 3 * 64 * 4)
     queries, cache, batch = _case([(30, 1)] * 7 + [(0, 20)] * 5)
-    assert max(group.num_spans * group.num_keys for group in batch.groups) <= 64
+    assert max(group.num_spans * group.num_keys for group in batch.groups) <= 96
     torch.testing.assert_close(
         paged_attention(queries, cache, batch),
         paged_attention.reference(queries, cache, batch),
         rtol=2e-6,
         atol=2e-6,
     )
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (14, 2), (4, 4), (3, 1)], ids=str)
+@pytest.mark.parametrize("loudness", [1.0, 16.0], ids=["usual", "loud"])
+def test_one_product_is_as_exact_as_fused_attention(heads, loudness, monkeypatch):
+    monkeypatch.setattr(attention, "MIN_PRODUCT_KEYS", 0)
+    queries, cache, batch = _case([(130, 1), (7, 1), (64, 1)], heads=heads, dtype=torch.bfloat16)
+    queries *= loudness
+    expected = paged_attention.reference(queries.double(), cache.double(), batch)
+    error = (paged_attention(queries, cache, batch).double() - expected).norm() / expected.norm()
+    monkeypatch.setattr(attention, "MAX_PRODUCT_HEADS", 0)
+    assert error < 4e-3
+    if heads[0] != heads[1]:
+        fused = (paged_attention(queries, cache, batch).double() - expected).norm() / expected.norm()
+        assert error < 2 * fused

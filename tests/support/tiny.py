@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random checkpoints of each family, and adapters for them, written by transformers and peft themselves."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +71,26 @@ def make_adapter(checkpoint: Path, folder: Path, seed: int = 0, **config: Any) -
     """Write an adapter with random A and B into `folder`; `config` goes to peft's LoraConfig."""
     torch.manual_seed(seed)
     defaults = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    model = get_peft_model(load_oracle(checkpoint), LoraConfig(**(defaults | config)))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    with _library_warnings_ignored():
+        model = get_peft_model(load_oracle(checkpoint), LoraConfig(**(defaults | config)))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(torch.randn_like(parameter) * 0.1)
+        model.save_pretrained(folder)
     return folder
 
 
 def load_adapted_oracle(checkpoint: Path, adapter: Path) -> Any:
     """An adapter on its checkpoint in peft, not merged."""
-    return PeftModel.from_pretrained(load_oracle(checkpoint), adapter).eval()
+    with _library_warnings_ignored():
+        return PeftModel.from_pretrained(load_oracle(checkpoint), adapter).eval()
+
+
+@contextmanager
+def _library_warnings_ignored() -> Iterator[None]:
+    """peft calls what transformers deprecates, and advises trainers; neither is ours to change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        yield

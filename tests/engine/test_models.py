@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model definitions: complete, listed, and equal to transformers in float32, logit by logit."""
+
+import dataclasses
+
+import pytest
+import torch
+from support.tiny import CHECKPOINTS, LLAMA3_ROPE, VOCAB, load_oracle, make_checkpoint
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from quire_engine.batch import build_batch
+from quire_engine.kv import KVCache
+from quire_engine.layers import Placement
+from quire_engine.models import MODELS
+from quire_engine.request import Sequence
+from quire_engine.rotary import inverse_frequencies
+from quire_engine.step import Span
+from quire_engine.weights import load_weights
+from quire_spec.capability import ARCHITECTURES
+from quire_spec.errors import ConfigError
+from quire_spec.sampling import SamplingParams
+from quire_spec.shape import ModelShape
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def folder(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def _load(folder, dtype=torch.float32):
+    shape = ModelShape.load(folder)
+    model = MODELS[shape.architecture](shape, Placement(dtype, CPU))
+    load_weights(folder, model.tensors(), tied=shape.tie_word_embeddings)
+    return model
+
+
+def _span(tokens, start, length, first_block, block_size):
+    sequence = Sequence(0, tokens, SamplingParams(), seed=0, max_output_tokens=1)
+    sequence.block_table = list(range(first_block, first_block + -(-len(tokens) // block_size)))
+    return Span(sequence, start, length, None)
+
+
+def test_every_architecture_of_the_capability_table_has_a_class_and_a_parity_row():
+    assert set(MODELS) == set(ARCHITECTURES)
+    tested = {f"{kind.__name__.removesuffix('Config')}ForCausalLM" for kind, _ in CHECKPOINTS.values()}
+    assert tested == set(ARCHITECTURES)
+
+
+def test_named_tensors_cover_every_parameter_once(folder):
+    model = _load(folder)
+    assert sum(tensor.nbytes for _, tensor in model.tensors()) == model.num_bytes
+    assert {name for name, _ in model.tensors()} == set(load_oracle(folder).state_dict()) - (
+        {"lm_head.weight"} if model.shape.tie_word_embeddings else set()
+    )
+
+
+@torch.inference_mode()
+def test_logits_equal_transformers(folder):
+    model = _load(folder)
+    torch.manual_seed(1)
+    prompts = [torch.randint(0, VOCAB, (n,)).tolist() for n in (33, 7, 16)]
+    oracle = load_oracle(folder)
+    kv = KVCache(model.shape, 12, 8, torch.float32, CPU)
+    firsts = (0, 5, 6)
+    spans = [_span(p, 0, len(p), first, 8) for p, first in zip(prompts, firsts, strict=True)]
+    logits = model(build_batch(spans, kv, 0, CPU), kv)
+    for row, prompt in zip(logits, prompts, strict=True):
+        expected = oracle(torch.tensor([prompt])).logits[0, -1]
+        assert (row - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+@torch.inference_mode()
+def test_packing_changes_rounding_only(folder):
+    model = _load(folder)
+    kv = KVCache(model.shape, 4, 8, torch.float32, CPU)
+    batch = build_batch([_span(list(range(20)), 0, 20, 0, 8)], kv, 0, CPU)
+    before = model(batch, kv)
+    model.pack()
+    after = model(batch, kv)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
+
+
+@torch.inference_mode()
+def test_a_chunk_in_the_midst_of_a_prompt_wants_no_logits(folder):
+    model = _load(folder)
+    kv = KVCache(model.shape, 4, 8, torch.float32, CPU)
+    assert model(build_batch([_span(list(range(20)), 0, 9, 0, 8)], kv, 0, CPU), kv) is None
+
+
+@torch.inference_mode()
+def test_memory_that_others_left_does_not_reach_a_sequence(folder):
+    model = _load(folder)
+    clean = KVCache(model.shape, 8, 8, torch.float32, CPU)
+    dirty = KVCache(model.shape, 8, 8, torch.float32, CPU)
+    for layer in clean.layers:
+        layer.zero_()
+    for layer in dirty.layers:
+        layer.fill_(float("nan"))
+    tokens = torch.randint(0, VOCAB, (21,)).tolist()
+    for start, length in ((0, 10), (10, 10), (20, 1)):
+        results = []
+        for kv in (clean, dirty):
+            # Beside a longer one, so that its block table is padded.
+            spans = [_span(tokens, start, length, 0, 8), _span([1] * 30, 0, 30, 3, 8)]
+            results.append(model(build_batch(spans, kv, 0, CPU), kv))
+        assert torch.equal(*results)
+
+
+SCALINGS = {
+    "default": None,
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": LLAMA3_ROPE,
+    "llama3, high theta": LLAMA3_ROPE | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192},
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
+def test_rope_frequencies_equal_transformers(scaling):
+    config = CHECKPOINTS["llama"][0](
+        hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=scaling
+    )
+    shape = ModelShape.from_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    torch.testing.assert_close(inverse_frequencies(shape), LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "complaint"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, "rope scaling 'yarn' is not supported; supported are default, linear"),
+        ({"type": "dynamic", "factor": 2.0}, "'dynamic' is not supported"),
+        ({"rope_type": "linear"}, "needs factor, a positive number; found None"),
+        (LLAMA3_ROPE | {"low_freq_factor": "1"}, "needs low_freq_factor, a positive number; found '1'"),
+    ],
+)
+def test_other_rope_scalings_are_refused_by_name(scaling, complaint, tmp_path):
+    shape = ModelShape.load(make_checkpoint(tmp_path, "llama"))
+    with pytest.raises(ConfigError, match=complaint):
+        MODELS["LlamaForCausalLM"](dataclasses.replace(shape, rope_scaling=scaling), Placement(torch.float32, CPU))

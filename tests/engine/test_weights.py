@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint files: what is read lands where it belongs, and what is wrong is refused with the reason."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny import make_checkpoint
+
+from quire_engine import weights
+from quire_engine.layers import Placement
+from quire_engine.models import MODELS
+from quire_engine.weights import load_weights
+from quire_spec.errors import ConfigError
+from quire_spec.shape import ModelShape
+
+CPU = torch.device("cpu")
+SINGLE = "model.safetensors"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_checkpoint(tmp_path, "llama")
+
+
+def _load(folder, dtype=torch.float32, **options):
+    shape = ModelShape.load(folder)
+    model = MODELS[shape.architecture](shape, Placement(dtype, CPU))
+    load_weights(folder, model.tensors(), tied=shape.tie_word_embeddings, **options)
+    return dict(model.tensors())
+
+
+def _rewrite(folder, change):
+    tensors = load_file(folder / SINGLE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE)
+
+
+def test_every_tensor_lands_in_its_part(folder):
+    found, expected = _load(folder), load_file(folder / SINGLE)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_shards_equal_a_single_file(folder, tmp_path):
+    expected = _load(folder)
+    sharded = make_checkpoint(tmp_path / "sharded", "llama", max_shard_size="100KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    found = _load(sharded)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_large_tensors_are_read_in_pieces(folder, monkeypatch):
+    expected = _load(folder)
+    monkeypatch.setattr(weights, "_CHUNK_BYTES", 1000)
+    found = _load(folder)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_conversion_rounds_to_nearest(folder, dtype):
+    found, expected = _load(folder, dtype), load_file(folder / SINGLE)
+    assert all(torch.equal(found[name], expected[name].to(dtype)) for name in expected)
+
+
+def test_tied_checkpoints_may_carry_the_head(tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen2")
+    _rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(320, 64)}))
+    assert "lm_head.weight" not in _load(folder)
+
+
+def test_derived_tensors_of_old_checkpoints_are_left_alone(folder):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    _rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(8)}))
+    assert name not in _load(folder)
+
+
+def test_progress_is_shown_when_asked(folder, capsys):
+    _load(folder)
+    assert capsys.readouterr().err == ""
+    _load(folder, progress=True)
+    assert "weights: 100%" in capsys.readouterr().err
+
+
+CHANGES = {
+    "missing": (lambda t: t.pop(Q_PROJ), rf"{Q_PROJ} is missing; config.json does not fit"),
+    "unexpected": (
+        lambda t: t.update({f"model.layers.{i}.self_attn.q_norm.weight": torch.zeros(1) for i in range(5)}),
+        r"q_norm.weight, .*q_norm.weight, .*q_norm.weight and 2 more are unexpected",
+    ),
+    "another shape": (
+        lambda t: t.update({Q_PROJ: torch.zeros(64, 63)}),
+        rf"{Q_PROJ} has shape \(64, 63\); config.json makes it \(64, 64\)",
+    ),
+    "quantized": (
+        lambda t: t.update({Q_PROJ: torch.zeros(64, 64, dtype=torch.int8)}),
+        rf"{Q_PROJ} is I8; quantized checkpoints are not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "complaint"), CHANGES.values(), ids=CHANGES.keys())
+def test_wrong_tensors_are_refused_by_name(folder, change, complaint):
+    _rewrite(folder, change)
+    with pytest.raises(ConfigError, match=complaint):
+        _load(folder)
+
+
+def test_pickled_weights_are_refused(folder):
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"'pytorch_model.bin' can run code when read; only safetensors are"):
+        _load(folder)
+
+
+def test_no_weights_at_all(folder):
+    (folder / SINGLE).unlink()
+    with pytest.raises(ConfigError, match=r"found neither model\.safetensors nor model\.safetensors\.index\.json"):
+        _load(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 7, b"\xff" * 64, b'\x08\x00\x00\x00\x00\x00\x00\x00{"a": 1'])
+def test_a_broken_file_is_refused(folder, content):
+    (folder / SINGLE).write_bytes(content)
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        _load(folder)
+
+
+def test_a_cut_file_is_refused(folder):
+    content = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(content[:-100])
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        _load(folder)
+
+
+INDICES = {
+    "not JSON": ("{", "not an index of shards"),
+    "no map": ("{}", "not an index of shards: KeyError"),
+    "a list": ("[]", "not an index of shards: TypeError"),
+    "a map that is a list": ('{"weight_map": []}', "not an index of shards: AttributeError"),
+    "a file outside": (json.dumps({"weight_map": {"a": "../x.safetensors"}}), r"'../x.safetensors' is not the name of"),
+    "a pickle": (json.dumps({"weight_map": {"a": "model-1.bin"}}), "'model-1.bin' is not the name of a safetensors"),
+    "a missing shard": (json.dumps({"weight_map": {"a": "b.safetensors"}}), "'b.safetensors' is missing"),
+}
+
+
+@pytest.mark.parametrize(("content", "complaint"), INDICES.values(), ids=INDICES.keys())
+def test_a_broken_index_is_refused(folder, content, complaint):
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ConfigError, match=complaint):
+        _load(folder)
+
+
+def test_an_index_against_its_shards_is_refused(folder):
+    names = dict.fromkeys(load_file(folder / SINGLE), SINGLE)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    _rewrite(folder, lambda tensors: tensors.pop(Q_PROJ))
+    with pytest.raises(ConfigError, match=f"{Q_PROJ} missing, against the index"):
+        _load(folder)
