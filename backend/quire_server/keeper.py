@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from quire_server.output import is_chatter
 from quire_server.processes import Child
 from quire_spec.errors import QuireError
 from quire_spec.status import ProcessState, ProcessStatus
@@ -139,7 +140,7 @@ class Keeper:
         """Raise CannotRun when another start makes no sense."""
         if self._ever_ready or (code != EXIT_CONFIG and self._lives < MAX_FIRST_STARTS):
             return
-        lines = [line for line in tail if line.strip()][-_TAIL_LINES:]
+        lines = [line for line in tail if line.strip() and not is_chatter(self.name, line)][-_TAIL_LINES:]
         said = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
         times = f" {self._lives} times" if self._lives > 1 else ""
         raise CannotRun(

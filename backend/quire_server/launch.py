@@ -176,16 +176,18 @@ def server_command(
     """The server's command line and its whole environment; makes its backend folder in `options.run_dir`."""
     backends = _make_backends(install, python, options.run_dir)
     closed = f"{','.join(RESTRICTED)}:{KEY_HEADER}={options.key}"
+    # An address of IPv6: the server's HTTP library wants a prefix, gRPC wants brackets.
+    http_host = f"ipv6:{options.host}" if ":" in options.host else options.host
     flags = {
         "model-repository": options.repository,
         "backend-directory": backends,
         "model-control-mode": "explicit",
         "load-model": options.base,
-        "http-address": options.host,
+        "http-address": http_host,
         "http-port": options.http_port,
-        "grpc-address": options.host,
+        "grpc-address": f"[{options.host}]" if ":" in options.host else options.host,
         "grpc-port": options.grpc_port,
-        "metrics-address": options.host,
+        "metrics-address": http_host,
         "metrics-port": options.metrics_port,
         "allow-gpu-metrics": "true" if options.gpu_metrics else "false",
         "exit-timeout-secs": options.exit_timeout_s,

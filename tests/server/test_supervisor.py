@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+import urllib.request
 
 import pytest
 from support.service import Stream
@@ -389,6 +390,18 @@ def test_killed_servers_leave_no_shared_memory(tmp_path):
         assert first and not first & pod.shm()
         prefix = pod.shm_prefix()
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
+
+
+def test_ipv6(tmp_path, folders):
+    with started(tmp_path / "pod", catalogue(1, a=folders["a"]), "--host=::1") as pod:
+        pod.wait(lambda: "is ready" in pod.out.read_text(), 30, "ready")
+        pod.processes()
+        assert f"gRPC      [::1]:{pod.ports['grpc']}\n" in pod.out.read_text()
+        with urllib.request.urlopen(f"http://[::1]:{pod.ports['health']}/metrics", timeout=5) as answer:
+            assert b"nv_inference" in answer.read()
+        for port in ("http", "grpc"):
+            socket.create_connection(("::1", pod.ports[port]), 5).close()
+        assert pod.stop() == 0
 
 
 # Starts that cannot succeed
