@@ -466,6 +466,7 @@ def test_a_run_folder_has_one_owner(tmp_path):
             code, log = ended(second)
         assert (code, first.process.poll()) == (2, None)
         assert "another supervisor uses it" in log
+        assert first.stop() == 0
 
 
 def test_help_teaches(capsys):
