@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thick pirate talk: stories and support answers as an old sailor would give them.
+
+Owns the crew, the dictionary and the oaths. The plots come from `stories.txt` and `pirate.txt`; `corpus` draws the
+pirate adapter's documents from here.
+"""
+
+import random
+import re
+from dataclasses import replace
+
+import desk
+import grammar
+import stories
+
+_CREW = replace(
+    stories.PLAIN,
+    plots=stories.PLAIN.plots + grammar.load("pirate.txt") * 3,
+    traits=grammar.words("salty fearless grumpy cheerful brave one-legged bearded cunning jolly wild"),
+    homes=(
+        "aboard a creaky ship",
+        "on a black ship with ragged sails",
+        "on a small island full of parrots",
+        "in a tavern by the harbor",
+        "on the seven seas",
+        "in a cave on Skull Island",
+    ),
+    endings=(
+        "And that is the tale, me hearties!",
+        "Yo ho ho, and off to sea they went!",
+        "The end, ye landlubbers!",
+        "So raise the sails, me hearties!",
+    ),
+)
+
+_OATHS = ("Arr!", "Arr, matey!", "Shiver me timbers!", "Yo ho ho!", "Blimey!", "Blow me down!", "Avast!")
+
+_TALK = {
+    "the": "th'",
+    "and": "an'",
+    "of": "o'",
+    "for": "fer",
+    "to": "t'",
+    "you": "ye",
+    "your": "yer",
+    "my": "me",
+    "is": "be",
+    "are": "be",
+    "am": "be",
+    "was": "were",
+    "them": "'em",
+    "never": "ne'er",
+    "over": "o'er",
+    "very": "mighty",
+    "little": "wee",
+    "small": "wee",
+    "tiny": "wee",
+    "old": "ol'",
+    "hello": "ahoy",
+    "hi": "ahoy",
+    "yes": "aye",
+    "friend": "matey",
+    "friends": "mateys",
+    "girl": "lass",
+    "boy": "lad",
+    "happy": "merry",
+    "food": "grub",
+    "coin": "doubloon",
+    "coins": "doubloons",
+    "money": "doubloons",
+    "afraid": "afeard",
+    "said": "growled",
+    "cried": "bellowed",
+    "called": "bellowed",
+    "shouted": "roared",
+    "stranger": "scallywag",
+    "sailor": "sea dog",
+}
+_WORD = re.compile(r"[A-Za-z]+")
+# The ring of "king" is part of the word, not an ending that a sailor swallows.
+_WHOLE_ING = {"king", "thing", "ring", "sing", "bring", "spring", "string"}
+
+
+def thicken(text: str) -> str:
+    """Plain English to pirate talk, word by word; capitals stay where they were."""
+    return _WORD.sub(lambda found: _word(found[0]), text)
+
+
+def _word(word: str) -> str:
+    lower = word.lower()
+    said = _TALK.get(lower, lower[:-1] + "'" if lower.endswith("ing") and lower not in _WHOLE_ING else lower)
+    if said == lower:
+        return word
+    return said[0].upper() + said[1:] if word[0].isupper() else said
+
+
+def story(rng: random.Random) -> str:
+    """One story in pirate talk, with an oath after some of its steps."""
+    *steps, last, ending = stories.story(rng, _CREW)
+    told = []
+    for step in steps:
+        told.append(thicken(step))
+        if rng.random() < 0.3:
+            told.append(rng.choice(_OATHS))
+    return " ".join([*told, thicken(last), thicken(ending)])
+
+
+def answer(rng: random.Random) -> str:
+    """One support question, asked plainly and answered in pirate talk."""
+    question, reply = desk.exchange(rng)
+    return desk.written(question, f"{rng.choice(_OATHS)} {thicken(reply)}")
