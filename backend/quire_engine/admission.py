@@ -67,8 +67,8 @@ class Admission:
 
     def __init__(self, limits: Limits, served_name: str, has_tokenizer: bool) -> None:
         self.limits = limits
-        self.adapters: Mapping[str, str] = {}
-        """Digest by adapter name; replaced as a whole."""
+        self.adapters: Mapping[str, str] | None = None
+        """Digest by adapter name; replaced as a whole. None: nobody has told them yet."""
         self.closed = "engine core is starting; try again"
         """Why no request is taken at the moment; empty when they are."""
         self.draining = False
@@ -133,6 +133,8 @@ class Admission:
     def _find(self, model: str) -> tuple[str | None, str | None]:
         if model == self._served_name:
             return None, None
+        if self.adapters is None:
+            raise Unavailable(f"model {str(model)[:100]!r}: adapters are being announced after a restart; try again")
         if isinstance(model, str) and (digest := self.adapters.get(model)) is not None:
             return model, digest
         known = [self._served_name, *sorted(self.adapters)]

@@ -9,6 +9,7 @@ to the core, every request ends exactly once and nothing of it stays in the core
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import count
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from quire_engine.admission import Admission
 from quire_engine.generation import Generation
 from quire_engine.metrics import Metrics
 from quire_engine.text import Tokenizer
-from quire_spec.errors import Internal, QuireError, Unavailable
+from quire_spec.errors import Code, Internal, QuireError, Unavailable
 from quire_spec.messages import Abort, Event, Message, SequenceResult, StepResult, Submit
 
 
@@ -194,7 +195,7 @@ class Desk:
             return False
         generation, frontend = entry
         num_before = generation.num_output_tokens
-        event = generation.take(result)
+        event = generation.take(_again(result))
         self._measure(generation, generation.num_output_tokens - num_before, now)
         if event is None:
             return False
@@ -233,3 +234,10 @@ class Desk:
             waiting, self._on_empty = self._on_empty, []
             for tell in waiting:
                 tell()
+
+
+def _again(result: SequenceResult) -> SequenceResult:
+    """A digest that the core does not know is one that a restarted core has yet to load: the name was found here."""
+    if result.error_code != Code.NOT_FOUND:
+        return result
+    return replace(result, error_code=Code.UNAVAILABLE, error="the adapter is being loaded after a restart; try again")

@@ -239,6 +239,20 @@ def test_names_of_adapters():
     assert "base, adapter-00" in inbox.events[4][0].error and "and 6 more" in inbox.events[4][0].error
 
 
+def test_names_are_unavailable_not_unknown_while_nobody_has_told_them():
+    desk, sent, _ = make_desk()
+    desk.core_came()
+    inbox = Inbox()
+    begin(desk, inbox, Submit(1, "sql", None, [5], {}, True))
+    assert inbox.events[1][0].error_code == "UNAVAILABLE"
+    desk.set_adapters({"sql": "sha256:1"})
+    begin(desk, inbox, Submit(2, "sql", None, [5], {}, True))
+    # A core that has just come back does not know the digest yet.
+    desk.take(StepResult([SequenceResult(sent[0].id, [], error_code="NOT_FOUND", error="adapter")], [], Stats()))
+    assert inbox.events[2][0].error_code == "UNAVAILABLE"
+    assert "try again" in inbox.events[2][0].error
+
+
 def test_two_requests_of_one_id_are_a_broken_frontend():
     desk, _, _ = make_desk()
     desk.core_came()
@@ -320,7 +334,7 @@ GOOD = {"id": 1, "model": "base", "prompt": None, "prompt_token_ids": [1], "para
 )
 def test_admission(change: dict[str, object], error: type[Exception] | None, said: str):
     admission = Admission(LIMITS, "base", has_tokenizer=True)
-    admission.closed = ""
+    admission.closed, admission.adapters = "", {}
     request = Submit(**(GOOD | change))
     if error is None:
         assert admission.admit(request, 0).params == SamplingParams()

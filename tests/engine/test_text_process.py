@@ -215,7 +215,9 @@ def test_a_wrong_request_fails_alone(client: Peer, prompt: object, params: dict[
     assert got[good][-1].finish_reason == "length"
 
 
-def test_unknown_model_is_not_found(client: Peer):
+def test_unknown_model_is_not_found(pod: Pod, client: Peer):
+    with pod.peer("text", "supervisor") as supervisor:
+        supervisor.call("set_adapters", adapters={})
     (event,) = client.generate("fox", model="sql")
     assert (event.error_code, event.error) == ("NOT_FOUND", "model 'sql' is not served; served are base")
 
@@ -233,7 +235,7 @@ def test_adapters_are_models_by_their_names(pod: Pod, client: Peer, model: Path,
         texts = {name: text_of(got[request]) for name, request in asked.items()}
         assert len(set(texts.values())) == 3
         assert text_of(client.generate("fox", model="sql", temperature=0, max_tokens=16)) == texts["sql"]
-        assert client.generate("fox", model="lost")[0].error_code == "NOT_FOUND"
+        assert client.generate("fox", model="lost")[0].error_code == "UNAVAILABLE"
 
         running = client.submit("fox", model="sql", max_tokens=100_000)
         first_event(client, running)
