@@ -3,6 +3,7 @@
 
 import argparse
 import asyncio
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from quire_server.assembly import serve
 from quire_server.keeper import CannotRun
 from quire_server.output import set_up_logging
 from quire_server.settings import Settings
-from quire_spec import names
+from quire_server.vllm_repository import write_documents
+from quire_spec import capability, names
 from quire_spec.errors import QuireError
 
 EXIT_STOPPED = 0
@@ -29,8 +31,10 @@ It listens on four ports:
   health       GET /health/live, /health/ready, /metrics; GET /status, PUT /adapters (with the admin key)
 Point probes at the health port: the server answers 200 while a model is dead.
 
-Example:
+Examples:
   python -m quire_server --engine engine.json --adapters adapters.json --served-name tales \\
+      --run-dir /tmp/quire --cache-dir ~/.cache/quire
+  python -m quire_server --vllm-repository model_repository/vllm_model --served-name llama \\
       --run-dir /tmp/quire --cache-dir ~/.cache/quire
 """
 _EXIT_CODES = """\
@@ -44,10 +48,10 @@ exit codes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until stopped; returns the exit code."""
-    settings = _settings(_parser().parse_args(argv))
+    args = _arguments(argv)
     set_up_logging()
     try:
-        asyncio.run(serve(settings))
+        asyncio.run(serve(_settings(args)))
     except CannotRun as error:
         return _say(error, EXIT_CONFIG if error.wrong_config else EXIT_CANNOT_RUN)
     except QuireError as error:
@@ -60,6 +64,14 @@ def _say(error: QuireError, code: int) -> int:
     return code
 
 
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.vllm_repository is None and None in (args.engine, args.adapters):
+        parser.error("--engine and --adapters are needed, or --vllm-repository")
+    return args
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quire_server",
@@ -68,8 +80,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     files = parser.add_argument_group("what to serve")
-    files.add_argument("--engine", type=Path, required=True, metavar="FILE", help="engine.json")
-    files.add_argument("--adapters", type=Path, required=True, metavar="FILE", help="adapters.json: the catalogue")
+    files.add_argument("--engine", type=Path, metavar="FILE", help="engine.json")
+    files.add_argument("--adapters", type=Path, metavar="FILE", help="adapters.json: the catalogue")
+    files.add_argument(
+        "--vllm-repository",
+        type=Path,
+        metavar="DIR",
+        help="instead of both: a model of NVIDIA's vllm_backend (model.json, multi_lora.json), as it is",
+    )
+    files.add_argument(
+        "--device", choices=capability.DEVICES, default="cuda", help="where model.json says none (default: %(default)s)"
+    )
     files.add_argument("--served-name", required=True, metavar="NAME", help="model name of the base")
     folders = parser.add_argument_group("folders")
     folders.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="sockets; one supervisor's alone")
@@ -102,11 +123,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _documents(args: argparse.Namespace) -> tuple[Path, Path]:
+    if args.vllm_repository is None:
+        return args.engine, args.adapters
+    key = hashlib.sha256(os.fsencode(args.vllm_repository.resolve())).hexdigest()[:16]
+    return write_documents(args.vllm_repository, args.device, args.cache_dir / "vllm" / key)
+
+
 def _settings(args: argparse.Namespace) -> Settings:
+    engine, adapters = _documents(args)
     return Settings(
         # The processes that get these paths may run in another folder one day.
-        engine=args.engine.absolute(),
-        adapters=args.adapters.absolute(),
+        engine=engine.absolute(),
+        adapters=adapters.absolute(),
         served_name=args.served_name,
         run_dir=args.run_dir.absolute(),
         cache_dir=args.cache_dir.absolute(),
@@ -118,7 +147,8 @@ def _settings(args: argparse.Namespace) -> Settings:
         admin_key_file=args.admin_key_file,
         secrets_dir=args.secrets_dir,
         pvcs=dict(args.pvc),
-        allow_path_sources=args.allow_path_sources,
+        # multi_lora.json names folders of this machine and nothing else.
+        allow_path_sources=args.allow_path_sources or args.vllm_repository is not None,
         max_adapter_bytes=args.max_adapter_bytes,
         drain_timeout_s=args.drain_timeout,
         verbose=args.verbose,

@@ -22,8 +22,8 @@ API_VERSION = "v1alpha1"
 KIND = "LLMService"
 
 MAX_MODEL_NAME = 63
-MODEL_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
-"""What the server takes in a URL and Kubernetes in a name; both servedName and adapter names obey it."""
+MODEL_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?")
+"""What the server takes in a URL and Kubernetes in a label's value; both servedName and adapter names obey it."""
 
 MAX_EXPOSED_ADAPTERS = 64
 """Adapters that get a server model of their own by default: each costs a stub process of about 17 MB."""
@@ -56,10 +56,10 @@ def check_model_name(name: str, where: str) -> None:
     """Refuse a name that the server or Kubernetes would refuse later, less clearly.
 
     Raises:
-        InvalidArgument: the name is empty, too long, or has a character outside `[a-z0-9.-]`.
+        InvalidArgument: the name is empty, too long, or has a character outside `[A-Za-z0-9._-]`.
     """
     if not MODEL_NAME.fullmatch(name) or len(name) > MAX_MODEL_NAME:
         raise InvalidArgument(
-            f"{where}: {name!r} is not a model name; use at most {MAX_MODEL_NAME} of a-z, 0-9, '-' and '.', "
+            f"{where}: {name!r} is not a model name; use at most {MAX_MODEL_NAME} letters, digits, '-', '_' and '.', "
             "beginning and ending with a letter or digit"
         )

@@ -10,6 +10,10 @@ _CIDR = "must be a range of addresses"
 
 WORDS: dict[str, tuple[str, str]] = {
     r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$": (_NAME, "use a name such as tales-1.5"),
+    r"^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$": (
+        "must be letters, digits, '-', '_' and '.', beginning and ending with a letter or digit",
+        "use a name such as Tales-1.5",
+    ),
     r"^[1-9][0-9]*(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$": (_QUANTITY, "write it like 4Gi or 512Mi"),
     r"^0\.[1-9][0-9]{0,2}$": ("must be a decimal from 0.1 to 0.999", 'write it like "0.90", with the quotes'),
     r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$": (

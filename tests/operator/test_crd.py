@@ -440,7 +440,10 @@ def test_every_rule_of_the_crd_has_a_case():
 # Structure.
 
 
-NAME = "must be a-z, 0-9, '-' and '.', beginning and ending with a letter or digit; use a name such as tales-1.5"
+NAME = (
+    "must be letters, digits, '-', '_' and '.', beginning and ending with a letter or digit; "
+    "use a name such as Tales-1.5"
+)
 SOURCE = "missing; add it (Where the files come from: exactly one place)"
 WHOLE = "must be a whole number; give a whole number"
 TWIN = "is in entry 0 already; give each entry its own"
@@ -492,7 +495,7 @@ INVALID = [
         'spec.engine.quantization: "FP8": must be None; write None',
     ),
     ({"spec.model.trustRemoteCode": True}, "spec.model.trustRemoteCode: unknown field; there are servedName, source"),
-    ({"spec.model.servedName": "Tales"}, f'spec.model.servedName: "Tales": {NAME}'),
+    ({"spec.model.servedName": "Ta les"}, f'spec.model.servedName: "Ta les": {NAME}'),
     ({"spec.model.servedName": "tales\n"}, f'spec.model.servedName: "tales\\n": {NAME}'),
     (
         {"spec.model.servedName": "a" * 64},

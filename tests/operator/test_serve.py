@@ -100,7 +100,7 @@ def test_the_server_takes_the_command_line(folder):
     secrets.mkdir()
     volumes = (("loras", folder / "adapters"),)
     launched = launch(folder, TALES, run_dir=folder / "run", secrets_dir=secrets, volumes=volumes, verbose=True)
-    settings = quire_server.__main__._parse(launched.argv[3:])
+    settings = quire_server.__main__._settings(quire_server.__main__._arguments(launched.argv[3:]))
     assert settings.engine == folder / "run/engine.json"
     assert (settings.served_name, settings.drain_timeout_s) == ("once-upon", 60)
     assert (settings.pvcs, settings.secrets_dir) == ({"loras": folder / "adapters"}, secrets)

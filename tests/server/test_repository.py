@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model configs as the server reads them, and vllm_backend's repositories as we do."""
-
-import json
+"""Model configs as the server reads them."""
 
 import pytest
 from google.protobuf import json_format, text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from quire_server import repository
-from quire_server.repository import read_vllm_repository
-from quire_spec.errors import ConfigError, InvalidArgument
+from quire_spec.errors import InvalidArgument
 
 # https://github.com/triton-inference-server/vllm_backend/blob/00ea75bc67f48ad7c6283b1983620e1dbb1a9cfe/src/model.py
 UPSTREAM_INPUTS = {
@@ -79,110 +76,3 @@ def test_base_folder_is_written_over_an_older_one(tmp_path):
 def test_a_name_that_the_server_would_refuse_is_refused(name, tmp_path):
     with pytest.raises(InvalidArgument, match="not a model name"):
         repository.model_config(name, "tales", tmp_path)
-
-
-@pytest.fixture
-def vllm(tmp_path):
-    """Writes a vllm_backend model into a repository, and returns the model's folder."""
-
-    def write(arguments, loras=None, name="vllm_model"):
-        version = tmp_path / name / "1"
-        version.mkdir(parents=True)
-        (version / "model.json").write_text(json.dumps(arguments))
-        if loras is not None:
-            (version / "multi_lora.json").write_text(json.dumps(loras))
-        return version.parent
-
-    return write
-
-
-def test_upstreams_sample_is_read(vllm):
-    folder = vllm(
-        {
-            "model": "facebook/opt-125m",
-            "disable_log_requests": True,
-            "gpu_memory_utilization": 0.5,
-            "enforce_eager": True,
-            "disable_log_stats": False,
-        }
-    )
-    for place in (folder, folder.parent):
-        config, catalogue = read_vllm_repository(place)
-        assert (config.model, config.gpu_memory_utilization, config.device) == ("facebook/opt-125m", 0.5, "cuda")
-        assert catalogue.adapters == ()
-
-
-def test_upstreams_multi_lora_tutorial_is_read_strings_and_all(vllm):
-    folder = vllm(
-        {
-            "model": "/weights/backbone/llama-7b-hf",
-            "disable_log_requests": "true",
-            "gpu_memory_utilization": 0.8,
-            "tensor_parallel_size": "1",
-            "block_size": 16,
-            "enforce_eager": "true",
-            "enable_lora": "true",
-            "max_lora_rank": 16,
-            "dtype": "half",
-            "device": "cpu",
-        },
-        {"alpaca": "/weights/loras/alpaca-lora-7b", "bactrian": "loras/bactrian"},
-    )
-    config, catalogue = read_vllm_repository(folder)
-    assert (config.enable_lora, config.max_lora_rank, config.dtype, config.device) == (True, 16, "float16", "cpu")
-    assert {a.name: a.source.path for a in catalogue.adapters} == {
-        "alpaca": "/weights/loras/alpaca-lora-7b",
-        "bactrian": str((folder / "1/loras/bactrian").resolve()),
-    }
-
-
-def test_a_model_folder_beside_the_file_is_found(vllm):
-    folder = vllm({"model": "weights"})
-    (folder / "1/weights").mkdir()
-    assert read_vllm_repository(folder)[0].model == str((folder / "1/weights").resolve())
-
-
-def test_adapters_are_not_read_without_enable_lora(vllm):
-    assert read_vllm_repository(vllm({"model": "m"}, {"alpaca": "/a"}))[1].adapters == ()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"model": "m", "max_num_partial_prefills": 2}, "'max_num_partial_prefills': this engine has no such argument"),
-        ({"model": "m", "pipeline_parallel_size": 2}, "'pipeline_parallel_size': 2 is not supported"),
-        ({"model": "m", "tensor_parallel_size": 64}, "tensor_parallel_size: 64"),
-        ({"model": "m", "trust_remote_code": "true"}, "'trust_remote_code': True is not supported"),
-        ({"model": "m", "tokenizer": "other"}, "'tokenizer': 'other' is not supported"),
-        ({"model": "m", "quantization": "awq"}, "quantization: 'awq'"),
-        ({"model": "m", "max_model_len": "long"}, "max_model_len: expected an integer"),
-        ({"gpu_memory_utilization": 0.5}, "model: missing"),
-        ({"model": "m", "enable_lora": True}, "multi_lora.json: missing"),
-        ([], "expected an object"),
-    ],
-)
-def test_what_the_engine_does_not_have_is_refused_by_name(vllm, arguments, words):
-    with pytest.raises(ConfigError) as caught:
-        read_vllm_repository(vllm(arguments))
-    assert words in str(caught.value)
-
-
-def test_an_adapter_name_that_is_no_model_name_is_refused(vllm):
-    with pytest.raises(InvalidArgument, match="'my_lora' is not a model name"):
-        read_vllm_repository(vllm({"model": "m", "enable_lora": True}, {"my_lora": "/a"}))
-
-
-def test_one_model_only(vllm, tmp_path):
-    with pytest.raises(ConfigError, match=r"0 files 1/model\.json"):
-        read_vllm_repository(tmp_path)
-    vllm({"model": "a"}, name="a")
-    vllm({"model": "b"}, name="b")
-    with pytest.raises(ConfigError, match=r"2 files 1/model\.json"):
-        read_vllm_repository(tmp_path)
-
-
-def test_broken_json_names_the_file(vllm):
-    folder = vllm({})
-    (folder / "1/model.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"1/model\.json: "):
-        read_vllm_repository(folder)
