@@ -66,7 +66,9 @@ class GrpcStream:
         return self
 
     def __exit__(self, *_):
-        self.client.stop_stream(cancel_requests=True)
+        # No cancel after the end: release 24.10 crashes, once in thousands, when a stream with triton_grpc_error is
+        # cancelled just as its error goes out.
+        self.client.stop_stream()
         self.client.close()
 
     def send(self, model, inputs, **kwargs):
@@ -345,6 +347,7 @@ class TestCancellation:
             for _ in range(64):
                 stream.send(BASE, [grpc_text("silent"), grpc_flag("stream", True)])
             wait_until(lambda: running.num_open() == 64, 10, "open")
+            stream.client.stop_stream(cancel_requests=True)
         assert cancelled(64) < 1.5
 
 

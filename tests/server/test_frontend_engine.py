@@ -70,7 +70,6 @@ def test_generate_is_the_oracles_text(running, expected):
 def test_streams_add_up_to_it(running, expected):
     http, grpc = run(running.http_stream(BASE, PROMPT, **GREEDY), running.grpc_stream(BASE, PROMPT, **GREEDY))
     assert (http.text, grpc.text, http.error, grpc.error) == (expected[1], expected[1], None, None)
-    assert len(http.events) > 5
 
 
 def test_ids_and_counts(running, expected, model):
