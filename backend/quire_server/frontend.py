@@ -30,11 +30,13 @@ from quire_spec.messages import Event
 log = logging.getLogger(__name__)
 
 NUM_SENDERS = 4
-"""A send is a blocking round trip of about 0.1 ms; four in parallel carry 14k responses/s, sixteen hardly more."""
+"""A send is a blocking round trip of about 0.1 ms; on two cores four in parallel carry 14k responses/s, and sixteen
+hardly more."""
 CHECK_S = 0.1
 """How long a client may be gone before its request is found out, while few are open."""
 MAX_CHECKS_PER_S = 500
-"""Asking costs a round trip to the server; with more requests open each is asked less often."""
+"""Asking is a round trip to the server, 65 us of CPU for both sides: 3 % of a core at most. With more than 50 requests
+open each is asked less often: with 256 every 0.5 s."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
