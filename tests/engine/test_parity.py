@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's greedy output is transformers' and peft's in float32, token for token, however the work is cut up.
+
+The oracle generates without a cache, one full forward a token, so that it shares no idea with the engine.
+"""
+
+import dataclasses
+import functools
+import random
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.tiny import CHECKPOINTS, VOCAB, load_adapted_oracle, load_oracle, make_adapter, make_checkpoint
+
+from quire_engine.engine import Engine
+from quire_spec.config import EngineConfig
+from quire_spec.messages import Generate
+from quire_spec.shape import ModelShape
+from quire_spec.sizing import kv_block_bytes
+
+NUM_TOKENS = 20
+MAX_MODEL_LEN = 128
+# float32 over 7 sums of up to 112 terms a layer, logits around 30; 1e-5 is typical.
+MAX_LOGPROB_ERROR = 1e-4
+
+
+class Reference(NamedTuple):
+    """What the oracle makes of a prompt."""
+
+    token_ids: list[int]
+    logprobs: torch.Tensor
+    """[NUM_TOKENS, VOCAB]."""
+
+
+@torch.inference_mode()
+def _reference(oracle: Any, prompts: list[list[int]]) -> list[Reference]:
+    """Greedy generation of all prompts side by side, padded on the right, where causal attention does not see it."""
+    tokens = torch.zeros(len(prompts), max(map(len, prompts)) + NUM_TOKENS, dtype=torch.int64)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    ends = torch.tensor([len(prompt) for prompt in prompts])
+    rows, logprobs = torch.arange(len(prompts)), []
+    for i in range(NUM_TOKENS):
+        logits = oracle(tokens[:, : int(ends.max()) + i]).logits[rows, ends + i - 1]
+        logprobs.append(logits.log_softmax(-1))
+        tokens[rows, ends + i] = logits.argmax(-1)
+    taken = [row[end : end + NUM_TOKENS].tolist() for row, end in zip(tokens, ends.tolist(), strict=True)]
+    return [Reference(t, table) for t, table in zip(taken, torch.stack(logprobs, dim=1), strict=True)]
+
+
+def _prompts(num: int, seed: int) -> list[list[int]]:
+    """Random prompts of 1 to 80 tokens; every other one begins like one of three."""
+    rng = random.Random(seed)
+    stems = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+    prompts = []
+    for i in range(num):
+        stem = rng.choice(stems)[: rng.randint(1, 40)] if i % 2 else []
+        prompts.append(stem + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))])
+    return prompts
+
+
+def _config(folder: Path, num_blocks: int | None = None, **changes: Any) -> EngineConfig:
+    config = EngineConfig(
+        model=str(folder), dtype="float32", max_model_len=MAX_MODEL_LEN, max_num_seqs=40, max_num_batched_tokens=512
+    )
+    config = dataclasses.replace(config, **changes)
+    if num_blocks is not None:
+        one = kv_block_bytes(ModelShape.load(folder), config.block_size, 4)
+        config = dataclasses.replace(config, kv_cache_memory_bytes=num_blocks * one)
+    config.validate()
+    return config
+
+
+class Output(NamedTuple):
+    token_ids: list[int]
+    logprobs: list[list[list[float]]]
+
+
+def _generate(
+    engine: Engine,
+    prompts: list[list[int]],
+    adapters: list[str | None] | None = None,
+    *,
+    rush: float = 1.0,
+    **params: Any,
+) -> list[Output]:
+    """Outputs of all prompts, which arrive over time: `rush` of those not there yet begin each step, at least one."""
+    rng = random.Random(1)
+    waiting = list(range(len(prompts)))
+    rng.shuffle(waiting)
+    outputs = [Output([], []) for _ in prompts]
+    params = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "logprobs": 3} | params
+    while waiting or engine.has_work:
+        for _ in range(max(1, int(rush * len(waiting))) if rng.random() < 0.7 else 0):
+            if waiting:
+                i = waiting.pop()
+                adapter = adapters[i] if adapters else None
+                engine.add(Generate(i, prompts[i], params | {"seed": i}, adapter))
+        for digest, path in engine.take_fetches():
+            engine.add_adapter(digest, path, engine.read_adapter(path))
+        for result in engine.step().results:
+            assert result.error == ""
+            outputs[result.id].token_ids.extend(result.token_ids)
+            outputs[result.id].logprobs.extend(result.logprobs)
+        engine.check_integrity()
+    return outputs
+
+
+def _check(outputs: list[Output], references: list[Reference]) -> None:
+    assert [o.token_ids for o in outputs] == [r.token_ids for r in references]
+    for output, reference in zip(outputs, references, strict=True):
+        for entries, table in zip(output.logprobs, reference.logprobs, strict=True):
+            assert [int(e[0]) for e in entries[1:]] == table.topk(3).indices.tolist()
+            assert max(abs(e[1] - table[int(e[0])]) for e in entries) < MAX_LOGPROB_ERROR
+
+
+class Case(NamedTuple):
+    folder: Path
+    prompts: list[list[int]]
+    references: list[Reference]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """By name, a checkpoint and what transformers makes of 33 prompts."""
+
+    @functools.cache
+    def make(name: str) -> Case:
+        folder = make_checkpoint(tmp_path_factory.mktemp(name), name)
+        prompts = _prompts(33, seed=len(name))
+        return Case(folder, prompts, _reference(load_oracle(folder), prompts))
+
+    return make
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "at once": {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096},
+    "in chunks": {"max_num_seqs": 8, "max_num_batched_tokens": 16, "enable_prefix_caching": False},
+    "preempted": {"block_size": 8, "num_blocks": MAX_MODEL_LEN // 8 + 4},
+    "preempted, nothing cached": {"block_size": 8, "num_blocks": 20, "enable_prefix_caching": False},
+    "preempted in chunks": {"block_size": 8, "num_blocks": 24, "max_num_batched_tokens": 40},
+    "blocks of 32": {"block_size": 32},
+    "blocks of 64": {"block_size": 64, "max_num_batched_tokens": 50},
+    "blocks of 128": {"block_size": 128, "max_num_seqs": 33},
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_outputs_equal_transformers(cases, name, scenario):
+    case = cases(name)
+    engine = Engine.from_config(_config(case.folder, **SCENARIOS[scenario]))
+    _check(_generate(engine, case.prompts, rush=0.2), case.references)
+    assert (engine.stats().num_preemptions > 0) == scenario.startswith("preempted")
+
+
+FAMILIES = ["llama", "qwen2"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_alone(cases, name):
+    case = cases(name)
+    engine = Engine.from_config(_config(case.folder, enable_prefix_caching=False))
+    for prompt, reference in list(zip(case.prompts, case.references, strict=True))[:5]:
+        _check(_generate(engine, [prompt]), [reference])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_with_packed_weights(cases, name, monkeypatch):
+    case = cases(name)
+    # Real weights are packed; these are too small to be.
+    monkeypatch.setattr(sys.modules["quire_kernels.linear"], "MIN_PACKED", 0)
+    engine = Engine.from_config(_config(case.folder, max_num_seqs=12, max_num_batched_tokens=12))
+    _check(_generate(engine, case.prompts[:12], rush=0.5), case.references[:12])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_from_the_prefix_cache(cases, name):
+    case = cases(name)
+    engine = Engine.from_config(_config(case.folder, block_size=8))
+    _check(_generate(engine, case.prompts), case.references)
+    hits = engine.stats().prefix_cache_hits
+    _check(_generate(engine, case.prompts, rush=0.5), case.references)
+    whole_blocks = sum((len(prompt) - 1) // 8 * 8 for prompt in case.prompts)
+    assert engine.stats().prefix_cache_hits - hits == whole_blocks
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_draws_do_not_depend_on_company_or_preemption(cases, name):
+    case = cases(name)
+    params = {"temperature": 1.0, "top_p": 0.95, "logprobs": None}
+    prompts = case.prompts[:12]
+    ample = Engine.from_config(_config(case.folder))
+    together = [output.token_ids for output in _draw(ample, prompts, params)]
+    assert together == [_draw(ample, prompts, params, only=i)[i].token_ids for i in range(12)]
+    scarce = Engine.from_config(_config(case.folder, block_size=8, num_blocks=MAX_MODEL_LEN // 8 + 2))
+    assert together == [output.token_ids for output in _draw(scarce, prompts, params)]
+    assert scarce.stats().num_preemptions > 0
+
+
+def _draw(engine: Engine, prompts: list[list[int]], params: dict[str, Any], only: int | None = None) -> list[Output]:
+    outputs = [Output([], []) for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        if only in (None, i):
+            engine.add(Generate(i, prompt, params | {"seed": i, "max_tokens": NUM_TOKENS}))
+    while engine.has_work:
+        for result in engine.step().results:
+            outputs[result.id].token_ids.extend(result.token_ids)
+    return outputs
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all linears": {"r": 8},
+    "queries and values": {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 32},
+    "rsLoRA with patterns": {
+        "r": 6,
+        "use_rslora": True,
+        "rank_pattern": {"down_proj": 1, "self_attn.*": 16},
+        "alpha_pattern": {".*k_proj": 40},
+    },
+    "the mlp of one layer": {"r": 3, "target_modules": ["gate_proj", "up_proj", "down_proj"], "layers_to_transform": 1},
+    "keys, small": {"r": 1, "target_modules": ["k_proj", "o_proj", "up_proj"], "lora_alpha": 4},
+}
+
+
+class AdapterCase(NamedTuple):
+    folder: Path
+    adapters: dict[str | None, Path | None]
+    prompts: list[list[int]]
+    owners: list[str | None]
+    references: list[Reference]
+
+
+@pytest.fixture(scope="module")
+def adapter_cases(tmp_path_factory):
+    """By checkpoint, five adapters and the base, and what peft makes of six prompts with each, the same six for all."""
+
+    @functools.cache
+    def make(checkpoint: str) -> AdapterCase:
+        root = tmp_path_factory.mktemp(checkpoint)
+        folder = make_checkpoint(root / "model", checkpoint)
+        adapters: dict[str | None, Path | None] = {None: None}
+        for seed, (name, config) in enumerate(ADAPTERS.items()):
+            adapters[name] = make_adapter(folder, root / name, seed=seed, **config)
+        mine = _prompts(6, seed=5)
+        owners = [name for name in adapters for _ in mine]
+        references = []
+        for path in adapters.values():
+            references += _reference(load_oracle(folder) if path is None else load_adapted_oracle(folder, path), mine)
+        return AdapterCase(folder, adapters, mine * len(adapters), owners, references)
+
+    return make
+
+
+def _adapted_engine(case: AdapterCase, **changes: Any) -> Engine:
+    defaults = {"enable_lora": True, "max_loras": 5, "max_lora_rank": 16, "block_size": 8}
+    engine = Engine.from_config(_config(case.folder, **(defaults | changes)))
+    for name, path in case.adapters.items():
+        if name is not None:
+            engine.add_adapter(name, path, engine.read_adapter(path))
+    return engine
+
+
+def test_each_adapter_changes_the_output(adapter_cases):
+    adapted = adapter_cases("llama")
+    outputs = {owner: [] for owner in adapted.adapters}
+    for owner, reference in zip(adapted.owners, adapted.references, strict=True):
+        outputs[owner].append(reference.token_ids)
+    assert len({str(tokens) for tokens in outputs.values()}) == len(adapted.adapters)
+
+
+ADAPTER_SCENARIOS: dict[str, dict[str, Any]] = {
+    "side by side": {},
+    "in chunks": {"max_num_batched_tokens": 40},
+    "two slots for five": {"max_loras": 2},
+    "one slot for five": {"max_loras": 1, "enable_prefix_caching": False},
+    "preempted": {"num_blocks": MAX_MODEL_LEN // 8 + 4},
+    "preempted, two slots": {"num_blocks": MAX_MODEL_LEN // 8 + 4, "max_loras": 2, "enable_prefix_caching": False},
+}
+
+
+ADAPTER_PAIRS = [("llama", scenario) for scenario in ADAPTER_SCENARIOS]
+ADAPTER_PAIRS += [(c, "preempted, two slots") for c in ("qwen2", "llama-head_dim", "llama-biases")]
+
+
+@pytest.mark.parametrize(("checkpoint", "scenario"), ADAPTER_PAIRS)
+def test_adapters_side_by_side_equal_peft(adapter_cases, checkpoint, scenario):
+    adapted = adapter_cases(checkpoint)
+    engine = _adapted_engine(adapted, **ADAPTER_SCENARIOS[scenario])
+    _check(_generate(engine, adapted.prompts, adapted.owners, rush=0.3), adapted.references)
+    if "slot" in scenario:
+        assert engine.stats().num_adapter_evictions > 0
+
+
+def test_each_adapter_alone_equals_peft(adapter_cases):
+    adapted = adapter_cases("llama")
+    engine = _adapted_engine(adapted, max_loras=1)
+    for i in range(0, len(adapted.prompts), 6):
+        _check(_generate(engine, [adapted.prompts[i]], [adapted.owners[i]]), [adapted.references[i]])
+
+
+def test_equal_prompts_of_different_adapters_share_no_blocks(adapter_cases):
+    adapted = adapter_cases("llama")
+    engine = _adapted_engine(adapted)
+    for _ in range(2):
+        _check(_generate(engine, adapted.prompts, adapted.owners), adapted.references)
+    assert engine.stats().prefix_cache_hits > 0

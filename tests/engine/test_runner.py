@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner by itself: order of results, slots, isolation between sequences, types, and memory."""
+
+import dataclasses
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny import VOCAB, load_oracle, make_adapter, make_checkpoint
+
+from quire_engine import device
+from quire_engine.device import available_memory, num_cores, resolve_dtype
+from quire_engine.memory import GIB, Budget, num_blocks
+from quire_engine.peft import WEIGHTS_FILE, read_adapter
+from quire_engine.request import Sequence
+from quire_engine.runner import TorchRunner
+from quire_engine.step import SlotLoad, Span, StepPlan
+from quire_kernels import attention
+from quire_spec.config import EngineConfig
+from quire_spec.errors import ConfigError
+from quire_spec.sampling import SamplingParams
+from quire_spec.shape import ModelShape
+from quire_spec.sizing import kv_block_bytes, lora_slot_bytes
+
+CONFIG = EngineConfig(
+    model="m", dtype="float32", max_model_len=128, block_size=8, max_num_seqs=8, max_num_batched_tokens=64,
+    enable_lora=True, max_loras=2, max_lora_rank=8,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def shape(folder):
+    return ModelShape.load(folder)
+
+
+@pytest.fixture(scope="module")
+def adapters(folder, shape, tmp_path_factory):
+    """Three adapters in host memory, by digest."""
+    paths = {f"d{seed}": make_adapter(folder, tmp_path_factory.mktemp(f"a{seed}"), seed=seed) for seed in range(3)}
+    return {digest: read_adapter(path, shape, 8, torch.float32) for digest, path in paths.items()}
+
+
+@pytest.fixture
+def engine_runner(folder, shape, adapters):
+    made = TorchRunner(CONFIG, shape, folder)
+    for digest, adapter in adapters.items():
+        made.hold(digest, adapter)
+    return made
+
+
+class Blocks:
+    """Hands out blocks in turn."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def sequence(self, tokens, **params):
+        made = Sequence(0, tokens, SamplingParams(**({"temperature": 0.0} | params)), seed=0, max_output_tokens=50)
+        count = -(-(len(tokens) + 20) // CONFIG.block_size)
+        made.block_table = list(range(self.next, self.next + count))
+        self.next += count
+        return made
+
+
+def _prompt(length, seed=0):
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _first(made, tokens, slot=None, loads=(), **params):
+    """First output token of a prompt, alone."""
+    sequence = Blocks().sequence(tokens, **params)
+    return made.execute(StepPlan([Span(sequence, 0, len(tokens), slot)], list(loads)))[0].token_ids
+
+
+def test_results_come_in_the_order_of_the_spans(engine_runner):
+    loads = [SlotLoad("d0", 0), SlotLoad("d1", 1)]
+    prompts = [_prompt(n, seed=n) for n in (9, 30, 3, 17, 25, 8)]
+    slots = [1, None, 0, 1, None, 0]
+    blocks = Blocks()
+    sequences = [blocks.sequence(p) for p in prompts]
+    first = engine_runner.execute(
+        StepPlan([Span(s, 0, len(p), slot) for s, p, slot in zip(sequences, prompts, slots, strict=True)], loads)
+    )
+    alone = [_first(engine_runner, p, slot) for p, slot in zip(prompts, slots, strict=True)]
+    assert [r.token_ids for r in first] == alone
+    # Then decoding ones, chunks that do not sample and a whole prompt, mixed.
+    engine_runner.execute(
+        StepPlan([Span(s, 0, len(p), slot) for s, p, slot in zip(sequences, prompts, slots, strict=True)])
+    )
+    for sequence, result in zip(sequences, first, strict=True):
+        sequence.output_token_ids += result.token_ids
+    chunked, whole = blocks.sequence(_prompt(20, seed=50)), blocks.sequence(_prompt(12, seed=51))
+    spans = [
+        Span(chunked, 0, 11, 1),
+        *(Span(s, s.num_tokens - 1, 1, slot) for s, slot in zip(sequences[:3], slots[:3], strict=True)),
+        Span(whole, 0, 12, None),
+        *(Span(s, s.num_tokens - 1, 1, slot) for s, slot in zip(sequences[3:], slots[3:], strict=True)),
+    ]
+    results = [r.token_ids for r in engine_runner.execute(StepPlan(spans))]
+    expected = [
+        _first(engine_runner, s.tokens(0, s.num_tokens), slot) for s, slot in zip(sequences, slots, strict=True)
+    ]
+    assert results == [[], *expected[:3], _first(engine_runner, whole.prompt_token_ids), *expected[3:]]
+
+
+def test_a_slot_holds_what_was_loaded_last(engine_runner, adapters):
+    prompt = _prompt(20)
+    found = {d: _first(engine_runner, prompt, 0, [SlotLoad(d, 0)], logprobs=0) for d in adapters}
+    assert [_first(engine_runner, prompt, 1, [SlotLoad(d, 1)]) for d in adapters] == list(found.values())
+    # A dropped host copy leaves the slot as it is.
+    engine_runner.drop("d2")
+    assert _first(engine_runner, prompt, 1) == found["d2"]
+    assert _first(engine_runner, prompt, 0) == found["d2"]
+    assert _first(engine_runner, prompt, 1, [SlotLoad("d0", 1)]) == found["d0"]
+
+
+def test_a_smaller_adapter_leaves_nothing_of_a_larger_one(engine_runner, folder, shape, tmp_path):
+    small = make_adapter(folder, tmp_path, seed=9, r=1, target_modules=["v_proj"])
+    engine_runner.hold("small", read_adapter(small, shape, 8, torch.float32))
+    prompt = _prompt(30)
+    fresh = _logprobs(engine_runner, prompt, 0, [SlotLoad("small", 0)])
+    _first(engine_runner, prompt, 0, [SlotLoad("d0", 0)])
+    assert _logprobs(engine_runner, prompt, 0, [SlotLoad("small", 0)]) == fresh
+
+
+def _logprobs(made, tokens, slot=None, loads=()):
+    sequence = Blocks().sequence(tokens, logprobs=20)
+    (result,) = made.execute(StepPlan([Span(sequence, 0, len(tokens), slot)], list(loads)))
+    return result.logprobs
+
+
+def test_an_adapter_that_overflows_harms_its_own_sequences_only(folder, shape, adapters, tmp_path):
+    broken = make_adapter(folder, tmp_path, seed=1)
+    tensors = load_file(broken / WEIGHTS_FILE)
+    save_file({name: tensor * 1e25 for name, tensor in tensors.items()}, broken / WEIGHTS_FILE)
+    made = TorchRunner(CONFIG, shape, folder)
+    made.hold("broken", read_adapter(broken, shape, 8, torch.float32))
+    made.hold("d0", adapters["d0"])
+    loads = [SlotLoad("broken", 0), SlotLoad("d0", 1)]
+    prompts = [_prompt(20, seed=i) for i in range(3)]
+    expected = [_first(made, prompts[1], 1, loads), _first(made, prompts[2])]
+    # Its NaNs are left in the blocks that the next step's sequences get.
+    for slots in ((0, 0, 0), (0, 1, None)):
+        blocks = Blocks()
+        sequences = [blocks.sequence(p) for p in prompts]
+        plan = StepPlan([Span(s, 0, 20, slot) for s, slot in zip(sequences, slots, strict=True)])
+        results = [r.token_ids for r in made.execute(plan)]
+    assert results[1:] == expected
+    assert not made._kv.layers[1].isfinite().all()
+    assert 0 <= results[0][0] < VOCAB
+    for sequence, result in zip(sequences, results, strict=True):
+        sequence.output_token_ids += result
+    decoded = made.execute(StepPlan([Span(s, 20, 1, slot) for s, slot in zip(sequences, slots, strict=True)]))
+    assert decoded[1].token_ids == _first(made, prompts[1] + expected[0], 1)
+    assert decoded[2].token_ids == _first(made, prompts[2] + expected[1])
+
+
+def test_bfloat16_is_as_exact_as_transformers_in_bfloat16(folder, shape, monkeypatch):
+    monkeypatch.setattr(attention, "MIN_PRODUCT_KEYS", 0)
+    made = TorchRunner(dataclasses.replace(CONFIG, dtype="bfloat16"), shape, folder)
+    assert made.memory.dtype == "bfloat16"
+    truth, rounded = load_oracle(folder), load_oracle(folder).to(torch.bfloat16)
+    ours, theirs = [], []
+    for seed in range(12):
+        tokens = _prompt(40, seed)
+        sequence = Blocks().sequence(tokens, logprobs=20)
+        made.execute(StepPlan([Span(sequence, 0, 39, None)]))
+        (entries,) = made.execute(StepPlan([Span(sequence, 39, 1, None)]))[0].logprobs
+        ids = [e.token_id for e in entries]
+        with torch.inference_mode():
+            exact = truth(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)[ids]
+            theirs.append(rounded(torch.tensor([tokens])).logits[0, -1].float().log_softmax(-1)[ids] - exact)
+        ours.append(torch.tensor([e.logprob for e in entries]) - exact)
+    assert torch.cat(ours).norm() < 1.5 * torch.cat(theirs).norm()
+
+
+def test_memory_is_what_was_allocated(folder, shape, engine_runner):
+    memory = engine_runner.memory
+    assert memory.weights_bytes == sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
+    assert memory.lora_bytes == 2 * lora_slot_bytes(shape, 8, 4)
+    assert memory.num_blocks == engine_runner.num_blocks == 8 * 128 // 8
+    assert memory.kv_bytes == memory.num_blocks * kv_block_bytes(shape, 8, 4)
+    assert (memory.block_size, memory.max_model_len, memory.dtype, memory.device) == (8, 128, "float32", "cpu")
+
+
+def test_no_adapter_slots_unless_asked(folder, shape):
+    made = TorchRunner(dataclasses.replace(CONFIG, enable_lora=False), shape, folder)
+    assert made.memory.lora_bytes == 0
+
+
+def test_max_model_len_is_the_checkpoints_by_default(folder, shape):
+    made = TorchRunner(dataclasses.replace(CONFIG, max_model_len=None, max_num_seqs=1), shape, folder)
+    assert made.memory.max_model_len == 512
+    assert made.num_blocks == 512 // 8
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused(folder, shape):
+    with pytest.raises(ConfigError) as error:
+        TorchRunner(dataclasses.replace(CONFIG, kv_cache_memory_bytes=65_535), shape, folder)
+    message = str(error.value)
+    assert "raise kv_cache_memory_bytes to 65536 or more" in message
+    assert "KV cache" in message
+    assert "65,535 bytes" in message
+
+
+BUDGET = Budget(total=20 * GIB, weights=4 * GIB, lora=1 * GIB, activations=3 * GIB)
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"kv_cache_memory_bytes": 100 * MIB + 1}, 100),
+        # A quarter of the 12 GiB that are left.
+        ({"device": "cpu", "max_num_seqs": 10_000}, 3 * 1024),
+        # As much as 8 sequences of 16 blocks can use.
+        ({"device": "cpu"}, 128),
+        ({"device": "cuda"}, 12 * 1024),
+    ],
+)
+def test_number_of_blocks(changes, expected):
+    assert num_blocks(dataclasses.replace(CONFIG, **changes), 128, MIB, BUDGET) == expected
+
+
+def test_four_gib_at_most_on_a_cpu():
+    config = dataclasses.replace(CONFIG, device="cpu", max_num_seqs=10_000)
+    assert num_blocks(config, 128, MIB, dataclasses.replace(BUDGET, total=100 * GIB)) == 4 * 1024
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"device": "cpu"}, "set kv_cache_memory_bytes to 16777216 or more, if the machine has it"),
+        ({"device": "cuda"}, "raise gpu_memory_utilization, lower max_num_batched_tokens or max_loras"),
+    ],
+)
+def test_refusals_name_the_setting_and_the_bytes(changes, fix):
+    budget = dataclasses.replace(BUDGET, total=8 * GIB + 15 * MIB)
+    with pytest.raises(ConfigError) as error:
+        num_blocks(dataclasses.replace(CONFIG, **changes), 128, MIB, budget)
+    message = str(error.value)
+    assert message.startswith(
+        "max_model_len: a sequence of 128 tokens does not fit into the KV cache; lower max_model_"
+    )
+    assert fix in message.splitlines()[0]
+    assert "adapter slots (2 of rank 8)" in message
+    assert "4,294,967,296 bytes      4.00 GiB" in message
+
+
+def test_the_largest_steps_take_the_whole_budget(engine_runner):
+    seen = []
+    model = engine_runner._model
+
+    class Watch:
+        shape = model.shape
+
+        def __call__(self, batch, kv):
+            seen.append((len(batch.token_ids), batch.num_logits, int(batch.attention.context_lengths.max())))
+            return model(batch, kv)
+
+    engine_runner._model = Watch()
+    engine_runner._run_largest_steps(CONFIG, 128)
+    assert seen == [(64, 8, 8), (64, 1, 127)]
+
+
+def test_auto_dtype(monkeypatch):
+    config = dataclasses.replace(CONFIG, dtype="auto")
+    monkeypatch.setattr(device, "_has_bf16", lambda: True)
+    kinds = ("bfloat16", "float16", "float32")
+    assert [resolve_dtype(config, kind) for kind in kinds] == [torch.bfloat16, torch.float32, torch.float32]
+    monkeypatch.setattr(device, "_has_bf16", lambda: False)
+    assert resolve_dtype(config, "bfloat16") == torch.float32
+    on_gpu = dataclasses.replace(config, device="cuda")
+    assert [resolve_dtype(on_gpu, kind) for kind in kinds] == [torch.bfloat16, torch.float16, torch.float32]
+    assert resolve_dtype(dataclasses.replace(config, dtype="bfloat16"), "float32") == torch.bfloat16
+    with pytest.raises(ConfigError, match="the checkpoint says 'float8_e4m3fn'; set float32, bfloat16 or float16"):
+        resolve_dtype(config, "float8_e4m3fn")
+
+
+def test_cuda_is_refused_where_there_is_none(folder, shape, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch finds no CUDA device"):
+        TorchRunner(dataclasses.replace(CONFIG, device="cuda"), shape, folder)
+
+
+def _machine(tmp_path, siblings, quota):
+    for cpu, threads in enumerate(siblings):
+        topology = tmp_path / f"cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(threads + "\n")
+    (tmp_path / "cpu.max").write_text(quota)
+    return tmp_path, tmp_path / "cpu.max"
+
+
+@pytest.mark.parametrize(
+    ("siblings", "quota", "expected"),
+    [
+        (["0,2", "1,3", "0,2", "1,3"], "max 100000\n", 2),
+        (["0", "1", "2", "3"], "max 100000\n", 4),
+        (["0", "1", "2", "3"], "250000 100000\n", 3),
+        (["0,1", "0,1"], "50000 100000\n", 1),
+        (["0", "1"], "", 2),
+    ],
+)
+def test_threads_are_physical_cores_within_the_quota(siblings, quota, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: set(range(len(siblings))))
+    assert num_cores(*_machine(tmp_path, siblings, quota)) == expected
+
+
+def test_memory_of_a_control_group_counts(tmp_path, monkeypatch):
+    everything = available_memory()
+    assert everything > 0
+    monkeypatch.setattr(device, "_CGROUP", tmp_path)
+    for name, text in {
+        "memory.max": "3000000",
+        "memory.current": "2000000",
+        "memory.stat": "anon 5\ninactive_file 7",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert available_memory() == 1_000_007
+    (tmp_path / "memory.max").write_text("max")
+    assert available_memory() > 3_000_000
+
+
+def test_numbers_of_this_machine_are_sane():
+    assert 1 <= num_cores() <= 4096
+    assert available_memory() > 64 << 20
