@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine in a process of its own, and how the benchmark talks to it: a line of JSON each way for every command.
+
+`Child` is the benchmark's end; `take_stdout` and `serve` are the other one. Standard library only: vLLM's environment
+imports this too.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+TIMEOUT_S = 1800.0
+
+
+class ChildFailed(Exception):
+    """A process of the benchmark failed or ended; the message has the end of its log."""
+
+
+class Child:
+    """A script of this folder in a process that ends with the `with` block."""
+
+    def __init__(self, name: str, script: str, settings: Mapping[str, Any], folder: Path, python: str = sys.executable):
+        self.name = name
+        self._log = folder / f"{name}.log"
+        argv = [python, str(Path(__file__).with_name(script)), json.dumps(settings)]
+        pipe = subprocess.PIPE
+        with self._log.open("wb") as log:
+            # A session of its own: Control-C is the benchmark's to handle, and what it started can be ended with it.
+            self.process = subprocess.Popen(
+                argv, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True
+            )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._commands, self._answers = self.process.stdin, self.process.stdout
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._commands.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(15)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._answers.close()
+
+    def call(self, command: str, **arguments: Any) -> Any:
+        """What the process answers to a command.
+
+        Raises:
+            ChildFailed: it failed, ended, or was silent for TIMEOUT_S.
+        """
+        with contextlib.suppress(BrokenPipeError):  # it has ended; reading says so
+            print(json.dumps([command, arguments]), file=self._commands, flush=True)
+        readable, _, _ = select.select([self._answers], [], [], TIMEOUT_S)
+        line = self._answers.readline() if readable else ""
+        answer = json.loads(line) if line else {"error": self._log.read_text(errors="replace")[-3000:]}
+        if "error" in answer:
+            raise ChildFailed(f"{self.name} failed at {command!r}:\n{answer['error']}")
+        return answer["result"]
+
+
+def take_stdout() -> TextIO:
+    """Standard output, for answers alone; whatever libraries print goes to the log. Call it before importing them."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def serve(answers: TextIO, **commands: Callable[..., Any]) -> None:
+    """Answer commands until standard input ends, as it does with the benchmark, however that ends."""
+    for line in sys.stdin:
+        command, arguments = json.loads(line)
+        try:
+            answer = {"result": commands[command](**arguments)}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps(answer), file=answers, flush=True)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines: every contestant started in processes of its own, and the checks that what they generate is right."""
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from child import Child
+from measure import WrongOutput
+from workload import Request
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests"))
+
+from support.service import Service, serving  # noqa: E402
+
+NAMES = ("offline", "http", "grpc", "transformers", "vllm")
+AT_RATES = ("offline", "http", "grpc", "vllm")
+"""Those that take requests while they run."""
+STATIC_BATCH = 16
+
+MAX_GAP = 0.5
+"""Standard deviations of the logits that a token may fall short of the likeliest one. Computing in bfloat16 costs up to
+0.1 (random weights, 30 layers); a wrong token is 4 below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One contestant."""
+
+    name: str
+    child: Child
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of its `run` command."""
+    service: Service | None = None
+    """The server behind it, for http and grpc."""
+
+    def about(self) -> dict[str, Any]:
+        """What it says of itself, once it has loaded."""
+        return self.service.status()["memory"] if self.service else self.child.call("about")
+
+    def run(self, requests: Sequence[Request], offsets: Sequence[float] | None = None) -> dict[str, Any]:
+        """Generate; see measure.py for what it returns. `offsets` None: all requests at once."""
+        return self.child.call("run", requests=requests, offsets=offsets, **self.extra)
+
+    def pss_bytes(self) -> int:
+        """Memory of its processes, without a server's clients; pages that several processes share count once."""
+        root = psutil.Process((self.service or self.child).process.pid)
+        return sum(process.memory_full_info().pss for process in (root, *root.children(recursive=True)))
+
+
+@contextlib.contextmanager
+def engines(
+    names: Sequence[str], settings: dict[str, Any], vllm_python: str | None, folder: Path
+) -> Iterator[dict[str, Engine]]:
+    """Start those that are named; when the block ends, so have all their processes.
+
+    `settings`: fields of EngineConfig, for every engine as far as it has them.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str, script: str, own: dict[str, Any], *python: str) -> Child:
+            return stack.enter_context(Child(name, script, own, folder, *python))
+
+        def through_server() -> Iterator[Engine]:
+            service = stack.enter_context(serving(_document(settings), folder))
+            child = start("clients", "clients.py", {"model": "bench", **service.ports})
+            yield from (Engine(via, child, {"via": via}, service) for via in ("http", "grpc"))
+
+        found = [Engine("offline", start("offline", "quire_offline.py", settings))] if "offline" in names else []
+        if {"http", "grpc"} & set(names):
+            found += through_server()
+        if "transformers" in names:
+            own = {"model": settings["model"], "dtype": settings["dtype"], "batch": STATIC_BATCH}
+            found += [Engine("transformers", start("transformers", "static_batches.py", own))]
+        if "vllm" in names:
+            found += [Engine("vllm", start("vllm", "vllm_offline.py", settings, vllm_python or sys.executable))]
+        yield {engine.name: engine for engine in found if engine.name in names}
+
+
+def _document(settings: dict[str, Any]) -> dict[str, Any]:
+    """The LLMService with these settings."""
+    fields = {re.sub("_(.)", lambda m: m[1].upper(), name): value for name, value in settings.items()}
+    source = {"path": fields.pop("model")}
+    if fields["dtype"] == "auto":
+        del fields["dtype"]
+    spec = {"device": "CPU", "model": {"source": source}, "lora": {"maxLoaded": 0}, "engine": fields}
+    return {"apiVersion": "quire.dev/v1alpha1", "kind": "LLMService", "metadata": {"name": "bench"}, "spec": spec}
+
+
+def check_float32(model: str, requests: Sequence[Request], oracle: Child, folder: Path) -> None:
+    """Raise WrongOutput unless this engine in float32 generates what transformers does in float32."""
+    with Child("float32", "quire_offline.py", {"model": model, "dtype": "float32"}, folder) as ours:
+        found = ours.call("run", requests=requests, offsets=None)["token_ids"]
+    wanted = oracle.call("run", requests=requests, offsets=None)["token_ids"]
+    for i, (ids, right) in enumerate(zip(found, wanted, strict=True)):
+        if ids != right:
+            raise WrongOutput(f"in float32, request {i}: this engine generates {ids}, transformers {right}")
+
+
+def check_gap(name: str, requests: Sequence[Request], token_ids: Sequence[list[int]], oracle: Child) -> float:
+    """The worst gap of outputs as measured, in whatever type; WrongOutput where it exceeds MAX_GAP."""
+    pairs = zip(requests, token_ids, strict=True)
+    gap = max(oracle.call("worst_gap", prompt=request.prompt_token_ids, output=ids) for request, ids in pairs)
+    if gap > MAX_GAP:
+        raise WrongOutput(
+            f"{name}: a token is {gap:.2f} standard deviations of the logits below the likeliest one in float32; "
+            f"another rounding accounts for {MAX_GAP} at most"
+        )
+    return float(gap)

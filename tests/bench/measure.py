@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what an engine answered to numbers. Pure; one definition of every number for all engines.
+
+A reply is what every engine's process gives for a run: `seconds` from the start to the last token; `token_ids` of each
+output; `events` of each request, [[seconds from the start, tokens that came then], ...], or None where not known; and
+from this engine offline `kv`, after each step [seconds, sequences that run, blocks they hold].
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from workload import Request
+
+
+class WrongOutput(Exception):
+    """An engine did not generate what it should have: its speed says nothing."""
+
+
+def percentile(values: Iterable[float], p: float) -> float:
+    """The smallest value that `p` percent of them do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(p / 100 * len(ordered)) - 1)]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and largest."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def measure(requests: Sequence[Request], offsets: Sequence[float] | None, reply: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of one run; `offsets` None: all requests came at the start.
+
+    Raises:
+        WrongOutput: a request got another number of tokens than it asked for.
+    """
+    wanted = [request.num_output_tokens for request in requests]
+    seen = reply["events"] and [sum(count for _, count in events) for events in reply["events"]]
+    for found in ([len(ids) for ids in reply["token_ids"]], seen or wanted):
+        if found != wanted:
+            raise WrongOutput(f"asked for {wanted} output tokens, found {found}")
+    return {
+        "num_requests": len(requests),
+        "num_input_tokens": sum(len(request.prompt_token_ids) for request in requests),
+        "num_output_tokens": sum(wanted),
+        "seconds": reply["seconds"],
+        "output_tokens_per_s": sum(wanted) / reply["seconds"],
+        **_latencies(offsets or [0.0] * len(requests), reply["events"] or []),
+    }
+
+
+def _latencies(offsets: Sequence[float], events: Sequence[Any]) -> dict[str, Any]:
+    """Times to first token and between tokens; several tokens that come together are one arrival."""
+    first = [request[0][0] - offset for request, offset in zip(events, offsets, strict=False)]
+    between = [b[0] - a[0] for request in events for a, b in pairwise(request)]
+    tails = ({f"p{p}": 1e3 * percentile(times, p) for p in (50, 99)} if times else None for times in (first, between))
+    return dict(zip(("ttft_ms", "itl_ms"), tails, strict=True))
+
+
+def kv_use(requests: Sequence[Request], reply: dict[str, Any]) -> list[dict[str, float]]:
+    """Blocks held and the tokens in them, after each step.
+
+    A sequence's last output token is not in the cache yet. Steps that leave a prompt read in part are left out: how
+    many of its tokens are in the cache is not known from outside.
+    """
+    samples = []
+    for at, num_running, num_blocks in reply["kv"]:
+        open_ = [i for i, events in enumerate(reply["events"]) if events[0][0] <= at < events[-1][0]]
+        if open_ and len(open_) == num_running:
+            got = sum(count for i in open_ for when, count in reply["events"][i] if when <= at)
+            held = sum(len(requests[i].prompt_token_ids) - 1 for i in open_) + got
+            samples.append({"seconds": at, "num_running": num_running, "num_blocks": num_blocks, "num_tokens": held})
+    return samples

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This engine offline, in a process of its own: `quire_engine.LLM` under the benchmark's commands.
+
+All requests at once go through `LLM.generate`; requests at a rate through the same steps and the same detokenizer, with
+arrivals in between, because `generate` takes no request while it runs.
+"""
+
+import dataclasses
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import child
+
+answers = child.take_stdout()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from pace import Record, pace  # noqa: E402
+
+from quire_engine import LLM, SamplingParams  # noqa: E402
+from quire_engine.text import Detokenizer  # noqa: E402
+from quire_spec.messages import Generate, StepResult  # noqa: E402
+
+_PAGE_BYTES = 4096
+_TORCH_ALONE = """
+import numpy, torch
+torch.ones(256, 256, dtype=torch.bfloat16) @ torch.ones(256, 256, dtype=torch.bfloat16)
+print(open("/proc/self/status").read())
+"""
+_FIRST_ID = 1 << 40
+"""Of requests at a rate: beyond the ids that LLM gives."""
+
+
+class Offline:
+    """One loaded model, watched from around `Engine.step`."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._llm = LLM(**settings)
+        self._engine_step = self._llm.engine.step
+        self._llm.engine.step = self._step  # type: ignore[method-assign]
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here, without what loading took
+
+    def about(self) -> dict[str, Any]:
+        """The engine's measured memory plan, dtype included."""
+        return dataclasses.asdict(self._llm.engine.memory)
+
+    def run(self, requests: list[tuple[list[int], int]], offsets: list[float] | None) -> dict[str, Any]:
+        """See measure.py."""
+        params = [SamplingParams(temperature=0.0, max_tokens=num, ignore_eos=True) for _, num in requests]
+        self._record, self._kv = Record(), list[tuple[float, int, int]]()
+        if offsets is not None:
+            self._pace(requests, params, offsets)
+            return self._record.reply() | {"kv": self._kv}
+        outputs = self._llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
+        own = {"seconds": self._record.now(), "token_ids": [output.outputs[0].token_ids for output in outputs]}
+        return self._record.reply() | own | {"kv": self._kv}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: this process at its peak since loading, the parts that are accounted for, and what is beyond them."""
+        plan = self._llm.engine.memory
+        alone = subprocess.run([sys.executable, "-c", _TORCH_ALONE], capture_output=True, text=True, check=True).stdout
+        peak = _status(Path("/proc/self/status").read_text(), "VmHWM")
+        parts = {"weights": plan.weights_bytes, "kv": _resident_kv(plan.kv_bytes), "torch": _status(alone, "VmRSS")}
+        return {"peak": peak, **parts, "beyond": peak - sum(parts.values())}
+
+    def _step(self) -> StepResult:
+        result, now = self._engine_step(), self._record.now()
+        for each in result.results:
+            self._record.take(each.id, each.token_ids, now)
+        self._kv.append((now, result.stats.num_running, result.stats.num_used_blocks))
+        return result
+
+    def _pace(self, requests: list[tuple[list[int], int]], params: list[SamplingParams], offsets: list[float]) -> None:
+        engine, texts = self._llm.engine, dict[int, Detokenizer]()
+
+        def add(i: int) -> None:
+            engine.add(Generate(_FIRST_ID + i, requests[i][0], params[i].to_mapping()))
+            texts[_FIRST_ID + i] = Detokenizer(self._llm.tokenizer, params[i], requests[i][0])
+
+        def step() -> bool:
+            for each in engine.step().results if engine.has_work else ():
+                texts[each.id].push(each.token_ids, each.finish_reason is not None)
+            return engine.has_work
+
+        pace(offsets, self._record, add, step)
+
+
+def _resident_kv(kv_bytes: int) -> int:
+    """Bytes of the KV cache that are in memory: pages of it that were never written are not."""
+    tensors = (each for each in gc.get_objects() if type(each) is torch.Tensor and each.layout is torch.strided)
+    [address] = {tensor.data_ptr() for tensor in tensors if tensor.nbytes == kv_bytes}
+    with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+        pages.seek(8 * (address // _PAGE_BYTES))
+        entries = np.frombuffer(pages.read(8 * (kv_bytes // _PAGE_BYTES)), dtype=np.uint64)
+    return int((entries >> np.uint64(63)).sum()) * _PAGE_BYTES
+
+
+def _status(text: str, name: str) -> int:
+    """A size of /proc/PID/status, in bytes."""
+    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:"))
+
+
+if __name__ == "__main__":
+    offline = Offline(json.loads(sys.argv[1]))
+    child.serve(answers, about=offline.about, run=offline.run, memory=offline.memory)

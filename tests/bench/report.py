@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The results as tables that read well on a terminal and are Markdown too."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from measure import spread
+
+BEGIN, END = "<!-- results of tests/bench/serving.py: begin -->", "<!-- results of tests/bench/serving.py: end -->"
+
+RATIOS = (("offline", "vllm"), ("http", "offline"), ("grpc", "offline"), ("offline", "transformers"))
+"""Whose tokens/s over whose, all requests at once."""
+
+Rows = list[list[str]]
+
+
+def summarize(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians and spread by engine and rate, and ratios of runs of the same round."""
+    groups: dict[tuple[str, float | None], list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault((run["engine"], run["rate"]), []).append(run)
+    summary = []
+    for (engine, rate), group in groups.items():
+        speed = spread([run["output_tokens_per_s"] for run in group])
+        latencies: dict[str, Any] = {}
+        for name in ("ttft_ms", "itl_ms"):
+            known = [run[name] for run in group if run[name]]
+            latencies[name] = {p: spread([each[p] for each in known]) for p in ("p50", "p99")} if known else None
+        summary.append({"engine": engine, "rate": rate, "output_tokens_per_s": speed, **latencies})
+    ratios = []
+    for of, to in RATIOS:
+        pairs = list(zip(groups.get((of, None), []), groups.get((to, None), []), strict=False))
+        values = [a["output_tokens_per_s"] / b["output_tokens_per_s"] for a, b in pairs]
+        ratios += [{"of": of, "to": to, **spread(values)}] if values else []
+    return {"summary": summary, "ratios": ratios}
+
+
+def text(results: dict[str, Any]) -> str:
+    """Everything that is worth reading."""
+    parts = [_heading(results)]
+    for head, rows in _tables(results):
+        lines = [head, *rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+        parts.append("")
+        for first, *others in (head, rule, *rows):
+            cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
+            parts.append("| " + " | ".join(cells) + " |")
+    return "\n".join(parts)
+
+
+def write_markdown(results: dict[str, Any], path: Path) -> None:
+    """Replace what stands between the two marks in `path`; a file that does not exist is made."""
+    old = path.read_text() if path.exists() else f"{BEGIN}\n{END}\n"
+    before, begin, rest = old.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"--markdown: {path} has no lines {BEGIN!r} and {END!r}; add them where the tables belong")
+    path.write_text(f"{before}{BEGIN}\n\n```\n{results['command']}\n```\n\n{text(results)}\n\n{END}{after}")
+
+
+def _heading(results: dict[str, Any]) -> str:
+    machine, work, check = results["machine"], results["workload"], results["check"]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    gap = max(check["gaps"].values())
+    return (
+        f"{machine['cpu']}, {machine['num_cpus']} CPUs ({', '.join(machine['flags'])}), load {machine['load'][0]:.1f} "
+        f"before and {machine['load'][1]:.1f} after; {versions}; {results['when']};\ncommit {results['commit']}.\n"
+        f"{work['num_requests']} requests, prompts of {work['prompt_tokens']} and outputs of {work['output_tokens']} "
+        f"tokens, greedy; medians of {work['runs']} alternating runs.\nChecked: {check['num_requests']} outputs in "
+        f"float32 equal transformers'; those measured are within {gap:.2f} standard deviations of its logits."
+    )
+
+
+def _tables(results: dict[str, Any]) -> Iterator[tuple[list[str], Rows]]:
+    head = ["engine", "requests/s", "output tokens/s", "least-most", "TTFT p50 ms", "p99 ms", "ITL p50 ms", "p99 ms"]
+    yield head, [_speed(entry) for entry in results["summary"]]
+    if ratios := results["ratios"]:
+        rows = [[f"{r['of']} / {r['to']}", f"{r['median']:.2f}", f"{r['min']:.2f}-{r['max']:.2f}"] for r in ratios]
+        yield ["output tokens/s, all at once", "ratio", "least-most"], rows
+    if pairs := results["prefix"]:
+        title = f"TTFT with {results['workload']['prefix_tokens']} shared tokens"
+        rows = [
+            [p["engine"], *(f"{p[name]:.1f}" for name in ("first_ms", "second_ms")), f"{p['ratio']:.3f}"] for p in pairs
+        ]
+        yield [title, "first ms", "second ms", "ratio"], rows
+    if account := results["memory"]["offline"]:
+        yield ["offline engine's process, MB", *account], [["", *(f"{size / 1e6:.0f}" for size in account.values())]]
+    pss = results["memory"]["pss"]
+    yield ["all processes, MB", *pss], [["", *(f"{size / 1e6:.0f}" for size in pss.values())]]
+    if samples := results["kv"]:
+        yield ["KV cache, offline, all at once", "value"], _kv(samples, results["settings"]["block_size"])
+
+
+def _speed(entry: dict[str, Any]) -> list[str]:
+    speed = entry["output_tokens_per_s"]
+    latencies = [entry[name] and entry[name][p]["median"] for name in ("ttft_ms", "itl_ms") for p in ("p50", "p99")]
+    return [
+        entry["engine"],
+        "all at once" if entry["rate"] is None else f"{entry['rate']:g}",
+        f"{speed['median']:.1f}",
+        f"{speed['min']:.1f}-{speed['max']:.1f}",
+        *("-" if value is None else f"{value:.1f}" for value in latencies),
+    ]
+
+
+def _kv(samples: list[dict[str, float]], block_size: int) -> Rows:
+    allocated, filled = ([s[name] * k for s in samples] for name, k in (("num_blocks", block_size), ("num_tokens", 1)))
+    each = [(a - b) / s["num_running"] for a, b, s in zip(allocated, filled, samples, strict=True)]
+    return [
+        ["tokens, at most", f"{max(filled):.0f}"],
+        ["allocated for them", f"{max(allocated):.0f}"],
+        ["allocated and not filled, over the run", f"{1 - sum(filled) / sum(allocated):.1%}"],
+        [f"the same by sequence, at most, in tokens (a block has {block_size})", f"{max(each):.1f}"],
+    ]

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workload: the requests of a benchmark and when they arrive, drawn from a seed, the same for every engine."""
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+
+class Request(NamedTuple):
+    """One request, as it goes to an engine's process: greedy, and end-of-sequence is ignored."""
+
+    prompt_token_ids: list[int]
+    num_output_tokens: int
+
+
+class Bounds(NamedTuple):
+    """Whole numbers from `low` to `high`, each as likely."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`32-256`, or `128` for always the same; ValueError for anything else."""
+        low, _, high = text.partition("-")
+        bounds = cls(int(low), int(high or low))
+        if not 1 <= bounds.low <= bounds.high:
+            raise ValueError(f"{text!r} is not LOW-HIGH with 1 <= LOW <= HIGH")
+        return bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is asked, run by run. Each run has a key and prompts of its own, so that no prefix cache knows them yet."""
+
+    num_requests: int
+    prompt_tokens: Bounds
+    output_tokens: Bounds
+    vocab_size: int
+    """Prompts are drawn from all token ids."""
+    seed: int
+
+    def requests(self, *key: object) -> list[Request]:
+        """The requests of one run; two runs share none."""
+        draw = random.Random(f"{self.seed} requests {key}")
+        sizes = [
+            (draw.randint(*self.prompt_tokens), draw.randint(*self.output_tokens)) for _ in range(self.num_requests)
+        ]
+        return [Request(self._tokens(prompt, draw), output) for prompt, output in sizes]
+
+    def offsets(self, rate: float, *key: object) -> list[float]:
+        """Seconds from the start at which each request arrives: a Poisson process of `rate` requests a second."""
+        draw = random.Random(f"{self.seed} arrivals {key}")
+        gaps = (draw.expovariate(rate) for _ in range(self.num_requests - 1))
+        return list(itertools.accumulate(gaps, initial=0.0))
+
+    def prefix_pair(self, num_tokens: int, *key: object) -> tuple[Request, Request]:
+        """Two prompts that share their first `num_tokens` tokens and end with 16 of their own; two output tokens."""
+        draw = random.Random(f"{self.seed} prefix {key}")
+        prefix = self._tokens(num_tokens, draw)
+        return Request(prefix + self._tokens(16, draw), 2), Request(prefix + self._tokens(16, draw), 2)
+
+    def _tokens(self, count: int, draw: random.Random) -> list[int]:
+        return draw.choices(range(self.vocab_size), k=count)
