@@ -15,7 +15,7 @@ from quire_engine.peft import WEIGHTS_FILE, read_adapter
 from quire_engine.request import Sequence
 from quire_engine.runner import TorchRunner
 from quire_engine.step import SlotLoad, Span, StepPlan
-from quire_kernels import attention
+from quire_kernels import attention, lora
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError
 from quire_spec.sampling import SamplingParams
@@ -119,13 +119,17 @@ def test_a_slot_holds_what_was_loaded_last(engine_runner, adapters):
     assert _first(engine_runner, prompt, 1, [SlotLoad("d0", 1)]) == found["d0"]
 
 
-def test_a_smaller_adapter_leaves_nothing_of_a_larger_one(engine_runner, folder, shape, tmp_path):
-    small = make_adapter(folder, tmp_path, seed=9, r=1, target_modules=["v_proj"])
-    engine_runner.hold("small", read_adapter(small, shape, 8, torch.float32))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_smaller_adapter_leaves_nothing_of_a_larger_one(dtype, folder, shape, tmp_path, monkeypatch):
+    # Where products go over whole slots, dead rows count.
+    monkeypatch.setattr(lora, "PAIR_LAUNCH_FLOPS", 1e12)
+    made = TorchRunner(dataclasses.replace(CONFIG, dtype=str(dtype).removeprefix("torch.")), shape, folder)
+    for name, config in {"large": {}, "small": {"r": 1, "target_modules": ["v_proj"]}}.items():
+        made.hold(name, read_adapter(make_adapter(folder, tmp_path / name, **config), shape, 8, dtype))
     prompt = _prompt(30)
-    fresh = _logprobs(engine_runner, prompt, 0, [SlotLoad("small", 0)])
-    _first(engine_runner, prompt, 0, [SlotLoad("d0", 0)])
-    assert _logprobs(engine_runner, prompt, 0, [SlotLoad("small", 0)]) == fresh
+    fresh = _logprobs(made, prompt, 0, [SlotLoad("small", 0)])
+    assert _logprobs(made, prompt, 0, [SlotLoad("large", 0)]) != fresh
+    assert _logprobs(made, prompt, 0, [SlotLoad("small", 0)]) == fresh
 
 
 def _logprobs(made, tokens, slot=None, loads=()):
