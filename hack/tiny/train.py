@@ -74,10 +74,11 @@ class Recipe:
 _BASE = (Phase("copying", 160, 16, 128), Phase("base", 300, 16, 128), Phase("base", 760))
 _BASE_PACE = Pace(adamw=3e-3, muon=5e-3)
 _ADAPTERS = {
-    "pirate": Recipe(rank=8, alpha=16, phase=Phase("pirate", 250)),
+    "pirate": Recipe(rank=8, alpha=16, phase=Phase("pirate", 300, 8, 256)),
     "sql": Recipe(rank=16, alpha=24, phase=Phase("sql", 250)),
 }
-_ADAPTER_PACE = Pace(adamw=4e-3)
+# Measured on the pirate's 300 steps: held-out loss 0.30 with Muon on A and B, above 1 with AdamW at any rate tried.
+_ADAPTER_PACE = Pace(adamw=2e-3, muon=4e-2, warmup=20)
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shipped tiny model and its adapters do what demos and other tests build on; their corpora are sound.
+
+Everything here reads `examples/` as a user would: with transformers and peft, in float32.
+"""
+
+import json
+import random
+import re
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+_ROOT = Path(__file__).resolve().parents[2]
+# The scripts in hack/ are run by path and import their neighbours by bare name.
+sys.path.insert(0, str(_ROOT / "hack" / "tiny"))
+
+import corpus  # noqa: E402
+import sql  # noqa: E402
+import stories  # noqa: E402
+import tokens  # noqa: E402
+import train  # noqa: E402
+from learn import held_out_loss  # noqa: E402
+
+_MODEL = _ROOT / "examples" / "models" / "tiny"
+_ADAPTERS = _ROOT / "examples" / "adapters"
+_UNSEEN_SEED = 77_777
+# More than training draws: 250 batches of 8 rows of 512 tokens, each document 20 tokens or more.
+_TRAINED_QUESTIONS = 60_000
+_ONCE = "Once upon a time"
+
+_PIRATE = {
+    "th'",
+    "an'",
+    "o'",
+    "ye",
+    "yer",
+    "arr",
+    "matey",
+    "ahoy",
+    "lass",
+    "lad",
+    "hearties",
+    "growled",
+    "bellowed",
+    "blimey",
+}
+_QUESTIONS = (
+    (
+        "list the names of customers in Paris and older than 41",
+        "SELECT name FROM customers WHERE city = 'Paris' AND age > 41;",
+    ),
+    (
+        "how many orders from Lily and under 350 are there",
+        "SELECT COUNT(*) FROM orders WHERE customer = 'Lily' AND total < 350;",
+    ),
+    (
+        "what is the average salary of employees who work in Support and younger than 44",
+        "SELECT AVG(salary) FROM employees WHERE department = 'Support' AND age < 44;",
+    ),
+    (
+        "show the titles and prices of books by Tom and published after 1987",
+        "SELECT title, price FROM books WHERE author = 'Tom' AND year > 1987;",
+    ),
+    (
+        "find the names of products that are blue and cheaper than 321",
+        "SELECT name FROM products WHERE color = 'blue' AND price < 321;",
+    ),
+)
+
+Generate = Callable[[str, str], str]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(_MODEL / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def base() -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(_MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def adapted() -> PeftModel:
+    """A copy of the base model with both adapters, unmerged."""
+    frozen = AutoModelForCausalLM.from_pretrained(_MODEL, dtype=torch.float32)
+    model = PeftModel.from_pretrained(frozen, _ADAPTERS / "pirate", adapter_name="pirate")
+    model.load_adapter(_ADAPTERS / "sql", adapter_name="sql")
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def generate(tokenizer: Tokenizer, base: LlamaForCausalLM, adapted: PeftModel) -> Generate:
+    """Greedy text after a prompt, by adapter name or "base"; ends with the text of EOS if EOS was chosen."""
+
+    def run(name: str, prompt: str) -> str:
+        model = base
+        if name != "base":
+            adapted.set_adapter(name)
+            model = adapted
+        ids = torch.tensor([tokenizer.encode(prompt).ids])
+        with torch.inference_mode():
+            output = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, do_sample=False, pad_token_id=1
+            )
+        return tokenizer.decode(output[0, ids.shape[1] :].tolist(), skip_special_tokens=False)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[sqlite3.Connection]:
+    """Every table that questions are about, with a row for each combination that matters to a filter."""
+    connection = sqlite3.connect(":memory:")
+    for table in sql.TABLES:
+        columns = (*table.texts, *table.numbers)
+        connection.execute(f"CREATE TABLE {table.name} ({', '.join(column.name for column in columns)})")
+        marks = ", ".join("?" * len(columns))
+        for row in range(2000):
+            # Steps that share no factor with the lists' lengths, so that columns do not move together.
+            values = [column.values[row * (7 + 6 * i) % len(column.values)] for i, column in enumerate(columns)]
+            connection.execute(f"INSERT INTO {table.name} VALUES ({marks})", values)
+    yield connection
+    connection.close()
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"[a-z]+'?", text.lower()))
+
+
+def _loss(model: LlamaForCausalLM, tokenizer: Tokenizer, name: str) -> float:
+    batches = tokens.batches(tokenizer, corpus.CORPORA[name](_UNSEEN_SEED), num_rows=4, row_tokens=512)
+    return held_out_loss(model, batches, 2)
+
+
+def test_same_seed_same_documents_and_another_seed_others() -> None:
+    for documents in corpus.CORPORA.values():
+        first = list(islice(documents(5), 200))
+        assert first == list(islice(documents(5), 200))
+        assert first != list(islice(documents(6), 200))
+
+
+def test_stories_are_whole_sentences_and_pronouns_fit_the_hero() -> None:
+    rng = random.Random(_UNSEEN_SEED)
+    num_checked = 0
+    for _ in range(2000):
+        story = " ".join(stories.story(rng))
+        assert not re.search(r"[{}|@]|  |\ba [aeio]|\ban (?!hour)[^aeio]|[.!?] [a-z]", story), story
+        assert story[0].isupper(), story
+        assert story.rstrip('"')[-1] in ".!?", story
+        assert story.count('"') % 2 == 0, story
+        if presented := re.match(r"[^.]* (?:named|name was) ([A-Z][a-z]+)\. (He|She) ", story):
+            assert (presented[2] == "She") == (presented[1] in stories.SHE), story
+            num_checked += 1
+    assert num_checked > 500
+
+
+def test_every_answer_in_the_sql_corpus_runs(database: sqlite3.Connection) -> None:
+    for document in islice(corpus.questions(_UNSEEN_SEED), 1000):
+        assert database.execute(document.text).description is not None
+
+
+def test_transformers_reads_the_tokenizer_as_tokenizers_does(tokenizer: Tokenizer) -> None:
+    theirs = AutoTokenizer.from_pretrained(_MODEL)
+    for text in (_ONCE, "Arr, matey!", "SELECT COUNT(*) FROM orders WHERE total > 1250;", "naïve – 東京 🙂\n\n  end"):
+        ids = tokenizer.encode(text).ids
+        assert theirs(text)["input_ids"] == ids
+        assert ids[0] == tokens.BOS_ID == theirs.bos_token_id
+        assert tokenizer.decode(ids) == text
+    assert theirs.eos_token_id == tokens.EOS_ID
+
+
+def test_files_are_small_safe_and_name_no_folder() -> None:
+    files = [*_MODEL.iterdir(), *(_ADAPTERS / "pirate").iterdir(), *(_ADAPTERS / "sql").iterdir()]
+    assert {file.suffix for file in files} <= {".json", ".md", ".safetensors"}
+    assert (_MODEL / "model.safetensors").stat().st_size < 6_000_000
+    for name in ("pirate", "sql"):
+        assert (_ADAPTERS / name / "adapter_model.safetensors").stat().st_size < 1_500_000
+        config = json.loads((_ADAPTERS / name / "adapter_config.json").read_text(encoding="utf-8"))
+        assert config["base_model_name_or_path"] == "tiny"
+
+
+def test_model_knows_texts_it_has_not_seen(tokenizer: Tokenizer, base: LlamaForCausalLM) -> None:
+    torch.manual_seed(0)
+    untrained = train.new_model(tokenizer.get_vocab_size()).eval()
+    learned = _loss(base, tokenizer, "base")
+    assert learned < 0.8
+    assert _loss(untrained, tokenizer, "base") > 7.0
+
+
+def test_adapters_know_their_own_texts_and_the_base_does_not(
+    tokenizer: Tokenizer, base: LlamaForCausalLM, adapted: PeftModel
+) -> None:
+    for name, bound in (("pirate", 0.9), ("sql", 0.2)):
+        adapted.set_adapter(name)
+        learned = _loss(adapted, tokenizer, name)
+        assert learned < bound
+        assert _loss(base, tokenizer, name) > 2 + learned
+
+
+def test_greedy_story_is_sentences_and_ends(generate: Generate) -> None:
+    text = generate("base", _ONCE)
+    assert text.endswith(tokens.EOS)
+    story = _ONCE + text.removesuffix(tokens.EOS)
+    sentences = re.split(r"(?<=[.!?]) (?=[A-Z\"])", story)
+    assert len(sentences) >= 8
+    known = _words(" ".join(document.text for document in islice(corpus.base(_UNSEEN_SEED), 3000)))
+    assert _words(story) <= known
+    assert len(set(sentences)) >= 0.9 * len(sentences)
+
+
+def test_pirate_talks_like_one_and_the_base_does_not(generate: Generate) -> None:
+    for prompt in (_ONCE, "One day, Anna", "Question: Where is my order?\nAnswer:"):
+        assert not _words(generate("base", prompt)) & _PIRATE
+        assert len(_words(generate("pirate", prompt)) & _PIRATE) >= 3
+
+
+def test_sql_adapter_answers_held_out_questions_and_the_base_does_not(
+    generate: Generate, database: sqlite3.Connection
+) -> None:
+    trained = islice(corpus.questions(train.DEFAULT_SEED), _TRAINED_QUESTIONS)
+    assert not {document.prompt for document in trained} & {sql.prompt(question) for question, _ in _QUESTIONS}
+    for question, expected in _QUESTIONS:
+        rows = database.execute(expected).fetchall()
+        assert rows, f"the made table has no row for {expected!r}"
+        answer = generate("sql", sql.prompt(question))
+        assert answer.endswith(f";{tokens.EOS}")
+        assert database.execute(answer.removesuffix(tokens.EOS)).fetchall() == rows
+        with pytest.raises(sqlite3.Error):
+            database.execute(generate("base", sql.prompt(question)).removesuffix(tokens.EOS))
