@@ -100,7 +100,10 @@ class LlamaForCausalLM:
             yield "lm_head.weight", self.lm_head.weight
 
     def pack(self) -> None:
-        """Lay the loaded weights of all linears out for speed; `tensors` is of no use afterwards."""
+        """Lay the loaded weights of all linears out for speed; `tensors` is of no use afterwards.
+
+        A tied output projection is then held twice: tokens are looked up in the plain layout.
+        """
         for _, linear in self.linears():
             linear.pack()
         self.lm_head.pack()
