@@ -25,8 +25,8 @@ class Pace:
     muon: float | None = None
     """Peak learning rate of Muon for the matrices between the embeddings, on AdamW's scale; None: AdamW for all.
 
-    Measured on this model: with AdamW alone it still confuses the people of a story after 4 million tokens,
-    with Muon it does not after a million.
+    Measured on this model, after the same copying phase and half a million story tokens: Muon (5e-3) repeats 70 % of
+    the names in a story rightly, AdamW alone (2e-3) none. Without that phase AdamW had not begun after 4 million.
     """
     warmup: int = 40
     """Steps."""
