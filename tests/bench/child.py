@@ -63,7 +63,7 @@ class Child:
             print(json.dumps([command, arguments]), file=self._commands, flush=True)
         readable, _, _ = select.select([self._answers], [], [], TIMEOUT_S)
         line = self._answers.readline() if readable else ""
-        answer = json.loads(line) if line else {"error": self._log.read_text(errors="replace")[-3000:]}
+        answer = json.loads(line) if line else {"error": self._log.read_text(errors="replace")[-6000:]}
         if "error" in answer:
             raise ChildFailed(f"{self.name} failed at {command!r}:\n{answer['error']}")
         return answer["result"]

@@ -14,7 +14,7 @@ import child
 import numpy as np
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as grpcaio
-from pace import Record
+from record import Record
 
 
 class Clients:
@@ -52,7 +52,7 @@ class Clients:
                     if "error" in event:
                         raise RuntimeError(f"request {i}: {event['error']}")
                     found = event["output_ids"]  # the server writes a list of one as its only element
-                    record.take(i, found if isinstance(found, list) else [found], record.now())
+                    record.take(i, found if isinstance(found, list) else [found])
 
     async def _grpc(self, client: Any, i: int, prompt: list[int], num_tokens: int, record: Record) -> None:
         async def ask() -> Any:
@@ -72,7 +72,7 @@ class Clients:
             if error is not None:
                 raise RuntimeError(f"request {i}: {error}")
             if (found := result.as_numpy("output_ids")) is not None:
-                record.take(i, found.tolist(), record.now())
+                record.take(i, found.tolist())
             if result.get_response().parameters["triton_final_response"].bool_param:
                 return
 

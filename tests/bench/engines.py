@@ -17,11 +17,11 @@ from workload import Request
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))
 
-from support.service import Service, serving  # noqa: E402
+from support.service import Service  # noqa: E402
 
 NAMES = ("offline", "http", "grpc", "transformers", "vllm")
-AT_RATES = ("offline", "http", "grpc", "vllm")
-"""Those that take requests while they run."""
+AT_RATES = ("http", "grpc", "vllm")
+"""Those that take requests while others run."""
 STATIC_BATCH = 16
 
 MAX_GAP = 0.5
@@ -64,23 +64,25 @@ def engines(
     """
     with contextlib.ExitStack() as stack:
 
-        def start(name: str, script: str, own: dict[str, Any], *python: str) -> Child:
-            return stack.enter_context(Child(name, script, own, folder, *python))
+        def start(name: str, script: str, own: dict[str, Any], python: str = sys.executable) -> Child:
+            return stack.enter_context(Child(name, script, own, folder, python))
 
-        def through_server() -> Iterator[Engine]:
-            service = stack.enter_context(serving(_document(settings), folder))
-            child = start("clients", "clients.py", {"model": "bench", **service.ports})
-            yield from (Engine(via, child, {"via": via}, service) for via in ("http", "grpc"))
-
-        found = [Engine("offline", start("offline", "quire_offline.py", settings))] if "offline" in names else []
+        found: dict[str, Engine] = {}
+        if "offline" in names:
+            found["offline"] = Engine("offline", start("offline", "quire_offline.py", settings))
         if {"http", "grpc"} & set(names):
-            found += through_server()
+            service = Service(_document(settings), folder)
+            stack.callback(service.stop)
+            service.wait_ready()
+            child = start("clients", "clients.py", {"model": "bench", **service.ports})
+            found |= {via: Engine(via, child, {"via": via}, service) for via in ("http", "grpc") if via in names}
         if "transformers" in names:
             own = {"model": settings["model"], "dtype": settings["dtype"], "batch": STATIC_BATCH}
-            found += [Engine("transformers", start("transformers", "static_batches.py", own))]
-        if "vllm" in names:
-            found += [Engine("vllm", start("vllm", "vllm_offline.py", settings, vllm_python or sys.executable))]
-        yield {engine.name: engine for engine in found if engine.name in names}
+            found["transformers"] = Engine("transformers", start("transformers", "static_batches.py", own))
+        if "vllm" in names and vllm_python:
+            own = {name: value for name, value in settings.items() if name != "block_size"}  # on a CPU it takes no 16
+            found["vllm"] = Engine("vllm", start("vllm", "vllm_offline.py", own, vllm_python))
+        yield found
 
 
 def _document(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This engine offline, in a process of its own: `quire_engine.LLM` under the benchmark's commands.
-
-All requests at once go through `LLM.generate`; requests at a rate through the same steps and the same detokenizer, with
-arrivals in between, because `generate` takes no request while it runs.
-"""
+"""This engine offline, in a process of its own: `quire_engine.LLM.generate` under the benchmark's commands."""
 
 import dataclasses
 import gc
@@ -19,11 +15,10 @@ answers = child.take_stdout()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from pace import Record, pace  # noqa: E402
+from record import Record  # noqa: E402
 
 from quire_engine import LLM, SamplingParams  # noqa: E402
-from quire_engine.text import Detokenizer  # noqa: E402
-from quire_spec.messages import Generate, StepResult  # noqa: E402
+from quire_spec.messages import StepResult  # noqa: E402
 
 _PAGE_BYTES = 4096
 _TORCH_ALONE = """
@@ -31,8 +26,6 @@ import numpy, torch
 torch.ones(256, 256, dtype=torch.bfloat16) @ torch.ones(256, 256, dtype=torch.bfloat16)
 print(open("/proc/self/status").read())
 """
-_FIRST_ID = 1 << 40
-"""Of requests at a rate: beyond the ids that LLM gives."""
 
 
 class Offline:
@@ -48,13 +41,10 @@ class Offline:
         """The engine's measured memory plan, dtype included."""
         return dataclasses.asdict(self._llm.engine.memory)
 
-    def run(self, requests: list[tuple[list[int], int]], offsets: list[float] | None) -> dict[str, Any]:
-        """See measure.py."""
+    def run(self, requests: list[tuple[list[int], int]], offsets: None) -> dict[str, Any]:
+        """See measure.py; all requests at once."""
         params = [SamplingParams(temperature=0.0, max_tokens=num, ignore_eos=True) for _, num in requests]
         self._record, self._kv = Record(), list[tuple[float, int, int]]()
-        if offsets is not None:
-            self._pace(requests, params, offsets)
-            return self._record.reply() | {"kv": self._kv}
         outputs = self._llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
         own = {"seconds": self._record.now(), "token_ids": [output.outputs[0].token_ids for output in outputs]}
         return self._record.reply() | own | {"kv": self._kv}
@@ -68,25 +58,11 @@ class Offline:
         return {"peak": peak, **parts, "beyond": peak - sum(parts.values())}
 
     def _step(self) -> StepResult:
-        result, now = self._engine_step(), self._record.now()
+        result = self._engine_step()
         for each in result.results:
-            self._record.take(each.id, each.token_ids, now)
-        self._kv.append((now, result.stats.num_running, result.stats.num_used_blocks))
+            self._record.take(each.id, each.token_ids)
+        self._kv.append((self._record.now(), result.stats.num_running, result.stats.num_used_blocks))
         return result
-
-    def _pace(self, requests: list[tuple[list[int], int]], params: list[SamplingParams], offsets: list[float]) -> None:
-        engine, texts = self._llm.engine, dict[int, Detokenizer]()
-
-        def add(i: int) -> None:
-            engine.add(Generate(_FIRST_ID + i, requests[i][0], params[i].to_mapping()))
-            texts[_FIRST_ID + i] = Detokenizer(self._llm.tokenizer, params[i], requests[i][0])
-
-        def step() -> bool:
-            for each in engine.step().results if engine.has_work else ():
-                texts[each.id].push(each.token_ids, each.finish_reason is not None)
-            return engine.has_work
-
-        pace(offsets, self._record, add, step)
 
 
 def _resident_kv(kv_bytes: int) -> int:

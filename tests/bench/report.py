@@ -67,8 +67,9 @@ def _heading(results: dict[str, Any]) -> str:
     return (
         f"{machine['cpu']}, {machine['num_cpus']} CPUs ({', '.join(machine['flags'])}), load {machine['load'][0]:.1f} "
         f"before and {machine['load'][1]:.1f} after; {versions}; {results['when']};\ncommit {results['commit']}.\n"
-        f"{work['num_requests']} requests, prompts of {work['prompt_tokens']} and outputs of {work['output_tokens']} "
-        f"tokens, greedy; medians of {work['runs']} alternating runs.\nChecked: {check['num_requests']} outputs in "
+        f"{work['requests']} requests, prompts of {'-'.join(map(str, work['prompt_tokens']))} and outputs of "
+        f"{'-'.join(map(str, work['output_tokens']))} tokens, greedy; medians of {work['runs']} alternating runs.\n"
+        f"Checked: {check['requests']} outputs in "
         f"float32 equal transformers'; those measured are within {gap:.2f} standard deviations of its logits."
     )
 

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from child import Child, ChildFailed
 from engines import AT_RATES, MAX_GAP, NAMES, ROOT, Engine, check_float32, check_gap, engines
 from measure import WrongOutput, kv_use, measure
 from tqdm import tqdm
-from workload import Bounds, Request, Workload
+from workload import Request, Workload
 
 FORMAT = 1
 """Of results.json; raise it with any change of meaning."""
@@ -47,109 +47,86 @@ Run it on a machine that does nothing else: the load before and after is part of
 """
 
 
-class Benchmark:
-    """One session: arguments, the engines, what is found."""
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Start everything, check, measure; the results document.
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self._names: list[str] = args.engines or [n for n in NAMES if n != "vllm" or args.vllm_python]
-        self._settings = {name: getattr(args, name) for name in ("dtype", "max_num_seqs", "max_num_batched_tokens")}
-        self._settings |= {"model": str((args.model or checkpoint.cached(args.shape)).resolve()), "block_size": 16}
-        vocab_size = json.loads(Path(self._settings["model"], "config.json").read_text())["vocab_size"]
-        self._work = Workload(args.requests, args.prompt_tokens, args.output_tokens, vocab_size, args.seed)
-        self._plan = [
-            (round, rate, name)
-            for round in range(args.runs)
-            for rate in (None, *args.rates)
-            for name in self._names
-            if rate is None or name in AT_RATES
-        ]
-        """A B A B: in every round each engine once, and once more for each rate."""
+    Raises:
+        WrongOutput: an engine generates something wrong.
+        ChildFailed: a process failed.
+    """
+    settings = {name: getattr(args, name) for name in ("dtype", "max_num_seqs", "max_num_batched_tokens")}
+    settings |= {"model": str((args.model or checkpoint.cached(args.shape)).resolve()), "block_size": 16}
+    vocab_size = json.loads(Path(settings["model"], "config.json").read_text())["vocab_size"]
+    work = Workload(args.requests, args.prompt_tokens, args.output_tokens, vocab_size, args.seed)
+    names = args.engines or [name for name in NAMES if name != "vllm" or args.vllm_python]
+    results = {"format": FORMAT, **circumstances(), "settings": settings}
+    wanted = ("requests", "prompt_tokens", "output_tokens", "rates", "runs", "prefix_tokens", "seed")
+    results["workload"] = {name: getattr(args, name) for name in wanted}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-")))
+        own = {"model": settings["model"], "dtype": "float32", "batch": 1}
+        with Child("oracle", "static_batches.py", own, folder) as oracle:
+            say("checking this engine against transformers, both in float32")
+            few = [Request(prompt, min(num, 32)) for prompt, num in work.requests(WARM_UP)[:NUM_CHECKED]]
+            check_float32(settings["model"], few, oracle, folder)
+            say(f"loading {', '.join(names)}")
+            running = stack.enter_context(engines(names, settings, args.vllm_python, folder))
+            results["about"] = {name: engine.about() for name, engine in running.items()}
+            say("warming up, and checking what each generates")
+            gaps = {name: _warm_up(engine, work, oracle) for name, engine in running.items()}
+        results["check"] = {"requests": len(few), "max_gap": MAX_GAP, "gaps": gaps}
+        results["runs"], results["kv"] = _rounds(running, work, args)
+        results["prefix"] = _prefix(running, work, args) if args.prefix_tokens else []
+        account = running["offline"].child.call("memory") if "offline" in running else None
+        pss = {name: engine.pss_bytes() for name, engine in running.items()}
+        results["memory"] = {"pss": pss, "offline": account}
+    results["machine"]["load"].append(os.getloadavg()[0])
+    return results | report.summarize(results["runs"])
 
-    def run(self) -> dict[str, Any]:
-        """Start everything, check, measure; the results document.
 
-        Raises:
-            WrongOutput: an engine generates something wrong.
-            ChildFailed: a process failed.
-        """
-        args, results = self._args, circumstances()
-        work = {
-            "num_requests": args.requests,
-            "runs": args.runs,
-            "seed": args.seed,
-            "prefix_tokens": args.prefix_tokens,
-        }
-        work |= {name: "-".join(map(str, getattr(args, name))) for name in ("prompt_tokens", "output_tokens")}
-        results |= {"format": FORMAT, "settings": self._settings, "workload": work, "command": _command()}
-        with contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-")))
-            total = 1 + 2 * len(self._names) + len(self._plan)
-            self._bar = stack.enter_context(
-                tqdm(total=total, dynamic_ncols=True, bar_format="{l_bar}{bar}| {n}/{total}")
-            )
-            own = {"model": self._settings["model"], "dtype": "float32", "batch": 1}
-            with Child("oracle", "static_batches.py", own, folder) as oracle:
-                self._check(oracle, folder)
-                running = stack.enter_context(engines(self._names, self._settings, args.vllm_python, folder))
-                results["about"] = {name: engine.about() for name, engine in self._each(running, "loading {}")}
-                each = self._each(running, "warming {} up and checking what it generates")
-                gaps = {name: self._warm_up(engine, oracle) for name, engine in each}
-            results["check"] = {"num_requests": NUM_CHECKED, "max_gap": MAX_GAP, "gaps": gaps}
-            results["runs"], results["kv"] = self._rounds(running)
-            results["prefix"] = self._prefix(running) if args.prefix_tokens else []
-            account = running["offline"].child.call("memory") if "offline" in running else None
-            pss = {name: engine.pss_bytes() for name, engine in running.items()}
-            results["memory"] = {"pss": pss, "offline": account}
-        results["machine"]["load"].append(os.getloadavg()[0])
-        return results | report.summarize(results["runs"])
+def _warm_up(engine: Engine, work: Workload, oracle: Child) -> float:
+    """A run that does not count; the worst gap of its outputs."""
+    requests = work.requests(WARM_UP)
+    reply = engine.run(requests)
+    measure(requests, None, reply)
+    return check_gap(engine.name, requests[:NUM_CHECKED], reply["token_ids"][:NUM_CHECKED], oracle)
 
-    def _each(self, running: dict[str, Engine], what: str) -> Iterator[tuple[str, Engine]]:
-        for name, engine in running.items():
-            self._bar.set_description(what.format(name))
-            yield name, engine
-            self._bar.update()
 
-    def _check(self, oracle: Child, folder: Path) -> None:
-        self._bar.set_description("checking float32 against transformers")
-        requests = [Request(prompt, min(num, 32)) for prompt, num in self._work.requests(WARM_UP)[:NUM_CHECKED]]
-        check_float32(self._settings["model"], requests, oracle, folder)
-        self._bar.update()
+def _rounds(
+    running: dict[str, Engine], work: Workload, args: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """The numbers of every run, and the KV samples of the last offline one.
 
-    def _warm_up(self, engine: Engine, oracle: Child) -> float:
-        """A run that does not count; the worst gap of its outputs."""
-        requests = self._work.requests(WARM_UP)
-        reply = engine.run(requests)
-        measure(requests, None, reply)
-        return check_gap(engine.name, requests[:NUM_CHECKED], reply["token_ids"][:NUM_CHECKED], oracle)
+    A B A B: in every round each engine once with all requests at once, then once for each rate.
+    """
+    loads = [(round, rate) for round in range(args.runs) for rate in (None, *args.rates)]
+    plan = [(*load, name) for load in loads for name in running if load[1] is None or name in AT_RATES]
+    runs: list[dict[str, Any]] = []
+    kv: list[dict[str, float]] = []
+    for round, rate, name in (bar := tqdm(plan, unit="run", dynamic_ncols=True)):
+        bar.set_description(f"{name}, {'all at once' if rate is None else f'{rate:g} requests/s'}")
+        requests = work.requests(round, rate)
+        offsets = None if rate is None else work.offsets(rate, round, rate)
+        reply = running[name].run(requests, offsets)
+        runs.append({"engine": name, "rate": rate, "round": round, **measure(requests, offsets, reply)})
+        kv = kv_use(requests, reply) if "kv" in reply else kv
+    return runs, kv
 
-    def _rounds(self, running: dict[str, Engine]) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-        """The numbers of every run, and the KV samples of the last offline run with all requests at once."""
-        runs: list[dict[str, Any]] = []
-        kv: list[dict[str, float]] = []
-        for round, rate, name in self._plan:
-            self._bar.set_description(f"{name}, {'all at once' if rate is None else f'{rate:g} requests/s'}")
-            requests = self._work.requests(round, rate)
-            offsets = None if rate is None else self._work.offsets(rate, round, rate)
-            reply = running[name].run(requests, offsets)
-            runs.append({"engine": name, "rate": rate, "round": round, **measure(requests, offsets, reply)})
-            kv = kv_use(requests, reply) if (name, rate) == ("offline", None) else kv
-            self._bar.update()
-        return runs, kv
 
-    def _prefix(self, running: dict[str, Engine]) -> list[dict[str, Any]]:
-        """TTFT of a long prompt, and of a second one with the same first tokens. The first pair is not counted."""
-        self._bar.set_description("shared prefix")
-        found: dict[str, list[list[float]]] = {name: [] for name in running if name in AT_RATES}
-        for round in range(WARM_UP, self._args.runs):
-            pair = self._work.prefix_pair(self._args.prefix_tokens, round)
-            for name, times in found.items():
-                times.append([1e3 * running[name].run([request], [0.0])["events"][0][0][0] for request in pair])
-        rows = []
-        for name, (_, *times) in found.items():
-            first, second, ratio = map(statistics.median, zip(*((a, b, b / a) for a, b in times), strict=True))
-            rows.append({"engine": name, "first_ms": first, "second_ms": second, "ratio": ratio})
-        return rows
+def _prefix(running: dict[str, Engine], work: Workload, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """TTFT of a long prompt, and of a second one with the same first tokens. The first pair does not count."""
+    say("a shared prefix")
+    found: dict[str, list[list[float]]] = {name: [] for name in running if name != "transformers"}
+    for round in range(WARM_UP, args.runs):
+        pair = work.prefix_pair(args.prefix_tokens, round)
+        for name, times in found.items():
+            offsets = [0.0] if name in AT_RATES else None
+            times.append([1e3 * running[name].run([request], offsets)["events"][0][0][0] for request in pair])
+    rows = []
+    for name, (_, *times) in found.items():
+        first, second, ratio = map(statistics.median, zip(*((a, b, b / a) for a, b in times), strict=True))
+        rows.append({"engine": name, "first_ms": first, "second_ms": second, "ratio": ratio})
+    return rows
 
 
 def circumstances() -> dict[str, Any]:
@@ -158,6 +135,7 @@ def circumstances() -> dict[str, Any]:
     cpu = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().replace("\t", "").splitlines() if line)
     return {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
+        "command": shlex.join(["python", "tests/bench/serving.py", *sys.argv[1:]]),
         "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown",
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "nvidia-pytriton")},
         "machine": {
@@ -170,8 +148,9 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def _command() -> str:
-    return shlex.join(["python", "tests/bench/serving.py", *sys.argv[1:]])
+def say(what: str) -> None:
+    """Progress, on stderr."""
+    print(f"serving: {what}", file=sys.stderr, flush=True)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -181,14 +160,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     model, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
     model.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint in Hugging Face format")
     model.add_argument("--shape", choices=checkpoint.SHAPES, help="random weights of a shape, made once and kept")
-    names, rates = (lambda text: text.split(",")), (lambda text: [float(rate) for rate in text.split(",")])
-    add("--engines", type=names, metavar="A,B", help=f"of {','.join(NAMES)} (default: all that are there)")
-    add("--vllm-python", metavar="FILE", help="interpreter of an environment that has vllm")
+    add("--engines", type=lambda text: text.split(","), metavar="A,B", help=f"of {','.join(NAMES)} (default: all)")
+    add("--vllm-python", metavar="FILE", help="interpreter of an environment that has vllm; adds vllm")
     add("--requests", type=int, default=64, metavar="N", help="requests of a run (default 64)")
-    add("--prompt-tokens", type=Bounds.parse, default="32-256", metavar="A-B", help="of a prompt (default 32-256)")
-    add("--output-tokens", type=Bounds.parse, default="32-128", metavar="A-B", help="of an output (default 32-128)")
+    add("--prompt-tokens", type=_bounds, default="32-256", metavar="A-B", help="of a prompt (default 32-256)")
+    add("--output-tokens", type=_bounds, default="32-128", metavar="A-B", help="of an output (default 32-128)")
     add(
-        "--rates", type=rates, default=[], metavar="R,R", help="also at these requests per second, as a Poisson process"
+        "--rates",
+        type=_rates,
+        default=[],
+        metavar="R,R",
+        help="also at these requests per second, as a Poisson process",
     )
     add("--runs", type=int, default=3, metavar="N", help="rounds; in each, every engine runs once (default 3)")
     add("--prefix-tokens", type=int, default=1500, metavar="N", help="of a shared prefix; 0: none (default 1500)")
@@ -211,12 +193,23 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _bounds(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    if not (text.replace("-", "", 1).isdigit() and 1 <= int(low) <= int(high or low)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not A-B with 1 <= A <= B, for example 32-256")
+    return int(low), int(high or low)
+
+
+def _rates(text: str) -> list[float]:
+    return [float(rate) for rate in text.split(",")]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report; every process that was started has ended afterwards."""
     args = arguments(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Control-C does: by unwinding
     try:
-        results = Benchmark(args).run()
+        results = run(args)
     except (WrongOutput, ChildFailed) as error:
         raise SystemExit(f"serving: no speed is reported: {error}") from error
     print(report.text(results))

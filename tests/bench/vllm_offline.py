@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM offline, run by the interpreter of its own environment (--vllm-python); of ours only pace.py and child.py.
+"""vLLM offline, run by the interpreter of its own environment (--vllm-python); of ours only record.py and child.py.
 
 All requests at once go through `LLM.generate`, which is its fastest way and tells no times; requests at a rate through
 `LLMEngine.add_request` and `step`.
@@ -8,6 +8,7 @@ All requests at once go through `LLM.generate`, which is its fastest way and tel
 import json
 import os
 import sys
+import time
 from typing import Any
 
 import child
@@ -20,7 +21,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import vllm  # noqa: E402
-from pace import Record, pace  # noqa: E402
+from record import Record  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
 
 
@@ -36,24 +37,28 @@ class Offline:
 
     def run(self, requests: list[tuple[list[int], int]], offsets: list[float] | None) -> dict[str, Any]:
         """See measure.py."""
-        engine, record = self._llm.llm_engine, Record()
         params = [SamplingParams(temperature=0.0, max_tokens=num, ignore_eos=True) for _, num in requests]
         prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt, _ in requests]
-        if offsets is None:
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
-            token_ids = [list(output.outputs[0].token_ids) for output in outputs]
-            return {"seconds": record.now(), "token_ids": token_ids, "events": None}
+        if offsets is not None:
+            return self._pace(prompts, params, offsets)
+        record = Record()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        token_ids = [list(output.outputs[0].token_ids) for output in outputs]
+        return {"seconds": record.now(), "token_ids": token_ids, "events": None}
 
-        def add(i: int) -> None:
-            params[i].output_kind = RequestOutputKind.DELTA
-            engine.add_request(str(i), prompts[i], params[i])
-
-        def step() -> bool:
-            for output in engine.step() if engine.has_unfinished_requests() else ():
-                record.take(int(output.request_id), list(output.outputs[0].token_ids), record.now())
-            return bool(engine.has_unfinished_requests())
-
-        pace(offsets, record, add, step)
+    def _pace(self, prompts: list[Any], params: list[SamplingParams], offsets: list[float]) -> dict[str, Any]:
+        """Requests come at their time, or after the step that runs then."""
+        engine, record, num_added = self._llm.llm_engine, Record(), 0
+        while num_added < len(offsets) or engine.has_unfinished_requests():
+            while num_added < len(offsets) and offsets[num_added] <= record.now():
+                params[num_added].output_kind = RequestOutputKind.DELTA
+                engine.add_request(str(num_added), prompts[num_added], params[num_added])
+                num_added += 1
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, offsets[num_added] - record.now()))
+                continue
+            for output in engine.step():
+                record.take(int(output.request_id), list(output.outputs[0].token_ids))
         return record.reply()
 
 

@@ -4,7 +4,7 @@
 import itertools
 import random
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 
 class Request(NamedTuple):
@@ -14,29 +14,14 @@ class Request(NamedTuple):
     num_output_tokens: int
 
 
-class Bounds(NamedTuple):
-    """Whole numbers from `low` to `high`, each as likely."""
-
-    low: int
-    high: int
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """`32-256`, or `128` for always the same; ValueError for anything else."""
-        low, _, high = text.partition("-")
-        bounds = cls(int(low), int(high or low))
-        if not 1 <= bounds.low <= bounds.high:
-            raise ValueError(f"{text!r} is not LOW-HIGH with 1 <= LOW <= HIGH")
-        return bounds
-
-
 @dataclass(frozen=True, slots=True)
 class Workload:
     """What is asked, run by run. Each run has a key and prompts of its own, so that no prefix cache knows them yet."""
 
     num_requests: int
-    prompt_tokens: Bounds
-    output_tokens: Bounds
+    prompt_tokens: tuple[int, int]
+    """Least and most, each length between as likely."""
+    output_tokens: tuple[int, int]
     vocab_size: int
     """Prompts are drawn from all token ids."""
     seed: int
@@ -55,11 +40,11 @@ class Workload:
         gaps = (draw.expovariate(rate) for _ in range(self.num_requests - 1))
         return list(itertools.accumulate(gaps, initial=0.0))
 
-    def prefix_pair(self, num_tokens: int, *key: object) -> tuple[Request, Request]:
+    def prefix_pair(self, num_tokens: int, *key: object) -> list[Request]:
         """Two prompts that share their first `num_tokens` tokens and end with 16 of their own; two output tokens."""
         draw = random.Random(f"{self.seed} prefix {key}")
         prefix = self._tokens(num_tokens, draw)
-        return Request(prefix + self._tokens(16, draw), 2), Request(prefix + self._tokens(16, draw), 2)
+        return [Request(prefix + self._tokens(16, draw), 2) for _ in range(2)]
 
     def _tokens(self, count: int, draw: random.Random) -> list[int]:
         return draw.choices(range(self.vocab_size), k=count)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record: when the tokens of each request came. Filled in the engines' processes; measure.py says what replies hold."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+
+class Record:
+    """Tokens of each request as they come, by the engine's ids, which rise with the requests. Starts now."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._arrivals: dict[int, list[tuple[float, Sequence[int]]]] = {}
+
+    def now(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._start
+
+    def take(self, id: int, token_ids: Sequence[int]) -> None:
+        """Tokens of a request came just now."""
+        if token_ids:
+            self._arrivals.setdefault(id, []).append((self.now(), token_ids))
+
+    def reply(self) -> dict[str, Any]:
+        """Everything that came, request by request."""
+        arrivals = [self._arrivals[id] for id in sorted(self._arrivals)]
+        return {
+            "seconds": max(request[-1][0] for request in arrivals),
+            "token_ids": [[token for _, tokens in request for token in tokens] for request in arrivals],
+            "events": [[(at, len(tokens)) for at, tokens in request] for request in arrivals],
+        }
