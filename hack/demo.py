@@ -161,7 +161,7 @@ def crowd(ports: Ports, models: list[str], streams: int) -> Row:
         events = http_stream(ports, models[i % len(models)], body | {"return_num_output_tokens": True})
         seen = [(time.monotonic() - started, int(event["num_output_tokens"])) for event in events]
         with lock:
-            counts.append(seen[-1][1])
+            counts.append(sum(tokens for _, tokens in seen))
             firsts.append(1e3 * seen[0][0])
 
     started = time.monotonic()
