@@ -186,6 +186,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--engines: {unknown[0]!r} is not one of {', '.join(NAMES)}")
     if "vllm" in (args.engines or ()) and not args.vllm_python:
         parser.error("--engines: vllm needs --vllm-python")
+    if args.vllm_python and not os.access(args.vllm_python, os.X_OK):
+        parser.error(
+            f"--vllm-python: {args.vllm_python!r} is no program; give the python of an environment that has vllm"
+        )
     if args.model and not (args.model / "config.json").is_file():
         parser.error(f"--model: {args.model} holds no config.json; give the folder of a checkpoint")
     if min(args.requests, args.runs, *args.rates) <= 0:
@@ -207,7 +211,7 @@ def _rates(text: str) -> list[float]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report; every process that was started has ended afterwards."""
     args = arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Control-C does: by unwinding
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         results = run(args)
     except (WrongOutput, ChildFailed) as error:
@@ -219,6 +223,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         report.write_markdown(results, args.markdown)
     if args.plot:
         plot.draw(results, args.plot)
+
+
+def _terminate(*_: object) -> None:
+    """End as Control-C does: by unwinding, so that every process ends too."""
+    say("terminated")
+    sys.exit(143)
 
 
 if __name__ == "__main__":
