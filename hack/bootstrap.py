@@ -5,7 +5,7 @@ Runs on the machine's own Python with the standard library only. Everything that
 its fix. On a machine without an NVIDIA GPU it takes PyTorch's CPU build where the package index offers one, because the
 default build brings several gigabytes of CUDA libraries.
 
-    python3.11 hack/bootstrap.py --for demo|dev [--venv .venv] [--check-only]
+    python3.11 hack/bootstrap.py --for demo|dev|bench [--venv .venv] [--check-only]
 """
 
 import argparse
@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "engine,server,operator"
 TORCH_RANGE = ((2, 6), (3, 0))
 """As in pyproject.toml."""
+_LADDER = ("demo", "dev", "bench")
+"""Dependency groups; each includes those before it."""
 NEEDED_BYTES = 4 * 2**30
 
 
@@ -133,9 +135,8 @@ def install(folder: Path, group: str) -> None:
     done = subprocess.run([*pip, "install", *quiet, *wanted], check=False)
     if done.returncode:
         sys.exit(f"bootstrap: pip failed with {done.returncode}; its last lines say why")
-    stamp(folder, group).touch()
-    if group == "dev":
-        stamp(folder, "demo").touch()
+    for included in _LADDER[: _LADDER.index(group) + 1]:
+        stamp(folder, included).touch()
     say(f"ready in {time.monotonic() - started:.0f} s: {folder}")
 
 
@@ -147,7 +148,7 @@ def say(text: str) -> None:
 def main() -> None:
     """Check, then install unless everything is already there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--for", dest="group", choices=("demo", "dev"), default="dev", help="what to install for")
+    parser.add_argument("--for", dest="group", choices=_LADDER, default="dev", help="what to install for")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment's folder (default: .venv)")
     parser.add_argument("--check-only", action="store_true", help="say what is missing and install nothing")
     arguments = parser.parse_args()

@@ -76,10 +76,10 @@ class Recipe:
 _BASE = (Phase("copying", 160, 16, 128), Phase("base", 300, 16, 128), Phase("base", 760))
 _BASE_PACE = Pace(adamw=3e-3, muon=5e-3)
 # Rates measured: pirate talk at 4e-2 reaches a held-out loss of 0.30 in 300 steps; SQL loses the copying of values at
-# 2e-2 and more, and keeps it at 1e-2.
+# 2e-2 and more, and keeps it at 1e-2. Its 1000 steps answer 63 % of unseen questions word for word, 500 steps 56 %.
 _ADAPTERS = {
     "pirate": Recipe(8, 16, Phase("pirate", 300, 8, 256), Pace(adamw=2e-3, muon=4e-2, warmup=20)),
-    "sql": Recipe(16, 24, Phase("sql", 500, 8, 256), Pace(adamw=2e-3, muon=1e-2, warmup=20)),
+    "sql": Recipe(16, 24, Phase("sql", 1000, 8, 256), Pace(adamw=2e-3, muon=1e-2, warmup=20)),
 }
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
