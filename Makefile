@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-env dev-env bench-env doctor test test-fast bench lint types contracts check format clean
+.PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check format clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,7 +22,7 @@ test: dev-env ## every test that this machine can run, and a line for each that 
 test-fast: dev-env ## the tests that start no server (seconds)
 	@$(BIN)/python -m pytest -q -m "not server"
 
-bench: bench-env ## measure serving on a quiet machine: this engine, the server, transformers (BENCH="--help" explains)
+bench: dev-env ## measure serving on a quiet machine: this engine, the server, transformers (BENCH="--help" explains)
 	@env -u OMP_NUM_THREADS $(BIN)/python tests/bench/serving.py --shape 135m $(BENCH)
 
 check: lint types contracts ## lint, types and import contracts
@@ -47,9 +47,6 @@ demo-env:
 
 dev-env:
 	@$(PYTHON) hack/bootstrap.py --for dev --venv $(VENV)
-
-bench-env:
-	@$(PYTHON) hack/bootstrap.py --for bench --venv $(VENV)
 
 clean: ## remove the environment and all caches
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

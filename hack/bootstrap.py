@@ -5,7 +5,7 @@ Runs on the machine's own Python with the standard library only. Everything that
 its fix. On a machine without an NVIDIA GPU it takes PyTorch's CPU build where the package index offers one, because the
 default build brings several gigabytes of CUDA libraries.
 
-    python3.11 hack/bootstrap.py --for demo|dev|bench [--venv .venv] [--check-only]
+    python3.11 hack/bootstrap.py --for demo|dev [--venv .venv] [--check-only]
 """
 
 import argparse
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "engine,server,operator"
 TORCH_RANGE = ((2, 6), (3, 0))
 """As in pyproject.toml."""
-_LADDER = ("demo", "dev", "bench")
+_LADDER = ("demo", "dev")
 """Dependency groups; each includes those before it."""
 NEEDED_BYTES = 4 * 2**30
 

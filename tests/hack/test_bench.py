@@ -144,7 +144,6 @@ def test_nothing_is_left_of_a_run(results, model):
 
 @pytest.mark.server
 def test_a_picture_of_the_results(results, tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is in the dependency group bench")
     plot.draw(results, tmp_path / "results.png")
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 

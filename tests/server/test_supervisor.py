@@ -473,4 +473,4 @@ def test_help_teaches(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    assert "/health/ready" in text and "exit codes:" in text and "Example:" in text
+    assert "/health/ready" in text and "exit codes:" in text and "Examples:" in text
