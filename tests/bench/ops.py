@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the forms of the operations gain on this CPU: `python tests/bench/ops.py`. Best of many runs, one thread.
+
+The rows are those of kernels/README.md: shapes of a 135M Llama (hidden 576, 9 heads on 3 KV heads of 64).
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from quire_engine.device import keep_memory
+from quire_kernels import (
+    SlotRows,
+    add_lora,
+    attention,
+    keep_likely,
+    linear,
+    pack_weight,
+    paged_attention,
+    plan_adapters,
+    plan_attention,
+)
+
+CPU = torch.device("cpu")
+
+
+def best_ms(function: Callable[[], object], num_runs: int = 30) -> float:
+    """Milliseconds of processor time of the fastest of `num_runs` runs, after two that do not count."""
+    times = []
+    for _ in range(num_runs + 2):
+        start = time.thread_time()
+        function()
+        times.append(time.thread_time() - start)
+    return min(times[2:]) * 1e3
+
+
+def linear_row(dtype: torch.dtype, num_tokens: int) -> None:
+    weight, x = torch.randn(3072, 576, dtype=dtype), torch.randn(num_tokens, 576, dtype=dtype)
+    packed = pack_weight(weight)
+    plain = best_ms(lambda: F.linear(x, weight))
+    report(f"linear 576 x 3072, {dtype}, {num_tokens} tokens", plain, best_ms(lambda: linear(x, packed, None)))
+
+
+def attention_row(dtype: torch.dtype, num_spans: int, context: int) -> None:
+    blocks = num_spans * context // 16
+    cache = torch.randn(2, blocks, 16, 3, 64, dtype=dtype)
+    tables = torch.randperm(blocks).view(num_spans, -1)
+    batch = plan_attention([context - 1] * num_spans, [1] * num_spans, tables, cache, CPU)
+    queries = torch.randn(num_spans, 9, 64, dtype=dtype)
+    fused = with_setting(attention, "MAX_PRODUCT_HEADS", 0, lambda: paged_attention(queries, cache, batch))
+    here = best_ms(lambda: paged_attention(queries, cache, batch))
+    report(f"decode attention, {dtype}, {num_spans} x {context} tokens", fused, here)
+
+
+def adapter_row(dtype: torch.dtype) -> None:
+    widths, num_slots, rank = (576, 192, 192), 8, 16
+    a = torch.randn(len(widths), num_slots, rank, 576, dtype=dtype)
+    b = [torch.randn(num_slots, rank, width, dtype=dtype) for width in widths]
+    ranks = [(rank,) * len(widths)] * num_slots
+    batch = plan_adapters([SlotRows(s, 8 * s, 8 * s + 8) for s in range(num_slots)], 64, num_slots, CPU)
+    x, out = torch.randn(64, 576, dtype=dtype), torch.zeros(64, sum(widths), dtype=dtype)
+    pairs = best_ms(lambda: add_lora.reference(out, x, a, b, ranks, batch))
+    report(f"8 adapters of rank 16 on q, k, v, {dtype}", pairs, best_ms(lambda: add_lora(out, x, a, b, ranks, batch)))
+
+
+def sampling_row() -> None:
+    probs = (torch.randn(8, 49152) * 4).softmax(-1)
+    limits = torch.zeros(8, dtype=torch.int64), torch.full((8,), 0.9), torch.zeros(8)
+    sort = best_ms(lambda: keep_likely.reference(probs, *limits), 5)
+    report("top-p of 8 rows of 49,152", sort, best_ms(lambda: keep_likely(probs, *limits)))
+
+
+def with_setting(module: object, name: str, value: object, function: Callable[[], object]) -> float:
+    """`best_ms` with a module's constant changed for the time."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        return best_ms(function)
+    finally:
+        setattr(module, name, before)
+
+
+def report(what: str, plain_ms: float, here_ms: float) -> None:
+    print(f"{what:<52} {plain_ms:8.3f} ms {here_ms:8.3f} ms  {plain_ms / here_ms:5.1f} x", flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    keep_memory()  # as the engine does: without it, long contexts measure the system's page faults
+    print(f"torch {torch.__version__}, one thread{'plain':>38} {'as it is':>14}")
+    with torch.inference_mode():
+        for dtype in (torch.bfloat16, torch.float32):
+            linear_row(dtype, 1)
+            linear_row(dtype, 64)
+            attention_row(dtype, 64, 128)
+            attention_row(dtype, 64, 1024)
+            adapter_row(dtype)
+        sampling_row()
+
+
+if __name__ == "__main__":
+    main()
