@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from quire_engine.batch import build_batch, order_spans
-from quire_engine.device import available_memory, open_device, resolve_dtype
+from quire_engine.device import available_memory, open_device, resolve_dtype, set_threads
 from quire_engine.kv import KVCache, block_bytes
 from quire_engine.layers import Placement
 from quire_engine.lora import AdapterSlots, SlotWeights
@@ -48,6 +48,8 @@ class TorchRunner(Runner):
         load_weights(folder, self._model.tensors(), tied=shape.tie_word_embeddings, progress=progress)
         self._slots = _make_slots(self._model, config, self._dtype, self._device) if config.enable_lora else None
         self._model.pack()
+        if self._device.type == "cpu":
+            set_threads(self._model.num_bytes)
         max_model_len = config.max_model_len or shape.max_position_embeddings
         one_block = block_bytes(shape, config.block_size, self._dtype)
         budget = self._measure(config, max_model_len)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny import VOCAB, load_oracle, make_adapter, make_checkpoint
 
 from quire_engine import device
-from quire_engine.device import available_memory, num_cores, resolve_dtype
+from quire_engine.device import available_memory, num_cores, resolve_dtype, set_threads
 from quire_engine.memory import GIB, Budget, num_blocks
 from quire_engine.peft import WEIGHTS_FILE, read_adapter
 from quire_engine.request import Sequence
@@ -314,6 +314,28 @@ def _machine(tmp_path, siblings, quota):
 def test_threads_are_physical_cores_within_the_quota(siblings, quota, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: set(range(len(siblings))))
     assert num_cores(*_machine(tmp_path, siblings, quota)) == expected
+
+
+@pytest.mark.parametrize(
+    ("weights", "wished", "expected"),
+    [
+        (6 << 20, "", 1),
+        (64 << 20, "", 2),
+        (1 << 40, "", 4),
+        (1 << 40, "3,2", 3),
+        (1 << 40, "64", 4),
+        (0, "nonsense", 1),
+    ],
+)
+def test_number_of_threads(weights, wished, expected, monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(device, "num_cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", wished)
+    try:
+        set_threads(weights)
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_memory_of_a_control_group_counts(tmp_path, monkeypatch):

@@ -16,6 +16,12 @@ def _poisoned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return poisoned
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    """Two threads wait for each other in every operation where the cores are busy, and these are small."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def poison_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every float tensor that is only allocated holds NaN."""
