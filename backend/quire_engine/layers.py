@@ -87,6 +87,7 @@ class Attention:
         self.num_heads = shape.num_heads
         self.num_rotated = shape.num_heads + shape.num_kv_heads
         self.head_dim = shape.head_dim
+        self.scale = shape.head_dim**-0.5
         q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         slices = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         self.qkv_proj = Linear(shape.hidden_size, slices, place, bias=shape.attention_bias)
@@ -99,7 +100,7 @@ class Attention:
         # Queries and keys lie side by side, so that one call rotates both.
         rotated = apply_rope(qkv[:, : self.num_rotated], *rope)
         write_kv(rotated[:, self.num_heads :], qkv[:, self.num_rotated :], cache, batch.addresses)
-        attended = paged_attention(rotated[:, : self.num_heads], cache, batch.attention)
+        attended = paged_attention(rotated[:, : self.num_heads], cache, batch.attention, self.scale)
         return self.o_proj(attended.view(num_tokens, -1), batch)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from quire_kernels import attention, paged_attention, plan_attention
 
+SCALE = 0.15
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -36,6 +37,13 @@ def _case(spans, *, block_size=16, heads=(9, 3), head_dim=64, dtype=torch.float3
     return queries, cache, plan_attention(starts, lengths, block_tables, cache, torch.device("cpu"))
 
 
+def _check(queries, cache, batch, tolerance=2e-6, **options):
+    """The form that runs equals the reference."""
+    found = paged_attention(queries, cache, batch, SCALE, **options)
+    expected = paged_attention.reference(queries, cache, batch, SCALE, **options)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
 RAGGED = {
     "one token": [(0, 1)],
     "one decode": [(16, 1)],
@@ -53,12 +61,7 @@ RAGGED = {
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_equals_reference(spans, dtype):
     queries, cache, batch = _case(spans, dtype=dtype)
-    torch.testing.assert_close(
-        paged_attention(queries, cache, batch),
-        paged_attention.reference(queries, cache, batch),
-        rtol=TOLERANCE[dtype],
-        atol=TOLERANCE[dtype],
-    )
+    _check(queries, cache, batch, tolerance=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 1), (14, 2)], ids=str)
@@ -66,23 +69,43 @@ def test_equals_reference(spans, dtype):
 @pytest.mark.parametrize("head_dim", [16, 80])
 def test_shapes(heads, block_size, head_dim):
     queries, cache, batch = _case(RAGGED["mixed"], heads=heads, block_size=block_size, head_dim=head_dim)
-    torch.testing.assert_close(
-        paged_attention(queries, cache, batch),
-        paged_attention.reference(queries, cache, batch),
-        rtol=2e-6,
-        atol=2e-6,
-    )
+    _check(queries, cache, batch)
 
 
-def test_reference_is_causal_attention():
+# The last one is wider than every context but one.
+@pytest.mark.parametrize("window", [1, 5, 16, 40, 299])
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_windows_and_soft_caps(window, softcap, dtype):
+    queries, cache, batch = _case(RAGGED["mixed"], dtype=dtype)
+    _check(queries, cache, batch, tolerance=TOLERANCE[dtype], window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("spans", RAGGED.values(), ids=RAGGED.keys())
+@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)], ids=str)
+def test_soft_caps(spans, heads):
+    queries, cache, batch = _case(spans, heads=heads)
+    _check(4 * queries, cache, batch, softcap=3.0)
+
+
+def test_layers_of_different_windows_share_a_plan():
+    queries, cache, batch = _case(RAGGED["mixed"])
+    for window in (None, 7, 30, None, 7):
+        _check(queries, cache, batch, window=window)
+
+
+@pytest.mark.parametrize("window", [None, 22, 4, 1])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_reference_is_causal_attention(window, softcap):
     queries, cache, batch = _case([(20, 3)], heads=(2, 1), head_dim=8)
+    found = paged_attention.reference(queries, cache, batch, SCALE, window, softcap)
     keys, values = cache[:, batch.block_tables[0]].flatten(1, 2)[:, :23, 0].double()
     for i in range(3):
-        scores = queries[i].double() @ keys[: 21 + i].T / 8**0.5
-        expected = scores.softmax(-1) @ values[: 21 + i]
-        torch.testing.assert_close(
-            paged_attention.reference(queries, cache, batch)[i].double(), expected, rtol=1e-5, atol=1e-6
-        )
+        seen = slice(0 if window is None else max(0, 21 + i - window), 21 + i)
+        scores = queries[i].double() @ keys[seen].T * SCALE
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
+        torch.testing.assert_close(found[i].double(), scores.softmax(-1) @ values[seen], rtol=1e-5, atol=1e-6)
 
 
 def test_each_span_is_in_one_group():
@@ -101,12 +124,7 @@ def test_gathers_are_bounded(monkeypatch):
     monkeypatch.setattr(attention, "GATHER_BYTES", 96 * 3 * 64 * 4)
     queries, cache, batch = _case([(30, 1)] * 7 + [(0, 20)] * 5)
     assert max(group.num_spans * group.num_keys for group in batch.groups) <= 96
-    torch.testing.assert_close(
-        paged_attention(queries, cache, batch),
-        paged_attention.reference(queries, cache, batch),
-        rtol=2e-6,
-        atol=2e-6,
-    )
+    _check(queries, cache, batch)
 
 
 @pytest.mark.parametrize("heads", [(9, 3), (14, 2), (4, 4), (3, 1)], ids=str)
@@ -115,10 +133,10 @@ def test_one_product_is_as_exact_as_fused_attention(heads, loudness, monkeypatch
     monkeypatch.setattr(attention, "MIN_PRODUCT_KEYS", 0)
     queries, cache, batch = _case([(130, 1), (7, 1), (64, 1)], heads=heads, dtype=torch.bfloat16)
     queries *= loudness
-    expected = paged_attention.reference(queries.double(), cache.double(), batch)
-    error = (paged_attention(queries, cache, batch).double() - expected).norm() / expected.norm()
+    expected = paged_attention.reference(queries.double(), cache.double(), batch, SCALE)
+    error = (paged_attention(queries, cache, batch, SCALE).double() - expected).norm() / expected.norm()
     monkeypatch.setattr(attention, "MAX_PRODUCT_HEADS", 0)
     assert error < 4e-3
     if heads[0] != heads[1]:
-        fused = (paged_attention(queries, cache, batch).double() - expected).norm() / expected.norm()
+        fused = (paged_attention(queries, cache, batch, SCALE).double() - expected).norm() / expected.norm()
         assert error < 2 * fused
