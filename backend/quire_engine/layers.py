@@ -6,14 +6,16 @@ Plain classes, not torch modules: nothing here trains, moves or is saved, and ca
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from quire_engine.batch import Batch
 from quire_engine.lora import SlotWeights
-from quire_kernels import apply_rope, linear, pack_weight, paged_attention, rms_norm, silu_mul, write_kv
+from quire_kernels import apply_rope, gated, linear, pack_weight, paged_attention, rms_norm, write_kv
 from quire_spec.shape import ModelShape
+from quire_spec.sizing import linears
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,42 +78,86 @@ class RMSNorm:
         self.weight = place.empty(size)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_tokens, size] to the same."""
+        """[..., size] to the same."""
         return rms_norm(x, self.weight, self.eps)
+
+    def tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors of the module `name`."""
+        yield f"{name}.weight", self.weight
 
 
 class Attention:
-    """Grouped-query attention with rotary positions over the paged cache."""
+    """Grouped-query attention with rotary positions over the paged cache.
 
-    def __init__(self, shape: ModelShape, place: Placement) -> None:
+    Families vary it by subclasses: the names of its linears, and `project`.
+    """
+
+    QKV: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
+    """The linears that make queries, keys and values; one where a checkpoint has them fused."""
+    OUTPUT: ClassVar[str] = "o_proj"
+
+    def __init__(self, shape: ModelShape, index: int, place: Placement) -> None:
         self.num_heads = shape.num_heads
         self.num_rotated = shape.num_heads + shape.num_kv_heads
         self.head_dim = shape.head_dim
-        self.scale = shape.head_dim**-0.5
-        q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        slices = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        self.scale = shape.attention_scale
+        self.window = shape.windows[index]
+        self.softcap = shape.attention_softcap
+        sizes = linears(shape)
+        slices = {name: sizes[f"self_attn.{name}"][1] for name in self.QKV}
         self.qkv_proj = Linear(shape.hidden_size, slices, place, bias=shape.attention_bias)
-        self.o_proj = Linear(q, {"o_proj": shape.hidden_size}, place, bias=shape.output_bias)
+        q = shape.num_heads * shape.head_dim
+        self.o_proj = Linear(q, {self.OUTPUT: shape.hidden_size}, place, bias=shape.output_bias)
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Tensor, batch: Batch) -> Tensor:
         """[num_tokens, hidden_size] to the same; writes the tokens' keys and values to `cache`, one layer's."""
-        num_tokens = x.shape[0]
-        qkv = self.qkv_proj(x, batch).view(num_tokens, -1, self.head_dim)
+        qkv = self.project(x, batch)
         # Queries and keys lie side by side, so that one call rotates both.
         rotated = apply_rope(qkv[:, : self.num_rotated], *rope)
         write_kv(rotated[:, self.num_heads :], qkv[:, self.num_rotated :], cache, batch.addresses)
-        attended = paged_attention(rotated[:, : self.num_heads], cache, batch.attention, self.scale)
-        return self.o_proj(attended.view(num_tokens, -1), batch)
+        return self.attend(rotated[:, : self.num_heads], cache, batch)
+
+    def project(self, x: Tensor, batch: Batch) -> Tensor:
+        """[num_tokens, hidden_size] to queries, keys and values, [num_tokens, all heads of them, head_dim]."""
+        return self.qkv_proj(x, batch).view(x.shape[0], -1, self.head_dim)
+
+    def attend(self, queries: Tensor, cache: Tensor, batch: Batch) -> Tensor:
+        """[num_tokens, num_heads, head_dim] to [num_tokens, hidden_size]."""
+        attended = paged_attention(queries, cache, batch.attention, self.scale, self.window, self.softcap)
+        return self.o_proj(attended.view(queries.shape[0], -1), batch)
+
+    def linears(self) -> tuple[Linear, ...]:
+        """The linears that adapters can change."""
+        return (self.qkv_proj, self.o_proj)
+
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors under `prefix`."""
+        for one in self.linears():
+            yield from one.tensors(prefix)
 
 
 class MLP:
-    """Gated feed-forward layer."""
+    """Gated feed-forward layer. Families vary the names of its linears."""
+
+    GATE_UP: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
+    """One name where a checkpoint has them fused."""
 
     def __init__(self, shape: ModelShape, place: Placement) -> None:
-        slices = {"gate_proj": shape.intermediate_size, "up_proj": shape.intermediate_size}
+        sizes = linears(shape)
+        slices = {name: sizes[f"mlp.{name}"][1] for name in self.GATE_UP}
         self.gate_up_proj = Linear(shape.hidden_size, slices, place, bias=shape.mlp_bias)
         self.down_proj = Linear(shape.intermediate_size, {"down_proj": shape.hidden_size}, place, bias=shape.mlp_bias)
+        self.activate = gated(shape.activation)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """[num_tokens, hidden_size] to the same."""
-        return self.down_proj(silu_mul(self.gate_up_proj(x, batch)), batch)
+        return self.down_proj(self.activate(self.gate_up_proj(x, batch)), batch)
+
+    def linears(self) -> tuple[Linear, ...]:
+        """The linears that adapters can change."""
+        return (self.gate_up_proj, self.down_proj)
+
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors under `prefix`."""
+        for one in self.linears():
+            yield from one.tensors(prefix)

@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire_engine.peft_config import PeftConfig
-from quire_spec.capability import LORA_TARGETS
 from quire_spec.errors import InvalidArgument
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import linears, lora_slot_bytes
@@ -26,10 +25,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 # What a file may hold beside its tensors: names, shapes and metadata.
 _MAX_HEADER_BYTES = 8 << 20
-_KEY = re.compile(
-    r"base_model\.model\.(?P<module>model\.layers\.(?P<layer>\d{1,5})\.(?:self_attn|mlp)\.(?P<target>\w+))"
-    r"\.lora_(?P<half>[AB])\.weight"
-)
+_KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]{1,200})\.lora_(?P<half>[AB])\.weight")
 _FLOATS = ("F64", "F32", "BF16", "F16")
 
 
@@ -101,43 +97,65 @@ def _check_size(path: Path, shape: ModelShape, max_rank: int) -> None:
 
 
 def _read(file: Any, config: PeftConfig, shape: ModelShape, dtype: torch.dtype) -> HostAdapter:
-    halves = _modules(file.keys(), shape)
+    halves = _halves(file.keys(), shape)
     _check_targets(halves, config, shape)
     sizes = linears(shape)
-    for (layer, target), names in halves.items():
-        d_in, d_out = sizes[target]
-        rank = config.rank(_module(layer, target))
+    for module, names in halves.items():
+        d_in, d_out = sizes[module.path]
+        rank = config.rank(module.name)
         _check_tensor(file, names["A"], (rank, d_in))
         _check_tensor(file, names["B"], (d_out, rank))
     pairs = {}
-    for (layer, target), names in halves.items():
+    for module, names in halves.items():
         a = file.get_tensor(names["A"]).to(dtype)
-        b = (file.get_tensor(names["B"]).to(torch.float32) * config.scale(_module(layer, target))).to(dtype)
+        b = (file.get_tensor(names["B"]).to(torch.float32) * config.scale(module.name)).to(dtype)
         for name, tensor in ((names["A"], a), (names["B"], b)):
             if not tensor.isfinite().all():
                 raise InvalidArgument(f"{name} holds NaN or infinity, or overflows {dtype}, its scale applied")
-        pairs[layer, target] = (a, b)
+        pairs[module.layer, module.target] = (a, b)
     return HostAdapter(max(a.shape[0] for a, _ in pairs.values()), pairs)
 
 
-def _modules(keys: list[str], shape: ModelShape) -> dict[tuple[int, str], dict[str, str]]:
-    """(layer, target) to the names of its A and B.
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """A linear that adapters can change."""
+
+    name: str
+    """Its path in the model, as rank_pattern knows it."""
+    layer: int
+    path: str
+    """Its path in the layer."""
+
+    @property
+    def target(self) -> str:
+        """What target_modules calls it."""
+        return self.path.rpartition(".")[2]
+
+
+def _modules(shape: ModelShape) -> dict[str, _Module]:
+    """By their names."""
+    found = (
+        _Module(f"{shape.family.layers}.{layer}.{path}", layer, path)
+        for layer in range(shape.num_layers)
+        for path in shape.family.linears
+    )
+    return {module.name: module for module in found}
+
+
+def _halves(keys: list[str], shape: ModelShape) -> dict[_Module, dict[str, str]]:
+    """Each adapted module's A and B by name.
 
     Raises:
         InvalidArgument: a tensor is none of ours, half a pair is missing, or there is none at all.
     """
-    halves: dict[tuple[int, str], dict[str, str]] = {}
+    modules = _modules(shape)
+    halves: dict[_Module, dict[str, str]] = {}
     for key in sorted(keys):
         match = _KEY.fullmatch(key)
-        layer = int(match["layer"]) if match else -1
-        if match is None or match["module"] != _module(layer, match["target"]):
-            raise InvalidArgument(
-                f"tensor {key[:200]!r} is not a LoRA matrix of a linear; supported are {', '.join(LORA_TARGETS)}, "
-                "named base_model.model.model.layers.N.self_attn|mlp.TARGET.lora_A|B.weight"
-            )
-        if layer >= shape.num_layers:
-            raise InvalidArgument(f"tensor {key!r}: the model has {shape.num_layers} layers; is it for another model?")
-        halves.setdefault((layer, match["target"]), {})[match["half"]] = key
+        module = modules.get(match["module"]) if match else None
+        if match is None or module is None:
+            raise InvalidArgument(_stranger(key, shape))
+        halves.setdefault(module, {})[match["half"]] = key
     if not halves:
         raise InvalidArgument(f"{WEIGHTS_FILE} holds no tensor")
     for names in halves.values():
@@ -147,20 +165,24 @@ def _modules(keys: list[str], shape: ModelShape) -> dict[tuple[int, str], dict[s
     return halves
 
 
-def _module(layer: int, target: str) -> str:
-    """The module's path in the model, as rank_pattern knows it; empty for a name that is no target."""
-    if target not in LORA_TARGETS:
-        return ""
-    parent = "self_attn" if target in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
-    return f"model.layers.{layer}.{parent}.{target}"
+def _stranger(key: str, shape: ModelShape) -> str:
+    """Why a tensor is none of this model's."""
+    layers = shape.family.layers
+    deep = re.match(rf"base_model\.model\.{re.escape(layers)}\.(\d{{1,5}})\.", key)
+    if deep and int(deep[1]) >= shape.num_layers:
+        return f"tensor {key[:200]!r}: the model has {shape.num_layers} layers; is it for another model?"
+    paths = ", ".join(shape.family.linears)
+    return (
+        f"tensor {key[:200]!r} is not a LoRA matrix of a linear; those of {shape.architecture} are {paths}, "
+        f"named base_model.model.{layers}.N.PATH.lora_A|B.weight"
+    )
 
 
-def _check_targets(halves: Mapping[tuple[int, str], Any], config: PeftConfig, shape: ModelShape) -> None:
+def _check_targets(halves: Mapping[_Module, Any], config: PeftConfig, shape: ModelShape) -> None:
     """Refuse a file that lacks tensors of modules that its config says were trained: it is cut or mixed up."""
-    for target in config.full_targets & set(LORA_TARGETS):
-        absent = [layer for layer in range(shape.num_layers) if (layer, target) not in halves]
-        if absent:
-            raise InvalidArgument(f"target_modules has {target}, and layer {absent[0]} has no tensors for it")
+    for module in _modules(shape).values():
+        if module.target in config.full_targets and module not in halves:
+            raise InvalidArgument(f"target_modules has {module.target}, and layer {module.layer} has no tensors for it")
 
 
 def _check_tensor(file: Any, name: str, wanted: tuple[int, int]) -> None:

@@ -1,66 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding: the angles of a checkpoint's `rope_parameters`. Applied by quire_kernels.apply_rope."""
+"""Rotary position embedding: the angles that a checkpoint's rope asks for. Applied by quire_kernels.apply_rope.
+
+Source of all scalings: the releases that brought them, as in transformers' modeling_rope_utils.
+"""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire_spec.errors import ConfigError
-from quire_spec.shape import ModelShape
-
-SCALINGS = ("default", "linear", "llama3")
+from quire_spec.rope import Rope
 
 
 class Rotary:
-    """Cosines and sines of positions.
+    """Cosines and sines of positions."""
 
-    Raises:
-        ConfigError: the checkpoint scales its positions in a way that is not supported, or a number is missing.
-    """
-
-    def __init__(self, shape: ModelShape, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(shape).to(device)
+    def __init__(self, rope: Rope, device: torch.device) -> None:
+        self._frequencies = inverse_frequencies(rope).to(device)
+        self._scale = rope.attention_factor
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of each position [num_tokens]: cosines and sines, each [num_tokens, head_dim] of `dtype`; the first half of
+        """Of each position [num_tokens]: cosines and sines, each [num_tokens, rope.dim] of `dtype`; the first half of
         the sines is negated, as `apply_rope` takes them."""
         angles = positions.to(torch.float32)[:, None] * self._frequencies
         cos, sin = angles.cos(), angles.sin()
+        if self._scale != 1.0:
+            cos, sin = cos * self._scale, sin * self._scale
         return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
-def inverse_frequencies(shape: ModelShape) -> Tensor:
-    """Radians per position of each pair, [head_dim / 2] float32 on the CPU; raises ConfigError as Rotary does."""
-    scaling = shape.rope_scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).to(torch.float32) / shape.head_dim
-    frequencies = 1.0 / (shape.rope_theta**exponents)
-    if kind == "default":
-        return frequencies
-    if kind == "linear":
-        return frequencies / _number(scaling, "factor")
-    if kind == "llama3":
-        return _llama3(frequencies, scaling)
-    raise ConfigError(f"config.json: rope scaling {kind!r} is not supported; supported are {', '.join(SCALINGS)}")
+def inverse_frequencies(rope: Rope) -> Tensor:
+    """Radians per position of each pair, [rope.dim / 2] float32 on the CPU."""
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).to(torch.float32) / rope.dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(frequencies, rope)
+    if rope.kind == "yarn":
+        return _yarn(frequencies, rope)
+    # `dynamic` stretches contexts beyond max_position_embeddings, and up to there changes nothing.
+    return frequencies
 
 
-def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended.
+def _llama3(frequencies: Tensor, rope: Rope) -> Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    waves, low, high = 2 * math.pi / frequencies, rope.low_freq_factor, rope.high_freq_factor
+    kept = ((rope.trained_length / waves - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / rope.factor + kept * frequencies
 
-    Source: the rope scaling that Llama 3.1 was released with, as in transformers' modeling_rope_utils.
+
+def _yarn(frequencies: Tensor, rope: Rope) -> Tensor:
+    """Pairs that turn often within the trained length are kept, slow ones stretched by `factor`, those between blended.
+
+    Source: https://arxiv.org/abs/2309.00071
     """
-    factor, trained = _number(scaling, "factor"), _number(scaling, "original_max_position_embeddings")
-    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
-    waves = 2 * math.pi / frequencies
-    kept = ((trained / waves - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - kept) * frequencies / factor + kept * frequencies
 
+    def pair(turns: float) -> float:
+        return rope.dim * math.log(rope.trained_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-def _number(scaling: Mapping[str, Any], name: str) -> float:
-    value = scaling.get(name)
-    if not isinstance(value, int | float) or value <= 0:
-        raise ConfigError(f"config.json: rope scaling needs {name}, a positive number; found {value!r}")
-    return float(value)
+    first, last = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.dim - 1)
+    ramp = (torch.arange(rope.dim // 2) - first) / (last - first or 0.001)
+    stretched = ramp.clamp(0.0, 1.0)
+    return stretched * frequencies / rope.factor + (1 - stretched) * frequencies

@@ -16,7 +16,7 @@ from quire_engine.kv import KVCache, block_bytes
 from quire_engine.layers import Placement
 from quire_engine.lora import AdapterSlots, SlotWeights
 from quire_engine.memory import Budget, num_blocks
-from quire_engine.models import MODELS
+from quire_engine.models import model_class
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.peft import HostAdapter
 from quire_engine.request import BlockId, Sequence
@@ -44,7 +44,7 @@ class TorchRunner(Runner):
         self._dtype = resolve_dtype(config, shape.dtype)
         self._sampler = Sampler()
         self._num_slots = config.max_loras if config.enable_lora else 0
-        self._model = MODELS[shape.architecture](shape, Placement(self._dtype, self._device))
+        self._model = model_class(shape.architecture)(shape, Placement(self._dtype, self._device))
         load_weights(folder, self._model.tensors(), tied=shape.tie_word_embeddings, progress=progress)
         self._slots = _make_slots(self._model, config, self._dtype, self._device) if config.enable_lora else None
         self._model.pack()

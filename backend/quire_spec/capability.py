@@ -5,7 +5,10 @@ One table, so that a plan never asks for what the engine does not have. The engi
 every architecture listed here has a model class, and the other way round.
 """
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+from quire_spec.families import FAMILIES
+
+ARCHITECTURES = tuple(FAMILIES)
+ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -13,7 +16,6 @@ KV_CACHE_DTYPES = ("auto",)
 QUANTIZATIONS: tuple[str, ...] = ()
 TENSOR_PARALLEL_SIZES = (1,)
 LORA_RANKS = (8, 16, 32, 64, 128, 256)
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SWAP = False
 SPECULATION = False
 

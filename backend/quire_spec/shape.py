@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire_spec import capability
+from quire_spec.config_json import ConfigJson
 from quire_spec.errors import ConfigError
+from quire_spec.families import FAMILIES, Family
+from quire_spec.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,39 +26,59 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    embedding_size: int
+    """Width of the embedding and of the output projection's input; hidden_size but for some OPT."""
     max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: Mapping[str, Any] | None
+    num_learnt_positions: int
+    """Rows of the table of learnt positions; 0 where positions are rotary."""
+    rope: Rope | None
+    """None where positions are learnt."""
+    windows: tuple[int | None, ...]
+    """For each layer, how many keys before it a token sees, itself included; None: all."""
+    attention_scale: float
+    """What scores are multiplied by."""
+    attention_softcap: float | None
+    """Bound that scores are bent towards."""
+    logits_softcap: float | None
+    """The same for logits."""
+    norm_eps: float
+    activation: str
+    """Of the MLP; one of capability.ACTIVATIONS."""
     tie_word_embeddings: bool
     attention_bias: bool
     """Biases on q, k and v."""
     output_bias: bool
-    """Bias on o."""
+    """Bias on the output of attention."""
     mlp_bias: bool
+    flags: Mapping[str, bool]
+    """Switches that only this family has, by their names in config.json."""
     dtype: str
     """Of the checkpoint."""
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def family(self) -> Family:
+        """What checkpoints of this architecture have in common."""
+        return FAMILIES[self.architecture]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Read a Hugging Face config.json.
 
         Raises:
-            ConfigError: the architecture is not supported (the message lists those that are), or a number is missing.
+            ConfigError: the architecture is not supported (the message lists those that are), or a value is missing,
+                of the wrong type, or asks for something that is not supported; the message names its key.
         """
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"config.json: expected an object, found {type(config).__name__}")
         found = config.get("architectures") or ["none"]
-        if found[0] not in capability.ARCHITECTURES:
+        architecture = found[0] if isinstance(found, list) else found
+        if not isinstance(architecture, str) or architecture not in FAMILIES:
             raise ConfigError(
-                f"config.json: architecture {found[0]!r} is not supported; "
+                f"config.json: architecture {architecture!r} is not supported; "
                 f"supported are {', '.join(capability.ARCHITECTURES)}"
             )
-        if config.get("use_sliding_window"):
-            raise ConfigError("config.json: use_sliding_window is not supported")
-        try:
-            return cls._read(config, found[0])
-        except KeyError as error:
-            raise ConfigError(f"config.json: {error.args[0]} is missing") from error
+        return cls._read(ConfigJson(config, FAMILIES[architecture].defaults), architecture)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -68,30 +91,73 @@ class ModelShape:
         return cls.from_config(config)
 
     @classmethod
-    def _read(cls, config: Mapping[str, Any], architecture: str) -> Self:
-        heads = config["num_attention_heads"]
-        qwen2 = architecture == "Qwen2ForCausalLM"
-        bias = bool(config.get("attention_bias", False))
-        # transformers 5 writes rope_theta inside rope_parameters, earlier ones beside rope_scaling.
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        eos = config.get("eos_token_id")
+    def _read(cls, config: ConfigJson, architecture: str) -> Self:
+        family = FAMILIES[architecture]
+        num_layers, hidden = config.integer("num_hidden_layers"), config.integer("hidden_size")
+        heads, kv_heads, head_dim = _heads(config, hidden)
+        positions = config.integer("max_position_embeddings")
+        qkv_bias, output_bias, mlp_bias = (b if isinstance(b, bool) else config.flag(b, False) for b in family.biases)
+        if "quantization_config" in config:
+            raise ConfigError("config.json: quantization_config: quantized checkpoints are not supported")
+        learnt = family.learnt_positions
+        rope = None
+        if learnt is None:
+            partial = "partial_rotary_factor" in family.defaults
+            rope = Rope.read(config, head_dim, positions, partial=partial)
         return cls(
             architecture=architecture,
-            num_layers=config["num_hidden_layers"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
+            num_layers=num_layers,
+            hidden_size=hidden,
+            intermediate_size=config.integer(family.names.get("intermediate_size", "intermediate_size")),
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab_size=config["vocab_size"],
-            max_position_embeddings=config["max_position_embeddings"],
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
-            rope_scaling=rope if rope.get("rope_type", rope.get("type", "default")) != "default" else None,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=True if qwen2 else bias,
-            output_bias=False if qwen2 else bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
-            eos_token_ids=tuple(eos if isinstance(eos, list) else [eos] if eos is not None else []),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=config.integer("vocab_size"),
+            embedding_size=config.integer("word_embed_proj_dim", hidden) if learnt is not None else hidden,
+            max_position_embeddings=positions,
+            num_learnt_positions=0 if learnt is None else positions + learnt,
+            rope=rope,
+            windows=_windows(config, family, num_layers),
+            attention_scale=(_own_number(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5,
+            attention_softcap=_own_number(config, family, "attn_logit_softcapping"),
+            logits_softcap=_own_number(config, family, "final_logit_softcapping"),
+            norm_eps=config.number("rms_norm_eps", 1e-6),
+            activation=_activation(config, family.names.get("hidden_act", "hidden_act")),
+            tie_word_embeddings=config.flag("tie_word_embeddings", False),
+            attention_bias=qkv_bias,
+            output_bias=output_bias,
+            mlp_bias=mlp_bias,
+            flags={name: config.flag(name) for name in family.flags},
+            dtype=config.text("dtype", config.text("torch_dtype", "float32")),
+            eos_token_ids=config.token_ids("eos_token_id"),
         )
+
+
+def _heads(config: ConfigJson, hidden_size: int) -> tuple[int, int, int]:
+    """Query heads, KV heads, elements of each."""
+    heads = config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads {heads}")
+    if "head_dim" not in config and hidden_size % heads:
+        raise config.error("num_attention_heads", heads, f"a divisor of hidden_size {hidden_size}; set head_dim")
+    return heads, kv_heads, config.integer("head_dim", hidden_size // heads)
+
+
+def _windows(config: ConfigJson, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    if family.windowed is None or "sliding_window" not in config:
+        return (None,) * num_layers
+    window = config.integer("sliding_window")
+    return tuple(window if family.windowed(config, index) else None for index in range(num_layers))
+
+
+def _own_number(config: ConfigJson, family: Family, key: str) -> float | None:
+    """A number that other families ignore."""
+    return config.number(key) if key in family.defaults and key in config else None
+
+
+def _activation(config: ConfigJson, key: str) -> str:
+    name = config.text(key, "silu")
+    if name not in capability.ACTIVATIONS:
+        raise config.error(key, name, f"supported; supported are {', '.join(capability.ACTIVATIONS)}")
+    return name

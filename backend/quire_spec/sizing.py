@@ -18,22 +18,17 @@ def lora_slot_bytes(shape: ModelShape, max_rank: int, element_bytes: int) -> int
 
 
 def weights_bytes(shape: ModelShape, element_bytes: int) -> int:
-    """Bytes of a dense checkpoint, without biases and norms (under 0.1 % together)."""
+    """Bytes of a dense checkpoint, without biases and norms (0.2 % together at most)."""
     per_layer = sum(d_in * d_out for d_in, d_out in linears(shape).values())
-    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-    return (shape.num_layers * per_layer + embeddings) * element_bytes
+    embeddings = shape.vocab_size * shape.embedding_size * (1 if shape.tie_word_embeddings else 2)
+    positions = shape.num_learnt_positions * shape.hidden_size
+    projections = 0 if shape.embedding_size == shape.hidden_size else 2 * shape.embedding_size * shape.hidden_size
+    return (shape.num_layers * per_layer + embeddings + positions + projections) * element_bytes
 
 
 def linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Input and output size of each linear of a layer, by its Hugging Face name."""
+    """Input and output size of each linear of a layer, by its path there in a Hugging Face checkpoint."""
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    return {
-        "q_proj": (hidden, q),
-        "k_proj": (hidden, kv),
-        "v_proj": (hidden, kv),
-        "o_proj": (q, hidden),
-        "gate_proj": (hidden, inner),
-        "up_proj": (hidden, inner),
-        "down_proj": (inner, hidden),
-    }
+    inner = shape.intermediate_size
+    sizes = {"hidden": shape.hidden_size, "q": q, "kv": kv, "qkv": q + 2 * kv, "inner": inner, "gate_up": 2 * inner}
+    return {path: (sizes[d_in], sizes[d_out]) for path, (d_in, d_out) in shape.family.linears.items()}

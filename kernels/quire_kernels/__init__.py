@@ -4,7 +4,7 @@
 They know tensors, not requests: quire_engine prepares what they need once a step and calls them from its layers.
 """
 
-from quire_kernels.activation import silu_mul
+from quire_kernels.activation import ACTIVATIONS, gated, silu_mul
 from quire_kernels.attention import AttentionBatch, SpanGroup, paged_attention, plan_attention
 from quire_kernels.dispatch import Op
 from quire_kernels.kv_write import write_kv
@@ -15,6 +15,7 @@ from quire_kernels.rope import apply_rope
 from quire_kernels.sampling import draw, keep_likely, uniform
 
 __all__ = [
+    "ACTIVATIONS",
     "AdapterBatch",
     "AttentionBatch",
     "Op",
@@ -23,6 +24,7 @@ __all__ = [
     "add_lora",
     "apply_rope",
     "draw",
+    "gated",
     "keep_likely",
     "linear",
     "pack_weight",

@@ -1,10 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated activation of an MLP."""
+"""The activations of MLPs, by the names that Hugging Face checkpoints give them."""
+
+import functools
+from collections.abc import Callable, Mapping
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire_kernels.dispatch import Op
+
+_gelu_tanh = functools.partial(F.gelu, approximate="tanh")
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+}
+"""Element by element."""
 
 
 @Op
@@ -19,3 +33,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gated(name: str) -> Callable[[Tensor], Tensor]:
+    """activation(gate) * up of a merged projection, by the activation's name; tensors as in `silu_mul`."""
+    if name == "silu":
+        return silu_mul
+    activation = ACTIVATIONS[name]
+
+    def multiply(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate).mul_(up)
+
+    return multiply

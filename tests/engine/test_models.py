@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model definitions: complete, listed, and equal to transformers in float32, logit by logit."""
 
-import dataclasses
 import sys
 
 import pytest
 import torch
-from support.tiny import CHECKPOINTS, LLAMA3_ROPE, VOCAB, load_oracle, make_checkpoint
+from support.tiny import CHECKPOINTS, LLAMA3_ROPE, VOCAB, YARN_ROPE, load_oracle, make_checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quire_engine.batch import build_batch
 from quire_engine.kv import KVCache
 from quire_engine.layers import Placement
-from quire_engine.models import MODELS
+from quire_engine.models import model_class
 from quire_engine.request import Sequence
 from quire_engine.rotary import inverse_frequencies
 from quire_engine.step import Span
 from quire_engine.weights import load_weights
 from quire_spec.capability import ARCHITECTURES
-from quire_spec.errors import ConfigError
 from quire_spec.sampling import SamplingParams
 from quire_spec.shape import ModelShape
 
@@ -32,7 +30,7 @@ def folder(request, tmp_path_factory):
 
 def _load(folder, dtype=torch.float32):
     shape = ModelShape.load(folder)
-    model = MODELS[shape.architecture](shape, Placement(dtype, CPU))
+    model = model_class(shape.architecture)(shape, Placement(dtype, CPU))
     load_weights(folder, model.tensors(), tied=shape.tie_word_embeddings)
     return model
 
@@ -44,7 +42,7 @@ def _span(tokens, start, length, first_block, block_size):
 
 
 def test_every_architecture_of_the_capability_table_has_a_class_and_a_parity_row():
-    assert set(MODELS) == set(ARCHITECTURES)
+    assert all(model_class(name).__name__ == name for name in ARCHITECTURES)
     tested = {f"{kind.__name__.removesuffix('Config')}ForCausalLM" for kind, _ in CHECKPOINTS.values()}
     assert tested == set(ARCHITECTURES)
 
@@ -113,30 +111,22 @@ def test_memory_that_others_left_does_not_reach_a_sequence(folder):
 SCALINGS = {
     "default": None,
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     "llama3": LLAMA3_ROPE,
     "llama3, high theta": LLAMA3_ROPE | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192},
+    "yarn": YARN_ROPE,
+    "yarn, not truncated": YARN_ROPE | {"truncate": False, "beta_fast": 16.0, "beta_slow": 2.0, "factor": 40.0},
+    "yarn, scaled": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.5, "original_max_position_embeddings": 4096},
+    "yarn, attention factor": YARN_ROPE | {"attention_factor": 1.5},
 }
 
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
-def test_rope_frequencies_equal_transformers(scaling):
+def test_rope_equals_transformers(scaling):
     config = CHECKPOINTS["llama"][0](
         hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=scaling
     )
     shape = ModelShape.from_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
-    torch.testing.assert_close(inverse_frequencies(shape), LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("scaling", "complaint"),
-    [
-        ({"rope_type": "yarn", "factor": 4.0}, "rope scaling 'yarn' is not supported; supported are default, linear"),
-        ({"type": "dynamic", "factor": 2.0}, "'dynamic' is not supported"),
-        ({"rope_type": "linear"}, "needs factor, a positive number; found None"),
-        (LLAMA3_ROPE | {"low_freq_factor": "1"}, "needs low_freq_factor, a positive number; found '1'"),
-    ],
-)
-def test_other_rope_scalings_are_refused_by_name(scaling, complaint, tmp_path):
-    shape = ModelShape.load(make_checkpoint(tmp_path, "llama"))
-    with pytest.raises(ConfigError, match=complaint):
-        MODELS["LlamaForCausalLM"](dataclasses.replace(shape, rope_scaling=scaling), Placement(torch.float32, CPU))
+    oracle = LlamaRotaryEmbedding(config)
+    torch.testing.assert_close(inverse_frequencies(shape.rope), oracle.inv_freq, rtol=1e-6, atol=0)
+    assert shape.rope.attention_factor == pytest.approx(oracle.attention_scaling)

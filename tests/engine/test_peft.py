@@ -196,7 +196,7 @@ TENSORS = {
     ),
     "an unknown target": (
         lambda t: t.update({"base_model.model.model.layers.0.mlp.router.lora_A.weight": torch.ones(8, 64)}),
-        "mlp.router.lora_A.weight' is not a LoRA matrix of a linear; supported are q_proj",
+        "mlp.router.lora_A.weight' is not a LoRA matrix of a linear; those of LlamaForCausalLM are self_attn.q_proj",
     ),
     "a layer too many": (
         lambda t: t.update({Q0.replace(".0.", ".2.") + ".lora_A.weight": torch.ones(8, 64)}),

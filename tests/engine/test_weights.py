@@ -10,7 +10,7 @@ from support.tiny import make_checkpoint
 
 from quire_engine import weights
 from quire_engine.layers import Placement
-from quire_engine.models import MODELS
+from quire_engine.models import model_class
 from quire_engine.weights import load_weights
 from quire_spec.errors import ConfigError
 from quire_spec.shape import ModelShape
@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 def _load(folder, dtype=torch.float32, **options):
     shape = ModelShape.load(folder)
-    model = MODELS[shape.architecture](shape, Placement(dtype, CPU))
+    model = model_class(shape.architecture)(shape, Placement(dtype, CPU))
     load_weights(folder, model.tensors(), tied=shape.tie_word_embeddings, **options)
     return dict(model.tensors())
 

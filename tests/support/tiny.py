@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
 VOCAB = 320
 BASE: dict[str, Any] = {
@@ -33,6 +33,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
 CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-head_dim": (LlamaConfig, {"head_dim": 32, "num_hidden_layers": 3, "tie_word_embeddings": True}),
@@ -42,8 +48,17 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
         LlamaConfig,
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}, "num_key_value_heads": 1},
     ),
+    "llama-dynamic": (LlamaConfig, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}}),
+    "llama-yarn": (LlamaConfig, {"rope_parameters": YARN_ROPE}),
+    "llama-relu": (LlamaConfig, {"hidden_act": "relu"}),
+    "mistral": (MistralConfig, {"sliding_window": 24, "head_dim": 24}),
+    "mistral-unlimited": (MistralConfig, {"sliding_window": None}),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True, "num_hidden_layers": 3}),
     "qwen2-untied": (Qwen2Config, {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}),
+    "qwen2-windows": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
 }
 """One row per family and per shape that takes another path."""
 

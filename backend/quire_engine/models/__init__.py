@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model definitions by the architecture that a checkpoint's config.json names.
 
-A family is one file with its class, a line here, a line in quire_spec.capability.ARCHITECTURES and a row in the
-parity tests.
+A family is one file here, with a class of the architecture's name; its row in quire_spec/families.py, which names that
+file; and a row in tests/support/tiny.py, which holds it to transformers and peft.
 """
 
-from quire_engine.models.llama import LlamaForCausalLM
-from quire_engine.models.qwen2 import Qwen2ForCausalLM
+import importlib
 
-MODELS: dict[str, type[LlamaForCausalLM]] = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "Qwen2ForCausalLM": Qwen2ForCausalLM,
-}
-"""Architecture to class."""
+from quire_engine.models.llama import LlamaForCausalLM
+from quire_spec.families import FAMILIES
+
+
+def model_class(architecture: str) -> type[LlamaForCausalLM]:
+    """The class that defines the models of an architecture, one of `FAMILIES`."""
+    module = importlib.import_module(f"quire_engine.models.{FAMILIES[architecture].module}")
+    found: type[LlamaForCausalLM] = getattr(module, architecture)
+    return found

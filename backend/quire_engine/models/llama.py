@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama: the decoder that most families vary. Weights come from weights.py, batches from the runner."""
+"""Llama: the decoder that other families vary. Weights come from weights.py, batches from the runner."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,11 +17,15 @@ from quire_spec.shape import ModelShape
 class DecoderLayer:
     """Attention and MLP, each on the normalised residual stream and added to it."""
 
-    def __init__(self, shape: ModelShape, place: Placement) -> None:
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, place)
-        self.self_attn = Attention(shape, place)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, place)
-        self.mlp = MLP(shape, place)
+    ATTENTION: ClassVar[type[Attention]] = Attention
+    MLP: ClassVar[type[MLP]] = MLP
+    NORM: ClassVar[type[RMSNorm]] = RMSNorm
+
+    def __init__(self, shape: ModelShape, index: int, place: Placement) -> None:
+        self.input_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, place)
+        self.self_attn = self.ATTENTION(shape, index, place)
+        self.post_attention_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, place)
+        self.mlp = self.MLP(shape, place)
 
     def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], cache: Tensor, batch: Batch) -> Tensor:
         """[num_tokens, hidden_size] to the same, in place."""
@@ -29,45 +34,37 @@ class DecoderLayer:
 
     def linears(self) -> tuple[Linear, ...]:
         """The linears that adapters can change."""
-        return (self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj)
+        return self.self_attn.linears() + self.mlp.linears()
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors under `prefix`, each as the part of a parameter that it fills."""
-        yield f"{prefix}input_layernorm.weight", self.input_layernorm.weight
-        yield f"{prefix}post_attention_layernorm.weight", self.post_attention_layernorm.weight
-        yield from self.self_attn.qkv_proj.tensors(f"{prefix}self_attn.")
-        yield from self.self_attn.o_proj.tensors(f"{prefix}self_attn.")
-        yield from self.mlp.gate_up_proj.tensors(f"{prefix}mlp.")
-        yield from self.mlp.down_proj.tensors(f"{prefix}mlp.")
+        yield from self.input_layernorm.tensors(f"{prefix}input_layernorm")
+        yield from self.post_attention_layernorm.tensors(f"{prefix}post_attention_layernorm")
+        yield from self.self_attn.tensors(f"{prefix}self_attn.")
+        yield from self.mlp.tensors(f"{prefix}mlp.")
 
 
 class LlamaForCausalLM:
     """Token ids to logits.
 
-    Parameters are allocated and not filled: weights.py does that, by `tensors`.
-
-    Raises:
-        ConfigError: the checkpoint's rope scaling is not supported.
+    Parameters are allocated and not filled: weights.py does that, by `tensors`. Families vary the class by its layer,
+    by `embed` and `project`.
     """
+
+    LAYER: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     def __init__(self, shape: ModelShape, place: Placement) -> None:
         self.shape = shape
-        self.rotary = Rotary(shape, place.device)
+        assert shape.rope is not None
+        self.rotary = Rotary(shape.rope, place.device)
         self.embed_tokens = place.empty(shape.vocab_size, shape.hidden_size)
-        self.layers = [DecoderLayer(shape, place) for _ in range(shape.num_layers)]
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, place)
+        self.layers = [self.LAYER(shape, index, place) for index in range(shape.num_layers)]
+        self.norm = self.LAYER.NORM(shape.hidden_size, shape.norm_eps, place)
         self.lm_head = Linear(shape.hidden_size, {"lm_head": shape.vocab_size}, place)
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens
-
-    @property
-    def num_bytes(self) -> int:
+        self.num_bytes = sum(tensor.nbytes for _, tensor in self.tensors())
         """Bytes of all parameters."""
-        linears = [linear for _, linear in self.linears()]
-        if self.lm_head.weight is not self.embed_tokens:
-            linears.append(self.lm_head)
-        norms = self.norm.weight.nbytes * (2 * len(self.layers) + 1)
-        return self.embed_tokens.nbytes + norms + sum(linear.num_bytes for linear in linears)
 
     def __call__(self, batch: Batch, kv: KVCache) -> Tensor | None:
         """Compute the batch and store its keys and values in `kv`.
@@ -75,7 +72,7 @@ class LlamaForCausalLM:
         Returns:
             [num_logits, vocab_size], dtype of the weights; None when the batch wants no logits.
         """
-        hidden = F.embedding(batch.token_ids, self.embed_tokens)
+        hidden = self.embed(batch)
         rope = self.rotary(batch.positions, hidden.dtype)
         for layer, cache in zip(self.layers, kv.layers, strict=True):
             hidden = layer(hidden, rope, cache, batch)
@@ -83,6 +80,14 @@ class LlamaForCausalLM:
             return None
         if batch.logit_rows is not None:
             hidden = hidden[batch.logit_rows]
+        return self.project(hidden, batch)
+
+    def embed(self, batch: Batch) -> Tensor:
+        """[num_tokens, hidden_size] that the first layer takes."""
+        return F.embedding(batch.token_ids, self.embed_tokens)
+
+    def project(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """What the last layer gives, [num_logits, hidden_size], to logits."""
         return self.lm_head(self.norm(hidden), batch)
 
     def linears(self) -> Iterator[tuple[int, Linear]]:
@@ -94,8 +99,8 @@ class LlamaForCausalLM:
         """Every tensor of the checkpoint by name, as the part of a parameter that it fills; together, all of them."""
         yield "model.embed_tokens.weight", self.embed_tokens
         for index, layer in enumerate(self.layers):
-            yield from layer.tensors(f"model.layers.{index}.")
-        yield "model.norm.weight", self.norm.weight
+            yield from layer.tensors(f"{self.shape.family.layers}.{index}.")
+        yield from self.norm.tensors("model.norm")
         if not self.shape.tie_word_embeddings:
             yield "lm_head.weight", self.lm_head.weight
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, which the shape says."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and with sliding windows in some layers, as the shape says."""
 
 from quire_engine.models.llama import LlamaForCausalLM
 

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ConfigJson: a checkpoint's config.json read key by key, each value checked. The one place that refuses its types.
+
+What the keys mean for a family is told by families.py and shape.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire_spec.errors import ConfigError
+
+
+class ConfigJson:
+    """An object of config.json. A key that is null counts as absent, as transformers has it.
+
+    Every method raises ConfigError, with the key and what was found, for a value of the wrong type, and where no
+    default is given for a key that is absent.
+    """
+
+    def __init__(self, values: object, defaults: Mapping[str, Any] | None = None, where: str = "config.json") -> None:
+        """`defaults`: values of keys that are not there at all."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{where}: expected an object, found {_short(values)}")
+        self._values = {**(defaults or {}), **values}
+        self._where = where
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._get(key, default)
+        if type(value) is not int or value < 1:
+            raise self.error(key, value, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.error(key, value, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """True or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, value, "a string")
+        return value
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of positive numbers."""
+        value = self._get(key, None)
+        numbers = isinstance(value, list) and all(type(item) in (int, float) and item > 0 for item in value)
+        if not numbers:
+            raise self.error(key, value, "a list of positive numbers")
+        return tuple(float(item) for item in value)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(key, value, "a list of strings")
+        return tuple(value)
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """A token id, a list of them, or none."""
+        value = self._values.get(key)
+        found = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(type(item) is int and item >= 0 for item in found):
+            raise self.error(key, value, "a token id or a list of token ids")
+        return tuple(found)
+
+    def section(self, key: str) -> "ConfigJson":
+        """An object in this one; empty when it is not there."""
+        value = self._values.get(key)
+        return ConfigJson({} if value is None else value, where=f"{self._where}: {key}")
+
+    def error(self, key: str, value: object, wanted: str) -> ConfigError:
+        """The refusal of a value, to be raised."""
+        return ConfigError(f"{self._where}: {key}: {_short(value)} is not {wanted}")
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"{self._where}: {key} is missing")
+        return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families: what the checkpoints of an architecture have in common, as data, so that the planner needs no model code.
+
+One row an architecture. A row says how transformers reads that family's config.json where this is not how it reads
+Llama's, and names the linears of a layer; the model's code is the row's module in quire_engine/models.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire_spec.config_json import ConfigJson
+
+LLAMA_LINEARS = {
+    "self_attn.q_proj": ("hidden", "q"),
+    "self_attn.k_proj": ("hidden", "kv"),
+    "self_attn.v_proj": ("hidden", "kv"),
+    "self_attn.o_proj": ("q", "hidden"),
+    "mlp.gate_proj": ("hidden", "inner"),
+    "mlp.up_proj": ("hidden", "inner"),
+    "mlp.down_proj": ("inner", "hidden"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A row of the table; what it leaves out is as in Llama."""
+
+    module: str
+    """File in quire_engine/models whose class has the architecture's name."""
+
+    linears: Mapping[str, tuple[str, str]] = field(default_factory=lambda: LLAMA_LINEARS)
+    """Each linear of a layer by its path there: size of its input and output, see `sizing.linears`. Adapters can
+    change all of them."""
+
+    layers: str = "model.layers"
+    """Path of the layers in a checkpoint."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Llama's keys of config.json that have another name here."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that this family has beside Llama's, or with other defaults, and what transformers takes
+    where they are absent."""
+
+    biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
+    """On q, k and v; on the output of attention; in the MLP: yes, no, or the flag that says."""
+
+    windowed: Callable[[ConfigJson, int], bool] | None = None
+    """Whether attention of a layer is limited to `sliding_window`; None: never, whatever config.json says."""
+
+    learnt_positions: int | None = None
+    """Positions are learnt and not rotary, and the table has this many rows before the one of the first token."""
+
+    flags: tuple[str, ...] = ()
+    """Switches of config.json that only this family's model code knows, all of them in `defaults`."""
+
+
+def _every_layer(config: ConfigJson, index: int) -> bool:
+    return True
+
+
+def _listed(config: ConfigJson, index: int) -> bool | None:
+    """What `layer_types` says, as transformers writes it since 4.54; None: it is not there."""
+    if "layer_types" not in config:
+        return None
+    kinds = config.texts("layer_types")
+    if index >= len(kinds) or kinds[index] not in ("full_attention", "sliding_attention"):
+        raise config.error("layer_types", list(kinds), "full_attention or sliding_attention for each layer")
+    return kinds[index] == "sliding_attention"
+
+
+def _upper_layers(config: ConfigJson, index: int) -> bool:
+    if not config.flag("use_sliding_window"):
+        return False
+    listed = _listed(config, index)
+    return index >= config.integer("max_window_layers") if listed is None else listed
+
+
+def _even_layers(config: ConfigJson, index: int) -> bool:
+    listed = _listed(config, index)
+    return index % 2 == 0 if listed is None else listed
+
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family("llama", biases=("attention_bias", "attention_bias", "mlp_bias")),
+    "MistralForCausalLM": Family(
+        "mistral", defaults={"num_key_value_heads": 8, "sliding_window": 4096}, windowed=_every_layer
+    ),
+    "Qwen2ForCausalLM": Family(
+        "qwen2",
+        defaults={"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+        biases=(True, False, False),
+        windowed=_upper_layers,
+    ),
+}
+"""By the name that config.json gives in `architectures`."""

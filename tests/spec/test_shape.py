@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ModelShape: config.json in every dialect, and refused with the key that is wrong."""
+
+import json
+
+import pytest
+
+from quire_spec.errors import ConfigError
+from quire_spec.shape import ModelShape
+
+NUMBERS = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+}
+
+
+def _shape(architecture="LlamaForCausalLM", **values):
+    """`values` over what every config.json has; ... takes a key away."""
+    config = NUMBERS | {"architectures": [architecture]} | values
+    return ModelShape.from_config({key: value for key, value in config.items() if value is not ...})
+
+
+def test_what_llama_leaves_out():
+    shape = _shape()
+    assert (shape.num_kv_heads, shape.head_dim, shape.attention_scale) == (4, 16, 0.25)
+    assert (shape.dtype, shape.eos_token_ids, shape.tie_word_embeddings, shape.norm_eps) == ("float32", (), False, 1e-6)
+    assert (shape.rope.kind, shape.rope.theta, shape.rope.dim) == ("default", 10000.0, 16)
+    assert shape.windows == (None,) * 4
+
+
+def test_null_is_absent():
+    assert _shape(head_dim=None, num_key_value_heads=None, rope_scaling=None, eos_token_id=None, dtype=None) == _shape()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"eos_token_id": 3}, (3,)),
+        ({"eos_token_id": [3, 7]}, (3, 7)),
+    ],
+)
+def test_ends_of_sequence(values, expected):
+    assert _shape(**values).eos_token_ids == expected
+
+
+def test_biases():
+    qwen = _shape("Qwen2ForCausalLM", attention_bias=False)
+    assert (qwen.attention_bias, qwen.output_bias, qwen.mlp_bias) == (True, False, False)
+    llama = _shape(attention_bias=True, mlp_bias=True)
+    assert (llama.attention_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "dialect",
+    [
+        {"rope_parameters": LINEAR | {"rope_theta": 500.0}},
+        {"rope_theta": 500.0, "rope_scaling": LINEAR},
+        {"rope_theta": 500, "rope_scaling": {"type": "linear", "factor": 4}},
+        # What transformers 5 makes of both.
+        {"rope_theta": 500.0, "rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default"}},
+    ],
+    ids=["transformers 5", "transformers 4", "type", "both"],
+)
+def test_dialects_of_rope(dialect):
+    assert _shape(**dialect) == _shape(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0})
+
+
+def test_yarn_takes_its_factor_from_the_lengths():
+    rope = _shape(rope_scaling={"type": "yarn", "original_max_position_embeddings": 64}).rope
+    assert (rope.factor, rope.trained_length) == (8.0, 64)
+
+
+def test_mistral_has_its_window_in_every_layer():
+    assert _shape("MistralForCausalLM", num_key_value_heads=2).windows == (4096,) * 4
+    assert _shape("MistralForCausalLM", num_key_value_heads=2, sliding_window=16).windows == (16,) * 4
+    assert _shape("MistralForCausalLM", num_key_value_heads=2, sliding_window=None).windows == (None,) * 4
+
+
+def test_llama_has_no_window_whatever_its_config_says():
+    assert _shape(sliding_window=16, layer_types=["sliding_attention"] * 4).windows == (None,) * 4
+
+
+QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("values", "windows"),
+    [
+        ({"sliding_window": 16, "max_window_layers": 3}, (None,) * 4),
+        (QWEN_WINDOWS, (None, None, None, 16)),
+        (QWEN_WINDOWS | {"layer_types": ["sliding_attention", "full_attention"] * 2}, (16, None, 16, None)),
+        (QWEN_WINDOWS | {"sliding_window": None}, (None,) * 4),
+    ],
+    ids=["off", "upper layers", "listed", "no width"],
+)
+def test_windows_of_qwen(values, windows):
+    assert _shape("Qwen2ForCausalLM", **values).windows == windows
+
+
+REFUSALS = {
+    "an unknown architecture": (
+        {"architectures": ["MambaForCausalLM"]},
+        "'MambaForCausalLM' is not supported; .* Llama",
+    ),
+    "no architecture": ({"architectures": None}, "'none' is not supported"),
+    "an architecture that is no name": ({"architectures": [["a"]]}, "is not supported"),
+    "a missing number": ({"hidden_size": ...}, "hidden_size is missing"),
+    "text for a number": ({"hidden_size": "64"}, "hidden_size: '64' is not a positive integer"),
+    "a fraction": ({"num_hidden_layers": 4.5}, "num_hidden_layers: 4.5 is not a positive integer"),
+    "truth for a number": ({"vocab_size": True}, "vocab_size: True is not a positive integer"),
+    "zero": ({"num_attention_heads": 0}, "num_attention_heads: 0 is not a positive integer"),
+    "a list for a number": ({"max_position_embeddings": [1]}, "max_position_embeddings: .* is not a positive integer"),
+    "text for a flag": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: 'yes' is not true or false"),
+    "a number for a flag": ({"attention_bias": 1}, "attention_bias: 1 is not true or false"),
+    "a number for text": ({"torch_dtype": 16}, "torch_dtype: 16 is not a string"),
+    "an unknown activation": ({"hidden_act": "mish"}, "hidden_act: 'mish' is not supported; supported are silu"),
+    "text for a small number": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps: '1e-6' is not a positive number"),
+    "an end that is no token": ({"eos_token_id": [1, "2"]}, "eos_token_id: .* is not a token id or a list"),
+    "KV heads that divide nothing": ({"num_key_value_heads": 3}, "num_key_value_heads: 3 is not a divisor of"),
+    "heads that divide nothing": ({"num_attention_heads": 5}, "num_attention_heads: 5 is not a divisor of hidden_size"),
+    "an odd head": ({"head_dim": 15}, "15 of head_dim 15 elements rotate"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config: quantized checkpoints are not supported"),
+    "a rope that is no object": ({"rope_scaling": "linear"}, "rope_scaling: expected an object, found 'linear'"),
+    "an unknown rope": (
+        {"rope_scaling": {"type": "ntk"}},
+        "rope scaling 'ntk' is not supported; supported are default",
+    ),
+    "a rope without its factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
+    "a rope with a wrong number": (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": "1"}},
+        "rope_parameters: low_freq_factor: '1' is not a positive number",
+    ),
+    "bands the wrong way round": (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
+        "high_freq_factor: 1.0 is not more than low_freq_factor 4.0",
+    ),
+    "a rope for each layer type": (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "one rope for each layer type is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize(("values", "complaint"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_refusals_name_the_key(values, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        _shape(**values)
+
+
+@pytest.mark.parametrize("kinds", [["full_attention"] * 3, ["chunked_attention"] * 4, "full_attention", [1, 2, 3, 4]])
+def test_layer_types_are_checked(kinds):
+    with pytest.raises(ConfigError, match=r"layer_types: .* is not"):
+        _shape("Qwen2ForCausalLM", **QWEN_WINDOWS, layer_types=kinds)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", '{"architectures"'])
+def test_a_file_that_is_no_object_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        ModelShape.load(tmp_path)
+
+
+def test_a_file_is_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(NUMBERS | {"architectures": ["LlamaForCausalLM"]}))
+    assert ModelShape.load(tmp_path) == _shape()
