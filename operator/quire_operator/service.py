@@ -107,6 +107,8 @@ class Runtime:
     image: str | None = None
     imagePullSecrets: tuple[dict[str, str], ...] = ()
     env: tuple[EnvVar, ...] = ()
+    cpu: str | None = None
+    memory: str | None = None
     sharedMemory: str | None = None
 
 

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint: what a plan needs to know of a model, from its config.json and the sizes of its weights.
+
+Pure; files.py reads the files. The size comes from the safetensors index where there is one, else from the header of
+the one file, and only without both from the shape.
+"""
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from quire_spec import capability
+from quire_spec.errors import ConfigError
+from quire_spec.shape import ModelShape
+from quire_spec.sizing import weights_bytes
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+
+MAX_HEADER_BYTES = 100 * 2**20
+"""What the safetensors format allows a header."""
+
+
+_SIZES = (
+    "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+_MAX_SIZE = 2**31 - 1
+
+
+class SizeFrom(StrEnum):
+    """Where the size of the weights is known from."""
+
+    INDEX = "safetensors index"
+    HEADER = "safetensors header"
+    SHAPE = "shape"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's files, as far as memory goes."""
+
+    shape: ModelShape
+    weights_bytes: int
+    """All tensors of the files."""
+    size_from: SizeFrom
+    config_digest: str
+    """sha256:... of config.json's content, however it is written."""
+
+    @property
+    def dtype(self) -> str:
+        """Type of the tensors: float32, bfloat16 or float16, or what config.json says instead."""
+        return self.shape.dtype
+
+    @classmethod
+    def from_files(cls, config: object, index: object = None, header: object = None) -> Self:
+        """From the parsed config.json, and the parsed index or header where there is one.
+
+        Raises:
+            ConfigError: the architecture is not supported, or a file does not say what it should.
+        """
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"{CONFIG_FILE}: not an object; give the config.json of a Hugging Face model")
+        shape = _shape(config)
+        digest = f"sha256:{hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()}"
+        if index is not None:
+            return cls(shape, index_bytes(index), SizeFrom.INDEX, digest)
+        if header is not None:
+            return cls(shape, header_bytes(header), SizeFrom.HEADER, digest)
+        return cls(shape, weights_bytes(shape, capability.DTYPE_BYTES.get(shape.dtype, 2)), SizeFrom.SHAPE, digest)
+
+
+def _shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape, once its numbers are numbers: a config.json may come from anywhere."""
+    try:
+        shape = ModelShape.from_config(config)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{CONFIG_FILE}: not a model's ({error}); give the config.json of the checkpoint") from error
+    for name in _SIZES:
+        value = getattr(shape, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_SIZE:
+            raise ConfigError(f"{CONFIG_FILE}: {name} is {value!r}; it must be a whole number from 1 to {_MAX_SIZE}")
+    return shape
+
+
+def index_bytes(index: object) -> int:
+    """Bytes of all tensors, from a parsed model.safetensors.index.json; raises ConfigError when it does not tell."""
+    metadata = index.get("metadata") if isinstance(index, Mapping) else None
+    total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
+    # Some tools write it as a float.
+    if isinstance(total, bool) or not isinstance(total, int | float) or not math.isfinite(total) or total <= 0:
+        raise ConfigError(f"{INDEX_FILE}: metadata.total_size is {total!r}; it must be the bytes of all tensors")
+    return int(total)
+
+
+def header_bytes(header: object) -> int:
+    """Bytes of all tensors, from the parsed header of a safetensors file; raises ConfigError when it does not tell."""
+    tensors = {name: t for name, t in header.items() if name != "__metadata__"} if isinstance(header, Mapping) else {}
+    try:
+        return max(_end(tensor) for tensor in tensors.values())
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"{WEIGHTS_FILE}: its header names no tensors with offsets; save it as safetensors"
+        ) from error
+
+
+def header_length(start: bytes) -> int:
+    """Bytes of the JSON header, from the first 8 bytes of a safetensors file; raises ConfigError for anything else."""
+    length: int = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if not 2 <= length <= MAX_HEADER_BYTES:
+        raise ConfigError(f"{WEIGHTS_FILE}: does not begin like a safetensors file; save the weights as safetensors")
+    return length
+
+
+def _end(tensor: Mapping[str, Any]) -> int:
+    end = tensor["data_offsets"][1]
+    if not isinstance(end, int) or end < 0:
+        raise ValueError(end)
+    return end

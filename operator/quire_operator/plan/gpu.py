@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gpu: a kind of GPU and its memory, from the spec, the nodes' labels, or the table of products.
+
+Labels are those of NVIDIA's GPU feature discovery. Pure; the callers read nodes and command lines.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from quire_operator.plan.errors import Unplannable, Why
+from quire_operator.quantity import num_bytes
+from quire_operator.service import Gpu as Wanted
+
+MIB = 2**20
+GIB = 2**30
+
+PRODUCT_LABEL = "nvidia.com/gpu.product"
+MEMORY_LABEL = "nvidia.com/gpu.memory"
+REPLICAS_LABEL = "nvidia.com/gpu.replicas"
+MAJOR_LABEL = "nvidia.com/gpu.compute.major"
+MINOR_LABEL = "nvidia.com/gpu.compute.minor"
+
+
+class KnownFrom(StrEnum):
+    """Where a GPU's memory is known from."""
+
+    SPEC = "Spec"
+    NODE_LABELS = "NodeLabels"
+    PRODUCT_TABLE = "ProductTable"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One kind of GPU."""
+
+    product: str
+    """As the node label says it; empty when only the memory is known."""
+    memory_mib: int
+    """As the driver says it (NVML's total), which is more than CUDA gives out."""
+    known_from: KnownFrom
+    compute: tuple[int, int] | None = None
+    """Compute capability, where it is known."""
+    others: tuple[str, ...] = ()
+    """Larger kinds that the same pods could land on."""
+
+    @property
+    def visible_bytes(self) -> int:
+        """Memory that CUDA gives out: the label less 640 MiB or 1.1 %.
+
+        Pairs of label and CUDA's own figure: L4 23034 MiB and 22.03 GiB, A10G 23028 and 22.06, A100 40960 and 39.4 to
+        39.6, A100 81920 and 79.14 to 79.25, H100 81559 and 79.1, H200 143771 and 139.7 to 139.8. This is below all.
+        """
+        label = self.memory_mib * MIB
+        return label - max(640 * MIB, label * 11 // 1000)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.product or f"GPU of {self.memory_mib} MiB"
+
+    @classmethod
+    def of_product(cls, product: str) -> Self | None:
+        """From the table; None when it is not there."""
+        if product not in PRODUCTS:
+            return None
+        memory, compute = PRODUCTS[product]
+        return cls(product, memory, KnownFrom.PRODUCT_TABLE, compute)
+
+    @classmethod
+    def from_labels(cls, labels: Mapping[str, str]) -> Self | None:
+        """From one node's labels; None when it has no GPU that they describe.
+
+        Raises:
+            Unplannable: its GPUs are shared by time-slicing or MPS, whose parts have no memory of their own.
+        """
+        product, memory = labels.get(PRODUCT_LABEL), labels.get(MEMORY_LABEL, "")
+        if not product or not memory.isdecimal():
+            return None
+        if int(labels.get(REPLICAS_LABEL) or 1) > 1:
+            raise Unplannable(
+                Why.SHARED_GPU,
+                f"spec.gpu.product: nodes with {product} share each GPU between {labels[REPLICAS_LABEL]} pods, which "
+                "do not keep out of each other's memory; use whole GPUs or MIG slices, or set spec.gpu.memory to the "
+                "part that a pod may take",
+            )
+        major, minor = labels.get(MAJOR_LABEL, ""), labels.get(MINOR_LABEL, "")
+        compute = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+        return cls(product, int(memory), KnownFrom.NODE_LABELS, compute)
+
+
+def resolve(wanted: Wanted | None, nodes: Iterable[Mapping[str, str]] = (), product: str | None = None) -> Gpu:
+    """The GPU to plan for: the smallest that the pods could land on.
+
+    `nodes` are the labels of the cluster's nodes; `product` is asked for on a command line and goes before the spec's.
+    spec.gpu.memory goes before both labels and table.
+
+    Raises:
+        Unplannable: nothing says how much memory it has, or the nodes share their GPUs.
+    """
+    name = product or (wanted.product if wanted else None)
+    if wanted and wanted.memory and not product:
+        known = Gpu.of_product(name) if name else None
+        mib = num_bytes(wanted.memory) // MIB
+        return Gpu(name or "", mib, KnownFrom.SPEC, known.compute if known else None)
+    if found := _from_nodes(nodes, name, wanted.nodeSelector if wanted else {}):
+        return found
+    if name and (known := Gpu.of_product(name)):
+        return known
+    raise _unknown(name)
+
+
+def _from_nodes(nodes: Iterable[Mapping[str, str]], product: str | None, selector: Mapping[str, str]) -> Gpu | None:
+    wanted = [n for n in nodes if selector.items() <= n.items() and product in (None, n.get(PRODUCT_LABEL))]
+    kinds = {gpu for labels in wanted if (gpu := Gpu.from_labels(labels))}
+    if not kinds:
+        return None
+    smallest, *larger = sorted(kinds, key=lambda gpu: (gpu.memory_mib, gpu.product))
+    others = tuple(sorted({gpu.product for gpu in larger} - {smallest.product}))
+    return Gpu(smallest.product, smallest.memory_mib, smallest.known_from, smallest.compute, others)
+
+
+def _unknown(product: str | None) -> Unplannable:
+    if product is None:
+        return Unplannable(
+            Why.GPU_UNKNOWN,
+            f"spec.gpu: no node says what GPU it has (label {PRODUCT_LABEL}); set spec.gpu.product, such as NVIDIA-L4, "
+            "or spec.gpu.memory, such as 23034Mi",
+        )
+    return Unplannable(
+        Why.GPU_UNKNOWN,
+        f"spec.gpu.product: {product!r} is on no node and not in the table of products ({', '.join(PRODUCTS)}); "
+        "correct it as kubectl get nodes -L nvidia.com/gpu.product shows it, or set spec.gpu.memory too",
+    )
+
+
+PRODUCTS: Mapping[str, tuple[int, tuple[int, int]]] = {
+    "Tesla-T4": (15360, (7, 5)),
+    "NVIDIA-A10": (23028, (8, 6)),
+    "NVIDIA-A10G": (23028, (8, 6)),
+    "NVIDIA-L4": (23034, (8, 9)),
+    "NVIDIA-GeForce-RTX-4090": (24564, (8, 9)),
+    "NVIDIA-A30": (24576, (8, 0)),
+    "NVIDIA-GeForce-RTX-3090": (24576, (8, 6)),
+    "NVIDIA-GeForce-RTX-5090": (32607, (12, 0)),
+    "NVIDIA-A100-PCIE-40GB": (40960, (8, 0)),
+    "NVIDIA-A100-SXM4-40GB": (40960, (8, 0)),
+    "NVIDIA-A40": (46068, (8, 6)),
+    "NVIDIA-L40": (46068, (8, 9)),
+    "NVIDIA-L40S": (46068, (8, 9)),
+    "NVIDIA-RTX-6000-Ada-Generation": (49140, (8, 9)),
+    "NVIDIA-RTX-A6000": (49140, (8, 6)),
+    "NVIDIA-H100-80GB-HBM3": (81559, (9, 0)),
+    "NVIDIA-H100-PCIe": (81559, (9, 0)),
+    "NVIDIA-A100-80GB-PCIe": (81920, (8, 0)),
+    "NVIDIA-A100-SXM4-80GB": (81920, (8, 0)),
+    "NVIDIA-H100-NVL": (95830, (9, 0)),
+    "NVIDIA-H200": (143771, (9, 0)),
+    "NVIDIA-B200": (183359, (10, 0)),
+}
+"""Product label to MiB of the memory label and compute capability, smallest first. Nodes' own labels go before it."""
+
+
+def node_labels(listing: Any) -> list[dict[str, str]]:
+    """Labels of each node, from the parsed output of `kubectl get nodes -o json` (a list, or one node)."""
+    items = listing.get("items", [listing]) if isinstance(listing, Mapping) else []
+    return [dict(item.get("metadata", {}).get("labels") or {}) for item in items if isinstance(item, Mapping)]

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic of a pod's host memory, of its shared memory, and of the time that it may take to start.
+
+Measured with `quire serve -f examples/llmservice.yaml` (two cores, Python 3.11; proportional set sizes): a stub 22 MiB,
+supervisor 45, text 27, server 34, core 235 with a model of 2.8 million parameters. Adapters come and go without a
+restart, so stubs are counted for as many as can have a model of their own.
+"""
+
+import math
+from dataclasses import dataclass
+
+from quire_operator.plan import limits, memory
+from quire_operator.plan.inputs import Inputs
+from quire_operator.plan.memory import GIB, MIB
+from quire_spec import names
+
+_STUB = 24 * MIB
+_STUB_SHM = MIB
+_PROMPTS_SHM = 64 * MIB
+"""Requests and answers on their way between the server and its stubs."""
+_PROCESSES_CPU = GIB
+"""Supervisor, server, text with a large vocabulary, and the core without what the plan counts by itself."""
+_PROCESSES_GPU = 8 * GIB
+"""The same with CUDA's libraries, pinned buffers and loading; an estimate that no GPU has confirmed yet."""
+_PROCESSES_FURTHER_GPU = 2 * GIB
+
+_NETWORK_BYTES_S = 200_000_000
+_VOLUME_BYTES_S = 1_000_000_000
+_START_S = 60
+_GRAPHS_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Bytes of host memory in a pod."""
+
+    processes: int
+    stubs: int
+    lora_copies: int
+    """Adapters that wait in host memory for a slot."""
+    shared_memory: int
+    """Of /dev/shm, as far as the pod's memory is charged for it."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.processes + self.stubs + self.lora_copies + self.shared_memory
+
+
+def host(num_gpus: int, adapters: bool, lora_copies: int, shm_limit: int) -> Host:
+    """A pod's host memory with `num_gpus` GPUs (0: a CPU), without what a CPU holds of the model."""
+    stubs = 1 + (names.MAX_EXPOSED_ADAPTERS if adapters else 0)
+    processes = _PROCESSES_CPU if num_gpus == 0 else _PROCESSES_GPU + (num_gpus - 1) * _PROCESSES_FURTHER_GPU
+    # GPUs talk through it and may fill it; stubs alone do not.
+    used = shm_limit if num_gpus > 1 else min(shm_limit, stubs * _STUB_SHM + _PROMPTS_SHM)
+    return Host(processes, stubs * _STUB, lora_copies, used)
+
+
+def shared_memory(num_gpus: int) -> int:
+    """Default size of /dev/shm: 1 GiB for each GPU, at least one. A container's usual 64 MB is too little."""
+    return max(1, num_gpus) * GIB
+
+
+def start_seconds(model_bytes: int, downloads: bool, gpu: bool) -> int:
+    """Seconds that a pod may take to become ready: twice what loading should take, a download included.
+
+    Bytes come at 0.2 GB/s from the network and at 1 GB/s from a volume; graphs take two minutes.
+    """
+    reading = model_bytes / _VOLUME_BYTES_S + (model_bytes / _NETWORK_BYTES_S if downloads else 0)
+    return 2 * math.ceil(_START_S + reading + (_GRAPHS_S if gpu else 0))
+
+
+def host_of(inputs: Inputs, num_gpus: int) -> Host:
+    """A pod's host memory for these inputs, without what a CPU holds of the model."""
+    lora = inputs.lora
+    copies = (lora.maxCached if lora.maxCached is not None else 4 * lora.maxLoaded) if lora.maxLoaded else 0
+    slot = memory.lora_bytes(inputs.model.shape, copies, lora.maxRank, limits.element_bytes(inputs))
+    limit = shared_memory(num_gpus) if inputs.shared_memory is None else inputs.shared_memory
+    return host(num_gpus, lora.maxLoaded > 0, slot, limit)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs: everything that a plan follows from, and its digest, which says whether a plan still holds.
+
+The digest covers what a user or a cluster changes, never what a release of Quire changes: an upgrade of the operator
+must not restart anybody. So a field is in it only when it is set, and a new field that is not set leaves it as it was.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from quire_operator.plan.checkpoint import Checkpoint
+from quire_operator.plan.gpu import Gpu
+from quire_operator.quantity import num_bytes
+from quire_operator.service import Device, Engine, LLMService, Lora
+from quire_spec import capability
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What the engine of this release can do. Not part of the digest: more abilities must restart nobody."""
+
+    tensor_parallel_sizes: tuple[int, ...] = capability.TENSOR_PARALLEL_SIZES
+    block_sizes: tuple[int, ...] = capability.BLOCK_SIZES
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a plan is made from."""
+
+    model: Checkpoint
+    engine: Engine
+    lora: Lora
+    gpu: Gpu | None
+    """None: a CPU."""
+    max_gpus: int = 1
+    """GPUs of a replica at most."""
+    memory_limit: int | None = None
+    """Bytes that the container may take; None: as many as the plan finds right."""
+    shared_memory: int | None = None
+    """Bytes of /dev/shm; None: planned."""
+    abilities: Abilities = field(default_factory=Abilities)
+
+    @classmethod
+    def of(cls, service: LLMService, model: Checkpoint, gpu: Gpu | None, abilities: Abilities | None = None) -> Self:
+        """The inputs of a service; `gpu` is what gpu.resolve found, None for a CPU."""
+        spec = service.spec
+        cpu = spec.device is Device.CPU
+        wanted = spec.gpu.count if spec.gpu else None
+        limit, shm = spec.runtime.memory, spec.runtime.sharedMemory
+        return cls(
+            model=model,
+            engine=spec.engine,
+            lora=spec.lora,
+            gpu=None if cpu else gpu,
+            max_gpus=1 if cpu else wanted or spec.engine.tensorParallelSize or 1,
+            memory_limit=None if limit is None else num_bytes(limit),
+            shared_memory=None if shm is None else num_bytes(shm),
+            abilities=abilities or Abilities(),
+        )
+
+    @property
+    def digest(self) -> str:
+        """sha256:... of what is set."""
+        text = json.dumps(_set(self._facts()), sort_keys=True, separators=(",", ":"))
+        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+    def _facts(self) -> dict[str, Any]:
+        engine, lora, gpu = self.engine, self.lora, self.gpu
+        return {
+            "config": self.model.config_digest,
+            "weightsBytes": self.model.weights_bytes,
+            "gpu": None if gpu is None else {"product": gpu.product, "memoryMiB": gpu.memory_mib, "max": self.max_gpus},
+            "memoryLimit": self.memory_limit,
+            "sharedMemory": self.shared_memory,
+            "lora": {
+                "maxLoaded": lora.maxLoaded,
+                "maxRank": lora.maxRank if lora.maxLoaded else None,
+                "maxCached": lora.maxCached if lora.maxLoaded else None,
+            },
+            "engine": {
+                "blockSize": engine.blockSize,
+                "dtype": engine.dtype,
+                "gpuMemoryUtilization": engine.gpuMemoryUtilization,
+                "kvCacheMemory": engine.kvCacheMemory,
+                "maxModelLen": engine.maxModelLen,
+                "maxNumBatchedTokens": engine.maxNumBatchedTokens,
+                "maxNumSeqs": engine.maxNumSeqs,
+                "minConcurrency": engine.minConcurrency,
+                "quantization": engine.quantization,
+                "tensorParallelSize": engine.tensorParallelSize,
+            },
+        }
+
+
+def _set(value: Any) -> Any:
+    """Without what is not set, at every depth."""
+    if isinstance(value, dict):
+        return {key: _set(item) for key, item in value.items() if item not in (None, "")}
+    return value

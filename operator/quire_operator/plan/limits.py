@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the model, the GPU and the engine allow at all: numbers of GPUs, types, lengths. Pure."""
+
+from quire_operator.plan.errors import Unplannable, Why
+from quire_operator.plan.inputs import Inputs
+from quire_spec import capability
+from quire_spec.shape import ModelShape
+
+TP_SIZES = (1, 2, 4, 8)
+MAX_DEFAULT_LENGTH = 32768
+"""Longest maxModelLen that is planned; more has to be asked for."""
+MIN_DEFAULT_LENGTH = 4096
+"""Shortest that is planned, unless the model itself is made for less."""
+
+
+def divides(shape: ModelShape, tp: int) -> str:
+    """Why a model cannot be shared by `tp` GPUs; empty when it can."""
+    if shape.num_heads % tp:
+        return f"{shape.num_heads} attention heads are not a multiple of {tp}"
+    if shape.num_kv_heads % tp and tp % shape.num_kv_heads:
+        return f"{shape.num_kv_heads} KV heads neither divide by {tp} nor divide it"
+    if shape.intermediate_size % tp:
+        return f"an intermediate size of {shape.intermediate_size} is not a multiple of {tp}"
+    return ""
+
+
+def tp_allowed(inputs: Inputs) -> list[int]:
+    """Numbers of GPUs that the spec, the model and the engine allow.
+
+    Raises:
+        Unplannable: the pinned one is not among them.
+    """
+    if inputs.gpu is None:
+        return [1]
+    pinned = inputs.engine.tensorParallelSize
+    if pinned is None:
+        return [tp for tp in tp_by_rules(inputs) if tp in inputs.abilities.tensor_parallel_sizes]
+    field = f"spec.engine.tensorParallelSize: {pinned}"
+    if why := divides(inputs.model.shape, pinned):
+        possible = " or ".join(str(tp) for tp in TP_SIZES if not divides(inputs.model.shape, tp))
+        raise Unplannable(Why.DOES_NOT_FIT, f"{field}: {why}; use {possible}")
+    if pinned not in inputs.abilities.tensor_parallel_sizes:
+        known = ", ".join(map(str, inputs.abilities.tensor_parallel_sizes))
+        fix = f"the engine of this release knows {known}; omit the field, and use a larger GPU where one is needed"
+        raise Unplannable(Why.UNSUPPORTED_BY_ENGINE, f"{field}: {fix}")
+    return [pinned]
+
+
+def tp_by_rules(inputs: Inputs) -> list[int]:
+    """Numbers of GPUs up to spec.gpu.count that the model divides by, whatever the engine can do."""
+    return [tp for tp in TP_SIZES if tp <= inputs.max_gpus and not divides(inputs.model.shape, tp)]
+
+
+def check_type(inputs: Inputs) -> None:
+    """Raise Unplannable when the engine or the GPU cannot compute in the type that is asked for."""
+    dtype = inputs.engine.dtype or inputs.model.dtype
+    whose = f"{dtype}" if inputs.engine.dtype else f"absent, and the checkpoint's is {dtype}"
+    if dtype not in capability.DTYPE_BYTES:
+        fix = f"set {' or '.join(capability.DTYPE_BYTES)}"
+        raise Unplannable(Why.UNSUPPORTED_DTYPE, f"spec.engine.dtype: {whose}, which the engine does not know; {fix}")
+    gpu = inputs.gpu
+    if gpu is not None and gpu.compute is not None and dtype == "bfloat16" and gpu.compute < (8, 0):
+        found = f"{gpu.name} has compute capability {gpu.compute[0]}.{gpu.compute[1]} and bfloat16 needs 8.0"
+        fix = "set it to float16, or use another GPU"
+        raise Unplannable(Why.UNSUPPORTED_DTYPE, f"spec.engine.dtype: {whose}: {found}; {fix}")
+
+
+def element_bytes(inputs: Inputs) -> int:
+    """Bytes of a number that the engine computes with. A CPU without bfloat16 takes float32, so that is counted."""
+    if inputs.engine.dtype is None and inputs.gpu is None:
+        return capability.DTYPE_BYTES["float32"]
+    return capability.DTYPE_BYTES[inputs.engine.dtype or inputs.model.dtype]
+
+
+def computed_bytes(inputs: Inputs) -> int:
+    """Bytes of all weights in the type that the engine computes in."""
+    return inputs.model.weights_bytes * element_bytes(inputs) // capability.DTYPE_BYTES.get(inputs.model.dtype, 2)
+
+
+def length_limit(inputs: Inputs) -> int:
+    """The context that is planned when memory is no matter."""
+    return inputs.engine.maxModelLen or min(inputs.model.shape.max_position_embeddings, MAX_DEFAULT_LENGTH)
+
+
+def least_length(inputs: Inputs) -> int:
+    """The shortest context that is worth a start."""
+    return inputs.engine.maxModelLen or min(MIN_DEFAULT_LENGTH, length_limit(inputs))

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan: the numbers that a pod starts with, each with where it comes from and why. Its JSON form is status.plan.
+
+A plan is written once for its inputs and then read back from the status, so the JSON form loses nothing: memory is in
+whole MiB. Made by planner.py; read by the renderer, the commands and the status.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, Self, TypeVar
+
+from quire_operator.plan.gpu import KnownFrom
+from quire_operator.plan.memory import MIB
+from quire_operator.quantity import num_bytes
+from quire_spec.document import from_json
+from quire_spec.errors import ConfigError
+
+T = TypeVar("T", int, str)
+
+VERSION = 1
+"""Rises when the planner would plan differently from the same inputs."""
+
+
+class Origin(StrEnum):
+    """Where a value comes from."""
+
+    SPEC = "Spec"
+    COMPUTED = "Computed"
+
+
+class Fit(StrEnum):
+    """Reasons of Planned=True."""
+
+    FITS = "Fits"
+    LOW_CONCURRENCY = "LowConcurrency"
+    UTILIZATION_RISK = "UtilizationRisk"
+    HETEROGENEOUS_POOL = "HeterogeneousPool"
+
+
+@dataclass(frozen=True, slots=True)
+class Planned(Generic[T]):
+    """A value, with where it comes from."""
+
+    value: T
+    origin: Origin
+    why: str
+    """In a few words."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As in status.plan."""
+        return {"value": self.value, "from": self.origin.value, "why": self.why}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGpu:
+    """The GPUs of a replica."""
+
+    product: str
+    visibleMiB: int
+    """Memory of one that CUDA gives out."""
+    count: int
+    known_from: KnownFrom
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """Memory of one GPU, or of the CPU, by purpose; whole MiB."""
+
+    weights: int
+    activations: int
+    nonTorch: int
+    lora: int
+    kv: int
+    reserve: int
+    """Of a GPU: what the engine leaves to CUDA graphs, the server and fragments."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.activations + self.nonTorch + self.lora + self.kv + self.reserve
+
+
+@dataclass(frozen=True, slots=True)
+class HostBytes:
+    """Memory of the container, by purpose; whole MiB."""
+
+    processes: int
+    stubs: int
+    loraCopies: int
+    sharedMemory: int
+    model: int
+    """On a CPU: what DeviceBytes says, which is host memory there."""
+    total: int
+    """What the container asks for: the sum, or what the spec gives it."""
+
+    @property
+    def needed(self) -> int:
+        """The sum."""
+        return self.processes + self.stubs + self.loraCopies + self.sharedMemory + self.model
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was decided for one service."""
+
+    inputsHash: str
+    plannerVersion: int
+    gpu: PlannedGpu | None
+    """None on a CPU."""
+    dtype: Planned[str]
+    tensorParallelSize: Planned[int]
+    gpuMemoryUtilization: Planned[str] | None
+    """None on a CPU."""
+    kvCacheMemory: Planned[str] | None
+    """None on a GPU, where the engine measures what gpuMemoryUtilization leaves, unless the spec pins it."""
+    blockSize: Planned[int]
+    maxModelLen: Planned[int]
+    maxNumSeqs: Planned[int]
+    maxNumBatchedTokens: Planned[int]
+    bytes: DeviceBytes
+    hostBytes: HostBytes
+    sharedMemory: Planned[str]
+    modelBytes: int
+    """Of the weights' files, in whole MiB."""
+    kvTokens: int
+    fit: Fit
+    advice: str
+    """What to change, where something is worth changing; else empty."""
+
+    @property
+    def concurrency(self) -> float:
+        """Requests of full length that the KV cache holds."""
+        return self.kvTokens / self.maxModelLen.value
+
+    def to_json(self) -> dict[str, Any]:
+        """status.plan."""
+        planned = {name: found.to_json() for name in _PLANNED if (found := getattr(self, name)) is not None}
+        gpu = {} if self.gpu is None else {"gpu": _gpu_json(self.gpu)}
+        return {
+            "inputsHash": self.inputsHash,
+            "plannerVersion": self.plannerVersion,
+            **gpu,
+            **planned,
+            "bytes": _quantities(self.bytes),
+            "hostBytes": _quantities(self.hostBytes),
+            "modelBytes": quantity(self.modelBytes),
+            "kvTokens": self.kvTokens,
+            "fit": self.fit.value,
+            **({"advice": self.advice} if self.advice else {}),
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Self:
+        """Read status.plan back; `measured` is not the planner's and is left out.
+
+        Raises:
+            ConfigError: it is not what `to_json` writes.
+        """
+        try:
+            fields: dict[str, Any] = {name: _planned(body[name]) if name in body else None for name in _PLANNED}
+            return cls(
+                inputsHash=body["inputsHash"],
+                plannerVersion=body["plannerVersion"],
+                gpu=_gpu(body["gpu"]) if "gpu" in body else None,
+                bytes=from_json(DeviceBytes, _numbers(body["bytes"])),
+                hostBytes=from_json(HostBytes, _numbers(body["hostBytes"])),
+                modelBytes=num_bytes(body["modelBytes"]),
+                kvTokens=body["kvTokens"],
+                fit=Fit(body["fit"]),
+                advice=body.get("advice", ""),
+                **fields,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"status.plan: not a plan of this operator ({error}); remove it to plan anew") from error
+
+
+def quantity(size: int) -> str:
+    """Whole MiB as Kubernetes writes them; 0 without a unit."""
+    assert size % MIB == 0, size
+    return f"{size // MIB}Mi" if size else "0"
+
+
+def up(size: int) -> int:
+    """Rounded up to whole MiB."""
+    return -(-size // MIB) * MIB
+
+
+def down(size: int) -> int:
+    """Rounded down to whole MiB."""
+    return size // MIB * MIB
+
+
+_PLANNED = (
+    "dtype", "tensorParallelSize", "gpuMemoryUtilization", "kvCacheMemory", "blockSize", "maxModelLen", "maxNumSeqs",
+    "maxNumBatchedTokens", "sharedMemory",
+)  # fmt: skip
+
+
+def _quantities(sizes: DeviceBytes | HostBytes) -> dict[str, str]:
+    return {name: quantity(getattr(sizes, name)) for name in sizes.__slots__}
+
+
+def _numbers(sizes: Mapping[str, str]) -> dict[str, int]:
+    return {name: num_bytes(size) for name, size in sizes.items()}
+
+
+def _planned(body: Mapping[str, Any]) -> Planned[Any]:
+    return Planned(body["value"], Origin(body["from"]), body["why"])
+
+
+def _gpu_json(gpu: PlannedGpu) -> dict[str, Any]:
+    product = {"product": gpu.product} if gpu.product else {}
+    return {**product, "visibleMiB": gpu.visibleMiB, "count": gpu.count, "from": gpu.known_from.value}
+
+
+def _gpu(body: Mapping[str, Any]) -> PlannedGpu:
+    return PlannedGpu(body.get("product", ""), body["visibleMiB"], body["count"], KnownFrom(body["from"]))

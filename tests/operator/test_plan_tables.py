@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's arithmetic against published capacities and hand-computed tables: GPUs from 24 to 141 GB, 8B and 70B.
+
+The published figures are KV tokens that vLLM logs at its start with Llama 3.1 8B in bfloat16. They are of another
+engine: the point is that the formulas hold within a few per cent and never promise more than there is.
+"""
+
+import pytest
+from support.planning import ANY_TP, GIB, MODELS, inputs, plan
+
+from quire_operator.plan import memory, ways
+from quire_operator.plan.errors import Unplannable, Why
+from quire_operator.plan.plan import Fit
+
+# Card, GiB that CUDA reports, gpu_memory_utilization, token budget, sequences: vLLM's defaults. Logged, predicted.
+PUBLISHED = [
+    ("RTX 3090", 23.56, 0.85, 2048, 256, 30_960, 30_438),
+    ("RTX 4090", 23.53, 0.90, 2048, 256, 40_528, 39_867),
+    ("A6000 48 GB", 47.43, 0.90, 2048, 256, 216_624, 216_077),
+    ("A100 40 GB", 39.39, 0.90, 2048, 256, 157_648, 156_799),
+    ("H100 80 GB", 79.11, 0.90, 8192, 1024, 442_160, 432_362),
+]
+
+
+@pytest.mark.parametrize("case", PUBLISHED, ids=[case[0] for case in PUBLISHED])
+def test_published_capacities(case):
+    _, visible, share, tokens, seqs, logged, predicted = case
+    shape = MODELS["8b"].shape
+    used = (
+        memory.weights_bytes(MODELS["8b"].weights_bytes, 1)
+        + memory.activation_bytes(shape, tokens, seqs, 2, 1)
+        + memory.non_torch_bytes(1)
+    )
+    found = (visible * share * GIB - used) // memory.token_bytes(shape, 2, 1)
+    assert found == pytest.approx(predicted, rel=0.002)
+    assert 0.975 * logged < found < logged
+
+
+A10G, A100_40, A100_80 = "NVIDIA-A10G", "NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-SXM4-80GB"
+H100, H200, L4 = "NVIDIA-H100-80GB-HBM3", "NVIDIA-H200", "NVIDIA-L4"
+
+# GPU; GiB visible, share, token budget, sequences, GiB for a step, GiB for KV, KV tokens, context; with 8 slots r16.
+ONE_GPU = [
+    (L4, 21.87, "0.90", 2048, 16, 0.29, 3.79, 31_028, 15_360, 25_908, 12_288),
+    (A10G, 21.86, "0.90", 2048, 16, 0.29, 3.78, 30_985, 15_360, 25_865, 12_288),
+    (A100_40, 39.38, "0.93", 4096, 64, 0.57, 20.44, 167_417, 32_768, 162_297, 32_768),
+    (A100_80, 79.12, "0.93", 8192, 128, 1.15, 56.82, 465_506, 32_768, 460_386, 32_768),
+    (H100, 78.77, "0.93", 8192, 128, 1.15, 56.50, 462_849, 32_768, 457_729, 32_768),
+    (H200, 138.86, "0.93", 8192, 256, 1.15, 112.38, 920_615, 32_768, 915_495, 32_768),
+]
+
+
+@pytest.mark.parametrize("row", ONE_GPU, ids=[row[0] for row in ONE_GPU])
+def test_llama_8b_on_one_gpu(row):
+    gpu, visible, share, tokens, seqs, step, kv, kv_tokens, length, lora_tokens, lora_length = row
+    found = plan("8b", gpu)
+    assert found.gpu.visibleMiB / 1024 == pytest.approx(visible, abs=0.006)
+    assert found.gpuMemoryUtilization.value == share
+    assert (found.maxNumBatchedTokens.value, found.maxNumSeqs.value) == (tokens, seqs)
+    assert found.bytes.weights / GIB == pytest.approx(15.11, abs=0.005)
+    assert found.bytes.activations / GIB == pytest.approx(step, abs=0.01)
+    assert found.bytes.kv / GIB == pytest.approx(kv, abs=0.01)
+    assert found.kvTokens == pytest.approx(kv_tokens, abs=2)
+    assert found.maxModelLen.value == length
+    slots = plan("8b", gpu, "lora: {maxLoaded: 8, maxRank: 16}")
+    assert slots.bytes.lora == 640 * 2**20
+    assert slots.kvTokens == pytest.approx(lora_tokens, abs=2)
+    assert slots.maxModelLen.value == lora_length
+
+
+def test_24_gb_are_tight_for_8b_and_two_gpus_are_the_advice():
+    found = plan("8b", L4)
+    assert found.fit is Fit.LOW_CONCURRENCY
+    assert "spec.gpu.count 2 gives 179" in found.advice
+    assert "context of 32768" in found.advice
+    two = plan("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 2}")
+    assert (two.tensorParallelSize.value, two.maxModelLen.value, two.fit) == (2, 32_768, Fit.FITS)
+    assert two.kvTokens == pytest.approx(179_000, rel=0.005)
+
+
+# GPU, number, model; share, GiB of weights and of KV for each GPU, KV tokens, context. With the token budget that
+# belongs to the GPU's size; None: does not fit.
+MANY_GPUS = [
+    (L4, 8, "70b", "0.89", 16.59, 1.68, 43_926, 21_504),
+    (A10G, 8, "70b", "0.89", 16.59, 1.67, 43_789, 21_504),
+    (A100_40, 4, "70b", "0.93", 33.18, 1.94, 25_394, 12_288),
+    (A100_40, 8, "70b", "0.93", 16.59, 18.63, 488_488, 32_768),
+    (A100_80, 2, "70b", "0.93", 66.37, 4.80, 31_435, 15_360),
+    (A100_80, 4, "70b", "0.93", 33.18, 38.40, 503_338, 32_768),
+    (H100, 2, "70b", "0.93", 66.37, 4.47, 29_310, 14_336),
+    (H100, 4, "70b", "0.93", 33.18, 38.08, 499_088, 32_768),
+    (H200, 1, "70b", "0.93", 132.73, -6.36, None, None),
+    (H200, 2, "70b", "0.93", 66.37, 60.35, 395_523, 32_768),
+    (L4, 4, "70b-fp8", "0.89", 17.10, 1.12, 14_655, 7_168),
+    (L4, 8, "70b-fp8", "0.89", 8.55, 9.72, 254_777, 32_768),
+    (H100, 1, "70b-fp8", "0.93", 68.38, 2.11, 6_910, None),
+    (H100, 2, "70b-fp8", "0.93", 34.19, 36.65, 240_161, 32_768),
+    (H200, 1, "70b-fp8", "0.93", 68.38, 57.99, 190_017, 32_768),
+]
+
+
+def budget(gpu):
+    return {A100_40: 4096, L4: 2048, A10G: 2048}.get(gpu, 8192)
+
+
+@pytest.mark.parametrize("row", MANY_GPUS, ids=[f"{row[0]}x{row[1]}-{row[2]}" for row in MANY_GPUS])
+def test_llama_70b_on_many_gpus(row):
+    gpu, count, model, share, weights, kv, kv_tokens, length = row
+    spec = f"lora: {{maxLoaded: 0}}\nengine: {{tensorParallelSize: {count}, maxNumBatchedTokens: {budget(gpu)}}}"
+    given = inputs(model, gpu, spec)
+    if model == "70b-fp8":
+        assert ways.limits.computed_bytes(given) == MODELS[model].weights_bytes
+    tried = list(ways.all_ways(given))
+    found = ways.best(given, tried) or tried[0]
+    assert f"{found.utilization / 1000:.2f}" == share
+    assert found.costs.weights / GIB == pytest.approx(weights, abs=0.006)
+    assert found.kv_bytes / GIB == pytest.approx(kv, abs=0.01)
+    assert found.max_model_len == (length or 0)
+    if kv_tokens:
+        assert found.kv_tokens == pytest.approx(kv_tokens, abs=25)
+
+
+@pytest.mark.parametrize(("gpu", "kv_tokens", "length"), [(A100_80, 38_413, 18_432), (H100, 36_288, 17_408)])
+def test_a_smaller_step_is_planned_where_it_makes_the_context_longer(gpu, kv_tokens, length):
+    found = plan("70b", gpu, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 2}")
+    assert found.maxNumBatchedTokens.value == 2048
+    assert found.kvTokens == pytest.approx(kv_tokens, abs=5)
+    assert found.maxModelLen.value == length
+
+
+def test_numbers_of_gpus_are_those_that_the_model_divides_by():
+    """70B in bfloat16 needs the memory of 9 L4, 5 A100 of 40 GB, 3 of 80 GB: none of them is a number that works."""
+    for gpu, expected in ((L4, 8), (A100_40, 8), (A100_80, 4), (H100, 4), (H200, 2)):
+        assert plan("70b", gpu, "lora: {maxLoaded: 0}\ngpu: {count: 8}").tensorParallelSize.value == expected
+    assert [tp for tp in (1, 2, 4, 8, 16) if not ways.limits.divides(MODELS["8b"].shape, tp)] == [1, 2, 4, 8, 16]
+    assert [tp for tp in (1, 2, 4, 8) if not ways.limits.divides(MODELS["qwen"].shape, tp)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("gpu", [A100_80, H100])
+def test_adapters_on_70b_leave_too_little_on_two_gpus_of_80_gb(gpu):
+    slots = inputs("70b", gpu, "lora: {maxLoaded: 8, maxRank: 16}\ngpu: {count: 2}", ANY_TP)
+    assert ways.way(slots, 2, 8192, 16).costs.lora / GIB == pytest.approx(3.1, abs=0.05)
+    assert ways.way(slots, 2, 8192, 16).max_model_len < 6_000
+    with pytest.raises(Unplannable) as error:
+        plan("70b", A100_40, "lora: {maxLoaded: 8, maxRank: 16}\ngpu: {count: 4}")
+    assert error.value.why is Why.DOES_NOT_FIT

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's promises: more memory never plans worse, pins stay, plans outlive upgrades, refusals help."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.planning import ANY_TP, GIB, LLAMA_8B, MODELS, checkpoint, faults, inputs, plan, service
+
+from quire_operator.plan import planner, ways
+from quire_operator.plan.checkpoint import Checkpoint, SizeFrom, header_length
+from quire_operator.plan.errors import Unplannable, Why
+from quire_operator.plan.gpu import PRODUCTS, Gpu, KnownFrom, node_labels, resolve
+from quire_operator.plan.inputs import Abilities
+from quire_operator.plan.plan import Fit, Plan
+from quire_operator.service import Lora
+from quire_spec import capability
+from quire_spec.errors import ConfigError
+
+L4, H100, T4 = "NVIDIA-L4", "NVIDIA-H100-80GB-HBM3", "Tesla-T4"
+
+pins = st.fixed_dictionaries(
+    {},
+    optional={
+        "minConcurrency": st.integers(1, 200),
+        "maxModelLen": st.integers(16, 200_000),
+        "blockSize": st.sampled_from(capability.BLOCK_SIZES),
+        "maxNumBatchedTokens": st.sampled_from([512, 3000, 16384]),
+        "maxNumSeqs": st.integers(1, 500),
+        "dtype": st.sampled_from(["float32", "bfloat16", "float16"]),
+    },
+)
+loras = st.fixed_dictionaries(
+    {"maxLoaded": st.integers(0, 64), "maxRank": st.sampled_from(capability.LORA_RANKS)},
+)
+
+
+def planned(model, memory, engine, lora, count=1):
+    """Inputs, the best way or None, and the plan or None; `memory` is MiB of a GPU, or negative, of a CPU."""
+    base = inputs(model, 10_000 if memory > 0 else None)
+    made = dataclasses.replace(
+        base,
+        engine=dataclasses.replace(base.engine, **engine),
+        lora=Lora(**lora),
+        max_gpus=count,
+        gpu=Gpu("", memory, KnownFrom.SPEC) if memory > 0 else None,
+        memory_limit=None if memory > 0 else -memory * 2**20,
+    )
+    found = ways.best(made, ways.all_ways(made))
+    return made, found, planner.make_plan(made) if found else None
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    model=st.sampled_from(["8b", "70b", "qwen", "tiny"]),
+    less=st.integers(2_000, 200_000),
+    more=st.integers(0, 40_000),
+    count=st.sampled_from([1, 2, 4, 8]),
+    engine=pins,
+    lora=loras,
+)
+@example(model="8b", less=73_300, more=2_000, count=1, engine={}, lora={"maxLoaded": 0, "maxRank": 8})
+@example(model="8b", less=33_400, more=2_000, count=1, engine={}, lora={"maxLoaded": 0, "maxRank": 8})
+def test_more_memory_never_plans_worse(model, less, more, count, engine, lora):
+    """The longest context first, then fewer GPUs, more sequences, more tokens in a step."""
+    if engine.get("maxNumBatchedTokens", 1 << 20) < engine.get("maxNumSeqs", 1):
+        del engine["maxNumSeqs"]
+    small, found_small, _ = planned(model, less, engine, lora, count)
+    large, found_large, made = planned(model, less + more, engine, lora, count)
+    if found_small is None:
+        return
+    assert found_large is not None
+    assert ways.rank(large, found_large) >= ways.rank(small, found_small)
+    check(large, made)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=st.sampled_from(["qwen", "tiny"]), less=st.integers(500, 60_000), more=st.integers(0, 20_000), engine=pins,
+    lora=loras,
+)  # fmt: skip
+def test_more_memory_never_plans_worse_on_a_cpu(model, less, more, engine, lora):
+    if engine.get("maxNumBatchedTokens", 1 << 20) < engine.get("maxNumSeqs", 1):
+        del engine["maxNumSeqs"]
+    small, found_small, _ = planned(model, -less, engine, lora)
+    large, found_large, made = planned(model, -less - more, engine, lora)
+    if found_small is None:
+        return
+    assert found_large is not None
+    assert ways.rank(large, found_large) >= ways.rank(small, found_small)
+    check(large, made)
+
+
+def check(given, made):
+    """What holds of every plan."""
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert made.inputsHash == given.digest
+    assert made.kvTokens >= made.maxModelLen.value
+    assert made.maxNumBatchedTokens.value >= made.maxNumSeqs.value
+    assert made.blockSize.value in capability.BLOCK_SIZES
+    assert faults(made.to_json()) == []
+    pinned = {k: v for k, v in dataclasses.asdict(given.engine).items() if v is not None}
+    for name, value in pinned.items():
+        if hasattr(made, name):
+            assert getattr(made, name).value == value
+            assert getattr(made, name).origin == "Spec"
+    if given.gpu is not None:
+        assert made.bytes.total == made.gpu.visibleMiB * 2**20
+        assert made.bytes.reserve >= 0
+    else:
+        assert made.hostBytes.total <= (given.memory_limit or made.hostBytes.total)
+        assert made.hostBytes.model == made.bytes.total
+
+
+@given(
+    less=st.tuples(st.integers(0, 64), st.sampled_from(capability.LORA_RANKS)),
+    more=st.tuples(st.integers(0, 64), st.sampled_from(capability.LORA_RANKS)),
+)
+@settings(max_examples=60, deadline=None)
+def test_more_or_larger_adapter_slots_never_leave_more(less, more):
+    low, high = sorted([less, more])
+    if low[1] > high[1]:
+        return
+    found = [planned("8b", 46_068, {}, {"maxLoaded": n, "maxRank": r})[1] for n, r in (low, high)]
+    if found[1] is not None:
+        assert found[0].kv_tokens >= found[1].kv_tokens or found[0].max_num_seqs > found[1].max_num_seqs
+        assert found[0].max_model_len >= found[1].max_model_len
+
+
+def test_a_plan_says_where_each_value_comes_from():
+    made = plan(
+        "8b", L4, "lora: {maxLoaded: 4, maxRank: 32}\nengine: {maxModelLen: 8192, gpuMemoryUtilization: '0.91'}"
+    )
+    body = made.to_json()
+    assert body["maxModelLen"] == {"value": 8192, "from": "Spec", "why": "pinned in the spec"}
+    assert body["gpuMemoryUtilization"]["value"] == "0.91"
+    assert body["maxNumSeqs"]["from"] == "Computed"
+    assert "KV tokens at about 2048" in body["maxNumSeqs"]["why"]
+    assert body["gpu"] == {"product": L4, "visibleMiB": 22394, "count": 1, "from": "ProductTable"}
+    assert faults(body) == []
+
+
+def test_the_digest_stays_what_it_was_written_as():
+    """Plans of running services carry it: if this fails, an upgrade would plan them all anew and restart them."""
+    given = inputs("8b", L4, "lora: {maxLoaded: 8}\nengine: {maxModelLen: 8192}")
+    assert given.digest == "sha256:1cd7f8c70d5618eaf0635b14750afc06b853860bdb6eb649b66162018c87b0e3"
+    assert dataclasses.replace(given, abilities=Abilities()).digest == given.digest
+
+
+def test_a_stored_plan_is_kept_until_its_inputs_change():
+    given = inputs("8b", L4)
+    stored = dataclasses.replace(planner.make_plan(given), plannerVersion=0, kvTokens=1)
+    assert planner.keep_or_make(stored, given) is stored
+    assert planner.keep_or_make(stored, given, replan=True).kvTokens > 1
+    other = inputs("8b", L4, "lora: {maxLoaded: 0}\nengine: {maxModelLen: 4096}")
+    assert planner.keep_or_make(stored, other).maxModelLen.value == 4096
+    assert planner.keep_or_make(None, given) == planner.make_plan(given)
+
+
+@pytest.mark.parametrize("text", ["engine: {prefixCaching: false}", "replicas: 4", "adapters: []", "paused: true"])
+def test_what_the_plan_does_not_follow_from_is_not_in_the_digest(text):
+    assert inputs("8b", L4, f"lora: {{maxLoaded: 0}}\n{text}").digest == inputs("8b", L4).digest
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "engine: {minConcurrency: 3}", "engine: {kvCacheMemory: 2Gi}", "runtime: {memory: 20Gi}",
+        "runtime: {sharedMemory: 2Gi}", "gpu: {count: 2}", "lora: {maxLoaded: 1}", "engine: {dtype: float16}",
+    ],
+)  # fmt: skip
+def test_what_the_plan_follows_from_is_in_the_digest(text):
+    base = "" if text.startswith("lora") else "lora: {maxLoaded: 0}\n"
+    assert inputs("8b", L4, base + text).digest != inputs("8b", L4).digest
+
+
+def refused(model, gpu, text, abilities=ANY_TP):
+    with pytest.raises(Unplannable) as error:
+        plan(model, gpu, text, abilities)
+    return error.value.why, str(error.value)
+
+
+def test_what_does_not_fit_has_a_table_and_the_smallest_gpu_that_would_do():
+    why, text = refused("70b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 2}")
+    assert why is Why.DOES_NOT_FIT
+    head, columns, one, two, four, eight, would = text.splitlines()
+    assert head.startswith("spec.gpu: NVIDIA-L4: the model does not fit with a context of 4096 tokens; take a larger")
+    assert "short by" in columns
+    assert one.split() == ["1", "19.68", "132.73", "0.57", "0.50", "0.00", "-114.11", "116.61"]
+    assert two.split()[0] == "2"
+    assert four.strip() == "4 not tried: spec.gpu.count is 2"
+    assert eight.strip() == "8 not tried: spec.gpu.count is 2"
+    assert would == (
+        "The smallest that would do: 1 x NVIDIA-B200, or 2 x NVIDIA-H100-80GB-HBM3, or 4 x NVIDIA-A100-PCIE-40GB, "
+        "or 8 x NVIDIA-A10."
+    )
+    for offer in would.removesuffix(".").partition(": ")[2].split(", or "):
+        count, _, product = offer.partition(" x ")
+        assert plan("70b", product, f"lora: {{maxLoaded: 0}}\ngpu: {{count: {count}}}")
+
+
+def test_what_the_engine_cannot_do_is_neither_planned_nor_recommended():
+    only_one = Abilities(tensor_parallel_sizes=(1,))
+    why, text = refused("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}", only_one)
+    assert why is Why.DOES_NOT_FIT
+    assert "2 not possible: the engine of this release does not share layers between so many" in text
+    assert text.splitlines()[-1] == "The smallest that would do: 1 x NVIDIA-B200."
+    why, text = refused("70b", H100, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 4}", only_one)
+    assert why is Why.UNSUPPORTED_BY_ENGINE
+    assert text.startswith("spec.engine.tensorParallelSize: 4: the engine of this release knows 1")
+    tight = plan("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 4}", only_one)
+    assert tight.tensorParallelSize.value == 1
+    assert "spec.gpu.count" not in tight.advice
+    assert "NVIDIA-A100-PCIE-40GB gives" in tight.advice or "NVIDIA-GeForce" in tight.advice
+
+
+def test_the_default_abilities_are_the_capability_table():
+    assert Abilities().tensor_parallel_sizes == capability.TENSOR_PARALLEL_SIZES
+    assert Abilities().block_sizes == capability.BLOCK_SIZES
+
+
+def test_refusals_name_field_value_and_fix():
+    why, text = refused("qwen", H100, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 8}")
+    assert (why, text) == (
+        Why.DOES_NOT_FIT,
+        "spec.engine.tensorParallelSize: 8: 28 attention heads are not a multiple of 8; use 1 or 2 or 4",
+    )
+    why, text = refused("8b", T4, "lora: {maxLoaded: 0}")
+    assert (why, text) == (
+        Why.UNSUPPORTED_DTYPE,
+        "spec.engine.dtype: absent, and the checkpoint's is bfloat16: Tesla-T4 has compute capability 7.5 and bfloat16 "
+        "needs 8.0; set it to float16, or use another GPU",
+    )
+    assert refused("8b", T4, "lora: {maxLoaded: 0}\nengine: {dtype: bfloat16}")[0] is Why.UNSUPPORTED_DTYPE
+
+
+def test_a_pinned_share_that_leaves_too_little_is_flagged():
+    made = plan("8b", H100, "lora: {maxLoaded: 0}\nengine: {gpuMemoryUtilization: '0.995'}")
+    assert made.fit is Fit.UTILIZATION_RISK
+    assert made.advice.startswith("spec.engine.gpuMemoryUtilization 0.995 leaves 0.4 GiB")
+
+
+def test_a_pinned_kv_cache_is_taken_as_it_is_or_refused():
+    made = plan("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 4Gi}")
+    assert (made.bytes.kv, made.kvTokens, made.kvCacheMemory.value) == (4 * GIB, 32768, "4Gi")
+    assert made.maxModelLen.value == 16384
+    assert refused("8b", L4, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 8Gi}")[0] is Why.DOES_NOT_FIT
+
+
+# CPU.
+
+
+def test_a_cpu_without_a_limit_gets_the_memory_that_it_needs():
+    made = plan("tiny", None, "lora: {maxLoaded: 4}")
+    assert (made.gpu, made.gpuMemoryUtilization, made.dtype.value) == (None, None, "auto")
+    assert (made.maxModelLen.value, made.maxNumSeqs.value, made.maxNumBatchedTokens.value) == (512, 64, 512)
+    assert made.hostBytes.total == made.hostBytes.model + sum(
+        (made.hostBytes.processes, made.hostBytes.stubs, made.hostBytes.loraCopies, made.hostBytes.sharedMemory)
+    )
+    # 64 sequences of 512 tokens, 2 x 6 layers x 2 heads x 32 numbers of 4 bytes each.
+    assert made.bytes.kv == 64 * 512 * 3072
+    assert faults(made.to_json()) == []
+
+
+def test_a_cpu_with_a_limit_has_what_it_leaves():
+    small, large = (plan("qwen", None, f"runtime: {{memory: {n}Gi}}\nlora: {{maxLoaded: 0}}") for n in (40, 60))
+    assert large.bytes.kv + large.bytes.activations - small.bytes.kv - small.bytes.activations == 20 * GIB
+    assert large.hostBytes.total == 60 * GIB
+    assert large.bytes.weights == pytest.approx(2 * MODELS["qwen"].weights_bytes * 1.01, rel=1e-3)
+    why, text = refused("qwen", None, "runtime: {memory: 8Gi}\nlora: {maxLoaded: 0}")
+    assert why is Why.DOES_NOT_FIT
+    assert text.startswith(
+        "spec.runtime.memory: 8192Mi: the model does not fit with a context of 4096 tokens; raise it"
+    )
+    needed = int(text.partition("raise it to ")[2].partition("Mi")[0])
+    assert plan("qwen", None, f"runtime: {{memory: {needed}Mi}}\nlora: {{maxLoaded: 0}}").maxModelLen.value >= 4096
+
+
+def test_stubs_copies_and_shared_memory_are_counted():
+    none, some = plan("8b", H100), plan("8b", H100, "lora: {maxLoaded: 8, maxRank: 16, maxCached: 32}")
+    assert none.hostBytes.loraCopies == 0
+    assert some.hostBytes.loraCopies == 32 * 80 * 2**20
+    assert some.hostBytes.stubs == 65 * none.hostBytes.stubs
+    assert some.sharedMemory.value == "1024Mi"
+    two = plan("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 2}")
+    assert two.sharedMemory.value == "2048Mi"
+    assert two.hostBytes.sharedMemory == 2 * GIB
+    small = plan("8b", H100, "runtime: {memory: 2Gi}\nlora: {maxLoaded: 0}")
+    assert "spec.runtime.memory is less than" in small.advice
+
+
+# GPUs.
+
+
+def labels(product=L4, memory="23034", **more):
+    return {"nvidia.com/gpu.product": product, "nvidia.com/gpu.memory": memory, **more}
+
+
+def wanted(text):
+    return service(f"gpu: {text}").spec.gpu
+
+
+def test_nodes_labels_go_before_the_table_and_the_spec_before_both():
+    nodes = [labels(memory="23000", **{"nvidia.com/gpu.compute.major": "8", "nvidia.com/gpu.compute.minor": "9"}), {}]
+    found = resolve(wanted(f"{{product: {L4}}}"), nodes)
+    assert found == Gpu(L4, 23000, KnownFrom.NODE_LABELS, (8, 9))
+    assert resolve(wanted(f"{{product: {L4}, memory: 20Gi}}"), nodes) == Gpu(L4, 20480, KnownFrom.SPEC, (8, 9))
+    assert resolve(wanted(f"{{product: {L4}}}")) == Gpu.of_product(L4)
+    assert resolve(None, [], T4).memory_mib == 15360
+
+
+def test_of_several_kinds_the_smallest_is_planned_for():
+    nodes = [labels(), labels(H100, "81559"), labels("NVIDIA-A100-SXM4-40GB", "40960", zone="b")]
+    found = resolve(None, nodes)
+    assert (found.product, found.others) == (L4, ("NVIDIA-A100-SXM4-40GB", H100))
+    assert resolve(wanted("{nodeSelector: {zone: b}}"), nodes).product == "NVIDIA-A100-SXM4-40GB"
+    made = planner.make_plan(dataclasses.replace(inputs("8b", L4), gpu=dataclasses.replace(found, memory_mib=81559)))
+    assert made.fit is Fit.HETEROGENEOUS_POOL
+    assert H100 in made.advice
+
+
+def test_gpus_that_nobody_knows_or_that_are_shared_are_refused():
+    for asked, words in (
+        (None, "spec.gpu: no node says what GPU it has"),
+        (wanted("{product: NVIDIA-X1}"), "spec.gpu.product: 'NVIDIA-X1' is on no node"),
+    ):
+        with pytest.raises(Unplannable, match=words) as error:
+            resolve(asked)
+        assert error.value.why is Why.GPU_UNKNOWN
+    with pytest.raises(Unplannable, match="share each GPU between 4 pods") as error:
+        resolve(None, [labels(**{"nvidia.com/gpu.replicas": "4"})])
+    assert error.value.why is Why.SHARED_GPU
+
+
+def test_node_listings_of_kubectl():
+    listing = {"kind": "List", "items": [{"metadata": {"labels": {"a": "b"}}}, {"metadata": {}}]}
+    assert node_labels(listing) == [{"a": "b"}, {}]
+    assert node_labels({"kind": "Node", "metadata": {"labels": {"a": "b"}}}) == [{"a": "b"}]
+    assert node_labels([]) == []
+
+
+def test_the_table_of_products_is_in_order():
+    assert list(PRODUCTS.values()) == sorted(PRODUCTS.values(), key=lambda entry: entry[0])
+
+
+# Checkpoints.
+
+
+def test_sizes_come_from_the_index_then_the_header_then_the_shape():
+    header = {"__metadata__": {"format": "pt"}, "a": {"data_offsets": [0, 8]}, "b": {"data_offsets": [8, 100]}}
+    found = [
+        Checkpoint.from_files(LLAMA_8B, {"metadata": {"total_size": 16.0e9}}, header),
+        Checkpoint.from_files(LLAMA_8B, None, header),
+        Checkpoint.from_files(LLAMA_8B),
+    ]
+    assert [c.size_from for c in found] == [SizeFrom.INDEX, SizeFrom.HEADER, SizeFrom.SHAPE]
+    assert [c.weights_bytes for c in found[:2]] == [16_000_000_000, 100]
+    assert found[2].weights_bytes == pytest.approx(16_060_522_496, rel=0.001)
+    assert checkpoint(dict(reversed(LLAMA_8B.items()))).config_digest == found[0].config_digest
+
+
+@pytest.mark.parametrize(
+    ("config", "index", "header", "words"),
+    [
+        ([], None, None, "config.json: not an object"),
+        ({"architectures": ["X"]}, None, None, "'X' is not supported"),
+        (LLAMA_8B | {"num_attention_heads": 0}, None, None, "not a model's|num_heads is 0"),
+        (LLAMA_8B | {"hidden_size": "4096"}, None, None, "config.json: "),
+        (LLAMA_8B | {"num_hidden_layers": 1.5}, None, None, "num_layers is 1.5"),
+        (LLAMA_8B | {"vocab_size": True}, None, None, "vocab_size is True"),
+        (LLAMA_8B, {"metadata": {}}, None, "metadata.total_size is None"),
+        (LLAMA_8B, [], None, "metadata.total_size is None"),
+        (LLAMA_8B, {"metadata": {"total_size": -1}}, None, "metadata.total_size is -1"),
+        (LLAMA_8B, None, {}, "names no tensors"),
+        (LLAMA_8B, None, {"a": {"data_offsets": "x"}}, "names no tensors"),
+    ],
+)
+def test_files_that_say_nothing_are_refused(config, index, header, words):
+    with pytest.raises(ConfigError, match=words):
+        Checkpoint.from_files(config, index, header)
+
+
+def test_a_header_begins_with_its_length():
+    assert header_length((1000).to_bytes(8, "little")) == 1000
+    for start in (b"", b"PK\x03\x04abcd", (0).to_bytes(8, "little"), (2**40).to_bytes(8, "little")):
+        with pytest.raises(ConfigError, match="does not begin like a safetensors file"):
+            header_length(start)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models, GPUs and services to plan for, and the schema of status.plan."""
+
+import functools
+from typing import Any
+
+import yaml
+
+from quire_operator import crd, schema
+from quire_operator.manifest import parse
+from quire_operator.plan.checkpoint import Checkpoint
+from quire_operator.plan.gpu import Gpu, KnownFrom
+from quire_operator.plan.inputs import Abilities, Inputs
+from quire_operator.plan.plan import Plan
+from quire_operator.plan.planner import make_plan
+from quire_operator.service import LLMService
+
+GIB = 2**30
+NO_LORA = "lora: {maxLoaded: 0}"
+ANY_TP = Abilities(tensor_parallel_sizes=(1, 2, 4, 8))
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+}
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+# metadata.total_size of the models' safetensors indexes.
+BYTES = {"8b": 16_060_522_496, "70b": 141_107_412_992, "70b-fp8": int(67.7 * GIB)}
+
+
+def checkpoint(config: dict[str, Any], size: int | None = None) -> Checkpoint:
+    return Checkpoint.from_files(config, None if size is None else {"metadata": {"total_size": size}})
+
+
+MODELS = {
+    "8b": checkpoint(LLAMA_8B, BYTES["8b"]),
+    "70b": checkpoint(LLAMA_70B, BYTES["70b"]),
+    "70b-fp8": checkpoint(LLAMA_70B, BYTES["70b-fp8"]),
+    "qwen": checkpoint(QWEN_7B),
+    "tiny": checkpoint(TINY),
+}
+
+
+@functools.cache
+def service(spec: str, name: str = "s") -> LLMService:
+    """From the YAML of a spec without its model."""
+    head = f"apiVersion: quire.dev/v1alpha1\nkind: LLMService\nmetadata: {{name: {name}, namespace: team}}\n"
+    text = spec if "model:" in spec else f"model: {{source: {{huggingFace: {{repo: o/m}}}}}}\n{spec}"
+    lines = "\n".join(f"  {line}" for line in text.splitlines())
+    (document,) = parse(f"{head}spec:\n{lines}\n", "f.yaml")
+    return LLMService.from_body(crd.valid(document))
+
+
+def inputs(model: str, gpu: str | int | None, spec: str = NO_LORA, abilities: Abilities = ANY_TP) -> Inputs:
+    """`gpu` is a product, MiB of the label, or None for a CPU."""
+    found = Gpu("", gpu, KnownFrom.SPEC) if isinstance(gpu, int) else Gpu.of_product(gpu) if gpu else None
+    assert gpu is None or found is not None, gpu
+    text = spec if gpu is not None else f"device: CPU\n{spec}"
+    return Inputs.of(service(text), MODELS[model], found, abilities)
+
+
+def plan(model: str, gpu: str | int | None, spec: str = NO_LORA, abilities: Abilities = ANY_TP) -> Plan:
+    return make_plan(inputs(model, gpu, spec, abilities))
+
+
+@functools.cache
+def status_schema() -> dict[str, Any]:
+    """The CRD's schema of status.plan."""
+    document = yaml.safe_load(crd.find().read_text())
+    root = document["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return root["properties"]["status"]["properties"]["plan"]
+
+
+def faults(body: Any) -> list[str]:
+    """What an API server would find wrong with a status.plan."""
+    return [str(problem) for problem in schema.problems(status_schema(), body)]
