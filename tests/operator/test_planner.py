@@ -364,12 +364,12 @@ def test_sizes_come_from_the_index_then_the_header_then_the_shape():
 @pytest.mark.parametrize(
     ("config", "index", "header", "words"),
     [
-        ([], None, None, "config.json: not an object"),
+        ([], None, None, "config.json: expected an object"),
         ({"architectures": ["X"]}, None, None, "'X' is not supported"),
-        (LLAMA_8B | {"num_attention_heads": 0}, None, None, "not a model's|num_heads is 0"),
+        (LLAMA_8B | {"num_attention_heads": 0}, None, None, "num_attention_heads: 0 is not a positive"),
         (LLAMA_8B | {"hidden_size": "4096"}, None, None, "config.json: "),
-        (LLAMA_8B | {"num_hidden_layers": 1.5}, None, None, "num_layers is 1.5"),
-        (LLAMA_8B | {"vocab_size": True}, None, None, "vocab_size is True"),
+        (LLAMA_8B | {"num_hidden_layers": 1.5}, None, None, "num_hidden_layers: 1.5 is not a positive"),
+        (LLAMA_8B | {"vocab_size": True}, None, None, "vocab_size: True is not a positive"),
         (LLAMA_8B, {"metadata": {}}, None, "metadata.total_size is None"),
         (LLAMA_8B, [], None, "metadata.total_size is None"),
         (LLAMA_8B, {"metadata": {"total_size": -1}}, None, "metadata.total_size is -1"),
