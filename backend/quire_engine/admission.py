@@ -5,7 +5,7 @@ The desk asks it about every request, before and after tokenizing. What it lets 
 as the text process can know; what it refuses has cost microseconds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -62,6 +62,23 @@ class Admitted:
     """The adapter's content digest, whatever the name comes to mean later."""
 
 
+def check_text_parameters(params: SamplingParams, has_tokenizer: bool) -> None:
+    """Refuse parameters that are about text where there is none.
+
+    Raises:
+        InvalidArgument: the model has no tokenizer, and a parameter needs one; the message names it.
+    """
+    if params.stop and not has_tokenizer:
+        raise InvalidArgument(
+            "sampling parameter 'stop': the model has no tokenizer.json, so there is no text to look for it in; "
+            "use stop_token_ids"
+        )
+    if params.bad_words and not has_tokenizer:
+        raise InvalidArgument(
+            "sampling parameter 'bad_words': the model has no tokenizer.json to make tokens of them; use logit_bias"
+        )
+
+
 class Admission:
     """Decides on requests; knows the names that clients may use."""
 
@@ -91,7 +108,7 @@ class Admission:
         if not isinstance(submit.cache_salt, str | None) or len(submit.cache_salt or "") > _MAX_SALT_CHARS:
             raise InvalidArgument(f"cache_salt: expected a string of at most {_MAX_SALT_CHARS} characters")
         params = self._check_params(submit)
-        self._check_prompt(submit)
+        self._check_prompt(submit, params)
         if num_queued >= self.limits.max_num_queued_reqs:
             raise Unavailable(
                 f"{num_queued} requests are waiting and max_num_queued_reqs is {self.limits.max_num_queued_reqs}; "
@@ -99,24 +116,26 @@ class Admission:
             )
         return Admitted(params, adapter, digest)
 
-    def check_token_ids(self, token_ids: list[int]) -> None:
-        """Judge the tokens of a prompt.
+    def prompt(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """The tokens of a prompt to run: all of them, or the last ones if it wants to be truncated.
 
         Raises:
             InvalidArgument: none, too many, or one outside the vocabulary.
         """
         limits = self.limits
+        if (most := params.max_prompt_tokens(limits.max_model_len)) is not None:
+            token_ids = token_ids[-most:]
         if not token_ids:
             raise InvalidArgument("the prompt is empty; give at least one token")
         if len(token_ids) >= limits.max_model_len:
             raise InvalidArgument(
                 f"the prompt has {len(token_ids)} tokens and max_model_len is {limits.max_model_len}, of which one at "
-                f"least is for the output; shorten the prompt to {limits.max_model_len - 1} tokens or raise "
-                "max_model_len"
+                f"least is for the output; shorten the prompt to {limits.max_model_len - 1} tokens, set "
+                "truncate_prompt_tokens, or raise max_model_len"
             )
         # Without a Python loop: a prompt may have a hundred thousand tokens, and streams wait meanwhile.
         if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < limits.vocab_size:
-            return
+            return token_ids
         wrong = next(i for i in token_ids if type(i) is not int or not 0 <= i < limits.vocab_size)
         raise InvalidArgument(
             f"the prompt holds {str(wrong)[:40]!r}, which is no token id; ids of this model are 0 to "
@@ -146,20 +165,27 @@ class Admission:
         if not isinstance(submit.params, Mapping):
             raise InvalidArgument("sampling parameters: expected an object")
         params = SamplingParams.from_mapping(submit.params)
-        if params.stop and not self._has_tokenizer:
-            raise InvalidArgument(
-                "sampling parameter 'stop': the model has no tokenizer.json, so there is no text to look for it in; "
-                "use stop_token_ids"
-            )
+        check_text_parameters(params, self._has_tokenizer)
+        self._check_tokens("stop_token_ids", params.stop_token_ids)
+        self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_tokens("logit_bias", params.logit_bias or ())
         return params
 
-    def _check_prompt(self, submit: Submit) -> None:
+    def _check_tokens(self, name: str, token_ids: Collection[int]) -> None:
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.limits.vocab_size):
+            wrong = next(i for i in token_ids if not 0 <= i < self.limits.vocab_size)
+            raise InvalidArgument(
+                f"sampling parameter {name!r}: {wrong} is no token id; ids of this model are 0 to "
+                f"{self.limits.vocab_size - 1}"
+            )
+
+    def _check_prompt(self, submit: Submit, params: SamplingParams) -> None:
         if (submit.prompt is None) == (submit.prompt_token_ids is None):
             raise InvalidArgument("give either a text prompt or token ids, not both or neither")
         if submit.prompt_token_ids is not None:
             if not isinstance(submit.prompt_token_ids, list):
                 raise InvalidArgument("prompt_token_ids: expected a list of token ids")
-            self.check_token_ids(submit.prompt_token_ids)
+            self.prompt(submit.prompt_token_ids, params)
         else:
             self._check_text(submit.prompt)
 

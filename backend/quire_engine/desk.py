@@ -8,7 +8,7 @@ to the core, every request ends exactly once and nothing of it stays in the core
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, Protocol
@@ -64,8 +64,12 @@ class Desk:
         """Whether a request is still wanted; may be asked from another thread."""
         return generation.id in self._open
 
+    def max_prompt_tokens(self, generation: Generation) -> int | None:
+        """To how many tokens a request wants its prompt cut; may be asked from another thread."""
+        return generation.params.max_prompt_tokens(self._admission.limits.max_model_len)
+
     def submit(self, frontend: Frontend, submit: Submit) -> Generation | None:
-        """A request comes. Returns it if its prompt is a text to be tokenized: `tokenized` or `fail` goes on.
+        """A request comes. Returns it if it has text to be tokenized: `tokenized` or `fail` goes on.
 
         Raises:
             Internal: the frontend has a request of this id open; its connection is not to be trusted.
@@ -82,25 +86,26 @@ class Desk:
         self._open[generation.id] = generation, frontend
         self._of[frontend][submit.id] = generation
         self.num_queued += 1
-        if submit.prompt_token_ids is None:
+        if submit.prompt_token_ids is None or admitted.params.bad_words:
             return generation
-        self._begin(generation, submit.prompt_token_ids)
+        self.tokenized(generation, submit.prompt_token_ids)
         return None
 
     def refuse_oversize(self, frontend: Frontend, client_id: int, num_bytes: int) -> None:
         """A request came that was too long to be read."""
         self._refuse(frontend, client_id, self._admission.oversize(num_bytes))
 
-    def tokenized(self, generation: Generation, token_ids: list[int]) -> None:
-        """The prompt of a request is tokenized. Does nothing if the request is over."""
+    def tokenized(self, generation: Generation, token_ids: list[int], bad_word_ids: Sequence[list[int]] = ()) -> None:
+        """The prompt and the bad words of a request are tokenized. Does nothing if the request is over."""
         if not self.is_open(generation):
             return
         try:
-            self._admission.check_token_ids(token_ids)
+            token_ids = self._admission.prompt(token_ids, generation.params)
         except QuireError as error:
             self.fail(generation, error)
         else:
-            self._begin(generation, token_ids)
+            self._metrics.prompt_tokens(len(token_ids))
+            self._send(generation.begin(token_ids, self._tokenizer, list(bad_word_ids)))
 
     def fail(self, generation: Generation, error: QuireError) -> None:
         """End a request with an error. Does nothing if it is over."""
@@ -178,10 +183,6 @@ class Desk:
     def _refuse(self, frontend: Frontend, client_id: int, error: QuireError) -> None:
         self._metrics.refused(error.code)
         frontend.post(Event(client_id, error_code=error.code, error=str(error)))
-
-    def _begin(self, generation: Generation, token_ids: list[int]) -> None:
-        self._metrics.prompt_tokens(len(token_ids))
-        self._send(generation.begin(token_ids, self._tokenizer))
 
     def _start(self, generation: Generation, now: float) -> None:
         generation.started = True

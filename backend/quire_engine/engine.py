@@ -103,6 +103,8 @@ class Engine:
         if not prompt:
             raise InvalidArgument("prompt: empty; give at least one token")
         stops = frozenset(self._check_tokens("stop_token_ids", params.stop_token_ids))
+        self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_tokens("logit_bias", params.logit_bias or ())
         room = max(self.max_model_len - len(prompt), 0)
         self._scheduler.add(
             Sequence(
@@ -112,6 +114,7 @@ class Engine:
                 seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
                 max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                 stop_token_ids=stops if params.ignore_eos else stops | self.eos_token_ids,
+                bad_words=tuple(tuple(self._check_tokens("bad_words", word)) for word in request.bad_word_ids),
                 adapter=request.adapter,
                 cache_salt=request.cache_salt,
                 arrival=self._clock(),

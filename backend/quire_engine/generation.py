@@ -47,13 +47,17 @@ class Generation:
         self._token_ids: list[int] = []
         self._logprobs: list[dict[str, dict[str, Any]]] = []
 
-    def begin(self, prompt_token_ids: list[int], tokenizer: Tokenizer | None) -> Generate:
+    def begin(
+        self, prompt_token_ids: list[int], tokenizer: Tokenizer | None, bad_word_ids: list[list[int]]
+    ) -> Generate:
         """The prompt is tokenized: the message that has the engine core run it."""
         self.submitted = True
         self.num_input_tokens = len(prompt_token_ids)
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer if self.params.detokenize else None
         self._detokenizer = Detokenizer(tokenizer, self.params, prompt_token_ids)
-        return Generate(self.id, prompt_token_ids, self.params.to_mapping(), self._digest, self._cache_salt)
+        return Generate(
+            self.id, prompt_token_ids, self.params.to_mapping(), self._digest, self._cache_salt, bad_word_ids
+        )
 
     def take(self, result: SequenceResult) -> Event | None:
         """What the client gets for a result of the engine core; None while everything is kept for one final event."""

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
+from quire_engine.admission import check_text_parameters
 from quire_engine.engine import Engine
 from quire_engine.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
 from quire_engine.text import Detokenizer, Tokenizer
@@ -69,7 +70,9 @@ class LLM:
             for prompt, param, lora in zip(each, params, loras, strict=True):
                 job = self._job(prompt, param, lora)
                 adapter = None if lora is None else digests[lora]
-                self.engine.add(Generate(job.id, job.prompt_token_ids, param.to_mapping(), adapter))
+                bad = self.tokenizer.bad_word_ids(param.bad_words) if self.tokenizer and param.bad_words else []
+                request = Generate(job.id, job.prompt_token_ids, param.to_mapping(), adapter, bad_word_ids=bad)
+                self.engine.add(request)
                 jobs[job.id] = job
             self._run(jobs, use_tqdm)
         finally:
@@ -78,13 +81,17 @@ class LLM:
 
     def _job(self, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None) -> "_Job":
         text, token_ids = _parts(prompt)
+        check_text_parameters(params, self.tokenizer is not None)
+        most = params.max_prompt_tokens(self.engine.max_model_len)
         if token_ids is None:
             if self.tokenizer is None:
                 raise InvalidArgument(
                     f"prompt: {self.engine.model_folder} has no tokenizer.json; give prompt_token_ids instead of text"
                 )
             assert text is not None
-            token_ids = self.tokenizer.encode(text)
+            token_ids = self.tokenizer.encode(text, most)
+        elif most is not None:
+            token_ids = token_ids[-most:]
         return _Job(next(self._ids), text, token_ids, params, lora, self.tokenizer)
 
     def load_adapter(self, lora: LoRARequest) -> str:
@@ -142,7 +149,7 @@ class _Job:
         self._prompt = prompt
         self._params = params
         self._lora = lora
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer if params.detokenize else None
         self._detokenizer = Detokenizer(tokenizer, params, prompt_token_ids)
         self._texts: list[str] = []
         self._logprobs: list[dict[int, Logprob]] = []

@@ -34,7 +34,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """A prompt, its output so far, and the blocks that hold its keys and values."""
 
@@ -47,6 +47,8 @@ class Sequence:
     """params.max_tokens, cut to what max_model_len leaves."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the output: params.stop_token_ids, and the model's unless ignore_eos."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that the output must not have."""
     adapter: str | None = None
     """Content digest."""
     cache_salt: str | None = None

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampler: logits to tokens, each row by its own sequence's parameters. Called by the runner, once a step.
 
-A row is one position of one sequence. A draw depends on the row's logits, its sequence's seed and its position, and on
-nothing else: not on the batch, the row's place in it, or whether the sequence was preempted.
+A row is one position of one sequence. What its sequence asks for is put on the device once and kept while the batch
+stays the same, so that a step does no work for parameters that nobody in it uses. A draw depends on the row's logits,
+its sequence's seed and its position, and on nothing else: not on the batch, the row's place in it, or whether the
+sequence was preempted.
 """
 
 from collections.abc import Sequence as Rows
@@ -11,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire_engine.adjustment import Adjustment
 from quire_engine.request import Sequence
 from quire_engine.step import Logprob, Sampled
+from quire_engine.tally import Tally
 from quire_kernels import draw, keep_likely, uniform
-from quire_spec.sampling import SamplingParams
 
 # float32 logits worked on at a time: what a core's share of the cache holds, and below the size at which the C library
 # returns memory after each use (64 rows of 151,936 at once: softmax 18 ms instead of 4 ms, one Zen 5 core).
@@ -31,74 +34,94 @@ class Row:
 
 
 class Sampler:
-    """Chooses tokens. Stateless; a class because device-resident parameters will live here."""
+    """Chooses tokens. Keeps what it prepared for the last batch, and the tokens that penalized sequences have had."""
 
-    def __call__(self, logits: Tensor, rows: Rows[Row]) -> list[Sampled]:
+    def __init__(self) -> None:
+        self._choices: dict[int, _Choice] = {}
+        """By the first row of the part of the batch that they are for."""
+        self._tally: Tally | None = None
+
+    def __call__(self, logits: Tensor, rows: Rows[Row], mask: Tensor | None = None) -> list[Sampled]:
         """One token per row.
 
         Args:
             logits: [num_rows, vocab_size], any float dtype; left as they are.
             rows: what they belong to.
+            mask: [num_rows, vocab_size] bool, tokens that may be taken; None: all. It is for what is decided anew in
+                each step, such as a grammar, outside of it.
         """
         size = max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
         sampled: list[Sampled] = []
         for start in range(0, len(rows), size):
-            sampled += _sample(logits[start : start + size], rows[start : start + size])
+            part = slice(start, start + size)
+            choice = self._choice(start, logits, rows[part])
+            sampled += choice(logits[part], rows[part], None if mask is None else mask[part])
+        # So that no sequence of an earlier, larger batch is kept alive.
+        self._choices = {start: choice for start, choice in self._choices.items() if start < len(rows)}
         return sampled
 
-
-def _sample(logits: Tensor, rows: Rows[Row]) -> list[Sampled]:
-    params = [row.sequence.params for row in rows]
-    allowed = _forbid_stops(logits, rows)
-    if all(p.greedy for p in params):
-        # As float32: 64 rows of 49,152 in bf16 take 10 ms instead of 3 ms (one Zen 5 core).
-        taken = allowed.to(torch.float32).argmax(dim=-1)
-    else:
-        taken = _draw(allowed.to(torch.float32), rows, params)
-    token_ids = taken.tolist()
-    logprobs = _logprobs(logits, taken, params)
-    return [Sampled([token], logprobs.get(i)) for i, token in enumerate(token_ids)]
+    def _choice(self, start: int, logits: Tensor, rows: Rows[Row]) -> "_Choice":
+        sequences = [row.sequence for row in rows]
+        choice = self._choices.get(start)
+        if choice is None or choice.sequences != sequences:
+            if self._tally is None:
+                self._tally = Tally(logits.shape[1], logits.device)
+            adjustment = Adjustment.of(sequences, logits.shape[1], logits.device, self._tally)
+            choice = self._choices[start] = _Choice(sequences, adjustment, logits.device)
+        return choice
 
 
-def _forbid_stops(logits: Tensor, rows: Rows[Row]) -> Tensor:
-    """Logits without the tokens that would end an output of fewer than min_tokens."""
-    pairs = [
-        (i, token)
-        for i, row in enumerate(rows)
-        if row.position - len(row.sequence.prompt_token_ids) < row.sequence.params.min_tokens
-        for token in row.sequence.stop_token_ids
-    ]
-    if not pairs:
-        return logits
-    where = torch.tensor(pairs, device=logits.device)
-    return logits.index_put((where[:, 0], where[:, 1]), logits.new_tensor(float("-inf")))
+class _Choice:
+    """How the rows of `sequences`, one each, choose; their parameters on the device."""
 
-
-def _draw(logits: Tensor, rows: Rows[Row], params: Rows[SamplingParams]) -> Tensor:
-    """[num_rows] int64 from float32 logits; greedy rows get their most likely token."""
-    device = logits.device
-    greedy = torch.tensor([p.greedy for p in params], device=device)
-    # A temperature that float32 rounds to 0 would divide 0 by 0.
-    temperature = torch.tensor([1.0 if p.greedy else max(p.temperature, 1e-6) for p in params], device=device)
-    shifted = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
-    weights = shifted.softmax(dim=-1)
-    if any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params if not p.greedy):
+    def __init__(self, sequences: list[Sequence], adjustment: Adjustment | None, device: torch.device) -> None:
+        params = [sequence.params for sequence in sequences]
+        self.sequences = sequences
+        self._adjustment = adjustment
+        self._device = device
+        self._logprobs = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+        self._all_greedy, self._any_greedy = all(p.greedy for p in params), any(p.greedy for p in params)
+        if self._all_greedy:
+            return
+        self._greedy = torch.tensor([p.greedy for p in params], device=device)
+        # A temperature that float32 rounds to 0 would divide 0 by 0.
+        temperatures = [1.0 if p.greedy else max(p.temperature, 1e-6) for p in params]
+        self._temperature = torch.tensor(temperatures, device=device)[:, None]
+        self._seeds = torch.tensor([sequence.seed for sequence in sequences], device=device)
+        self._cuts = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params if not p.greedy)
         # Greedy rows draw from everything, which costs nothing; their draw is not used.
-        top_k = torch.tensor([0 if p.greedy else max(p.top_k, 0) for p in params], device=device)
-        top_p = torch.tensor([1.0 if p.greedy else p.top_p for p in params], device=device)
-        min_p = torch.tensor([0.0 if p.greedy else p.min_p for p in params], device=device)
-        weights = keep_likely(weights, top_k, top_p, min_p)
-    seeds = torch.tensor([row.sequence.seed for row in rows], device=device)
-    positions = torch.tensor([row.position for row in rows], device=device)
-    drawn = draw(weights, uniform(seeds, positions))
-    return torch.where(greedy, logits.argmax(dim=-1), drawn) if any(p.greedy for p in params) else drawn
+        self._top_k = torch.tensor([0 if p.greedy else max(p.top_k, 0) for p in params], device=device)
+        self._top_p = torch.tensor([1.0 if p.greedy else p.top_p for p in params], device=device)
+        self._min_p = torch.tensor([0.0 if p.greedy else p.min_p for p in params], device=device)
+
+    def __call__(self, logits: Tensor, rows: Rows[Row], mask: Tensor | None) -> list[Sampled]:
+        allowed = logits if mask is None else logits.masked_fill(~mask, float("-inf"))
+        if self._adjustment is not None:
+            allowed = self._adjustment(allowed, [row.position for row in rows])
+        # As float32: 64 rows of 49,152 in bf16 take 10 ms instead of 3 ms (one Zen 5 core).
+        allowed = allowed.to(torch.float32)
+        taken = allowed.argmax(dim=-1) if self._all_greedy else self._draw(allowed, rows)
+        if self._adjustment is not None:
+            self._adjustment.count(taken)
+        logprobs = _logprobs(logits, taken, self._logprobs) if self._logprobs else {}
+        return [Sampled([token], logprobs.get(i)) for i, token in enumerate(taken.tolist())]
+
+    def _draw(self, logits: Tensor, rows: Rows[Row]) -> Tensor:
+        """[num_rows] int64 from float32 logits; greedy rows get their most likely token."""
+        shifted = (logits - logits.amax(dim=-1, keepdim=True)) / self._temperature
+        weights = shifted.softmax(dim=-1)
+        if self._cuts:
+            weights = keep_likely(weights, self._top_k, self._top_p, self._min_p)
+        positions = torch.tensor([row.position for row in rows], device=self._device)
+        drawn = draw(weights, uniform(self._seeds, positions))
+        return torch.where(self._greedy, logits.argmax(dim=-1), drawn) if self._any_greedy else drawn
 
 
-def _logprobs(logits: Tensor, taken: Tensor, params: Rows[SamplingParams]) -> dict[int, list[list[Logprob]]]:
-    """Log probabilities of the rows that ask, by row: of the model's own distribution, before any parameter."""
-    wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-    if not wanted:
-        return {}
+def _logprobs(logits: Tensor, taken: Tensor, wanted: dict[int, int]) -> dict[int, list[list[Logprob]]]:
+    """Log probabilities of the rows that ask, by row: of the model's own distribution, before any parameter.
+
+    `wanted`: how many besides the token taken, by row.
+    """
     index = torch.tensor(list(wanted), device=logits.device)
     table = logits[index].to(torch.float32).log_softmax(dim=-1)
     own = table.gather(-1, taken[index, None])

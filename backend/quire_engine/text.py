@@ -7,7 +7,7 @@ offline LLM call it. Only the `tokenizers` library is used: a model's tokenizer 
 
 import codecs
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -45,6 +45,8 @@ class Tokenizer:
         self.pieces = Pieces(self._tokenizer)
         """Bytes of each token."""
         added = self._tokenizer.get_added_tokens_decoder()
+        self.added: Mapping[int, str] = {i: token.content for i, token in added.items()}
+        """Tokens that stand beside the model's own vocabulary, special ones and others."""
         self.special_ids: Collection[int] = frozenset(i for i, token in added.items() if token.special)
         """Tokens that skip_special_tokens leaves out of a text."""
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -59,18 +61,47 @@ class Tokenizer:
         """Bytes of text that the longest token of the vocabulary stands for."""
         return max((len(self.pieces.rest(i)) for i in self._tokenizer.get_vocab().values()), default=1)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Token ids of `text`, with the special tokens that the checkpoint's tokenizer adds.
+
+        Of a text with more than `max_tokens`, the last ones, special tokens included.
 
         Raises:
             InvalidArgument: `text` has characters that no encoding can carry (lone surrogates).
         """
+        if max_tokens is None:
+            ids: list[int] = self._encode([text], "the prompt")[0].ids
+            return ids
+        [encoding] = self._encode([text], "the prompt", special=False)
+        encoding.truncate(max(0, max_tokens - self._tokenizer.num_special_tokens_to_add(False)), direction="left")
+        kept: list[int] = self._tokenizer.post_process(encoding).ids
+        return kept[-max_tokens:]
+
+    def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as the tokens that begin a text with it, and go on with it if those are as many.
+
+        Raises:
+            InvalidArgument: a word has no token at all, or is not valid Unicode.
+
+        Source: `SamplingParams.update_from_tokenizer` of vLLM
+        """
+        stripped = [word.lstrip() for word in words]
+        runs = [e.ids for e in self._encode([p + w for w in stripped for p in ("", " ")], "bad_words", special=False)]
+        found = []
+        for word, first, later in zip(words, runs[::2], runs[1::2], strict=True):
+            if not first:
+                raise InvalidArgument(f"sampling parameter 'bad_words': {word[:80]!r} has no tokens in this vocabulary")
+            found.append(first)
+            if len(later) == len(first) and later[0] != first[0]:
+                found.append(later)
+        return found
+
+    def _encode(self, texts: Sequence[str], what: str, special: bool = True) -> list[tokenizers.Encoding]:
         try:
             # The batch call releases the interpreter's lock and, being "fast", keeps no offsets.
-            ids: list[int] = self._tokenizer.encode_batch_fast([text])[0].ids
+            return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=special))
         except (UnicodeError, TypeError) as error:
-            raise InvalidArgument("the prompt is not valid Unicode text: it holds half of a surrogate pair") from error
-        return ids
+            raise InvalidArgument(f"{what}: not valid Unicode text: it holds half of a surrogate pair") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`, as a text of its own."""
@@ -108,8 +139,13 @@ class Detokenizer:
         self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int] | None = None
     ) -> None:
         """`tokenizer` None gives no text; `prompt_token_ids` None stands for a prompt with some text."""
+        tokenizer = tokenizer if params.detokenize else None
         self._pieces = tokenizer.pieces if tokenizer else None
         self._skipped = tokenizer.special_ids if tokenizer and params.skip_special_tokens else frozenset()
+        kept_apart = tokenizer is None or params.skip_special_tokens or params.spaces_between_special_tokens
+        self._joined: Mapping[int, str] = {} if kept_apart or tokenizer is None else tokenizer.added
+        """Tokens that stand beside each other without a space."""
+        self._last_joined = False
         self._first = prompt_token_ids is not None and not self._has_text(prompt_token_ids)
         self._codec = codecs.getincrementaldecoder("utf-8")(self._pieces.errors if self._pieces else "replace")
         self._stops = params.stop
@@ -151,6 +187,10 @@ class Detokenizer:
             if token_id not in self._skipped and (piece := self._pieces.rest(token_id)):
                 if self._first:
                     self._first, piece = False, self._pieces.first(token_id)
+                if self._joined:
+                    joined = token_id in self._joined
+                    piece = self._joined[token_id].encode() if joined and self._last_joined else piece
+                    self._last_joined = joined
                 parts.append(piece)
         text = self._codec.decode(b"".join(parts), final)
         return text if self._pieces.errors == "replace" or text.isascii() else text.translate(_INVALID_BYTES)

@@ -26,6 +26,9 @@ from quire_spec.messages import Call, Cancel, Event, Events, Hello, Message, Not
 _INLINE_CHARS = 2048
 """Prompts up to this are tokenized at once: about half a millisecond, and a thread costs a tenth of one."""
 
+_Tokens = tuple[list[int], list[list[int]]]
+"""Of a prompt, and of the words that its output must not have."""
+
 _SUBMIT_HEAD = re.compile(rb'\["Submit",(\d{1,18}),')
 
 _log = logging.getLogger("quire.text")
@@ -138,33 +141,41 @@ class TextServer:
         generation = self._desk.submit(port, submit)
         if generation is None:
             return
-        assert submit.prompt is not None
-        if len(submit.prompt) <= _INLINE_CHARS:
-            self._tokenize_now(generation, submit.prompt)
+        # A bad word is tokenized twice, with a space before it and without.
+        num_chars = len(submit.prompt or "") + 2 * sum(map(len, generation.params.bad_words))
+        if num_chars <= _INLINE_CHARS:
+            self._tokenize_now(generation, submit)
         else:
             loop = asyncio.get_running_loop()
-            future = loop.run_in_executor(self._pool, self._tokenize, generation, submit.prompt)
+            future = loop.run_in_executor(self._pool, self._tokenize, generation, submit)
             future.add_done_callback(lambda done: self._tokenized(generation, done))
 
-    def _tokenize_now(self, generation: Generation, prompt: str) -> None:
+    def _tokenize_now(self, generation: Generation, submit: Submit) -> None:
         try:
-            token_ids = self._tokenize(generation, prompt)
+            tokens = self._tokenize(generation, submit)
         except QuireError as error:
             self._desk.fail(generation, error)
         else:
-            self._desk.tokenized(generation, token_ids)
+            self._desk.tokenized(generation, *tokens)
 
-    def _tokenize(self, generation: Generation, prompt: str) -> list[int]:
+    def _tokenize(self, generation: Generation, submit: Submit) -> _Tokens:
         assert self._tokenizer is not None
         # A request may be cancelled while its prompt waits for a thread.
-        return self._tokenizer.encode(prompt) if self._desk.is_open(generation) else []
+        if not self._desk.is_open(generation):
+            return [], []
+        token_ids = submit.prompt_token_ids
+        if token_ids is None:
+            assert submit.prompt is not None
+            token_ids = self._tokenizer.encode(submit.prompt, self._desk.max_prompt_tokens(generation))
+        bad_words = generation.params.bad_words
+        return token_ids, self._tokenizer.bad_word_ids(bad_words) if bad_words else []
 
-    def _tokenized(self, generation: Generation, done: asyncio.Future[list[int]]) -> None:
+    def _tokenized(self, generation: Generation, done: asyncio.Future[_Tokens]) -> None:
         error = done.exception()
         if isinstance(error, QuireError):
             self._desk.fail(generation, error)
         else:
-            self._desk.tokenized(generation, done.result())
+            self._desk.tokenized(generation, *done.result())
 
     def _answer(self, connection: Connection, call: Call) -> None:
         try:

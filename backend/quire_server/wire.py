@@ -216,8 +216,9 @@ def _sampling(values: Mapping[str, Any]) -> SamplingParams:
         params = SamplingParams.from_mapping(values)
     except RecursionError as error:
         raise InvalidArgument("sampling parameters: a value is nested too deeply") from error
-    for text in params.stop:
-        _check_encodable("sampling parameter 'stop'", text)
+    for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+        for text in texts:
+            _check_encodable(f"sampling parameter {name!r}", text)
     return params
 
 

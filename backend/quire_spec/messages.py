@@ -86,6 +86,8 @@ class Generate:
     adapter: str | None = None
     """Content digest."""
     cache_salt: str | None = None
+    bad_word_ids: list[list[int]] = field(default_factory=list)
+    """params.bad_words as runs of tokens."""
 
 
 @dataclass(frozen=True, slots=True)

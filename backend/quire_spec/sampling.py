@@ -5,18 +5,24 @@ Validated where a request enters (frontend, text process, offline LLM) and trust
 here is refused, so that a misspelt or unsupported parameter never changes nothing silently.
 """
 
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from quire_spec.errors import InvalidArgument
+from quire_spec.parameter import check, check_range, entries, from_text, normal, short, within
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
+"""Characters of a stop string or bad word."""
+MAX_BAD_WORDS = 128
+MAX_BIASED_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 65536
+MAX_BIAS = 100.0
+"""Biases beyond are taken as this, as vLLM and OpenAI do."""
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+_MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,38 +33,59 @@ class SamplingParams:
         InvalidArgument: a value has the wrong type or is out of range; the message names the parameter.
     """
 
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, metadata=within(0.0, 100.0))
     """0 takes the most likely token; higher is more random."""
 
-    top_p: float = 1.0
+    top_p: float = field(default=1.0, metadata=within(1e-6, 1.0))
     """Keep the smallest set of tokens whose probabilities add up to this."""
 
-    top_k: int = 0
+    top_k: int = field(default=0, metadata=within(-1, _MAX_COUNT))
     """Keep this many most likely tokens; 0 or -1 keeps all."""
 
-    min_p: float = 0.0
+    min_p: float = field(default=0.0, metadata=within(0.0, 1.0))
     """Drop tokens less likely than this share of the most likely one."""
 
-    seed: int | None = None
-    """Makes the draw repeatable, whatever else is in the batch; None draws differently each time."""
+    presence_penalty: float = field(default=0.0, metadata=within(-2.0, 2.0))
+    """Taken off the logit of each token that the output has; negative values favour repeating."""
 
-    max_tokens: int | None = 16
+    frequency_penalty: float = field(default=0.0, metadata=within(-2.0, 2.0))
+    """Taken off a token's logit for each time that the output has it."""
+
+    repetition_penalty: float = field(default=1.0, metadata=within(1e-6, 1e6))
+    """Divides positive logits, and multiplies negative ones, of tokens that prompt or output have; 1 is off."""
+
+    logit_bias: dict[int, float] | None = field(default=None, metadata=entries(MAX_BIASED_TOKENS))
+    """Added to the logits of these token ids; from -100 to 100, values beyond are clamped."""
+
+    allowed_token_ids: tuple[int, ...] | None = field(default=None, metadata=entries(MAX_ALLOWED_TOKENS))
+    """Only these tokens may be taken; None allows all."""
+
+    bad_words: tuple[str, ...] = field(default=(), metadata=entries(MAX_BAD_WORDS))
+    """Words that the output must not have: the last token of one is not taken after those before it."""
+
+    seed: int | None = field(default=None, metadata=within(-1, MAX_SEED))
+    """Makes the draw repeatable, whatever else is in the batch; None or -1 draws differently each time."""
+
+    max_tokens: int | None = field(default=16, metadata=within(1, _MAX_COUNT))
     """Output tokens at most; None goes on to max_model_len."""
 
-    min_tokens: int = 0
-    """Output tokens before an end-of-sequence or stop token may end the output."""
+    min_tokens: int = field(default=0, metadata=within(0, _MAX_COUNT))
+    """Output tokens before an end-of-sequence or stop token may be taken, or a stop string end the output."""
 
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = field(default=(), metadata=entries(MAX_STOP_STRINGS))
     """Strings that end the output; they are not part of it unless include_stop_str_in_output."""
 
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = field(default=(), metadata=entries(MAX_STOP_STRINGS))
     """Tokens that end the output."""
 
     ignore_eos: bool = False
     """Go on after the end-of-sequence token."""
 
-    logprobs: int | None = None
+    logprobs: int | None = field(default=None, metadata=within(0, MAX_LOGPROBS))
     """Log probabilities of this many most likely tokens at each position, and of the token taken."""
+
+    detokenize: bool = True
+    """Turn the output into text; False gives token ids only."""
 
     include_stop_str_in_output: bool = False
     """Leave the stop string at the end of the text."""
@@ -66,126 +93,74 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
-    n: int = 1
+    spaces_between_special_tokens: bool = True
+    """Keep the space that some tokenizers put between two added tokens that follow each other."""
+
+    truncate_prompt_tokens: int | None = field(default=None, metadata=within(-1, _MAX_COUNT))
+    """Keep only this many tokens of the prompt, its last ones; -1 keeps what fits beside max_tokens."""
+
+    n: int = field(default=1, metadata=within(1, 1))
     """Outputs per prompt; only 1 for now."""
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
-            value = getattr(self, name)
-            if value is None:
-                object.__setattr__(self, name, ())
-            elif isinstance(value, str):
-                object.__setattr__(self, name, (value,))
-            elif isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
-        self._check_types()
-        self._check_ranges()
-        self._check_stops()
+        for f in fields(self):
+            object.__setattr__(self, f.name, check(f, normal(f, getattr(self, f.name))))
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+        if self.logit_bias is not None:
+            clamped = {token: max(-MAX_BIAS, min(MAX_BIAS, float(b))) for token, b in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", clamped or None)
+        self._check_together()
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                _check_length(name, text)
 
     @property
     def greedy(self) -> bool:
         """True when no randomness is wanted."""
         return self.temperature == 0.0
 
+    @property
+    def penalized(self) -> bool:
+        """True when tokens are penalized for having occurred."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    def max_prompt_tokens(self, max_model_len: int) -> int | None:
+        """Tokens of a longer prompt that are kept; None keeps all."""
+        if self.truncate_prompt_tokens != -1:
+            return self.truncate_prompt_tokens
+        return max(1, max_model_len - (self.max_tokens or 1))
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Parameters by name, as clients send them.
-
-        Numbers and booleans may come as strings ("0.5", "true": clients of NVIDIA's vllm_backend do that), lists as
-        JSON strings ('["a", "b"]': the server's generate endpoint takes no arrays).
+        """Parameters by name, as clients send them: `parameter.from_text` says in which forms.
 
         Raises:
             InvalidArgument: a name is unknown, or a value is wrong.
         """
-        kinds = {f.name: _kind(f) for f in fields(cls)}
-        if unknown := sorted(set(values) - set(kinds)):
-            raise InvalidArgument(f"unknown sampling parameter {unknown[0]!r}; known are {', '.join(sorted(kinds))}")
-        return cls(**{name: _from_text(kinds[name], value) for name, value in values.items()})
+        known = {f.name: f for f in fields(cls)}
+        if unknown := sorted(set(values) - set(known)):
+            raise InvalidArgument(f"unknown sampling parameter {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        return cls(**{name: from_text(known[name], value) for name, value in values.items()})
 
     def to_mapping(self) -> dict[str, Any]:
         """The parameters that differ from their defaults, fit for `from_mapping` and JSON."""
         pairs = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
         return {name: list(v) if isinstance(v, tuple) else v for name, v, default in pairs if v != default}
 
-    def _check_types(self) -> None:
-        for f in fields(self):
-            value, kind = getattr(self, f.name), _kind(f)
-            if kind == "float" and isinstance(value, int) and not isinstance(value, bool):
-                object.__setattr__(self, f.name, float(value))
-                continue
-            good = {
-                "float": isinstance(value, float) and math.isfinite(value),
-                "int": isinstance(value, int) and not isinstance(value, bool),
-                "int | None": value is None or (isinstance(value, int) and not isinstance(value, bool)),
-                "bool": isinstance(value, bool),
-                "tuple[str, ...]": isinstance(value, tuple) and all(isinstance(v, str) for v in value),
-                "tuple[int, ...]": isinstance(value, tuple)
-                and all(isinstance(v, int) and not isinstance(v, bool) for v in value),
-            }[kind]
-            if not good:
-                raise InvalidArgument(f"sampling parameter {f.name!r}: {_short(value)} is not {_WANTED[kind]}")
-
-    def _check_ranges(self) -> None:
-        bounds: list[tuple[str, float | None, float, float]] = [
-            ("temperature", self.temperature, 0.0, 100.0),
-            ("top_p", self.top_p, 1e-6, 1.0),
-            ("top_k", self.top_k, -1, 2**31 - 1),
-            ("min_p", self.min_p, 0.0, 1.0),
-            ("seed", self.seed, 0, MAX_SEED),
-            ("max_tokens", self.max_tokens, 1, 2**31 - 1),
-            ("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1),
-            ("logprobs", self.logprobs, 0, MAX_LOGPROBS),
-            ("n", self.n, 1, 1),
-        ]
-        for name, value, low, high in bounds:
-            if value is not None and not low <= value <= high:
-                allowed = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-                raise InvalidArgument(f"sampling parameter {name!r}: {value!r} is out of range; use {allowed}")
-
-    def _check_stops(self) -> None:
-        for name, count in (("stop", len(self.stop)), ("stop_token_ids", len(self.stop_token_ids))):
-            if count > MAX_STOP_STRINGS:
-                raise InvalidArgument(
-                    f"sampling parameter {name!r}: {count} entries; at most {MAX_STOP_STRINGS} are allowed"
-                )
-        for text in self.stop:
-            if not text or len(text) > MAX_STOP_LENGTH:
-                raise InvalidArgument(
-                    f"sampling parameter 'stop': {_short(text)} has {len(text)} characters; use 1 to {MAX_STOP_LENGTH}"
-                )
+    def _check_together(self) -> None:
+        if self.max_tokens is not None:
+            check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidArgument("sampling parameter 'truncate_prompt_tokens': 0 leaves no prompt; use -1 or a count")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidArgument("sampling parameter 'allowed_token_ids': [] leaves no token to take; leave it out")
+        if self.stop and not self.detokenize:
+            raise InvalidArgument("sampling parameter 'stop': needs text to be looked for in; leave detokenize on")
 
 
-_WANTED = {
-    "float": "a finite number",
-    "int": "an integer",
-    "int | None": "an integer or null",
-    "bool": "true or false",
-    "tuple[str, ...]": "a string or a list of strings",
-    "tuple[int, ...]": "a list of integers",
-}
-
-
-def _kind(field: Field[Any]) -> str:
-    return field.type.__name__ if isinstance(field.type, type) else str(field.type)
-
-
-def _from_text(kind: str, value: Any) -> Any:
-    """Undo the stringification that clients and the server's parameter types force; leave what does not parse."""
-    if not isinstance(value, str):
-        return value
-    if kind.startswith("tuple") and not value.startswith("["):
-        return value
-    if kind == "float":
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    try:
-        return json.loads(value.lower() if kind == "bool" else value)
-    except ValueError:
-        return value
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _check_length(name: str, text: str) -> None:
+    if not text or len(text) > MAX_STOP_LENGTH:
+        raise InvalidArgument(
+            f"sampling parameter {name!r}: {short(text)} has {len(text)} characters; use 1 to {MAX_STOP_LENGTH}"
+        )

@@ -12,7 +12,7 @@ from quire_kernels.linear import linear, pack_weight
 from quire_kernels.lora import AdapterBatch, SlotRows, add_lora, plan_adapters
 from quire_kernels.norm import rms_norm
 from quire_kernels.rope import apply_rope
-from quire_kernels.sampling import draw, keep_likely, uniform
+from quire_kernels.sampling import draw, keep_likely, penalize, uniform
 
 __all__ = [
     "ACTIVATIONS",
@@ -29,6 +29,7 @@ __all__ = [
     "linear",
     "pack_weight",
     "paged_attention",
+    "penalize",
     "plan_adapters",
     "plan_attention",
     "rms_norm",

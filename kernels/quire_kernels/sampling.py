@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing tokens: counter-based uniforms, thresholds of likelihood, inverse transform sampling."""
+"""Choosing tokens: penalties, counter-based uniforms, thresholds of likelihood, inverse transform sampling."""
 
 import torch
 from torch import Tensor
@@ -26,6 +26,31 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """
     mixed = _mix(_mix(seeds) + positions * _GOLDEN)
     return _shifted(mixed, 40).to(torch.float32) * 2.0**-24
+
+
+@Op
+def penalize(
+    logits: Tensor, in_prompt: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
+) -> Tensor:
+    """Lower the logits of tokens that have occurred: repetition first, then frequency and presence, as vLLM does.
+
+    Args:
+        logits: [num_rows, vocab_size] float32; -inf stays -inf.
+        in_prompt: [num_rows, vocab_size] bool, tokens that the prompt has.
+        counts: [num_rows, vocab_size] int32, how often the output has each token.
+        presence: [num_rows] float32, taken off once for a token of the output.
+        frequency: [num_rows] float32, taken off for each time.
+        repetition: [num_rows] float32 above 0; divides positive and multiplies other logits of prompt and output.
+
+    Returns:
+        [num_rows, vocab_size] float32.
+
+    Source: repetition as in CTRL (Keskar et al. 2019, section 4.1), the others as in OpenAI's API reference.
+    """
+    occurred = counts > 0
+    factor = torch.where(occurred | in_prompt, repetition[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - frequency[:, None] * counts - presence[:, None] * occurred
 
 
 @Op

@@ -64,6 +64,21 @@ def test_seed_repeats_and_absence_does_not(service):
     assert len({service.text("tales", STORY, **asked) for _ in range(4)}) > 1
 
 
+def test_parameters_come_as_request_parameters(service):
+    """The generate endpoint takes neither lists nor objects: they are JSON texts there."""
+    whole = service.text("tales", STORY, **GREEDY)
+    word = whole.split()[3]
+    without = service.text("tales", STORY, bad_words=json.dumps([word]), **GREEDY)
+    assert word in whole.split() and word not in without.split()
+    biased = service.generate("tales", STORY, logit_bias='{"300": 100}', return_output_ids=True, **GREEDY).body
+    assert set(biased["output_ids"]) == {300}
+    only = service.generate("tales", STORY, allowed_token_ids="[300, 301]", return_output_ids=True, **GREEDY).body
+    assert set(only["output_ids"]) <= {300, 301}
+    assert service.text("tales", STORY, repetition_penalty="1.5", **GREEDY) != whole
+    cut = service.generate("tales", STORY * 9, truncate_prompt_tokens=7, return_num_input_tokens=True, **GREEDY).body
+    assert cut["num_input_tokens"] == 7
+
+
 def test_stop_string_ends_the_text_before_it(service):
     whole = service.text("tales", STORY, **GREEDY)
     stop = whole.split()[4]

@@ -106,6 +106,25 @@ def test_stop_string_ends_the_request_here_and_in_the_core(
     pod.wait_idle()
 
 
+@pytest.mark.parametrize("as_ids", [True, False])
+def test_parameters_about_text_reach_the_core_as_tokens(client: Peer, model: Path, as_ids: bool):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text, long = "the lazy dog ", "the quick brown fox, then " * 200
+    ids = tokenizer(text)["input_ids"]
+    events = client.generate(ids if as_ids else text, temperature=0, max_tokens=4, logit_bias={"300": 90})
+    assert [i for event in events for i in event.token_ids] == [300] * 4
+    # A token that is a bad word is not taken, whatever its bias; the long word is tokenized in a thread.
+    token = tokenizer("the", add_special_tokens=False)["input_ids"]
+    assert len(token) == 1
+    asked = {"temperature": 0, "max_tokens": 4, "logit_bias": {str(token[0]): 90}, "bad_words": ["the", "fox " * 250]}
+    events = client.generate(ids if as_ids else text, **asked)
+    assert token[0] not in [i for event in events for i in event.token_ids]
+    events = client.generate(tokenizer(long)["input_ids"] if as_ids else long, max_tokens=2, truncate_prompt_tokens=9)
+    assert events[-1].num_input_tokens == 9
+    (event,) = client.generate(ids, stream=False, max_tokens=2, detokenize=False)
+    assert (event.text, len(event.token_ids)) == ("", 2)
+
+
 def test_stop_token_is_counted_and_not_shown(client: Peer, expected: dict[str, tuple[list[int], str]]):
     ids, _ = expected["a"]
     stop = ids[8]
@@ -197,7 +216,10 @@ def test_a_frontend_that_goes_is_noticed_and_its_requests_end(pod: Pod):
         ("fox", {"n": 2}, "'n'"),
         ("fox", {"stop": [5]}, "'stop'"),
         ("fox", {"max_tokens": 0}, "max_tokens"),
-        ("fox", {"stop_token_ids": [384]}, "384"),
+        ("fox", {"stop_token_ids": [384]}, "'stop_token_ids': 384"),
+        ("fox", {"allowed_token_ids": [5, -3]}, "'allowed_token_ids': -3"),
+        ("fox", {"logit_bias": {"384": 1}}, "'logit_bias': 384"),
+        ("fox", {"bad_words": [" "]}, "'bad_words'"),
         ([384], {}, "384"),
         ([], {}, "empty"),
         ([5] * LONG, {}, f"{LONG} tokens"),

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One parameter of a request: how its value is read from text, what type it has, which range it may take.
+
+sampling.py declares the parameters; everything here is about a single value and knows none of them.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import Field
+from typing import Any
+
+from quire_spec.errors import InvalidArgument
+
+
+def within(low: float, high: float) -> Mapping[str, Any]:
+    """Metadata of a field whose value, if it is not None, must be from `low` to `high`."""
+    return {"range": (low, high)}
+
+
+def entries(most: int) -> Mapping[str, Any]:
+    """Metadata of a field that holds several entries, `most` of them at most."""
+    return {"entries": most}
+
+
+def from_text(parameter: Field[Any], value: Any) -> Any:
+    """Undo the stringification that clients and the server's parameter types force; leave what does not parse.
+
+    Numbers and booleans may come as strings ("0.5", "true": clients of NVIDIA's vllm_backend do that), lists and
+    objects as JSON strings ('["a", "b"]': the server's generate endpoint takes neither).
+    """
+    kind = kind_of(parameter)
+    if not isinstance(value, str) or (kind.startswith("tuple") and not value.startswith("[")):
+        return value
+    try:
+        return float(value) if kind == "float" else json.loads(value.lower() if kind == "bool" else value)
+    except ValueError:
+        return value
+
+
+def normal(parameter: Field[Any], value: Any) -> Any:
+    """`value` in the form that the parameter keeps it in, if it is one of the forms that vLLM takes."""
+    kind = kind_of(parameter)
+    if isinstance(value, list):
+        return tuple(value)
+    if kind.startswith("tuple[str") and isinstance(value, str):
+        return (value,)
+    if kind.startswith("dict") and isinstance(value, Mapping):
+        # JSON has no integer keys.
+        return {_token_id(key): bias for key, bias in value.items()}
+    return () if value is None and isinstance(parameter.default, tuple) else value
+
+
+def check(parameter: Field[Any], value: Any) -> Any:
+    """`value`, an integer made a float where one is meant.
+
+    Raises:
+        InvalidArgument: wrong type, out of range, or too many entries; the message names the parameter.
+    """
+    name, kind = parameter.name, kind_of(parameter)
+    if kind == "float" and _is_int(value):
+        value = float(value)
+    if value is None and kind.endswith("| None"):
+        return None
+    wanted, accepts = _KINDS[kind.removesuffix(" | None")]
+    if not accepts(value):
+        raise InvalidArgument(f"sampling parameter {name!r}: {short(value)} is not {wanted}")
+    if bounds := parameter.metadata.get("range"):
+        check_range(name, value, *bounds)
+    most = parameter.metadata.get("entries")
+    if most is not None and len(value) > most:
+        raise InvalidArgument(f"sampling parameter {name!r}: {len(value)} entries; at most {most} are allowed")
+    return value
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Raise InvalidArgument unless `value` is from `low` to `high`."""
+    if not low <= value <= high:
+        raise InvalidArgument(f"sampling parameter {name!r}: {value!r} is out of range; use {low:g} to {high:g}")
+
+
+def kind_of(parameter: Field[Any]) -> str:
+    """The parameter's type, as it is written."""
+    return parameter.type.__name__ if isinstance(parameter.type, type) else str(parameter.type)
+
+
+def short(value: object) -> str:
+    """`value` as an error message quotes it."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _token_id(key: object) -> object:
+    try:
+        return int(key) if isinstance(key, str) else key
+    except ValueError:
+        return key
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "float": ("a finite number", _is_number),
+    "int": ("an integer", _is_int),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "tuple[str, ...]": (
+        "a string or a list of strings",
+        lambda value: isinstance(value, tuple) and all(isinstance(v, str) for v in value),
+    ),
+    "tuple[int, ...]": (
+        "a list of integers",
+        lambda value: isinstance(value, tuple) and all(map(_is_int, value)),
+    ),
+    "dict[int, float]": (
+        "an object of numbers by token id",
+        lambda value: (
+            isinstance(value, dict)
+            and all(_is_int(key) and (_is_int(bias) or _is_number(bias)) for key, bias in value.items())
+        ),
+    ),
+}
+"""What a value of each type is called in an error, and whether it is one."""

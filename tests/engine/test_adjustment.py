@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Penalties, biases and forbidden tokens do to logits what transformers' processors do, row by row, step by step."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation import logits_process as oracle
+
+from quire_engine.adjustment import Adjustment
+from quire_engine.request import Sequence
+from quire_engine.sampler import Row, Sampler
+from quire_engine.tally import Tally
+from quire_kernels import penalize
+from quire_spec.sampling import SamplingParams
+
+VOCAB = 60
+PROMPT = [1, 2, 3, 3, 9]
+INF = float("inf")
+
+
+def _sequence(bad_words: Any = (), stops: Any = (), prompt: list[int] | None = None, **params: Any) -> Sequence:
+    words = tuple(map(tuple, bad_words))
+    return Sequence(
+        0, prompt or PROMPT, SamplingParams(**params), 0, 100, stop_token_ids=frozenset(stops), bad_words=words
+    )
+
+
+def _logits(num_rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+class Steps:
+    """Rows that are adjusted, and take a random token, step by step."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.tally = Tally(VOCAB, torch.device("cpu"))
+        self.adjustment = Adjustment.of(sequences, VOCAB, torch.device("cpu"), self.tally)
+
+    def run(self, check: Callable[[torch.Tensor, torch.Tensor], None], num_steps: int = 12) -> None:
+        draw = torch.Generator().manual_seed(1)
+        for step in range(num_steps):
+            logits = _logits(len(self.sequences), seed=step)
+            assert self.adjustment is not None
+            adjusted = self.adjustment(logits.clone(), [s.num_tokens for s in self.sequences])
+            check(logits, adjusted)
+            # From few tokens, so that many occur again.
+            taken = torch.randint(0, 12, (len(self.sequences),), generator=draw)
+            self.adjustment.count(taken)
+            for sequence, token in zip(self.sequences, taken.tolist(), strict=True):
+                sequence.output_token_ids.append(token)
+
+
+def _ids(sequence: Sequence) -> torch.Tensor:
+    return torch.tensor([sequence.prompt_token_ids + sequence.output_token_ids])
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 4.0])
+def test_repetition_penalty_is_transformers(penalty: float) -> None:
+    steps = Steps([_sequence(repetition_penalty=penalty), _sequence(prompt=[40], repetition_penalty=1 / penalty)])
+
+    def check(logits: torch.Tensor, adjusted: torch.Tensor) -> None:
+        for i, sequence in enumerate(steps.sequences):
+            process = oracle.RepetitionPenaltyLogitsProcessor(sequence.params.repetition_penalty)
+            torch.testing.assert_close(adjusted[i : i + 1], process(_ids(sequence), logits[i : i + 1].clone()))
+
+    steps.run(check)
+
+
+def test_frequency_and_presence_are_of_the_output_only() -> None:
+    steps = Steps([_sequence(frequency_penalty=0.7), _sequence(presence_penalty=-1.5), _sequence(temperature=0.0)])
+
+    def check(logits: torch.Tensor, adjusted: torch.Tensor) -> None:
+        expected = logits.clone()
+        for token in range(VOCAB):
+            expected[0, token] -= 0.7 * steps.sequences[0].output_token_ids.count(token)
+            expected[1, token] += 1.5 * (token in steps.sequences[1].output_token_ids)
+        torch.testing.assert_close(adjusted, expected)
+
+    steps.run(check)
+
+
+def test_logit_bias_is_transformers() -> None:
+    bias = {3: 5.0, 7: -100.0, 59: 0.5}
+    steps = Steps([_sequence(), _sequence(logit_bias=bias)])
+    process = oracle.SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
+
+    def check(logits: torch.Tensor, adjusted: torch.Tensor) -> None:
+        assert torch.equal(adjusted[0], logits[0])
+        torch.testing.assert_close(adjusted[1:], process(_ids(steps.sequences[1]), logits[1:].clone()))
+
+    steps.run(check, num_steps=2)
+
+
+def test_bad_words_are_transformers() -> None:
+    words = [[5], [2, 7], [2, 2, 7], [3, 3, 3, 3], [11, 0]]
+    steps = Steps([_sequence(bad_words=words), _sequence(bad_words=[[4, 4]], temperature=0.0)])
+    found = 0
+
+    def check(logits: torch.Tensor, adjusted: torch.Tensor) -> None:
+        nonlocal found
+        for i, sequence in enumerate(steps.sequences):
+            process = oracle.NoBadWordsLogitsProcessor([list(word) for word in sequence.bad_words])
+            # As in vLLM, a word is found in the output alone: one that the prompt begins may be completed.
+            output = torch.tensor([[VOCAB - 1, *sequence.output_token_ids]])
+            torch.testing.assert_close(adjusted[i : i + 1], process(output, logits[i : i + 1].clone()))
+            found += int((adjusted[i] == -INF).sum())
+
+    steps.run(check, num_steps=60)
+    assert found > 60 + 5
+
+
+def test_min_tokens_is_transformers() -> None:
+    stops = [4, 9]
+    steps = Steps([_sequence(stops=stops, min_tokens=3), _sequence(stops=stops), _sequence(stops=[0], min_tokens=7)])
+
+    def check(logits: torch.Tensor, adjusted: torch.Tensor) -> None:
+        for i, sequence in enumerate(steps.sequences):
+            process = oracle.MinNewTokensLengthLogitsProcessor(
+                len(sequence.prompt_token_ids),
+                sequence.params.min_tokens,
+                sorted(sequence.stop_token_ids),
+                device="cpu",
+            )
+            torch.testing.assert_close(adjusted[i : i + 1], process(_ids(sequence), logits[i : i + 1].clone()))
+
+    steps.run(check)
+
+
+def test_allowed_token_ids() -> None:
+    steps = Steps([_sequence(allowed_token_ids=[5, 30]), _sequence()])
+
+    def check(logits: torch.Tensor, adjusted: torch.Tensor) -> None:
+        assert (adjusted[0] > -INF).nonzero().flatten().tolist() == [5, 30]
+        assert torch.equal(adjusted[0, [5, 30]], logits[0, [5, 30]])
+        assert torch.equal(adjusted[1], logits[1])
+
+    steps.run(check, num_steps=2)
+
+
+def test_everything_in_vllms_order() -> None:
+    """Masks and bias come before the penalties: a biased logit is what a repetition penalty multiplies."""
+    sequence = _sequence(
+        bad_words=[[6]],
+        logit_bias={3: 50.0, 6: 100.0},
+        allowed_token_ids=[3, 6, 7],
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+        frequency_penalty=0.5,
+    )
+    sequence.output_token_ids += [3, 3, 7]
+    adjustment = Adjustment.of([sequence], VOCAB, torch.device("cpu"), Tally(VOCAB, torch.device("cpu")))
+    assert adjustment is not None
+    adjusted = adjustment(torch.full((1, VOCAB), -4.0), [sequence.num_tokens])[0]
+    assert (adjusted > -INF).nonzero().flatten().tolist() == [3, 7]
+    assert adjusted[[3, 7]].tolist() == [46.0 / 2.0 - 1.0 - 2 * 0.5, -4.0 * 2.0 - 1.0 - 0.5]
+
+
+def test_who_asks_for_nothing_pays_nothing() -> None:
+    tally = Tally(VOCAB, torch.device("cpu"))
+    plain = [_sequence(temperature=0.7, top_p=0.9, logprobs=3), _sequence(stops=[1])]
+    assert Adjustment.of(plain, VOCAB, torch.device("cpu"), tally) is None
+    held = Adjustment.of([_sequence(stops=[1], min_tokens=2)], VOCAB, torch.device("cpu"), tally)
+    logits = _logits(1)
+    assert held is not None and held(logits, [len(PROMPT) + 2]) is logits
+    assert len(tally.counts) == 0
+
+
+def test_a_row_of_the_tally_is_free_when_its_sequence_is_gone() -> None:
+    tally = Tally(VOCAB, torch.device("cpu"))
+    first = _sequence(repetition_penalty=2.0, prompt=[1, 2])
+    first.output_token_ids += [4, 4, 5]
+    row = tally.row(first)
+    tally.add(torch.tensor([row]), torch.tensor([4]))
+    assert tally.row(first) == row
+    assert tally.counts[row].nonzero().flatten().tolist() == [4, 5] and tally.counts[row, 4] == 3
+    del first
+    gc.collect()
+    others = [_sequence(prompt=[7]) for _ in range(8)]
+    assert sorted(map(tally.row, others)) == list(range(8))
+    assert (tally.counts == 0).all() and (tally.in_prompt.sum(dim=-1) == 1).all()
+    assert tally.row(_sequence(prompt=[8])) >= 8
+
+
+def test_penalize_leaves_forbidden_tokens_forbidden() -> None:
+    logits = torch.full((2, 4), -INF)
+    weights = [torch.tensor([1.0, -2.0]), torch.tensor([2.0, -2.0]), torch.tensor([3.0, 0.5])]
+    out = penalize(logits, torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 4, dtype=torch.int32), *weights)
+    assert (out == -INF).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_sampler_counts_what_it_takes_and_leaves_logits_alone(dtype: torch.dtype) -> None:
+    sampler = Sampler()
+    # The two likeliest tokens differ by less than one occurrence costs, so that they alternate.
+    logits = torch.zeros(2, VOCAB, dtype=dtype)
+    logits[:, 20], logits[:, 30] = 10.0, 9.0
+    before = logits.clone()
+    penalized, plain = _sequence(temperature=0.0, frequency_penalty=1.5), _sequence(temperature=0.0)
+    for _ in range(6):
+        for result, sequence in zip(
+            sampler(logits, [Row(s, s.num_tokens) for s in (penalized, plain)]), (penalized, plain), strict=True
+        ):
+            sequence.output_token_ids += result.token_ids
+    assert penalized.output_token_ids == [20, 30, 20, 30, 20, 30]
+    assert plain.output_token_ids == [20] * 6
+    assert torch.equal(logits, before)
+    # The batch changes: what was counted stays.
+    [result] = sampler(logits[:1], [Row(penalized, penalized.num_tokens)])
+    assert result.token_ids == [20]
+
+
+def test_a_mask_of_the_step_holds_for_greedy_and_drawn_rows() -> None:
+    mask = torch.zeros(3, VOCAB, dtype=torch.bool)
+    mask[0, 7] = mask[1, 8] = True
+    mask[2] = True
+    logits = _logits(3)
+    rows = [Row(s, 5) for s in (_sequence(temperature=0.0), _sequence(), _sequence(temperature=0.0))]
+    tokens = [result.token_ids[0] for result in Sampler()(logits, rows, mask)]
+    assert tokens == [7, 8, int(logits[2].argmax())]

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each parameter of a request does in an engine what it does in transformers, in any batch and after preemption."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import VOCAB, load_oracle, make_checkpoint
+from support.tokenizer import byte_level, save
+
+from quire_engine import LLM, SamplingParams
+from quire_spec.errors import InvalidArgument
+
+PROMPTS = [[5, 9, 9, 30], [7] * 11, [101, 102, 103, 104, 105, 106, 107]]
+NUM = 24
+
+
+class World:
+    """A checkpoint with a tokenizer, what transformers generates with it, and engines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = make_checkpoint(folder, "llama")
+        save(byte_level(VOCAB - 1), self.model)
+        self.oracle = load_oracle(self.model)
+        self.llm = self.load()
+
+    def load(self, **fields: Any) -> LLM:
+        """One that keeps everything small."""
+        settings = {"dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 2**22}
+        return LLM(model=self.model, **(settings | fields))
+
+    def expected(self, token_ids: list[int], **arguments: Any) -> list[int]:
+        ids = torch.tensor([token_ids])
+        settings = {"max_new_tokens": NUM, "do_sample": False} | arguments
+        with torch.inference_mode():
+            out = self.oracle.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+        return out[0, len(token_ids) :].tolist()
+
+    def tokens(self, prompts: list[Any], *params: SamplingParams, **fields: Any) -> list[list[int]]:
+        llm = self.load(**fields) if fields else self.llm
+        each = list(params) if len(params) > 1 else params[0]
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, each, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("model"))
+
+
+def _greedy(**params: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0.0, "max_tokens": NUM} | params))
+
+
+def test_repetition_penalty_in_a_mixed_batch(world: World) -> None:
+    params = [_greedy(repetition_penalty=1.8), _greedy(), _greedy(repetition_penalty=0.6)]
+    wanted = [
+        world.expected(prompt, repetition_penalty=p.repetition_penalty)
+        for prompt, p in zip(PROMPTS, params, strict=True)
+    ]
+    assert world.tokens(PROMPTS, *params) == wanted
+    assert wanted[0] != world.expected(PROMPTS[0])
+
+
+def test_penalties_survive_preemption_and_chunks(world: World) -> None:
+    params = _greedy(repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.3, max_tokens=50)
+    wanted = world.tokens(PROMPTS * 2, params)
+    llm = world.load(kv_cache_memory_bytes=14 * 8192, block_size=8, max_num_seqs=6, max_num_batched_tokens=8)
+    outputs = llm.generate(PROMPTS * 2, params, use_tqdm=False)
+    assert llm.engine.stats().num_preemptions > 0
+    assert [output.outputs[0].token_ids for output in outputs] == wanted
+    assert wanted[0] == wanted[3] != world.tokens(PROMPTS[:1], _greedy(max_tokens=50))[0]
+
+
+def test_logit_bias_and_allowed_tokens(world: World) -> None:
+    bias = {17: 6.0, 200: 4.0}
+    wanted = world.expected(PROMPTS[0], sequence_bias={(token,): value for token, value in bias.items()})
+    allowed = [3, 50, 51, 300]
+    got = world.tokens(PROMPTS, _greedy(logit_bias=bias), _greedy(allowed_token_ids=allowed), _greedy())
+    assert got[0] == wanted != world.expected(PROMPTS[0])
+    assert set(got[1]) <= set(allowed) and len(got[1]) == NUM
+    assert got[2] == world.expected(PROMPTS[2])
+    drawn = world.tokens(PROMPTS, SamplingParams(temperature=5.0, allowed_token_ids=allowed, max_tokens=NUM, seed=1))
+    assert all(set(tokens) <= set(allowed) for tokens in drawn) and set(drawn[0]) == set(allowed)
+
+
+def test_bad_words_do_not_come(world: World) -> None:
+    # Tokens that are whole characters, so that a word made of them is tokenized into them again.
+    tokenizer = world.llm.tokenizer
+    assert tokenizer is not None
+    whole = [i for i in range(3, VOCAB - 2) if tokenizer.token_text(i).isascii()]
+    plain = _greedy(allowed_token_ids=whole, max_tokens=60)
+    [free] = world.tokens(["the quick"], plain)
+    runs = [free[i : i + n] for n in (1, 2, 3) for i in range(len(free) - n)]
+    texts = {tokenizer.decode(run): run for run in runs if not tokenizer.decode(run)[0].isspace()}
+    words = {text: run for text, run in texts.items() if tokenizer.bad_word_ids([text])[0] == run}
+    assert {len(run) for run in words.values()} >= {1, 2}
+    for word, run in words.items():
+        [got] = world.llm.generate("the quick", replace(plain, bad_words=(word,)), use_tqdm=False)
+        tokens = got.outputs[0].token_ids
+        others = [i for i in range(VOCAB) if i not in whole]
+        bias = {(token,): -1e9 for token in others}
+        bad = tokenizer.bad_word_ids([word])
+        wanted = world.expected(got.prompt_token_ids, bad_words_ids=bad, sequence_bias=bias, max_new_tokens=60)
+        assert tokens == wanted
+        assert not any(tokens[i : i + len(run)] == run for i in range(len(tokens)))
+
+
+def test_min_tokens_forbids_every_token_that_would_end_it(world: World) -> None:
+    free = world.expected(PROMPTS[2])
+    stop = free[4]
+    wanted = world.expected(PROMPTS[2], eos_token_id=stop, min_new_tokens=10, pad_token_id=stop)
+    assert stop not in wanted[:10]
+    assert world.tokens([PROMPTS[2]], _greedy(stop_token_ids=[stop], min_tokens=10)) == [wanted]
+    ended = world.tokens([PROMPTS[2]], _greedy(stop_token_ids=[stop]))[0]
+    assert ended == free[: free.index(stop) + 1]
+
+
+def test_a_prompt_is_cut_from_its_start(world: World) -> None:
+    llm, text = world.llm, "the quick brown fox jumps over the lazy dog"
+    every = llm.tokenizer.encode(text)
+    [kept] = llm.generate(text, _greedy(truncate_prompt_tokens=5), use_tqdm=False)
+    # The special token before a prompt is kept, as transformers does when it truncates.
+    assert kept.prompt_token_ids == [every[0], *every[-4:]]
+    [kept] = llm.generate({"prompt_token_ids": every}, _greedy(truncate_prompt_tokens=5), use_tqdm=False)
+    assert kept.prompt_token_ids == every[-5:]
+    [kept] = llm.generate(text * 20, _greedy(truncate_prompt_tokens=-1, max_tokens=28), use_tqdm=False)
+    assert len(kept.prompt_token_ids) == 100 and len(kept.outputs[0].token_ids) == 28
+    [kept] = llm.generate(text, _greedy(truncate_prompt_tokens=100), use_tqdm=False)
+    assert kept.prompt_token_ids == every
+
+
+def test_without_detokenizing_there_are_token_ids_only(world: World) -> None:
+    [output] = world.llm.generate("the quick", _greedy(detokenize=False, logprobs=1), use_tqdm=False)
+    [completion] = output.outputs
+    assert completion.text == "" and len(completion.token_ids) == NUM
+    assert {entry.decoded_token for entries in completion.logprobs or [] for entry in entries.values()} == {None}
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"allowed_token_ids": [1, VOCAB]}, "allowed_token_ids: token id 320"),
+        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias: token id 320"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias: "),
+        ({"stop_token_ids": [VOCAB]}, "stop_token_ids: token id 320"),
+    ],
+)
+def test_tokens_outside_the_vocabulary_are_refused_by_name(world: World, params: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        world.llm.generate([[1, 2]], SamplingParams(**params), use_tqdm=False)
+    assert not world.llm.engine.has_work
+
+
+def test_text_parameters_need_a_tokenizer(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "bare", "llama")
+    llm = LLM(model=folder, dtype="float32", max_model_len=64, kv_cache_memory_bytes=2**21)
+    for name in ("stop", "bad_words"):
+        with pytest.raises(InvalidArgument, match=f"'{name}'.*no tokenizer"):
+            llm.generate([[1, 2]], SamplingParams(**{name: ["x"]}), use_tqdm=False)
