@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from quire_engine.adapters import AdapterRegistry
 from quire_engine.blocks import BlockPool, ContentKey
+from quire_engine.prefix import PrefixCache
 from quire_engine.request import BlockId, FinishReason, Sequence, Status
 from quire_engine.step import Sampled, Span, StepPlan
 from quire_spec.config import EngineConfig
@@ -46,11 +47,10 @@ class Scheduler:
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._chunked = config.enable_chunked_prefill
-        self._caching = config.enable_prefix_caching
         self._max_model_len = max_model_len
         self._blocks = blocks
         self._adapters = adapters
-        self._key = key
+        self.prefixes = PrefixCache(blocks, key, config.enable_prefix_caching)
         self._sequences: dict[int, Sequence] = {}
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         # In order of admission.
@@ -61,8 +61,6 @@ class Scheduler:
         self._stalled = False
         self.num_preemptions = 0
         self.num_steps = 0
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hits = 0
         if self._num_blocks(max_model_len) > blocks.num_blocks:
             raise ConfigError(
                 f"max_model_len: {max_model_len} tokens need {self._num_blocks(max_model_len)} KV blocks of "
@@ -155,8 +153,7 @@ class Scheduler:
             if sequence.status is Status.FINISHED:
                 continue
             sequence.num_computed_tokens = span.end
-            if self._caching:
-                self._publish(span)
+            self.prefixes.publish(sequence, span.start, span.end)
             if result.token_ids:
                 progress.append((sequence, self._append(sequence, result)))
         self._release_aborted()
@@ -251,15 +248,14 @@ class Scheduler:
                 break
             if not self._adapter_ready(sequence, now):
                 continue
-            prefix = self._cached_prefix(sequence)
+            prefix = self.prefixes.find(sequence)
             length = self._chunk(sequence.num_tokens - len(prefix) * self._block_size, budget)
             if length == 0 or not self._fits(sequence, prefix):
                 break
             admitted.append(sequence)
             if sequence.status is not Status.PREEMPTED:
                 started.append(sequence.id)
-                self.prefix_cache_queries += sequence.num_tokens
-                self.prefix_cache_hits += len(prefix) * self._block_size
+                self.prefixes.count(sequence.num_tokens, len(prefix) * self._block_size)
             self._start(sequence, prefix)
             spans.append(self._span(sequence, length))
             budget -= length
@@ -275,17 +271,6 @@ class Scheduler:
         if not preempted:
             sequence.status = Status.WAITING if ready else Status.WAITING_ADAPTER
         return ready
-
-    def _cached_prefix(self, sequence: Sequence) -> list[BlockId]:
-        """The longest run of full blocks from the start that are cached; at least one token stays to be computed."""
-        prefix: list[BlockId] = []
-        if self._caching:
-            for index in range((sequence.num_tokens - 1) // self._block_size):
-                block = self._blocks.find(self._hash(sequence, index))
-                if block is None:
-                    break
-                prefix.append(block)
-        return prefix
 
     def _chunk(self, remaining: int, budget: int) -> int:
         """How many of `remaining` prompt tokens to run now."""
@@ -312,21 +297,6 @@ class Scheduler:
     def _span(self, sequence: Sequence, length: int) -> Span:
         slot = None if sequence.adapter is None else self._adapters.slot(sequence.adapter)
         return Span(sequence, sequence.num_computed_tokens, length, slot)
-
-    def _publish(self, span: Span) -> None:
-        """Offer the blocks that this span filled to others."""
-        sequence = span.sequence
-        for index in range(span.start // self._block_size, span.end // self._block_size):
-            self._blocks.publish(sequence.block_table[index], self._hash(sequence, index))
-
-    def _hash(self, sequence: Sequence, index: int) -> bytes:
-        """Content hash of full block `index`; those before it have theirs."""
-        hashes = sequence.block_hashes
-        if index == len(hashes):
-            parent = hashes[-1] if hashes else self._key.root(sequence.adapter, sequence.cache_salt)
-            start = index * self._block_size
-            hashes.append(self._key.extend(parent, sequence.tokens(start, start + self._block_size)))
-        return hashes[index]
 
     def _append(self, sequence: Sequence, result: Sampled) -> Sampled:
         """Add the tokens up to the one that ends the sequence, if any does."""

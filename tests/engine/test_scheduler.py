@@ -137,7 +137,7 @@ def test_a_cached_prefix_is_skipped_but_never_the_whole_prompt() -> None:
     bench.add([*prompt[:17], 99, 98], 1)
     # All three blocks of the prompt are cached; the third is computed again, so that there are logits.
     assert bench.step() == [(1, 16, 8), (2, 16, 3)]
-    assert (bench.scheduler.prefix_cache_queries, bench.scheduler.prefix_cache_hits) == (24 + 24 + 19, 32)
+    assert (bench.scheduler.prefixes.num_queries, bench.scheduler.prefixes.num_hits) == (24 + 24 + 19, 32)
     assert bench.outputs[0] == bench.outputs[1] == [next_token(prompt, None)]
 
 
