@@ -117,6 +117,7 @@ class Engine:
                 bad_words=tuple(tuple(self._check_tokens("bad_words", word)) for word in request.bad_word_ids),
                 adapter=request.adapter,
                 cache_salt=request.cache_salt,
+                fork_of=request.fork_of,
                 arrival=self._clock(),
             )
         )
@@ -209,6 +210,7 @@ class Engine:
             prefix_cache_queries=scheduler.prefixes.num_queries,
             prefix_cache_hits=scheduler.prefixes.num_hits,
             num_preemptions=scheduler.num_preemptions,
+            num_block_copies=scheduler.num_block_copies,
             num_steps=scheduler.num_steps,
             running_adapters=self._adapters.running(),
             waiting_adapters=self._adapters.waiting(),

@@ -66,6 +66,12 @@ class KVCache:
         """
         return tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
 
+    def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy blocks of all layers; no destination is a source."""
+        device = self._data.device
+        contents = self._data.index_select(2, torch.tensor(sources, device=device))
+        self._data.index_copy_(2, torch.tensor(destinations, device=device), contents)
+
     def clear_started(self, addresses: Tensor) -> None:
         """Clear the blocks whose first token is among `addresses` (on the CPU), before a step writes to them."""
         started = addresses[addresses % self.block_size == 0] // self.block_size

@@ -143,6 +143,7 @@ class Metrics:
             "prefix_cache_queries": self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache."),
             "prefix_cache_hits": self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache."),
             "num_preemptions": self._counter("vllm:num_preemptions", "Sequences that gave their blocks up."),
+            "num_block_copies": self._counter("quire_block_copies", "KV blocks copied for a second writer."),
             "num_steps": self._counter("quire_steps", "Steps of the engine."),
             "num_adapter_evictions": self._counter("quire_adapter_evictions", "Adapters that lost their slot."),
         }

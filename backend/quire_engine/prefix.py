@@ -1,17 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PrefixCache: finds computed blocks by what they hold, and offers new ones. Which block goes is the pool's business.
+"""PrefixCache: finds blocks that hold what a sequence begins with, and offers new ones. Which go is the pool's.
 
 The scheduler calls it; it knows tokens and hashes, no tensor and no order of sequences.
 """
 
+from dataclasses import dataclass
+
 from quire_engine.blocks import BlockPool, ContentKey
 from quire_engine.request import BlockId, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens [0, num_tokens) of a sequence, and the blocks that hold them already."""
+
+    num_tokens: int
+    blocks: list[BlockId]
+    """Those that the prefix fills, in order: to be shared."""
+    partial: BlockId | None = None
+    """The one that it ends in, to be copied: the sequence writes the rest of it, and others may read it."""
 
 
 class PrefixCache:
     """Blocks of equal prefixes: the same tokens from the start, adapter and salt."""
 
     def __init__(self, blocks: BlockPool, key: ContentKey, enabled: bool) -> None:
+        """Disabled, it finds nothing but what a fork shares with its leader."""
         self._blocks = blocks
         self._key = key
         self._enabled = enabled
@@ -20,16 +34,23 @@ class PrefixCache:
         self.num_hits = 0
         """Tokens found of them."""
 
-    def find(self, sequence: Sequence) -> list[BlockId]:
-        """The longest run of full blocks from the start that are cached; at least one token stays to be computed."""
-        prefix: list[BlockId] = []
-        if self._enabled:
-            for index in range((sequence.num_tokens - 1) // self._key.block_size):
-                block = self._blocks.find(self._hash(sequence, index))
-                if block is None:
-                    break
-                prefix.append(block)
-        return prefix
+    def find(self, sequence: Sequence) -> Prefix:
+        """The longest prefix that is cached or that its leader holds; at least one token stays to be computed."""
+        leader, size = sequence.leader, self._key.block_size
+        if leader is not None and not sequence.block_hashes:
+            sequence.block_hashes = leader.block_hashes[: len(sequence.prompt_token_ids) // size]
+        cached = self._cached(sequence) if self._enabled else []
+        num_cached = min(len(cached) * size, sequence.num_tokens - 1)
+        num_led = 0
+        if leader is not None:
+            num_led = min(leader.num_computed_tokens, len(sequence.prompt_token_ids), sequence.num_tokens - 1)
+        if leader is not None and num_led > num_cached:
+            return self._prefix(leader.block_table, num_led)
+        return self._prefix(cached, num_cached)
+
+    def whole(self, prefix: Prefix) -> Prefix:
+        """`prefix` up to its last full block, which needs no copy."""
+        return self._prefix(prefix.blocks, len(prefix.blocks) * self._key.block_size)
 
     def count(self, num_tokens: int, num_found: int) -> None:
         """A sequence starts with `num_found` of its tokens found."""
@@ -41,6 +62,20 @@ class PrefixCache:
         if self._enabled:
             for index in range(start // self._key.block_size, end // self._key.block_size):
                 self._blocks.publish(sequence.block_table[index], self._hash(sequence, index))
+
+    def _prefix(self, blocks: list[BlockId], num_tokens: int) -> Prefix:
+        full, rest = divmod(num_tokens, self._key.block_size)
+        return Prefix(num_tokens, blocks[:full], blocks[full] if rest else None)
+
+    def _cached(self, sequence: Sequence) -> list[BlockId]:
+        """The longest run of full blocks from the start that are cached."""
+        found: list[BlockId] = []
+        for index in range(sequence.num_tokens // self._key.block_size):
+            block = self._blocks.find(self._hash(sequence, index))
+            if block is None:
+                break
+            found.append(block)
+        return found
 
     def _hash(self, sequence: Sequence, index: int) -> bytes:
         """Content hash of full block `index`; those before it have theirs."""

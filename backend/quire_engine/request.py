@@ -52,6 +52,8 @@ class Sequence:
     adapter: str | None = None
     """Content digest."""
     cache_salt: str | None = None
+    fork_of: int | None = None
+    """Id of an earlier sequence of the same prompt, adapter and salt, whose blocks of the prompt it shares."""
     arrival: float = 0.0
     """Monotonic seconds."""
 
@@ -65,6 +67,8 @@ class Sequence:
     """Content hashes of its full blocks, as far as they have been computed."""
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
+    leader: "Sequence | None" = None
+    """The open sequence that fork_of names."""
 
     @property
     def num_tokens(self) -> int:

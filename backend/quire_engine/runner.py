@@ -82,6 +82,8 @@ class TorchRunner(Runner):
         if self._slots is not None:
             for load in plan.loads:
                 self._slots.activate(load.digest, load.slot)
+        if plan.copies:
+            self._kv.copy([copy.source for copy in plan.copies], [copy.destination for copy in plan.copies])
         order = order_spans(plan.spans)
         results = dict(zip(order, self._run([plan.spans[i] for i in order], self._kv), strict=True))
         return [results[i] for i in range(len(plan.spans))]

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 
 from quire_engine.adapters import AdapterRegistry
 from quire_engine.blocks import BlockPool, ContentKey
-from quire_engine.prefix import PrefixCache
+from quire_engine.draft import Draft
+from quire_engine.prefix import Prefix, PrefixCache
 from quire_engine.request import BlockId, FinishReason, Sequence, Status
-from quire_engine.step import Sampled, Span, StepPlan
+from quire_engine.step import BlockCopy, Sampled, Span, StepPlan
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
 
@@ -24,6 +25,7 @@ class Scheduler:
     Order. Waiting sequences start first come first served, preempted ones before all others. One that does not fit
     yet holds back those behind it, so that a long prompt is not overtaken for ever; one whose adapter has no slot yet
     holds back nobody.
+    A fork waits until its leader's prompt is computed; a seat and a block are kept for it meanwhile.
 
     Progress. A prompt gets all its blocks when it is admitted, so only decoding takes more of them, one block per
     `block_size` tokens; when there is none, the sequence that was admitted last gives up its blocks and starts over
@@ -60,6 +62,7 @@ class Scheduler:
         self._aborted: list[Sequence] = []
         self._stalled = False
         self.num_preemptions = 0
+        self.num_block_copies = 0
         self.num_steps = 0
         if self._num_blocks(max_model_len) > blocks.num_blocks:
             raise ConfigError(
@@ -92,7 +95,8 @@ class Scheduler:
         """Queue a new sequence.
 
         Raises:
-            InvalidArgument: it can never run: too long for max_model_len, or for one step without chunked prefill.
+            InvalidArgument: it can never run: too long for max_model_len, or for one step without chunked prefill;
+                or the sequence that it forks has another prompt, adapter or salt.
             NotFound: its adapter is not registered.
         """
         num_tokens = sequence.num_tokens
@@ -107,6 +111,7 @@ class Scheduler:
             )
         if sequence.id in self._sequences:
             raise InvalidArgument(f"id {sequence.id}: a sequence of this id is open; choose another")
+        sequence.leader = self._leader(sequence)
         if sequence.adapter is not None:
             self._adapters.open(sequence.adapter)
         self._sequences[sequence.id] = self._waiting[sequence.id] = sequence
@@ -133,20 +138,20 @@ class Scheduler:
         """
         assert self._in_flight is None, "schedule() again before finish() or fail()"
         self._adapters.begin_step(now)
-        decodes, prefills, budget = self._continue_running()
-        started = self._admit(prefills, budget, now)
-        spans = decodes + prefills
-        self._stalled = not spans
-        if not spans:
+        draft = self._continue_running()
+        self._admit(draft, now)
+        self._stalled = not (draft.decodes or draft.prefills)
+        if self._stalled:
             return None
         self.num_steps += 1
-        self._in_flight = StepPlan(spans, self._adapters.slots.take_loads(), started)
+        self.num_block_copies += len(draft.copies)
+        self._in_flight = draft.plan(self._adapters.slots.take_loads())
         return self._in_flight
 
     def finish(self, plan: StepPlan, sampled: list[Sampled]) -> list[tuple[Sequence, Sampled]]:
         """Take in what the step computed; returns the sequences with new tokens, and which of the tokens count."""
-        assert plan is self._in_flight and len(sampled) == len(plan.spans)
-        self._in_flight = None
+        assert len(sampled) == len(plan.spans)
+        self._land(plan)
         progress = []
         for span, result in zip(plan.spans, sampled, strict=True):
             sequence = span.sequence
@@ -161,8 +166,7 @@ class Scheduler:
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """The step in flight failed: end its sequences, and return them. Blocks computed before stay good."""
-        assert plan is self._in_flight
-        self._in_flight = None
+        self._land(plan)
         failed = [span.sequence for span in plan.spans if span.sequence.status is not Status.FINISHED]
         for sequence in failed:
             self._end(sequence, FinishReason.ERROR)
@@ -192,31 +196,51 @@ class Scheduler:
                 f"scheduler: {len(self._waiting)} waiting ({len(idle)} of them hold blocks), {len(self._running)} "
                 f"running ({len(short)} of them lack blocks), {len(self._sequences)} open"
             )
-        self._blocks.check_integrity([s.block_table for s in holders])
+        plan = self._in_flight
+        copied = [copy.source for copy in plan.copies] if plan is not None else []
+        self._blocks.check_integrity([*(s.block_table for s in holders), copied])
+        if plan is not None:
+            self._check_writes(plan.spans, Counter(block for s in holders for block in s.block_table))
         self._adapters.check_integrity(
             Counter(s.adapter for s in (*self._sequences.values(), *self._aborted) if s.adapter is not None),
             Counter(s.adapter for s in holders if s.adapter is not None),
         )
 
-    def _continue_running(self) -> tuple[list[Span], list[Span], int]:
-        """Spans of decoding and of partly prefilled sequences, and the budget that is left.
+    def _check_writes(self, spans: list[Span], num_holders: Counter[BlockId]) -> None:
+        """Raise Internal if a span writes a block that anybody else reads, or may find in the cache."""
+        for span in spans:
+            written = span.sequence.block_table[span.start // self._block_size : self._num_blocks(span.end)]
+            if shared := [b for b in written if num_holders[b] > 1 or self._blocks.hash_of(b) is not None]:
+                raise Internal(f"scheduler: sequence {span.sequence.id} writes blocks {shared}, which others may read")
+
+    def _leader(self, fork: Sequence) -> Sequence | None:
+        """The sequence that `fork` shares its prompt with, if that is still open."""
+        if fork.fork_of is None or (leader := self._sequences.get(fork.fork_of)) is None:
+            return None
+        for name in ("prompt_token_ids", "adapter", "cache_salt"):
+            if getattr(fork, name) != getattr(leader, name):
+                raise InvalidArgument(
+                    f"fork_of: sequence {leader.id} has another {name}; prompt, adapter and salt must be the same"
+                )
+        return leader
+
+    def _continue_running(self) -> Draft:
+        """A step of decoding and of partly prefilled sequences.
 
         Goes through them in order of admission, so that whoever is preempted has no span yet.
         """
         decoding = sum(1 for s in self._running.values() if s.num_tokens - s.num_computed_tokens == 1)
-        budget = self._max_num_batched_tokens - decoding
-        decodes, prefills = [], []
+        draft = Draft(self._max_num_batched_tokens - decoding)
         for sequence in list(self._running.values()):
             if sequence.status is not Status.RUNNING:
                 break
             remaining = sequence.num_tokens - sequence.num_computed_tokens
             if remaining == 1:
                 if self._grow(sequence):
-                    decodes.append(self._span(sequence, 1))
-            elif length := min(remaining, budget):
-                prefills.append(self._span(sequence, length))
-                budget -= length
-        return decodes, prefills, budget
+                    draft.decodes.append(self._span(sequence, 1))
+            elif length := min(remaining, draft.budget):
+                draft.prefill(self._span(sequence, length))
+        return draft
 
     def _grow(self, sequence: Sequence) -> bool:
         """Make sure that a decoding sequence has a block for its token; False when it was preempted instead."""
@@ -240,28 +264,30 @@ class Scheduler:
         self._waiting[sequence.id] = sequence
         self._waiting.move_to_end(sequence.id, last=False)
 
-    def _admit(self, spans: list[Span], budget: int, now: float) -> list[int]:
-        """Start waiting sequences within `budget` tokens, adding to `spans`; returns the ids of those never run."""
-        admitted, started = [], []
+    def _admit(self, draft: Draft, now: float) -> None:
+        """Start waiting sequences within the draft's budget."""
+        admitted = []
         for sequence in self._waiting.values():
-            if budget == 0 or len(self._running) == self._max_num_seqs:
+            if draft.budget == 0 or len(self._running) + len(draft.promised) >= self._max_num_seqs:
                 break
+            if leader := _awaited_leader(sequence):
+                if leader.status is Status.RUNNING or leader.id in draft.promised:
+                    draft.promised.add(sequence.id)
+                continue
             if not self._adapter_ready(sequence, now):
                 continue
-            prefix = self.prefixes.find(sequence)
-            length = self._chunk(sequence.num_tokens - len(prefix) * self._block_size, budget)
-            if length == 0 or not self._fits(sequence, prefix):
+            prefix = self._usable_prefix(sequence, draft)
+            length = self._chunk(sequence.num_tokens - prefix.num_tokens, draft.budget)
+            if length == 0 or not self._fits(sequence, prefix, draft):
                 break
             admitted.append(sequence)
             if sequence.status is not Status.PREEMPTED:
-                started.append(sequence.id)
-                self.prefixes.count(sequence.num_tokens, len(prefix) * self._block_size)
-            self._start(sequence, prefix)
-            spans.append(self._span(sequence, length))
-            budget -= length
+                draft.started.append(sequence.id)
+                self.prefixes.count(sequence.num_tokens, prefix.num_tokens)
+            draft.copies += self._start(sequence, prefix)
+            draft.prefill(self._span(sequence, length))
         for sequence in admitted:
             del self._waiting[sequence.id]
-        return started
 
     def _adapter_ready(self, sequence: Sequence, now: float) -> bool:
         if sequence.adapter is None:
@@ -279,20 +305,36 @@ class Scheduler:
         # Output may have made a preempted sequence longer than a whole step: chunks are then its only way back.
         return budget if remaining > self._max_num_batched_tokens else 0
 
-    def _fits(self, sequence: Sequence, prefix: list[BlockId]) -> bool:
-        needed = self._num_blocks(sequence.num_tokens) - len(prefix) + self._blocks.num_idle(prefix)
-        reserve = len(self._running) + 1 if self._running else 0
+    def _usable_prefix(self, sequence: Sequence, draft: Draft) -> Prefix:
+        """What of a sequence is there already; without the part that needs a copy where there can be none."""
+        prefix = self.prefixes.find(sequence)
+        if prefix.partial is None:
+            return prefix
+        # A block that this step fills by a copy has nothing to copy yet; and the last free block is better computed
+        # in than copied to, so that a sequence always fits alone.
+        unfilled = any(copy.destination == prefix.partial for copy in draft.copies)
+        return self.prefixes.whole(prefix) if unfilled or not self._fits(sequence, prefix, draft) else prefix
+
+    def _fits(self, sequence: Sequence, prefix: Prefix, draft: Draft) -> bool:
+        needed = self._num_blocks(sequence.num_tokens) - len(prefix.blocks) + self._blocks.num_idle(prefix.blocks)
+        if prefix.partial is not None:
+            needed += self._blocks.num_idle([prefix.partial])
+        reserve = len(self._running) + len(draft.promised) + 1 if self._running else 0
         return needed + reserve <= self._blocks.num_free
 
-    def _start(self, sequence: Sequence, prefix: list[BlockId]) -> None:
-        # Shared before anything is allocated, which might evict them.
-        self._blocks.share(prefix)
-        sequence.block_table = prefix + self._blocks.allocate(self._num_blocks(sequence.num_tokens) - len(prefix))
-        sequence.num_computed_tokens = len(prefix) * self._block_size
+    def _start(self, sequence: Sequence, prefix: Prefix) -> list[BlockCopy]:
+        """Give a sequence its blocks; returns the copy that the first fresh one begins as, if it does."""
+        # Shared before anything is allocated, which might evict them; what is copied, until the step is over.
+        copied = [] if prefix.partial is None else [prefix.partial]
+        self._blocks.share(prefix.blocks + copied)
+        fresh = self._blocks.allocate(self._num_blocks(sequence.num_tokens) - len(prefix.blocks))
+        sequence.block_table = prefix.blocks + fresh
+        sequence.num_computed_tokens = prefix.num_tokens
         sequence.status = Status.RUNNING
         if sequence.adapter is not None:
             self._adapters.start(sequence.adapter)
         self._running[sequence.id] = sequence
+        return [BlockCopy(source, fresh[0]) for source in copied]
 
     def _span(self, sequence: Sequence, length: int) -> Span:
         slot = None if sequence.adapter is None else self._adapters.slot(sequence.adapter)
@@ -335,6 +377,12 @@ class Scheduler:
             self._adapters.close(sequence.adapter)
         self._stalled = False
 
+    def _land(self, plan: StepPlan) -> None:
+        """The step in flight is over."""
+        assert plan is self._in_flight
+        self._in_flight = None
+        self._blocks.release([copy.source for copy in plan.copies])
+
     def _release_aborted(self) -> None:
         for sequence in self._aborted:
             self._stop(sequence)
@@ -343,3 +391,11 @@ class Scheduler:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
+
+
+def _awaited_leader(sequence: Sequence) -> Sequence | None:
+    """The leader of a fork that never ran, while its prompt is being computed or waits to be."""
+    leader = sequence.leader
+    if leader is None or Status.PREEMPTED in (sequence.status, leader.status) or leader.status is Status.FINISHED:
+        return None
+    return leader if leader.num_computed_tokens < len(leader.prompt_token_ids) else None

@@ -8,7 +8,7 @@ spans of a step are flattened into one batch.
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire_engine.request import Sequence, SlotId
+from quire_engine.request import BlockId, Sequence, SlotId
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,21 @@ class SlotLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy a block of all layers to another one, before the step writes anything."""
+
+    source: BlockId
+    destination: BlockId
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. `spans` is never empty."""
 
     spans: list[Span]
     loads: list[SlotLoad] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    """Blocks that spans go on writing in a copy, as others read the original; no block is in two of them twice."""
     started: list[int] = field(default_factory=list)
     """Ids of the sequences that run for the first time; the runner needs none of it."""
 

@@ -88,6 +88,9 @@ class Generate:
     cache_salt: str | None = None
     bad_word_ids: list[list[int]] = field(default_factory=list)
     """params.bad_words as runs of tokens."""
+    fork_of: int | None = None
+    """Id of an earlier Generate of the same prompt, adapter and salt: this one waits until that prompt is computed and
+    shares it. A leader that is over by then costs nothing but the sharing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,8 @@ class Stats:
     prefix_cache_hits: int = 0
     """Prompt tokens found."""
     num_preemptions: int = 0
+    num_block_copies: int = 0
+    """Blocks copied because a sequence went on writing what others read."""
     num_steps: int = 0
     running_adapters: list[str] = field(default_factory=list)
     """Digests."""

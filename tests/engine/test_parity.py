@@ -186,8 +186,29 @@ def test_from_the_prefix_cache(cases, name):
     _check(_generate(engine, case.prompts), case.references)
     hits = engine.stats().prefix_cache_hits
     _check(_generate(engine, case.prompts, rush=0.5), case.references)
-    whole_blocks = sum((len(prompt) - 1) // 8 * 8 for prompt in case.prompts)
-    assert engine.stats().prefix_cache_hits - hits == whole_blocks
+    found = sum(min(len(prompt) // 8 * 8, len(prompt) - 1) for prompt in case.prompts)
+    assert engine.stats().prefix_cache_hits - hits == found
+    assert engine.stats().num_block_copies > 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_forks(cases, caching):
+    case = cases("llama")
+    engine = Engine.from_config(_config(case.folder, enable_prefix_caching=caching, max_num_seqs=16))
+    prompts = [case.prompts[i // 4] for i in range(32)]
+    leaders = {i: None if i % 4 == 0 else i - i % 4 + (i % 4 == 3) for i in range(32)}
+    outputs = [Output([], []) for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        params = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "logprobs": 3}
+        engine.add(Generate(i, prompt, params, fork_of=leaders[i]))
+    while engine.has_work:
+        for result in engine.step().results:
+            outputs[result.id].token_ids.extend(result.token_ids)
+            outputs[result.id].logprobs.extend(result.logprobs)
+        engine.check_integrity()
+    _check(outputs, [case.references[i // 4] for i in range(32)])
+    partial = [len(prompt) % 16 != 1 for prompt in prompts]
+    assert engine.stats().num_block_copies == sum(3 for i in range(0, 32, 4) if partial[i])
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -46,6 +46,9 @@ class TokenRunner:
         for load in plan.loads:
             assert load.digest in self.host, "load without a host copy"
             self.slots[load.slot] = load.digest
+        assert not {c.source for c in plan.copies} & {c.destination for c in plan.copies}
+        for copy in plan.copies:
+            self.cells[copy.destination] = list(self.cells[copy.source])
         for index, span in enumerate(plan.spans):
             if index == fail_at:
                 raise RuntimeError("the device failed")

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft: a step while the scheduler plans it."""
+
+from dataclasses import dataclass, field
+
+from quire_engine.step import BlockCopy, SlotLoad, Span, StepPlan
+
+
+@dataclass(slots=True)
+class Draft:
+    """What a step will do so far."""
+
+    budget: int
+    """Tokens that are left for prompts."""
+    decodes: list[Span] = field(default_factory=list)
+    prefills: list[Span] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    started: list[int] = field(default_factory=list)
+    promised: set[int] = field(default_factory=set)
+    """Ids of forks that will start as soon as their leaders' prompts are computed."""
+
+    def prefill(self, span: Span) -> None:
+        """Add a prompt's chunk."""
+        self.prefills.append(span)
+        self.budget -= span.length
+
+    def plan(self, loads: list[SlotLoad]) -> StepPlan:
+        """The step as it is."""
+        return StepPlan(self.decodes + self.prefills, loads, self.copies, self.started)
