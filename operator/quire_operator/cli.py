@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from quire_spec.errors import ConfigError
+from quire_operator import options
+from quire_spec.errors import QuireError
 
 _ABOUT = """\
 Serve large language models with many LoRA adapters from one resource, LLMService.
@@ -21,6 +22,7 @@ The same file works on a cluster (kubectl apply -f) and on a laptop (quire serve
 _START = """\
 examples:
   quire validate -f llmservice.yaml          is the file right?
+  quire plan -f llmservice.yaml --gpu NVIDIA-L4      does it fit, and how does it run?
   quire serve -f llmservice.yaml             run it on this machine
   quire serve --help                         how to reach what runs
 
@@ -56,12 +58,12 @@ Adapters in the file follow the file at the next start."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 done, 1 something is wrong, 2 used wrongly (from argparse)."""
-    options = _parser().parse_args(arguments)
+    given = _parser().parse_args(arguments)
     try:
-        status = int(options.run(options))
+        status = int(given.run(given))
         sys.stdout.flush()
         return status
-    except ConfigError as error:
+    except QuireError as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -97,6 +99,16 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the report")
     validate.set_defaults(run=_validate)
 
+    plan = commands.add_parser(
+        "plan",
+        help="work out memory, context and GPUs",
+        description=options.PLAN,
+        epilog=options.PLAN_EXAMPLES,
+        formatter_class=style,
+    )
+    options.add_plan_options(plan)
+    plan.set_defaults(run=_plan)
+
     serve = commands.add_parser(
         "serve", help="run an LLMService here", description=_SERVE, epilog=_SERVE_EXAMPLES, formatter_class=style
     )
@@ -115,20 +127,9 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         ("health", "health, all metrics, status"),
     ):
         parser.add_argument(
-            f"--{name}-port", type=_port, metavar="PORT", help=f"{what} (default: spec.runtime.ports.{name})"
+            f"--{name}-port", type=options.port, metavar="PORT", help=f"{what} (default: spec.runtime.ports.{name})"
         )
-    parser.add_argument(
-        "--volume",
-        dest="volumes",
-        type=_volume,
-        action="append",
-        default=[],
-        metavar="CLAIM=FOLDER",
-        help="folder that stands for a PersistentVolumeClaim; repeatable",
-    )
-    parser.add_argument(
-        "--secrets-dir", type=Path, metavar="DIR", help="DIR/SECRET/KEY are the Secrets (default: HF_TOKEN or none)"
-    )
+    options.add_folders(parser)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="sockets and configuration (default: below /tmp)")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="downloaded adapters (default: ~/.cache/quire)")
     parser.add_argument(
@@ -149,59 +150,47 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 1 to 65535")
-    return int(text)
-
-
-def _volume(text: str) -> tuple[str, Path]:
-    claim, equals, folder = text.partition("=")
-    if not (claim and equals and folder):
-        raise argparse.ArgumentTypeError(f"{text!r} is not CLAIM=FOLDER, such as models=/srv/models")
-    if not Path(folder).is_dir():
-        raise argparse.ArgumentTypeError(f"{folder!r} is not a folder; make it, or correct the path")
-    return claim, Path(folder)
-
-
-def _validate(options: argparse.Namespace) -> int:
+def _validate(given: argparse.Namespace) -> int:
     from quire_operator.validate import report
 
     reports = []
-    for file in options.files:
+    for file in given.files:
         reports.append(report(file))
-        if options.output == "text":
+        if given.output == "text":
             print(*reports[-1].lines(), sep="\n")
-    if options.output == "json":
+    if given.output == "json":
         print(json.dumps([found.to_json() for found in reports], indent=2, default=str))
     return 0 if all(found.ok for found in reports) else 1
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _plan(given: argparse.Namespace) -> int:
+    from quire_operator.plan import command
+
+    return command.run(given)
+
+
+def _serve(given: argparse.Namespace) -> int:
     from quire_operator import crd, serve
-    from quire_operator.manifest import read
     from quire_operator.service import LLMService
 
-    documents = [document for document in read(options.file) if crd.is_service(document.body)]
-    if len(documents) != 1:
-        raise ConfigError(f"{options.file}: has {len(documents)} LLMServices and one server serves one; split the file")
-    service = LLMService.from_body(crd.valid(documents[0]))
-    given = serve.Options(
-        host=options.host,
-        http_port=options.http_port,
-        grpc_port=options.grpc_port,
-        metrics_port=options.metrics_port,
-        health_port=options.health_port,
-        volumes=tuple(options.volumes),
-        run_dir=options.run_dir,
-        cache_dir=options.cache_dir,
-        secrets_dir=options.secrets_dir,
-        verbose=options.verbose,
+    manifest = crd.only_service(given.file)
+    service = LLMService.from_body(crd.valid(manifest))
+    wanted = serve.Options(
+        host=given.host,
+        http_port=given.http_port,
+        grpc_port=given.grpc_port,
+        metrics_port=given.metrics_port,
+        health_port=given.health_port,
+        volumes=tuple(given.volumes),
+        run_dir=given.run_dir,
+        cache_dir=given.cache_dir,
+        secrets_dir=given.secrets_dir,
+        verbose=given.verbose,
     )
-    launch = serve.prepare(documents[0], service, given, os.environ)
+    launch = serve.prepare(manifest, service, wanted, os.environ)
     serve.missing_packages()
     serve.write(launch)
-    if options.verbose:
+    if given.verbose:
         print(json.dumps(launch.engine.to_json(), indent=2), *launch.argv, file=sys.stderr)
     print(f"quire: {service.served_name} on {service.spec.device} from {launch.engine.model}", file=sys.stderr)
     serve.become(launch)

@@ -15,9 +15,9 @@ import yaml
 
 from quire_operator import rules, schema
 from quire_operator.errors import ABSENT, InvalidService, Problem, in_order
-from quire_operator.manifest import Manifest
+from quire_operator.manifest import Manifest, read
 from quire_spec import names
-from quire_spec.errors import Internal
+from quire_spec.errors import ConfigError, Internal
 
 API = f"{names.API_GROUP}/{names.API_VERSION}"
 
@@ -102,6 +102,19 @@ def is_service(body: object) -> bool:
         return False
     group = str(body.get("apiVersion", "")).partition("/")[0]
     return group == names.API_GROUP or str(body.get("kind", "")).lower() == names.KIND.lower()
+
+
+def only_service(file: str) -> Manifest:
+    """The one LLMService of a file, unchecked.
+
+    Raises:
+        ManifestError: the file cannot be read, or is not YAML.
+        ConfigError: it has none, or several.
+    """
+    documents = [document for document in read(file) if is_service(document.body)]
+    if len(documents) != 1:
+        raise ConfigError(f"{file}: has {len(documents)} LLMServices, and this command takes one; split the file")
+    return documents[0]
 
 
 def valid(manifest: Manifest) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quire_operator.errors import ABSENT, FieldPath, Problem
 from quire_spec.catalogue import PvcSource, SecretRef, Source
+from quire_spec.errors import ConfigError
 
 MODEL_FILES = ("config.json",)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -66,6 +67,14 @@ class Machine:
             yield Problem(field, value, f"{folder} is not a folder", _relative(source.pvc, self.base))
         elif missing := [name for name in files if not (folder / name).is_file()]:
             yield Problem(field, value, f"{folder} has no {' and no '.join(missing)}", "give the folder that has")
+
+    def secret(self, ref: SecretRef) -> dict[str, str]:
+        """The keys and values of a Secret; raises ConfigError when it cannot be read."""
+        folder = (self.secrets_dir or Path()) / ref.name
+        try:
+            return {path.name: path.read_text().strip() for path in folder.iterdir() if path.is_file()}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"secret {ref.name!r}: {folder} cannot be read; make it, with a file a key") from error
 
     def _secret_problems(self, source: Source, where: FieldPath) -> Iterator[Problem]:
         for kind, field, ref in _secrets(source):

@@ -140,12 +140,13 @@ def test_serve_says_what_is_wrong_and_starts_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "number"), [(SECRET, 0), (f"{RIGHT}---\n{RIGHT}", 2)])
-def test_serve_wants_one_service(text, number):
-    done = quire("serve", "-f", "-", stdin=text)
-    assert (done.returncode, done.stderr) == (
-        1,
-        f"-: has {number} LLMServices and one server serves one; split the file\n",
-    )
+def test_serve_and_plan_want_one_service(text, number):
+    for command in ("serve", "plan"):
+        done = quire(command, "-f", "-", stdin=text)
+        assert (done.returncode, done.stderr) == (
+            1,
+            f"-: has {number} LLMServices, and this command takes one; split the file\n",
+        )
 
 
 def test_a_reader_that_has_seen_enough_is_no_crash():

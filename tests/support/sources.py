@@ -46,20 +46,21 @@ class Files:
         headers = {"ETag": etag} if self.etags else {}
         if request.headers.get("If-Match", etag) != etag:
             return web.Response(status=412)
-        status, start = 200, 0
+        status, start, end = 200, 0, len(data)
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
         if match and request.headers.get("If-Range", etag) == etag:
             start = int(match[1])
             if start >= len(data):
                 return web.Response(status=416, headers={"Content-Range": f"bytes */{len(data)}"})
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            end = min(int(match[2] or end) + bool(match[2]), end)
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
             status = 206
         response = web.StreamResponse(status=status, headers=headers)
         if not self.chunked or request.method == "HEAD":
-            response.content_length = len(data) - start
+            response.content_length = end - start
         await response.prepare(request)
         if request.method == "GET":
-            await self._send(request, response, data[start:])
+            await self._send(request, response, data[start:end])
         return response
 
     async def _send(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:

@@ -7,7 +7,7 @@ must not restart anybody. So a field is in it only when it is set, and a new fie
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from quire_operator.plan.checkpoint import Checkpoint
@@ -59,6 +59,10 @@ class Inputs:
             shared_memory=None if shm is None else num_bytes(shm),
             abilities=abilities or Abilities(),
         )
+
+    def with_gpus(self, count: int) -> Self:
+        """The same with up to `count` GPUs for each replica."""
+        return replace(self, max_gpus=count)
 
     @property
     def digest(self) -> str:

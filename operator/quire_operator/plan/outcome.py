@@ -124,7 +124,10 @@ def _why_tp(inputs: Inputs, found: Way) -> str:
         return "a CPU"
     if inputs.max_gpus == 1:
         return "one GPU for each replica"
-    allowed = ", ".join(map(str, limits.tp_allowed(inputs)))
+    sizes = limits.tp_allowed(inputs)
+    if len(sizes) == 1:
+        return "the only number that the model divides by and the engine can do"
+    allowed = ", ".join(map(str, sizes))
     return f"the fewest of {allowed} with the longest context, up to {limits.MAX_DEFAULT_LENGTH} tokens"
 
 

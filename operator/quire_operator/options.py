@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command-line options, with their texts; imports nothing that would make `quire --help` slow. Called by cli.py."""
+
+import argparse
+from pathlib import Path
+
+PLAN = """\
+Work out how an LLMService runs before it does: how many GPUs, the context length, batch sizes, and where each GiB goes.
+Nothing is downloaded but config.json and the index or header of the weights; no cluster and no GPU is needed."""
+
+PLAN_EXAMPLES = """\
+examples:
+  quire plan -f llmservice.yaml --gpu NVIDIA-L4            on a kind of GPU, as nvidia.com/gpu.product names it
+  quire plan -f llmservice.yaml --gpu NVIDIA-L4 --count 2  with two of them for each replica
+  quire plan -f llmservice.yaml                            on the GPU of spec.gpu, or on a CPU with spec.device: CPU
+  quire plan -f llmservice.yaml --model-config ./llama     offline: a folder with config.json, or config.json itself
+  quire plan -f llmservice.yaml --volume models=/srv/models     spec.model.source.pvc.claimName: models
+  kubectl get nodes -o json | quire plan -f llmservice.yaml --nodes -      on the smallest GPU of a cluster
+  quire plan -f llmservice.yaml --gpu NVIDIA-L4 -o json    exactly what the operator writes to status.plan
+
+Exit status 0: it fits, 1: it does not, or something is wrong; the message says what would do."""
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `quire plan`."""
+    parser.add_argument("-f", "--file", required=True, help="the LLMService; - is standard input")
+    add_model_options(parser)
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the plan")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say where model and GPU are known from; `quire render` has them too."""
+    parser.add_argument("--gpu", metavar="PRODUCT", help="kind of GPU, instead of spec.gpu.product")
+    parser.add_argument("--count", type=int, choices=(1, 2, 4, 8), help="GPUs of a replica, instead of spec.gpu.count")
+    parser.add_argument("--nodes", metavar="FILE", help="output of kubectl get nodes -o json; - is standard input")
+    parser.add_argument(
+        "--model-config", type=Path, metavar="PATH", help="a model's folder, or its config.json, instead of the source"
+    )
+    add_folders(parser)
+
+
+def add_folders(parser: argparse.ArgumentParser) -> None:
+    """Where claims and Secrets are on this machine."""
+    parser.add_argument(
+        "--volume",
+        dest="volumes",
+        type=_volume,
+        action="append",
+        default=[],
+        metavar="CLAIM=FOLDER",
+        help="folder that stands for a PersistentVolumeClaim; repeatable",
+    )
+    parser.add_argument(
+        "--secrets-dir", type=Path, metavar="DIR", help="DIR/SECRET/KEY are the Secrets (default: HF_TOKEN or none)"
+    )
+
+
+def port(text: str) -> int:
+    """A port's number."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 1 to 65535")
+    return int(text)
+
+
+def _volume(text: str) -> tuple[str, Path]:
+    claim, equals, folder = text.partition("=")
+    if not (claim and equals and folder):
+        raise argparse.ArgumentTypeError(f"{text!r} is not CLAIM=FOLDER, such as models=/srv/models")
+    if not Path(folder).is_dir():
+        raise argparse.ArgumentTypeError(f"{folder!r} is not a folder; make it, or correct the path")
+    return claim, Path(folder)

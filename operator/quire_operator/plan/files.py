@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what a plan needs of a model, wherever its files are: config.json, and the index or the header of the weights.
+
+A few kilobytes, by range requests: the weights stay where they are. Used by `quire plan` and by the operator, before
+anything is downloaded.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from quire_operator.plan.checkpoint import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    Checkpoint,
+    header_length,
+)
+from quire_operator.plan.remote import HttpFiles, HubFiles, S3Files
+from quire_spec.catalogue import SecretRef, Source
+from quire_spec.errors import ConfigError, Unavailable
+
+MAX_JSON_BYTES = 64 * 2**20
+"""Of config.json or an index; the largest indexes have about 10 MB."""
+
+Secrets = Callable[[SecretRef], Mapping[str, str]]
+"""The keys and values of a Secret; raises ConfigError when it cannot be read."""
+
+
+class Files(Protocol):
+    """A folder of files somewhere."""
+
+    def where(self, name: str) -> str:
+        """A file's URL or path, for messages; no secrets."""
+        ...
+
+    def read(self, name: str, start: int, max_bytes: int) -> bytes | None:
+        """Up to `max_bytes` bytes from `start`; None: there is no such file.
+
+        Raises:
+            Unavailable, NotFound: the place cannot be reached, refuses us, or does not exist.
+        """
+        ...
+
+
+def read_checkpoint(files: Files) -> Checkpoint:
+    """What a plan needs of the model.
+
+    Raises:
+        ConfigError: there is no config.json, or a file is not what its name says.
+        Unavailable, NotFound: as `Files.read`.
+    """
+    config = _json(files, CONFIG_FILE)
+    if config is None:
+        raise ConfigError(f"{files.where(CONFIG_FILE)}: there is none; give the folder of a Hugging Face model")
+    index = _json(files, INDEX_FILE)
+    try:
+        return Checkpoint.from_files(config, index, _header(files) if index is None else None)
+    except ConfigError as error:
+        raise ConfigError(f"{files.where('').rstrip('/')}: {error}") from error
+
+
+def files_of(source: Source, folder: Path | None, secrets: Secrets) -> Files:
+    """The files of a model source; `folder` is what a path or a claim means here.
+
+    Raises:
+        ConfigError: a claim without a folder, or a Secret that cannot be read.
+    """
+    if folder is not None:
+        return FolderFiles(folder)
+    if source.huggingFace is not None:
+        ref, token = source.huggingFace.tokenSecretRef, None
+        if ref is not None and (token := secrets(ref).get(ref.key or "token")) is None:
+            raise ConfigError(f"secret {ref.name!r}: has no key {ref.key or 'token'!r}; add it, or correct the key")
+        return HubFiles(source.huggingFace, token)
+    if source.s3 is not None:
+        return S3Files(source.s3, secrets(source.s3.credentialsSecretRef) if source.s3.credentialsSecretRef else {})
+    if source.http is not None:
+        ref = source.http.headersSecretRef
+        return HttpFiles(source.http, secrets(ref) if ref else {})
+    raise ConfigError("spec.model.source: the files cannot be read from here; give --volume or --model-config")
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFiles:
+    """A folder of this machine, or one config.json, which then says all that is known."""
+
+    path: Path
+
+    def where(self, name: str) -> str:
+        return str(self.path / name) if self.path.is_dir() else str(self.path)
+
+    def read(self, name: str, start: int, max_bytes: int) -> bytes | None:
+        path = self.path / name
+        if not self.path.is_dir():
+            if name != CONFIG_FILE:
+                return None
+            path = self.path
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                return file.read(max_bytes)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise Unavailable(f"{path}: {error.strerror}") from error
+
+
+def _json(files: Files, name: str) -> Any:
+    """A parsed JSON file; None: there is none."""
+    data = files.read(name, 0, MAX_JSON_BYTES + 1)
+    if data is None:
+        return None
+    if len(data) > MAX_JSON_BYTES:
+        raise ConfigError(f"{files.where(name)}: more than {MAX_JSON_BYTES} bytes; this is no {name}")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{files.where(name)}: not JSON: {error}") from error
+
+
+def _header(files: Files) -> Any:
+    """The parsed header of model.safetensors; None: there is none."""
+    start = files.read(WEIGHTS_FILE, 0, 8)
+    if start is None:
+        return None
+    length = header_length(start)
+    data = files.read(WEIGHTS_FILE, 8, length)
+    try:
+        return json.loads(data or b"")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{files.where(WEIGHTS_FILE)}: its header is not JSON: {error}") from error

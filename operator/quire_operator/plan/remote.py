@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a model on a web server, on the Hugging Face hub and in an S3 bucket, read by range. Called by files.py."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import huggingface_hub
+import obstore
+from huggingface_hub.errors import HFValidationError
+from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import S3Store
+
+from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source
+from quire_spec.errors import ConfigError, NotFound, Unavailable
+
+_MAX_REDIRECTS = 5
+_TIMEOUT = httpx.Timeout(30.0, connect=15.0)
+_AMBIENT = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
+"""Environment that a platform gives a pod an identity with. Without any, requests go unsigned: public buckets."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpFiles:
+    """A folder under a URL. Secret headers go to the URL's own origin only, never where it redirects to."""
+
+    source: HttpSource
+    headers: Mapping[str, str] = field(repr=False)
+
+    def where(self, name: str) -> str:
+        return _shown(self._url(name))
+
+    def read(self, name: str, start: int, max_bytes: int) -> bytes | None:
+        with _answer(self._url(name), self.headers, _range(start, max_bytes), self.where(name)) as answer:
+            return None if answer.status_code in (404, 410) else _body(answer, start, max_bytes, self.where(name))
+
+    def _url(self, name: str) -> httpx.URL:
+        base = httpx.URL(self.source.url)
+        return base.copy_with(path=f"{base.path.rstrip('/')}/{name}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubFiles:
+    """A repository of the hub at one revision."""
+
+    source: HuggingFaceSource
+    token: str | None = field(default=None, repr=False)
+    """None: this machine's own (HF_TOKEN, a login)."""
+    endpoint: str | None = None
+    """None is huggingface_hub's own, which HF_ENDPOINT sets."""
+
+    def where(self, name: str) -> str:
+        at = f"hub repository {self.source.repo!r} at {self.source.revision or 'its default branch'!r}"
+        return f"{at}, {name}" if name else at
+
+    def read(self, name: str, start: int, max_bytes: int) -> bytes | None:
+        where = self.where(name)
+        try:
+            url = huggingface_hub.hf_hub_url(
+                self.source.repo, name, revision=self.source.revision, endpoint=self.endpoint
+            )
+        except HFValidationError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        headers = huggingface_hub.utils.build_hf_headers(token=self.token, library_name="quire")
+        with _answer(httpx.URL(url), headers, _range(start, max_bytes), where) as answer:
+            code = answer.headers.get("X-Error-Code", "")
+            if answer.status_code == 404 and code in ("", "EntryNotFound"):
+                return None
+            if code in ("RepoNotFound", "RevisionNotFound", "GatedRepo"):
+                raise NotFound(f"{where}: {_HUB_ERRORS[code]}")
+            return _body(answer, start, max_bytes, where)
+
+
+class S3Files:
+    """The files under a prefix of a bucket."""
+
+    def __init__(self, source: S3Source, credentials: Mapping[str, str]) -> None:
+        """`credentials` are AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and maybe AWS_SESSION_TOKEN, or nothing.
+
+        Raises:
+            ConfigError: one of the two is missing.
+        """
+        parts = urlsplit(source.uri)
+        self._bucket, self._prefix, self._endpoint = parts.netloc, parts.path.strip("/"), source.endpoint
+        if credentials and not {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= set(credentials):
+            name = source.credentialsSecretRef.name if source.credentialsSecretRef else ""
+            raise ConfigError(f"secret {name!r}: needs the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        self._store = S3Store(self._bucket, **_s3_options(source, credentials))
+
+    def where(self, name: str) -> str:
+        at = f" at {self._endpoint}" if self._endpoint else ""
+        return f"s3://{self._bucket}/{self._path(name)}{at}"
+
+    def read(self, name: str, start: int, max_bytes: int) -> bytes | None:
+        where = self.where(name)
+        try:
+            return bytes(obstore.get_range(self._store, self._path(name), start=start, length=max_bytes))
+        except (FileNotFoundError, NotFoundError):
+            return None
+        except (PermissionDeniedError, UnauthenticatedError) as error:
+            raise Unavailable(f"{where}: access denied; the Secret is missing, wrong, or lacks access") from error
+        except (BaseError, OSError, ValueError) as error:
+            # Further lines are obstore's debug output.
+            raise Unavailable(f"{where}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+
+    def _path(self, name: str) -> str:
+        return f"{self._prefix}/{name}".strip("/")
+
+
+_HUB_ERRORS = {
+    "RepoNotFound": "no such repository, or it is private and the token is missing or lacks access",
+    "RevisionNotFound": "the repository has no such revision; correct revision, or omit it",
+    "GatedRepo": "the repository is gated; accept its licence on the hub and give a token that may read it",
+}
+
+
+def _range(start: int, max_bytes: int) -> dict[str, str]:
+    return {"Range": f"bytes={start}-{start + max_bytes - 1}", "Accept-Encoding": "identity"}
+
+
+@contextlib.contextmanager
+def _answer(
+    url: httpx.URL, secret: Mapping[str, str], plain: Mapping[str, str], where: str
+) -> Iterator[httpx.Response]:
+    """The answer to GET behind all redirects, its body unread."""
+    target = url
+    try:
+        with httpx.Client(timeout=_TIMEOUT) as client:
+            for _ in range(_MAX_REDIRECTS + 1):
+                headers = {**plain, **(secret if _origin(target) == _origin(url) else {})}
+                with client.stream("GET", target, headers=headers) as answer:
+                    if not answer.has_redirect_location:
+                        yield answer
+                        return
+                    target = target.join(answer.headers["Location"])
+                    if target.scheme not in ("http", "https") or (url.scheme, target.scheme) == ("https", "http"):
+                        raise Unavailable(f"{where}: refused a redirect to {target.scheme}")
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        raise Unavailable(f"{where}: {error or type(error).__name__}") from error
+    raise Unavailable(f"{where}: more than {_MAX_REDIRECTS} redirects")
+
+
+def _body(answer: httpx.Response, start: int, max_bytes: int, where: str) -> bytes:
+    """The bytes asked for, also of a server that does not know ranges; never more is read."""
+    if answer.status_code == 416:
+        return b""
+    if answer.status_code in (401, 403):
+        raise Unavailable(f"{where}: HTTP {answer.status_code}; the Secret is missing, wrong, or lacks access")
+    if answer.status_code not in (200, 206):
+        raise Unavailable(f"{where}: HTTP {answer.status_code} {answer.reason_phrase}".rstrip())
+    skip = start if answer.status_code == 200 else 0
+    data = bytearray()
+    for chunk in answer.iter_raw():
+        data += chunk
+        if len(data) >= skip + max_bytes:
+            break
+    return bytes(data[skip : skip + max_bytes])
+
+
+def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
+    return url.scheme, url.host, url.port
+
+
+def _shown(url: httpx.URL) -> str:
+    """For messages: the query may be a signature, the user a password."""
+    return str(url.copy_with(username=None, password=None, query=None, fragment=None))
+
+
+def _s3_options(source: S3Source, credentials: Mapping[str, str]) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "region": source.region or "us-east-1",
+        "client_options": {
+            "allow_http": bool(source.endpoint and source.endpoint.startswith("http://")),
+            "connect_timeout": timedelta(seconds=15),
+            "timeout": timedelta(seconds=60),
+        },
+        "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=20)},
+    }
+    if source.endpoint:
+        options["endpoint"] = source.endpoint
+    if credentials:
+        options |= {"access_key_id": credentials["AWS_ACCESS_KEY_ID"]}
+        options |= {"secret_access_key": credentials["AWS_SECRET_ACCESS_KEY"]}
+        if token := credentials.get("AWS_SESSION_TOKEN"):
+            options["session_token"] = token
+    elif not any(os.environ.get(name) for name in _AMBIENT):
+        options["skip_signature"] = True
+    return options

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quire plan` as a process: what people read at every width, and the JSON that is status.plan."""
+
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+from support.planning import LLAMA_8B, LLAMA_70B, faults
+
+from quire_operator.plan.plan import Plan
+from quire_operator.plan.text import Part, bar
+
+ROOT = Path(__file__).resolve().parents[2]
+QUIRE = Path(sys.executable).with_name("quire")
+LLAMA = "examples/gpu-llama-3.1-8b.yaml"
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("configs")
+    for name, config in (("8b", LLAMA_8B), ("70b", LLAMA_70B)):
+        (folder / f"{name}.json").write_text(json.dumps(config))
+    return folder
+
+
+def quire(*arguments, stdin=""):
+    return subprocess.run(
+        [QUIRE, *map(str, arguments)], input=stdin, capture_output=True, text=True, timeout=60, cwd=ROOT,
+        env=os.environ | {"COLUMNS": "100"},
+    )  # fmt: skip
+
+
+def test_a_plan_that_people_can_read(configs):
+    done = quire("plan", "-f", LLAMA, "--model-config", configs / "8b.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "support: 1 x NVIDIA-L4 for each replica (21.87 GiB each that CUDA gives out, from the table of"
+    drawn = next(line for line in lines if line.startswith("["))
+    rows = dict(re.findall(r"^(\S) .{20} +([\d.]+)", done.stdout.partition("host memory")[0], re.M))
+    assert list(rows) == ["W", "s", "o", "A", "K", "."]
+    assert sum(map(float, rows.values())) == pytest.approx(21.87, abs=0.03)
+    for letter, size in rows.items():
+        assert drawn.count(letter) / (len(drawn) - 2) == pytest.approx(float(size) / 21.87, abs=0.02)
+    assert re.search(r"^maxModelLen +12288  Computed  259\d\d KV tokens for 2 requests", done.stdout, re.M)
+    assert "It fits, but LowConcurrency" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert max(map(len, lines)) <= 100
+
+
+def test_json_is_status_plan(configs):
+    done = quire("plan", "-f", LLAMA, "--model-config", configs / "8b.json", "-o", "json")
+    body = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, faults(body)) == (0, "", [])
+    assert Plan.from_json(body).to_json() == body
+    other = json.loads(
+        quire("plan", "-f", LLAMA, "--model-config", configs / "8b.json", "-o", "json", "--gpu", "NVIDIA-H200").stdout
+    )
+    assert (other["gpu"]["product"], other["maxModelLen"]["value"]) == ("NVIDIA-H200", 32768)
+
+
+def test_a_cpu_and_a_real_model():
+    done = quire("plan", "-f", "examples/llmservice.yaml")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("tales: on a CPU\n")
+    assert "from the safetensors header" in done.stdout
+    assert "memory of the pod" in done.stdout
+
+
+@pytest.mark.parametrize(("width", "colours"), [(64, True), (80, True), (120, False)])
+def test_a_terminal_decides_width_and_colours(configs, width, colours):
+    main, terminal = pty.openpty()
+    ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
+    environment |= {} if colours else {"NO_COLOR": "1"}
+    command = [QUIRE, "plan", "-f", LLAMA, "--model-config", str(configs / "8b.json")]
+    with subprocess.Popen(command, stdout=terminal, stderr=terminal, cwd=ROOT, env=environment) as process:
+        os.close(terminal)
+        output = b""
+        while data := _read(main):
+            output += data
+        assert process.wait(60) == 0
+    os.close(main)
+    text = output.decode()
+    assert ("\x1b[" in text) == colours
+    lines = re.sub(r"\x1b\[\d+m", "", text).split("\r\n")
+    assert max(map(len, lines)) <= width
+    assert len(next(line for line in lines if line.startswith("["))) == width
+
+
+def _read(descriptor):
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # Linux's way to say that the other end is closed
+        return b""
+
+
+def test_what_does_not_fit_says_what_would(configs):
+    done = quire("plan", "-f", LLAMA, "--model-config", configs / "70b.json", "-o", "json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("spec.gpu: NVIDIA-L4: the model does not fit with a context of 4096 tokens; ")
+    assert done.stderr.splitlines()[-1] == "The smallest that would do: 1 x NVIDIA-B200."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-f", "none.yaml"], "none.yaml: No such file or directory; give the path"),
+        (["-f", LLAMA, "--gpu", "L4", "--model-config", "CONFIG"], "spec.gpu.product: 'L4' is on no node and not in"),
+        (["-f", LLAMA, "--model-config", "/nowhere"], "--model-config /nowhere: does not exist; give a model's folder"),
+        (["-f", "examples/pvc-qwen2.5-7b.yaml", "--gpu", "NVIDIA-L4"], '9: spec.model.source.pvc.claimName: "models"'),
+        (["-f", "examples/llmservice.yaml", "--gpu", "NVIDIA-L4"], "spec.device: CPU: --gpu, --count and --nodes are"),
+        (["-f", "examples/pvc-qwen2.5-7b.yaml", "--model-config", "CONFIG"], "or give --gpu or --nodes here"),
+        (["-f", LLAMA, "--nodes", "README.md"], "--nodes README.md: Expecting value"),
+    ],
+)  # fmt: skip
+def test_errors_name_field_value_and_fix(configs, arguments, words):
+    done = quire("plan", *(str(configs / "8b.json") if a == "CONFIG" else a for a in arguments))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_nodes_of_a_cluster(configs):
+    def node(product, memory):
+        return {"metadata": {"labels": {"nvidia.com/gpu.product": product, "nvidia.com/gpu.memory": str(memory)}}}
+
+    listing = json.dumps({"items": [node("NVIDIA-H200", 143771), node("NVIDIA-A10", 23028), {"metadata": {}}]})
+    arguments = ("--model-config", configs / "8b.json", "--nodes", "-", "-o", "json")
+    done = quire("plan", "-f", "examples/pvc-qwen2.5-7b.yaml", *arguments, stdin=listing)
+    body = json.loads(done.stdout)
+    assert (body["gpu"]["product"], body["gpu"]["from"]) == ("NVIDIA-A10", "NodeLabels")
+    assert "NVIDIA-H200" in body["advice"]
+
+
+def test_help_teaches():
+    done = quire("plan", "--help")
+    assert done.returncode == 0
+    for example in re.findall(r"quire plan (-f .*?)(?:  |$)", done.stdout, re.M):
+        assert example.startswith("-f llmservice.yaml")
+    assert "status.plan" in done.stdout
+
+
+def test_small_parts_of_a_bar_are_still_seen():
+    parts = [Part("W", "44", "w", 10**9), Part("s", "45", "s", 1), Part("A", "43", "a", 0), Part("K", "42", "k", 1)]
+    drawn = bar(parts, 40, colours=False)
+    assert drawn == "[" + "W" * 36 + "sK]"
+    assert re.sub(r"\x1b\[\d+m", "", bar(parts, 40, colours=True)) == drawn

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan reads of a model: over HTTP, from the hub and from a bucket, a few kilobytes of files of gigabytes."""
+
+import asyncio
+import json
+
+import pytest
+from support.planning import LLAMA_8B
+from support.sources import Bucket, Files, Hub, serve
+
+from quire_operator.plan import files as plan_files
+from quire_operator.plan.checkpoint import SizeFrom
+from quire_operator.plan.files import FolderFiles, files_of, read_checkpoint
+from quire_operator.plan.remote import HttpFiles, HubFiles, S3Files
+from quire_spec.catalogue import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretRef, Source
+from quire_spec.errors import ConfigError, NotFound, Unavailable
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+HEADER = json.dumps({"__metadata__": {"format": "pt"}, "w": {"dtype": "BF16", "data_offsets": [0, 5_000_000]}}).encode()
+WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + b"\0" * 5_000_000
+CONFIG = json.dumps(LLAMA_8B).encode()
+INDEX = json.dumps({"metadata": {"total_size": 16_060_522_496}, "weight_map": {}}).encode()
+SHARDED = {"config.json": CONFIG, "model.safetensors.index.json": INDEX}
+SINGLE = {"config.json": CONFIG, "model.safetensors": WEIGHTS}
+
+
+def at(prefix, content):
+    return {f"{prefix}/{name}": data for name, data in content.items()}
+
+
+async def load(files):
+    return await asyncio.to_thread(read_checkpoint, files)
+
+
+@pytest.fixture(autouse=True)
+def _no_ambient_identity(monkeypatch):
+    for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+async def web():
+    files = Files(at("/models/llama", SINGLE) | at("/sharded", SHARDED))
+    server = await serve(files.handle)
+    files.url = str(server.make_url("/")).rstrip("/")
+    yield files
+    await server.close()
+
+
+def http(url, **headers):
+    return HttpFiles(HttpSource(url), headers)
+
+
+async def test_http_reads_the_header_and_not_the_weights(web):
+    found = await load(http(f"{web.url}/models/llama/"))
+    assert (found.weights_bytes, found.size_from) == (5_000_000, SizeFrom.HEADER)
+    assert [r for r in web.ranges() if r.startswith(("bytes=0-7", "bytes=8-"))] == [
+        "bytes=0-7", f"bytes=8-{8 + len(HEADER) - 1}"
+    ]  # fmt: skip
+
+
+async def test_http_takes_the_index_where_there_is_one(web):
+    found = await load(http(f"{web.url}/sharded"))
+    assert (found.weights_bytes, found.size_from) == (16_060_522_496, SizeFrom.INDEX)
+    assert not [path for path in web.paths() if path.endswith(".safetensors")]
+
+
+async def test_a_server_without_ranges_is_read_no_further_than_needed(web):
+    answer = web.answer
+
+    async def without_ranges(request, data):
+        return await answer(request.clone(headers={k: v for k, v in request.headers.items() if k != "Range"}), data)
+
+    web.answer = without_ranges
+    found = await load(http(f"{web.url}/models/llama"))
+    assert found.weights_bytes == 5_000_000
+
+
+async def test_secret_headers_stay_with_their_server(web):
+    from aiohttp import web as aiohttp_web
+
+    seen = []
+
+    async def redirect(request):
+        seen.append(request.headers.get("X-Key"))
+        raise aiohttp_web.HTTPFound(f"{web.url.replace('127.0.0.1', 'localhost')}{request.path}")
+
+    first = await serve(redirect)
+    found = await load(http(str(first.make_url("/models/llama")), **{"X-Key": "s3cr3t"}))
+    assert found.weights_bytes == 5_000_000
+    assert seen == ["s3cr3t"] * 4
+    assert not [r for r in web.requests if "X-Key" in r.headers]
+    await first.close()
+
+
+async def test_http_errors_name_the_url_and_no_secret(web):
+    with pytest.raises(ConfigError, match=r"/nowhere/config.json: there is none; give the folder"):
+        await load(http(f"{web.url}/nowhere?signature=s3cr3t"))
+    web.down = True
+    with pytest.raises(Unavailable, match="HTTP 503") as error:
+        await load(http(f"{web.url.replace('http://', 'http://user:s3cr3t@')}/models/llama?signature=s3cr3t"))
+    assert "s3cr3t" not in str(error.value)
+    with pytest.raises(Unavailable, match=r"http://127.0.0.1:9/m/config.json: "):
+        await load(http("http://127.0.0.1:9/m"))
+
+
+@pytest.fixture
+async def hub():
+    files = Files(at("", SINGLE))
+    cdn = await serve(files.handle)
+    hub = Hub(files, "org/llama", COMMIT, "hf_s3cr3t", f"http://localhost:{cdn.port}")
+    server = await serve(hub.handle)
+    hub.url = str(server.make_url("/")).rstrip("/")
+    yield hub
+    await server.close()
+    await cdn.close()
+
+
+def repo(hub, name="org/llama", revision=None, token="hf_s3cr3t"):
+    return HubFiles(HuggingFaceSource(name, revision), token, hub.url)
+
+
+async def test_hub(hub):
+    for revision in (None, "main", COMMIT):
+        found = await load(repo(hub, revision=revision))
+        assert (found.weights_bytes, found.size_from) == (5_000_000, SizeFrom.HEADER)
+    assert not [r for r in hub.files.requests if "Authorization" in r.headers], "the token is for the hub alone"
+    assert {r.headers["Range"] for r in hub.files.requests} == {"bytes=0-7", f"bytes=8-{8 + len(HEADER) - 1}"}
+
+
+async def test_hub_errors(hub):
+    with pytest.raises(NotFound, match="no such repository, or it is private and the token is missing"):
+        await load(repo(hub, token="wrong"))
+    with pytest.raises(NotFound, match="no such repository"):
+        await load(repo(hub, "org/other"))
+    with pytest.raises(NotFound, match=r"'v9'.*has no such revision"):
+        await load(repo(hub, revision="v9"))
+    del hub.files.content["/config.json"]
+    with pytest.raises(ConfigError, match=r"hub repository 'org/llama' at 'its default branch', config.json: there is"):
+        await load(repo(hub))
+
+
+@pytest.fixture
+async def bucket():
+    bucket = Bucket(Files(at("/models/llama", SINGLE)), "AKIA1", "s3cr3t")
+    server = await serve(bucket.handle)
+    bucket.endpoint = str(server.make_url("/")).rstrip("/")
+    yield bucket
+    await server.close()
+
+
+KEYS = {"AWS_ACCESS_KEY_ID": "AKIA1", "AWS_SECRET_ACCESS_KEY": "s3cr3t"}
+
+
+def s3(bucket, uri="s3://models/llama", keys=KEYS):
+    return S3Files(S3Source(uri, bucket.endpoint, "eu-central-1", SecretRef("s3")), keys)
+
+
+async def test_s3(bucket):
+    found = await load(s3(bucket))
+    assert (found.weights_bytes, found.size_from) == (5_000_000, SizeFrom.HEADER)
+    bucket.key_id = None
+    assert await load(s3(bucket, "s3://models/llama/", {})) == found
+
+
+async def test_s3_errors(bucket):
+    with pytest.raises(Unavailable, match=r"s3://models/llama/config.json at http.*: access denied; the Secret"):
+        await load(s3(bucket, keys=KEYS | {"AWS_SECRET_ACCESS_KEY": "wrong"}))
+    with pytest.raises(ConfigError, match=r"s3://models/other/config.json at .*: there is none"):
+        await load(s3(bucket, "s3://models/other"))
+    with pytest.raises(ConfigError, match="secret 's3': needs the keys"):
+        s3(bucket, keys={"AWS_ACCESS_KEY_ID": "x"})
+
+
+def folder(path, content):
+    path.mkdir(exist_ok=True)
+    for name, data in content.items():
+        (path / name).write_bytes(data)
+    return path
+
+
+def test_folders(tmp_path):
+    assert read_checkpoint(FolderFiles(folder(tmp_path, SINGLE))).size_from is SizeFrom.HEADER
+    assert read_checkpoint(FolderFiles(tmp_path / "config.json")).size_from is SizeFrom.SHAPE
+    assert read_checkpoint(FolderFiles(folder(tmp_path, SHARDED))).size_from is SizeFrom.INDEX
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({}, "config.json: there is none"),
+        ({"config.json": b"{"}, "config.json: not JSON: "),
+        ({"config.json": b"[" * 100_000}, "config.json: not JSON: "),
+        ({"config.json": b"{}"}, "architecture 'none' is not supported"),
+        (SINGLE | {"model.safetensors": b"PK"}, "does not begin like a safetensors file"),
+        (SINGLE | {"model.safetensors": WEIGHTS[:20]}, "its header is not JSON"),
+        (SHARDED | {"model.safetensors.index.json": b"{}"}, "metadata.total_size is None"),
+    ],
+)
+def test_files_that_are_not_what_they_should_be(tmp_path, content, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        read_checkpoint(FolderFiles(folder(tmp_path / "m", content)))
+    assert str(tmp_path / "m") in str(error.value)
+
+
+def test_a_file_too_large_is_no_config(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_files, "MAX_JSON_BYTES", 100)
+    with pytest.raises(ConfigError, match="more than 100 bytes; this is no config"):
+        read_checkpoint(FolderFiles(folder(tmp_path, SINGLE)))
+
+
+def test_each_source_has_its_reader_and_its_secret(tmp_path):
+    secrets = {"hub": {"token": "t"}, "s3": KEYS, "web": {"Authorization": "Bearer x"}}
+
+    def found(source, where=None):
+        return files_of(source, where, lambda ref: secrets[ref.name])
+
+    assert found(Source(huggingFace=HuggingFaceSource("o/m", None, SecretRef("hub")))).token == "t"
+    assert found(Source(huggingFace=HuggingFaceSource("o/m"))).token is None
+    assert found(Source(http=HttpSource("http://h/m", None, SecretRef("web")))).headers == secrets["web"]
+    assert isinstance(found(Source(s3=S3Source("s3://b/m", None, None, SecretRef("s3")))), S3Files)
+    assert found(Source(pvc=PvcSource("c")), tmp_path) == FolderFiles(tmp_path)
+    with pytest.raises(ConfigError, match="secret 'hub': has no key 'other'"):
+        found(Source(huggingFace=HuggingFaceSource("o/m", None, SecretRef("hub", "other"))))
+    with pytest.raises(ConfigError, match="give --volume or --model-config"):
+        found(Source(pvc=PvcSource("c")))
