@@ -30,7 +30,8 @@ class Batch:
     adapters: AdapterBatch | None
     """None when no span has an adapter."""
     logit_rows: Tensor | None
-    """[num_logits] int64: tokens whose logits are wanted; None: all, in order."""
+    """[num_logits] int64: tokens whose logits are wanted, first those that choose the next token of each span, then
+    those that tell how likely prompt tokens are; None: all, in order."""
     num_logits: int
 
 
@@ -63,7 +64,7 @@ def build_batch(spans: Sequence[Span], cache: KVCache, num_slots: int, device: t
         addresses=addresses.to(device, non_blocking=True),
         attention=plan_attention(starts, lengths, tables, cache.layers[0], device),
         adapters=plan_adapters(segments, len(token_ids), num_slots, device) if segments else None,
-        logit_rows=None if len(logit_rows) == len(token_ids) else torch.tensor(logit_rows, device=device),
+        logit_rows=None if logit_rows == list(range(len(token_ids))) else torch.tensor(logit_rows, device=device),
         num_logits=len(logit_rows),
     )
 
@@ -78,12 +79,13 @@ def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _logit_rows(spans: Sequence[Span], lengths: list[int]) -> list[int]:
-    rows, end = [], 0
+    sampled, scored, end = [], [], 0
     for span, length in zip(spans, lengths, strict=True):
         end += length
         if span.samples:
-            rows.append(end - 1)
-    return rows
+            sampled.append(end - 1)
+        scored += [end - span.end + position for position in span.scored]
+    return sampled + scored
 
 
 def _segments(spans: Sequence[Span]) -> list[SlotRows]:

@@ -10,6 +10,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -17,13 +18,13 @@ from quire_engine.adapters import AdapterRegistry
 from quire_engine.blocks import BlockPool, ContentKey
 from quire_engine.checkpoint import Checkpoint
 from quire_engine.hub import resolve_model
-from quire_engine.request import Sequence
+from quire_engine.request import Logprob, Sequence
 from quire_engine.scheduler import Scheduler
 from quire_engine.step import Runner, Sampled, StepPlan
 from quire_spec.config import EngineConfig
 from quire_spec.errors import Code, ConfigError, Internal, InvalidArgument, QuireError
 from quire_spec.messages import Generate, SequenceResult, Stats, StepResult
-from quire_spec.sampling import SamplingParams
+from quire_spec.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
 from quire_spec.shape import ModelShape
 from quire_spec.status import MemoryPlan
 
@@ -103,6 +104,7 @@ class Engine:
         if not prompt:
             raise InvalidArgument("prompt: empty; give at least one token")
         stops = frozenset(self._check_tokens("stop_token_ids", params.stop_token_ids))
+        self._check_logprobs(params, len(prompt))
         self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
         self._check_tokens("logit_bias", params.logit_bias or ())
         room = max(self.max_model_len - len(prompt), 0)
@@ -239,6 +241,24 @@ class Engine:
         for digest in self._adapters.take_dropped():
             self._runner.drop(digest)
 
+    def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        vocab_size, most = self.shape.vocab_size, self.config.max_logprobs
+        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            count = vocab_size if asked == -1 else asked or 0
+            if count > most != -1:
+                raise InvalidArgument(
+                    f"sampling parameter {name!r}: {count} is more than max_logprobs {most}; ask for fewer or raise it"
+                )
+            if (
+                name == "prompt_logprobs"
+                and asked is not None
+                and (count + 1) * num_prompt_tokens > MAX_PROMPT_LOGPROBS
+            ):
+                raise InvalidArgument(
+                    f"sampling parameter {name!r}: {count} for each of {num_prompt_tokens} tokens; together at most "
+                    f"{MAX_PROMPT_LOGPROBS} are given, the tokens' own included; ask for fewer or shorten the prompt"
+                )
+
     def _check_tokens(self, name: str, token_ids: Iterable[int]) -> list[int]:
         try:
             # Checks types and signs at C speed: prompts have up to a hundred thousand tokens.
@@ -263,10 +283,17 @@ def check_max_model_len(config: EngineConfig, shape: ModelShape) -> int:
 
 
 def _result(sequence: Sequence, new: Sampled) -> SequenceResult:
-    logprobs = None
-    if new.logprobs is not None:
-        logprobs = [[[entry.token_id, entry.logprob, entry.rank] for entry in token] for token in new.logprobs]
-    return SequenceResult(sequence.id, new.token_ids, sequence.finish_reason, logprobs)
+    logprobs = None if new.logprobs is None else _plain(new.logprobs)
+    result = SequenceResult(sequence.id, new.token_ids, sequence.finish_reason, logprobs)
+    if len(sequence.output_token_ids) > len(new.token_ids):
+        return result
+    scored, sequence.prompt_logprobs = sequence.prompt_logprobs, []
+    prompt_logprobs = None if sequence.params.prompt_logprobs is None else _plain(scored)
+    return replace(result, prompt_logprobs=prompt_logprobs, num_cached_tokens=sequence.num_cached_tokens)
+
+
+def _plain(positions: list[list[Logprob]]) -> list[list[list[float]]]:
+    return [[[entry.token_id, entry.logprob, entry.rank] for entry in entries] for entries in positions]
 
 
 def _failure(sequence: Sequence, code: Code, message: str) -> SequenceResult:

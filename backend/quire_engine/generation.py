@@ -46,6 +46,7 @@ class Generation:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[dict[str, dict[str, Any]]] = []
+        self._prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
 
     def begin(
         self, prompt_token_ids: list[int], tokenizer: Tokenizer | None, bad_word_ids: list[list[int]]
@@ -75,6 +76,7 @@ class Generation:
             "stop" if delta.stopped else result.finish_reason,
             logprobs=self._logprobs_of(result, delta.num_tokens),
             cumulative_logprob=self._cumulative_logprob,
+            prompt_logprobs=self._prompt_logprobs_of(result),
             num_input_tokens=self.num_input_tokens,
             num_output_tokens=self.num_output_tokens,
         )
@@ -89,10 +91,17 @@ class Generation:
         self._texts.append(event.text)
         self._token_ids += event.token_ids
         self._logprobs += event.logprobs or []
+        self._prompt_logprobs = event.prompt_logprobs or self._prompt_logprobs
         if not event.final:
             return None
         logprobs = None if event.logprobs is None else self._logprobs
-        return replace(event, text="".join(self._texts), token_ids=self._token_ids, logprobs=logprobs)
+        return replace(
+            event,
+            text="".join(self._texts),
+            token_ids=self._token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+        )
 
     def _logprobs_of(self, result: SequenceResult, num_tokens: int) -> list[dict[str, dict[str, Any]]] | None:
         if self.params.logprobs is None:
@@ -101,8 +110,17 @@ class Generation:
         for entries in (result.logprobs or [])[:num_tokens]:
             assert self._cumulative_logprob is not None
             self._cumulative_logprob += max(entries[0][1], _MIN_LOGPROB)
-            positions.append({str(int(token_id)): self._entry(token_id, p, rank) for token_id, p, rank in entries})
+            positions.append(self._position(entries))
         return positions
+
+    def _prompt_logprobs_of(self, result: SequenceResult) -> list[dict[str, dict[str, Any]] | None] | None:
+        """What the core tells of the prompt's tokens; the first has nothing before it to be likely after."""
+        if result.prompt_logprobs is None:
+            return None
+        return [None, *map(self._position, result.prompt_logprobs)]
+
+    def _position(self, entries: list[list[float]]) -> dict[str, dict[str, Any]]:
+        return {str(int(token_id)): self._entry(token_id, p, rank) for token_id, p, rank in entries}
 
     def _entry(self, token_id: float, logprob: float, rank: float) -> dict[str, Any]:
         text = self._tokenizer.token_text(int(token_id)) if self._tokenizer else None

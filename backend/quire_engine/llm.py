@@ -153,6 +153,8 @@ class _Job:
         self._detokenizer = Detokenizer(tokenizer, params, prompt_token_ids)
         self._texts: list[str] = []
         self._logprobs: list[dict[int, Logprob]] = []
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._num_cached_tokens: int | None = None
         self._cumulative_logprob = 0.0
         self._stop_reason: int | str | None = None
 
@@ -164,6 +166,10 @@ class _Job:
         """
         if result.error_code is not None:
             raise error_from(result.error_code, result.error)
+        if result.prompt_logprobs is not None:
+            self._prompt_logprobs = [None, *map(self._position, result.prompt_logprobs)]
+        if result.num_cached_tokens is not None:
+            self._num_cached_tokens = result.num_cached_tokens
         stop_token = result.finish_reason == "stop"
         delta = self._detokenizer.push(result.token_ids, result.finish_reason is not None, stop_token)
         self.token_ids += result.token_ids[: delta.num_tokens]
@@ -189,12 +195,24 @@ class _Job:
             stop_reason=self._stop_reason,
             lora_request=self._lora,
         )
-        return RequestOutput(str(self.id), self._prompt, self.prompt_token_ids, [completion], True, self._lora)
+        return RequestOutput(
+            str(self.id),
+            self._prompt,
+            self.prompt_token_ids,
+            [completion],
+            True,
+            self._lora,
+            self._prompt_logprobs,
+            self._num_cached_tokens,
+        )
 
     def _add_logprobs(self, positions: list[list[list[float]]]) -> None:
         for entries in positions:
             self._cumulative_logprob += entries[0][1]
-            self._logprobs.append({int(i): Logprob(p, int(rank), self._text(int(i))) for i, p, rank in entries})
+            self._logprobs.append(self._position(entries))
+
+    def _position(self, entries: list[list[float]]) -> dict[int, Logprob]:
+        return {int(i): Logprob(p, int(rank), self._text(int(i))) for i, p, rank in entries}
 
     def _text(self, token_id: int) -> str | None:
         return self._tokenizer.token_text(token_id) if self._tokenizer is not None else None

@@ -95,9 +95,10 @@ class _Waiting:
             text="".join(event.text for event in events),
             token_ids=[token_id for event in events for token_id in event.token_ids],
             logprobs=logprobs if any(event.logprobs is not None for event in events) else None,
+            prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs), None),
         )
 
 
 def _size(event: Event) -> int:
-    entries = sum(len(position) for position in event.logprobs or [])
+    entries = sum(len(position or ()) for position in (*(event.logprobs or ()), *(event.prompt_logprobs or ())))
     return _EVENT_BYTES + len(event.text) + _TOKEN_ID_BYTES * len(event.token_ids) + _LOGPROB_BYTES * entries

@@ -61,3 +61,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     lora_request: LoRARequest | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Per token of the prompt, None for the first; None unless asked for."""
+    num_cached_tokens: int | None = None
+    """Tokens of the prompt that the prefix cache held."""

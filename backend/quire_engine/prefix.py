@@ -35,7 +35,12 @@ class PrefixCache:
         """Tokens found of them."""
 
     def find(self, sequence: Sequence) -> Prefix:
-        """The longest prefix that is cached or that its leader holds; at least one token stays to be computed."""
+        """The longest prefix that is cached or that its leader holds; at least one token stays to be computed.
+
+        None of a prompt whose logits are wanted: all of it is computed.
+        """
+        if sequence.scoring:
+            return Prefix(0, [])
         leader, size = sequence.leader, self._key.block_size
         if leader is not None and not sequence.block_hashes:
             sequence.block_hashes = leader.block_hashes[: len(sequence.prompt_token_ids) // size]

@@ -34,6 +34,15 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log probability; rank 1 is the most likely."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """A prompt, its output so far, and the blocks that hold its keys and values."""
@@ -65,6 +74,12 @@ class Sequence:
     """Block i holds tokens [i * block_size, (i + 1) * block_size)."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Content hashes of its full blocks, as far as they have been computed."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that were found computed; None before it runs."""
+    num_scored_tokens: int = 0
+    """Positions of the prompt whose logits have told how likely the next token was, if the request asks for that."""
+    prompt_logprobs: list[list[Logprob]] = field(default_factory=list)
+    """What they told; handed out with the first token."""
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     leader: "Sequence | None" = None
@@ -74,6 +89,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def scoring(self) -> bool:
+        """True while logits of its prompt are wanted, so that all of it has to be computed."""
+        return self.params.prompt_logprobs is not None and self.num_scored_tokens < len(self.prompt_token_ids) - 1
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids [start, end) of prompt and output together."""

@@ -6,20 +6,24 @@ from one thread.
 """
 
 import logging
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from quire_engine.batch import build_batch, order_spans
+from quire_engine.batch import Batch, build_batch, order_spans
 from quire_engine.device import available_memory, open_device, resolve_dtype, set_threads
 from quire_engine.kv import KVCache, block_bytes
 from quire_engine.layers import Placement
+from quire_engine.logprobs import logprobs_of
 from quire_engine.lora import AdapterSlots, SlotWeights
 from quire_engine.memory import Budget, num_blocks
 from quire_engine.models import model_class
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.peft import HostAdapter
-from quire_engine.request import BlockId, Sequence
+from quire_engine.request import BlockId, Logprob, Sequence
 from quire_engine.sampler import Row, Sampler
 from quire_engine.step import Runner, Sampled, Span, StepPlan
 from quire_engine.weights import load_weights
@@ -27,6 +31,9 @@ from quire_spec.config import EngineConfig
 from quire_spec.sampling import SamplingParams
 from quire_spec.shape import ModelShape
 from quire_spec.status import MemoryPlan
+
+_SCORED_BYTES = 64 << 20
+"""float32 logits of prompt tokens at a time: enough rows for a matrix product, little beside the weights."""
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +98,30 @@ class TorchRunner(Runner):
     @torch.inference_mode()
     def _run(self, spans: list[Span], kv: KVCache) -> list[Sampled]:
         """Compute ordered spans; one result each, in that order."""
-        logits = self._model(build_batch(spans, kv, self._num_slots, self._device), kv)
+        batch = build_batch(spans, kv, self._num_slots, self._device)
+        hidden = self._model(batch, kv)
+        if hidden is None:
+            return [Sampled([]) for _ in spans]
         rows = [Row(span.sequence, span.end) for span in spans if span.samples]
-        sampled = iter([] if logits is None else self._sampler(logits, rows))
-        return [next(sampled) if span.samples else Sampled([]) for span in spans]
+        sampled = iter(self._sampler(self._model.project(hidden[: len(rows)], batch), rows) if rows else [])
+        results = [next(sampled) if span.samples else Sampled([]) for span in spans]
+        if len(rows) < batch.num_logits:
+            scored = iter(self._score(spans, hidden[len(rows) :], batch))
+            per_span = [list(islice(scored, len(span.scored))) for span in spans]
+            results = [replace(r, prompt_logprobs=own) for r, own in zip(results, per_span, strict=True)]
+        return results
+
+    def _score(self, spans: list[Span], hidden: Tensor, batch: Batch) -> list[list[Logprob]]:
+        """Log probabilities of prompt tokens, a part of the rows at a time: the logits of a prompt are gigabytes."""
+        wanted = [(span.sequence, position) for span in spans for position in span.scored]
+        size = max(1, _SCORED_BYTES // (4 * self._model.shape.vocab_size))
+        found: list[list[Logprob]] = []
+        for start in range(0, len(wanted), size):
+            part = wanted[start : start + size]
+            tokens = torch.tensor([s.prompt_token_ids[position + 1] for s, position in part], device=self._device)
+            counts = [s.params.prompt_logprobs or 0 for s, _ in part]
+            found += logprobs_of(self._model.project(hidden[start : start + size], batch), tokens, counts)
+        return found
 
     def _measure(self, config: EngineConfig, max_model_len: int) -> Budget:
         """Bytes in use, and on a GPU the peak of the largest step."""
@@ -127,7 +154,7 @@ class TorchRunner(Runner):
 
 def _dummy_span(start: int, length: int, kv: KVCache) -> Span:
     """A span that samples, of a sequence whose blocks are all block 0."""
-    params = SamplingParams(temperature=1.0, top_p=0.9)
+    params = SamplingParams(temperature=1.0, top_p=0.9, prompt_logprobs=1)
     sequence = Sequence(0, [0] * (start + length), params, seed=0, max_output_tokens=1)
     sequence.block_table = [BlockId(0)] * -(-(start + length) // kv.block_size)
     return Span(sequence, start, length, None)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from quire_engine.adjustment import Adjustment
-from quire_engine.request import Sequence
-from quire_engine.step import Logprob, Sampled
+from quire_engine.logprobs import logprobs_of
+from quire_engine.request import Logprob, Sequence
+from quire_engine.step import Sampled
 from quire_engine.tally import Tally
 from quire_kernels import draw, keep_likely, uniform
 
@@ -103,8 +104,14 @@ class _Choice:
         taken = allowed.argmax(dim=-1) if self._all_greedy else self._draw(allowed, rows)
         if self._adjustment is not None:
             self._adjustment.count(taken)
-        logprobs = _logprobs(logits, taken, self._logprobs) if self._logprobs else {}
+        logprobs = self._find_logprobs(logits, taken) if self._logprobs else {}
         return [Sampled([token], logprobs.get(i)) for i, token in enumerate(taken.tolist())]
+
+    def _find_logprobs(self, logits: Tensor, taken: Tensor) -> dict[int, list[list[Logprob]]]:
+        """By row, for those that ask: of the model's own distribution, before any parameter."""
+        index = torch.tensor(list(self._logprobs), device=self._device)
+        found = logprobs_of(logits[index], taken[index], list(self._logprobs.values()))
+        return {i: [entries] for i, entries in zip(self._logprobs, found, strict=True)}
 
     def _draw(self, logits: Tensor, rows: Rows[Row]) -> Tensor:
         """[num_rows] int64 from float32 logits; greedy rows get their most likely token."""
@@ -115,21 +122,3 @@ class _Choice:
         positions = torch.tensor([row.position for row in rows], device=self._device)
         drawn = draw(weights, uniform(self._seeds, positions))
         return torch.where(self._greedy, logits.argmax(dim=-1), drawn) if self._any_greedy else drawn
-
-
-def _logprobs(logits: Tensor, taken: Tensor, wanted: dict[int, int]) -> dict[int, list[list[Logprob]]]:
-    """Log probabilities of the rows that ask, by row: of the model's own distribution, before any parameter.
-
-    `wanted`: how many besides the token taken, by row.
-    """
-    index = torch.tensor(list(wanted), device=logits.device)
-    table = logits[index].to(torch.float32).log_softmax(dim=-1)
-    own = table.gather(-1, taken[index, None])
-    ranks = (table > own).sum(dim=-1) + 1
-    best = table.topk(min(max(wanted.values()), table.shape[-1]), dim=-1)
-    columns = (taken[index].tolist(), own[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
-    found = {}
-    for (i, count), token, logprob, rank, tokens, values in zip(wanted.items(), *columns, strict=True):
-        likely = zip(tokens[:count], values[:count], strict=True)
-        found[i] = [[Logprob(token, logprob, rank), *(Logprob(*entry, at) for at, entry in enumerate(likely, 1))]]
-    return found

@@ -159,6 +159,9 @@ class Scheduler:
                 continue
             sequence.num_computed_tokens = span.end
             self.prefixes.publish(sequence, span.start, span.end)
+            if result.prompt_logprobs:
+                sequence.prompt_logprobs += result.prompt_logprobs
+                sequence.num_scored_tokens += len(result.prompt_logprobs)
             if result.token_ids:
                 progress.append((sequence, self._append(sequence, result)))
         self._release_aborted()
@@ -330,6 +333,8 @@ class Scheduler:
         fresh = self._blocks.allocate(self._num_blocks(sequence.num_tokens) - len(prefix.blocks))
         sequence.block_table = prefix.blocks + fresh
         sequence.num_computed_tokens = prefix.num_tokens
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = prefix.num_tokens
         sequence.status = Status.RUNNING
         if sequence.adapter is not None:
             self._adapters.start(sequence.adapter)

@@ -8,7 +8,7 @@ spans of a step are flattened into one batch.
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire_engine.request import BlockId, Sequence, SlotId
+from quire_engine.request import BlockId, Logprob, Sequence, SlotId
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,14 @@ class Span:
     def samples(self) -> bool:
         """True when the span reaches the sequence's last token, so that its last logits choose the next one."""
         return self.end == self.sequence.num_tokens
+
+    @property
+    def scored(self) -> range:
+        """Positions whose logits tell how likely the prompt's next token was; none unless the request asks."""
+        sequence = self.sequence
+        if sequence.params.prompt_logprobs is None:
+            return range(0)
+        return range(max(self.start, sequence.num_scored_tokens), min(self.end, len(sequence.prompt_token_ids) - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +69,14 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Logprob:
-    """One token's log probability; rank 1 is the most likely."""
-
-    token_id: int
-    logprob: float
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
 class Sampled:
     """What one span yielded: no token while its prompt is not through, else one (speculation: several)."""
 
     token_ids: list[int]
     logprobs: list[list[Logprob]] | None = None
     """Per token: the token taken, then the most likely ones; None unless the request asks."""
+    prompt_logprobs: list[list[Logprob]] | None = None
+    """The same for the prompt tokens after each of `Span.scored`; None unless the request asks."""
 
 
 class Runner(Protocol):

@@ -19,6 +19,7 @@ FLAGS = (
     names.RETURN_NUM_INPUT_TOKENS,
     names.RETURN_NUM_OUTPUT_TOKENS,
     names.RETURN_OUTPUT_IDS,
+    names.RETURN_PROMPT_LOGPROBS,
 )
 """Inputs of one truth value."""
 
@@ -38,6 +39,7 @@ OUTPUTS: tuple[tuple[str, str, int], ...] = (
     (names.NUM_INPUT_TOKENS, "TYPE_UINT32", 1),
     (names.NUM_OUTPUT_TOKENS, "TYPE_UINT32", -1),
     (names.OUTPUT_IDS, "TYPE_INT64", -1),
+    (names.PROMPT_LOGPROBS, "TYPE_STRING", 1),
 )
 """Name, type and only dimension of each output."""
 

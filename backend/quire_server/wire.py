@@ -51,6 +51,7 @@ class Wanted:
     num_input_tokens: bool
     num_output_tokens: bool
     output_ids: bool
+    prompt_logprobs: bool
     has_logprobs: bool
     """False: `logprobs` is answered by null, because the request set no number of them."""
 
@@ -91,6 +92,7 @@ def merge(events: Sequence[Event]) -> Event:
         text="".join(event.text for event in events),
         token_ids=[token for event in events for token in event.token_ids],
         logprobs=[position for positions in with_logprobs for position in positions] if with_logprobs else None,
+        prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs), None),
     )
 
 
@@ -108,6 +110,9 @@ def output_tensors(event: Event, wanted: Wanted, num_sent: int) -> dict[str, Arr
     if wanted.logprobs:
         positions = (event.logprobs or []) if wanted.has_logprobs else None
         tensors[names.LOGPROBS] = _strings(json.dumps(positions))
+    if wanted.prompt_logprobs:
+        # Of a stream, the first response has them.
+        tensors[names.PROMPT_LOGPROBS] = _strings(json.dumps(event.prompt_logprobs))
     if wanted.num_input_tokens:
         tensors[names.NUM_INPUT_TOKENS] = np.array([event.num_input_tokens], np.uint32)
     if wanted.num_output_tokens:
@@ -257,6 +262,7 @@ def _wanted(inputs: Mapping[str, Array], stream: bool, prompt: str | None, param
         num_output_tokens=_flag(inputs, names.RETURN_NUM_OUTPUT_TOKENS, False),
         # Who sends ids wants ids.
         output_ids=_flag(inputs, names.RETURN_OUTPUT_IDS, prompt is None),
+        prompt_logprobs=_flag(inputs, names.RETURN_PROMPT_LOGPROBS, False),
         has_logprobs=params.logprobs is not None,
     )
 

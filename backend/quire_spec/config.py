@@ -52,6 +52,9 @@ class EngineConfig:
     max_num_queued_reqs: int = 1024
     """Requests waiting for their first step at most; the next one is refused with UNAVAILABLE."""
 
+    max_logprobs: int = 20
+    """Most log probabilities per position that a request may ask for; -1 is as many as there are tokens."""
+
     enable_prefix_caching: bool = True
     """Reuse the blocks of equal prefixes."""
 
@@ -153,6 +156,8 @@ class EngineConfig:
                 raise ConfigError(f"{name}: {value} is less than 1")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization: {self.gpu_memory_utilization} is outside (0, 1]")
+        if self.max_logprobs < -1:
+            raise ConfigError(f"max_logprobs: {self.max_logprobs} is less than -1")
         if not self.model:
             raise ConfigError("model: empty; give a folder or a hub id such as org/name")
         if self.max_num_batched_tokens < self.max_num_seqs:

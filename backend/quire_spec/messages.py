@@ -62,6 +62,8 @@ class Event:
     """Output tokens so far, those of this event included."""
     error_code: str | None = None
     error: str = ""
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
+    """As logprobs, for each token of the prompt, null for the first; in one event of a request that asks."""
 
     @property
     def final(self) -> bool:
@@ -111,6 +113,10 @@ class SequenceResult:
     """Per new token: [token id, logprob, rank] for the token taken, then for the most likely ones."""
     error_code: str | None = None
     error: str = ""
+    prompt_logprobs: list[list[list[float]]] | None = None
+    """The same for the prompt's tokens but the first; comes with the first token, if the request asks."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that were found computed; comes with the first token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ RETURN_NUM_INPUT_TOKENS = "return_num_input_tokens"
 RETURN_NUM_OUTPUT_TOKENS = "return_num_output_tokens"
 INPUT_IDS = "input_ids"
 RETURN_OUTPUT_IDS = "return_output_ids"
+RETURN_PROMPT_LOGPROBS = "return_prompt_logprobs"
 
 TEXT_OUTPUT = "text_output"
 FINISH_REASON = "finish_reason"
@@ -48,6 +49,7 @@ LOGPROBS = "logprobs"
 NUM_INPUT_TOKENS = "num_input_tokens"
 NUM_OUTPUT_TOKENS = "num_output_tokens"
 OUTPUT_IDS = "output_ids"
+PROMPT_LOGPROBS = "prompt_logprobs"
 
 LORA_NAME = "lora_name"
 

@@ -20,7 +20,8 @@ MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 65536
 MAX_BIAS = 100.0
 """Biases beyond are taken as this, as vLLM and OpenAI do."""
-MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 2**20
+"""Log probabilities of one prompt together: about 100 MB on their way to the client."""
 MAX_SEED = 2**63 - 1
 _MAX_COUNT = 2**31 - 1
 
@@ -81,8 +82,12 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after the end-of-sequence token."""
 
-    logprobs: int | None = field(default=None, metadata=within(0, MAX_LOGPROBS))
-    """Log probabilities of this many most likely tokens at each position, and of the token taken."""
+    logprobs: int | None = field(default=None, metadata=within(-1, _MAX_COUNT))
+    """Log probabilities of this many most likely tokens at each position, and of the token taken; -1 is all. The
+    engine's max_logprobs bounds it."""
+
+    prompt_logprobs: int | None = field(default=None, metadata=within(-1, _MAX_COUNT))
+    """The same for each token of the prompt but the first. Such a request computes all of its prompt."""
 
     detokenize: bool = True
     """Turn the output into text; False gives token ids only."""

@@ -58,6 +58,18 @@ def test_optional_outputs(service):
     assert total == pytest.approx(float(body["cumulative_logprob"]), abs=1e-3)
 
 
+def test_log_probabilities_of_the_prompt(service):
+    asked = {"temperature": 0.0, "max_tokens": 3, "prompt_logprobs": 1, "return_prompt_logprobs": True}
+    body = service.generate("tales", STORY, return_num_input_tokens=True, **asked).body
+    first, *positions = json.loads(body["prompt_logprobs"])
+    assert first is None and len(positions) == int(body["num_input_tokens"]) - 1
+    assert all(1 <= len(position) <= 2 for position in positions)
+    assert all(entry["logprob"] < 0 and entry["decoded_token"] for p in positions for entry in p.values())
+    (stream,) = run(service.http_stream("tales", STORY, **asked))
+    assert json.loads(stream.events[0]["prompt_logprobs"]) == [first, *positions]
+    assert {event["prompt_logprobs"] for event in stream.events[1:]} <= {"null"}
+
+
 def test_seed_repeats_and_absence_does_not(service):
     asked = {"temperature": 1.0, "max_tokens": 30, "ignore_eos": True}
     assert service.text("tales", STORY, seed=7, **asked) == service.text("tales", STORY, seed=7, **asked)

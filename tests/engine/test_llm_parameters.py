@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each parameter of a request does in an engine what it does in transformers, in any batch and after preemption."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from support.tiny import VOCAB, load_oracle, make_checkpoint
 from support.tokenizer import byte_level, save
 
-from quire_engine import LLM, SamplingParams
+from quire_engine import LLM, RequestOutput, SamplingParams, engine, runner
 from quire_spec.errors import InvalidArgument
 
 PROMPTS = [[5, 9, 9, 30], [7] * 11, [101, 102, 103, 104, 105, 106, 107]]
@@ -136,6 +137,80 @@ def test_without_detokenizing_there_are_token_ids_only(world: World) -> None:
     [completion] = output.outputs
     assert completion.text == "" and len(completion.token_ids) == NUM
     assert {entry.decoded_token for entries in completion.logprobs or [] for entry in entries.values()} == {None}
+
+
+def _check_prompt_logprobs(world: World, output: RequestOutput, count: int) -> None:
+    ids = output.prompt_token_ids
+    with torch.inference_mode():
+        table = world.oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(ids)
+    assert output.prompt_logprobs[0] is None
+    for position, entries in enumerate(output.prompt_logprobs[1:]):
+        row, token = table[position], ids[position + 1]
+        assert entries is not None and next(iter(entries)) == token
+        assert set(entries) == {token, *row.topk(count).indices.tolist()}
+        assert entries[token].rank == int((row > row[token]).sum()) + 1
+        for token_id, entry in entries.items():
+            assert math.isclose(entry.logprob, row[token_id], abs_tol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_num_batched_tokens": 8, "max_num_seqs": 4, "block_size": 8},
+        {"enable_chunked_prefill": False},
+        # Prompts partly through give their blocks up for decoding ones.
+        {"max_num_batched_tokens": 8, "max_num_seqs": 6, "block_size": 8, "kv_cache_memory_bytes": 17 * 8192},
+    ],
+    ids=str,
+)
+def test_prompt_logprobs_are_those_of_transformers(
+    world: World, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Logits of a few rows at a time: the parts of a prompt are not what its chunks are.
+    monkeypatch.setattr(runner, "_SCORED_BYTES", 3 * 4 * VOCAB)
+    llm = world.load(**fields)
+    prompts = [*PROMPTS, [33], list(range(40, 90)), [7] * 60]
+    counts = [0, 2, 5, 1, 3, None]
+    plain = llm.generate(prompts, _greedy(), use_tqdm=False)
+    outputs = llm.generate(prompts, [_greedy(prompt_logprobs=count) for count in counts], use_tqdm=False)
+    for output, count, other in zip(outputs, counts, plain, strict=True):
+        assert output.outputs[0].token_ids == other.outputs[0].token_ids
+        if count is None:
+            assert output.prompt_logprobs is None and output.num_cached_tokens is not None
+        else:
+            # What the first run left in the prefix cache is not used.
+            assert output.num_cached_tokens == 0
+            _check_prompt_logprobs(world, output, count)
+    llm.engine.check_integrity()
+
+
+def test_the_prefix_cache_is_counted_and_filled_by_scored_prompts(world: World) -> None:
+    llm, prompt = world.load(), list(range(1, 60))
+    cached = [
+        llm.generate(prompt, _greedy(prompt_logprobs=count), use_tqdm=False)[0].num_cached_tokens
+        for count in (0, None, 1)
+    ]
+    assert cached == [0, 48, 0]
+
+
+def test_every_log_probability_where_the_engine_allows_it(world: World) -> None:
+    with pytest.raises(InvalidArgument, match="'prompt_logprobs': 320 is more than max_logprobs 20"):
+        world.llm.generate(PROMPTS[0], _greedy(prompt_logprobs=-1), use_tqdm=False)
+    with pytest.raises(InvalidArgument, match="'logprobs': 21 is more than max_logprobs 20"):
+        world.llm.generate(PROMPTS[0], _greedy(logprobs=21), use_tqdm=False)
+    llm = world.load(max_logprobs=-1)
+    [output] = llm.generate(PROMPTS[0], _greedy(prompt_logprobs=-1, logprobs=-1, max_tokens=2), use_tqdm=False)
+    _check_prompt_logprobs(world, output, VOCAB)
+    assert [len(entries) for entries in output.outputs[0].logprobs or []] == [VOCAB] * 2
+
+
+def test_log_probabilities_of_a_prompt_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MAX_PROMPT_LOGPROBS", 44)
+    world.llm.generate([7] * 11, _greedy(prompt_logprobs=3), use_tqdm=False)
+    with pytest.raises(InvalidArgument, match="'prompt_logprobs': 4 for each of 11 tokens; together at most 44"):
+        world.llm.generate([7] * 11, _greedy(prompt_logprobs=4), use_tqdm=False)
 
 
 @pytest.mark.parametrize(

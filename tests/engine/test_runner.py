@@ -262,6 +262,7 @@ def test_the_largest_steps_take_the_whole_budget(engine_runner):
 
     class Watch:
         shape = model.shape
+        project = model.project
 
         def __call__(self, batch, kv):
             seen.append((len(batch.token_ids), batch.num_logits, int(batch.attention.context_lengths.max())))
@@ -269,7 +270,8 @@ def test_the_largest_steps_take_the_whole_budget(engine_runner):
 
     engine_runner._model = Watch()
     engine_runner._run_largest_steps(CONFIG, 128)
-    assert seen == [(64, 8, 8), (64, 1, 127)]
+    # Logits of all tokens: every span chooses one, and the rest are of prompts that ask how likely their tokens are.
+    assert seen == [(64, 64, 8), (64, 64, 127)]
 
 
 def test_auto_dtype(monkeypatch):

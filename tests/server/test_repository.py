@@ -38,8 +38,13 @@ def config(tmp_path):
 def test_tensors_are_vllm_backends_and_ids(config):
     inputs = {t["name"]: (t["data_type"], t["dims"]) for t in config["input"]}
     outputs = {t["name"]: (t["data_type"], t["dims"]) for t in config["output"]}
-    assert inputs == UPSTREAM_INPUTS | {"input_ids": ("TYPE_INT64", [-1]), "return_output_ids": ("TYPE_BOOL", [1])}
-    assert outputs == UPSTREAM_OUTPUTS | {"output_ids": ("TYPE_INT64", [-1])}
+    flag = ("TYPE_BOOL", [1])
+    ours = {"input_ids": ("TYPE_INT64", [-1]), "return_output_ids": flag, "return_prompt_logprobs": flag}
+    assert inputs == UPSTREAM_INPUTS | ours
+    assert outputs == UPSTREAM_OUTPUTS | {
+        "output_ids": ("TYPE_INT64", [-1]),
+        "prompt_logprobs": ("TYPE_STRING", [1]),
+    }
     assert all(t["optional"] for t in config["input"])
 
 

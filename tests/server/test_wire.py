@@ -14,7 +14,15 @@ from quire_spec.errors import Code, InvalidArgument, QuireError, Unavailable
 from quire_spec.frames import Decoder, encode
 from quire_spec.messages import Event
 
-RETURNS = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens", "output_ids")
+RETURNS = (
+    "finish_reason",
+    "cumulative_logprob",
+    "logprobs",
+    "num_input_tokens",
+    "num_output_tokens",
+    "output_ids",
+    "prompt_logprobs",
+)
 
 
 def strings(*texts):
@@ -235,6 +243,7 @@ class TestOutputs:
             "num_input_tokens": [3],
             "num_output_tokens": [1],
             "output_ids": [5],
+            "prompt_logprobs": [b"null"],
         }
 
     def test_logprobs_that_were_not_asked_for_are_null(self):
@@ -262,6 +271,11 @@ class TestMerge:
     def test_one_event_is_itself_and_no_logprobs_stay_none(self):
         assert wire.merge([Event(7, "a")]) == Event(7, "a")
         assert wire.merge([Event(7, "a"), Event(7, "b")]).logprobs is None
+
+    def test_log_probabilities_of_the_prompt_are_kept(self):
+        events = [Event(7, prompt_logprobs=[None, {"5": {}}]), Event(7, "b", [2])]
+        assert wire.merge(events).prompt_logprobs == [None, {"5": {}}]
+        assert wire.merge([events[1], events[0]]).prompt_logprobs == [None, {"5": {}}]
 
 
 class TestErrors:

@@ -29,6 +29,7 @@ def test_round_trip(tmp_path):
         ({"model": "m", "dtype": "int8"}, "dtype: 'int8' is not one of"),
         ({"model": "m", "gpu_memory_utilization": 1.2}, "gpu_memory_utilization: 1.2 is outside"),
         ({"model": "m", "max_num_seqs": 0}, "max_num_seqs: 0 is less than 1"),
+        ({"model": "m", "max_logprobs": -2}, "max_logprobs: -2 is less than -1"),
         ({"model": "m", "max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens: 32 is less"),
         ({"model": "m", "max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras: 4 is less than max_loras 8"),
         ({"model": "m", "swap_space": 4}, "swap_space: 4.0 is not supported"),

@@ -70,7 +70,7 @@ class LlamaForCausalLM:
         """Compute the batch and store its keys and values in `kv`.
 
         Returns:
-            [num_logits, vocab_size], dtype of the weights; None when the batch wants no logits.
+            [num_logits, hidden_size], for `project` to make logits of; None when the batch wants none.
         """
         hidden = self.embed(batch)
         rope = self.rotary(batch.positions, hidden.dtype)
@@ -78,16 +78,14 @@ class LlamaForCausalLM:
             hidden = layer(hidden, rope, cache, batch)
         if batch.num_logits == 0:
             return None
-        if batch.logit_rows is not None:
-            hidden = hidden[batch.logit_rows]
-        return self.project(hidden, batch)
+        return hidden if batch.logit_rows is None else hidden[batch.logit_rows]
 
     def embed(self, batch: Batch) -> Tensor:
         """[num_tokens, hidden_size] that the first layer takes."""
         return F.embedding(batch.token_ids, self.embed_tokens)
 
     def project(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """What the last layer gives, [num_logits, hidden_size], to logits."""
+        """What the last layer gives, [num_rows, hidden_size], to logits [num_rows, vocab_size]."""
         return self.lm_head(self.norm(hidden), batch)
 
     def linears(self) -> Iterator[tuple[int, Linear]]:
