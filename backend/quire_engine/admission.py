@@ -22,6 +22,7 @@ _MIN_PROMPT_BYTES = 64 * 1024
 normalizes its text may make fewer tokens of it than its longest token suggests."""
 
 _MAX_SALT_CHARS = 256
+_MAX_PRIORITY = 2**31 - 1
 _MAX_NAMES_LISTED = 10
 
 
@@ -37,13 +38,17 @@ class Limits:
     """Requests that have not started, at most."""
     max_prompt_bytes: int
     """Bytes of a prompt that could still have max_model_len tokens: nothing longer is tokenized."""
+    by_priority: bool = False
+    """Whether requests may have a priority."""
 
     @classmethod
     def of(cls, config: EngineConfig, shape: ModelShape, tokenizer: Tokenizer | None) -> Self:
         """The limits that an engine's configuration and checkpoint set."""
         max_model_len = config.max_model_len or shape.max_position_embeddings
         longest = max_model_len * (tokenizer.max_token_bytes if tokenizer else 1)
-        return cls(max_model_len, shape.vocab_size, config.max_num_queued_reqs, max(longest, _MIN_PROMPT_BYTES))
+        by_priority = config.scheduling_policy == "priority"
+        max_prompt_bytes = max(longest, _MIN_PROMPT_BYTES)
+        return cls(max_model_len, shape.vocab_size, config.max_num_queued_reqs, max_prompt_bytes, by_priority)
 
     @property
     def max_frame_bytes(self) -> int:
@@ -107,6 +112,7 @@ class Admission:
         adapter, digest = self._find(submit.model)
         if not isinstance(submit.cache_salt, str | None) or len(submit.cache_salt or "") > _MAX_SALT_CHARS:
             raise InvalidArgument(f"cache_salt: expected a string of at most {_MAX_SALT_CHARS} characters")
+        self._check_priority(submit.priority)
         params = self._check_params(submit)
         self._check_prompt(submit, params)
         if num_queued >= self.limits.max_num_queued_reqs:
@@ -115,6 +121,15 @@ class Admission:
                 "try again later, or raise it"
             )
         return Admitted(params, adapter, digest)
+
+    def _check_priority(self, priority: object) -> None:
+        if type(priority) is not int or abs(priority) > _MAX_PRIORITY:
+            raise InvalidArgument(f"priority: {str(priority)[:80]!r} is no integer of at most 32 bits")
+        if priority and not self.limits.by_priority:
+            raise InvalidArgument(
+                f"priority: {priority}, but this server runs requests in order of arrival (scheduling_policy fcfs); "
+                "leave it out"
+            )
 
     def prompt(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """The tokens of a prompt to run: all of them, or the last ones if it wants to be truncated.

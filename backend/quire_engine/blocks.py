@@ -78,6 +78,10 @@ class BlockPool:
         """What `block` is published as."""
         return self._hashes[block]
 
+    def num_holders(self, block: BlockId) -> int:
+        """How often `block` is held."""
+        return self._counts[block]
+
     def num_idle(self, blocks: Iterable[BlockId]) -> int:
         """How many of `blocks` nobody holds: sharing them takes them from the free ones."""
         return sum(1 for block in blocks if self._counts[block] == 0)

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass, field
 
+from quire_engine.request import Sequence
 from quire_engine.step import BlockCopy, SlotLoad, Span, StepPlan
 
 
@@ -18,6 +19,12 @@ class Draft:
     started: list[int] = field(default_factory=list)
     promised: set[int] = field(default_factory=set)
     """Ids of forks that will start as soon as their leaders' prompts are computed."""
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget the token that a sequence was to decode, if it was."""
+        spans = [span for span in self.decodes if span.sequence is not sequence]
+        self.budget += len(self.decodes) - len(spans)
+        self.decodes = spans
 
     def prefill(self, span: Span) -> None:
         """Add a prompt's chunk."""

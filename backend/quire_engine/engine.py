@@ -120,6 +120,7 @@ class Engine:
                 adapter=request.adapter,
                 cache_salt=request.cache_salt,
                 fork_of=request.fork_of,
+                priority=request.priority,
                 arrival=self._clock(),
             )
         )
@@ -212,7 +213,7 @@ class Engine:
             prefix_cache_queries=scheduler.prefixes.num_queries,
             prefix_cache_hits=scheduler.prefixes.num_hits,
             num_preemptions=scheduler.num_preemptions,
-            num_block_copies=scheduler.num_block_copies,
+            num_block_copies=scheduler.tables.num_block_copies,
             num_steps=scheduler.num_steps,
             running_adapters=self._adapters.running(),
             waiting_adapters=self._adapters.waiting(),

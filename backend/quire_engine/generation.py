@@ -39,6 +39,7 @@ class Generation:
         """A stop string ended it; the engine core may not know."""
         self._digest = admitted.digest
         self._cache_salt = submit.cache_salt
+        self._priority = submit.priority
         self._stream = submit.stream
         self._tokenizer: Tokenizer | None = None
         self._detokenizer: Detokenizer | None = None
@@ -57,7 +58,13 @@ class Generation:
         self._tokenizer = tokenizer if self.params.detokenize else None
         self._detokenizer = Detokenizer(tokenizer, self.params, prompt_token_ids)
         return Generate(
-            self.id, prompt_token_ids, self.params.to_mapping(), self._digest, self._cache_salt, bad_word_ids
+            self.id,
+            prompt_token_ids,
+            self.params.to_mapping(),
+            self._digest,
+            self._cache_salt,
+            bad_word_ids,
+            priority=self._priority,
         )
 
     def take(self, result: SequenceResult) -> Event | None:

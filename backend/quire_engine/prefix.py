@@ -17,8 +17,8 @@ class Prefix:
     num_tokens: int
     blocks: list[BlockId]
     """Those that the prefix fills, in order: to be shared."""
-    partial: BlockId | None = None
-    """The one that it ends in, to be copied: the sequence writes the rest of it, and others may read it."""
+    copied: list[BlockId]
+    """The one that it ends in, if it does not end with a block: the sequence writes the rest of it in a copy."""
 
 
 class PrefixCache:
@@ -40,7 +40,7 @@ class PrefixCache:
         None of a prompt whose logits are wanted: all of it is computed.
         """
         if sequence.scoring:
-            return Prefix(0, [])
+            return Prefix(0, [], [])
         leader, size = sequence.leader, self._key.block_size
         if leader is not None and not sequence.block_hashes:
             sequence.block_hashes = leader.block_hashes[: len(sequence.prompt_token_ids) // size]
@@ -62,15 +62,17 @@ class PrefixCache:
         self.num_queries += num_tokens
         self.num_hits += num_found
 
-    def publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """Offer the blocks that computing tokens [start, end) of a sequence filled."""
-        if self._enabled:
-            for index in range(start // self._key.block_size, end // self._key.block_size):
+    def publish(self, sequence: Sequence) -> None:
+        """Offer the blocks that a sequence's computed tokens fill."""
+        num_full = sequence.num_computed_tokens // self._key.block_size
+        if self._enabled and num_full > sequence.num_published_blocks:
+            for index in range(sequence.num_published_blocks, num_full):
                 self._blocks.publish(sequence.block_table[index], self._hash(sequence, index))
+            sequence.num_published_blocks = num_full
 
     def _prefix(self, blocks: list[BlockId], num_tokens: int) -> Prefix:
         full, rest = divmod(num_tokens, self._key.block_size)
-        return Prefix(num_tokens, blocks[:full], blocks[full] if rest else None)
+        return Prefix(num_tokens, blocks[:full], blocks[full : full + 1] if rest else [])
 
     def _cached(self, sequence: Sequence) -> list[BlockId]:
         """The longest run of full blocks from the start that are cached."""

@@ -63,6 +63,8 @@ class Sequence:
     cache_salt: str | None = None
     fork_of: int | None = None
     """Id of an earlier sequence of the same prompt, adapter and salt, whose blocks of the prompt it shares."""
+    priority: int = 0
+    """Lower runs first."""
     arrival: float = 0.0
     """Monotonic seconds."""
 
@@ -80,6 +82,10 @@ class Sequence:
     """Positions of the prompt whose logits have told how likely the next token was, if the request asks for that."""
     prompt_logprobs: list[list[Logprob]] = field(default_factory=list)
     """What they told; handed out with the first token."""
+    num_published_blocks: int = 0
+    """Blocks of its table that others find, or that it found itself: the first ones."""
+    rank: tuple[int, int] = (0, 0)
+    """Priority, then number in order of arrival: its place among all."""
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     leader: "Sequence | None" = None

@@ -6,15 +6,19 @@ engine calls schedule(), has a runner carry the plan out, and calls finish() or 
 add and abort.
 """
 
-from collections import Counter, OrderedDict
+import sys
+from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 
 from quire_engine.adapters import AdapterRegistry
 from quire_engine.blocks import BlockPool, ContentKey
 from quire_engine.draft import Draft
+from quire_engine.line import Line
 from quire_engine.prefix import Prefix, PrefixCache
-from quire_engine.request import BlockId, FinishReason, Sequence, Status
+from quire_engine.request import FinishReason, Sequence, Status
 from quire_engine.step import BlockCopy, Sampled, Span, StepPlan
+from quire_engine.tables import BlockTables
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
 
@@ -22,21 +26,26 @@ from quire_spec.errors import ConfigError, Internal, InvalidArgument
 class Scheduler:
     """Continuous batching over one pool of blocks.
 
-    Order. Waiting sequences start first come first served, preempted ones before all others. One that does not fit
-    yet holds back those behind it, so that a long prompt is not overtaken for ever; one whose adapter has no slot yet
-    holds back nobody.
-    A fork waits until its leader's prompt is computed; a seat and a block are kept for it meanwhile.
+    Order. Every sequence has a rank for life: its priority (one for all, unless scheduling_policy is priority), then
+    its number in order of arrival. Waiting sequences start and prompts go on in order of rank, so a preempted one goes
+    before all that came after it. One that does not fit yet holds back those behind it, so that a long prompt is not
+    overtaken for ever; one whose adapter has no slot yet holds back nobody. A fork waits until its leader's prompt is
+    computed; a seat and a block are kept for it meanwhile.
 
     Progress. A prompt gets all its blocks when it is admitted, so only decoding takes more of them, one block per
-    `block_size` tokens; when there is none, the sequence that was admitted last gives up its blocks and starts over
-    later. The one admitted first is thus never preempted while another runs, and alone it always fits, because the
-    pool holds `max_model_len` tokens (checked at start): it ends, then the next one is first.
+    `block_size` tokens; when there is none, the last in rank of the running ones gives up its blocks and starts over
+    later. The first in rank is thus never preempted while another runs, and alone it always fits, because the pool
+    holds `max_model_len` tokens (checked at start): it ends, then the next one is first.
+
+    Urgency. A waiting sequence that does not fit has running ones of lower priority (a larger number) preempted, the
+    last in rank first, if that makes room for it, and starts in the same step. That gives the blocks to a better rank,
+    and a sequence is never preempted for one of its own priority but by growth: so it, too, comes to an end once
+    nothing more urgent arrives, and without priorities it never happens.
 
     No thrash. A sequence, new or preempted, is admitted only if afterwards one block per running sequence stays free.
     Running sequences take at most one block each in `block_size` steps, so at least that many steps pass between an
-    admission and the next preemption. Nobody is admitted in a step that preempts: the victim is next in line, and the
-    blocks that it gave up, less the one that was missing, are too few for it. (With nothing else running the reserve
-    is not needed.)
+    admission and the next preemption by growth. Whoever is preempted is not admitted again in the same step: what it
+    gave up, less what was missing, is too little for it. (With nothing else running the reserve is not needed.)
 
     Raises:
         ConfigError: the pool is smaller than one sequence of `max_model_len` tokens.
@@ -53,20 +62,21 @@ class Scheduler:
         self._blocks = blocks
         self._adapters = adapters
         self.prefixes = PrefixCache(blocks, key, config.enable_prefix_caching)
+        self.tables = BlockTables(blocks, self.prefixes, config.block_size)
+        self._policy = config.scheduling_policy
+        self._num_arrivals = 0
         self._sequences: dict[int, Sequence] = {}
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
-        # In order of admission.
-        self._running: dict[int, Sequence] = {}
+        self._waiting = Line()
+        self._running = Line()
         self._in_flight: StepPlan | None = None
         # Ended while the step in flight may still write to their blocks.
         self._aborted: list[Sequence] = []
         self._stalled = False
         self.num_preemptions = 0
-        self.num_block_copies = 0
         self.num_steps = 0
-        if self._num_blocks(max_model_len) > blocks.num_blocks:
+        if self.tables.num_blocks(max_model_len) > blocks.num_blocks:
             raise ConfigError(
-                f"max_model_len: {max_model_len} tokens need {self._num_blocks(max_model_len)} KV blocks of "
+                f"max_model_len: {max_model_len} tokens need {self.tables.num_blocks(max_model_len)} KV blocks of "
                 f"{self._block_size} tokens, the cache has {blocks.num_blocks} ({blocks.num_blocks * self._block_size} "
                 "tokens); lower max_model_len or raise kv_cache_memory_bytes or gpu_memory_utilization"
             )
@@ -96,7 +106,7 @@ class Scheduler:
 
         Raises:
             InvalidArgument: it can never run: too long for max_model_len, or for one step without chunked prefill;
-                or the sequence that it forks has another prompt, adapter or salt.
+                it has a priority where there is none; or the one that it forks has another prompt, adapter or salt.
             NotFound: its adapter is not registered.
         """
         num_tokens = sequence.num_tokens
@@ -111,10 +121,17 @@ class Scheduler:
             )
         if sequence.id in self._sequences:
             raise InvalidArgument(f"id {sequence.id}: a sequence of this id is open; choose another")
+        if sequence.priority and self._policy != "priority":
+            raise InvalidArgument(
+                f"priority: {sequence.priority}, but scheduling_policy is {self._policy}; leave it out, or use priority"
+            )
         sequence.leader = self._leader(sequence)
         if sequence.adapter is not None:
             self._adapters.open(sequence.adapter)
-        self._sequences[sequence.id] = self._waiting[sequence.id] = sequence
+        self._num_arrivals += 1
+        sequence.rank = sequence.priority, self._num_arrivals
+        self._sequences[sequence.id] = sequence
+        self._waiting.add(sequence)
         self._stalled = False
 
     def abort(self, ids: Iterable[int]) -> None:
@@ -124,7 +141,8 @@ class Scheduler:
             if sequence is None:
                 continue
             if self._in_flight is not None and sequence.status is Status.RUNNING:
-                del self._sequences[sequence_id], self._running[sequence_id]
+                del self._sequences[sequence_id]
+                self._running.remove(sequence)
                 sequence.status, sequence.finish_reason = Status.FINISHED, FinishReason.ABORT
                 self._aborted.append(sequence)
             else:
@@ -133,18 +151,16 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan a step; None when nothing can run. `now`: monotonic seconds, for adapters that wait too long.
 
-        Decoding sequences come first and always get their token; what is left of the token budget goes to prompts
-        that are partly through, then to waiting ones.
+        Decoding sequences come first and always get their token; what is left of the token budget goes to prompts.
         """
         assert self._in_flight is None, "schedule() again before finish() or fail()"
         self._adapters.begin_step(now)
-        draft = self._continue_running()
-        self._admit(draft, now)
+        draft, prefilling = self._decode()
+        self._prefill(draft, prefilling, now)
         self._stalled = not (draft.decodes or draft.prefills)
         if self._stalled:
             return None
         self.num_steps += 1
-        self.num_block_copies += len(draft.copies)
         self._in_flight = draft.plan(self._adapters.slots.take_loads())
         return self._in_flight
 
@@ -158,7 +174,7 @@ class Scheduler:
             if sequence.status is Status.FINISHED:
                 continue
             sequence.num_computed_tokens = span.end
-            self.prefixes.publish(sequence, span.start, span.end)
+            self.prefixes.publish(sequence)
             if result.prompt_logprobs:
                 sequence.prompt_logprobs += result.prompt_logprobs
                 sequence.num_scored_tokens += len(result.prompt_logprobs)
@@ -179,7 +195,7 @@ class Scheduler:
 
     def fail_adapter(self, digest: str) -> list[Sequence]:
         """End, and return, the sequences that wait for an adapter that cannot be had."""
-        failed = [sequence for sequence in self._waiting.values() if sequence.adapter == digest]
+        failed = [sequence for sequence in self._waiting if sequence.adapter == digest]
         for sequence in failed:
             self._end(sequence, FinishReason.ERROR)
         return failed
@@ -190,31 +206,20 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise Internal unless sequences, blocks and adapters agree."""
-        holders = [*self._running.values(), *self._aborted]
-        idle = [s for s in self._waiting.values() if s.block_table or s.num_computed_tokens]
-        split = {**self._waiting, **self._running} == self._sequences and not set(self._waiting) & set(self._running)
-        short = [s for s in holders if len(s.block_table) < self._num_blocks(s.num_computed_tokens)]
-        if idle or short or not split:
+        holders = [*self._running, *self._aborted]
+        idle = [s for s in self._waiting if s.block_table or s.num_computed_tokens]
+        split = Counter(s.id for s in (*self._waiting, *self._running)) == Counter(self._sequences.keys())
+        ordered = all(a.rank < b.rank for line in (self._waiting, self._running) for a, b in pairwise(line))
+        if idle or not split or not ordered:
             raise Internal(
                 f"scheduler: {len(self._waiting)} waiting ({len(idle)} of them hold blocks), {len(self._running)} "
-                f"running ({len(short)} of them lack blocks), {len(self._sequences)} open"
+                f"running, {len(self._sequences)} open, in order of rank: {ordered}"
             )
-        plan = self._in_flight
-        copied = [copy.source for copy in plan.copies] if plan is not None else []
-        self._blocks.check_integrity([*(s.block_table for s in holders), copied])
-        if plan is not None:
-            self._check_writes(plan.spans, Counter(block for s in holders for block in s.block_table))
+        self.tables.check_integrity(holders, self._in_flight)
         self._adapters.check_integrity(
             Counter(s.adapter for s in (*self._sequences.values(), *self._aborted) if s.adapter is not None),
             Counter(s.adapter for s in holders if s.adapter is not None),
         )
-
-    def _check_writes(self, spans: list[Span], num_holders: Counter[BlockId]) -> None:
-        """Raise Internal if a span writes a block that anybody else reads, or may find in the cache."""
-        for span in spans:
-            written = span.sequence.block_table[span.start // self._block_size : self._num_blocks(span.end)]
-            if shared := [b for b in written if num_holders[b] > 1 or self._blocks.hash_of(b) is not None]:
-                raise Internal(f"scheduler: sequence {span.sequence.id} writes blocks {shared}, which others may read")
 
     def _leader(self, fork: Sequence) -> Sequence | None:
         """The sequence that `fork` shares its prompt with, if that is still open."""
@@ -227,70 +232,81 @@ class Scheduler:
                 )
         return leader
 
-    def _continue_running(self) -> Draft:
-        """A step of decoding and of partly prefilled sequences.
+    def _decode(self) -> tuple[Draft, list[Sequence]]:
+        """A step of the sequences that decode; and those whose prompts are partly through.
 
-        Goes through them in order of admission, so that whoever is preempted has no span yet.
+        Goes through them in order of rank, so that whoever is preempted has no span yet.
         """
-        decoding = sum(1 for s in self._running.values() if s.num_tokens - s.num_computed_tokens == 1)
-        draft = Draft(self._max_num_batched_tokens - decoding)
-        for sequence in list(self._running.values()):
+        decodes, prefilling = [], []
+        for sequence in self._running.members():
             if sequence.status is not Status.RUNNING:
                 break
-            remaining = sequence.num_tokens - sequence.num_computed_tokens
-            if remaining == 1:
-                if self._grow(sequence):
-                    draft.decodes.append(self._span(sequence, 1))
-            elif length := min(remaining, draft.budget):
-                draft.prefill(self._span(sequence, length))
-        return draft
+            if sequence.num_tokens - sequence.num_computed_tokens > 1:
+                prefilling.append(sequence)
+            elif self._grow(sequence):
+                decodes.append(self._span(sequence, 1))
+        return Draft(self._max_num_batched_tokens - len(decodes), decodes), prefilling
 
     def _grow(self, sequence: Sequence) -> bool:
         """Make sure that a decoding sequence has a block for its token; False when it was preempted instead."""
-        if sequence.num_computed_tokens < len(sequence.block_table) * self._block_size:
-            return True
-        while self._blocks.num_free == 0:
-            victim = next(reversed(self._running.values()))
+        while not self.tables.grow(sequence):
+            victim = self._running.last
             assert len(self._running) > 1, "the pool holds max_model_len tokens"
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.block_table += self._blocks.allocate(1)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a sequence's blocks; it computes its tokens again later, those still in the prefix cache excepted."""
+        self._running.remove(sequence)
         self._stop(sequence)
         sequence.status = Status.PREEMPTED
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting[sequence.id] = sequence
-        self._waiting.move_to_end(sequence.id, last=False)
+        self._waiting.add(sequence)
 
-    def _admit(self, draft: Draft, now: float) -> None:
-        """Start waiting sequences within the draft's budget."""
-        admitted = []
-        for sequence in self._waiting.values():
-            if draft.budget == 0 or len(self._running) + len(draft.promised) >= self._max_num_seqs:
+    def _prefill(self, draft: Draft, prefilling: list[Sequence], now: float) -> None:
+        """Spend the budget on prompts in order of rank: those partly through, and those that wait and fit."""
+        prefilling.reverse()
+        for sequence in self._waiting.members():
+            self._continue(draft, prefilling, sequence.rank)
+            if not self._admit(sequence, draft, now):
                 break
-            if leader := _awaited_leader(sequence):
-                if leader.status is Status.RUNNING or leader.id in draft.promised:
-                    draft.promised.add(sequence.id)
-                continue
-            if not self._adapter_ready(sequence, now):
-                continue
-            prefix = self._usable_prefix(sequence, draft)
-            length = self._chunk(sequence.num_tokens - prefix.num_tokens, draft.budget)
-            if length == 0 or not self._fits(sequence, prefix, draft):
-                break
-            admitted.append(sequence)
-            if sequence.status is not Status.PREEMPTED:
-                draft.started.append(sequence.id)
-                self.prefixes.count(sequence.num_tokens, prefix.num_tokens)
-            draft.copies += self._start(sequence, prefix)
-            draft.prefill(self._span(sequence, length))
-        for sequence in admitted:
-            del self._waiting[sequence.id]
+        self._continue(draft, prefilling)
+
+    def _continue(self, draft: Draft, prefilling: list[Sequence], before: tuple[int, ...] = (sys.maxsize,)) -> None:
+        """Go on with prompts from the end of `prefilling`, up to a rank."""
+        while prefilling and draft.budget and prefilling[-1].rank < before:
+            sequence = prefilling.pop()
+            if sequence.status is Status.RUNNING:
+                remaining = sequence.num_tokens - sequence.num_computed_tokens
+                draft.prefill(self._span(sequence, min(remaining, draft.budget)))
+
+    def _admit(self, sequence: Sequence, draft: Draft, now: float) -> bool:
+        """Start a waiting sequence, or let it wait aside; False if it holds back those behind it."""
+        if draft.budget == 0 and draft.prefills:
+            return False
+        if not self._has_seat(draft) and sequence.priority >= self._running.last.priority:
+            return False
+        if leader := _awaited_leader(sequence):
+            if leader.status is Status.RUNNING or leader.id in draft.promised:
+                draft.promised.add(sequence.id)
+            return True
+        if not self._adapter_ready(sequence, now):
+            return True
+        if (prefix := self._fitting_prefix(sequence, draft)) is None:
+            return False
+        length = self._chunk(sequence.num_tokens - prefix.num_tokens, draft.budget)
+        if length == 0:
+            return False
+        self._waiting.remove(sequence)
+        if sequence.status is not Status.PREEMPTED:
+            draft.started.append(sequence.id)
+            self.prefixes.count(sequence.num_tokens, prefix.num_tokens)
+        draft.copies += self._start(sequence, prefix)
+        draft.prefill(self._span(sequence, length))
+        return True
 
     def _adapter_ready(self, sequence: Sequence, now: float) -> bool:
         if sequence.adapter is None:
@@ -308,38 +324,53 @@ class Scheduler:
         # Output may have made a preempted sequence longer than a whole step: chunks are then its only way back.
         return budget if remaining > self._max_num_batched_tokens else 0
 
-    def _usable_prefix(self, sequence: Sequence, draft: Draft) -> Prefix:
-        """What of a sequence is there already; without the part that needs a copy where there can be none."""
+    def _fitting_prefix(self, sequence: Sequence, draft: Draft) -> Prefix | None:
+        """What of a sequence is there already, when there is room for the rest; None when there is not."""
         prefix = self.prefixes.find(sequence)
-        if prefix.partial is None:
+        # A block that this step fills by a copy has nothing to copy yet.
+        unfilled = any(copy.destination in prefix.copied for copy in draft.copies)
+        if not unfilled and self._make_room(sequence, prefix, draft):
             return prefix
-        # A block that this step fills by a copy has nothing to copy yet; and the last free block is better computed
-        # in than copied to, so that a sequence always fits alone.
-        unfilled = any(copy.destination == prefix.partial for copy in draft.copies)
-        return self.prefixes.whole(prefix) if unfilled or not self._fits(sequence, prefix, draft) else prefix
+        if not prefix.copied:
+            return None
+        # Without a copy it takes one block less, so that a sequence always fits alone.
+        prefix = self.prefixes.whole(prefix)
+        return prefix if self._make_room(sequence, prefix, draft) else None
 
-    def _fits(self, sequence: Sequence, prefix: Prefix, draft: Draft) -> bool:
-        needed = self._num_blocks(sequence.num_tokens) - len(prefix.blocks) + self._blocks.num_idle(prefix.blocks)
-        if prefix.partial is not None:
-            needed += self._blocks.num_idle([prefix.partial])
-        reserve = len(self._running) + len(draft.promised) + 1 if self._running else 0
-        return needed + reserve <= self._blocks.num_free
+    def _has_seat(self, draft: Draft, num_leaving: int = 0) -> bool:
+        return len(self._running) - num_leaving + len(draft.promised) < self._max_num_seqs
+
+    def _fits(
+        self, sequence: Sequence, prefix: Prefix, draft: Draft, num_leaving: int = 0, num_released: int = 0
+    ) -> bool:
+        """Whether a sequence can start, if that many running ones leave and release that many blocks."""
+        num_running = len(self._running) - num_leaving
+        reserve = num_running + len(draft.promised) + 1 if num_running else 0
+        needed = self.tables.num_needed(sequence, prefix) + reserve
+        return self._has_seat(draft, num_leaving) and needed <= self._blocks.num_free + num_released
+
+    def _make_room(self, sequence: Sequence, prefix: Prefix, draft: Draft) -> bool:
+        """Whether a sequence can start, if need be because less urgent ones are preempted, the last in rank first."""
+        if self._fits(sequence, prefix, draft):
+            return True
+        lesser = [s for s in self._running if s.priority > sequence.priority and s is not sequence.leader][::-1]
+        # At most what they hold: spares the counting where it would be for nothing.
+        if not self._fits(sequence, prefix, draft, len(lesser), sum(len(s.block_table) for s in lesser)):
+            return False
+        for num_leaving, num_released in enumerate(self.tables.num_released(lesser, prefix), 1):
+            if self._fits(sequence, prefix, draft, num_leaving, num_released):
+                for victim in lesser[:num_leaving]:
+                    draft.drop(victim)
+                    self._preempt(victim)
+                return True
+        return False
 
     def _start(self, sequence: Sequence, prefix: Prefix) -> list[BlockCopy]:
-        """Give a sequence its blocks; returns the copy that the first fresh one begins as, if it does."""
-        # Shared before anything is allocated, which might evict them; what is copied, until the step is over.
-        copied = [] if prefix.partial is None else [prefix.partial]
-        self._blocks.share(prefix.blocks + copied)
-        fresh = self._blocks.allocate(self._num_blocks(sequence.num_tokens) - len(prefix.blocks))
-        sequence.block_table = prefix.blocks + fresh
-        sequence.num_computed_tokens = prefix.num_tokens
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = prefix.num_tokens
         sequence.status = Status.RUNNING
         if sequence.adapter is not None:
             self._adapters.start(sequence.adapter)
-        self._running[sequence.id] = sequence
-        return [BlockCopy(source, fresh[0]) for source in copied]
+        self._running.add(sequence)
+        return self.tables.start(sequence, prefix)
 
     def _span(self, sequence: Sequence, length: int) -> Span:
         slot = None if sequence.adapter is None else self._adapters.slot(sequence.adapter)
@@ -362,18 +393,17 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         del self._sequences[sequence.id]
-        self._waiting.pop(sequence.id, None)
         if sequence.status is Status.RUNNING:
+            self._running.remove(sequence)
             self._stop(sequence)
+        else:
+            self._waiting.remove(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
         self._close(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         """Give back what a running sequence holds; nothing of it is in flight."""
-        self._running.pop(sequence.id, None)
-        self._blocks.release(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_computed_tokens = 0
+        self.tables.stop(sequence)
         if sequence.adapter is not None:
             self._adapters.stop(sequence.adapter)
 
@@ -386,16 +416,13 @@ class Scheduler:
         """The step in flight is over."""
         assert plan is self._in_flight
         self._in_flight = None
-        self._blocks.release([copy.source for copy in plan.copies])
+        self.tables.land(plan)
 
     def _release_aborted(self) -> None:
         for sequence in self._aborted:
             self._stop(sequence)
             self._close(sequence)
         self._aborted.clear()
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
 
 
 def _awaited_leader(sequence: Sequence) -> Sequence | None:

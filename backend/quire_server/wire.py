@@ -32,9 +32,11 @@ MAX_ERROR_CHARS = 800
 CACHE_SALT = "cache_salt"
 """Parameter: prompts share cached prefixes only with prompts of the same salt."""
 
-_SERVERS_OWN = frozenset(
-    ("id", "timeout", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output")
-)
+PRIORITY = "priority"
+"""Parameter: lower runs first. The server keeps one of this name to itself except on its generate endpoint, so
+elsewhere it belongs into the tensor sampling_parameters."""
+
+_SERVERS_OWN = frozenset(("id", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"))
 """Fields of the server's own protocol: its generate endpoint passes each top-level key on as a request parameter."""
 
 
@@ -72,13 +74,14 @@ def read_request(
     values = _parameters(inputs, parameters)
     adapter = _text_parameter(values, names.LORA_NAME)
     salt = _text_parameter(values, CACHE_SALT)
+    priority = _int_parameter(values, PRIORITY)
     params = _sampling(values)
     wanted = _wanted(inputs, stream, prompt, params)
     if wanted.cumulative_logprob and params.logprobs is None:
         # The sum is over the tokens taken, which costs no more than logprobs=0 does.
         params = dataclasses.replace(params, logprobs=0)
     name = _model(model, base, adapter)
-    return Submit(request_id, name, prompt, token_ids, params.to_mapping(), stream, salt), wanted
+    return Submit(request_id, name, prompt, token_ids, params.to_mapping(), stream, salt, priority), wanted
 
 
 def merge(events: Sequence[Event]) -> Event:
@@ -214,6 +217,18 @@ def _text_parameter(values: dict[str, Any], name: str) -> str | None:
     if value is not None:
         _check_encodable(name, value)
     return value
+
+
+def _int_parameter(values: dict[str, Any], name: str) -> int:
+    """Take a parameter out of `values` that is a number; 0 if it is not there."""
+    value = values.pop(name, 0)
+    try:
+        number = int(value) if isinstance(value, str) and len(value) < 20 else value
+    except ValueError:
+        number = value
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise InvalidArgument(f"{name}: {str(value)[:80]!r} is not an integer")
+    return number
 
 
 def _sampling(values: Mapping[str, Any]) -> SamplingParams:

@@ -55,6 +55,9 @@ class EngineConfig:
     max_logprobs: int = 20
     """Most log probabilities per position that a request may ask for; -1 is as many as there are tokens."""
 
+    scheduling_policy: str = "fcfs"
+    """Which requests run first: fcfs, those that came first; priority, those of the lowest `priority` among them."""
+
     enable_prefix_caching: bool = True
     """Reuse the blocks of equal prefixes."""
 
@@ -139,6 +142,7 @@ class EngineConfig:
             ("device", self.device, capability.DEVICES),
             ("dtype", self.dtype, capability.DTYPES),
             ("block_size", self.block_size, capability.BLOCK_SIZES),
+            ("scheduling_policy", self.scheduling_policy, capability.SCHEDULING_POLICIES),
             ("tensor_parallel_size", self.tensor_parallel_size, capability.TENSOR_PARALLEL_SIZES),
             ("kv_cache_dtype", self.kv_cache_dtype, capability.KV_CACHE_DTYPES),
             ("quantization", self.quantization, (None, *capability.QUANTIZATIONS)),

@@ -36,6 +36,8 @@ class Submit:
     stream: bool
     """False asks for one final event with everything."""
     cache_salt: str | None = None
+    priority: int = 0
+    """Lower runs first; other than 0 only where scheduling_policy is priority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ class Generate:
     fork_of: int | None = None
     """Id of an earlier Generate of the same prompt, adapter and salt: this one waits until that prompt is computed and
     shares it. A leader that is over by then costs nothing but the sharing."""
+    priority: int = 0
+    """Lower runs first; other than 0 only where scheduling_policy is priority."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -329,6 +329,9 @@ GOOD = {"id": 1, "model": "base", "prompt": None, "prompt_token_ids": [1], "para
         ({"params": [1]}, InvalidArgument, "object"),
         ({"cache_salt": 5}, InvalidArgument, "cache_salt"),
         ({"cache_salt": "x" * 257}, InvalidArgument, "cache_salt"),
+        ({"priority": 1}, InvalidArgument, "priority: 1, but this server runs requests in order of arrival"),
+        ({"priority": 2**31}, InvalidArgument, "priority"),
+        ({"priority": "1"}, InvalidArgument, "priority"),
     ],
     ids=lambda value: str(value)[:40],
 )

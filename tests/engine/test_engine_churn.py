@@ -271,7 +271,7 @@ def test_seeds_differ_unless_given_and_are_those_of_the_configuration() -> None:
         world = World(seed=3)
         for params in ({}, {}, {"seed": 7}, {"seed": 7}):
             world.add([1], max_tokens=1, **params)
-        seeds.append([s.seed for s in world.engine._scheduler._waiting.values()])
+        seeds.append([s.seed for s in world.engine._scheduler._waiting])
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0][:2])) == 2 and seeds[0][2:] == [7, 7]
 

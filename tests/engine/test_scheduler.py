@@ -138,7 +138,7 @@ def test_a_cached_prefix_is_skipped_but_never_the_whole_prompt() -> None:
     # All three blocks of the prompt are cached; the last token is computed again, so that there are logits, in a copy
     # of the third one, which others may find.
     assert bench.step() == [(1, 23, 1), (2, 16, 3)]
-    assert bench.scheduler.num_block_copies == 1
+    assert bench.scheduler.tables.num_block_copies == 1
     assert (bench.scheduler.prefixes.num_queries, bench.scheduler.prefixes.num_hits) == (24 + 24 + 19, 23 + 16)
     assert bench.outputs[0] == bench.outputs[1] == [next_token(prompt, None)]
 
@@ -163,7 +163,7 @@ def test_forks_share_the_prompt_and_copy_the_block_that_it_ends_in(caching: bool
     # They wait for the leader's prompt and hold nobody back.
     assert bench.step() == [(0, 0, length), (other.id, 0, 5)]
     assert bench.step()[2:] == [(fork.id, length - 1, 1) for fork in forks]
-    assert bench.scheduler.num_block_copies == (0 if length == 17 else 3)
+    assert bench.scheduler.tables.num_block_copies == (0 if length == 17 else 3)
     # Three blocks of the leader's, two of them shared, one more for each fork, one for the other sequence.
     assert bench.blocks.num_used == 3 + 3 + 1 + (length == 24)
     bench.run()
@@ -304,6 +304,93 @@ def test_the_last_admitted_is_preempted_and_comes_back_when_it_fits_again() -> N
     assert bench.scheduler.num_preemptions == 1
 
 
+PRIORITY = replace(CONFIG, scheduling_policy="priority")
+
+
+def test_waiting_sequences_start_by_priority_then_arrival() -> None:
+    bench = Bench(replace(PRIORITY, max_num_seqs=1))
+    bench.add(5, 1)
+    for priority in (3, -1, 3, 0):
+        bench.add(5, 1, priority=priority)
+    assert [bench.step()[0][0] for _ in range(5)] == [2, 0, 4, 1, 3]
+    with pytest.raises(InvalidArgument, match="priority: 2, but scheduling_policy is fcfs"):
+        Bench().add(5, priority=2)
+
+
+def test_an_urgent_prompt_goes_before_the_chunks_of_others() -> None:
+    bench = Bench(replace(PRIORITY, max_num_batched_tokens=16))
+    bench.add(60, 1, priority=1)
+    assert bench.step() == [(0, 0, 16)]
+    bench.add(10, 3)
+    assert bench.step() == [(1, 0, 10), (0, 16, 6)]
+    bench.add(20, 1)
+    assert [bench.step() for _ in range(2)] == [[(1, 10, 1), (2, 0, 15)], [(1, 11, 1), (2, 15, 5), (0, 22, 10)]]
+    assert bench.scheduler.num_preemptions == 0
+    bench.run()
+
+
+def test_growth_preempts_the_least_urgent_and_the_last_of_them() -> None:
+    bench = Bench(PRIORITY, num_blocks=8, max_model_len=24)
+    for priority in (2, 0, 2, 1):
+        bench.add(7, 17, priority=priority)
+    while not bench.scheduler.num_preemptions:
+        bench.step()
+    # Two blocks for those that need their third: what the last gave up. Then the next to last finds none.
+    assert [s.num_preemptions for s in bench.sequences.values()] == [1, 0, 1, 0]
+    bench.run()
+    assert bench.outputs == {i: expected_output([i] * 7, 17) for i in range(4)}
+
+
+def test_an_urgent_arrival_takes_the_seat_of_the_last_in_rank_and_nobody_elses() -> None:
+    bench = Bench(replace(PRIORITY, max_num_seqs=3))
+    for priority in (1, 0, 1):
+        bench.add(5, 9, priority=priority)
+    bench.step()
+    bench.add(5, 9, priority=1)
+    assert [i for i, _, _ in bench.step()] == [1, 0, 2]
+    bench.add(5, 2, priority=0)
+    # Its seat, and in this step its place: nobody else's token waits.
+    assert bench.step() == [(1, 6, 1), (0, 6, 1), (4, 0, 5)]
+    assert bench.sequences[2].status is Status.PREEMPTED
+    bench.add(5, 2, priority=0)
+    assert bench.step() == [(1, 7, 1), (4, 5, 1), (5, 0, 5)]
+    assert bench.step() == [(1, 8, 1), (5, 5, 1), (0, 0, 8)]
+    bench.run()
+    assert bench.outputs == {i: expected_output([i] * 5, 9 if i < 4 else 2) for i in range(6)}
+
+
+def test_an_urgent_arrival_takes_blocks_of_as_few_as_it_needs_and_of_none_in_vain() -> None:
+    bench = Bench(PRIORITY, num_blocks=17, max_model_len=136)
+    for priority in (0, 2, 1, 2):
+        bench.add(20, 4, priority=priority)
+    bench.step()
+    assert bench.blocks.num_free == 5
+    # Eight blocks and three in reserve: two must go, the latest of the least urgent first.
+    bench.add([9] * 57, 1, priority=0)
+    assert {i for i, _, _ in bench.step()} == {0, 2, 4}
+    assert [s.num_preemptions for s in bench.sequences.values()] == [0, 1, 0, 1, 0]
+    bench.run()
+    for priority in (0, 2):
+        bench.add(20, 9, priority=priority)
+    bench.step()
+    # Beside the more urgent one there is no room for it even alone.
+    bench.add([9] * 120, 1, priority=1)
+    assert {i for i, _, _ in bench.step()} == {5, 6}
+    bench.run()
+    assert bench.outputs[7] == expected_output([9] * 120, 1)
+
+
+def test_an_urgent_fork_does_not_preempt_its_leader() -> None:
+    bench = Bench(PRIORITY, num_blocks=7, max_model_len=48)
+    prompt = bench.add(20, 20, priority=5).prompt_token_ids
+    bench.add(9, 9, priority=4)
+    bench.step()
+    bench.add(prompt, 20, priority=0, fork_of=0)
+    assert bench.step() == [(0, 20, 1), (2, 19, 1)]
+    bench.run()
+    assert bench.outputs[0] == bench.outputs[2] == expected_output(prompt, 20)
+
+
 def test_a_preempted_sequence_longer_than_a_step_comes_back_in_chunks_even_without_chunking() -> None:
     config = replace(CONFIG, enable_chunked_prefill=False, max_num_batched_tokens=16)
     bench = Bench(config, num_blocks=6, max_model_len=48)
@@ -424,7 +511,7 @@ def test_check_integrity_sees_damage() -> None:
     sequence = bench.add(20)
     bench.step()
     sequence.block_table.pop()
-    with pytest.raises(Internal, match="1 of them lack blocks"):
+    with pytest.raises(Internal, match=r"sequences \[0\] lack blocks"):
         bench.scheduler.check_integrity()
 
 
@@ -499,9 +586,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         max_num_seqs=st.integers(1, 6),
         max_loras=st.integers(1, 2),
+        policy=st.sampled_from(["fcfs", "priority"]),
     )
     def start(
-        self, block_size: int, spare: int, caching: bool, chunked: bool, max_num_seqs: int, max_loras: int
+        self, block_size: int, spare: int, caching: bool, chunked: bool, max_num_seqs: int, max_loras: int, policy: str
     ) -> None:
         config = EngineConfig(
             "m",
@@ -510,6 +598,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=24,
             enable_prefix_caching=caching,
             enable_chunked_prefill=chunked,
+            scheduling_policy=policy,
         )
         self.bench = Bench(config, 48 // block_size + spare, 48, "abc", max_loras)
         self.jobs: dict[int, tuple[list[int], int, str | None]] = {}
@@ -520,10 +609,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         length=st.integers(1, 24),
         num_output=st.integers(1, 23),
         adapter=st.sampled_from("0abc"),
+        priority=st.integers(-1, 1),
     )
-    def arrive(self, letter: int, length: int, num_output: int, adapter: str) -> None:
+    def arrive(self, letter: int, length: int, num_output: int, adapter: str, priority: int) -> None:
         digest = None if adapter == "0" else adapter
-        sequence = self.bench.add([letter] * length, num_output, adapter=digest)
+        priority = priority if self.bench.config.scheduling_policy == "priority" else 0
+        sequence = self.bench.add([letter] * length, num_output, adapter=digest, priority=priority)
         self.jobs[sequence.id] = (sequence.prompt_token_ids, num_output, digest)
         self.open.add(sequence.id)
 
@@ -531,7 +622,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num_output=st.integers(1, 23))
     def fork(self, data: st.DataObject, num_output: int) -> None:
         prompt, _, digest = self.jobs[leader := data.draw(st.sampled_from(sorted(self.open)))]
-        sequence = self.bench.add(prompt, num_output, adapter=digest, fork_of=leader)
+        priority = data.draw(st.integers(-1, 1)) if self.bench.config.scheduling_policy == "priority" else 0
+        sequence = self.bench.add(prompt, num_output, adapter=digest, fork_of=leader, priority=priority)
         self.jobs[sequence.id] = (prompt, num_output, digest)
         self.open.add(sequence.id)
 

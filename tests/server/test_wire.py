@@ -118,7 +118,7 @@ class TestParameters:
         assert read(parameters=json.dumps({"stop": '["x", "y"]'}))[0].params == {"stop": ["x", "y"]}
 
     def test_the_servers_own_fields_are_not_parameters(self):
-        own = {"id": "42", "timeout": 5, "priority": 3, "sequence_id": 7, "sequence_start": True, "sequence_end": True}
+        own = {"id": "42", "timeout": 5, "sequence_id": 7, "sequence_start": True, "sequence_end": True}
         assert read(parameters=json.dumps(own | {"binary_data_output": True, "max_tokens": 2}))[0].params == {
             "max_tokens": 2
         }
@@ -136,6 +136,9 @@ class TestParameters:
             ({"lora_name": ""}, ("lora_name: '' is not a name",)),
             ({"lora_name": "\ud800"}, ("lora_name", "lone surrogate")),
             ({"cache_salt": True}, ("cache_salt",)),
+            ({"priority": "urgent"}, ("priority: 'urgent' is not an integer",)),
+            ({"priority": 1.5}, ("priority: '1.5'",)),
+            ({"priority": True}, ("priority: 'True'",)),
         ],
     )
     def test_wrong_ones_are_named(self, parameters, words):
@@ -151,6 +154,11 @@ class TestParameters:
 
     def test_salt(self):
         assert read(parameters='{"cache_salt": "tenant"}')[0].cache_salt == "tenant"
+
+    @pytest.mark.parametrize(("value", "priority"), [("-3", -3), ('"7"', 7), ("null", 0)])
+    def test_priority(self, value, priority):
+        submit, _ = read(parameters=f'{{"priority": {value}}}')
+        assert (submit.priority, submit.params) == (priority, {})
 
 
 class TestModel:
@@ -198,7 +206,7 @@ class TestFlags:
 
 @given(
     st.dictionaries(
-        st.sampled_from(["max_tokens", "temperature", "stop", "seed", "lora_name", "cache_salt", "id", "odd"]),
+        st.sampled_from(["max_tokens", "temperature", "stop", "seed", "lora_name", "cache_salt", "priority", "id"]),
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.lists(st.text(max_size=3)),
     ),
     st.binary(max_size=40),
