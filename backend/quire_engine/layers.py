@@ -36,11 +36,19 @@ class Linear:
     Slices keep their Hugging Face names, by which the checkpoint's tensors and adapters find them.
     """
 
-    def __init__(self, in_features: int, slices: Mapping[str, int], place: Placement, bias: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        slices: Mapping[str, int],
+        place: Placement,
+        bias: bool = False,
+        weight: Tensor | None = None,
+    ) -> None:
+        """`weight`: one that is there already, of a tied projection."""
         self.in_features = in_features
         self.slices = dict(slices)
         out_features = sum(slices.values())
-        self.weight = place.empty(out_features, in_features)
+        self.weight = place.empty(out_features, in_features) if weight is None else weight
         self.bias = place.empty(out_features) if bias else None
         self.adapters: SlotWeights | None = None
 
@@ -59,11 +67,6 @@ class Linear:
             if self.bias is not None:
                 yield f"{prefix}{name}.bias", self.bias[start : start + width]
             start += width
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its parameters."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def pack(self) -> None:
         """Lay the loaded weight out for speed; it cannot be read or written any more."""
@@ -87,10 +90,8 @@ class RMSNorm:
 
 
 class Attention:
-    """Grouped-query attention with rotary positions over the paged cache.
-
-    Families vary it by subclasses: the names of its linears, and `project`.
-    """
+    """Grouped-query attention over the paged cache. Families vary it by subclasses: how positions come in, the names of
+    its linears, and `project`."""
 
     QKV: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
     """The linears that make queries, keys and values; one where a checkpoint has them fused."""
@@ -109,14 +110,6 @@ class Attention:
         q = shape.num_heads * shape.head_dim
         self.o_proj = Linear(q, {self.OUTPUT: shape.hidden_size}, place, bias=shape.output_bias)
 
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Tensor, batch: Batch) -> Tensor:
-        """[num_tokens, hidden_size] to the same; writes the tokens' keys and values to `cache`, one layer's."""
-        qkv = self.project(x, batch)
-        # Queries and keys lie side by side, so that one call rotates both.
-        rotated = apply_rope(qkv[:, : self.num_rotated], *rope)
-        write_kv(rotated[:, self.num_heads :], qkv[:, self.num_rotated :], cache, batch.addresses)
-        return self.attend(rotated[:, : self.num_heads], cache, batch)
-
     def project(self, x: Tensor, batch: Batch) -> Tensor:
         """[num_tokens, hidden_size] to queries, keys and values, [num_tokens, all heads of them, head_dim]."""
         return self.qkv_proj(x, batch).view(x.shape[0], -1, self.head_dim)
@@ -134,6 +127,18 @@ class Attention:
         """The checkpoint's tensors under `prefix`."""
         for one in self.linears():
             yield from one.tensors(prefix)
+
+
+class RotaryAttention(Attention):
+    """Attention with rotary positions."""
+
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Tensor, batch: Batch) -> Tensor:
+        """[num_tokens, hidden_size] to the same; writes the tokens' keys and values to `cache`, one layer's."""
+        qkv = self.project(x, batch)
+        # Queries and keys lie side by side, so that one call rotates both.
+        rotated = apply_rope(qkv[:, : self.num_rotated], *rope)
+        write_kv(rotated[:, self.num_heads :], qkv[:, self.num_rotated :], cache, batch.addresses)
+        return self.attend(rotated[:, : self.num_heads], cache, batch)
 
 
 class MLP:

@@ -21,7 +21,7 @@ from quire_engine.logprobs import logprobs_of
 from quire_engine.lora import AdapterSlots, SlotWeights
 from quire_engine.memory import Budget, num_blocks
 from quire_engine.models import model_class
-from quire_engine.models.llama import LlamaForCausalLM
+from quire_engine.models.causal import CausalLM
 from quire_engine.peft import HostAdapter
 from quire_engine.request import BlockId, Logprob, Sequence
 from quire_engine.sampler import Row, Sampler
@@ -160,9 +160,7 @@ def _dummy_span(start: int, length: int, kv: KVCache) -> Span:
     return Span(sequence, start, length, None)
 
 
-def _make_slots(
-    model: LlamaForCausalLM, config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> AdapterSlots:
+def _make_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> AdapterSlots:
     weights = {}
     like = torch.empty(0, dtype=dtype, device=device)
     for layer, linear in model.linears():

@@ -20,6 +20,20 @@ LLAMA_LINEARS = {
     "mlp.up_proj": ("hidden", "inner"),
     "mlp.down_proj": ("inner", "hidden"),
 }
+OPT_LINEARS = {
+    "self_attn.q_proj": ("hidden", "q"),
+    "self_attn.k_proj": ("hidden", "kv"),
+    "self_attn.v_proj": ("hidden", "kv"),
+    "self_attn.out_proj": ("q", "hidden"),
+    "fc1": ("hidden", "inner"),
+    "fc2": ("inner", "hidden"),
+}
+PHI3_LINEARS = {
+    "self_attn.qkv_proj": ("hidden", "qkv"),
+    "self_attn.o_proj": ("q", "hidden"),
+    "mlp.gate_up_proj": ("hidden", "gate_up"),
+    "mlp.down_proj": ("inner", "hidden"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +56,9 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that this family has beside Llama's, or with other defaults, and what transformers takes
     where they are absent."""
+
+    ignored: tuple[str, ...] = ()
+    """Llama's keys of config.json that mean nothing here."""
 
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
     """On q, k and v; on the output of attention; in the MLP: yes, no, or the flag that says."""
@@ -92,6 +109,53 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
         biases=(True, False, False),
         windowed=_upper_layers,
+    ),
+    "Qwen3ForCausalLM": Family(
+        "qwen3",
+        defaults={"head_dim": 128, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+        biases=("attention_bias", "attention_bias", False),
+        windowed=_upper_layers,
+    ),
+    "OPTForCausalLM": Family(
+        "opt",
+        linears=OPT_LINEARS,
+        layers="model.decoder.layers",
+        names={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
+        ignored=("num_key_value_heads", "head_dim", "rms_norm_eps"),
+        defaults={
+            "activation_function": "relu",
+            "enable_bias": True,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-5,
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "layer_norm_elementwise_affine": True,
+        },
+        biases=("enable_bias", "enable_bias", "enable_bias"),
+        learnt_positions=2,
+        flags=("do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine"),
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        linears=PHI3_LINEARS,
+        defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096},
+        windowed=_every_layer,
+    ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        names={"hidden_act": "hidden_activation"},
+        defaults={
+            "head_dim": 256,
+            "num_key_value_heads": 4,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
+        biases=("attention_bias", "attention_bias", False),
+        windowed=_even_layers,
     ),
 }
 """By the name that config.json gives in `architectures`."""

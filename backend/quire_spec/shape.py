@@ -78,7 +78,9 @@ class ModelShape:
                 f"config.json: architecture {architecture!r} is not supported; "
                 f"supported are {', '.join(capability.ARCHITECTURES)}"
             )
-        return cls._read(ConfigJson(config, FAMILIES[architecture].defaults), architecture)
+        family = FAMILIES[architecture]
+        known = {key: value for key, value in config.items() if key not in family.ignored}
+        return cls._read(ConfigJson(known, family.defaults), architecture)
 
     @classmethod
     def load(cls, folder: Path) -> Self:

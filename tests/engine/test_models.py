@@ -35,6 +35,10 @@ def _load(folder, dtype=torch.float32):
     return model
 
 
+def _logits(model, batch, kv):
+    return model.project(model(batch, kv), batch)
+
+
 def _span(tokens, start, length, first_block, block_size):
     sequence = Sequence(0, tokens, SamplingParams(), seed=0, max_output_tokens=1)
     sequence.block_table = list(range(first_block, first_block + -(-len(tokens) // block_size)))
@@ -64,10 +68,26 @@ def test_logits_equal_transformers(folder):
     kv = KVCache(model.shape, 12, 8, torch.float32, CPU)
     firsts = (0, 5, 6)
     spans = [_span(p, 0, len(p), first, 8) for p, first in zip(prompts, firsts, strict=True)]
-    logits = model(build_batch(spans, kv, 0, CPU), kv)
+    logits = _logits(model, build_batch(spans, kv, 0, CPU), kv)
     for row, prompt in zip(logits, prompts, strict=True):
         expected = oracle(torch.tensor([prompt])).logits[0, -1]
         assert (row - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types_are_as_exact_as_transformers(folder, dtype):
+    # Enough of them that one lucky rounding decides nothing.
+    prompts = torch.randint(0, VOCAB, (24, 32), generator=torch.Generator().manual_seed(1))
+    exact = load_oracle(folder)(prompts).logits[:, -1]
+    theirs = load_oracle(folder, dtype)(prompts).logits[:, -1].float() - exact
+    model = _load(folder, dtype)
+    model.pack()
+    kv = KVCache(model.shape, 24 * 4, 8, dtype, CPU)
+    spans = [_span(prompt, 0, 32, 4 * i, 8) for i, prompt in enumerate(prompts.tolist())]
+    logits = _logits(model, build_batch(spans, kv, 0, CPU), kv)
+    assert logits.dtype == dtype
+    assert (logits.float() - exact).norm() < 1.3 * theirs.norm()
 
 
 @torch.inference_mode()
@@ -76,9 +96,9 @@ def test_packing_changes_rounding_only(folder, monkeypatch):
     model = _load(folder)
     kv = KVCache(model.shape, 4, 8, torch.float32, CPU)
     batch = build_batch([_span(list(range(20)), 0, 20, 0, 8)], kv, 0, CPU)
-    before = model(batch, kv)
+    before = _logits(model, batch, kv)
     model.pack()
-    after = model(batch, kv)
+    after = _logits(model, batch, kv)
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
 
 
@@ -104,7 +124,7 @@ def test_memory_that_others_left_does_not_reach_a_sequence(folder):
         for kv in (clean, dirty):
             # Beside a longer one, so that its block table is padded.
             spans = [_span(tokens, start, length, 0, 8), _span([1] * 30, 0, 30, 3, 8)]
-            results.append(model(build_batch(spans, kv, 0, CPU), kv))
+            results.append(_logits(model, build_batch(spans, kv, 0, CPU), kv))
         assert torch.equal(*results)
 
 

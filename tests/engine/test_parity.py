@@ -6,7 +6,9 @@ The oracle generates without a cache, one full forward a token, so that it share
 
 import dataclasses
 import functools
+import json
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,7 +150,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-FAMILIES = ["llama", "mistral", "qwen2"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "gemma2"]
 # The others of a family take another path in the model, not in the engine.
 SOME_SCENARIOS = ["at once", "preempted in chunks", "blocks of 128"]
 PAIRS = [(name, scenario) for name in CHECKPOINTS for scenario in (SCENARIOS if name in FAMILIES else SOME_SCENARIOS)]
@@ -249,6 +251,23 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
+# What other families call the linears that are named above.
+TARGETS = {
+    "phi3": {**dict.fromkeys(["q_proj", "k_proj", "v_proj"], "qkv_proj"), "gate_proj": "gate_up_proj"},
+    "opt": {"o_proj": "out_proj", "gate_proj": "fc1", "down_proj": "fc2"},
+}
+TARGETS["phi3"]["up_proj"] = TARGETS["phi3"]["gate_proj"]
+TARGETS["opt"]["up_proj"] = TARGETS["opt"]["gate_proj"]
+
+
+def _renamed(config: dict[str, Any], family: str) -> dict[str, Any]:
+    """A LoraConfig for the linears of a family."""
+    text = json.dumps(config)
+    for name, other in TARGETS.get(family, {}).items():
+        text = re.sub(rf"\b{name}\b", other, text)
+    return json.loads(text)
+
+
 class AdapterCase(NamedTuple):
     folder: Path
     adapters: dict[str | None, Path | None]
@@ -267,7 +286,7 @@ def adapter_cases(tmp_path_factory):
         folder = make_checkpoint(root / "model", checkpoint)
         adapters: dict[str | None, Path | None] = {None: None}
         for seed, (name, config) in enumerate(ADAPTERS.items()):
-            adapters[name] = make_adapter(folder, root / name, seed=seed, **config)
+            adapters[name] = make_adapter(folder, root / name, seed=seed, **_renamed(config, checkpoint))
         mine = _prompts(6, seed=5)
         owners = [name for name in adapters for _ in mine]
         references = []
@@ -306,7 +325,7 @@ ADAPTER_SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 ADAPTER_PAIRS = [("llama", scenario) for scenario in ADAPTER_SCENARIOS]
-ADAPTER_PAIRS += [(c, "preempted, two slots") for c in ("mistral", "qwen2", "llama-head_dim", "llama-biases")]
+ADAPTER_PAIRS += [(c, "preempted, two slots") for c in (*FAMILIES[1:], "llama-head_dim", "llama-biases")]
 
 
 @pytest.mark.parametrize(("checkpoint", "scenario"), ADAPTER_PAIRS)

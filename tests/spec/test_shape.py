@@ -104,6 +104,44 @@ def test_windows_of_qwen(values, windows):
     assert _shape("Qwen2ForCausalLM", **values).windows == windows
 
 
+def test_windows_of_gemma_alternate():
+    gemma = {"hidden_size": 64, "head_dim": None}
+    assert _shape("Gemma2ForCausalLM", **gemma).windows == (4096, None, 4096, None)
+    assert _shape("Gemma2ForCausalLM", **gemma, sliding_window=None).windows == (None,) * 4
+    listed = ["full_attention"] * 3 + ["sliding_attention"]
+    assert _shape("Gemma2ForCausalLM", **gemma, layer_types=listed).windows == (None, None, None, 4096)
+
+
+def test_what_gemma_leaves_out():
+    shape = _shape("Gemma2ForCausalLM")
+    assert (shape.num_kv_heads, shape.head_dim, shape.attention_scale) == (4, 256, 1 / 16)
+    assert (shape.attention_softcap, shape.logits_softcap, shape.activation) == (50.0, 30.0, "gelu_pytorch_tanh")
+    assert shape.tie_word_embeddings
+
+
+def test_llama_knows_no_soft_caps():
+    shape = _shape(attn_logit_softcapping=5.0, final_logit_softcapping=5.0, query_pre_attn_scalar=1)
+    assert (shape.attention_softcap, shape.logits_softcap, shape.attention_scale) == (None, None, 0.25)
+
+
+def test_opt():
+    values = {"intermediate_size": ..., "ffn_dim": 128, "word_embed_proj_dim": 48, "num_key_value_heads": 2}
+    shape = _shape("OPTForCausalLM", **values, enable_bias=False, do_layer_norm_before=False)
+    assert (shape.intermediate_size, shape.embedding_size, shape.num_learnt_positions) == (128, 48, 514)
+    # It has no grouped heads, whatever config.json says.
+    assert (shape.num_kv_heads, shape.rope, shape.activation, shape.norm_eps) == (4, None, "relu", 1e-5)
+    assert not shape.attention_bias and not shape.output_bias and not shape.mlp_bias
+    assert not shape.flags["do_layer_norm_before"] and shape.flags["layer_norm_elementwise_affine"]
+
+
+@pytest.mark.parametrize(
+    "dialect", [{"partial_rotary_factor": 0.75}, {"rope_parameters": {"partial_rotary_factor": 0.75}}]
+)
+def test_partly_rotated_heads(dialect):
+    assert _shape("Phi3ForCausalLM", **dialect).rope.dim == 12
+    assert _shape(**dialect).rope.dim == 16
+
+
 REFUSALS = {
     "an unknown architecture": (
         {"architectures": ["MambaForCausalLM"]},
@@ -125,6 +163,14 @@ REFUSALS = {
     "an end that is no token": ({"eos_token_id": [1, "2"]}, "eos_token_id: .* is not a token id or a list"),
     "KV heads that divide nothing": ({"num_key_value_heads": 3}, "num_key_value_heads: 3 is not a divisor of"),
     "heads that divide nothing": ({"num_attention_heads": 5}, "num_attention_heads: 5 is not a divisor of hidden_size"),
+    "a flag of the family alone": (
+        {"architectures": ["OPTForCausalLM"], "ffn_dim": 8, "do_layer_norm_before": "no"},
+        "do_layer_norm_before: 'no' is not true or false",
+    ),
+    "a cap that is text": (
+        {"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": "30"},
+        "final_logit_softcapping: '30' is not a positive number",
+    ),
     "an odd head": ({"head_dim": 15}, "15 of head_dim 15 elements rotate"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config: quantized checkpoints are not supported"),
     "a rope that is no object": ({"rope_scaling": "linear"}, "rope_scaling: expected an object, found 'linear'"),

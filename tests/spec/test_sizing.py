@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes and bytes, against hand-computed numbers of published models."""
 
+import pytest
+
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import kv_block_bytes, lora_slot_bytes, weights_bytes
 
@@ -49,6 +51,63 @@ QWEN_05B = {
     "dtype": "bfloat16",
     "eos_token_id": 151645,
 }
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+OPT_125M = {
+    "architectures": ["OPTForCausalLM"],
+    "hidden_size": 768,
+    "ffn_dim": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+    "word_embed_proj_dim": 768,
+}
+OPT_350M = OPT_125M | {
+    "hidden_size": 1024,
+    "ffn_dim": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "word_embed_proj_dim": 512,
+    "do_layer_norm_before": False,
+}
+PHI3_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32064,
+    "max_position_embeddings": 4096,
+    "sliding_window": 2047,
+}
+# As released: without tie_word_embeddings, which is then true.
+GEMMA2_2B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
 
 
 def test_llama_8b():
@@ -61,15 +120,33 @@ def test_llama_8b():
     assert lora_slot_bytes(shape, 16, 2) == 80 * 2**20
 
 
-def test_mistral_7b():
-    shape = ModelShape.from_config(MISTRAL_7B)
-    # Published: 7,241,732,096 parameters.
-    assert weights_bytes(shape, 2) == 2 * (7_241_732_096 - 65 * 4096)
-    # The window does not make the cache smaller: blocks that have left it are kept.
-    assert kv_block_bytes(shape, 16, 2) == 16 * 131_072
+# What is published as the number of parameters, and how many of them are in norms and biases, which are not counted.
+PUBLISHED = {
+    "Mistral-7B-v0.1": (MISTRAL_7B, 7_241_732_096, 65 * 4096),
+    "Qwen2.5-0.5B": (QWEN_05B, 494_032_768, 49 * 896 + 24 * 1152),
+    "Qwen3-0.6B": (QWEN3_06B, 596_049_920, 57 * 1024 + 56 * 128),
+    "opt-125m": (OPT_125M, 125_239_296, 12 * (5 * 768 + 3072) + 25 * 2 * 768),
+    "opt-350m": (OPT_350M, 331_196_416, 24 * (5 * 1024 + 4096) + 48 * 2 * 1024),
+    "Phi-3-mini-4k": (PHI3_MINI, 3_821_079_552, 65 * 3072),
+    "gemma-2-2b": (GEMMA2_2B, 2_614_341_888, 105 * 2304),
+}
 
 
-def test_qwen_05b():
-    shape = ModelShape.from_config(QWEN_05B)
-    # Published: 494,032,768 parameters; norms: 49 of 896; biases on q, k and v: 24 of 1,152.
-    assert weights_bytes(shape, 2) == 2 * (494_032_768 - 49 * 896 - 24 * 1152)
+@pytest.mark.parametrize(("config", "parameters", "small"), PUBLISHED.values(), ids=PUBLISHED.keys())
+def test_weights_of_published_models(config, parameters, small):
+    assert weights_bytes(ModelShape.from_config(config), 2) == 2 * (parameters - small)
+
+
+def test_a_window_does_not_make_the_cache_smaller():
+    # 2 (keys, values) x 32 layers x 8 heads x 128 x 2 bytes a token: blocks that have left the window are kept.
+    assert kv_block_bytes(ModelShape.from_config(MISTRAL_7B), 16, 2) == 16 * 131_072
+
+
+def test_heads_of_their_own_width():
+    # 2 x 26 layers x 4 heads x 256 x 2 bytes a token.
+    assert kv_block_bytes(ModelShape.from_config(GEMMA2_2B), 16, 2) == 16 * 106_496
+
+
+def test_adapters_of_fused_linears():
+    # qkv (3072 + 9216), o (2 x 3072), gate and up (3072 + 16384), down (8192 + 3072), 32 layers.
+    assert lora_slot_bytes(ModelShape.from_config(PHI3_MINI), 16, 2) == 16 * 32 * 2 * (12288 + 6144 + 19456 + 11264)

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 VOCAB = 320
 BASE: dict[str, Any] = {
@@ -39,6 +48,20 @@ YARN_ROPE = {
     "factor": 8.0,
     "original_max_position_embeddings": 64,
 }
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+OPT = {"ffn_dim": 128, "pad_token_id": 1}
+PHI3 = {"pad_token_id": 0}
+GEMMA2 = {
+    "head_dim": 24,
+    "num_hidden_layers": 4,
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 20,
+    # Low enough to bend what these weights make.
+    "attn_logit_softcapping": 4.0,
+    "final_logit_softcapping": 60.0,
+    "pad_token_id": 0,
+}
 CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-head_dim": (LlamaConfig, {"head_dim": 32, "num_hidden_layers": 3, "tie_word_embeddings": True}),
@@ -55,9 +78,28 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "mistral-unlimited": (MistralConfig, {"sliding_window": None}),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True, "num_hidden_layers": 3}),
     "qwen2-untied": (Qwen2Config, {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}),
-    "qwen2-windows": (
-        Qwen2Config,
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "num_hidden_layers": 3},
+    "qwen2-windows": (Qwen2Config, {**QWEN_WINDOWS, "num_hidden_layers": 3}),
+    "qwen3": (Qwen3Config, {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3-windows": (Qwen3Config, {**QWEN_WINDOWS, "num_hidden_layers": 3, "attention_bias": True}),
+    "opt": (OPTConfig, OPT),
+    "opt-350m": (OPTConfig, {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 48}),
+    "opt-galactica": (
+        OPTConfig,
+        {
+            **OPT,
+            "activation_function": "gelu",
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "opt-old": (OPTConfig, {**OPT, "_remove_final_layer_norm": True, "initializer_range": 0.15}),
+    "phi3": (Phi3Config, {**PHI3, "num_key_value_heads": 4, "sliding_window": 40}),
+    "phi3-partial": (Phi3Config, {**PHI3, "tie_word_embeddings": True, "rope_parameters": PARTIAL_ROPE}),
+    "gemma2": (Gemma2Config, GEMMA2),
+    "gemma2-uncapped": (
+        Gemma2Config,
+        {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
     ),
 }
 """One row per family and per shape that takes another path."""
@@ -77,9 +119,9 @@ def make_checkpoint(folder: Path, name: str, **save: Any) -> Path:
     return folder
 
 
-def load_oracle(folder: Path) -> Any:
-    """The checkpoint in transformers: float32, on the CPU."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The checkpoint in transformers, on the CPU."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def make_adapter(checkpoint: Path, folder: Path, seed: int = 0, **config: Any) -> Path:

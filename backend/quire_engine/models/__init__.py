@@ -7,12 +7,12 @@ file; and a row in tests/support/tiny.py, which holds it to transformers and pef
 
 import importlib
 
-from quire_engine.models.llama import LlamaForCausalLM
+from quire_engine.models.causal import CausalLM
 from quire_spec.families import FAMILIES
 
 
-def model_class(architecture: str) -> type[LlamaForCausalLM]:
+def model_class(architecture: str) -> type[CausalLM]:
     """The class that defines the models of an architecture, one of `FAMILIES`."""
     module = importlib.import_module(f"quire_engine.models.{FAMILIES[architecture].module}")
-    found: type[LlamaForCausalLM] = getattr(module, architecture)
+    found: type[CausalLM] = getattr(module, architecture)
     return found

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OPT and Galactica: learnt positions, LayerNorm, an MLP without a gate, and biases everywhere.
+
+The 350M one alone normalises after attention and MLP instead of before, and has embeddings narrower than the stream.
+"""
+
+from collections.abc import Iterator
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire_engine.batch import Batch
+from quire_engine.kv import KVCache
+from quire_engine.layers import Attention, Linear, Placement
+from quire_engine.models.causal import CausalLM
+from quire_kernels import ACTIVATIONS, write_kv
+from quire_spec.shape import ModelShape
+from quire_spec.sizing import linears
+
+
+class LayerNorm:
+    """Normalisation to mean 0 and variance 1, with a learnt scale and shift in most checkpoints."""
+
+    def __init__(self, shape: ModelShape, place: Placement) -> None:
+        self.size, self.eps = (shape.hidden_size,), shape.norm_eps
+        affine = shape.flags["layer_norm_elementwise_affine"]
+        self.weight = place.empty(shape.hidden_size) if affine else None
+        self.bias = place.empty(shape.hidden_size) if affine else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] to the same."""
+        return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
+
+    def tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors of the module `name`."""
+        if self.weight is not None and self.bias is not None:
+            yield f"{name}.weight", self.weight
+            yield f"{name}.bias", self.bias
+
+
+class OPTAttention(Attention):
+    """Attention that leaves positions to the embedding."""
+
+    OUTPUT = "out_proj"
+
+    def __call__(self, x: Tensor, cache: Tensor, batch: Batch) -> Tensor:
+        """[num_tokens, hidden_size] to the same; writes the tokens' keys and values to `cache`, one layer's."""
+        qkv = self.project(x, batch)
+        write_kv(qkv[:, self.num_heads : self.num_rotated], qkv[:, self.num_rotated :], cache, batch.addresses)
+        return self.attend(qkv[:, : self.num_heads], cache, batch)
+
+
+class OPTDecoderLayer:
+    """Attention and MLP, each on the normalised residual stream and added to it, or normalised when added."""
+
+    def __init__(self, shape: ModelShape, index: int, place: Placement) -> None:
+        self.norm_first = shape.flags["do_layer_norm_before"]
+        self.self_attn = OPTAttention(shape, index, place)
+        self.self_attn_layer_norm = LayerNorm(shape, place)
+        inner = linears(shape)["fc1"][1]
+        self.fc1 = Linear(shape.hidden_size, {"fc1": inner}, place, bias=shape.mlp_bias)
+        self.fc2 = Linear(inner, {"fc2": shape.hidden_size}, place, bias=shape.mlp_bias)
+        self.final_layer_norm = LayerNorm(shape, place)
+        self.activate = ACTIVATIONS[shape.activation]
+
+    def __call__(self, hidden: Tensor, cache: Tensor, batch: Batch) -> Tensor:
+        """[num_tokens, hidden_size] to the same, in place."""
+        if self.norm_first:
+            hidden.add_(self.self_attn(self.self_attn_layer_norm(hidden), cache, batch))
+            return hidden.add_(self.feed(self.final_layer_norm(hidden), batch))
+        hidden = self.self_attn_layer_norm(hidden.add_(self.self_attn(hidden, cache, batch)))
+        return self.final_layer_norm(hidden.add_(self.feed(hidden, batch)))
+
+    def feed(self, x: Tensor, batch: Batch) -> Tensor:
+        """The MLP: [num_tokens, hidden_size] to the same."""
+        return self.fc2(self.activate(self.fc1(x, batch)), batch)
+
+    def linears(self) -> tuple[Linear, ...]:
+        """The linears that adapters can change."""
+        return (*self.self_attn.linears(), self.fc1, self.fc2)
+
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors under `prefix`, each as the part of a parameter that it fills."""
+        yield from self.self_attn.tensors(f"{prefix}self_attn.")
+        yield from self.self_attn_layer_norm.tensors(f"{prefix}self_attn_layer_norm")
+        yield from self.fc1.tensors(prefix)
+        yield from self.fc2.tensors(prefix)
+        yield from self.final_layer_norm.tensors(f"{prefix}final_layer_norm")
+
+
+class OPTForCausalLM(CausalLM):
+    """Token ids to logits."""
+
+    layers: list[OPTDecoderLayer]
+
+    def build(self, place: Placement) -> None:
+        """See CausalLM.build."""
+        shape = self.shape
+        self.embed_positions = place.empty(shape.num_learnt_positions, shape.hidden_size)
+        self.first_position = shape.num_learnt_positions - shape.max_position_embeddings
+        self.project_in = self.project_out = None
+        if shape.embedding_size != shape.hidden_size:
+            self.project_in = Linear(shape.embedding_size, {"project_in": shape.hidden_size}, place)
+            self.project_out = Linear(shape.hidden_size, {"project_out": shape.embedding_size}, place)
+        self.layers = [OPTDecoderLayer(shape, index, place) for index in range(shape.num_layers)]
+        normed = shape.flags["do_layer_norm_before"] and not shape.flags["_remove_final_layer_norm"]
+        self.final_layer_norm = LayerNorm(shape, place) if normed else None
+
+    def decode(self, batch: Batch, kv: KVCache) -> Tensor:
+        """See CausalLM.decode."""
+        hidden = self.embed(batch)
+        if self.project_in is not None:
+            hidden = self.project_in(hidden, batch)
+        hidden.add_(F.embedding(batch.positions + self.first_position, self.embed_positions))
+        for layer, cache in zip(self.layers, kv.layers, strict=True):
+            hidden = layer(hidden, cache, batch)
+        return hidden
+
+    def project(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """See CausalLM.project."""
+        if self.final_layer_norm is not None:
+            hidden = self.final_layer_norm(hidden)
+        if self.project_out is not None:
+            hidden = self.project_out(hidden, batch)
+        return self.lm_head(hidden, batch)
+
+    def rest(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """See CausalLM.rest."""
+        yield f"{prefix}embed_positions.weight", self.embed_positions
+        for linear in (self.project_in, self.project_out):
+            if linear is not None:
+                yield from linear.tensors(prefix)
+        if self.final_layer_norm is not None:
+            yield from self.final_layer_norm.tensors(f"{prefix}final_layer_norm")

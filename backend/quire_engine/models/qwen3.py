@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3: Llama with queries and keys normalised head by head, and windows as in Qwen2."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from quire_engine.batch import Batch
+from quire_engine.layers import Placement, RMSNorm, RotaryAttention
+from quire_engine.models.llama import DecoderLayer, LlamaForCausalLM
+from quire_spec.shape import ModelShape
+
+
+class Qwen3Attention(RotaryAttention):
+    """Attention whose queries and keys are normalised before they are rotated."""
+
+    def __init__(self, shape: ModelShape, index: int, place: Placement) -> None:
+        super().__init__(shape, index, place)
+        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps, place)
+        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps, place)
+
+    def project(self, x: Tensor, batch: Batch) -> Tensor:
+        """See Attention.project."""
+        qkv = super().project(x, batch)
+        for part, norm in (
+            (slice(self.num_heads), self.q_norm),
+            (slice(self.num_heads, self.num_rotated), self.k_norm),
+        ):
+            qkv[:, part] = norm(qkv[:, part])
+        return qkv
+
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors under `prefix`."""
+        yield from super().tensors(prefix)
+        yield from self.q_norm.tensors(f"{prefix}q_norm")
+        yield from self.k_norm.tensors(f"{prefix}k_norm")
+
+
+class Qwen3DecoderLayer(DecoderLayer):
+    """Llama's layer around this attention."""
+
+    ATTENTION = Qwen3Attention
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    """Token ids to logits; see LlamaForCausalLM."""
+
+    LAYER = Qwen3DecoderLayer
