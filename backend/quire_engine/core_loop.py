@@ -8,12 +8,11 @@ nothing to run.
 
 import logging
 import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from quire_engine import process
 from quire_engine.engine import Engine
@@ -61,10 +60,6 @@ class CoreLoop:
         self._num_steps = 0
         self._num_failed_steps = 0
 
-    def start(self) -> None:
-        """Begin to run."""
-        threading.Thread(target=self.run, name="steps", daemon=True).start()
-
     def begin(self, owner: int) -> None:
         """A text process connected."""
         self._inbox.put(partial(self._change_owner, owner))
@@ -87,8 +82,9 @@ class CoreLoop:
         self._inbox.put(partial(self._call, action, future))
         return future
 
-    def run(self) -> None:
-        """Run for ever. An exception ends the process: the state of the engine is unknown."""
+    def run(self) -> NoReturn:
+        """Run for ever, in the thread that loaded the engine. An exception ends the process: the engine's state is
+        unknown."""
         while True:
             self._act()
             for digest, path in self._engine.take_fetches():

@@ -4,7 +4,7 @@
     text process --Generate, Abort--> CoreServer --queue--> CoreLoop -> Engine
                  <----StepResult-----            <---------
 
-Two threads: sockets in the main one, steps in the other. It listens only when the engine is ready to run.
+Two threads: sockets in the main one, the engine in the other. It listens only when the engine is ready to run.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from pathlib import Path
 from quire_engine import process
 from quire_engine.core_server import CoreServer
 from quire_engine.engine import Engine
+from quire_engine.step_thread import StepThread
 from quire_spec import sizing
 from quire_spec.capability import DTYPE_BYTES
 from quire_spec.names import CORE_SOCKET
@@ -26,13 +27,14 @@ _GIB = 2**30
 def main(args: process.Arguments) -> None:
     """Load, then serve."""
     path = args.socket(CORE_SOCKET)
-    engine = Engine.from_config(args.config)
+    steps = StepThread()
+    engine = steps.do(lambda: Engine.from_config(args.config))
     log_memory(engine)
     # The model's objects live as long as the process: no collection needs to look at them again, in the middle of a
     # step.
     gc.collect()
     gc.freeze()
-    asyncio.run(_serve(engine, path))
+    asyncio.run(_serve(engine, steps, path))
 
 
 def log_memory(engine: Engine) -> None:
@@ -54,9 +56,9 @@ def log_memory(engine: Engine) -> None:
     )
 
 
-async def _serve(engine: Engine, path: Path) -> None:
+async def _serve(engine: Engine, steps: StepThread, path: Path) -> None:
     process.watch_loop(asyncio.get_running_loop())
-    await CoreServer(engine).run(path)
+    await CoreServer(engine, steps).run(path)
 
 
 if __name__ == "__main__":

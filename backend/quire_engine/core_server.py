@@ -17,6 +17,7 @@ from quire_engine import process
 from quire_engine.connection import Connection, listen
 from quire_engine.core_loop import CoreLoop
 from quire_engine.engine import Engine
+from quire_engine.step_thread import StepThread
 from quire_spec.document import to_json
 from quire_spec.errors import Internal, InvalidArgument, QuireError
 from quire_spec.messages import Abort, Call, Generate, Message, Reply, StepResult
@@ -31,8 +32,10 @@ _log = logging.getLogger("quire.core")
 class CoreServer:
     """Handler of the connections of the engine core."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, steps: StepThread) -> None:
+        """`steps` has loaded the engine."""
         self._engine = engine
+        self._steps = steps
         self._event_loop = asyncio.get_running_loop()
         self._started_at = process.now()
         self._loop = CoreLoop(engine, self._publish, self._fetch)
@@ -40,7 +43,7 @@ class CoreServer:
         self._owners = count(1)
         self._owner = 0
         # Two: an adapter on a disk that hangs does not hold up the next one.
-        self._readers = ThreadPoolExecutor(2, "adapter")
+        self._reading = asyncio.Semaphore(2)
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
             "load_adapter": self._load_adapter,
@@ -51,7 +54,7 @@ class CoreServer:
 
     async def run(self, path: Path) -> None:
         """Serve, for ever."""
-        self._loop.start()
+        self._steps.run(self._loop.run)
         server = await listen(path, lambda: Connection(self))
         _log.info("engine core listens path=%s", path)
         await server.serve_forever()
@@ -166,7 +169,10 @@ class CoreServer:
 
     async def _read(self, digest: str, path: Path) -> object:
         try:
-            return await self._event_loop.run_in_executor(self._readers, self._engine.read_adapter, path)
+            # A thread for each: what computes in it would slow the steps for as long as it lives (step_thread.py).
+            async with self._reading:
+                with ThreadPoolExecutor(1, "adapter") as reader:
+                    return await self._event_loop.run_in_executor(reader, self._engine.read_adapter, path)
         except QuireError:
             raise
         except Exception as error:
