@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outbox: events of one frontend on their way out, joined while it does not read, and bounded. No I/O.
+"""Outbox: events of one frontend on their way out, joined while they wait, and bounded. No I/O.
 
-A frontend that is behind gets fewer, larger events: those of one request are merged, so that what is sent grows
-with the text only. One that stays behind is given up, so that its memory is bounded and nobody else waits for it.
+Events of one request are merged, so that what is sent grows with the text only. A frontend that stays behind is given
+up, so that its memory is bounded and nobody else waits for it.
 """
 
 from dataclasses import replace
@@ -30,6 +30,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Waiting] = {}
+        self._urgent: set[int] = set()
+        """Requests whose clients wait: for their first tokens, or for the end."""
         self._num_bytes = 0
         self._largest_merged = 0
 
@@ -45,6 +47,8 @@ class Outbox:
         else:
             waiting.merge(event, size)
             self._largest_merged = max(self._largest_merged, waiting.num_bytes)
+        if event.final or event.num_output_tokens == len(event.token_ids):
+            self._urgent.add(event.id)
 
     @property
     def excess(self) -> str | None:
@@ -58,17 +62,23 @@ class Outbox:
             return f"{self._num_bytes} bytes wait; at most {MAX_WAITING_BYTES} may"
         return None
 
-    def take(self) -> list[list[Event]]:
-        """Hand out everything, in messages of about MAX_EVENTS_BYTES."""
+    def take(self, only_urgent: bool = False) -> list[list[Event]]:
+        """Hand out everything, or what clients wait for most, in messages of about MAX_EVENTS_BYTES."""
+        if only_urgent and len(self._urgent) < len(self._waiting):
+            taken = [self._waiting.pop(id) for id in self._urgent]
+            self._num_bytes -= sum(waiting.num_bytes for waiting in taken)
+        else:
+            taken = list(self._waiting.values())
+            self._waiting, self._num_bytes, self._largest_merged = {}, 0, 0
+        self._urgent.clear()
         batches: list[list[Event]] = []
         num_bytes = MAX_EVENTS_BYTES
-        for waiting in self._waiting.values():
+        for waiting in taken:
             if num_bytes >= MAX_EVENTS_BYTES:
                 batches.append([])
                 num_bytes = 0
             batches[-1].append(waiting.event())
             num_bytes += waiting.num_bytes
-        self._waiting, self._num_bytes, self._largest_merged = {}, 0, 0
         return batches
 
 

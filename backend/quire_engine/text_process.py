@@ -11,6 +11,7 @@ stop strings, metrics. One event loop; it imports neither torch nor transformers
 import asyncio
 import gc
 import logging
+import os
 
 from quire_engine import process
 from quire_engine.admission import Admission, Limits
@@ -18,8 +19,10 @@ from quire_engine.core_link import CoreLink
 from quire_engine.desk import Desk
 from quire_engine.hub import resolve_model
 from quire_engine.metrics import Metrics
+from quire_engine.pace import RESPONSES_PER_S_PER_CORE, Pace
 from quire_engine.text import Tokenizer
 from quire_engine.text_server import TextServer
+from quire_spec.config import EngineConfig
 from quire_spec.names import CORE_SOCKET, TEXT_SOCKET
 from quire_spec.shape import ModelShape
 
@@ -44,12 +47,19 @@ async def _serve(args: process.Arguments, tokenizer: Tokenizer | None, limits: L
     metrics = Metrics(args.config, args.served_name, limits.max_model_len)
     link = CoreLink(args.socket(CORE_SOCKET), args.served_name)
     desk = Desk(Admission(limits, args.served_name, tokenizer is not None), tokenizer, metrics, link.send)
-    server = TextServer(desk, tokenizer, metrics, limits.max_frame_bytes)
+    server = TextServer(desk, tokenizer, metrics, limits.max_frame_bytes, _pace(args.config))
     await server.listen(args.socket(TEXT_SOCKET))
     # What was made so far stays: no collection needs to look at it again.
     gc.collect()
     gc.freeze()
     await link.run(desk)
+
+
+def _pace(config: EngineConfig) -> Pace:
+    """An engine on a device of its own loses nothing by responses; one on this CPU gets most of it."""
+    if config.device != "cpu":
+        return Pace(None)
+    return Pace(RESPONSES_PER_S_PER_CORE * len(os.sched_getaffinity(0)))
 
 
 if __name__ == "__main__":

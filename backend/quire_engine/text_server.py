@@ -17,11 +17,12 @@ from quire_engine.connection import Connection, listen
 from quire_engine.desk import Desk
 from quire_engine.generation import Generation
 from quire_engine.metrics import Metrics
-from quire_engine.outbox import Outbox
+from quire_engine.pace import Pace
+from quire_engine.port import Dispatch, Port
 from quire_engine.process import now
 from quire_engine.text import Tokenizer
 from quire_spec.errors import Internal, InvalidArgument, QuireError
-from quire_spec.messages import Call, Cancel, Event, Events, Hello, Message, Notice, Reply, Submit
+from quire_spec.messages import Call, Cancel, Message, Notice, Reply, Submit
 
 _INLINE_CHARS = 2048
 """Prompts up to this are tokenized at once: about half a millisecond, and a thread costs a tenth of one."""
@@ -34,46 +35,17 @@ _SUBMIT_HEAD = re.compile(rb'\["Submit",(\d{1,18}),')
 _log = logging.getLogger("quire.text")
 
 
-class Port:
-    """One frontend: its connection, and the events that wait for it."""
-
-    def __init__(self, connection: Connection, hello: Hello, metrics: Metrics) -> None:
-        self.hello = hello
-        self._connection = connection
-        self._metrics = metrics
-        self._outbox = Outbox()
-        self._scheduled = False
-
-    def post(self, event: Event) -> None:
-        """Send an event, with all others of this turn of the event loop."""
-        self._outbox.add(event)
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._turn_over)
-
-    def flush(self) -> None:
-        """Send what waits, unless the frontend is behind."""
-        if not self._connection.blocked:
-            for events in self._outbox.take():
-                self._connection.send(Events(events))
-
-    def _turn_over(self) -> None:
-        self._scheduled = False
-        self.flush()
-        if self._connection.blocked and (excess := self._outbox.excess):
-            _log.warning("frontend cut: it does not read model=%s pid=%s: %s", self.hello.model, self.hello.pid, excess)
-            self._metrics.reader_cut()
-            self._connection.cut()
-
-
 class TextServer:
     """Serves frontends and supervisors; the handler of their connections."""
 
-    def __init__(self, desk: Desk, tokenizer: Tokenizer | None, metrics: Metrics, max_frame_bytes: int) -> None:
+    def __init__(
+        self, desk: Desk, tokenizer: Tokenizer | None, metrics: Metrics, max_frame_bytes: int, pace: Pace
+    ) -> None:
         self._desk = desk
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._max_frame_bytes = max_frame_bytes
+        self._dispatch = Dispatch(pace)
         self._ports: dict[Connection, Port] = {}
         self._supervisors: set[Connection] = set()
         self._started_at = now()
@@ -95,7 +67,7 @@ class TextServer:
         hello = connection.peer
         assert hello is not None, "a dialled connection"
         if hello.role == "frontend":
-            self._ports[connection] = Port(connection, hello, self._metrics)
+            self._ports[connection] = Port(connection, hello, self._metrics, self._dispatch)
         elif hello.role == "supervisor":
             self._supervisors.add(connection)
         else:
@@ -130,6 +102,7 @@ class TextServer:
         self._supervisors.discard(connection)
         if (port := self._ports.pop(connection, None)) is None:
             return
+        self._dispatch.forget(port)
         num_open = self._desk.leave(port)
         hello = port.hello
         _log.info("frontend gone model=%s pid=%s num_open=%d", hello.model, hello.pid, num_open)

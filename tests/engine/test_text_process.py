@@ -17,6 +17,7 @@ from support.llama import greedy, make_adapter, make_llama
 from support.pod import Peer, Pod, eventually, text_of
 from transformers import AutoTokenizer
 
+from quire_engine.pace import RESPONSES_PER_S_PER_CORE
 from quire_spec.errors import InvalidArgument
 from quire_spec.frames import encode
 from quire_spec.messages import Cancel, Event, Events, Hello, Submit
@@ -91,6 +92,19 @@ def test_64_streams_at_once_get_their_own_text(client: Peer, expected: dict[str,
         assert text_of(events) == expected[asked[request]][1]
         counts = [event.num_output_tokens for event in events]
         assert counts == sorted(counts) and counts[-1] == 24
+
+
+def test_many_streams_get_several_tokens_at_once_but_not_their_first(client: Peer):
+    rate = RESPONSES_PER_S_PER_CORE * len(os.sched_getaffinity(0))
+    started = time.monotonic()
+    ids = [client.submit([5, 6, 7], temperature=0, max_tokens=64, ignore_eos=True) for _ in range(48)]
+    streams = client.collect(ids).values()
+    num_events, seconds = sum(map(len, streams)), time.monotonic() - started
+    assert all(sum(len(event.token_ids) for event in events) == 64 for events in streams)
+    # Two only where this process was late and two steps' results came together.
+    assert sum(len(events[0].token_ids) for events in streams) < 2 * 48
+    # Of each the first, the last, and some before the first wait begins; the others at the pace.
+    assert num_events <= rate * seconds + 3 * 48 < 48 * 64 / 2, (num_events, seconds)
 
 
 def test_stop_string_ends_the_request_here_and_in_the_core(
