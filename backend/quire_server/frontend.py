@@ -35,8 +35,8 @@ hardly more."""
 CHECK_S = 0.1
 """How long a client may be gone before its request is found out, while few are open."""
 MAX_CHECKS_PER_S = 100
-"""Asking is a round trip to the server, 65 us of CPU for both sides: less than 1 % of a core. With more than 10 requests
-open each is asked less often: with 64 every 0.6 s, in which its client's answer is computed for nobody."""
+"""Asking is a round trip to the server, 65 us of CPU for both sides: less than 1 % of a core. With more than 10
+requests open each is asked less often: with 64 every 0.6 s, in which an answer may be computed for nobody."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
