@@ -181,6 +181,11 @@ class Admission:
             raise InvalidArgument("sampling parameters: expected an object")
         params = SamplingParams.from_mapping(submit.params)
         check_text_parameters(params, self._has_tokenizer)
+        if submit.stream and params.num_sequences > params.n:
+            raise InvalidArgument(
+                f"sampling parameter 'best_of': the best {params.n} of {params.best_of} are known at the end only; "
+                "do not stream, or leave it out"
+            )
         self._check_tokens("stop_token_ids", params.stop_token_ids)
         self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
         self._check_tokens("logit_bias", params.logit_bias or ())

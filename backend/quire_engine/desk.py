@@ -10,10 +10,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any, Protocol
 
 from quire_engine.admission import Admission
+from quire_engine.completion import Completion
 from quire_engine.generation import Generation
 from quire_engine.metrics import Metrics
 from quire_engine.text import Tokenizer
@@ -47,8 +47,9 @@ class Desk:
         self._send = send
         self._clock = clock
         # Not from zero: after a restart of the text process, its ids differ from those that the core still knows.
-        self._ids = count(int(time.time() * 1000) << 16)
+        self._next_id = int(time.time() * 1000) << 16
         self._open: dict[int, tuple[Generation, Frontend]] = {}
+        """By sequence: those whose output is not over."""
         self._of: defaultdict[Frontend, dict[int, Generation]] = defaultdict(dict)
         self._on_empty: list[Callable[[], None]] = []
         self._names: dict[str, list[str]] = {}
@@ -58,11 +59,11 @@ class Desk:
     @property
     def num_open(self) -> int:
         """Open requests, queued ones included."""
-        return len(self._open)
+        return sum(map(len, self._of.values()))
 
     def is_open(self, generation: Generation) -> bool:
         """Whether a request is still wanted; may be asked from another thread."""
-        return generation.id in self._open
+        return not generation.over
 
     def max_prompt_tokens(self, generation: Generation) -> int | None:
         """To how many tokens a request wants its prompt cut; may be asked from another thread."""
@@ -81,9 +82,10 @@ class Desk:
         except QuireError as error:
             self._refuse(frontend, submit.id, error)
             return None
-        generation = Generation(next(self._ids), submit, admitted, self._clock())
+        generation = Generation(self._next_id, submit, admitted, self._clock())
+        self._next_id = generation.ids.stop
         self._metrics.by_adapter.admitted(generation.adapter)
-        self._open[generation.id] = generation, frontend
+        self._open |= dict.fromkeys(generation.ids, (generation, frontend))
         self._of[frontend][submit.id] = generation
         self.num_queued += 1
         if submit.prompt_token_ids is None or admitted.params.bad_words:
@@ -105,12 +107,13 @@ class Desk:
             self.fail(generation, error)
         else:
             self._metrics.prompt_tokens(len(token_ids))
-            self._send(generation.begin(token_ids, self._tokenizer, list(bad_word_ids)))
+            for request in generation.begin(token_ids, self._tokenizer, list(bad_word_ids)):
+                self._send(request)
 
     def fail(self, generation: Generation, error: QuireError) -> None:
         """End a request with an error. Does nothing if it is over."""
         if self.is_open(generation):
-            _, frontend = self._open[generation.id]
+            _, frontend = self._open[self._sequences(generation)[0]]
             self._close(generation, frontend, "error")
             frontend.post(generation.failed(error.code, str(error)))
 
@@ -132,7 +135,7 @@ class Desk:
         for id in step.started:
             if (entry := self._open.get(id)) and not entry[0].started:
                 self._start(entry[0], now)
-        aborted = [result.id for result in step.results if self._take_result(result, now)]
+        aborted = [id for result in step.results for id in self._take_result(result, now)]
         if aborted:
             self._send(Abort(aborted))
         self._metrics.stats(step.stats)
@@ -149,7 +152,7 @@ class Desk:
         """The engine core is gone, and with it every open request; new ones are refused until it is back."""
         self._admission.closed = "engine core is restarting; try again"
         self._metrics.core(False)
-        for generation, _ in list(self._open.values()):
+        for generation in self._generations():
             self.fail(generation, Unavailable(self._admission.closed))
 
     def set_adapters(self, adapters: Mapping[str, str]) -> None:
@@ -171,7 +174,7 @@ class Desk:
         """Bring the metrics' list of adapters in use up to date, before it is read."""
         running: set[str] = set()
         waiting: set[str] = set()
-        for generation, _ in self._open.values():
+        for generation in self._generations():
             if generation.adapter is not None:
                 (running if generation.started else waiting).add(generation.adapter)
         self._metrics.adapters(running, waiting)
@@ -189,40 +192,55 @@ class Desk:
         self.num_queued -= 1
         self._metrics.started(now - generation.arrival)
 
-    def _take_result(self, result: SequenceResult, now: float) -> bool:
-        """Pass a result on. Returns whether the request is over here while the engine core still runs it."""
+    def _take_result(self, result: SequenceResult, now: float) -> list[int]:
+        """Pass a result on. Returns the sequences that are over here while the engine core still runs them."""
         entry = self._open.get(result.id)
         if entry is None:
-            return False
+            return []
         generation, frontend = entry
-        num_before = generation.num_output_tokens
-        event = generation.take(_again(result))
-        self._measure(generation, generation.num_output_tokens - num_before, now)
-        if event is None:
-            return False
-        if event.final:
-            self._close(generation, frontend, "error" if event.error_code else event.finish_reason or "")
-        frontend.post(event)
-        return generation.stopped and result.finish_reason is None
+        completion = generation.completion(result.id)
+        num_before = completion.num_tokens
+        events = generation.take(_again(result))
+        self._measure(generation, completion, completion.num_tokens - num_before, now)
+        aborted = []
+        if completion.finish_reason is not None or result.error_code is not None:
+            del self._open[result.id]
+            aborted = [result.id] if result.finish_reason is None and result.error_code is None else []
+        if events and events[-1].final:
+            aborted += self._sequences(generation)
+            self._close(generation, frontend, "error" if events[-1].error_code else events[-1].finish_reason or "")
+        for event in events:
+            frontend.post(event)
+        return aborted
 
-    def _measure(self, generation: Generation, num_tokens: int, now: float) -> None:
+    def _measure(self, generation: Generation, completion: Completion, num_tokens: int, now: float) -> None:
         if not num_tokens:
             return
-        if generation.last_token is None:
+        if completion.last_token is not None:
+            self._metrics.next_token(now - completion.last_token)
+        elif all(other.last_token is None for other in generation.completions):
             self._metrics.first_token(generation.adapter, now - generation.arrival)
-        else:
-            self._metrics.next_token(now - generation.last_token)
-        generation.last_token = now
+        completion.last_token = now
         self._metrics.tokens(generation.adapter, num_tokens)
 
     def _abort(self, generations: list[Generation], frontend: Frontend) -> None:
+        submitted = [id for generation in generations if generation.submitted for id in self._sequences(generation)]
         for generation in generations:
             self._close(generation, frontend, "abort")
-        if submitted := [generation.id for generation in generations if generation.submitted]:
+        if submitted:
             self._send(Abort(submitted))
 
+    def _generations(self) -> list[Generation]:
+        return [generation for generations in self._of.values() for generation in generations.values()]
+
+    def _sequences(self, generation: Generation) -> list[int]:
+        """Those whose output is not over."""
+        return [id for id in generation.ids if id in self._open]
+
     def _close(self, generation: Generation, frontend: Frontend, reason: str) -> None:
-        del self._open[generation.id]
+        generation.over = True
+        for id in self._sequences(generation):
+            del self._open[id]
         del self._of[frontend][generation.client_id]
         if not generation.started:
             self.num_queued -= 1

@@ -26,10 +26,11 @@ _LOGPROB_BYTES = 330
 
 
 class Outbox:
-    """Waiting events, at most one per request, in the order in which the requests' first ones came."""
+    """Waiting events, at most one per output of a request; a request's final one after its others."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, dict[int, _Waiting]] = {}
+        """By request, then by output."""
         self._urgent: set[int] = set()
         """Requests whose clients wait: for their first tokens, or for the end."""
         self._num_bytes = 0
@@ -42,11 +43,14 @@ class Outbox:
         """Append an event, or merge it into the one of its request that waits."""
         size = _size(event)
         self._num_bytes += size
-        if (waiting := self._waiting.get(event.id)) is None:
-            self._waiting[event.id] = _Waiting(event, size)
+        outputs = self._waiting.setdefault(event.id, {})
+        if (waiting := outputs.get(event.index)) is None:
+            outputs[event.index] = _Waiting(event, size)
         else:
             waiting.merge(event, size)
             self._largest_merged = max(self._largest_merged, waiting.num_bytes)
+            if event.final:
+                outputs[event.index] = outputs.pop(event.index)
         if event.final or event.num_output_tokens == len(event.token_ids):
             self._urgent.add(event.id)
 
@@ -65,10 +69,10 @@ class Outbox:
     def take(self, only_urgent: bool = False) -> list[list[Event]]:
         """Hand out everything, or what clients wait for most, in messages of about MAX_EVENTS_BYTES."""
         if only_urgent and len(self._urgent) < len(self._waiting):
-            taken = [self._waiting.pop(id) for id in self._urgent]
+            taken = [waiting for id in self._urgent for waiting in self._waiting.pop(id).values()]
             self._num_bytes -= sum(waiting.num_bytes for waiting in taken)
         else:
-            taken = list(self._waiting.values())
+            taken = [waiting for outputs in self._waiting.values() for waiting in outputs.values()]
             self._waiting, self._num_bytes, self._largest_merged = {}, 0, 0
         self._urgent.clear()
         batches: list[list[Event]] = []
@@ -83,7 +87,7 @@ class Outbox:
 
 
 class _Waiting:
-    """The events of one request, joined when they are handed out: joining at each would be quadratic."""
+    """The events of one output, joined when they are handed out: joining at each would be quadratic."""
 
     __slots__ = ("_events", "num_bytes")
 

@@ -110,12 +110,11 @@ class TritonPythonModel:
         if not last.final and self._is_gone(stream):
             return
         if last.error_code is None:
-            stream.sender.send(_response(stream, wire.merge(events)), flags=_FINAL if last.final else 0)
+            stream.sender.send(_response(stream, events), flags=_FINAL if last.final else 0)
         else:
             if len(events) > 1 and stream.wanted is not None and stream.wanted.stream:
-                stream.sender.send(_response(stream, wire.merge(events[:-1])), flags=0)
+                stream.sender.send(_response(stream, events[:-1]), flags=0)
             stream.sender.send(_error_response(last), flags=_FINAL)
-        stream.num_sent = last.num_output_tokens
         if last.final:
             self._end(stream, tell_text=stream.cut_off)
 
@@ -161,9 +160,11 @@ class TritonPythonModel:
         return max(CHECK_S, len(self._streams) / MAX_CHECKS_PER_S)
 
 
-def _response(stream: Stream, event: Event) -> Any:
+def _response(stream: Stream, events: list[Event]) -> Any:
     assert stream.wanted is not None, "a refused request has only an error"
-    tensors = wire.output_tensors(event, stream.wanted, stream.num_sent)
+    news = wire.news(events, stream.told)
+    tensors = wire.output_tensors(news, stream.wanted, stream.told)
+    stream.told = news
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
 
 

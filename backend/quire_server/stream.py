@@ -10,7 +10,7 @@ response goes out (it frees what the question is about). Knows nothing of the se
 import threading
 from typing import Any
 
-from quire_server.wire import Wanted
+from quire_server.wire import Wanted, nothing_told
 from quire_spec.errors import QuireError, Unavailable
 from quire_spec.messages import Event
 
@@ -30,8 +30,8 @@ class Stream:
         "checked_at",
         "cut_off",
         "id",
-        "num_sent",
         "sender",
+        "told",
         "wanted",
     )
 
@@ -41,8 +41,8 @@ class Stream:
         """None when the request was refused: then its only response is an error."""
         self.sender = sender
         """The server's response sender."""
-        self.num_sent = 0
-        """Output tokens that responses told of."""
+        self.told = [] if wanted is None else nothing_told(request_id, wanted)
+        """What responses told of each output."""
         self.cut_off = False
         """Ended from this side: the text process has to be told."""
         self.checked_at = now

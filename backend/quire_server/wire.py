@@ -11,7 +11,7 @@ Source: https://github.com/triton-inference-server/vllm_backend/blob/11c4e0fd7c6
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,8 @@ class Wanted:
     num_output_tokens: bool
     output_ids: bool
     prompt_logprobs: bool
+    num_outputs: int
+    """How many the responses hold, each."""
     has_logprobs: bool
     """False: `logprobs` is answered by null, because the request set no number of them."""
 
@@ -84,8 +86,24 @@ def read_request(
     return Submit(request_id, name, prompt, token_ids, params.to_mapping(), stream, salt, priority), wanted
 
 
+def nothing_told(request_id: int, wanted: Wanted) -> list[Event]:
+    """What was told of each output of a request before its first response."""
+    return [Event(request_id, index=index) for index in range(wanted.num_outputs)]
+
+
+def news(events: Sequence[Event], told: Sequence[Event]) -> list[Event]:
+    """What `events`, successive ones of a request, say of each of its outputs.
+
+    An output that they do not mention is as it was when `told`, with nothing new.
+    """
+    by_output: list[list[Event]] = [[] for _ in told]
+    for event in events:
+        by_output[event.index].append(event)
+    return [merge(own) if own else _without_news(before) for own, before in zip(by_output, told, strict=True)]
+
+
 def merge(events: Sequence[Event]) -> Event:
-    """One event that says what `events`, successive ones of a request, say together."""
+    """One event that says what `events`, successive ones of an output, say together."""
     last = events[-1]
     if len(events) == 1:
         return last
@@ -99,29 +117,32 @@ def merge(events: Sequence[Event]) -> Event:
     )
 
 
-def output_tensors(event: Event, wanted: Wanted, num_sent: int) -> dict[str, Array]:
-    """Output tensors of one response, by name.
+def output_tensors(events: Sequence[Event], wanted: Wanted, told: Sequence[Event]) -> dict[str, Array]:
+    """Output tensors of one response, by name; of each, one element for each output of the request.
 
-    `num_sent` is the number of output tokens that earlier responses told of.
+    `events` are its `news`, `told` what earlier responses told of. `output_ids` has the tokens of all outputs, one
+    after the other: num_output_tokens tells them apart.
     """
-    tensors = {names.TEXT_OUTPUT: _strings(wanted.prepend + event.text)}
+    tensors = {names.TEXT_OUTPUT: _strings(wanted.prepend + event.text for event in events)}
     if wanted.finish_reason:
         # As vllm_backend, which sends str(None) while there is more to come.
-        tensors[names.FINISH_REASON] = _strings(str(event.finish_reason))
+        tensors[names.FINISH_REASON] = _strings(str(event.finish_reason) for event in events)
     if wanted.cumulative_logprob:
-        tensors[names.CUMULATIVE_LOGPROB] = np.array([event.cumulative_logprob], np.float32)
+        tensors[names.CUMULATIVE_LOGPROB] = np.array([event.cumulative_logprob for event in events], np.float32)
     if wanted.logprobs:
-        positions = (event.logprobs or []) if wanted.has_logprobs else None
-        tensors[names.LOGPROBS] = _strings(json.dumps(positions))
+        positions = [(event.logprobs or []) if wanted.has_logprobs else None for event in events]
+        tensors[names.LOGPROBS] = _strings(map(json.dumps, positions))
     if wanted.prompt_logprobs:
         # Of a stream, the first response has them.
-        tensors[names.PROMPT_LOGPROBS] = _strings(json.dumps(event.prompt_logprobs))
+        first = next((event.prompt_logprobs for event in events if event.prompt_logprobs), None)
+        tensors[names.PROMPT_LOGPROBS] = _strings([json.dumps(first)])
     if wanted.num_input_tokens:
-        tensors[names.NUM_INPUT_TOKENS] = np.array([event.num_input_tokens], np.uint32)
+        tensors[names.NUM_INPUT_TOKENS] = np.array([max(event.num_input_tokens for event in events)], np.uint32)
     if wanted.num_output_tokens:
-        tensors[names.NUM_OUTPUT_TOKENS] = np.array([event.num_output_tokens - num_sent], np.uint32)
+        new = [event.num_output_tokens - before.num_output_tokens for event, before in zip(events, told, strict=True)]
+        tensors[names.NUM_OUTPUT_TOKENS] = np.array(new, np.uint32)
     if wanted.output_ids:
-        tensors[names.OUTPUT_IDS] = np.array(event.token_ids, np.int64)
+        tensors[names.OUTPUT_IDS] = np.array([token for event in events for token in event.token_ids], np.int64)
     return tensors
 
 
@@ -278,9 +299,14 @@ def _wanted(inputs: Mapping[str, Array], stream: bool, prompt: str | None, param
         # Who sends ids wants ids.
         output_ids=_flag(inputs, names.RETURN_OUTPUT_IDS, prompt is None),
         prompt_logprobs=_flag(inputs, names.RETURN_PROMPT_LOGPROBS, False),
+        num_outputs=params.n,
         has_logprobs=params.logprobs is not None,
     )
 
 
-def _strings(text: str) -> Array:
-    return np.array([text.encode("utf-8", "replace")], np.object_)
+def _without_news(event: Event) -> Event:
+    return dataclasses.replace(event, text="", token_ids=[], logprobs=None, prompt_logprobs=None)
+
+
+def _strings(texts: Iterable[str]) -> Array:
+    return np.array([text.encode("utf-8", "replace") for text in texts], np.object_)

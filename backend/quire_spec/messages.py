@@ -49,7 +49,8 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What is new for one request; final when it has a finish_reason or an error code."""
+    """What is new for one output of a request; the request's last when it has an error code, or a finish_reason and no
+    other output goes on."""
 
     id: int
     text: str = ""
@@ -66,11 +67,15 @@ class Event:
     error: str = ""
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
     """As logprobs, for each token of the prompt, null for the first; in one event of a request that asks."""
+    index: int = 0
+    """Of the output that this is about, among those of the request."""
+    more: bool = False
+    """Other outputs of the request are not finished."""
 
     @property
     def final(self) -> bool:
         """True for the last event of a request."""
-        return self.finish_reason is not None or self.error_code is not None
+        return (self.finish_reason is not None and not self.more) or self.error_code is not None
 
 
 @dataclass(frozen=True, slots=True)

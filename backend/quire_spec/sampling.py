@@ -6,7 +6,7 @@ here is refused, so that a misspelt or unsupported parameter never changes nothi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from quire_spec.errors import InvalidArgument
@@ -22,6 +22,7 @@ MAX_BIAS = 100.0
 """Biases beyond are taken as this, as vLLM and OpenAI do."""
 MAX_PROMPT_LOGPROBS = 2**20
 """Log probabilities of one prompt together: about 100 MB on their way to the client."""
+MAX_OUTPUTS = 128
 MAX_SEED = 2**63 - 1
 _MAX_COUNT = 2**31 - 1
 
@@ -104,8 +105,11 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = field(default=None, metadata=within(-1, _MAX_COUNT))
     """Keep only this many tokens of the prompt, its last ones; -1 keeps what fits beside max_tokens."""
 
-    n: int = field(default=1, metadata=within(1, 1))
-    """Outputs per prompt; only 1 for now."""
+    n: int = field(default=1, metadata=within(1, MAX_OUTPUTS))
+    """Outputs per prompt. Of a seed, each has its own: seed, seed + 1 and so on. More than one needs a temperature."""
+
+    best_of: int | None = field(default=None, metadata=within(1, MAX_OUTPUTS))
+    """Outputs to make, of which the n of highest cumulative log probability are given, best first; None makes n."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -129,6 +133,24 @@ class SamplingParams:
     def penalized(self) -> bool:
         """True when tokens are penalized for having occurred."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def num_sequences(self) -> int:
+        """Outputs that are made."""
+        return self.n if self.best_of is None else self.best_of
+
+    def of_output(self, index: int) -> Self:
+        """The parameters of one of the outputs, which is a request of its own to the engine core."""
+        ranked = self.num_sequences > self.n
+        return replace(
+            self,
+            n=1,
+            best_of=None,
+            seed=None if self.seed is None else (self.seed + index) % (MAX_SEED + 1),
+            # Costs little, and is what the best are chosen by.
+            logprobs=0 if ranked and self.logprobs is None else self.logprobs,
+            prompt_logprobs=None if index else self.prompt_logprobs,
+        )
 
     def max_prompt_tokens(self, max_model_len: int) -> int | None:
         """Tokens of a longer prompt that are kept; None keeps all."""
@@ -156,6 +178,13 @@ class SamplingParams:
     def _check_together(self) -> None:
         if self.max_tokens is not None:
             check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.best_of is not None:
+            check_range("best_of", self.best_of, self.n, MAX_OUTPUTS)
+        for name, count in (("n", self.n), ("best_of", self.best_of or 1)):
+            if count > 1 and self.greedy:
+                raise InvalidArgument(
+                    f"sampling parameter {name!r}: {count} outputs of temperature 0 are all the same; use 1"
+                )
         if self.truncate_prompt_tokens == 0:
             raise InvalidArgument("sampling parameter 'truncate_prompt_tokens': 0 leaves no prompt; use -1 or a count")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

@@ -76,6 +76,21 @@ def test_seed_repeats_and_absence_does_not(service):
     assert len({service.text("tales", STORY, **asked) for _ in range(4)}) > 1
 
 
+def test_several_outputs_in_one_answer(service):
+    asked = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
+    alone = [service.text("tales", STORY, seed=3 + i, **asked) for i in range(3)]
+    wanted = {f"return_{name}": True for name in ("finish_reason", "num_output_tokens", "output_ids")}
+    body = service.generate("tales", STORY, seed=3, n=3, **asked, **wanted).body
+    assert body["text_output"] == [STORY + text for text in alone]
+    assert body["finish_reason"] == ["length"] * 3
+    assert (body["num_output_tokens"], len(body["output_ids"])) == ([20] * 3, 60)
+    (stream,) = run(service.http_stream("tales", STORY, seed=3, n=3, **asked))
+    texts = [event["text_output"] for event in stream.events]
+    assert ["".join(parts) for parts in zip(*texts, strict=True)] == alone
+    best = service.generate("tales", STORY, seed=3, best_of=3, **asked).body
+    assert best["text_output"] in [STORY + text for text in alone]
+
+
 def test_parameters_come_as_request_parameters(service):
     """The generate endpoint takes neither lists nor objects: they are JSON texts there."""
     whole = service.text("tales", STORY, **GREEDY)

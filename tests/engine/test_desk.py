@@ -2,6 +2,7 @@
 """Whatever frontends and the engine core do, each request ends once, in full, and the core is left with nothing."""
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,15 @@ def begin(desk: Desk, frontend: Inbox, request: Submit) -> None:
         desk.tokenized(generation, TOKENIZER.encode(request.prompt))
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """What a request asked for."""
+
+    stream: bool
+    n: int
+    made: int
+
+
 class DeskMachine(RuleBasedStateMachine):
     """Frontends that come, cancel and go, a core that steps, dies and returns, threads that tokenize."""
 
@@ -58,10 +68,12 @@ class DeskMachine(RuleBasedStateMachine):
         super().__init__()
         self.desk, self.sent, self.metrics = make_desk()
         self.frontends: list[Inbox] = [Inbox()]
-        self.wanted: dict[tuple[Inbox, int], bool] = {}
-        """Requests whose final event is owed, and whether they are streamed."""
+        self.wanted: dict[tuple[Inbox, int], _Wanted] = {}
+        """Requests whose final event is owed."""
         self.tokenizing: list[Generation] = []
         self.core: dict[int, Generate] | None = None
+        self.ended: set[int] = set()
+        """Sequences that ended in the last step."""
         self.next_id = 0
 
     def take_sent(self) -> None:
@@ -70,10 +82,14 @@ class DeskMachine(RuleBasedStateMachine):
             if isinstance(message, Generate):
                 assert message.id not in self.core
                 self.core[message.id] = message
+                if message.fork_of is not None:
+                    assert self.core[message.fork_of].prompt_token_ids == message.prompt_token_ids
             else:
                 assert isinstance(message, Abort)
                 for id in message.ids:
-                    del self.core[id]
+                    # Or it ended in the step that made a sibling fail.
+                    assert id in self.core or id in self.ended
+                    self.core.pop(id, None)
         self.sent.clear()
 
     @rule()
@@ -96,14 +112,16 @@ class DeskMachine(RuleBasedStateMachine):
         # Aborts for what was open are not sent into the void by the desk's caller; here nothing may be left to send.
         self.sent.clear()
 
-    @rule(data=st.data(), text=st.booleans(), stream=st.booleans(), good=st.booleans())
-    def submit(self, data: st.DataObject, text: bool, stream: bool, good: bool):
+    @rule(data=st.data(), text=st.booleans(), stream=st.booleans(), good=st.booleans(), n=st.integers(1, 3))
+    def submit(self, data: st.DataObject, text: bool, stream: bool, good: bool, n: int):
         frontend = data.draw(st.sampled_from(self.frontends))
         self.next_id += 1
         prompt = None if text else ([5, 6] if good else [5, 384])
         queued = self.desk.num_queued
-        request = submit(self.next_id, "fox" if text else None, prompt, stream, stop=["ab"], logprobs=1)
-        self.wanted[frontend, self.next_id] = stream
+        made = n if stream else data.draw(st.sampled_from([n, n, 3]))
+        asked = {"stop": ["ab"], "logprobs": 1, "n": n, "best_of": made}
+        request = submit(self.next_id, "fox" if text else None, prompt, stream, **asked)
+        self.wanted[frontend, self.next_id] = _Wanted(stream, n, made)
         if generation := self.desk.submit(frontend, request):
             self.tokenizing.append(generation)
         if self.core is None or (queued >= LIMITS.max_num_queued_reqs and (text or good)):
@@ -140,6 +158,7 @@ class DeskMachine(RuleBasedStateMachine):
     def step(self, data: st.DataObject):
         self.take_sent()
         assert self.core is not None
+        self.ended.clear()
         ids = data.draw(st.lists(st.sampled_from([*self.core, 17]), max_size=4, unique=True)) if self.core else []
         results = []
         for id in ids:
@@ -150,18 +169,26 @@ class DeskMachine(RuleBasedStateMachine):
             else:
                 logprobs = [[[t, -0.5, 1], [9, -1.0, 2]] for t in tokens]
                 results.append(SequenceResult(id, tokens, end, logprobs))
-            if end is not None:
-                self.core.pop(id, None)
+            if end is not None and id in self.core:
+                del self.core[id]
+                self.ended.add(id)
         self.desk.take(StepResult(results, ids, Stats(num_blocks=4)))
 
     @invariant()
     def each_request_ends_once_and_in_full(self):
-        for (frontend, id), stream in self.wanted.items():
+        for (frontend, id), wanted in self.wanted.items():
             events = frontend.events.get(id, [])
             assert [e.final for e in events[:-1]] == [False] * (len(events) - 1)
-            assert stream or len(events) <= 1
             if events and events[-1].final and events[-1].error_code is None:
-                self.check_answer(events)
+                assert wanted.stream or len(events) == wanted.n
+                assert {e.index for e in events} == set(range(wanted.n))
+                outputs = [[e for e in events if e.index == index] for index in range(wanted.n)]
+                for output in outputs:
+                    assert [e.finish_reason is not None for e in output] == [False] * (len(output) - 1) + [True]
+                    self.check_answer(output)
+                if wanted.made > wanted.n:
+                    sums = [output[-1].cumulative_logprob for output in outputs]
+                    assert sums == sorted(sums, reverse=True)
 
     def check_answer(self, events: list[Event]) -> None:
         ids = [i for e in events for i in e.token_ids]
@@ -182,7 +209,9 @@ class DeskMachine(RuleBasedStateMachine):
         self.take_sent()
         waiting = sum(1 for g in self.tokenizing if self.desk.is_open(g))
         assert self.desk.num_open == len([key for key in self.wanted if not self.over(key)])
-        assert self.desk.num_open == len(self.core or {}) + waiting
+        # Of the others, one sequence at least is still in the core, and none of a request that is over.
+        assert waiting <= self.desk.num_open <= len(self.core or {}) + waiting
+        assert bool(self.core) == (self.desk.num_open > waiting)
         assert 0 <= self.desk.num_queued <= min(self.desk.num_open, LIMITS.max_num_queued_reqs)
 
 

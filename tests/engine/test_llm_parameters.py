@@ -139,6 +139,44 @@ def test_without_detokenizing_there_are_token_ids_only(world: World) -> None:
     assert {entry.decoded_token for entries in completion.logprobs or [] for entry in entries.values()} == {None}
 
 
+def test_several_outputs_are_those_of_their_seeds(world: World) -> None:
+    llm, params = world.load(), SamplingParams(seed=7, max_tokens=NUM, logprobs=0)
+    prompt = list(range(1, 60))
+    alone = [llm.generate(prompt, replace(params, seed=7 + i), use_tqdm=False)[0].outputs[0] for i in range(4)]
+    # The prompt is computed once, also without a prefix cache.
+    bare = world.load(enable_prefix_caching=False)
+    steps = [(llm, llm.engine.stats().prefix_cache_hits), (bare, 0)]
+    for engine_, hits in steps:
+        [output] = engine_.generate(prompt, replace(params, n=4, prompt_logprobs=1), use_tqdm=False)
+        assert [(o.index, o.token_ids, o.text) for o in output.outputs] == [
+            (i, one.token_ids, one.text) for i, one in enumerate(alone)
+        ]
+        assert engine_.engine.stats().prefix_cache_hits >= hits + 3 * 48
+        _check_prompt_logprobs(world, output, 1)
+        assert output.num_cached_tokens == 0
+        engine_.engine.check_integrity()
+
+
+def test_the_best_of_many(world: World) -> None:
+    params = SamplingParams(seed=7, max_tokens=NUM)
+    [every] = world.llm.generate(PROMPTS[0], replace(params, n=6, logprobs=0), use_tqdm=False)
+    ranked = sorted(every.outputs, key=lambda one: -one.cumulative_logprob)
+    [output] = world.llm.generate(PROMPTS[0], replace(params, n=2, best_of=6), use_tqdm=False)
+    assert [one.token_ids for one in output.outputs] == [one.token_ids for one in ranked[:2]]
+    assert [(one.index, one.logprobs, one.cumulative_logprob) for one in output.outputs] == [
+        (0, None, None),
+        (1, None, None),
+    ]
+
+
+def test_outputs_of_a_request_end_one_by_one(world: World) -> None:
+    params = SamplingParams(seed=1, n=5, max_tokens=60, temperature=2.0, stop=["e", "o"], stop_token_ids=[5, 6, 7])
+    outputs = world.llm.generate([PROMPTS[0], "the quick"], params, use_tqdm=False)
+    ends = {(one.finish_reason, type(one.stop_reason)) for output in outputs for one in output.outputs}
+    assert ("stop", str) in ends and len({len(one.token_ids) for one in outputs[0].outputs}) > 2
+    assert not world.llm.engine.has_work and world.llm.engine.stats().num_used_blocks == 0
+
+
 def _check_prompt_logprobs(world: World, output: RequestOutput, count: int) -> None:
     ids = output.prompt_token_ids
     with torch.inference_mode():

@@ -46,6 +46,23 @@ def test_a_final_event_stays_final_when_merged():
     assert merged.final and merged.text == "<0><1><2>"
 
 
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["keep", "urgent", "all"])), max_size=30))
+def test_outputs_of_a_request_stay_apart_and_the_last_event_last(posts: list[tuple[int, str]]):
+    outbox = Outbox()
+    sent: list[Event] = []
+    ends = [(0, "keep"), (2, "keep"), (1, "all")]
+    for number, (index, flush) in enumerate(posts + ends):
+        left = len(posts) + len(ends) - number
+        ended = "stop" if left <= len(ends) else None
+        outbox.add(Event(1, f"<{number}>", [number], ended, num_output_tokens=99, index=index, more=left > 1))
+        if flush != "keep":
+            sent += [e for batch in outbox.take(only_urgent=flush == "urgent") for e in batch]
+    assert [e.final for e in sent] == [False] * (len(sent) - 1) + [True]
+    for output in range(3):
+        numbers = [number for number, (index, _) in enumerate(posts + ends) if index == output]
+        assert [i for e in sent for i in e.token_ids if e.index == output] == numbers
+
+
 def test_a_stream_that_nobody_reads_is_too_much_in_the_end():
     outbox = Outbox()
     count = 0

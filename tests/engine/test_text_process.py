@@ -139,6 +139,33 @@ def test_parameters_about_text_reach_the_core_as_tokens(client: Peer, model: Pat
     assert (event.text, len(event.token_ids)) == ("", 2)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_several_outputs_are_those_of_their_seeds(client: Peer, stream: bool):
+    asked = {"temperature": 1.5, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
+    alone = [client.generate("the fox", stream=stream, seed=7 + i, **asked) for i in range(3)]
+    wanted = [[i for event in events for i in event.token_ids] for events in alone]
+    events = client.generate("the fox", stream=stream, seed=7, n=3, **asked)
+    assert events[-1].final and not any(event.final for event in events[:-1])
+    for index in range(3):
+        own = [event for event in events if event.index == index]
+        assert [i for event in own for i in event.token_ids] == wanted[index]
+        assert text_of(own) == text_of(alone[index])
+        assert own[-1].cumulative_logprob == pytest.approx(alone[index][-1].cumulative_logprob, abs=1e-4)
+        assert (own[-1].num_output_tokens, own[-1].finish_reason) == (12, "length")
+    sums = sorted((events[-1].cumulative_logprob for events in alone), reverse=True)
+    best = client.generate("the fox", stream=False, seed=7, n=2, best_of=3, **asked)
+    assert [event.cumulative_logprob for event in best] == pytest.approx(sums[:2], abs=1e-4)
+    assert [(event.index, event.final) for event in best] == [(0, False), (1, True)]
+
+
+def test_cancelling_ends_all_outputs(pod: Pod, client: Peer):
+    request = client.submit("fox", n=5, max_tokens=100_000, ignore_eos=True)
+    eventually(lambda: pod.core_stats()["num_running"] == 5)
+    client.send(Cancel([request]))
+    eventually(lambda: pod.core_stats()["num_running"] == 0)
+    assert pod.core_stats()["num_used_blocks"] == 0
+
+
 def test_stop_token_is_counted_and_not_shown(client: Peer, expected: dict[str, tuple[list[int], str]]):
     ids, _ = expected["a"]
     stop = ids[8]
@@ -227,7 +254,8 @@ def test_a_frontend_that_goes_is_noticed_and_its_requests_end(pod: Pod):
     [
         ("fox", {"temperature": -1}, "temperature"),
         ("fox", {"no_such": 1}, "no_such"),
-        ("fox", {"n": 2}, "'n'"),
+        ("fox", {"n": 129}, "'n'"),
+        ("fox", {"n": 2, "best_of": 3}, "'best_of': the best 2 of 3 are known at the end only"),
         ("fox", {"stop": [5]}, "'stop'"),
         ("fox", {"max_tokens": 0}, "max_tokens"),
         ("fox", {"stop_token_ids": [384]}, "'stop_token_ids': 384"),

@@ -221,18 +221,23 @@ def test_whatever_comes_is_read_or_refused_by_name(parameters, prompt):
         assert list(Decoder().feed(encode(submit))) == [submit]
 
 
+def tensors_of(event, wanted, **told):
+    """What a response to a request of one output holds; `told` is what earlier ones told of it."""
+    return wire.output_tensors([event], wanted, [Event(event.id, **told)])
+
+
 class TestOutputs:
     def everything(self, **inputs):
         flags = {f"return_{name}": flag(True) for name in RETURNS}
         return read(**flags, **inputs)[1]
 
     def test_text_alone_with_the_prompt(self):
-        tensors = wire.output_tensors(Event(7, " world", [1], "stop"), read()[1], 0)
+        tensors = tensors_of(Event(7, " world", [1], "stop"), read()[1])
         assert {name: list(array) for name, array in tensors.items()} == {"text_output": [b"Hello world"]}
 
     def test_types_and_shapes_are_those_of_the_config(self):
         event = Event(7, "a", [5, 6], "length", -1.5, [{"5": {}}, {"6": {}}], 3, 2)
-        tensors = wire.output_tensors(event, self.everything(parameters='{"logprobs": 1}'), 0)
+        tensors = tensors_of(event, self.everything(parameters='{"logprobs": 1}'))
         kinds = {"TYPE_STRING": np.object_, "TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32, "TYPE_INT64": np.int64}
         assert {name: (array.dtype.type, array.ndim) for name, array in tensors.items()} == {
             name: (kinds[kind], 1) for name, kind, _ in OUTPUTS
@@ -242,7 +247,7 @@ class TestOutputs:
     def test_values_while_streaming(self):
         wanted = self.everything(stream=flag(True), parameters='{"logprobs": 0}')
         entry = {"5": {"logprob": -0.5, "rank": 1, "decoded_token": "a"}}
-        tensors = wire.output_tensors(Event(7, "a", [5], None, -2.5, [entry], 3, 10), wanted, 9)
+        tensors = tensors_of(Event(7, "a", [5], None, -2.5, [entry], 3, 10), wanted, num_output_tokens=9)
         assert {name: array.tolist() for name, array in tensors.items()} == {
             "text_output": [b"a"],
             "finish_reason": [b"None"],
@@ -255,16 +260,54 @@ class TestOutputs:
         }
 
     def test_logprobs_that_were_not_asked_for_are_null(self):
-        tensors = wire.output_tensors(Event(7, "a", [5], "stop", -1.0, [{"5": {}}]), self.everything(), 0)
+        tensors = tensors_of(Event(7, "a", [5], "stop", -1.0, [{"5": {}}]), self.everything())
         assert tensors["logprobs"].tolist() == [b"null"]
         assert tensors["cumulative_logprob"].tolist() == [-1.0]
 
     def test_positions_without_news_are_an_empty_list(self):
         wanted = self.everything(stream=flag(True), parameters='{"logprobs": 1}')
-        assert wire.output_tensors(Event(7, "a"), wanted, 0)["logprobs"].tolist() == [b"[]"]
+        assert tensors_of(Event(7, "a"), wanted)["logprobs"].tolist() == [b"[]"]
 
     def test_a_sum_that_is_not_there_is_not_a_number(self):
-        assert np.isnan(wire.output_tensors(Event(7, "a", [5]), self.everything(), 0)["cumulative_logprob"][0])
+        assert np.isnan(tensors_of(Event(7, "a", [5]), self.everything())["cumulative_logprob"][0])
+
+
+class TestSeveralOutputs:
+    def wanted(self, **inputs):
+        return TestOutputs().everything(parameters='{"n": 3, "logprobs": 0}', **inputs)
+
+    def test_all_at_once(self):
+        wanted = self.wanted()
+        events = [Event(7, c, [i], "stop", -1.0 * i, [{}], 3, 1, index=i, more=i > 0) for i, c in ((2, "c"), (1, "b"))]
+        events.append(Event(7, "a", [5, 6], "length", -9.0, [{}, {}], 3, 2))
+        told = wire.nothing_told(7, wanted)
+        tensors = wire.output_tensors(wire.news(events, told), wanted, told)
+        assert {name: array.tolist() for name, array in tensors.items()} == {
+            "text_output": [b"Helloa", b"Hellob", b"Helloc"],
+            "finish_reason": [b"length", b"stop", b"stop"],
+            "cumulative_logprob": [-9.0, -1.0, -2.0],
+            "logprobs": [b"[{}, {}]", b"[{}]", b"[{}]"],
+            "num_input_tokens": [3],
+            "num_output_tokens": [2, 1, 1],
+            "output_ids": [5, 6, 1, 2],
+            "prompt_logprobs": [b"null"],
+        }
+
+    def test_an_output_without_news_is_empty_and_keeps_its_end(self):
+        wanted = self.wanted(stream=flag(True))
+        told = wire.nothing_told(7, wanted)
+        first = wire.news([Event(7, "x", [1], "stop", -1.0, [{}], 3, 1, index=1, more=True)], told)
+        assert [event.text for event in first] == ["", "x", ""]
+        assert wire.output_tensors(first, wanted, told)["num_input_tokens"].tolist() == [3]
+        second = wire.news(
+            [Event(7, "y", [2], None, -2.0, [{}], 3, 1), Event(7, "z", [3], None, -4.0, [{}], 3, 2)], first
+        )
+        tensors = {name: array.tolist() for name, array in wire.output_tensors(second, wanted, first).items()}
+        assert tensors["text_output"] == [b"yz", b"", b""]
+        assert tensors["finish_reason"] == [b"None", b"stop", b"None"]
+        assert tensors["num_output_tokens"] == [2, 0, 0]
+        assert tensors["logprobs"] == [b"[{}, {}]", b"[]", b"[]"]
+        assert tensors["cumulative_logprob"][:2] == [-4.0, -1.0] and np.isnan(tensors["cumulative_logprob"][2])
 
 
 class TestMerge:

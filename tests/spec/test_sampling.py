@@ -4,6 +4,8 @@
 import dataclasses
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -65,7 +67,8 @@ BAD = {
     "skip_special_tokens": (1, "yes", None),
     "spaces_between_special_tokens": (1, "yes", None),
     "truncate_prompt_tokens": (0, -2, 1.5, "x"),
-    "n": (0, 2, 1.5, None, True),
+    "n": (0, 129, 1.5, None, True),
+    "best_of": (0, 129, 1.5, "x", True),
 }
 """Values that each parameter refuses."""
 
@@ -100,8 +103,23 @@ def test_parameters_that_exclude_each_other():
         SamplingParams(stop="x", detokenize=False)
     with pytest.raises(InvalidArgument, match="'min_tokens'"):
         SamplingParams(max_tokens=3, min_tokens=4)
+    with pytest.raises(InvalidArgument, match="'best_of': 2 is out of range; use 3 to 128"):
+        SamplingParams(n=3, best_of=2)
+    for name in ("n", "best_of"):
+        with pytest.raises(InvalidArgument, match=f"'{name}': 2 outputs of temperature 0"):
+            SamplingParams(temperature=0, **{name: 2})
     assert SamplingParams(max_tokens=None, min_tokens=4000).min_tokens == 4000
     assert SamplingParams(seed=-1).seed is None
+
+
+def test_parameters_of_each_output():
+    params = SamplingParams(n=2, best_of=3, seed=2**63 - 1, prompt_logprobs=4, top_k=5)
+    outputs = [params.of_output(i) for i in range(params.num_sequences)]
+    assert [p.seed for p in outputs] == [2**63 - 1, 0, 1]
+    assert [p.prompt_logprobs for p in outputs] == [4, None, None]
+    assert {(p.n, p.best_of, p.logprobs, p.top_k) for p in outputs} == {(1, None, 0, 5)}
+    assert [p.logprobs for p in map(SamplingParams(n=2).of_output, range(2))] == [None, None]
+    assert SamplingParams(n=2, best_of=3, logprobs=7).of_output(1).logprobs == 7
 
 
 def test_how_much_of_a_prompt_is_kept():
@@ -110,3 +128,9 @@ def test_how_much_of_a_prompt_is_kept():
     assert SamplingParams(truncate_prompt_tokens=-1, max_tokens=30).max_prompt_tokens(100) == 70
     assert SamplingParams(truncate_prompt_tokens=-1, max_tokens=None).max_prompt_tokens(100) == 99
     assert SamplingParams(truncate_prompt_tokens=-1, max_tokens=500).max_prompt_tokens(100) == 1
+
+
+def test_the_documentation_lists_every_parameter():
+    text = (Path(__file__).parents[2] / "docs/parameters.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert sorted(listed) == sorted(f.name for f in dataclasses.fields(SamplingParams))

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completion: one output of a request, from results of the engine core to text. A request has one, or several.
+
+Knows no socket and no client's format. The text process and the offline LLM both make their outputs of it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from quire_engine.text import Detokenizer, Tokenizer
+from quire_spec.messages import Generate, SequenceResult
+from quire_spec.sampling import SamplingParams
+
+MIN_LOGPROB = -9999.0
+"""Stands for the logarithm of zero, which JSON cannot write; vLLM's clients know this number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one result added to an output."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[list[list[float]]] | None
+    """As SequenceResult has them; None unless the request asks."""
+
+
+class Completion:
+    """State of one output."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        prompt_token_ids: Sequence[int],
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+        """None while it goes on."""
+        self.stop_reason: int | str | None = None
+        """The stop string or stop token that ended it; none of `eos_token_ids`."""
+        self.cumulative_logprob = 0.0 if params.logprobs is not None else None
+        """Of the tokens so far; None unless the core tells log probabilities."""
+        self.last_token: float | None = None
+        """When the last tokens came, in monotonic seconds; the desk's to fill in."""
+        self._ignore_eos = params.ignore_eos
+        self._eos_token_ids = eos_token_ids
+        self._detokenizer = Detokenizer(tokenizer, params, prompt_token_ids)
+
+    def take(self, result: SequenceResult) -> Part:
+        """The core's next tokens for this output."""
+        stop_token = result.finish_reason == "stop"
+        delta = self._detokenizer.push(result.token_ids, result.finish_reason is not None, stop_token)
+        token_ids = result.token_ids[: delta.num_tokens]
+        self.num_tokens += delta.num_tokens
+        self.finish_reason = "stop" if delta.stopped else result.finish_reason
+        if delta.stopped:
+            self.stop_reason = delta.stop
+        elif stop_token and (self._ignore_eos or token_ids[-1] not in self._eos_token_ids):
+            self.stop_reason = token_ids[-1]
+        logprobs = None
+        if self.cumulative_logprob is not None:
+            logprobs = (result.logprobs or [])[: delta.num_tokens]
+            self.cumulative_logprob += sum(max(entries[0][1], MIN_LOGPROB) for entries in logprobs)
+        return Part(delta.text, token_ids, logprobs)
+
+
+def fan_out(first: Generate, params: SamplingParams) -> list[Generate]:
+    """The core's requests for each output of a request: ids from `first`'s on, the others forks of it."""
+    return [
+        replace(
+            first,
+            id=first.id + index,
+            params=params.of_output(index).to_mapping(),
+            fork_of=first.id if index else None,
+        )
+        for index in range(params.num_sequences)
+    ]
+
+
+def best(completions: Iterable[Completion], count: int) -> list[int]:
+    """Indices of the `count` most likely ones, the likeliest first."""
+
+    def unlikelihood(entry: tuple[int, Completion]) -> float:
+        return -(entry[1].cumulative_logprob or 0.0)
+
+    return [index for index, _ in sorted(enumerate(completions), key=unlikelihood)[:count]]
