@@ -24,6 +24,9 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 _INVALID_BYTES = {0xDC00 + byte: "�" for byte in range(0x80, 0x100)}
 """What the codec's "surrogateescape" makes of invalid bytes, to U+FFFD."""
 
+_BEGINNING = 8
+"""Tokens at the end of a prompt in which a character may begin that they do not complete, special ones included."""
+
 
 class Tokenizer:
     """The tokenizer of a checkpoint. Thread-safe; the slow methods release the interpreter's lock.
@@ -158,6 +161,9 @@ class Detokenizer:
         self._num_sent = 0
         """Characters at the start of `_window` that were handed out."""
         self._num_tokens = 0
+        if not self._first and prompt_token_ids is not None:
+            # The output may complete a character that the prompt's last tokens begin: a byte each, at most three.
+            self._text(prompt_token_ids[-_BEGINNING:], final=False)
 
     def push(self, token_ids: Sequence[int], finished: bool, stop_token: bool = False) -> Delta:
         """Take the next tokens. `finished` says that they are the last, so that nothing is held back.

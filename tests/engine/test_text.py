@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text equals what transformers and the tokenizers library make of it, however it is cut into pieces."""
 
+import functools
+import itertools
 import json
 import re
 import subprocess
@@ -13,7 +15,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tokenizer import byte_level, save, sentence_piece
+from support.tokenizer import byte_level, make, save
 from tokenizers import decoders
 from transformers import AutoTokenizer
 
@@ -21,7 +23,7 @@ from quire_engine.text import Detokenizer, Tokenizer
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.sampling import SamplingParams
 
-KINDS = ("byte_level", "llama", "gemma", "metaspace")
+KINDS = ("byte_level", "gpt2", "llama", "gemma", "metaspace", "unigram", "words")
 TEXTS = [
     "",
     " ",
@@ -37,8 +39,7 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
-    made = {kind: byte_level() if kind == "byte_level" else sentence_piece(kind) for kind in KINDS}
-    return {kind: save(tokenizer, root / kind) for kind, tokenizer in made.items()}
+    return {kind: save(make(kind), root / kind) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +61,67 @@ def parts_of(ids: list[int], cuts: list[int]) -> Iterator[tuple[list[int], bool]
         start = end
 
 
-def has_broken_bytes(tokenizer: Tokenizer, ids: list[int]) -> bool:
-    """A run of byte tokens that is not UTF-8: there the library's decoder gives up the whole run, and we do not."""
-    tokens = [tokenizer._tokenizer.id_to_token(i) or "" for i in ids]
-    runs = re.findall(r"(?:<0x[0-9A-F]{2}>)+", "".join(t if re.fullmatch("<0x..>", t) else "|" for t in tokens))
+MARK = "\ue000"
+
+
+@functools.cache
+def library_of(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    """A copy with one token more."""
+    library = tokenizers.Tokenizer.from_str(tokenizer._tokenizer.to_str())
+    library.add_tokens([tokenizers.AddedToken(MARK, normalized=False)])
+    return library
+
+
+def whole_text(tokenizer: Tokenizer, ids: list[int], skip: bool = False) -> str:
+    """What the library decodes; of a run of byte tokens that is not UTF-8, as SentencePiece itself does.
+
+    There the library gives up every character of the run, which a stream that has shown some cannot.
+    """
+    library = library_of(tokenizer)
+    mark = library.token_to_id(MARK)
+    shown = [i for i in ids if not (skip and i in tokenizer.special_ids) and library.id_to_token(i) and i != mark]
+    runs, kept = [], []
+    for is_byte, run in itertools.groupby(shown, lambda i: bool(BYTE.fullmatch(library.id_to_token(i)))):
+        run = list(run)
+        data = bytes(int(library.id_to_token(i)[3:5], 16) for i in run) if is_byte else b""
+        if not is_byte or tokenizer.pieces.errors != "surrogateescape" or _is_utf8(data):
+            kept += run
+        else:
+            kept.append(mark)
+            runs.append(_characters(data))
+    text = library.decode(kept, skip_special_tokens=False)
     for run in runs:
-        try:
-            bytes.fromhex("".join(re.findall("<0x(..)>", run))).decode()
-        except UnicodeDecodeError:
-            return True
-    return False
+        text = text.replace(MARK, run, 1)
+    return text.removeprefix(" ") if runs and kept[0] == mark and tokenizer.pieces._lead else text
+
+
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _characters(data: bytes) -> str:
+    text = ""
+    while data:
+        size = next((n for n in (1, 2, 3, 4) if _is_utf8(data[:n])), 0)
+        text += data[:size].decode() or "\ufffd"
+        data = data[max(size, 1) :]
+    return text
+
+
+def tokens_of(tokenizer: Tokenizer, max_size: int = 30) -> st.SearchStrategy[list[int]]:
+    """Words, cut into tokens anywhere, special tokens, and any token at all."""
+    texts = st.sampled_from(["你", "🙂", "👩‍🚀", " fox", "é", "\n", "  ", "<s>", "▁"])
+    words = texts.map(lambda word: tokenizer._tokenizer.encode(word, add_special_tokens=False).ids)
+    anything = st.integers(0, tokenizer.vocab_size + 3).map(lambda i: [i])
+    lists = st.lists(words | anything, max_size=max_size)
+    return lists.map(lambda parts: [i for part in parts for i in part])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,18 +168,29 @@ def test_training_truncation_and_padding_are_dropped(tmp_path: Path):
 @given(data=st.data())
 def test_stream_equals_decode_of_everything(loaded: dict[str, Tokenizer], kind: str, data: st.DataObject):
     tokenizer = loaded[kind]
-    words = st.sampled_from(["你", "🙂", " fox", "é", "\n", "  ", "<s>", "▁"]).map(
-        lambda word: tokenizer._tokenizer.encode(word, add_special_tokens=False).ids
-    )
-    anything = st.integers(0, tokenizer.vocab_size + 3).map(lambda i: [i])
-    ids = [i for part in data.draw(st.lists(words | anything, max_size=30)) for i in part]
+    ids = data.draw(tokens_of(tokenizer))
     cuts = data.draw(st.lists(st.integers(0, 99), max_size=12))
     for skip in (True, False):
         texts = stream(tokenizer, ids, cuts, SamplingParams(skip_special_tokens=skip))
-        assert "".join(texts) == "".join(stream(tokenizer, ids, [], SamplingParams(skip_special_tokens=skip)))
-        shown = [i for i in ids if not (skip and i in tokenizer.special_ids)]
-        if not has_broken_bytes(tokenizer, shown):
-            assert "".join(texts) == tokenizer.decode(ids, skip)
+        assert "".join(texts) == whole_text(tokenizer, ids, skip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_output_goes_on_where_its_prompt_ends(loaded: dict[str, Tokenizer], kind: str, data: st.DataObject):
+    tokenizer = loaded[kind]
+    prompt, ids = data.draw(tokens_of(tokenizer, 8)), data.draw(tokens_of(tokenizer, 12))
+    cuts = data.draw(st.lists(st.integers(0, 99), max_size=6))
+    for skip in (True, False):
+        detokenizer = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=skip), prompt)
+        text = "".join(detokenizer.push(part, last).text for part, last in parts_of(ids, cuts))
+        whole, before = whole_text(tokenizer, prompt + ids, skip), whole_text(tokenizer, prompt, skip)
+        assert whole.endswith(text)
+        # A character that the prompt begins and does not complete belongs to the output.
+        begun = before.removeprefix(whole[: len(whole) - len(text)])
+        assert before.startswith(whole[: len(whole) - len(text)])
+        assert len(begun) <= 3 and set(begun) <= {"\ufffd"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,6 +209,28 @@ def test_invalid_bytes_keep_the_characters_around_them(loaded: dict[str, Tokeniz
     ids = [loaded["llama"]._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "é".encode() + b"\xe4\xbd" + b"a"]
     assert "".join(stream(loaded["llama"], ids, [1, 2, 3])) == "é��a"
     assert "".join(stream(loaded["llama"], ids[:3], [])) == "é�"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama"])
+def test_the_output_completes_a_character_that_its_prompt_begins(loaded: dict[str, Tokenizer], kind: str):
+    tokenizer = loaded[kind]
+    ids = tokenizer._tokenizer.encode("a 𝄞 b", add_special_tokens=False).ids
+    whole = tokenizer.decode(ids)
+    for cut in range(1, len(ids)):
+        text = Detokenizer(tokenizer, SamplingParams(), ids[:cut]).push(ids[cut:], True).text
+        assert "\ufffd" not in text and whole.endswith(text)
+        assert ("𝄞" in text) == ("𝄞" not in tokenizer.decode(ids[:cut]))
+
+
+def test_spaces_between_added_tokens(loaded: dict[str, Tokenizer]):
+    tokenizer = loaded["words"]
+    ids = [0, 1, 2, 3, 1, 1]
+    apart = SamplingParams(skip_special_tokens=False)
+    together = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False)
+    for cuts in ([], [1, 2, 3, 4, 5]):
+        assert "".join(stream(tokenizer, ids, cuts, apart)) == "<s> </s> the quick </s> </s>"
+        assert "".join(stream(tokenizer, ids, cuts, together)) == "<s></s> the quick </s></s>"
+        assert "".join(stream(tokenizer, ids, cuts, SamplingParams(spaces_between_special_tokens=False))) == "the quick"
 
 
 def test_output_keeps_the_space_between_prompt_and_first_word(loaded: dict[str, Tokenizer]):

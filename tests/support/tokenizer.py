@@ -11,10 +11,17 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 CORPUS = ["the quick brown fox jumps over the lazy dog, then sleeps. ", "Grüße aus Köln, 你好世界 🙂 naïve café\n"] * 8
 
 
-def byte_level(vocab_size: int = 384) -> tokenizers.Tokenizer:
-    """As Llama 3 and Qwen2 have: bytes as characters, merged; `<s>` before a prompt."""
+def make(kind: str) -> tokenizers.Tokenizer:
+    """A tokenizer of a kind: byte_level, gpt2, llama, gemma, metaspace, unigram or words."""
+    if kind in ("byte_level", "gpt2"):
+        return byte_level(prefix_space=kind == "gpt2")
+    return {"unigram": unigram, "words": words}[kind]() if kind in ("unigram", "words") else sentence_piece(kind)
+
+
+def byte_level(vocab_size: int = 384, prefix_space: bool = False) -> tokenizers.Tokenizer:
+    """As Llama 3 and Qwen2 have: bytes as characters, merged; `<s>` before a prompt. GPT-2 may add a space to texts."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<s>", "</s>"]
@@ -55,6 +62,34 @@ def sentence_piece(kind: str) -> tokenizers.Tokenizer:
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
         )
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def unigram() -> tokenizers.Tokenizer:
+    """As T5 and XLM-R have: a Unigram model with byte fallback, and a space before every text."""
+    tokenizer = tokenizers.Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    spec = json.loads(tokenizer.to_str())
+    pieces = [*spec["model"]["vocab"], *([f"<0x{byte:02X}>", -20.0] for byte in range(256))]
+    tokenizer = tokenizers.Tokenizer(models.Unigram([tuple(piece) for piece in pieces], unk_id=0, byte_fallback=True))
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always"), decoders.Fuse()]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    return tokenizer
+
+
+def words() -> tokenizers.Tokenizer:
+    """Whole words, and no decoder: the library joins tokens by spaces."""
+    vocab = {word: i for i, word in enumerate(["<s>", "</s>", "the", "quick", "brown", "fox", "é", "🙂"])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="the"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
     return tokenizer
 
 
