@@ -24,6 +24,8 @@ class Batch:
     """[num_tokens] int64."""
     positions: Tensor
     """[num_tokens] int64, each in its sequence."""
+    beyond_switch: Tensor | None
+    """[num_tokens] bool: tokens of sequences whose keys are rotated as those of long ones; None: there are none."""
     addresses: Tensor
     """[num_tokens] int64: where keys and values go in the cache."""
     attention: AttentionBatch
@@ -45,8 +47,13 @@ def order_spans(spans: Sequence[Span]) -> list[int]:
     return sorted(range(len(spans)), key=key)
 
 
-def build_batch(spans: Sequence[Span], cache: KVCache, num_slots: int, device: torch.device) -> Batch:
-    """Flatten ordered spans, and clear the blocks that they begin to fill. `num_slots`: adapter slots there are."""
+def build_batch(
+    spans: Sequence[Span], cache: KVCache, num_slots: int, device: torch.device, rope_switch: int | None = None
+) -> Batch:
+    """Flatten ordered spans, and clear the blocks that they begin to fill.
+
+    `num_slots`: adapter slots there are; `rope_switch`: the model's, see ModelShape.
+    """
     starts, lengths = [span.start for span in spans], [span.length for span in spans]
     ends = [span.end for span in spans]
     tables = cache.tables([span.sequence.block_table for span in spans], ends)
@@ -61,12 +68,18 @@ def build_batch(spans: Sequence[Span], cache: KVCache, num_slots: int, device: t
     return Batch(
         token_ids=torch.tensor(token_ids).to(device, non_blocking=True),
         positions=positions.to(device, non_blocking=True),
+        beyond_switch=_beyond_switch(spans, rows, rope_switch, device),
         addresses=addresses.to(device, non_blocking=True),
         attention=plan_attention(starts, lengths, tables, cache.layers[0], device),
         adapters=plan_adapters(segments, len(token_ids), num_slots, device) if segments else None,
         logit_rows=None if logit_rows == list(range(len(token_ids))) else torch.tensor(logit_rows, device=device),
         num_logits=len(logit_rows),
     )
+
+
+def _beyond_switch(spans: Sequence[Span], rows: Tensor, rope_switch: int | None, device: torch.device) -> Tensor | None:
+    long = [rope_switch is not None and span.sequence.num_tokens > rope_switch for span in spans]
+    return torch.tensor(long)[rows].to(device, non_blocking=True) if any(long) else None
 
 
 def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:

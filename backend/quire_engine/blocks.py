@@ -31,10 +31,18 @@ class ContentKey:
     """Digest of the checkpoint."""
     kv_dtype: str
     block_size: int
+    rope_switch: int | None = None
+    """Tokens beyond which all of a sequence's keys are rotated otherwise, see ModelShape; None: never."""
 
-    def root(self, adapter: str | None, salt: str | None) -> bytes:
+    def beyond_switch(self, num_tokens: int) -> bool:
+        """Whether the keys of a sequence of so many tokens are rotated as those of long ones."""
+        return self.rope_switch is not None and num_tokens > self.rope_switch
+
+    def root(self, adapter: str | None, salt: str | None, *, beyond_switch: bool = False) -> bytes:
         """Name of the empty prefix, 32 bytes. Each field carries its presence and length, so none runs into another."""
-        fields = (str(LAYOUT_VERSION), self.model, self.kv_dtype, str(self.block_size), adapter, salt)
+        fields = [str(LAYOUT_VERSION), self.model, self.kv_dtype, str(self.block_size), adapter, salt]
+        if beyond_switch:
+            fields.append("beyond switch")
         return hashlib.sha256(b"".join(_encode(field) for field in fields)).digest()
 
     def extend(self, parent: bytes, token_ids: Sequence[int]) -> bytes:

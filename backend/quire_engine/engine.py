@@ -60,7 +60,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._blocks = BlockPool(memory.num_blocks)
         self._adapters = AdapterRegistry(config.max_loras, config.host_loras)
-        key = ContentKey(checkpoint.fingerprint, memory.dtype, config.block_size)
+        key = ContentKey(checkpoint.fingerprint, memory.dtype, config.block_size, checkpoint.shape.rope_switch)
         self._scheduler = Scheduler(config, self._blocks, self._adapters, key, self.max_model_len)
         # Ended without a step; reported with the next one.
         self._failed: list[SequenceResult] = []

@@ -42,6 +42,8 @@ class PrefixCache:
         if sequence.scoring:
             return Prefix(0, [], [])
         leader, size = sequence.leader, self._key.block_size
+        if leader is not None and self._beyond_switch(leader) != self._beyond_switch(sequence):
+            leader = None
         if leader is not None and not sequence.block_hashes:
             sequence.block_hashes = leader.block_hashes[: len(sequence.prompt_token_ids) // size]
         cached = self._cached(sequence) if self._enabled else []
@@ -56,6 +58,14 @@ class PrefixCache:
     def whole(self, prefix: Prefix) -> Prefix:
         """`prefix` up to its last full block, which needs no copy."""
         return self._prefix(prefix.blocks, len(prefix.blocks) * self._key.block_size)
+
+    def outgrown(self, sequence: Sequence) -> bool:
+        """Whether what a sequence has in its blocks became useless with its last token; its hashes are then gone."""
+        beyond = self._key.beyond_switch
+        if beyond(sequence.num_computed_tokens) or not beyond(sequence.num_tokens):
+            return False
+        sequence.block_hashes = []
+        return True
 
     def count(self, num_tokens: int, num_found: int) -> None:
         """A sequence starts with `num_found` of its tokens found."""
@@ -84,11 +94,18 @@ class PrefixCache:
             found.append(block)
         return found
 
+    def _beyond_switch(self, sequence: Sequence) -> bool:
+        return self._key.beyond_switch(sequence.num_tokens)
+
+    def _root(self, sequence: Sequence) -> bytes:
+        beyond = self._beyond_switch(sequence)
+        return self._key.root(sequence.adapter, sequence.cache_salt, beyond_switch=beyond)
+
     def _hash(self, sequence: Sequence, index: int) -> bytes:
         """Content hash of full block `index`; those before it have theirs."""
         hashes = sequence.block_hashes
         if index == len(hashes):
-            parent = hashes[-1] if hashes else self._key.root(sequence.adapter, sequence.cache_salt)
+            parent = hashes[-1] if hashes else self._root(sequence)
             start = index * self._key.block_size
             hashes.append(self._key.extend(parent, sequence.tokens(start, start + self._key.block_size)))
         return hashes[index]

@@ -17,20 +17,33 @@ class Rotary:
 
     def __init__(self, rope: Rope, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(rope).to(device)
+        self._long_frequencies = inverse_frequencies(rope, beyond_switch=True).to(device)
         self._scale = rope.attention_factor
 
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of each position [num_tokens]: cosines and sines, each [num_tokens, rope.dim] of `dtype`; the first half of
-        the sines is negated, as `apply_rope` takes them."""
-        angles = positions.to(torch.float32)[:, None] * self._frequencies
+    def __call__(self, positions: Tensor, beyond_switch: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions.
+
+        Args:
+            positions: [num_tokens].
+            beyond_switch: [num_tokens] bool, tokens of sequences longer than rope.switch; None: there are none.
+            dtype: of what is returned.
+
+        Returns:
+            Cosines and sines, each [num_tokens, rope.dim]; the first half of the sines is negated, as `apply_rope`
+            takes them.
+        """
+        frequencies = self._frequencies
+        if beyond_switch is not None:
+            frequencies = torch.where(beyond_switch[:, None], self._long_frequencies, frequencies)
+        angles = positions.to(torch.float32)[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         if self._scale != 1.0:
             cos, sin = cos * self._scale, sin * self._scale
         return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
-def inverse_frequencies(rope: Rope) -> Tensor:
-    """Radians per position of each pair, [rope.dim / 2] float32 on the CPU."""
+def inverse_frequencies(rope: Rope, *, beyond_switch: bool = False) -> Tensor:
+    """Radians per position of each pair, [rope.dim / 2] float32 on the CPU; `beyond_switch`: of longer sequences."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).to(torch.float32) / rope.dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
@@ -39,6 +52,8 @@ def inverse_frequencies(rope: Rope) -> Tensor:
         return _llama3(frequencies, rope)
     if rope.kind == "yarn":
         return _yarn(frequencies, rope)
+    if rope.kind == "longrope":
+        return frequencies / torch.tensor(rope.long_factor if beyond_switch else rope.short_factor)
     # `dynamic` stretches contexts beyond max_position_embeddings, and up to there changes nothing.
     return frequencies
 

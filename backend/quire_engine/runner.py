@@ -98,7 +98,7 @@ class TorchRunner(Runner):
     @torch.inference_mode()
     def _run(self, spans: list[Span], kv: KVCache) -> list[Sampled]:
         """Compute ordered spans; one result each, in that order."""
-        batch = build_batch(spans, kv, self._num_slots, self._device)
+        batch = build_batch(spans, kv, self._num_slots, self._device, self._model.shape.rope_switch)
         hidden = self._model(batch, kv)
         if hidden is None:
             return [Sampled([]) for _ in spans]

@@ -42,6 +42,9 @@ class Scheduler:
     and a sequence is never preempted for one of its own priority but by growth: so it, too, comes to an end once
     nothing more urgent arrives, and without priorities it never happens.
 
+    Restart. A sequence that grows beyond the switch of its model's rope needs other keys for all its tokens: it goes
+    back to its place in line once and computes them, sharing nothing with its shorter self.
+
     No thrash. A sequence, new or preempted, is admitted only if afterwards one block per running sequence stays free.
     Running sequences take at most one block each in `block_size` steps, so at least that many steps pass between an
     admission and the next preemption by growth. Whoever is preempted is not admitted again in the same step: what it
@@ -180,6 +183,8 @@ class Scheduler:
                 sequence.num_scored_tokens += len(result.prompt_logprobs)
             if result.token_ids:
                 progress.append((sequence, self._append(sequence, result)))
+                if sequence.status is Status.RUNNING and self.prefixes.outgrown(sequence):
+                    self._restart(sequence)
         self._release_aborted()
         return progress
 
@@ -259,11 +264,15 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a sequence's blocks; it computes its tokens again later, those still in the prefix cache excepted."""
+        self._restart(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _restart(self, sequence: Sequence) -> None:
+        """Put a running sequence back to its place in line, without blocks."""
         self._running.remove(sequence)
         self._stop(sequence)
         sequence.status = Status.PREEMPTED
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
         self._waiting.add(sequence)
 
     def _prefill(self, draft: Draft, prefilling: list[Sequence], now: float) -> None:

@@ -12,7 +12,7 @@ from typing import Self
 from quire_spec.config_json import ConfigJson
 from quire_spec.errors import ConfigError
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,11 @@ class Rope:
     """Of longrope, dim / 2 divisors of the frequencies, for sequences of up to trained_length tokens."""
     long_factor: tuple[float, ...] = ()
     """The same for longer sequences."""
+
+    @property
+    def switch(self) -> int | None:
+        """Tokens up to which a sequence has one set of angles, and beyond which it has another, for all its tokens."""
+        return self.trained_length if self.kind == "longrope" else None
 
     @classmethod
     def read(cls, config: ConfigJson, head_dim: int, max_positions: int, *, partial: bool) -> Self:

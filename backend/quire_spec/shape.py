@@ -61,6 +61,11 @@ class ModelShape:
         """What checkpoints of this architecture have in common."""
         return FAMILIES[self.architecture]
 
+    @property
+    def rope_switch(self) -> int | None:
+        """Tokens beyond which all of a sequence's keys are rotated otherwise; None: never."""
+        return None if self.rope is None else self.rope.switch
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Read a Hugging Face config.json.

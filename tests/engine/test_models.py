@@ -68,7 +68,7 @@ def test_logits_equal_transformers(folder):
     kv = KVCache(model.shape, 12, 8, torch.float32, CPU)
     firsts = (0, 5, 6)
     spans = [_span(p, 0, len(p), first, 8) for p, first in zip(prompts, firsts, strict=True)]
-    logits = _logits(model, build_batch(spans, kv, 0, CPU), kv)
+    logits = _logits(model, build_batch(spans, kv, 0, CPU, model.shape.rope_switch), kv)
     for row, prompt in zip(logits, prompts, strict=True):
         expected = oracle(torch.tensor([prompt])).logits[0, -1]
         assert (row - expected).abs().max() < 2e-5 * expected.abs().max()
@@ -85,7 +85,7 @@ def test_half_types_are_as_exact_as_transformers(folder, dtype):
     model.pack()
     kv = KVCache(model.shape, 24 * 4, 8, dtype, CPU)
     spans = [_span(prompt, 0, 32, 4 * i, 8) for i, prompt in enumerate(prompts.tolist())]
-    logits = _logits(model, build_batch(spans, kv, 0, CPU), kv)
+    logits = _logits(model, build_batch(spans, kv, 0, CPU, model.shape.rope_switch), kv)
     assert logits.dtype == dtype
     assert (logits.float() - exact).norm() < 1.3 * theirs.norm()
 
@@ -128,6 +128,13 @@ def test_memory_that_others_left_does_not_reach_a_sequence(folder):
         assert torch.equal(*results)
 
 
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1.0 + i / 100 for i in range(64)],
+    "long_factor": [1.0 + i / 2 for i in range(64)],
+}
 SCALINGS = {
     "default": None,
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
@@ -137,6 +144,9 @@ SCALINGS = {
     "yarn": YARN_ROPE,
     "yarn, not truncated": YARN_ROPE | {"truncate": False, "beta_fast": 16.0, "beta_slow": 2.0, "factor": 40.0},
     "yarn, scaled": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.5, "original_max_position_embeddings": 4096},
+    "longrope": LONG_ROPE,
+    "longrope, attention factor": LONG_ROPE | {"attention_factor": 1.5},
+    "longrope, factor": LONG_ROPE | {"factor": 7.0},
     "yarn, attention factor": YARN_ROPE | {"attention_factor": 1.5},
 }
 
@@ -148,5 +158,10 @@ def test_rope_equals_transformers(scaling):
     )
     shape = ModelShape.from_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
     oracle = LlamaRotaryEmbedding(config)
+    if shape.rope_switch is not None:
+        oracle(torch.empty(1), torch.tensor([[shape.rope_switch]]))
+        long = inverse_frequencies(shape.rope, beyond_switch=True)
+        torch.testing.assert_close(long, oracle.inv_freq, rtol=1e-6, atol=0)
+        oracle(torch.empty(1), torch.tensor([[shape.rope_switch - 1]]))
     torch.testing.assert_close(inverse_frequencies(shape.rope), oracle.inv_freq, rtol=1e-6, atol=0)
     assert shape.rope.attention_factor == pytest.approx(oracle.attention_scaling)

@@ -39,7 +39,12 @@ class Reference(NamedTuple):
 
 @torch.inference_mode()
 def _reference(oracle: Any, prompts: list[list[int]]) -> list[Reference]:
-    """Greedy generation of all prompts side by side, padded on the right, where causal attention does not see it."""
+    """Greedy generation of all prompts side by side, padded on the right, where causal attention does not see it.
+
+    One by one where the longest row of a batch decides how all are rotated.
+    """
+    if len(prompts) > 1 and (getattr(oracle.config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        return [reference for prompt in prompts for reference in _reference(oracle, [prompt])]
     tokens = torch.zeros(len(prompts), max(map(len, prompts)) + NUM_TOKENS, dtype=torch.int64)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
@@ -181,7 +186,7 @@ def test_with_packed_weights(cases, name, monkeypatch):
     _check(_generate(engine, case.prompts[:12], rush=0.5), case.references[:12])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "phi3-longrope"])
 def test_from_the_prefix_cache(cases, name):
     case = cases(name)
     engine = Engine.from_config(_config(case.folder, block_size=8))
@@ -211,6 +216,27 @@ def test_forks(cases, caching):
     _check(outputs, [case.references[i // 4] for i in range(32)])
     partial = [len(prompt) % 16 != 1 for prompt in prompts]
     assert engine.stats().num_block_copies == sum(3 for i in range(0, 32, 4) if partial[i])
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_forks_of_a_prompt_that_grows_beyond_a_switch_of_its_rope(cases, at_once):
+    folder = cases("phi3-longrope").folder
+    switch = ModelShape.load(folder).rope_switch
+    prompt = [random.Random(3).randrange(VOCAB) for _ in range(switch - 3)]
+    (reference,) = _reference(load_oracle(folder), [prompt])
+    engine = Engine.from_config(_config(folder, block_size=8))
+    params = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
+    engine.add(Generate(0, prompt, params))
+    found: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for step in range(3 * NUM_TOKENS):
+        # At once, where they share the prompt with the leader; or when it has left it behind.
+        if step == (0 if at_once else 6):
+            engine.add(Generate(1, prompt, params, fork_of=0))
+            engine.add(Generate(2, prompt, params, fork_of=0))
+        for result in engine.step().results:
+            found[result.id] += result.token_ids
+        engine.check_integrity()
+    assert found == dict.fromkeys(found, reference.token_ids)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

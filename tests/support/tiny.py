@@ -48,7 +48,22 @@ YARN_ROPE = {
     "factor": 8.0,
     "original_max_position_embeddings": 64,
 }
+LLAMA_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 30,
+    "attention_factor": 1.2,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0],
+}
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.4],
+    "long_factor": [1.0, 2.0, 3.5, 5.0, 8.0, 12.0],
+}
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 OPT = {"ffn_dim": 128, "pad_token_id": 1}
 PHI3 = {"pad_token_id": 0}
@@ -74,6 +89,7 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama-dynamic": (LlamaConfig, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}}),
     "llama-yarn": (LlamaConfig, {"rope_parameters": YARN_ROPE}),
     "llama-relu": (LlamaConfig, {"hidden_act": "relu"}),
+    "llama-longrope": (LlamaConfig, {"rope_parameters": LLAMA_LONG_ROPE}),
     "mistral": (MistralConfig, {"sliding_window": 24, "head_dim": 24}),
     "mistral-unlimited": (MistralConfig, {"sliding_window": None}),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True, "num_hidden_layers": 3}),
@@ -95,6 +111,7 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "opt-old": (OPTConfig, {**OPT, "_remove_final_layer_norm": True, "initializer_range": 0.15}),
     "phi3": (Phi3Config, {**PHI3, "num_key_value_heads": 4, "sliding_window": 40}),
+    "phi3-longrope": (Phi3Config, {**PHI3, "original_max_position_embeddings": 48, "rope_parameters": LONG_ROPE}),
     "phi3-partial": (Phi3Config, {**PHI3, "tie_word_embeddings": True, "rope_parameters": PARTIAL_ROPE}),
     "gemma2": (Gemma2Config, GEMMA2),
     "gemma2-uncapped": (

@@ -61,7 +61,7 @@ class LlamaForCausalLM(CausalLM):
     def decode(self, batch: Batch, kv: KVCache) -> Tensor:
         """See CausalLM.decode."""
         hidden = self.embed(batch)
-        rope = self.rotary(batch.positions, hidden.dtype)
+        rope = self.rotary(batch.positions, batch.beyond_switch, hidden.dtype)
         for layer, cache in zip(self.layers, kv.layers, strict=True):
             hidden = layer(hidden, rope, cache, batch)
         return hidden
