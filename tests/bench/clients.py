@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients of the real server, in a process of their own: HTTP generate_stream and gRPC ModelStreamInfer, asyncio.
 
-They share the processor with what they measure; that is part of what "through the server" costs here.
+They share the processor with what they measure, so they do as little as a load generator can while it runs: note when
+bytes came, and keep them. What the bytes say is read when everything has come.
 """
 
 import asyncio
 import json
 import sys
+import time
+from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import child
+import grpc.aio
 import numpy as np
-import tritonclient.grpc as grpcclient
-import tritonclient.grpc.aio as grpcaio
 from record import Record
+from tritonclient.grpc import service_pb2
+
+_STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+_LAST_CHUNK = b"0\r\n\r\n"
+
+Arrival = tuple[float, bytes]
 
 
 class Clients:
@@ -25,67 +32,132 @@ class Clients:
 
     def run(self, requests: list[tuple[list[int], int]], offsets: list[float] | None, via: str) -> dict[str, Any]:
         """See measure.py; `via` http or grpc, every request on a stream of its own."""
-        return asyncio.run(self._run(requests, offsets or [0.0] * len(requests), via))
-
-    async def _run(self, requests: list[tuple[list[int], int]], offsets: list[float], via: str) -> dict[str, Any]:
-        address, ask = f"127.0.0.1:{self._settings[via]}", {"http": self._http, "grpc": self._grpc}[via]
-        if via == "http":
-            client: Any = aiohttp.ClientSession(f"http://{address}", connector=aiohttp.TCPConnector(limit=0))
-        else:
-            client = grpcaio.InferenceServerClient(address)
-
-        async def one(i: int) -> None:
-            await asyncio.sleep(offsets[i] - record.now())
-            await ask(client, i, *requests[i], record)
-
-        async with client:
-            record = Record()
-            await asyncio.gather(*(one(i) for i in range(len(requests))))
+        ask, read = {"http": (self._http, http_tokens), "grpc": (self._grpc, grpc_tokens)}[via]
+        start, streams = asyncio.run(ask(requests, offsets or [0.0] * len(requests)))
+        record = Record(start)
+        for i, arrivals in enumerate(streams):
+            for at, tokens in read(i, arrivals):
+                record.take(i, tokens, at - start)
         return record.reply()
 
-    async def _http(self, client: Any, i: int, prompt: list[int], num_tokens: int, record: Record) -> None:
-        body = {"input_ids": prompt, "stream": True, "return_output_ids": True, **_parameters(num_tokens, "http")}
-        async with client.post(f"/v2/models/{self._settings['model']}/generate_stream", json=body) as response:
-            async for line in response.content:
-                if line.startswith(b"data: "):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        raise RuntimeError(f"request {i}: {event['error']}")
-                    found = event["output_ids"]  # the server writes a list of one as its only element
-                    record.take(i, found if isinstance(found, list) else [found])
+    async def _http(self, requests: Any, offsets: list[float]) -> tuple[float, list[list[Arrival]]]:
+        """One connection for each request."""
+        port, path = self._settings["http"], f"/v2/models/{self._settings['model']}/generate_stream"
+        messages = [http_request(path, prompt, num_tokens) for prompt, num_tokens in requests]
 
-    async def _grpc(self, client: Any, i: int, prompt: list[int], num_tokens: int, record: Record) -> None:
-        async def ask() -> Any:
-            tensors = [
-                ("input_ids", "INT64", prompt),
-                ("stream", "BOOL", [True]),
-                ("return_output_ids", "BOOL", [True]),
-            ]
-            yield {
-                "model_name": self._settings["model"],
-                "inputs": [_tensor(*tensor) for tensor in tensors],
-                "parameters": _parameters(num_tokens, "grpc"),
-                "enable_empty_final_response": True,
-            }
+        async def one(message: bytes, offset: float) -> list[Arrival]:
+            await asyncio.sleep(start + offset - time.perf_counter())
+            loop = asyncio.get_running_loop()
+            _, stream = await loop.create_connection(lambda: _Stream(message), "127.0.0.1", port)
+            return await stream.arrivals
 
-        async for result, error in client.stream_infer(ask(), headers={"triton_grpc_error": "true"}):
-            if error is not None:
-                raise RuntimeError(f"request {i}: {error}")
-            if (found := result.as_numpy("output_ids")) is not None:
-                record.take(i, found.tolist())
-            if result.get_response().parameters["triton_final_response"].bool_param:
-                return
+        start = time.perf_counter()
+        return start, await asyncio.gather(*map(one, messages, offsets))
+
+    async def _grpc(self, requests: Any, offsets: list[float]) -> tuple[float, list[list[Arrival]]]:
+        """One connection, a stream on it for each request."""
+        messages = [grpc_request(self._settings["model"], *request) for request in requests]
+        headers = (("triton_grpc_error", "true"),)
+
+        async def one(message: bytes, offset: float) -> list[Arrival]:
+            await asyncio.sleep(start + offset - time.perf_counter())
+            return [(time.perf_counter(), data) async for data in ask(_only(message), metadata=headers)]
+
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self._settings['grpc']}") as channel:
+            # Without functions that read messages: they come as bytes.
+            ask = channel.stream_stream(_STREAM)
+            start = time.perf_counter()
+            return start, await asyncio.gather(*map(one, messages, offsets))
+
+
+class _Stream(asyncio.Protocol):
+    """One HTTP request and the pieces of its answer."""
+
+    def __init__(self, message: bytes) -> None:
+        self.arrivals: asyncio.Future[list[Arrival]] = asyncio.get_running_loop().create_future()
+        self._message = message
+        self._got: list[Arrival] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._message)
+
+    def data_received(self, data: bytes) -> None:
+        self._got.append((time.perf_counter(), data))
+        if data.endswith(_LAST_CHUNK):
+            self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.arrivals.set_result(self._got)
+
+
+async def _only(message: bytes) -> AsyncIterator[bytes]:
+    yield message
+
+
+def http_request(path: str, prompt: list[int], num_tokens: int) -> bytes:
+    """A request as it goes over the wire."""
+    body = {"input_ids": prompt, "stream": True, "return_output_ids": True, **_parameters(num_tokens, "http")}
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def http_tokens(i: int, arrivals: list[Arrival]) -> list[tuple[float, list[int]]]:
+    """Tokens of one answer by the time that their line was complete.
+
+    Raises:
+        RuntimeError: the answer is an error, or was cut off.
+    """
+    found, rest = [], b""
+    for at, data in arrivals:
+        *lines, rest = (rest + data).split(b"\n")
+        events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]
+        if errors := [event["error"] for event in events if "error" in event]:
+            raise RuntimeError(f"request {i}: {errors[0]}")
+        # The server writes a list of one as its only element.
+        ids = [event["output_ids"] for event in events]
+        found.append((at, [token for some in ids for token in (some if isinstance(some, list) else [some])]))
+    whole = b"".join(data for _, data in arrivals)
+    if not whole.startswith(b"HTTP/1.1 200") or not whole.endswith(_LAST_CHUNK):
+        raise RuntimeError(f"request {i}: {whole[:500]!r} ... {whole[-100:]!r}")
+    return found
+
+
+def grpc_request(model: str, prompt: list[int], num_tokens: int) -> bytes:
+    """A ModelInferRequest as it goes over the wire."""
+    request = service_pb2.ModelInferRequest(model_name=model)
+    tensors = (("input_ids", "INT64", prompt), ("stream", "BOOL", [True]), ("return_output_ids", "BOOL", [True]))
+    for name, kind, values in tensors:
+        request.inputs.add(name=name, datatype=kind, shape=[len(values)])
+        request.raw_input_contents.append(np.array(values, {"INT64": np.int64, "BOOL": np.bool_}[kind]).tobytes())
+    fields = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+    for name, value in _parameters(num_tokens, "grpc").items():
+        setattr(request.parameters[name], fields[type(value)], value)
+    return bytes(request.SerializeToString())
+
+
+def grpc_tokens(i: int, arrivals: list[Arrival]) -> list[tuple[float, list[int]]]:
+    """Tokens of one answer by the time that their message came.
+
+    Raises:
+        RuntimeError: the answer is an error.
+    """
+    found = []
+    for at, data in arrivals:
+        message = service_pb2.ModelStreamInferResponse.FromString(data)
+        if message.error_message:
+            raise RuntimeError(f"request {i}: {message.error_message}")
+        response = message.infer_response
+        names = [output.name for output in response.outputs]
+        found.append((at, np.frombuffer(response.raw_output_contents[names.index("output_ids")], np.int64).tolist()))
+    return found
 
 
 def _parameters(num_tokens: int, via: str) -> dict[str, Any]:
     # The salt keeps the prompts that both send out of each other's prefix cache.
     return {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "cache_salt": via}
-
-
-def _tensor(name: str, kind: str, values: list[Any]) -> grpcclient.InferInput:
-    tensor = grpcclient.InferInput(name, [len(values)], kind)
-    tensor.set_data_from_numpy(np.array(values, {"INT64": np.int64, "BOOL": np.bool_}[kind]))
-    return tensor
 
 
 if __name__ == "__main__":

@@ -7,20 +7,21 @@ from typing import Any
 
 
 class Record:
-    """Tokens of each request as they come, by the engine's ids, which rise with the requests. Starts now."""
+    """Tokens of each request as they come, by the engine's ids, which rise with the requests."""
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
+    def __init__(self, start: float | None = None) -> None:
+        """`start`: a time of perf_counter; None is now."""
+        self._start = time.perf_counter() if start is None else start
         self._arrivals: dict[int, list[tuple[float, Sequence[int]]]] = {}
 
     def now(self) -> float:
         """Seconds since the start."""
         return time.perf_counter() - self._start
 
-    def take(self, id: int, token_ids: Sequence[int]) -> None:
-        """Tokens of a request came just now."""
+    def take(self, id: int, token_ids: Sequence[int], at: float | None = None) -> None:
+        """Tokens of a request came `at` seconds after the start; None: just now."""
         if token_ids:
-            self._arrivals.setdefault(id, []).append((self.now(), token_ids))
+            self._arrivals.setdefault(id, []).append((self.now() if at is None else at, token_ids))
 
     def reply(self) -> dict[str, Any]:
         """Everything that came, request by request."""
