@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 
 from quire_engine.request import Sequence
-from quire_engine.step import BlockCopy, SlotLoad, Span, StepPlan
+from quire_engine.step import BlockCopy, HostCopy, SlotLoad, Span, StepPlan
 
 
 @dataclass(slots=True)
@@ -15,6 +15,8 @@ class Draft:
     """Tokens that are left for prompts."""
     decodes: list[Span] = field(default_factory=list)
     prefills: list[Span] = field(default_factory=list)
+    swap_outs: list[HostCopy] = field(default_factory=list)
+    swap_ins: list[HostCopy] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
     promised: set[int] = field(default_factory=set)
@@ -33,4 +35,5 @@ class Draft:
 
     def plan(self, loads: list[SlotLoad]) -> StepPlan:
         """The step as it is."""
-        return StepPlan(self.decodes + self.prefills, loads, self.copies, self.started)
+        spans = self.decodes + self.prefills
+        return StepPlan(spans, loads, self.swap_outs, self.swap_ins, self.copies, self.started)

@@ -61,7 +61,7 @@ class Engine:
         self._blocks = BlockPool(memory.num_blocks)
         self._adapters = AdapterRegistry(config.max_loras, config.host_loras)
         key = ContentKey(checkpoint.fingerprint, memory.dtype, config.block_size, checkpoint.shape.rope_switch)
-        self._scheduler = Scheduler(config, self._blocks, self._adapters, key, self.max_model_len)
+        self._scheduler = Scheduler(config, self._blocks, self._adapters, key, self.max_model_len, runner.swap_space)
         # Ended without a step; reported with the next one.
         self._failed: list[SequenceResult] = []
 
@@ -204,7 +204,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """State of the scheduler now."""
-        scheduler = self._scheduler
+        scheduler, tables = self._scheduler, self._scheduler.tables
         return Stats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -213,7 +213,12 @@ class Engine:
             prefix_cache_queries=scheduler.prefixes.num_queries,
             prefix_cache_hits=scheduler.prefixes.num_hits,
             num_preemptions=scheduler.num_preemptions,
-            num_block_copies=scheduler.tables.num_block_copies,
+            num_block_copies=tables.num_block_copies,
+            num_swapped=scheduler.num_swapped,
+            num_host_blocks=tables.num_host_blocks,
+            num_used_host_blocks=tables.num_used_host_blocks,
+            num_swapped_out_blocks=tables.num_swapped_out_blocks,
+            num_swapped_in_blocks=tables.num_swapped_in_blocks,
             num_steps=scheduler.num_steps,
             running_adapters=self._adapters.running(),
             waiting_adapters=self._adapters.waiting(),

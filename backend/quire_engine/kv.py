@@ -4,13 +4,16 @@
 Blocks are ids from the scheduler; the runner asks for addresses, the layers hand each layer's tensor to the kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import kv_block_bytes
+
+_GATHERED_BYTES = 32 * 2**20
+"""Blocks on their way to or from the host, at most: the cache leaves a GPU little more."""
 
 
 def block_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
@@ -71,6 +74,48 @@ class KVCache:
         device = self._data.device
         contents = self._data.index_select(2, torch.tensor(sources, device=device))
         self._data.index_copy_(2, torch.tensor(destinations, device=device), contents)
+
+    def host_blocks(self, num: int) -> Tensor:
+        """Host memory for the contents of `num` blocks: [num, num_layers, 2, block_size, num_kv_heads, head_dim].
+
+        A block's contents lie together in it, for all layers, so that one can be sent or kept without the others; in
+        pinned memory if the cache is on a GPU.
+        """
+        layers, two, _, *block = self._data.shape
+        pin = self._data.device.type == "cuda"
+        return torch.empty((num, layers, two, *block), dtype=self._data.dtype, pin_memory=pin)
+
+    def export(self, blocks: Sequence[int], host: Tensor, rows: Sequence[int]) -> None:
+        """Copy the contents of `blocks` into `rows` of what `host_blocks` made.
+
+        On a GPU this returns before they are there: synchronize, or use them in work of the same stream.
+        """
+        for some, places in self._parts(blocks, rows):
+            contents = self._data.index_select(2, some).movedim(2, 0)
+            if host.is_pinned():
+                for content, place in zip(contents.contiguous(), places, strict=True):
+                    host[place].copy_(content, non_blocking=True)
+            else:
+                host[places] = contents.to("cpu")
+
+    def take(self, blocks: Sequence[int], host: Tensor, rows: Sequence[int]) -> None:
+        """Undo `export`: fill `blocks` from `rows`, which must not change until a GPU has read them."""
+        for some, places in self._parts(blocks, rows):
+            if host.is_pinned():
+                contents = torch.empty((len(places), *host.shape[1:]), dtype=host.dtype, device=self._data.device)
+                for content, place in zip(contents, places, strict=True):
+                    content.copy_(host[place], non_blocking=True)
+            else:
+                contents = host[places].to(self._data.device)
+            self._data.index_copy_(2, some, contents.movedim(0, 2))
+
+    def _parts(self, blocks: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[Tensor, Sequence[int]]]:
+        """Block ids on the device, and their rows, as many at a time as the device has memory to gather."""
+        assert len(blocks) == len(rows)
+        size = max(1, _GATHERED_BYTES // (self.num_bytes // self.num_blocks))
+        for start in range(0, len(blocks), size):
+            end = start + size
+            yield torch.tensor(blocks[start:end], device=self._data.device), rows[start:end]
 
     def clear_started(self, addresses: Tensor) -> None:
         """Clear the blocks whose first token is among `addresses` (on the CPU), before a step writes to them."""

@@ -97,7 +97,7 @@ class Metrics:
         """The engine core came or went; a new one counts from zero."""
         self._core.set(connected)
         self._stats = Stats()
-        for gauge in (self._kv_usage, self._running, self._waiting):
+        for gauge in (self._kv_usage, self._running, self._waiting, self._swapped, self._host_usage):
             gauge.set(0)
 
     def stats(self, stats: Stats) -> None:
@@ -107,6 +107,8 @@ class Metrics:
             self._set_cache_info(stats.num_blocks)
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
+        self._swapped.set(stats.num_swapped)
+        self._host_usage.set(stats.num_used_host_blocks / stats.num_host_blocks if stats.num_host_blocks else 0.0)
         self._kv_usage.set(stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
         for name, counter in self._core_counters.items():
             counter.inc(max(0, getattr(stats, name) - getattr(last, name)))
@@ -129,6 +131,8 @@ class Metrics:
         self._running = self._gauge("vllm:num_requests_running", "Requests that run.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait to run.")
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them.")
+        self._swapped = self._gauge("vllm:num_requests_swapped", "Requests that wait with their KV in host memory.")
+        self._host_usage = self._gauge("vllm:cpu_cache_usage_perc", "Share of the swap space in use; 1 is all of it.")
         self._core = self._gauge("quire_core_connected", "1 while the engine core is there.")
         info = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         about = "Adapters that run and that requests wait for, by name; the value is the time in Unix seconds."
@@ -144,6 +148,8 @@ class Metrics:
             "prefix_cache_hits": self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache."),
             "num_preemptions": self._counter("vllm:num_preemptions", "Sequences that gave their blocks up."),
             "num_block_copies": self._counter("quire_block_copies", "KV blocks copied for a second writer."),
+            "num_swapped_out_blocks": self._counter("quire_swapped_out_blocks", "KV blocks copied to host memory."),
+            "num_swapped_in_blocks": self._counter("quire_swapped_in_blocks", "KV blocks copied back."),
             "num_steps": self._counter("quire_steps", "Steps of the engine."),
             "num_adapter_evictions": self._counter("quire_adapter_evictions", "Adapters that lost their slot."),
         }

@@ -4,7 +4,7 @@
 The scheduler calls it; it knows tokens and hashes, no tensor and no order of sequences.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire_engine.blocks import BlockPool, ContentKey
 from quire_engine.request import BlockId, Sequence
@@ -19,6 +19,8 @@ class Prefix:
     """Those that the prefix fills, in order: to be shared."""
     copied: list[BlockId]
     """The one that it ends in, if it does not end with a block: the sequence writes the rest of it in a copy."""
+    host_blocks: list[BlockId] = field(default_factory=list)
+    """Places in host memory of those that follow `blocks` instead, when the sequence was swapped out."""
 
 
 class PrefixCache:
@@ -35,7 +37,9 @@ class PrefixCache:
         """Tokens found of them."""
 
     def find(self, sequence: Sequence) -> Prefix:
-        """The longest prefix that is cached or that its leader holds; at least one token stays to be computed.
+        """The longest prefix that is cached, that its leader holds or that was swapped out.
+
+        At least one token stays to be computed.
 
         None of a prompt whose logits are wanted: all of it is computed.
         """
@@ -52,8 +56,10 @@ class PrefixCache:
         if leader is not None:
             num_led = min(leader.num_computed_tokens, len(sequence.prompt_token_ids), sequence.num_tokens - 1)
         if leader is not None and num_led > num_cached:
-            return self._prefix(leader.block_table, num_led)
-        return self._prefix(cached, num_cached)
+            prefix = self._prefix(leader.block_table, num_led)
+        else:
+            prefix = self._prefix(cached, num_cached)
+        return self._with_swapped(sequence, prefix)
 
     def whole(self, prefix: Prefix) -> Prefix:
         """`prefix` up to its last full block, which needs no copy."""
@@ -83,6 +89,13 @@ class PrefixCache:
     def _prefix(self, blocks: list[BlockId], num_tokens: int) -> Prefix:
         full, rest = divmod(num_tokens, self._key.block_size)
         return Prefix(num_tokens, blocks[:full], blocks[full : full + 1] if rest else [])
+
+    def _with_swapped(self, sequence: Sequence, prefix: Prefix) -> Prefix:
+        """The longer prefix that a swapped sequence has, if what it left behind is still there."""
+        num_found, num_left = len(prefix.blocks), sequence.num_left_blocks
+        if prefix.num_tokens >= sequence.num_swapped_tokens or num_found < num_left:
+            return prefix
+        return Prefix(sequence.num_swapped_tokens, prefix.blocks, [], sequence.host_blocks[num_found - num_left :])
 
     def _cached(self, sequence: Sequence) -> list[BlockId]:
         """The longest run of full blocks from the start that are cached."""

@@ -82,6 +82,12 @@ class Sequence:
     """Positions of the prompt whose logits have told how likely the next token was, if the request asks for that."""
     prompt_logprobs: list[list[Logprob]] = field(default_factory=list)
     """What they told; handed out with the first token."""
+    host_blocks: list[BlockId] = field(default_factory=list)
+    """While swapped out: places in host memory of its blocks, the first num_left_blocks excepted."""
+    num_left_blocks: int = 0
+    """Blocks that were not swapped out with the others, because another sequence held them too."""
+    num_swapped_tokens: int = 0
+    """While swapped out: tokens [0, num_swapped_tokens) are in those blocks and in host memory."""
     num_published_blocks: int = 0
     """Blocks of its table that others find, or that it found itself: the first ones."""
     rank: tuple[int, int] = (0, 0)

@@ -26,6 +26,8 @@ from quire_engine.peft import HostAdapter
 from quire_engine.request import BlockId, Logprob, Sequence
 from quire_engine.sampler import Row, Sampler
 from quire_engine.step import Runner, Sampled, Span, StepPlan
+from quire_engine.swap import SwapSpace
+from quire_engine.swapper import Swapper
 from quire_engine.weights import load_weights
 from quire_spec.config import EngineConfig
 from quire_spec.sampling import SamplingParams
@@ -34,6 +36,8 @@ from quire_spec.status import MemoryPlan
 
 _SCORED_BYTES = 64 << 20
 """float32 logits of prompt tokens at a time: enough rows for a matrix product, little beside the weights."""
+
+_CPU_MEASURED_TOKENS = 128
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +66,9 @@ class TorchRunner(Runner):
         budget = self._measure(config, max_model_len)
         self.num_blocks = num_blocks(config, max_model_len, one_block, budget)
         self._kv = KVCache(shape, self.num_blocks, config.block_size, self._dtype, self._device)
+        num_host_blocks = int(config.swap_space * 2**30) // one_block
+        self._swapper = Swapper(self._kv, num_host_blocks) if num_host_blocks else None
+        self.swap_space = self._measure_swap(config, max_model_len)
         self.memory = MemoryPlan(
             weights_bytes=budget.weights,
             lora_bytes=budget.lora,
@@ -71,6 +78,7 @@ class TorchRunner(Runner):
             max_model_len=max_model_len,
             dtype=str(self._dtype).removeprefix("torch."),
             device=config.device,
+            swap_bytes=self._swapper.num_bytes if self._swapper is not None else 0,
         )
         logger.info("memory plan %s", " ".join(f"{f}={getattr(self.memory, f)}" for f in MemoryPlan.__slots__))
 
@@ -89,6 +97,8 @@ class TorchRunner(Runner):
         if self._slots is not None:
             for load in plan.loads:
                 self._slots.activate(load.digest, load.slot)
+        if self._swapper is not None:
+            self._swapper.carry(plan.swap_outs, plan.swap_ins)
         if plan.copies:
             self._kv.copy([copy.source for copy in plan.copies], [copy.destination for copy in plan.copies])
         order = order_spans(plan.spans)
@@ -137,6 +147,23 @@ class TorchRunner(Runner):
         foreign = total - free - torch.cuda.memory_reserved(self._device)
         share = int(total * config.gpu_memory_utilization)
         return Budget(share, weights, lora, peak - weights - lora + foreign)
+
+    def _measure_swap(self, config: EngineConfig, max_model_len: int) -> SwapSpace:
+        """What the scheduler weighs swapping by; a CPU computes a shorter prompt for it than a GPU."""
+        if self._swapper is None:
+            return SwapSpace()
+        most = config.max_num_batched_tokens if self._device.type == "cuda" else _CPU_MEASURED_TOKENS
+        num_tokens = min(most, max(max_model_len - 1, 1))
+        kv = KVCache(self._model.shape, 1, config.block_size, self._dtype, self._device)
+        span = _dummy_span(0, num_tokens, kv)
+
+        def compute() -> int:
+            self._run([span], kv)
+            return num_tokens
+
+        space = self._swapper.measure(compute)
+        logger.info("swap space measured block_s=%.2e token_s=%.2e", space.block_s, space.token_s)
+        return space
 
     def _run_largest_steps(self, config: EngineConfig, max_model_len: int) -> None:
         """A step of as many prompts as may be, all sampled, and one of a chunk at the end of the longest context.

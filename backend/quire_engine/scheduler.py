@@ -17,7 +17,8 @@ from quire_engine.draft import Draft
 from quire_engine.line import Line
 from quire_engine.prefix import Prefix, PrefixCache
 from quire_engine.request import FinishReason, Sequence, Status
-from quire_engine.step import BlockCopy, Sampled, Span, StepPlan
+from quire_engine.step import Sampled, Span, StepPlan
+from quire_engine.swap import SwapSpace
 from quire_engine.tables import BlockTables
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
@@ -33,9 +34,10 @@ class Scheduler:
     computed; a seat and a block are kept for it meanwhile.
 
     Progress. A prompt gets all its blocks when it is admitted, so only decoding takes more of them, one block per
-    `block_size` tokens; when there is none, the last in rank of the running ones gives up its blocks and starts over
-    later. The first in rank is thus never preempted while another runs, and alone it always fits, because the pool
-    holds `max_model_len` tokens (checked at start): it ends, then the next one is first.
+    `block_size` tokens; when there is none, the last in rank of the running ones gives up its blocks, and later gets
+    back what host memory or the prefix cache kept and computes the rest. The first in rank is thus never preempted
+    while another runs, and alone it always fits, because the pool holds `max_model_len` tokens (checked at start): it
+    ends, then the next one is first.
 
     Urgency. A waiting sequence that does not fit has running ones of lower priority (a larger number) preempted, the
     last in rank first, if that makes room for it, and starts in the same step. That gives the blocks to a better rank,
@@ -55,7 +57,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: EngineConfig, blocks: BlockPool, adapters: AdapterRegistry, key: ContentKey, max_model_len: int
+        self,
+        config: EngineConfig,
+        blocks: BlockPool,
+        adapters: AdapterRegistry,
+        key: ContentKey,
+        max_model_len: int,
+        swap: SwapSpace,
     ) -> None:
         self._block_size = config.block_size
         self._max_num_seqs = config.max_num_seqs
@@ -65,7 +73,7 @@ class Scheduler:
         self._blocks = blocks
         self._adapters = adapters
         self.prefixes = PrefixCache(blocks, key, config.enable_prefix_caching)
-        self.tables = BlockTables(blocks, self.prefixes, config.block_size)
+        self.tables = BlockTables(blocks, config.block_size, swap)
         self._policy = config.scheduling_policy
         self._num_arrivals = 0
         self._sequences: dict[int, Sequence] = {}
@@ -103,6 +111,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that do not, preempted ones included."""
         return len(self._waiting)
+
+    @property
+    def num_swapped(self) -> int:
+        """Waiting sequences of which host memory keeps what was computed."""
+        return sum(1 for sequence in self._waiting if sequence.host_blocks) if self.tables.num_used_host_blocks else 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence.
@@ -158,8 +171,8 @@ class Scheduler:
         """
         assert self._in_flight is None, "schedule() again before finish() or fail()"
         self._adapters.begin_step(now)
-        draft, prefilling = self._decode()
-        self._prefill(draft, prefilling, now)
+        draft = Draft(self._max_num_batched_tokens)
+        self._prefill(draft, self._decode(draft), now)
         self._stalled = not (draft.decodes or draft.prefills)
         if self._stalled:
             return None
@@ -170,7 +183,7 @@ class Scheduler:
     def finish(self, plan: StepPlan, sampled: list[Sampled]) -> list[tuple[Sequence, Sampled]]:
         """Take in what the step computed; returns the sequences with new tokens, and which of the tokens count."""
         assert len(sampled) == len(plan.spans)
-        self._land(plan)
+        self._land(plan, failed=False)
         progress = []
         for span, result in zip(plan.spans, sampled, strict=True):
             sequence = span.sequence
@@ -190,7 +203,7 @@ class Scheduler:
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """The step in flight failed: end its sequences, and return them. Blocks computed before stay good."""
-        self._land(plan)
+        self._land(plan, failed=True)
         failed = [span.sequence for span in plan.spans if span.sequence.status is not Status.FINISHED]
         for sequence in failed:
             self._end(sequence, FinishReason.ERROR)
@@ -220,7 +233,7 @@ class Scheduler:
                 f"scheduler: {len(self._waiting)} waiting ({len(idle)} of them hold blocks), {len(self._running)} "
                 f"running, {len(self._sequences)} open, in order of rank: {ordered}"
             )
-        self.tables.check_integrity(holders, self._in_flight)
+        self.tables.check_integrity(holders, self._waiting, self._in_flight)
         self._adapters.check_integrity(
             Counter(s.adapter for s in (*self._sequences.values(), *self._aborted) if s.adapter is not None),
             Counter(s.adapter for s in holders if s.adapter is not None),
@@ -237,33 +250,36 @@ class Scheduler:
                 )
         return leader
 
-    def _decode(self) -> tuple[Draft, list[Sequence]]:
-        """A step of the sequences that decode; and those whose prompts are partly through.
+    def _decode(self, draft: Draft) -> list[Sequence]:
+        """Plan the sequences that decode; returns those whose prompts are partly through.
 
         Goes through them in order of rank, so that whoever is preempted has no span yet.
         """
-        decodes, prefilling = [], []
+        prefilling = []
         for sequence in self._running.members():
             if sequence.status is not Status.RUNNING:
                 break
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
                 prefilling.append(sequence)
-            elif self._grow(sequence):
-                decodes.append(self._span(sequence, 1))
-        return Draft(self._max_num_batched_tokens - len(decodes), decodes), prefilling
+            elif self._grow(sequence, draft):
+                draft.decodes.append(self._span(sequence, 1))
+        draft.budget -= len(draft.decodes)
+        return prefilling
 
-    def _grow(self, sequence: Sequence) -> bool:
+    def _grow(self, sequence: Sequence, draft: Draft) -> bool:
         """Make sure that a decoding sequence has a block for its token; False when it was preempted instead."""
         while not self.tables.grow(sequence):
             victim = self._running.last
             assert len(self._running) > 1, "the pool holds max_model_len tokens"
-            self._preempt(victim)
+            self._preempt(victim, draft)
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks; it computes its tokens again later, those still in the prefix cache excepted."""
+    def _preempt(self, sequence: Sequence, draft: Draft) -> None:
+        """Take a sequence's blocks; later it starts from what is swapped out or still cached."""
+        draft.drop(sequence)
+        self.tables.swap_out(sequence, draft)
         self._restart(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -313,7 +329,7 @@ class Scheduler:
         if sequence.status is not Status.PREEMPTED:
             draft.started.append(sequence.id)
             self.prefixes.count(sequence.num_tokens, prefix.num_tokens)
-        draft.copies += self._start(sequence, prefix)
+        self._start(sequence, prefix, draft)
         draft.prefill(self._span(sequence, length))
         return True
 
@@ -369,17 +385,16 @@ class Scheduler:
         for num_leaving, num_released in enumerate(self.tables.num_released(lesser, prefix), 1):
             if self._fits(sequence, prefix, draft, num_leaving, num_released):
                 for victim in lesser[:num_leaving]:
-                    draft.drop(victim)
-                    self._preempt(victim)
+                    self._preempt(victim, draft)
                 return True
         return False
 
-    def _start(self, sequence: Sequence, prefix: Prefix) -> list[BlockCopy]:
+    def _start(self, sequence: Sequence, prefix: Prefix, draft: Draft) -> None:
         sequence.status = Status.RUNNING
         if sequence.adapter is not None:
             self._adapters.start(sequence.adapter)
         self._running.add(sequence)
-        return self.tables.start(sequence, prefix)
+        self.tables.start(sequence, prefix, draft)
 
     def _span(self, sequence: Sequence, length: int) -> Span:
         slot = None if sequence.adapter is None else self._adapters.slot(sequence.adapter)
@@ -407,6 +422,7 @@ class Scheduler:
             self._stop(sequence)
         else:
             self._waiting.remove(sequence)
+            self.tables.forget(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
         self._close(sequence)
 
@@ -421,11 +437,11 @@ class Scheduler:
             self._adapters.close(sequence.adapter)
         self._stalled = False
 
-    def _land(self, plan: StepPlan) -> None:
+    def _land(self, plan: StepPlan, failed: bool) -> None:
         """The step in flight is over."""
         assert plan is self._in_flight
         self._in_flight = None
-        self.tables.land(plan)
+        self.tables.land(plan, failed)
 
     def _release_aborted(self) -> None:
         for sequence in self._aborted:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire_engine.request import BlockId, Logprob, Sequence, SlotId
+from quire_engine.swap import SwapSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,26 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCopy:
+    """Copy a block of all layers to host memory, or back."""
+
+    block: BlockId
+    host: BlockId
+    """Number of the place in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. `spans` is never empty."""
 
     spans: list[Span]
     loads: list[SlotLoad] = field(default_factory=list)
+    swap_outs: list[HostCopy] = field(default_factory=list)
+    """Blocks of preempted sequences. They may be written in the same step, so this comes first."""
+    swap_ins: list[HostCopy] = field(default_factory=list)
+    """Blocks of sequences that come back. They may be copied in the same step, so this comes before the copies."""
     copies: list[BlockCopy] = field(default_factory=list)
-    """Blocks that spans go on writing in a copy, as others read the original; no block is in two of them twice."""
+    """Blocks that spans go on writing in a copy, as others read the original; no destination is a source."""
     started: list[int] = field(default_factory=list)
     """Ids of the sequences that run for the first time; the runner needs none of it."""
 
@@ -81,6 +95,9 @@ class Sampled:
 
 class Runner(Protocol):
     """Carries out steps. One implementation runs on this process's device; others will drive ranks."""
+
+    swap_space: SwapSpace
+    """Host memory for blocks of preempted sequences."""
 
     def hold(self, digest: str, adapter: object) -> None:
         """Keep an adapter (peft.HostAdapter) in host memory under its content digest."""

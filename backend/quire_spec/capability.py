@@ -17,7 +17,6 @@ KV_CACHE_DTYPES = ("auto",)
 QUANTIZATIONS: tuple[str, ...] = ()
 TENSOR_PARALLEL_SIZES = (1,)
 LORA_RANKS = (8, 16, 32, 64, 128, 256)
-SWAP = False
 SPECULATION = False
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

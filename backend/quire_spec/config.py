@@ -6,6 +6,7 @@ engine arguments wherever the meaning is the same. Nothing reads the environment
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -80,7 +81,8 @@ class EngineConfig:
     """Adapters kept in host memory; None keeps four times max_loras."""
 
     swap_space: float = 0.0
-    """Host memory for swapped-out KV blocks, in GiB."""
+    """Host memory for KV blocks of preempted requests, in GiB, pinned on a GPU. They are moved there when that is
+    quicker than to compute them again, as measured at start. Off by default: a pod's memory is planned without it."""
 
     kv_cache_dtype: str = "auto"
     """Type of the KV cache; auto is dtype."""
@@ -132,8 +134,6 @@ class EngineConfig:
                 f"max_cpu_loras: {self.max_cpu_loras} is less than max_loras {self.max_loras}; "
                 "every adapter in a slot also has a host copy"
             )
-        if self.swap_space and not capability.SWAP:
-            raise ConfigError(f"swap_space: {self.swap_space} is not supported by this engine yet; use 0")
         if self.speculative_config and not capability.SPECULATION:
             raise ConfigError("speculative_config: not supported by this engine yet; remove it")
 
@@ -162,6 +162,8 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization: {self.gpu_memory_utilization} is outside (0, 1]")
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs: {self.max_logprobs} is less than -1")
+        if not 0.0 <= self.swap_space < math.inf:
+            raise ConfigError(f"swap_space: {self.swap_space} is no size in GiB; use 0 for none")
         if not self.model:
             raise ConfigError("model: empty; give a folder or a hub id such as org/name")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -144,6 +144,12 @@ class Stats:
     num_preemptions: int = 0
     num_block_copies: int = 0
     """Blocks copied because a sequence went on writing what others read."""
+    num_swapped: int = 0
+    """Waiting sequences of which host memory keeps what was computed."""
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
     num_steps: int = 0
     running_adapters: list[str] = field(default_factory=list)
     """Digests."""

@@ -60,6 +60,8 @@ class MemoryPlan:
     max_model_len: int
     dtype: str
     device: str
+    swap_bytes: int = 0
+    """In host memory."""
 
 
 @dataclass(frozen=True, slots=True)

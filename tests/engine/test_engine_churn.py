@@ -4,6 +4,7 @@
 import logging
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.runner import VOCAB, TokenRunner, expected_output
 from quire_engine.checkpoint import Checkpoint
 from quire_engine.engine import Engine
 from quire_engine.step import Sampled, StepPlan
+from quire_engine.swap import SwapSpace
 from quire_spec.config import EngineConfig
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 from quire_spec.messages import Generate, SequenceResult
@@ -48,10 +50,16 @@ class Runner(TokenRunner):
 class World:
     """An engine, and its requests and adapters as their owner sees them."""
 
-    def __init__(self, num_blocks: int = 30, failures: random.Random | None = None, **fields: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 30,
+        failures: random.Random | None = None,
+        swap_space: SwapSpace | None = None,
+        **fields: Any,
+    ) -> None:
         settings = {"block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 48, "enable_lora": True}
         settings |= {"max_loras": 2, "max_cpu_loras": 4}
-        self.runner = Runner(num_blocks, 8, failures=failures)
+        self.runner = Runner(num_blocks, 8, failures=failures, swap_space=swap_space)
         self.now = 0.0
         checkpoint = Checkpoint(PATH, SHAPE, frozenset({EOS}), "fingerprint")
         memory = MemoryPlan(0, 0, 0, num_blocks, 8, 96, "float32", "cpu")
@@ -63,8 +71,16 @@ class World:
         self.started: list[int] = []
         self.num_added = 0
 
-    def add(self, prompt: list[int], adapter: str | None = None, salt: str | None = None, **params: Any) -> int:
-        request = Generate(self.num_added, prompt, params, adapter, salt)
+    def add(
+        self,
+        prompt: list[int],
+        adapter: str | None = None,
+        salt: str | None = None,
+        fork_of: int | None = None,
+        priority: int = 0,
+        **params: Any,
+    ) -> int:
+        request = Generate(self.num_added, prompt, params, adapter, salt, fork_of=fork_of, priority=priority)
         self.engine.add(request)
         self.num_added += 1
         self.open[request.id], self.outputs[request.id] = request, []
@@ -116,16 +132,25 @@ def wanted(request: Generate) -> list[int]:
 def test_ten_thousand_requests_leave_nothing_behind(caching: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "quire_engine.engine")  # hundreds of failed steps, each with a traceback
     draw = random.Random(11)
-    world = World(14, failures=draw, enable_prefix_caching=caching)
+    # Room for some, and little gain for short ones: both ways of preemption happen.
+    world = World(14, draw, SwapSpace(9, 4.0, 1.0), enable_prefix_caching=caching, scheduling_policy="priority")
     engine, digests = world.engine, [f"sha256:{i}" for i in range(12)]
     asked: list[str] = []
 
     def requests(num_arrivals: int) -> None:
         for _ in range(num_arrivals):
+            priority = draw.choice([0, 0, 0, 0, -1, 1])
+            if world.open and draw.random() < 0.2:
+                leader = world.open[draw.choice(list(world.open))]
+                same = leader.prompt_token_ids, leader.adapter, leader.cache_salt, leader.id
+                with suppress(NotFound):
+                    world.add(*same, priority, max_tokens=draw.randint(1, 40))
+                continue
             adapter = draw.choice([None, *digests])
             prompt = [draw.randrange(2)] * draw.randint(1, 20) + [draw.randrange(VOCAB)] * draw.randint(0, 1)
             try:
-                world.add(prompt, adapter, draw.choice([None, None, "salt"]), max_tokens=draw.randint(1, 40))
+                salt = draw.choice([None, None, "salt"])
+                world.add(prompt, adapter, salt, None, priority, max_tokens=draw.randint(1, 40))
             except NotFound:
                 assert adapter not in engine.adapters()
         if world.open and draw.random() < 0.08:
@@ -161,6 +186,8 @@ def test_ten_thousand_requests_leave_nothing_behind(caching: bool, caplog: pytes
     engine.check_integrity()
     stats = engine.stats()
     assert (stats.num_used_blocks, stats.running_adapters, stats.waiting_adapters) == (0, [], [])
+    assert stats.num_used_host_blocks == 0
+    assert stats.num_swapped_in_blocks > 100 and stats.num_block_copies > 100
     assert stats.num_preemptions > 100 and stats.num_adapter_evictions > 100
     assert len(world.started) == len(set(world.started))
     ends = list(world.ends.values())

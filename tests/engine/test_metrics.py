@@ -69,6 +69,22 @@ def use(metrics: Metrics) -> None:
     metrics.stats(
         Stats(num_running=1, num_waiting=2, num_blocks=100, num_used_blocks=25, prefix_cache_queries=7, num_steps=3)
     )
+    metrics.stats(
+        Stats(
+            num_running=1,
+            num_waiting=2,
+            num_blocks=100,
+            num_used_blocks=25,
+            num_steps=4,
+            prefix_cache_queries=7,
+            num_swapped=1,
+            num_host_blocks=8,
+            num_used_host_blocks=2,
+            num_swapped_out_blocks=5,
+            num_swapped_in_blocks=3,
+            num_block_copies=6,
+        )
+    )
     metrics.by_adapter.slots(["sql"])
     metrics.adapters(running=["sql", "chat"], waiting=["math"])
     metrics.finished("length", 1.5, 7, 3)
@@ -91,6 +107,11 @@ def test_values(metrics: Metrics):
     assert value(metrics, "vllm:num_requests_running") == 1
     assert value(metrics, "vllm:num_requests_waiting") == 2
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
+    assert value(metrics, "vllm:num_requests_swapped") == 1
+    assert value(metrics, "vllm:cpu_cache_usage_perc") == 0.25
+    assert value(metrics, "quire_swapped_out_blocks_total") == 5
+    assert value(metrics, "quire_swapped_in_blocks_total") == 3
+    assert value(metrics, "quire_block_copies_total") == 6
     assert value(metrics, "vllm:prompt_tokens_total") == 7
     assert value(metrics, "vllm:generation_tokens_total") == 3
     assert value(metrics, "vllm:request_success_total", finished_reason="length") == 1

@@ -18,6 +18,7 @@ import torch
 from support.tiny import CHECKPOINTS, VOCAB, load_adapted_oracle, load_oracle, make_adapter, make_checkpoint
 
 from quire_engine.engine import Engine
+from quire_engine.swap import SwapSpace
 from quire_spec.config import EngineConfig
 from quire_spec.messages import Generate
 from quire_spec.shape import ModelShape
@@ -149,6 +150,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "preempted": {"block_size": 8, "num_blocks": MAX_MODEL_LEN // 8 + 4},
     "preempted, nothing cached": {"block_size": 8, "num_blocks": 20, "enable_prefix_caching": False},
     "preempted in chunks": {"block_size": 8, "num_blocks": 24, "max_num_batched_tokens": 40},
+    "preempted and swapped": {"block_size": 8, "num_blocks": MAX_MODEL_LEN // 8 + 4, "swap_space": 0.001},
+    "preempted and swapped, nothing cached": {
+        "block_size": 8,
+        "num_blocks": 20,
+        "swap_space": 0.001,
+        "enable_prefix_caching": False,
+    },
     "blocks of 32": {"block_size": 32},
     "blocks of 64": {"block_size": 64, "max_num_batched_tokens": 50},
     "blocks of 128": {"block_size": 128, "max_num_seqs": 33},
@@ -162,11 +170,14 @@ PAIRS = [(name, scenario) for name in CHECKPOINTS for scenario in (SCENARIOS if 
 
 
 @pytest.mark.parametrize(("name", "scenario"), PAIRS)
-def test_outputs_equal_transformers(cases, name, scenario):
+def test_outputs_equal_transformers(cases, name, scenario, monkeypatch):
     case = cases(name)
+    # Whether it is quicker here is not the question.
+    monkeypatch.setattr(SwapSpace, "pays", lambda *_: True)
     engine = Engine.from_config(_config(case.folder, **SCENARIOS[scenario]))
     _check(_generate(engine, case.prompts, rush=0.2), case.references)
     assert (engine.stats().num_preemptions > 0) == scenario.startswith("preempted")
+    assert (engine.stats().num_swapped_in_blocks > 0) == ("swapped" in scenario)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -376,3 +387,44 @@ def test_equal_prompts_of_different_adapters_share_no_blocks(adapter_cases):
     for _ in range(2):
         _check(_generate(engine, adapted.prompts, adapted.owners), adapted.references)
     assert engine.stats().prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_everything_at_once(adapter_cases, caching, monkeypatch):
+    """Adapters, forks, priorities, swapping, preemption and aborts, in random order: what ends is right."""
+    adapted, rng = adapter_cases("llama"), random.Random(8)
+    monkeypatch.setattr(SwapSpace, "pays", lambda *_: rng.random() < 0.7)
+    engine = _adapted_engine(
+        adapted,
+        num_blocks=MAX_MODEL_LEN // 8 + 8,
+        max_loras=2,
+        enable_prefix_caching=caching,
+        swap_space=0.001,
+        max_num_batched_tokens=64,
+        scheduling_policy="priority",
+    )
+    jobs: list[int] = []
+    outputs: dict[int, list[int]] = {}
+    num_ended = 0
+    while len(jobs) < 150 or engine.has_work:
+        for _ in range(rng.randint(0, 2) if len(jobs) < 150 and len(outputs) < 24 else 0):
+            leader = rng.choice(list(outputs)) if outputs and rng.random() < 0.4 else None
+            job = rng.randrange(len(adapted.prompts)) if leader is None else jobs[leader]
+            request = Generate(len(jobs), adapted.prompts[job], {"temperature": 0.0, "max_tokens": NUM_TOKENS})
+            request = dataclasses.replace(request, adapter=adapted.owners[job], fork_of=leader)
+            engine.add(dataclasses.replace(request, priority=rng.choice([0, 0, 0, 1, -1])))
+            outputs[request.id] = []
+            jobs.append(job)
+        if outputs and rng.random() < 0.05:
+            engine.abort([aborted := rng.choice(list(outputs))])
+            del outputs[aborted]
+        engine.fetch()
+        for result in engine.step().results:
+            outputs[result.id] += result.token_ids
+            if result.finish_reason is not None:
+                assert outputs.pop(result.id) == adapted.references[jobs[result.id]].token_ids
+                num_ended += 1
+        engine.check_integrity()
+    stats = engine.stats()
+    assert num_ended > 100 and stats.num_used_blocks == stats.num_used_host_blocks == 0
+    assert min(stats.num_swapped_in_blocks, stats.num_block_copies, stats.num_adapter_evictions) > 10

@@ -15,6 +15,7 @@ from quire_engine.peft import WEIGHTS_FILE, read_adapter
 from quire_engine.request import Sequence
 from quire_engine.runner import TorchRunner
 from quire_engine.step import SlotLoad, Span, StepPlan
+from quire_engine.swap import SwapSpace
 from quire_kernels import attention, lora
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError
@@ -190,6 +191,14 @@ def test_memory_is_what_was_allocated(folder, shape, engine_runner):
     assert memory.num_blocks == engine_runner.num_blocks == 8 * 128 // 8
     assert memory.kv_bytes == memory.num_blocks * kv_block_bytes(shape, 8, 4)
     assert (memory.block_size, memory.max_model_len, memory.dtype, memory.device) == (8, 128, "float32", "cpu")
+
+
+def test_swap_space_is_measured_where_there_is_some(folder, shape, engine_runner):
+    assert engine_runner.swap_space == SwapSpace() and engine_runner.memory.swap_bytes == 0
+    one = kv_block_bytes(shape, 8, 4)
+    made = TorchRunner(dataclasses.replace(CONFIG, swap_space=5.5 * one / 2**30), shape, folder)
+    assert made.swap_space.num_blocks == 5 and made.memory.swap_bytes == 5 * one
+    assert 0 < made.swap_space.block_s < 1 and 0 < made.swap_space.token_s < 1
 
 
 def test_no_adapter_slots_unless_asked(folder, shape):

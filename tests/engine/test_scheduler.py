@@ -17,12 +17,16 @@ from quire_engine.adapters import AdapterRegistry
 from quire_engine.blocks import BlockPool, ContentKey
 from quire_engine.request import FinishReason, Sequence, Status
 from quire_engine.scheduler import Scheduler
-from quire_engine.step import Sampled
+from quire_engine.step import Sampled, StepPlan
+from quire_engine.swap import SwapSpace
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, NotFound
 from quire_spec.sampling import SamplingParams
 
 CONFIG = EngineConfig("m", block_size=8, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False)
+
+NO_SWAP = SwapSpace()
+ALWAYS_SWAP = SwapSpace(64, block_s=0.0, token_s=1.0)
 
 
 @dataclass
@@ -34,18 +38,19 @@ class Bench:
     max_model_len: int = 128
     adapters: str = ""
     max_loras: int = 2
+    swap: SwapSpace = NO_SWAP
     now: float = 0.0
     outputs: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.blocks = BlockPool(self.num_blocks)
         self.registry = AdapterRegistry(self.max_loras, 4 * self.max_loras)
-        self.runner = TokenRunner(self.num_blocks, self.config.block_size)
+        self.runner = TokenRunner(self.num_blocks, self.config.block_size, swap_space=self.swap)
         for digest in self.adapters:
             self.registry.add(digest, Path(digest), False)
             self.runner.hold(digest, digest)
         key = ContentKey("m", "float32", self.config.block_size)
-        self.scheduler = Scheduler(self.config, self.blocks, self.registry, key, self.max_model_len)
+        self.scheduler = Scheduler(self.config, self.blocks, self.registry, key, self.max_model_len, self.swap)
         self.sequences: dict[int, Sequence] = {}
 
     def add(self, prompt: list[int] | int, num_output: int = 4, **fields: Any) -> Sequence:
@@ -70,11 +75,19 @@ class Bench:
         self.scheduler.check_integrity()
         return self.runner.batches[-1]
 
+    def run_until_preempted(self) -> list[tuple[int, int, int]]:
+        """Steps until one preempts a sequence; returns its batch."""
+        while self.scheduler.has_work:
+            batch = self.step()
+            if self.scheduler.num_preemptions:
+                return batch
+        raise AssertionError("nobody was preempted")
+
     def run(self) -> dict[int, list[int]]:
         """Steps until everything is over; every step has work."""
         while self.scheduler.has_work:
             assert self.step()
-        assert self.blocks.num_used == 0
+        assert self.blocks.num_used == 0 and self.scheduler.tables.num_used_host_blocks == 0
         return self.outputs
 
 
@@ -201,8 +214,7 @@ def test_a_fork_of_a_preempted_leader_starts_when_that_is_back() -> None:
     bench = Bench(num_blocks=8, max_model_len=40)
     bench.add(7, 33)
     bench.add(7, 33)
-    while not bench.scheduler.num_preemptions:
-        bench.step()
+    bench.run_until_preempted()
     fork = bench.add(bench.sequences[1].prompt_token_ids, 3, fork_of=1)
     bench.scheduler.abort([0])
     assert [bench.step() for _ in range(2)] == [[(1, 0, 33)], [(1, 33, 1), (fork.id, 6, 1)]]
@@ -290,8 +302,7 @@ def test_the_last_admitted_is_preempted_and_comes_back_when_it_fits_again() -> N
     bench.add(7, 17)
     bench.add(7, 17)
     bench.add(7, 17)
-    while not bench.scheduler.num_preemptions:
-        batch = bench.step()
+    batch = bench.run_until_preempted()
     # At token 16 both need a third block, and there is none.
     assert batch == [(0, 16, 1)]
     assert bench.sequences[1].status is Status.PREEMPTED and not bench.sequences[1].block_table
@@ -302,6 +313,125 @@ def test_the_last_admitted_is_preempted_and_comes_back_when_it_fits_again() -> N
     bench.run()
     assert bench.outputs == {i: expected_output([i] * 7, 17) for i in range(3)}
     assert bench.scheduler.num_preemptions == 1
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_swapped_sequence_goes_on_where_it_was(caching: bool) -> None:
+    bench = Bench(replace(CONFIG, enable_prefix_caching=caching), num_blocks=4, max_model_len=24, swap=ALWAYS_SWAP)
+    bench.add(7, 17)
+    bench.add(7, 17)
+    bench.run_until_preempted()
+    tables = bench.scheduler.tables
+    assert (tables.num_swapped_out_blocks, tables.num_used_host_blocks, bench.scheduler.num_swapped) == (2, 2, 1)
+    swapped = bench.sequences[1]
+    assert swapped.status is Status.PREEMPTED and not swapped.block_table
+    while bench.sequences[0].status is Status.RUNNING:
+        bench.step()
+    # Its 17th token is all that is computed, and it fills its third block.
+    assert bench.step() == [(1, 16, 1)]
+    bench.run()
+    assert bench.outputs == {i: expected_output([i] * 7, 17) for i in range(2)}
+    assert bench.runner.num_computed == 2 * (7 + 16)
+    # With caching its first block is still where it was; the second one was needed by the other.
+    assert tables.num_swapped_in_blocks == (1 if caching else 2)
+
+
+def test_what_swapping_brought_back_is_found_by_others() -> None:
+    config = replace(CONFIG, enable_prefix_caching=True)
+    bench = Bench(config, num_blocks=6, max_model_len=40, swap=ALWAYS_SWAP)
+    bench.add(16, 20)
+    bench.add(16, 20)
+    while bench.scheduler.has_work:
+        bench.step()
+        if bench.scheduler.tables.num_swapped_in_blocks and len(bench.sequences) == 2:
+            bench.add([1] * 16 + [99], 1)
+    assert (2, 16, 1) in [span for batch in bench.runner.batches for span in batch]
+    assert bench.outputs[2] == expected_output([1] * 16 + [99], 1)
+
+
+def test_swapping_must_pay_and_what_others_hold_is_free_to_compute() -> None:
+    # A block for the time of six tokens.
+    swap = SwapSpace(64, block_s=6.0, token_s=1.0)
+    assert swap.pays(2, 13) and not swap.pays(2, 12) and not swap.pays(0, 0)
+    bench = Bench(num_blocks=6, max_model_len=40, swap=swap)
+    prompt = bench.add(17, 23).prompt_token_ids
+    bench.add(prompt, 23, fork_of=0)
+    bench.run_until_preempted()
+    # Two blocks are shared, and the two of its own are full.
+    assert bench.scheduler.tables.num_swapped_out_blocks == 2 and bench.sequences[1].num_left_blocks == 2
+    bench.run()
+    assert bench.outputs == dict.fromkeys(range(2), expected_output(prompt, 23))
+
+
+def test_what_a_swapped_sequence_left_behind_may_be_gone() -> None:
+    bench = Bench(num_blocks=6, max_model_len=40, swap=ALWAYS_SWAP)
+    prompt = bench.add(17, 23).prompt_token_ids
+    bench.add(prompt, 23, fork_of=0)
+    bench.run_until_preempted()
+    bench.scheduler.abort([0])
+    assert bench.step() == [(1, 0, 32)]
+    assert bench.scheduler.tables.num_swapped_in_blocks == 0
+    assert bench.run()[1] == expected_output(prompt, 23)
+
+
+@pytest.mark.parametrize(("num_host_blocks", "block_s"), [(1, 0.0), (64, 99.0), (0, 0.0)])
+def test_without_room_or_gain_a_preempted_sequence_is_computed_again(num_host_blocks: int, block_s: float) -> None:
+    swap = SwapSpace(num_host_blocks, block_s, token_s=1.0)
+    bench = Bench(num_blocks=4, max_model_len=24, swap=swap)
+    for _ in range(2):
+        bench.add(7, 17)
+    bench.run()
+    assert bench.scheduler.num_preemptions == 1 and bench.scheduler.tables.num_swapped_out_blocks == 0
+    assert bench.outputs == {i: expected_output([i] * 7, 17) for i in range(2)}
+
+
+def swapping() -> tuple[Bench, StepPlan]:
+    """A bench with a step in flight that swaps sequence 1 out."""
+    bench = Bench(num_blocks=4, max_model_len=24, swap=ALWAYS_SWAP)
+    for _ in range(2):
+        bench.add(7, 17)
+    while True:
+        plan = bench.scheduler.schedule(0.0)
+        assert plan is not None
+        if plan.swap_outs:
+            return bench, plan
+        bench.scheduler.finish(plan, bench.runner.execute(plan))
+
+
+def test_abort_gives_host_blocks_back_also_during_the_step_that_fills_them() -> None:
+    bench, plan = swapping()
+    bench.scheduler.abort([1])
+    bench.scheduler.check_integrity()
+    assert bench.scheduler.tables.num_used_host_blocks == 0
+    bench.scheduler.finish(plan, bench.runner.execute(plan))
+    bench.run()
+    bench, plan = swapping()
+    bench.scheduler.finish(plan, bench.runner.execute(plan))
+    assert bench.scheduler.tables.num_used_host_blocks == 2
+    bench.scheduler.abort([1])
+    bench.run()
+
+
+def test_a_failed_step_leaves_nothing_of_what_it_swapped_out() -> None:
+    bench, plan = swapping()
+    assert [s.id for s in bench.scheduler.fail(plan)] == [0]
+    bench.scheduler.check_integrity()
+    assert bench.scheduler.tables.num_used_host_blocks == 0
+    assert bench.step() == [(1, 0, 17)]
+
+
+def test_a_failed_step_ends_those_it_swapped_in() -> None:
+    bench, plan = swapping()
+    bench.scheduler.finish(plan, bench.runner.execute(plan))
+    bench.scheduler.abort([0])
+    plan = bench.scheduler.schedule(0.0)
+    assert plan is not None and len(plan.swap_ins) == 2
+    # Its places are read in the step, so nobody gets them before it is over.
+    bench.scheduler.check_integrity()
+    assert bench.scheduler.tables.num_used_host_blocks == 2
+    assert [s.id for s in bench.scheduler.fail(plan)] == [1]
+    bench.scheduler.check_integrity()
+    assert bench.scheduler.tables.num_used_host_blocks == 0 and not bench.scheduler.has_work
 
 
 PRIORITY = replace(CONFIG, scheduling_policy="priority")
@@ -333,8 +463,7 @@ def test_growth_preempts_the_least_urgent_and_the_last_of_them() -> None:
     bench = Bench(PRIORITY, num_blocks=8, max_model_len=24)
     for priority in (2, 0, 2, 1):
         bench.add(7, 17, priority=priority)
-    while not bench.scheduler.num_preemptions:
-        bench.step()
+    bench.run_until_preempted()
     # Two blocks for those that need their third: what the last gave up. Then the next to last finds none.
     assert [s.num_preemptions for s in bench.sequences.values()] == [1, 0, 1, 0]
     bench.run()
@@ -587,9 +716,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         max_loras=st.integers(1, 2),
         policy=st.sampled_from(["fcfs", "priority"]),
+        swap=st.builds(SwapSpace, st.integers(0, 12), st.sampled_from([0.0, 5.0]), st.just(1.0)),
     )
     def start(
-        self, block_size: int, spare: int, caching: bool, chunked: bool, max_num_seqs: int, max_loras: int, policy: str
+        self,
+        block_size: int,
+        spare: int,
+        caching: bool,
+        chunked: bool,
+        max_num_seqs: int,
+        max_loras: int,
+        policy: str,
+        swap: SwapSpace,
     ) -> None:
         config = EngineConfig(
             "m",
@@ -600,7 +738,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             scheduling_policy=policy,
         )
-        self.bench = Bench(config, 48 // block_size + spare, 48, "abc", max_loras)
+        self.bench = Bench(config, 48 // block_size + spare, 48, "abc", max_loras, swap)
         self.jobs: dict[int, tuple[list[int], int, str | None]] = {}
         self.open: set[int] = set()
 
@@ -670,6 +808,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def is_whole(self) -> None:
         self.bench.scheduler.check_integrity()
         assert self.bench.scheduler.num_running + self.bench.scheduler.num_waiting == len(self.open)
+        for sequence in self.bench.sequences.values():
+            # Less than a block of each sequence is wasted, at any time.
+            allocated = len(sequence.block_table) * self.bench.config.block_size
+            assert allocated < sequence.num_tokens + self.bench.config.block_size
 
     def teardown(self) -> None:
         for _ in range(24 * (len(self.open) + 1) * 2):
@@ -677,6 +819,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.bench.step()
             self.collect()
         assert not self.open and self.bench.blocks.num_used == 0
+        assert self.bench.scheduler.tables.num_used_host_blocks == 0
         self.bench.registry.check_integrity({}, {})
 
 

@@ -32,7 +32,7 @@ def test_round_trip(tmp_path):
         ({"model": "m", "max_logprobs": -2}, "max_logprobs: -2 is less than -1"),
         ({"model": "m", "max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens: 32 is less"),
         ({"model": "m", "max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras: 4 is less than max_loras 8"),
-        ({"model": "m", "swap_space": 4}, "swap_space: 4.0 is not supported"),
+        ({"model": "m", "swap_space": -1}, "swap_space: -1.0 is no size"),
         ({"model": "m", "quantization": "awq"}, "quantization: 'awq' is not one of None"),
         ({"model": "m", "speculative_config": {"method": "ngram"}}, "speculative_config: not supported"),
         ([], "EngineConfig: expected an object, found a list"),

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 
 from quire_engine.step import Sampled, Span, StepPlan
+from quire_engine.swap import SwapSpace
 from quire_spec.status import MemoryPlan
 
 VOCAB = 997
@@ -19,11 +20,20 @@ class TokenRunner:
     unloaded or overwritten blocks and slots thus fail the test in the step where they happen.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, failures: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        failures: random.Random | None = None,
+        swap_space: SwapSpace | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.memory = MemoryPlan(0, 0, 0, num_blocks, block_size, 0, "float32", "cpu")
         self.cells: list[list[tuple[int, int, str | None] | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.swap_space = swap_space or SwapSpace()
+        self.host_cells: dict[int, list[tuple[int, int, str | None] | None]] = {}
         self.host: dict[str, object] = {}
         self.slots: dict[int, str] = {}
         self.num_computed = 0
@@ -46,6 +56,10 @@ class TokenRunner:
         for load in plan.loads:
             assert load.digest in self.host, "load without a host copy"
             self.slots[load.slot] = load.digest
+        for move in plan.swap_outs:
+            self.host_cells[move.host] = list(self.cells[move.block])
+        for move in plan.swap_ins:
+            self.cells[move.block] = list(self.host_cells[move.host])
         assert not {c.source for c in plan.copies} & {c.destination for c in plan.copies}
         for copy in plan.copies:
             self.cells[copy.destination] = list(self.cells[copy.source])
