@@ -75,7 +75,7 @@ def use(metrics: Metrics) -> None:
             num_waiting=2,
             num_blocks=100,
             num_used_blocks=25,
-            num_steps=4,
+            num_steps=3,
             prefix_cache_queries=7,
             num_swapped=1,
             num_host_blocks=8,
