@@ -26,6 +26,10 @@ examples:
     python -m quire_engine generate --model examples/models/tiny --prompt "SELECT" \\
         --lora sql=examples/adapters/sql --lora poet=examples/adapters/poet
 
+  any parameter of docs/parameters.md: three answers each, without a word, prompts as messages to a chat model
+    python -m quire_engine generate --model org/name --chat --prompt "Name a fruit" --n 3 \\
+        --param bad_words='["apple"]' --param repetition_penalty=1.1 --param min_p=0.05
+
   a file of prompts, one a line, answers as JSON, one object a line
     python -m quire_engine generate --model org/name --prompt-file prompts.txt --max-tokens 128 -o json
 """
@@ -40,6 +44,9 @@ examples:
 
   the cost of adapters: the same with requests spread over two of them
     python -m quire_engine bench --model examples/models/tiny --lora a=DIR --lora b=DIR
+
+  the cost of parameters: penalties and log probabilities for every request
+    python -m quire_engine bench --model examples/models/tiny --param repetition_penalty=1.1 --param logprobs=5
 
   any setting of the engine, by its name in engine.json
     python -m quire_engine bench --model org/name --device cuda --set max_num_seqs=256 --set block_size=32
@@ -65,9 +72,12 @@ def _generate(args: argparse.Namespace) -> None:
         raise InvalidArgument("generate: no prompt; give --prompt TEXT or --prompt-file FILE")
     loras: list[LoRARequest | None] = [None, *_loras(args)]
     jobs = [(prompt, lora) for prompt in prompts for lora in loras]
-    outputs = _load(args).generate(
-        [prompt for prompt, _ in jobs], params, sys.stderr.isatty(), [lora for _, lora in jobs]
-    )
+    llm, each = _load(args), [lora for _, lora in jobs]
+    if args.chat:
+        messages = [[{"role": "user", "content": prompt}] for prompt, _ in jobs]
+        outputs = llm.chat(messages, params, sys.stderr.isatty(), each)
+    else:
+        outputs = llm.generate([prompt for prompt, _ in jobs], params, sys.stderr.isatty(), each)
     show = _as_json if args.output == "json" else _as_text
     for output in outputs:
         print(show(output))
@@ -80,7 +90,7 @@ def _bench(args: argparse.Namespace) -> None:
         input_len=args.input_len,
         output_len=args.output_len,
         rate=args.rate,
-        temperature=args.temperature,
+        params={"temperature": args.temperature} | _pairs("--param", args.param),
         seed=args.seed,
         adapters=tuple(llm.load_adapter(lora) for lora in _loras(args)),
     )
@@ -106,17 +116,24 @@ def _load(args: argparse.Namespace) -> LLM:
     fields = {"device": args.device, "dtype": args.dtype, "enable_lora": bool(args.lora)}
     if args.max_model_len is not None:
         fields["max_model_len"] = args.max_model_len
-    return LLM(args.model, **(fields | dict(_setting(item) for item in args.set)))
+    return LLM(args.model, **(fields | _pairs("--set", args.set)))
 
 
-def _setting(item: str) -> tuple[str, Any]:
-    name, equals, text = item.partition("=")
-    if not equals:
-        raise InvalidArgument(f"--set: {item!r} is not NAME=VALUE, for example block_size=32")
-    try:
-        return name, json.loads(text)
-    except ValueError:
-        return name, text  # a word, such as bfloat16
+def _pairs(option: str, items: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE, where a value is JSON, or a word such as bfloat16."""
+    values: dict[str, Any] = {}
+    for item in items:
+        name, equals, text = item.partition("=")
+        if not equals:
+            raise InvalidArgument(f"{option}: {item!r} is not NAME=VALUE, for example {_EXAMPLES[option]}")
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    return values
+
+
+_EXAMPLES = {"--set": "block_size=32", "--param": "repetition_penalty=1.1"}
 
 
 def _loras(args: argparse.Namespace) -> list[LoRARequest]:
@@ -140,14 +157,17 @@ def _lines(path: str | None) -> list[str]:
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
-    values = {name: getattr(args, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs")}
-    return SamplingParams(stop=tuple(args.stop), **{name: v for name, v in values.items() if v is not None})
+    names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "n")
+    values = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return SamplingParams.from_mapping({"stop": args.stop} | values | _pairs("--param", args.param))
 
 
 def _as_text(output: RequestOutput) -> str:
     name = output.lora_request.lora_name if output.lora_request else "base"
-    [completion] = output.outputs
-    return f"[{name}, {completion.finish_reason}, {len(completion.token_ids)} tokens] {output.prompt}{completion.text}"
+    return "\n".join(
+        f"[{name}, {completion.finish_reason}, {len(completion.token_ids)} tokens] {output.prompt}{completion.text}"
+        for completion in output.outputs
+    )
 
 
 def _as_json(output: RequestOutput) -> str:
@@ -184,7 +204,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, metavar="P", help="likeliest tokens that add up to P (default 1)")
     parser.add_argument("--top-k", type=int, metavar="K", help="K likeliest tokens (default: all)")
     parser.add_argument("--seed", type=int, metavar="N", help="makes the draw repeatable")
+    parser.add_argument("--n", type=int, metavar="N", help="outputs per prompt (default 1)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
+    parser.add_argument("--chat", action="store_true", help="prompts are messages: use the model's chat template")
+    _add_param(parser)
     parser.add_argument(
         "--logprobs", type=int, metavar="N", help="log probabilities of N tokens a position (with -o json)"
     )
@@ -198,7 +221,18 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, metavar="R", help="arrivals per second (default: all at once)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling (default 0)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default 0)")
+    _add_param(parser)
     parser.add_argument("--no-warmup", dest="warmup", action="store_false", help="measure the first steps too")
+
+
+def _add_param(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--param",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any sampling parameter of docs/parameters.md, its value as JSON; repeatable",
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser, lora: str) -> None:

@@ -6,14 +6,16 @@ The engine alone: no text, no sockets. What the server adds on top is measured w
 
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from tqdm import tqdm
 
 from quire_engine.engine import Engine
 from quire_spec.errors import InvalidArgument, error_from
 from quire_spec.messages import Generate, SequenceResult
+from quire_spec.sampling import SamplingParams
 
 PERCENTILES = (50, 90, 99)
 
@@ -29,7 +31,8 @@ class Load:
     """Tokens per output, all of them: end-of-sequence is ignored."""
     rate: float | None = None
     """Arrivals per second, at exponentially distributed intervals; None lets all arrive at once."""
-    temperature: float = 0.0
+    params: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    """Sampling parameters of each request, by name."""
     seed: int = 0
     adapters: tuple[str, ...] = ()
     """Digests of loaded adapters, taken in turn; empty is the base model."""
@@ -157,11 +160,15 @@ def format_report(report: Report) -> str:
 
 def _requests(engine: Engine, load: Load) -> list[Generate]:
     draw = random.Random(load.seed)
-    params = {"max_tokens": load.output_len, "ignore_eos": True, "temperature": load.temperature}
+    params = SamplingParams.from_mapping({"max_tokens": load.output_len, "ignore_eos": True, **load.params})
+    if params.num_sequences > 1 or params.bad_words:
+        raise InvalidArgument(
+            "bench: n, best_of and bad_words are the work of what is around the engine; leave them out"
+        )
     adapters = load.adapters or (None,)
     vocab = range(engine.shape.vocab_size)
     return [
-        Generate(i, draw.choices(vocab, k=load.input_len), params, adapters[i % len(adapters)])
+        Generate(i, draw.choices(vocab, k=load.input_len), params.to_mapping(), adapters[i % len(adapters)])
         for i in range(load.num_prompts)
     ]
 

@@ -1,26 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """LLM: generate offline, in this process, through vLLM's names. No server, no sockets, the same engine."""
 
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from tqdm import tqdm
 
 from quire_engine.admission import check_text_parameters
+from quire_engine.chat import TEMPLATE_FILE, ChatTemplate, Message, template_source
 from quire_engine.engine import Engine
 from quire_engine.job import Job
 from quire_engine.outputs import LoRARequest, RequestOutput
+from quire_engine.prompt import Prompt, PromptParts, each_prompt, per_prompt
 from quire_engine.text import Tokenizer
 from quire_spec.config import EngineConfig
 from quire_spec.digest import adapter_digest
-from quire_spec.errors import InvalidArgument
+from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.messages import Generate
 from quire_spec.sampling import SamplingParams
 
-Prompt = str | Mapping[str, Any] | Sequence[int]
-"""Text, {"prompt": text}, {"prompt_token_ids": ids}, or token ids."""
+_GENERATION_CONFIG = {
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+"""What generation_config.json recommends, by what it is called here."""
 
 
 class LLM:
@@ -30,70 +42,150 @@ class LLM:
         outputs = llm.generate(["Hello, my name is"], SamplingParams(temperature=0.8, max_tokens=32))
         print(outputs[0].outputs[0].text)
 
-    `config` are the fields of EngineConfig, which are vLLM's engine arguments: dtype, device, max_model_len,
-    block_size, max_num_seqs, enable_prefix_caching, enable_lora, max_loras, max_lora_rank, seed and so on.
+    `tokenizer` is the folder of a tokenizer other than the model's own, `chat_template` the text of a template, or a
+    file with one. `config` are the fields of EngineConfig, which are vLLM's engine arguments: dtype, device,
+    max_model_len, block_size, max_num_seqs, enable_prefix_caching, enable_lora, max_loras, max_lora_rank, seed and so
+    on.
 
     Raises:
         ConfigError: a field is unknown or out of range, or the model cannot be served so; the message names it.
     """
 
-    def __init__(self, model: str | Path, **config: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        chat_template: str | Path | None = None,
+        **config: Any,
+    ) -> None:
         progress = sys.stderr.isatty()
         self.engine = Engine.from_config(EngineConfig.from_json({"model": str(model)} | config), progress=progress)
-        self.tokenizer = Tokenizer.find(self.engine.model_folder)
+        folder = self.engine.model_folder if tokenizer is None else Path(tokenizer).expanduser()
+        self.tokenizer = Tokenizer.find(folder) if tokenizer is None else Tokenizer(folder)
         """None for a model folder without tokenizer.json: it is prompted with token ids."""
+        self._tokenizer_folder = folder
+        self._chat_template = chat_template
         self._next_id = 0
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            InvalidArgument: the model has none.
+        """
+        if self.tokenizer is None:
+            raise InvalidArgument(
+                f"{self._tokenizer_folder} has no tokenizer.json; give prompt_token_ids instead of text"
+            )
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends; `generate` takes it when it is given none.
+
+        Raises:
+            ConfigError: a value there is out of range.
+        """
+        return _generation_defaults(self.engine.model_folder)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., "tqdm[NoReturn]"] = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many, batched as the engine sees fit; outputs are in the order of the prompts.
 
-        `sampling_params` and `lora_request` hold for all prompts, or are lists with one entry per prompt (None: the
-        base model). None is `SamplingParams()`.
+        `sampling_params`, `lora_request` and `priority` hold for all prompts, or are lists with one entry per prompt
+        (an adapter of None: the base model). `use_tqdm` may be what makes the progress bar. `priority`, lower first,
+        is for an engine whose scheduling_policy is priority.
 
         Raises:
             InvalidArgument: a prompt, a parameter or an adapter is wrong; nothing was generated then.
             QuireError: the engine failed while generating; it can be used again.
         """
-        each = _prompts(prompts)
-        default = SamplingParams() if sampling_params is None else sampling_params
-        params = _per_prompt("sampling_params", default, SamplingParams, len(each))
-        loras = _per_prompt("lora_request", lora_request, LoRARequest, len(each))
+        each = each_prompt(prompts)
+        default = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = per_prompt("sampling_params", default, SamplingParams, len(each))
+        loras = per_prompt("lora_request", lora_request, LoRARequest, len(each))
+        priorities = per_prompt("priority", priority or 0, int, len(each))
         digests = {lora: self.load_adapter(lora) for lora in dict.fromkeys(loras) if lora is not None}
         jobs: list[Job] = []
         try:
-            for prompt, param, lora in zip(each, params, loras, strict=True):
-                job = self._job(prompt, param, lora, None if lora is None else digests[lora])
-                jobs.append(job)
-                for request in job.requests:
+            for prompt, param, lora, rank in zip(each, params, loras, priorities, strict=True):
+                first = self._request(prompt, param, None if lora is None else digests[lora], rank)
+                text = PromptParts.of(prompt).text
+                jobs.append(Job(first, text, param, lora, self.tokenizer, self.engine.eos_token_ids))
+                for request in jobs[-1].requests:
                     self.engine.add(request)
             self._run(jobs, use_tqdm)
         finally:
             self.engine.abort([id for job in jobs for id in job.unfinished])
         return [job.output() for job in jobs]
 
-    def _job(self, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None, digest: str | None) -> Job:
-        text, token_ids = _parts(prompt)
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., "tqdm[NoReturn]"] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | Path | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many: `generate` for the prompts that the model's chat template makes of them.
+
+        A conversation is a list of {"role": ..., "content": ...}; the other arguments are those of `generate` and of
+        `ChatTemplate.render`. Without `chat_template`, the one that this object or the model has is used.
+
+        Raises:
+            InvalidArgument: there is no template, it refuses the messages, or what `generate` refuses.
+        """
+        template, tokenizer = self._find_template(chat_template), self.get_tokenizer()
+        one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
+        texts = [
+            template.render(
+                conversation, add_generation_prompt, continue_final_message, tools, **(chat_template_kwargs or {})
+            )
+            for conversation in conversations
+        ]
+        # The template writes the special tokens itself.
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        prompts = [{"prompt": text, "prompt_token_ids": i} for text, i in zip(texts, ids, strict=True)]
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority)
+
+    def _find_template(self, given: str | Path | None) -> ChatTemplate:
+        given = self._chat_template if given is None else given
+        template = ChatTemplate.find(self._tokenizer_folder, None if given is None else template_source(given))
+        if template is None:
+            raise InvalidArgument(
+                f"chat: {self._tokenizer_folder} has no chat template ({TEMPLATE_FILE}, or chat_template in "
+                "tokenizer_config.json); give chat_template, or use generate"
+            )
+        return template
+
+    def _request(self, prompt: Prompt, params: SamplingParams, digest: str | None, priority: int) -> Generate:
+        """What the engine is asked for one output of a prompt, parameters excepted."""
+        parts = PromptParts.of(prompt)
         check_text_parameters(params, self.tokenizer is not None)
+        if priority and self.engine.config.scheduling_policy != "priority":
+            raise InvalidArgument(f"priority: {priority}, but scheduling_policy is fcfs; set it to priority")
         most = params.max_prompt_tokens(self.engine.max_model_len)
+        token_ids = parts.token_ids
         if token_ids is None:
-            if self.tokenizer is None:
-                raise InvalidArgument(
-                    f"prompt: {self.engine.model_folder} has no tokenizer.json; give prompt_token_ids instead of text"
-                )
-            assert text is not None
-            token_ids = self.tokenizer.encode(text, most)
+            assert parts.text is not None
+            token_ids = self.get_tokenizer().encode(parts.text, most)
         elif most is not None:
             token_ids = token_ids[-most:]
-        bad = self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer and params.bad_words else []
-        first = Generate(self._next_id, token_ids, {}, digest, bad_word_ids=bad)
-        self._next_id += params.num_sequences
-        return Job(first, text, params, lora, self.tokenizer, self.engine.eos_token_ids)
+        bad = self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else []
+        id, self._next_id = self._next_id, self._next_id + params.num_sequences
+        return Generate(id, token_ids, {}, digest, parts.cache_salt, bad, priority=priority)
 
     def load_adapter(self, lora: LoRARequest) -> str:
         """Load an adapter, by what its folder holds now; returns its content digest. `generate` does it when needed.
@@ -110,9 +202,10 @@ class LLM:
             self.engine.add_adapter(digest, path, self.engine.read_adapter(path), pinned=False)
         return digest
 
-    def _run(self, jobs: Sequence[Job], use_tqdm: bool) -> None:
+    def _run(self, jobs: Sequence[Job], use_tqdm: bool | Callable[..., "tqdm[NoReturn]"]) -> None:
         by_id = {request.id: job for job in jobs for request in job.requests}
-        with tqdm(total=len(jobs), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        with make_bar(total=len(jobs), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
             num_input = num_output = 0
             while self.engine.has_work:
                 self.engine.fetch()
@@ -132,28 +225,12 @@ class LLM:
                     bar.update()
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
-
-
-def _parts(prompt: Prompt) -> tuple[str | None, list[int] | None]:
-    """Text and token ids of a prompt, one of them None."""
-    if isinstance(prompt, str):
-        return prompt, None
-    if not isinstance(prompt, Mapping):
-        return None, list(prompt)
-    if unknown := sorted(set(prompt) - {"prompt", "prompt_token_ids"}):
-        raise InvalidArgument(f"prompt: unknown key {unknown[0]!r}; use 'prompt' or 'prompt_token_ids'")
-    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    if token_ids is None and not isinstance(text, str):
-        raise InvalidArgument(f"prompt: {prompt!r} has neither a text 'prompt' nor 'prompt_token_ids'")
-    return text, None if token_ids is None else list(token_ids)
-
-
-def _per_prompt(name: str, value: Any, kind: type[Any], count: int) -> list[Any]:
-    """One value for all prompts, or a list with one each."""
-    values = [value] * count if value is None or isinstance(value, kind) else list(value)
-    if len(values) != count:
-        raise InvalidArgument(f"{name}: {len(values)} entries for {count} prompts; give one, or one per prompt")
-    return values
+def _generation_defaults(folder: Path) -> SamplingParams:
+    """What generation_config.json says of sampling, by the rules of vLLM."""
+    path = folder / "generation_config.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found = {ours: config[theirs] for theirs, ours in _GENERATION_CONFIG.items() if config.get(theirs) is not None}
+    try:
+        return SamplingParams(**found)
+    except InvalidArgument as error:
+        raise ConfigError(f"{path}: {error}") from error

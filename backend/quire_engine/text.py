@@ -64,8 +64,8 @@ class Tokenizer:
         """Bytes of text that the longest token of the vocabulary stands for."""
         return max((len(self.pieces.rest(i)) for i in self._tokenizer.get_vocab().values()), default=1)
 
-    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of `text`, with the special tokens that the checkpoint's tokenizer adds.
+    def encode(self, text: str, max_tokens: int | None = None, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the special tokens that the checkpoint's tokenizer adds, or without.
 
         Of a text with more than `max_tokens`, the last ones, special tokens included.
 
@@ -73,11 +73,12 @@ class Tokenizer:
             InvalidArgument: `text` has characters that no encoding can carry (lone surrogates).
         """
         if max_tokens is None:
-            ids: list[int] = self._encode([text], "the prompt")[0].ids
+            ids: list[int] = self._encode([text], "the prompt", add_special_tokens)[0].ids
             return ids
         [encoding] = self._encode([text], "the prompt", special=False)
-        encoding.truncate(max(0, max_tokens - self._tokenizer.num_special_tokens_to_add(False)), direction="left")
-        kept: list[int] = self._tokenizer.post_process(encoding).ids
+        num_added = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
+        encoding.truncate(max(0, max_tokens - num_added), direction="left")
+        kept: list[int] = self._tokenizer.post_process(encoding, add_special_tokens=add_special_tokens).ids
         return kept[-max_tokens:]
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:

@@ -53,6 +53,16 @@ def test_generate_answers_each_prompt_with_base_and_adapters(model: Path, capsys
     assert len(answers[0]["outputs"][0]["logprobs"]) == 6
 
 
+def test_generate_takes_every_parameter(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    params = ["--param=allowed_token_ids=[300, 301]", '--param=bad_words=["x"]', "--param=min_tokens=4", "--n=2"]
+    assert main(["generate", *settings(model), "--prompt=the fox", "--max-tokens=4", *params, "-o=json"]) == 0
+    [answer] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [len(output["token_ids"]) for output in answer["outputs"]] == [4, 4]
+    assert {token for output in answer["outputs"] for token in output["token_ids"]} <= {300, 301}
+    assert main(["generate", *settings(model), "--prompt=the fox", "--max-tokens=2", "--n=3"]) == 0
+    assert capsys.readouterr().out.count("[base, length, 2 tokens] the fox") == 3
+
+
 def test_generate_reads_prompts_from_a_file(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,7 +77,16 @@ def test_generate_reads_prompts_from_a_file(
     assert capsys.readouterr().out.startswith("[base, length, 3 tokens] jumps")
 
 
-@pytest.mark.parametrize("extra", [[], ["--rate=200"], ["--set=max_loras=1", "--set=max_cpu_loras=1"]], ids=str)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [],
+        ["--rate=200"],
+        ["--param=frequency_penalty=1", "--param=logprobs=2"],
+        ["--set=max_loras=1", "--set=max_cpu_loras=1"],
+    ],
+    ids=str,
+)
 def test_bench_counts_what_it_did(model: Path, extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     size = ["--num-prompts=6", "--input-len=20", "--output-len=5"]
     assert main(["bench", *settings(model, "a", "b"), *size, *extra, "-o=json"]) == 0
@@ -108,6 +127,11 @@ def test_latency_percentiles() -> None:
         (["generate", "--prompt=a", "--set=blocksize=3"], "error: blocksize: unknown field"),
         (["generate", "--prompt=a", "--set=block_size"], "error: --set: 'block_size' is not NAME=VALUE"),
         (["generate", "--prompt=a", "--top-p=7"], "error: sampling parameter 'top_p': 7.0 is out of range"),
+        (["generate", "--prompt=a", "--param=top_p"], "error: --param: 'top_p' is not NAME=VALUE"),
+        (["generate", "--prompt=a", "--param=topp=1"], "error: unknown sampling parameter 'topp'"),
+        (["generate", "--prompt=a", "--chat"], "error: chat: "),
+        (["bench", "--input-len=4", "--param=min_p=2"], "error: sampling parameter 'min_p': 2.0 is out of range"),
+        (["bench", "--input-len=4", "--param=n=2", "--temperature=1"], "error: bench: n, best_of and bad_words"),
         (["bench", "--input-len=128"], "error: bench: 128 input and 64 output tokens exceed max_model_len 128"),
     ],
 )

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ChatTemplate: a conversation to the text that a chat model was trained to go on with. llm.py calls it.
+
+Templates come with checkpoints, so they run in jinja2's sandbox, in the environment that transformers gives them.
+
+Source: `_compile_jinja_template` and `render_jinja_template` in transformers 5, utils/chat_template_utils.py
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from quire_spec.errors import InvalidArgument
+
+TEMPLATE_FILE = "chat_template.jinja"
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+Message = Mapping[str, Any]
+"""{"role": "user", "content": "..."}, as OpenAI's."""
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Raises:
+        InvalidArgument: it is no template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """`special_tokens`: texts by name, such as bos_token, that the template may write."""
+        self._special_tokens = dict(special_tokens or {})
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise InvalidArgument(f"chat_template: {error}") from error
+
+    @classmethod
+    def find(cls, folder: Path, given: str | None = None) -> Self | None:
+        """The template of a checkpoint: chat_template.jinja, else what tokenizer_config.json has; None without one.
+
+        `given` is a template to take instead, with the special tokens of the checkpoint.
+        """
+        path = folder / "tokenizer_config.json"
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        file = folder / TEMPLATE_FILE
+        own = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
+        source = own if given is None else given
+        if isinstance(source, list):
+            # Several by name; "default" is for a plain conversation.
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        tokens = {name: config[name] for name in _TOKENS if config.get(name)}
+        texts = {name: token if isinstance(token, str) else token["content"] for name, token in tokens.items()}
+        return cls(source, texts) if isinstance(source, str) else None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **arguments: Any,
+    ) -> str:
+        """The prompt of a conversation.
+
+        `add_generation_prompt` ends it with the beginning of an answer, `continue_final_message` inside the last
+        message; `tools` and `arguments` are whatever the template takes.
+
+        Raises:
+            InvalidArgument: the messages are not what the template, or this function, takes; the message says why.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidArgument("continue_final_message: not possible with add_generation_prompt; set one of them")
+        plain = [_plain(message) for message in messages]
+        if not plain:
+            raise InvalidArgument("messages: empty; give at least one")
+        values = self._special_tokens | arguments
+        try:
+            text = self._template.render(
+                messages=plain, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **values
+            )
+        except InvalidArgument:
+            raise
+        except Exception as error:  # a template can raise whatever its expressions do
+            raise InvalidArgument(f"messages: the chat template fails on them: {error}") from error
+        return _cut_in_last(text, plain[-1]["content"]) if continue_final_message else text
+
+
+def template_source(given: str | Path) -> str:
+    """The text of a template, or of the file that holds one: a path has neither a brace nor a second line.
+
+    Raises:
+        InvalidArgument: the file cannot be read.
+    """
+    if isinstance(given, str) and ("{" in given or "\n" in given):
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise InvalidArgument(f"chat_template: {error}") from error
+
+
+def _plain(message: object) -> dict[str, Any]:
+    """A message whose content is a text: parts of one are joined by newlines, as vLLM does."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidArgument(f"messages: {str(message)[:80]} is no object with a 'role' and a 'content'")
+    content = message.get("content")
+    if content is None and "tool_calls" not in message:
+        raise InvalidArgument(f"messages: the one of role {message['role']!r} has no 'content'")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+            raise InvalidArgument("messages: content other than text is not supported; give text parts only")
+        content = "\n".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str | None):
+        raise InvalidArgument(f"messages: content {content!r} is no text")
+    return {**message, "content": content}
+
+
+def _cut_in_last(text: str, content: object) -> str:
+    """`text` up to the end of the last message's content."""
+    if not isinstance(content, str) or content.strip() not in text:
+        raise InvalidArgument("continue_final_message: the chat template does not show the last message as it is")
+    start = text.rindex(content.strip())
+    whole = content.lstrip()
+    return text[: start + len(whole if text[start:].startswith(whole) else content.strip())]
+
+
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """As transformers: jinja2's own filter escapes what HTML would misread."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise InvalidArgument(f"messages: {message}")
+
+
+class _GenerationTag(Extension):
+    """{% generation %}, which marks what a model wrote when it is trained; here it is what it encloses."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_enclosed"), [], [], body).set_lineno(line)
+
+    def _enclosed(self, caller: Any) -> str:
+        text: str = caller()
+        return text
