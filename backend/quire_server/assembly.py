@@ -17,11 +17,12 @@ from quire_server import launch, run_dir
 from quire_server.adapters import AdapterBoard
 from quire_server.admin import Admin
 from quire_server.cache import Cache
-from quire_server.fetcher import Fetcher, SourceOptions
+from quire_server.fetcher import Fetcher
 from quire_server.output import Output
 from quire_server.pod import Pod
 from quire_server.processes import adopt_orphans
 from quire_server.settings import Settings
+from quire_server.sources import SourceOptions
 from quire_server.supervisor import Supervisor
 from quire_spec import names
 from quire_spec.catalogue import Catalogue

@@ -104,7 +104,7 @@ class World:
 @pytest.fixture
 async def world(tmp_path, monkeypatch):
     monkeypatch.setattr(adapters, "LINGER_S", 0.02)
-    monkeypatch.setattr("quire_server.fetcher._PAUSE_S", 0.001)
+    monkeypatch.setattr("quire_server.transfer._PAUSE_S", 0.001)
     async with Fetcher(Cache(tmp_path / "cache"), SourceOptions(allow_paths=True)) as fetcher:
         world = World(tmp_path, fetcher)
         yield world

@@ -12,7 +12,8 @@ import pytest
 from support.sources import Bucket, Files, Hub, serve
 
 from quire_server.cache import Cache
-from quire_server.fetcher import Fetcher, SourceOptions
+from quire_server.fetcher import Fetcher
+from quire_server.sources import SourceOptions
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretRef, Source
 from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
@@ -30,7 +31,7 @@ def _no_ambient_identity(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _quick_retries(monkeypatch):
-    monkeypatch.setattr("quire_server.fetcher._PAUSE_S", 0.01)
+    monkeypatch.setattr("quire_server.transfer._PAUSE_S", 0.01)
 
 
 def folder_with(folder: Path, config: bytes = CONFIG, weights: bytes = WEIGHTS) -> Path:
@@ -185,7 +186,7 @@ async def test_http_resumes_after_cut_connections(tmp_path, web):
 
 
 async def test_a_fetch_resumes_what_an_earlier_process_left(tmp_path, web, monkeypatch):
-    monkeypatch.setattr("quire_server.fetcher._ATTEMPTS", 0)
+    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 0)
     web.cuts = [10**9, 2**20]
     async with fetcher(tmp_path) as f:
         with pytest.raises(Unavailable, match="was cut"):

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a source of the catalogue to the Place that reads it, with the Secrets that it names. Called by the fetcher and
+by the model's download."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+from quire_server.credentials import Credentials
+from quire_server.http_place import HttpPlace
+from quire_server.hub_place import HubPlace
+from quire_server.places import FolderPlace, Place
+from quire_server.s3_place import S3Place
+from quire_spec.catalogue import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretRef, Source
+from quire_spec.errors import InvalidArgument
+
+_S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_S3_TOKEN = "AWS_SESSION_TOKEN"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """What sources may name on this machine."""
+
+    secrets_dir: Path | None = None
+    """Where Secrets are mounted; None: sources cannot name any."""
+    pvcs: Mapping[str, Path] = field(default_factory=dict)
+    """Folder that each claim is mounted at."""
+    allow_paths: bool = False
+    """Take `path` sources: true for a person's own machine, never for a pod."""
+    max_weights_bytes: int = 4 * 2**30
+    """A rank 64 adapter of a 70B model has 3.3 GiB."""
+    max_config_bytes: int = 2**20
+    hub_endpoint: str | None = None
+    """None is huggingface_hub's own, which HF_ENDPOINT sets."""
+
+
+class Sources:
+    """What sources mean on this machine. Use it as an async context manager."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
+        self._credentials = Credentials(options.secrets_dir)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        # trust_env: many clusters reach the outside by a proxy only.
+        self._session = aiohttp.ClientSession(trust_env=True, auto_decompress=False)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def place(self, source: Source) -> Place:
+        """Where the files of `source` are read from; raises InvalidArgument for one that this machine does not take."""
+        match source:
+            case Source(huggingFace=HuggingFaceSource() as hub):
+                return HubPlace(
+                    self._http(), hub.repo, hub.revision, lambda: self._token(hub), self._options.hub_endpoint
+                )
+            case Source(s3=S3Source() as s3):
+                return S3Place(s3.uri, s3.endpoint, s3.region, lambda: self._s3_keys(s3.credentialsSecretRef))
+            case Source(http=HttpSource() as http):
+                return HttpPlace(self._http(), http.url, http.sha256, lambda: self._headers(http))
+            case Source(pvc=PvcSource() as pvc):
+                return self._pvc_place(pvc)
+            case Source(path=str() as path):
+                return self._path_place(path)
+        raise InvalidArgument("source: none is given")
+
+    def _pvc_place(self, pvc: PvcSource) -> Place:
+        root = self._options.pvcs.get(pvc.claimName)
+        if root is None:
+            known = ", ".join(sorted(self._options.pvcs)) or "none"
+            raise InvalidArgument(
+                f"pvc {pvc.claimName!r}: not mounted here (mounted: {known}); give --pvc {pvc.claimName}=FOLDER"
+            )
+        return FolderPlace(root, pvc.path, f"pvc {pvc.claimName!r}")
+
+    def _path_place(self, path: str) -> Place:
+        if not self._options.allow_paths:
+            raise InvalidArgument(f"path {path!r}: folders of this machine are for `quire serve`; use another source")
+        if not Path(path).is_absolute() or ".." in Path(path).parts:
+            raise InvalidArgument(f"path {path!r}: must be absolute, without '..'")
+        return FolderPlace(Path(path), "", f"path {path!r}")
+
+    def _http(self) -> aiohttp.ClientSession:
+        assert self._session is not None, "Sources is an async context manager"
+        return self._session
+
+    def _token(self, hub: HuggingFaceSource) -> str | None:
+        ref = hub.tokenSecretRef
+        return None if ref is None else self._credentials.value(ref, ref.key or "token")
+
+    def _headers(self, http: HttpSource) -> dict[str, str]:
+        return {} if http.headersSecretRef is None else self._credentials.items(http.headersSecretRef)
+
+    def _s3_keys(self, secret: SecretRef | None) -> dict[str, str]:
+        if secret is None:
+            return {}
+        keys = {key: self._credentials.value(secret, key) for key in _S3_KEYS}
+        if self._credentials.has(secret, _S3_TOKEN):
+            keys[_S3_TOKEN] = self._credentials.value(secret, _S3_TOKEN)
+        return keys

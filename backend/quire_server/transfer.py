@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings one file from a place to the disk: bounded, resumed where a cut left it, verified.
+
+Bytes of two versions never mix: the version is noted before its first byte. What becomes of the files is the caller's.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+from quire_server.background import in_thread
+from quire_server.cache import Partial
+from quire_server.places import Opened, Place
+from quire_spec.digest import file_sha256
+from quire_spec.errors import InvalidArgument, Unavailable
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+"""Tries in a row that bring nothing new, before the caller is told."""
+_PAUSE_S = 0.25
+SILENCE_S = 60.0
+"""How long a place may say nothing: a hung file system or peer must not hold an adapter for ever."""
+
+
+class Transfer:
+    """How files are brought: with what limit each."""
+
+    def __init__(self, limit: Callable[[str], tuple[int | None, str]]) -> None:
+        """`limit(name)` is the largest size of a file, None: any, and what its refusal ends with."""
+        self._limit = limit
+
+    async def bring(self, place: Place, partial: Partial, name: str) -> None:
+        """Read one file to its end, going on where a cut left it."""
+        idle = 0
+        while True:
+            before = partial.size(name)
+            try:
+                await self._read(place, partial, name)
+                return
+            except Unavailable as error:
+                idle = 0 if partial.size(name) > before else idle + 1
+                if idle >= _ATTEMPTS:
+                    raise
+                log.info("fetch goes on after an error file=%s bytes=%d error=%s", name, partial.size(name), error)
+                await asyncio.sleep(_PAUSE_S * 2**idle)
+
+    async def _read(self, place: Place, partial: Partial, name: str) -> None:
+        noted = partial.versions().get(name)
+        start = partial.size(name) if noted else 0
+        async with contextlib.AsyncExitStack() as stack:
+            with silence(place.where(name)):
+                async with asyncio.timeout(SILENCE_S):
+                    opened = await stack.enter_async_context(place.open(name, start, noted))
+            self._check_size(place, name, opened.size or 0)
+            if opened.start not in (0, start):
+                raise Unavailable(f"{place.where(name)}: asked for byte {start}, got byte {opened.start}")
+            if opened.start == 0:
+                # Before the new version is noted: old bytes must never pass for bytes of it.
+                partial.drop(name)
+            partial.note(name, opened.version)
+            size = await self._write(place, partial, name, opened)
+        if opened.size is not None and size != opened.size:
+            raise Unavailable(f"{place.where(name)}: {size} bytes of {opened.size} came")
+
+    async def _write(self, place: Place, partial: Partial, name: str, opened: Opened) -> int:
+        """Append what comes to the partial file; returns its size then."""
+        size = opened.start
+        with (partial.folder / name).open("r+b" if opened.start else "wb") as file:
+            file.seek(opened.start)
+            while data := await _next(opened, place.where(name)):
+                size += len(data)
+                try:
+                    # The place may have said less, or nothing, about the size.
+                    self._check_size(place, name, size)
+                except InvalidArgument:
+                    partial.drop(name)
+                    raise
+                await in_thread(file.write, data)
+        return size
+
+    def _check_size(self, place: Place, name: str, size: int) -> None:
+        limit, fix = self._limit(name)
+        if limit is not None and size > limit:
+            raise InvalidArgument(f"{place.where(name)}: {size} bytes or more, the limit is {limit}{fix}")
+
+    async def verify(self, place: Place, partial: Partial, name: str) -> None:
+        """Compare a whole file's SHA-256 with what the place expects; raises InvalidArgument, and drops the file."""
+        expected = place.expected_sha256(name)
+        if expected is None:
+            return
+        found = (await in_thread(file_sha256, partial.folder / name)).hex()
+        if found != expected:
+            partial.drop(name)
+            raise InvalidArgument(
+                f"{place.where(name)}: its sha256 is {found}, not {expected}; correct the source or what is there"
+            )
+
+
+@contextlib.contextmanager
+def silence(where: str) -> Iterator[None]:
+    """Say which place it was that did not answer in time."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise Unavailable(f"{where}: no answer for {SILENCE_S:g} s") from error
+
+
+async def _next(opened: Opened, where: str) -> bytes:
+    """The next bytes of a file; none at its end."""
+    with silence(where):
+        async with asyncio.timeout(SILENCE_S):
+            return await anext(opened.chunks, b"")
