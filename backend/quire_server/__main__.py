@@ -108,7 +108,9 @@ def _parser() -> argparse.ArgumentParser:
         "--admin-key-file", type=Path, metavar="FILE", help="key for /status and /adapters; else this machine only"
     )
     sources = parser.add_argument_group("adapter sources")
-    sources.add_argument("--secrets-dir", type=Path, metavar="DIR", help="Secrets, as DIR/<secret>/<key>")
+    sources.add_argument(
+        "--secrets-dir", type=Path, metavar="DIR", help="Secrets, as DIR/<secret>/<key>, or DIR/<secret> as JSON"
+    )
     sources.add_argument(
         "--pvc", type=_claim, action="append", default=[], metavar="CLAIM=DIR", help="where a claim is mounted"
     )

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets as files: <secrets_dir>/<secret>/<key>, the way Kubernetes mounts them. Values are never logged or quoted.
+"""Secrets as files: <secrets_dir>/<secret>/<key>, the way Kubernetes mounts them, or <secrets_dir>/<secret> as one JSON
+object, the way the operator bundles them. Values are never logged or quoted.
 
 Read anew at each use, so that a rotated Secret is taken without a restart.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -27,24 +29,24 @@ class Credentials:
             InvalidArgument: no --secrets-dir, or a name that is not a Secret's.
             Unavailable: the file is not there (yet).
         """
-        path = self._secret(secret) / _checked(key, "key")
-        try:
-            with path.open("rb") as file:
-                data = file.read(_MAX_BYTES)
-            return data.decode().strip()
-        except (OSError, UnicodeDecodeError) as error:
+        path = self._secret(secret)
+        found = _bundled(path).get(_checked(key, "key")) if path.is_file() else _read(path / _checked(key, "key"))
+        if found is None:
             raise Unavailable(
-                f"secret {secret.name!r}: key {key!r} cannot be read ({type(error).__name__}); "
-                f"mount the Secret at {str(path.parent)!r} with that key"
-            ) from error
+                f"secret {secret.name!r}: key {key!r} cannot be read; mount the Secret at {str(path)!r} with that key"
+            )
+        return found
 
     def has(self, secret: SecretRef, key: str) -> bool:
         """True when the Secret has this key."""
-        return (self._secret(secret) / _checked(key, "key")).is_file()
+        path = self._secret(secret)
+        return _checked(key, "key") in _bundled(path) if path.is_file() else (path / _checked(key, "key")).is_file()
 
     def items(self, secret: SecretRef) -> dict[str, str]:
         """Every key with its value; raises as `value` does."""
         folder = self._secret(secret)
+        if folder.is_file():
+            return _bundled(folder)
         try:
             # Kubernetes keeps its own links there, named ..data and ..<time>.
             keys = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
@@ -58,6 +60,25 @@ class Credentials:
         if self._folder is None:
             raise InvalidArgument(f"secret {secret.name!r}: this pod has no secrets; give --secrets-dir")
         return self._folder / _checked(secret.name, "name")
+
+
+def _read(path: Path) -> str | None:
+    """A key's file; None when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _bundled(path: Path) -> dict[str, str]:
+    """A Secret that is one JSON object; nothing when it cannot be read as one."""
+    try:
+        found = json.loads(_read(path) or "")
+    except ValueError:
+        return {}
+    texts = found.items() if isinstance(found, dict) else ()
+    return {key: value.strip() for key, value in texts if isinstance(value, str)}
 
 
 def _checked(part: str, what: str) -> str:

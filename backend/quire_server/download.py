@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m quire_server.download`: a model's files into a folder, once. A Job runs it before any GPU is taken.
+
+Resumed where an earlier run was cut, verified where the place knows digests, and complete or not there: the folder
+gets its name when the last file is in it. Only weights in safetensors, configuration and tokenizer are fetched, never
+code, and by fixed names, so that every protocol can do it without listing.
+"""
+
+import argparse
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quire_server.background import in_thread
+from quire_server.cache import Partial
+from quire_server.output import set_up_logging
+from quire_server.places import Place
+from quire_server.sources import SourceOptions, Sources
+from quire_server.transfer import Transfer
+from quire_spec.catalogue import Source
+from quire_spec.document import from_json
+from quire_spec.errors import ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
+
+log = logging.getLogger(__name__)
+
+EXIT_DONE = 0
+EXIT_AGAIN = 1
+EXIT_WRONG = 2
+"""Running again would change nothing: the source is wrong, or its Secret."""
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+OPTIONAL = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_PARALLEL = 4
+"""Files at a time: one connection rarely fills a line."""
+_MAX_SMALL_BYTES = 256 * 2**20
+"""Of everything but weights; the largest tokenizers have 35 MB."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Download; returns the exit code."""
+    args = _parser().parse_args(argv)
+    set_up_logging()
+    try:
+        source = _source(args.source)
+        options = SourceOptions(args.secrets_dir, hub_endpoint=args.hub_endpoint)
+        asyncio.run(download(source, args.into.absolute(), options))
+    except Unavailable as error:
+        return _say(error, EXIT_AGAIN)
+    except QuireError as error:
+        return _say(error, EXIT_WRONG)
+    return EXIT_DONE
+
+
+async def download(source: Source, into: Path, options: SourceOptions) -> None:
+    """Bring the files of `source` into the folder `into`, unless it is there already.
+
+    Raises:
+        InvalidArgument, NotFound: the source is wrong, or has no model. Unavailable: right, but not now.
+    """
+    if into.is_dir():
+        log.info("model is there already folder=%s", into)
+        return
+    with _disk_errors(into), _alone(into) as partial:
+        async with Sources(options) as sources:
+            place = sources.place(source)
+            names = await _bring_all(place, partial, source.http is not None and source.http.sha256 is not None)
+        await in_thread(_commit, partial, names, into)
+    log.info("model is complete folder=%s files=%d bytes=%d", into, len(names), _size(into))
+
+
+async def _bring_all(place: Place, partial: Partial, pinned: bool) -> list[str]:
+    """Bring every file; returns their names. `pinned`: the source has the digest of the one file of weights."""
+    bring = _Bring(place, partial)
+    await bring.file(CONFIG)
+    names = [CONFIG, *[name for name in OPTIONAL if await bring.optional(name)]]
+    if not await bring.optional(INDEX):
+        await bring.file(SINGLE)
+        return [*names, SINGLE]
+    if pinned:
+        raise InvalidArgument(
+            f"{place.where(INDEX)}: the source has one sha256, and these weights are in several files; remove it, or "
+            "serve the model as one file"
+        )
+    shards = _shards(partial.folder / INDEX, place)
+    gate = asyncio.Semaphore(_PARALLEL)
+
+    async def shard(name: str) -> None:
+        async with gate:
+            await bring.file(name)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for name in shards:
+                group.create_task(shard(name))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [*names, INDEX, *shards]
+
+
+class _Bring:
+    """Brings files, and remembers in the partial folder which of them are whole, and of what version."""
+
+    def __init__(self, place: Place, partial: Partial) -> None:
+        self._place, self._partial = place, partial
+        self._transfer = Transfer(lambda name: (None if name.endswith(".safetensors") else _MAX_SMALL_BYTES, ""))
+        self._whole = Partial(partial.folder.with_name(partial.folder.name + "-whole"))
+
+    async def file(self, name: str) -> None:
+        """One file, if it is not whole already."""
+        if await self._is_whole(name):
+            return
+        await self._transfer.bring(self._place, self._partial, name)
+        await self._transfer.verify(self._place, self._partial, name)
+        self._whole.note(name, self._partial.versions().get(name))
+        log.info("file is complete file=%s bytes=%d", name, self._partial.size(name))
+
+    async def optional(self, name: str) -> bool:
+        """The same for a file that need not be there; whether it is."""
+        try:
+            await self.file(name)
+        except NotFound:
+            return False
+        return True
+
+    async def _is_whole(self, name: str) -> bool:
+        noted = self._whole.versions().get(name)
+        if noted is None or not (self._partial.folder / name).is_file():
+            return False
+        return noted == await self._place.version(name)
+
+
+def _shards(index: Path, place: Place) -> list[str]:
+    """Names of the files of weights; raises InvalidArgument for an index that names anything else."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidArgument(f"{place.where(INDEX)}: has no weight_map; save the model again") from error
+    for name in names:
+        if not isinstance(name, str) or not name.endswith(".safetensors") or name != Path(name).name:
+            raise InvalidArgument(f"{place.where(INDEX)}: {name!r} is not a file of weights beside it")
+    if not names:
+        raise InvalidArgument(f"{place.where(INDEX)}: names no files; save the model again")
+    return names
+
+
+@contextmanager
+def _alone(into: Path) -> Iterator[Partial]:
+    """The folder of what has come so far; two downloads of one model on a shared claim would mix.
+
+    Raises:
+        Unavailable: another one is at it.
+    """
+    into.parent.mkdir(parents=True, exist_ok=True)
+    partial = Partial(into.with_name(f".partial-{into.name}"))
+    partial.folder.mkdir(exist_ok=True)
+    lock = os.open(partial.folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield partial
+    except BlockingIOError as error:
+        raise Unavailable(f"--into {str(into)!r}: another download is at it; wait for that one") from error
+    finally:
+        os.close(lock)
+
+
+def _commit(partial: Partial, names: list[str], into: Path) -> None:
+    """Keep what was asked for, on disk before it has its name: a power cut must not leave half a model."""
+    for path in partial.folder.iterdir():
+        if path.name in names:
+            _sync(path)
+        else:
+            path.unlink()
+    _sync(partial.folder)
+    partial.folder.rename(into)
+    _sync(into.parent)
+    for notes in into.parent.glob(f".partial-{into.name}*.json"):
+        notes.unlink()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _disk_errors(into: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(
+            f"--into {str(into)!r}: {error.strerror or error}; make room, or use another volume"
+        ) from error
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _source(text: str) -> Source:
+    try:
+        document: Any = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--source: not JSON: {error}") from error
+    source = from_json(Source, document, "--source")
+    source.check("--source")
+    return source
+
+
+def _say(error: QuireError, code: int) -> int:
+    print(f"quire: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m quire_server.download",
+        description="Download a model's weights, configuration and tokenizer into a folder, once; resume what was cut",
+        epilog="exit codes: 0 it is there, 1 run it again, 2 the source or its Secret is wrong",
+    )
+    parser.add_argument("--source", required=True, metavar="JSON", help="spec.model.source, as JSON")
+    parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="the folder; made when complete")
+    parser.add_argument("--secrets-dir", type=Path, metavar="DIR", help="Secrets, as DIR/<secret>/<key>")
+    parser.add_argument("--hub-endpoint", metavar="URL", help="of the hub (default: HF_ENDPOINT, or the public one)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's download over every protocol: complete or not there, resumed, verified, and no more than its files."""
+
+import asyncio
+import hashlib
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from support.sources import Bucket, Files, Hub, serve
+
+from quire_server import download as program
+from quire_server.download import download
+from quire_server.sources import SourceOptions
+from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
+from quire_spec.errors import InvalidArgument, NotFound, Unavailable
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SHARDS = {f"model-0000{i}-of-00003.safetensors": bytes([i]) * 3_000_000 for i in (1, 2, 3)}
+INDEX = {"metadata": {"total_size": 9_000_000}, "weight_map": {f"w{i}": name for i, name in enumerate(SHARDS)}}
+SMALL = {"config.json": b"{}", "tokenizer.json": b"[]", "generation_config.json": b"{ }"}
+SHARDED = {**SMALL, "model.safetensors.index.json": json.dumps(INDEX).encode(), **SHARDS}
+SINGLE = {**SMALL, "model.safetensors": b"w" * 2_000_000}
+CODE = {"modeling_llama.py": b"import os", "pytorch_model.bin": b"pickle"}
+
+
+def at(prefix, content):
+    return {f"{prefix}/{name}": data for name, data in content.items()}
+
+
+def found(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr("quire_server.transfer._PAUSE_S", 0.01)
+    for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+async def web():
+    files = Files(at("/sharded", SHARDED | CODE) | at("/single", SINGLE))
+    server = await serve(files.handle)
+    files.url = str(server.make_url("/")).rstrip("/")
+    yield files
+    await server.close()
+
+
+def http(web, folder="sharded", sha256=None):
+    return Source(http=HttpSource(f"{web.url}/{folder}", sha256))
+
+
+async def test_http(tmp_path, web):
+    await download(http(web), tmp_path / "m", SourceOptions())
+    assert found(tmp_path / "m") == SHARDED
+    assert [path.name for path in tmp_path.iterdir()] == ["m"], "nothing is left beside it"
+    asked = len(web.requests)
+    await download(http(web), tmp_path / "m", SourceOptions())
+    assert len(web.requests) == asked, "what is there is not fetched again"
+    assert not [path for path in web.paths() if path.endswith((".py", ".bin"))]
+
+
+async def test_cuts_are_resumed(tmp_path, web):
+    # Four small files come whole.
+    web.cuts = [*[10_000_000] * 4, 1_000_000, 500_000, 2_000_000]
+    await download(http(web), tmp_path / "m", SourceOptions())
+    assert found(tmp_path / "m") == SHARDED
+    assert [r for r in web.ranges() if r and r != "bytes=0-"], "only what was missing was asked for"
+
+
+async def test_a_later_run_goes_on_where_an_earlier_one_was_killed(tmp_path, web, monkeypatch):
+    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 0)
+    monkeypatch.setattr(program, "_PARALLEL", 1)
+    # config.json, two optional files and the index come whole, the first file of weights is cut.
+    sizes = [len(SMALL[name]) for name in ("config.json", "generation_config.json", "tokenizer.json")]
+    web.cuts = [*sizes, 10_000_000, 1_234_567]
+    with pytest.raises(Unavailable):
+        await download(http(web), tmp_path / "m", SourceOptions())
+    assert not (tmp_path / "m").exists(), "complete or not there"
+    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 3)
+    before = len(web.requests)
+    await download(http(web), tmp_path / "m", SourceOptions())
+    assert found(tmp_path / "m") == SHARDED
+    again = [(r.path, r.headers.get("Range")) for r in web.requests[before:] if r.method == "GET"]
+    ranges = [wanted for path, wanted in again if path.endswith("/model-00001-of-00003.safetensors")]
+    assert re.fullmatch(r"bytes=[1-9]\d+-", ranges[0]), "from where it was cut"
+    assert not [path for path, _ in again if path.endswith("/config.json")], "whole files are not fetched again"
+
+
+async def test_a_model_that_changed_in_between_is_not_mixed(tmp_path, web, monkeypatch):
+    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 0)
+    monkeypatch.setattr(program, "_PARALLEL", 1)
+    web.cuts = [*[len(data) for data in SMALL.values()], 10_000_000, 10_000_000, 500]
+    with pytest.raises(Unavailable):
+        await download(http(web), tmp_path / "m", SourceOptions())
+    new = {f"/sharded/{name}": bytes([9]) * 3_000_000 for name in SHARDS}
+    web.content |= new
+    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 3)
+    await download(http(web), tmp_path / "m", SourceOptions())
+    assert {data for name, data in found(tmp_path / "m").items() if name in SHARDS} == {bytes([9]) * 3_000_000}
+
+
+async def test_digests_are_checked(tmp_path, web):
+    right = hashlib.sha256(SINGLE["model.safetensors"]).hexdigest()
+    await download(http(web, "single", right), tmp_path / "m", SourceOptions())
+    assert found(tmp_path / "m") == SINGLE
+    with pytest.raises(InvalidArgument, match="its sha256 is"):
+        await download(http(web, "single", "0" * 64), tmp_path / "n", SourceOptions())
+    with pytest.raises(InvalidArgument, match="has one sha256, and these weights are in several files"):
+        await download(http(web, "sharded", right), tmp_path / "o", SourceOptions())
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["m"]
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "words"),
+    [
+        ({"w": "../../etc/passwd.safetensors"}, "'../../etc/passwd.safetensors' is not a file of weights beside it"),
+        ({"w": "setup.py"}, "'setup.py' is not a file of weights"),
+        ({}, "names no files"),
+        (["x"], "has no weight_map"),
+    ],
+)
+async def test_an_index_names_weights_beside_it_and_nothing_else(tmp_path, web, weight_map, words):
+    web.content["/sharded/model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    with pytest.raises(InvalidArgument, match=words):
+        await download(http(web), tmp_path / "m", SourceOptions())
+
+
+async def test_what_is_no_model_is_refused(tmp_path, web):
+    with pytest.raises(NotFound, match=r"/nowhere/config.json: HTTP 404"):
+        await download(http(web, "nowhere"), tmp_path / "m", SourceOptions())
+    del web.content["/single/model.safetensors"]
+    with pytest.raises(NotFound, match=r"/single/model.safetensors: HTTP 404"):
+        await download(http(web, "single"), tmp_path / "m", SourceOptions())
+
+
+async def test_two_downloads_do_not_mix(tmp_path, web):
+    both = await asyncio.gather(
+        *(download(http(web), tmp_path / "m", SourceOptions()) for _ in range(2)), return_exceptions=True
+    )
+    assert sorted(str(result).partition(": ")[2] for result in both) == [
+        "",
+        "another download is at it; wait for that one",
+    ]
+    assert found(tmp_path / "m") == SHARDED
+
+
+async def test_hub(tmp_path):
+    files = Files(at("", SHARDED))
+    cdn = await serve(files.handle)
+    hub = Hub(files, "org/llama", COMMIT, "hf_s3cr3t", f"http://localhost:{cdn.port}")
+    server = await serve(hub.handle)
+    (tmp_path / "secrets").mkdir()
+    # As the operator bundles it.
+    (tmp_path / "secrets/hf").write_text(json.dumps({"token": "hf_s3cr3t\n"}))
+    options = SourceOptions(tmp_path / "secrets", hub_endpoint=str(server.make_url("/")).rstrip("/"))
+    source = Source(huggingFace=HuggingFaceSource("org/llama", None, SecretRef("hf", "token")))
+    await download(source, tmp_path / "m", options)
+    assert found(tmp_path / "m") == SHARDED
+    with pytest.raises(Unavailable, match="key 'other' cannot be read"):
+        wrong = Source(huggingFace=HuggingFaceSource("org/llama", None, SecretRef("hf", "other")))
+        await download(wrong, tmp_path / "n", options)
+    await server.close()
+    await cdn.close()
+
+
+@pytest.mark.parametrize("bundled", [True, False])
+async def test_s3(tmp_path, bundled):
+    bucket = Bucket(Files(at("/models/llama", SHARDED)), "AKIA1", "s3cr3t")
+    server = await serve(bucket.handle)
+    keys = {"AWS_ACCESS_KEY_ID": "AKIA1", "AWS_SECRET_ACCESS_KEY": "s3cr3t"}
+    secret = tmp_path / "secrets/s3"
+    secret.parent.mkdir()
+    if bundled:
+        secret.write_text(json.dumps(keys))
+    else:
+        secret.mkdir()
+        for key, value in keys.items():
+            (secret / key).write_text(value)
+    source = Source(s3=S3Source("s3://models/llama", str(server.make_url("/")).rstrip("/"), None, SecretRef("s3")))
+    await download(source, tmp_path / "m", SourceOptions(tmp_path / "secrets"))
+    assert found(tmp_path / "m") == SHARDED
+    await server.close()
+
+
+async def run(*arguments):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "quire_server.download", *map(str, arguments), stderr=subprocess.PIPE
+    )
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode, errors.decode()
+
+
+async def test_exit_codes_say_whether_to_try_again(tmp_path, web):
+    def source(folder):
+        return json.dumps({"http": {"url": f"{web.url}/{folder}"}})
+
+    assert (await run("--source", source("single"), "--into", tmp_path / "m"))[0] == 0
+    assert found(tmp_path / "m") == SINGLE
+    code, errors = await run("--source", source("nowhere"), "--into", tmp_path / "n")
+    assert (code, errors.splitlines()[-1].partition(": ")[0]) == (2, "quire")
+    for wrong in ("{", "{}", '{"http": {"url": "ftp://x"}}', '{"path": "/etc"}'):
+        assert (await run("--source", wrong, "--into", tmp_path / "n"))[0] == 2, wrong
+    web.down = True
+    code, errors = await run("--source", source("sharded"), "--into", tmp_path / "n")
+    assert (code, "HTTP 503" in errors) == (1, True)
