@@ -53,6 +53,13 @@ def to_json(value: object) -> Any:
     return value
 
 
+def compact(value: Any) -> Any:
+    """A JSON value without the fields that are null, at every depth."""
+    if isinstance(value, Mapping):
+        return {key: compact(item) for key, item in value.items() if item is not None}
+    return [compact(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def _value(hint: Any, value: object, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object:

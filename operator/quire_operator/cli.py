@@ -23,6 +23,7 @@ _START = """\
 examples:
   quire validate -f llmservice.yaml          is the file right?
   quire plan -f llmservice.yaml --gpu NVIDIA-L4      does it fit, and how does it run?
+  quire render -f llmservice.yaml            the Kubernetes objects that it becomes
   quire serve -f llmservice.yaml             run it on this machine
   quire serve --help                         how to reach what runs
 
@@ -109,6 +110,16 @@ def _parser() -> argparse.ArgumentParser:
     options.add_plan_options(plan)
     plan.set_defaults(run=_plan)
 
+    render = commands.add_parser(
+        "render",
+        help="print the Kubernetes objects",
+        description=options.RENDER,
+        epilog=options.RENDER_EXAMPLES,
+        formatter_class=style,
+    )
+    options.add_render_options(render)
+    render.set_defaults(run=_render)
+
     serve = commands.add_parser(
         "serve", help="run an LLMService here", description=_SERVE, epilog=_SERVE_EXAMPLES, formatter_class=style
     )
@@ -165,6 +176,12 @@ def _validate(given: argparse.Namespace) -> int:
 
 def _plan(given: argparse.Namespace) -> int:
     from quire_operator.plan import command
+
+    return command.run(given)
+
+
+def _render(given: argparse.Namespace) -> int:
+    from quire_operator.render import command
 
     return command.run(given)
 

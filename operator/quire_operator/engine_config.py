@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """From LLMService to EngineConfig: pinned fields as they are, and for the rest what suits the device.
 
-Pure; called by serve.py. It measures and plans nothing: what stays open is the engine's own default.
+Pure; called by serve.py and by the renderer. It measures and plans nothing: what neither spec nor plan decides is the
+engine's own default.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from quire_operator.errors import ABSENT, FieldPath, Problem
+from quire_operator.plan.plan import Plan
+from quire_operator.plan.ways import CPU_TOKENS
 from quire_operator.quantity import num_bytes
 from quire_operator.service import Device, LLMService
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError
-
-CPU_BATCHED_TOKENS = 512
-"""Token budget of a step on a CPU: at the GPU's 2048 one long prompt would hold up running answers for seconds."""
 
 _FIELDS: Mapping[str, FieldPath] = {
     "model": ("model", "source"),
@@ -43,19 +43,31 @@ class EngineRefuses(Exception):
         super().__init__(str(problem))
 
 
-def engine_config(service: LLMService, model: str, revision: str | None = None) -> EngineConfig:
-    """The engine's configuration; `model` is a folder or a hub id.
+def engine_config(
+    service: LLMService, model: str, revision: str | None = None, plan: Plan | None = None
+) -> EngineConfig:
+    """The engine's configuration, see `engine_arguments`."""
+    return EngineConfig.from_json(engine_arguments(service, model, revision, plan))
+
+
+def engine_arguments(
+    service: LLMService, model: str, revision: str | None = None, plan: Plan | None = None
+) -> dict[str, Any]:
+    """What engine.json has to say; `model` is a folder or a hub id. A plan decides what the spec leaves open.
 
     Raises:
         EngineRefuses: a pinned value is beyond what the engine can do.
     """
+    hub = {"revision": revision} if revision is not None else {}
+    arguments = {"model": model, **hub, **_arguments(service), **_planned(plan)}
     try:
-        return EngineConfig.from_json({"model": model, "revision": revision, **_arguments(service)})
+        EngineConfig.from_json(arguments)
     except ConfigError as error:
         name, _, what = str(error).partition(": ")
         path = ("spec", *_FIELDS.get(name, ("engine",)))
         fix = "change the field or omit it"
         raise EngineRefuses(Problem(path, ABSENT, f"the engine refuses this: {what}", fix)) from error
+    return arguments
 
 
 def _arguments(service: LLMService) -> dict[str, Any]:
@@ -85,7 +97,24 @@ def _arguments(service: LLMService) -> dict[str, Any]:
     }
 
 
+def _planned(plan: Plan | None) -> dict[str, Any]:
+    """What a plan decides; what the spec pins is in it as it is."""
+    if plan is None:
+        return {}
+    kv, share = plan.kvCacheMemory, plan.gpuMemoryUtilization
+    return {
+        "dtype": plan.dtype.value,
+        "tensor_parallel_size": plan.tensorParallelSize.value,
+        "block_size": plan.blockSize.value,
+        "max_model_len": plan.maxModelLen.value,
+        "max_num_seqs": plan.maxNumSeqs.value,
+        "max_num_batched_tokens": plan.maxNumBatchedTokens.value,
+        **({"gpu_memory_utilization": float(share.value)} if share else {}),
+        **({"kv_cache_memory_bytes": num_bytes(kv.value)} if kv else {}),
+    }
+
+
 def _batched_tokens(cpu: bool, max_num_seqs: int | None) -> int:
     """The default budget, widened where more sequences are pinned than it has tokens."""
-    default = CPU_BATCHED_TOKENS if cpu else EngineConfig(model="-").max_num_batched_tokens
+    default = CPU_TOKENS if cpu else EngineConfig(model="-").max_num_batched_tokens
     return max(default, max_num_seqs or 0)

@@ -4,6 +4,8 @@
 import argparse
 from pathlib import Path
 
+from quire_operator.render.cluster import OPTIONAL
+
 PLAN = """\
 Work out how an LLMService runs before it does: how many GPUs, the context length, batch sizes, and where each GiB goes.
 Nothing is downloaded but config.json and the index or header of the weights; no cluster and no GPU is needed."""
@@ -21,11 +23,44 @@ examples:
 Exit status 0: it fits, 1: it does not, or something is wrong; the message says what would do."""
 
 
+RENDER = """\
+Print the Kubernetes objects of an LLMService as the operator makes them, planned for its GPU. No cluster is needed.
+Kinds that only some clusters have are printed when --with names them, and when the file asks for them."""
+
+RENDER_EXAMPLES = """\
+examples:
+  quire render -f llmservice.yaml --gpu NVIDIA-L4
+  quire render -f llmservice.yaml --gpu NVIDIA-L4 | kubectl diff -f -
+  quire render -f llmservice.yaml --with PodMonitor ScaledObject InferencePool
+  quire render -f llmservice.yaml --image registry.example/quire:gpu --secrets-dir ./secrets -o json
+
+Each run makes a new key for the pods' admin port and prints it in a Secret; with --secrets-dir the values of the other
+Secrets are printed too. What is left out, and why, goes to standard error."""
+
+
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """The options of `quire plan`."""
     parser.add_argument("-f", "--file", required=True, help="the LLMService; - is standard input")
     add_model_options(parser)
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the plan")
+
+
+def add_render_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `quire render`."""
+    parser.add_argument("-f", "--file", required=True, help="the LLMService; - is standard input")
+    add_model_options(parser)
+    parser.add_argument("--image", help="image of the pods, where spec.runtime.image names none")
+    parser.add_argument(
+        "--with",
+        dest="kinds",
+        nargs="+",
+        action="extend",
+        choices=OPTIONAL,
+        default=[],
+        metavar="KIND",
+        help=f"kinds that the cluster has: {', '.join(OPTIONAL)}",
+    )
+    parser.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml", help="form of the objects")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -71,6 +71,18 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class Autoscaling:
+    """spec.autoscaling"""
+
+    kind: str
+    minReplicas: int
+    maxReplicas: int
+    scaleDownSeconds: int
+    requestsPerReplica: int | None = None
+    prometheusAddress: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Cache:
     """spec.cache"""
 
@@ -147,10 +159,27 @@ class NetworkPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class EndpointPicker:
+    """spec.networking.inferencePool.endpointPicker"""
+
+    name: str
+    port: int
+    failureMode: str
+
+
+@dataclass(frozen=True, slots=True)
+class InferencePool:
+    """spec.networking.inferencePool"""
+
+    endpointPicker: EndpointPicker
+
+
+@dataclass(frozen=True, slots=True)
 class Networking:
     """spec.networking"""
 
     networkPolicy: NetworkPolicy
+    inferencePool: InferencePool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +210,7 @@ class Spec:
     paused: bool
     adapters: tuple[Adapter, ...] = ()
     gpu: Gpu | None = None
+    autoscaling: Autoscaling | None = None
     podTemplate: dict[str, Any] = field(default_factory=dict)
 
 

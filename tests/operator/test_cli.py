@@ -50,9 +50,9 @@ def test_a_wrong_file_has_a_line_for_each_problem_and_the_others_are_still_check
     done = quire("validate", "-f", tmp_path / "wrong.yaml", "-f", tmp_path / "none.yaml", EXAMPLE)
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.splitlines() == [
-        f"{tmp_path}/wrong.yaml:9: spec.devise: unknown field; did you mean device? There are adapters, cache, device, "
-        "disruption, engine, gpu, lora, model, networking, observability, paused, podTemplate, replicas, rollout, "
-        "runtime, security",
+        f"{tmp_path}/wrong.yaml:9: spec.devise: unknown field; did you mean device? There are adapters, autoscaling, "
+        "cache, device, disruption, engine, gpu, lora, model, networking, observability, paused, podTemplate, "
+        "replicas, rollout, runtime, security",
         f"{tmp_path}/wrong.yaml:13: spec.lora.maxRank: 12: must be one of 8, 16, 32, 64, 128, 256; take one of these",
         f"{tmp_path}/none.yaml: No such file or directory; give the path of a YAML file, or - for standard input",
         f"{EXAMPLE}: ok (LLMService tales)",

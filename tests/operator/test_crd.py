@@ -6,10 +6,9 @@ import dataclasses
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
-import yaml
+from support.openapi import CRD, OPENAPI, ROOT, VERSION, walk
 
 from quire_operator import crd, patterns, schema
 from quire_operator.errors import dotted
@@ -18,10 +17,6 @@ from quire_operator.rules import Rule
 from quire_operator.rules import problems as evaluate
 from quire_spec import capability, catalogue, names
 
-ROOT = Path(__file__).resolve().parents[2]
-CRD = yaml.safe_load((ROOT / "crds/llmservices.yaml").read_text())
-VERSION = CRD["spec"]["versions"][0]
-OPENAPI = VERSION["schema"]["openAPIV3Schema"]
 BASE = {
     "apiVersion": "quire.dev/v1alpha1",
     "kind": "LLMService",
@@ -49,17 +44,6 @@ def patched(changes):
 
 def found(changes):
     return [str(problem) for problem in crd.check(patched(changes)).problems]
-
-
-def walk(node, path=()):
-    """Every schema with its path; () is the document, '[]' an entry, '*' a map's value."""
-    yield path, node
-    for name, child in node.get("properties", {}).items():
-        yield from walk(child, (*path, name))
-    if "items" in node:
-        yield from walk(node["items"], (*path, "[]"))
-    if isinstance(node.get("additionalProperties"), dict):
-        yield from walk(node["additionalProperties"], (*path, "*"))
 
 
 def rules():
@@ -378,6 +362,24 @@ RULES = [
         {"spec.cache": {"mode": "PVC", "storageClassName": "fast"}},
         {"spec.cache": {"mode": "EmptyDir", "storageClassName": "fast"}},
         "spec.cache.storageClassName",
+    ),
+    (
+        "minReplicas must not exceed maxReplicas",
+        {"spec.autoscaling": {"minReplicas": 2, "maxReplicas": 2}},
+        {"spec.autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
+        "spec.autoscaling.minReplicas",
+    ),
+    (
+        "prometheusAddress must be set for kind ScaledObject",
+        {"spec.autoscaling": {"maxReplicas": 2, "kind": "ScaledObject", "prometheusAddress": "http://p:9090"}},
+        {"spec.autoscaling": {"maxReplicas": 2, "kind": "ScaledObject"}},
+        "spec.autoscaling.prometheusAddress",
+    ),
+    (
+        "prometheusAddress must be set for kind ScaledObject",
+        {"spec.autoscaling": {"maxReplicas": 2}},
+        {"spec.autoscaling": {"maxReplicas": 2, "prometheusAddress": "http://p:9090"}},
+        "spec.autoscaling.prometheusAddress",
     ),
     (
         "ports must differ from each other",

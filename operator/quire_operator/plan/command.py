@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from quire_operator import crd
@@ -17,7 +18,7 @@ from quire_operator.plan.files import FolderFiles, files_of, read_checkpoint
 from quire_operator.plan.gpu import Gpu, node_labels, resolve
 from quire_operator.plan.inputs import Inputs
 from quire_operator.plan.plan import Plan
-from quire_operator.plan.planner import make_plan
+from quire_operator.plan.planner import DEFAULT_IMAGES, make_plan
 from quire_operator.plan.text import lines
 from quire_operator.service import Device, LLMService
 from quire_operator.sources import Machine
@@ -38,14 +39,19 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def planned(options: argparse.Namespace, manifest: Manifest, service: LLMService) -> tuple[Checkpoint, Plan]:
+def planned(
+    options: argparse.Namespace,
+    manifest: Manifest,
+    service: LLMService,
+    images: Mapping[str, str] = DEFAULT_IMAGES,
+) -> tuple[Checkpoint, Plan]:
     """The model and its plan; raises ConfigError, Unavailable and NotFound with what to do."""
     gpu = _gpu(options, service)
     model = _model(options, manifest, service)
     inputs = Inputs.of(service, model, gpu)
     if options.count is not None and gpu is not None:
         inputs = inputs.with_gpus(options.count)
-    return model, make_plan(inputs)
+    return model, make_plan(inputs, images)
 
 
 def _gpu(options: argparse.Namespace, service: LLMService) -> Gpu | None:

@@ -15,6 +15,7 @@ from quire_operator.plan.gpu import Gpu
 from quire_operator.quantity import num_bytes
 from quire_operator.service import Device, Engine, LLMService, Lora
 from quire_spec import capability
+from quire_spec.document import compact
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Inputs:
     """Bytes that the container may take; None: as many as the plan finds right."""
     shared_memory: int | None = None
     """Bytes of /dev/shm; None: planned."""
+    image: str | None = None
+    """Of the pods; None: the one of this release, which stays the plan's when the operator is upgraded."""
     abilities: Abilities = field(default_factory=Abilities)
 
     @classmethod
@@ -57,6 +60,7 @@ class Inputs:
             max_gpus=1 if cpu else wanted or spec.engine.tensorParallelSize or 1,
             memory_limit=None if limit is None else num_bytes(limit),
             shared_memory=None if shm is None else num_bytes(shm),
+            image=spec.runtime.image,
             abilities=abilities or Abilities(),
         )
 
@@ -67,7 +71,7 @@ class Inputs:
     @property
     def digest(self) -> str:
         """sha256:... of what is set."""
-        text = json.dumps(_set(self._facts()), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(compact(self._facts()), sort_keys=True, separators=(",", ":"))
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
     def _facts(self) -> dict[str, Any]:
@@ -75,9 +79,12 @@ class Inputs:
         return {
             "config": self.model.config_digest,
             "weightsBytes": self.model.weights_bytes,
-            "gpu": None if gpu is None else {"product": gpu.product, "memoryMiB": gpu.memory_mib, "max": self.max_gpus},
+            "gpu": None
+            if gpu is None
+            else {"product": gpu.product or None, "memoryMiB": gpu.memory_mib, "max": self.max_gpus},
             "memoryLimit": self.memory_limit,
             "sharedMemory": self.shared_memory,
+            "image": self.image,
             "lora": {
                 "maxLoaded": lora.maxLoaded,
                 "maxRank": lora.maxRank if lora.maxLoaded else None,
@@ -96,10 +103,3 @@ class Inputs:
                 "tensorParallelSize": engine.tensorParallelSize,
             },
         }
-
-
-def _set(value: Any) -> Any:
-    """Without what is not set, at every depth."""
-    if isinstance(value, dict):
-        return {key: _set(item) for key, item in value.items() if item not in (None, "")}
-    return value

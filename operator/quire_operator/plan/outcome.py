@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the way that was chosen to the Plan: values with their origins and reasons, memory in whole MiB. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from quire_operator.plan import advice, limits
@@ -26,8 +27,8 @@ from quire_operator.plan.ways import MEAN_SEQUENCE, Way, block_size
 _SPEC = "pinned in the spec"
 
 
-def plan_of(inputs: Inputs, found: Way) -> Plan:
-    """The plan that the way `found` is."""
+def plan_of(inputs: Inputs, found: Way, images: Mapping[str, str]) -> Plan:
+    """The plan that the way `found` is; `images` has this release's for GPU and CPU."""
     engine, gpu = inputs.engine, inputs.gpu
     device = _device_bytes(inputs, found)
     fit, text = advice.judge(inputs, found)
@@ -54,6 +55,7 @@ def plan_of(inputs: Inputs, found: Way) -> Plan:
             Origin.COMPUTED if inputs.shared_memory is None else Origin.SPEC,
             "1Gi for each GPU, at least one" if inputs.shared_memory is None else _SPEC,
         ),
+        image=_planned(inputs.image, images["CPU" if gpu is None else "GPU"], "of the release that planned"),
         modelBytes=up(inputs.model.weights_bytes),
         kvTokens=found.kv_tokens,
         fit=fit,

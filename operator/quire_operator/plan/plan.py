@@ -121,6 +121,8 @@ class Plan:
     bytes: DeviceBytes
     hostBytes: HostBytes
     sharedMemory: Planned[str]
+    image: Planned[str]
+    """Of the pods. In the plan, so that a new release of the operator does not bring a new one by itself."""
     modelBytes: int
     """Of the weights' files, in whole MiB."""
     kvTokens: int
@@ -193,7 +195,7 @@ def down(size: int) -> int:
 
 _PLANNED = (
     "dtype", "tensorParallelSize", "gpuMemoryUtilization", "kvCacheMemory", "blockSize", "maxModelLen", "maxNumSeqs",
-    "maxNumBatchedTokens", "sharedMemory",
+    "maxNumBatchedTokens", "sharedMemory", "image",
 )  # fmt: skip
 
 

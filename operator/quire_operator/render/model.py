@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a service's model is in its pods, and the objects that bring it there: a claim and a Job, or an init container.
+
+The files of one source are in a folder of its own, named by the source, so that another revision is another folder.
+"""
+
+import json
+from typing import Any
+
+from quire_operator.plan.plan import Plan, quantity, up
+from quire_operator.render import names
+from quire_operator.service import LLMService
+from quire_spec.catalogue import Source
+from quire_spec.document import compact, to_json
+from quire_spec.errors import ConfigError
+
+GIB = 2**30
+MIN_CLAIM_BYTES = 10 * GIB
+_ROOM_PERCENT = 130
+"""Of the weights' files: tokenizer and configuration, and a download that starts again beside the old one's rest."""
+
+
+def mode(service: LLMService) -> str:
+    """spec.cache.mode with its default."""
+    local = service.spec.model.source.pvc is not None
+    return service.spec.cache.mode or ("None" if local else "PVC")
+
+
+def folder(service: LLMService) -> str:
+    """Folder of the model in a pod."""
+    source = service.spec.model.source
+    if source.pvc is not None:
+        return f"{names.CLAIMS_DIR}/{source.pvc.claimName}/{source.pvc.path}".rstrip("/")
+    return f"{names.MODEL_DIR}/{names.digest(_identity(source))}"
+
+
+def check(service: LLMService) -> None:
+    """Raise ConfigError for a source that no pod has, and for a claim that the pods cannot share."""
+    sources = [("spec.model.source", service.spec.model.source)]
+    sources += [(f"spec.adapters[{i}].source", adapter.source) for i, adapter in enumerate(service.spec.adapters)]
+    for where, source in sources:
+        if source.path is not None:
+            raise ConfigError(
+                f"{where}.path: {source.path!r} is a folder of one machine, and no pod has it; copy the files to a "
+                "claim and use pvc, or run quire serve"
+            )
+    modes = service.spec.cache.accessModes
+    if (
+        mode(service) == "PVC"
+        and modes
+        and _most_pods(service) > 1
+        and not {"ReadWriteMany", "ReadOnlyMany"} & {*modes}
+    ):
+        raise ConfigError(
+            f"spec.cache.accessModes: {', '.join(modes)}: up to {_most_pods(service)} pods read the claim, on as many "
+            "nodes; add ReadWriteMany, with a storage class that has it, or set spec.cache.mode to EmptyDir"
+        )
+
+
+def claim(service: LLMService, plan: Plan) -> dict[str, Any]:
+    """The PersistentVolumeClaim of cache mode PVC."""
+    cache = service.spec.cache
+    storage_class = {"storageClassName": cache.storageClassName} if cache.storageClassName else {}
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": names.meta(service, names.model_claim(service), names.DOWNLOAD),
+        "spec": {
+            "accessModes": list(cache.accessModes) or [_access_mode(service)],
+            "resources": {"requests": {"storage": cache.size or quantity(_claim_bytes(plan))}},
+            **storage_class,
+        },
+    }
+
+
+def volume(service: LLMService, plan: Plan) -> dict[str, Any]:
+    """The volume that MODEL_DIR is, for downloaded models."""
+    if mode(service) == "PVC":
+        return {"name": "model", "persistentVolumeClaim": {"claimName": names.model_claim(service)}}
+    size = service.spec.cache.size
+    return {"name": "model", "emptyDir": {"sizeLimit": size or quantity(_claim_bytes(plan))}}
+
+
+def download_container(service: LLMService, image: str, security: dict[str, Any]) -> dict[str, Any]:
+    """The container that downloads the model; a second run finds that all is there."""
+    env = [{"name": e.name, "value": e.value} for e in service.spec.runtime.env]
+    source = json.dumps(_identity(service.spec.model.source), sort_keys=True)
+    return {
+        "name": "download",
+        "image": image,
+        "command": ["tini", "--", "python3", "-m", "quire_server.download"],
+        "args": [f"--source={source}", f"--into={folder(service)}", f"--secrets-dir={names.SECRETS_DIR}"],
+        **({"env": env} if env else {}),
+        "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
+        "securityContext": security,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            {"name": "model", "mountPath": names.MODEL_DIR},
+            {"name": "credentials", "mountPath": names.SECRETS_DIR, "readOnly": True},
+            {"name": "home", "mountPath": names.HOME_DIR},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+
+
+def downloads(service: LLMService) -> bool:
+    """Whether pods themselves fetch the model before they start."""
+    return mode(service) == "EmptyDir"
+
+
+def _identity(source: Source) -> dict[str, Any]:
+    """The source without what is not set."""
+    found: dict[str, Any] = compact(to_json(source))
+    return found
+
+
+def _access_mode(service: LLMService) -> str:
+    return "ReadWriteMany" if _most_pods(service) > 1 else "ReadWriteOnce"
+
+
+def _most_pods(service: LLMService) -> int:
+    scaling = service.spec.autoscaling
+    return max(service.spec.replicas, scaling.maxReplicas if scaling else 0)
+
+
+def _claim_bytes(plan: Plan) -> int:
+    return max(up(plan.modelBytes * _ROOM_PERCENT // 100), MIN_CLAIM_BYTES)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names, labels and folders of the objects that are made for a service. Deterministic, so that nothing has to be found.
+
+Service names have at most 48 characters (the CRD says so); with the longest suffix here they stay within 63.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+from quire_operator.service import LLMService
+from quire_spec import names
+
+GROUP = names.API_GROUP
+MANAGER = "quire-operator"
+COMPONENT = "app.kubernetes.io/component"
+SERVER, DOWNLOAD = "server", "model-download"
+
+RUN_DIR = "/run/quire"
+CACHE_DIR = "/var/cache/quire"
+HOME_DIR = "/var/lib/quire"
+MODEL_DIR = "/mnt/model"
+CLAIMS_DIR = "/mnt/claims"
+ENGINE_DIR = "/etc/quire/engine"
+CATALOGUE_DIR = "/etc/quire/adapters"
+ADMIN_DIR = "/etc/quire/admin"
+SECRETS_DIR = "/etc/quire/secrets"
+ADMIN_KEY = "key"
+
+
+def pods(service: LLMService) -> str:
+    """The headless Service, by which each pod is reached."""
+    return f"{service.name}-pods"
+
+
+def engine(service: LLMService, content: str) -> str:
+    """The ConfigMap of engine.json: named by its content, so that a change of it is a change of the pods."""
+    return f"{service.name}-engine-{digest(content)}"
+
+
+def catalogue(service: LLMService) -> str:
+    """The ConfigMap of adapters.json: its content changes, the pods stay."""
+    return f"{service.name}-adapters"
+
+
+def admin_key(service: LLMService) -> str:
+    """The Secret with the key of the admin port."""
+    return f"{service.name}-admin"
+
+
+def credentials(service: LLMService) -> str:
+    """The Secret with copies of the Secrets that sources name."""
+    return f"{service.name}-credentials"
+
+
+def model_claim(service: LLMService) -> str:
+    """The PersistentVolumeClaim of downloaded models."""
+    return f"{service.name}-models"
+
+
+def download(service: LLMService, content: str) -> str:
+    """The Job that downloads the model; its template is immutable, so another one is another Job."""
+    return f"{service.name}-model-{digest(content)}"
+
+
+def selector(service: LLMService, component: str) -> dict[str, str]:
+    """Labels by which pods are found; a Deployment's can never change."""
+    return {"app.kubernetes.io/name": "quire", "app.kubernetes.io/instance": service.name, COMPONENT: component}
+
+
+def labels(service: LLMService, component: str) -> dict[str, str]:
+    """Labels of an object."""
+    return {**selector(service, component), "app.kubernetes.io/managed-by": MANAGER}
+
+
+def meta(service: LLMService, name: str, component: str = SERVER) -> dict[str, Any]:
+    """metadata of an object; the owner is added by desired.py."""
+    namespace = {"namespace": service.namespace} if service.namespace else {}
+    return {"name": name, **namespace, "labels": labels(service, component)}
+
+
+def digest(content: Any) -> str:
+    """Seven characters that change with the content: what a name of 48 and the longest suffix leave of 63."""
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:7]

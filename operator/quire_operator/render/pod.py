@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pod that serves: `python -m quire_server` with its files, folders, probes and identity, and how it is drained.
+
+What the process needs is in quire_server/__main__.py and backend/Dockerfile; a test gives the arguments rendered here
+to that parser.
+"""
+
+import math
+from typing import Any
+
+from quire_operator.plan.host import start_seconds
+from quire_operator.plan.plan import Plan
+from quire_operator.render import model, names
+from quire_operator.render.merge import merge
+from quire_operator.service import LLMService
+
+CONTAINER = names.SERVER
+PROPAGATION_S = 10
+"""Before SIGTERM, so that no client is still being sent here when the server stops to accept connections."""
+STOP_S = 35
+"""After the drain: connections that clients keep alive for 5 s, and 10 s at most for each of three processes."""
+_STARTUP_PERIOD_S = 10
+_PREFIX = "quire.dev/"
+_ALWAYS_OPEN_CORES = 2
+
+
+def template(service: LLMService, plan: Plan, engine_map: str) -> dict[str, Any]:
+    """The pod template, with spec.podTemplate merged in last; `engine_map` is the ConfigMap of engine.json."""
+    made = {
+        "metadata": {
+            "labels": {**names.labels(service, names.SERVER), "llm-d.ai/engine-type": "vllm"},
+            "annotations": {
+                "kubectl.kubernetes.io/default-container": CONTAINER,
+                f"{_PREFIX}plan": plan.inputsHash,
+            },
+        },
+        "spec": _spec(service, plan, engine_map),
+    }
+    merged: dict[str, Any] = merge(made, _overrides(service))
+    return merged
+
+
+def drain_seconds(service: LLMService) -> int:
+    """terminationGracePeriodSeconds: propagation, drain, stop."""
+    return PROPAGATION_S + service.spec.rollout.drainSeconds + STOP_S
+
+
+def startup_seconds(service: LLMService, plan: Plan) -> int:
+    """Seconds that a container may take to become ready, from the bytes that it loads."""
+    # An init container downloads outside of the probes' time; the kubelet starts them after it.
+    return start_seconds(plan.modelBytes, downloads=False, gpu=plan.gpu is not None)
+
+
+def progress_seconds(service: LLMService, plan: Plan) -> int:
+    """progressDeadlineSeconds: one pod's drain and start, with five minutes for the scheduler and the image."""
+    if service.spec.rollout.progressDeadlineSeconds is not None:
+        return service.spec.rollout.progressDeadlineSeconds
+    start = start_seconds(plan.modelBytes, downloads=model.downloads(service), gpu=plan.gpu is not None)
+    return start + drain_seconds(service) + 300
+
+
+def _overrides(service: LLMService) -> dict[str, Any]:
+    """spec.podTemplate, less the labels that pods are found by: a Deployment whose pods lack them is refused."""
+    wanted = dict(service.spec.podTemplate)
+    meta = dict(wanted.get("metadata", {}))
+    if "labels" in meta:
+        fixed = names.selector(service, names.SERVER)
+        meta["labels"] = {key: value for key, value in meta["labels"].items() if key not in fixed}
+        wanted["metadata"] = meta
+    return wanted
+
+
+def _spec(service: LLMService, plan: Plan, engine_map: str) -> dict[str, Any]:
+    spec, gpu = service.spec, service.spec.gpu
+    container = _container(service, plan)
+    init = [model.download_container(service, container["image"], container["securityContext"])]
+    return {
+        "serviceAccountName": service.name,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": spec.security.runAsUser,
+            "runAsGroup": spec.security.fsGroup,
+            "fsGroup": spec.security.fsGroup,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "terminationGracePeriodSeconds": drain_seconds(service),
+        **({"initContainers": init} if model.downloads(service) else {}),
+        "containers": [container],
+        "volumes": _volumes(service, plan, engine_map),
+        **({"imagePullSecrets": list(spec.runtime.imagePullSecrets)} if spec.runtime.imagePullSecrets else {}),
+        **({"nodeSelector": selector} if (selector := _node_selector(service)) else {}),
+        **({"tolerations": list(gpu.tolerations)} if gpu and gpu.tolerations else {}),
+        **({"runtimeClassName": gpu.runtimeClassName} if gpu and gpu.runtimeClassName else {}),
+    }
+
+
+def _container(service: LLMService, plan: Plan) -> dict[str, Any]:
+    runtime = service.spec.runtime
+    env = [{"name": e.name, "value": e.value} for e in runtime.env]
+    return {
+        "name": CONTAINER,
+        "image": plan.image.value,
+        "args": arguments(service),
+        **({"env": env} if env else {}),
+        "ports": [{"name": n, "containerPort": getattr(runtime.ports, n)} for n in runtime.ports.__slots__],
+        "resources": _resources(service, plan),
+        "startupProbe": {
+            "httpGet": {"path": "/health/ready", "port": "health"},
+            "periodSeconds": _STARTUP_PERIOD_S,
+            "failureThreshold": math.ceil(startup_seconds(service, plan) / _STARTUP_PERIOD_S),
+            "timeoutSeconds": 5,
+        },
+        "readinessProbe": {
+            "httpGet": {"path": "/health/ready", "port": "health"},
+            "periodSeconds": 5,
+            "failureThreshold": 2,
+            "timeoutSeconds": 5,
+        },
+        "livenessProbe": {
+            "httpGet": {"path": "/health/live", "port": "health"},
+            "periodSeconds": 10,
+            "failureThreshold": 6,
+            "timeoutSeconds": 5,
+        },
+        # Not the sleep action: it is ignored by API servers before 1.29, and exec is not.
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PROPAGATION_S)]}}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "privileged": False,
+            "readOnlyRootFilesystem": service.spec.security.readOnlyRootFilesystem,
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": _mounts(service),
+    }
+
+
+def arguments(service: LLMService) -> list[str]:
+    """Arguments of `python -m quire_server`, which the image runs."""
+    ports = service.spec.runtime.ports
+    return [
+        f"--engine={names.ENGINE_DIR}/engine.json",
+        f"--adapters={names.CATALOGUE_DIR}/adapters.json",
+        f"--served-name={service.served_name}",
+        f"--run-dir={names.RUN_DIR}",
+        f"--cache-dir={names.CACHE_DIR}/adapters",
+        "--host=0.0.0.0",
+        *(f"--{name}-port={getattr(ports, name)}" for name in ports.__slots__),
+        f"--admin-key-file={names.ADMIN_DIR}/{names.ADMIN_KEY}",
+        f"--secrets-dir={names.SECRETS_DIR}",
+        *(f"--pvc={claim}={names.CLAIMS_DIR}/{claim}" for claim in _claims(service)),
+        f"--drain-timeout={service.spec.rollout.drainSeconds}",
+    ]
+
+
+def _resources(service: LLMService, plan: Plan) -> dict[str, Any]:
+    runtime, gpu = service.spec.runtime, service.spec.gpu
+    count = plan.gpu.count if plan.gpu else 0
+    memory = runtime.memory or f"{plan.hostBytes.total // 2**20}Mi"
+    requests = {"cpu": runtime.cpu or str(_ALWAYS_OPEN_CORES + count), "memory": memory}
+    # A pod without a limit could take a CPU node down with the model in its memory; beside a GPU the plan is an
+    # estimate of what the host needs, and killing the pod for it would help nobody.
+    limits = {"memory": memory} if runtime.memory or not count else {}
+    if count:
+        limits[gpu.resourceName if gpu else "nvidia.com/gpu"] = str(count)
+    return {"requests": requests, "limits": limits} if limits else {"requests": requests}
+
+
+def _node_selector(service: LLMService) -> dict[str, str]:
+    gpu = service.spec.gpu
+    if gpu is None:
+        return {}
+    product = {"nvidia.com/gpu.product": gpu.product} if gpu.product else {}
+    return {**product, **gpu.nodeSelector}
+
+
+def _claims(service: LLMService) -> list[str]:
+    """Claims that the model and the adapters are on."""
+    sources = [service.spec.model.source, *(adapter.source for adapter in service.spec.adapters)]
+    return sorted({source.pvc.claimName for source in sources if source.pvc is not None})
+
+
+def _mounts(service: LLMService) -> list[dict[str, Any]]:
+    mounts: list[dict[str, Any]] = [
+        # Whole folders, not subPath: a mount of one file would never see a change.
+        {"name": "engine", "mountPath": names.ENGINE_DIR, "readOnly": True},
+        {"name": "catalogue", "mountPath": names.CATALOGUE_DIR, "readOnly": True},
+        {"name": "admin", "mountPath": names.ADMIN_DIR, "readOnly": True},
+        {"name": "credentials", "mountPath": names.SECRETS_DIR, "readOnly": True},
+        {"name": "run", "mountPath": names.RUN_DIR},
+        {"name": "cache", "mountPath": names.CACHE_DIR},
+        {"name": "home", "mountPath": names.HOME_DIR},
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    if model.mode(service) != "None":
+        mounts.append({"name": "model", "mountPath": names.MODEL_DIR, "readOnly": True})
+    claims = _claims(service)
+    mounts += [
+        {"name": f"claim-{i}", "mountPath": f"{names.CLAIMS_DIR}/{claim}", "readOnly": True}
+        for i, claim in enumerate(claims)
+    ]
+    return mounts
+
+
+def _volumes(service: LLMService, plan: Plan, engine_map: str) -> list[dict[str, Any]]:
+    volumes: list[dict[str, Any]] = [
+        {"name": "engine", "configMap": {"name": engine_map}},
+        {"name": "catalogue", "configMap": {"name": names.catalogue(service)}},
+        {"name": "admin", "secret": {"secretName": names.admin_key(service), "defaultMode": 0o440}},
+        # There is none while no source names a Secret; one that comes later is seen without a restart.
+        {
+            "name": "credentials",
+            "secret": {"secretName": names.credentials(service), "optional": True, "defaultMode": 0o440},
+        },
+        {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
+        {"name": "cache", "emptyDir": {}},
+        {"name": "home", "emptyDir": {}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": plan.sharedMemory.value}},
+    ]
+    if model.mode(service) != "None":
+        volumes.append(model.volume(service, plan))
+    volumes += [
+        {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        for i, claim in enumerate(_claims(service))
+    ]
+    return volumes

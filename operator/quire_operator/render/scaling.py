@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Deployment, and what scales and protects it: PodDisruptionBudget, HorizontalPodAutoscaler, ScaledObject."""
+
+from typing import Any
+
+from quire_operator.plan.plan import Plan
+from quire_operator.render import names, pod
+from quire_operator.render.cluster import Cluster
+from quire_operator.service import Autoscaling, LLMService
+from quire_spec import names as spec_names
+
+_QUEUE_SHARE = 8
+"""A pod's queue is long when it has an eighth of the requests that the pod should have."""
+
+
+def deployment(service: LLMService, plan: Plan, cluster: Cluster, template: dict[str, Any]) -> dict[str, Any]:
+    """The Deployment of the pods that `template` is of.
+
+    It has no replicas while the model is not there: GPUs that wait for a download serve nobody.
+    """
+    rollout = service.spec.rollout
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": names.meta(service, service.name),
+        "spec": {
+            "replicas": service.spec.replicas if cluster.model_ready else 0,
+            "revisionHistoryLimit": 3,
+            "progressDeadlineSeconds": pod.progress_seconds(service, plan),
+            "selector": {"matchLabels": names.selector(service, names.SERVER)},
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": rollout.maxSurge, "maxUnavailable": rollout.maxUnavailable},
+            },
+            "template": template,
+        },
+    }
+
+
+def disruption_budget(service: LLMService) -> dict[str, Any] | None:
+    """The PodDisruptionBudget; None for a single pod, whose node could otherwise never be drained."""
+    scaling = service.spec.autoscaling
+    least = scaling.minReplicas if scaling else service.spec.replicas
+    if service.spec.disruption.pdb == "None" or least < 2:
+        return None
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": names.meta(service, service.name),
+        "spec": {
+            "maxUnavailable": 1,
+            "selector": {"matchLabels": names.selector(service, names.SERVER)},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
+
+
+def autoscaler(service: LLMService, plan: Plan, scaling: Autoscaling) -> dict[str, Any]:
+    """The HorizontalPodAutoscaler. It writes the LLMService's replicas, not the Deployment's, which have one writer."""
+    requests = scaling.requestsPerReplica or plan.maxNumSeqs.value
+    return {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": names.meta(service, service.name),
+        "spec": {
+            "scaleTargetRef": _target(service),
+            "minReplicas": scaling.minReplicas,
+            "maxReplicas": scaling.maxReplicas,
+            "metrics": [
+                _pods_metric("vllm:num_requests_running", requests),
+                _pods_metric("vllm:num_requests_waiting", max(1, requests // _QUEUE_SHARE)),
+            ],
+            "behavior": {"scaleDown": {"stabilizationWindowSeconds": scaling.scaleDownSeconds}},
+        },
+    }
+
+
+def scaled_object(service: LLMService, plan: Plan, scaling: Autoscaling) -> dict[str, Any]:
+    """The ScaledObject of KEDA, which asks Prometheus itself."""
+    names_own = f'namespace="{service.namespace or "default"}",pod=~"{service.name}-[a-z0-9]+-[a-z0-9]+"'
+    query = f"sum(vllm:num_requests_running{{{names_own}}}) + sum(vllm:num_requests_waiting{{{names_own}}})"
+    return {
+        "apiVersion": "keda.sh/v1alpha1",
+        "kind": "ScaledObject",
+        "metadata": names.meta(service, service.name),
+        "spec": {
+            "scaleTargetRef": _target(service),
+            "minReplicaCount": scaling.minReplicas,
+            "maxReplicaCount": scaling.maxReplicas,
+            "advanced": {
+                "horizontalPodAutoscalerConfig": {
+                    "behavior": {"scaleDown": {"stabilizationWindowSeconds": scaling.scaleDownSeconds}}
+                }
+            },
+            "triggers": [
+                {
+                    "type": "prometheus",
+                    "metricType": "AverageValue",
+                    "metadata": {
+                        "serverAddress": scaling.prometheusAddress,
+                        "query": query,
+                        "threshold": str(scaling.requestsPerReplica or plan.maxNumSeqs.value),
+                    },
+                }
+            ],
+        },
+    }
+
+
+def _target(service: LLMService) -> dict[str, str]:
+    return {
+        "apiVersion": f"{spec_names.API_GROUP}/{spec_names.API_VERSION}",
+        "kind": spec_names.KIND,
+        "name": service.name,
+    }
+
+
+def _pods_metric(name: str, average: int) -> dict[str, Any]:
+    target = {"type": "AverageValue", "averageValue": str(average)}
+    return {"type": "Pods", "pods": {"metric": {"name": name}, "target": target}}

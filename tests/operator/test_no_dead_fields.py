@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every field of the resource does something: changing it changes the plan or an object, or is refused in words.
+
+Driven by the CRD's schema, so that a field that nobody reads is found on the day that it is added.
+"""
+
+import copy
+import json
+
+import pytest
+import yaml
+from support.openapi import OPENAPI, walk
+from support.planning import ANY_TP, MODELS
+
+from quire_operator import crd
+from quire_operator.engine_config import EngineRefuses
+from quire_operator.plan.gpu import Gpu, resolve
+from quire_operator.plan.inputs import Inputs
+from quire_operator.plan.planner import keep_or_make, make_plan
+from quire_operator.render.cluster import OPTIONAL, Cluster
+from quire_operator.render.desired import desired
+from quire_operator.service import Device, LLMService
+from quire_spec.errors import ConfigError
+
+CLUSTER = Cluster(
+    admin_key="k", offers=frozenset(OPTIONAL), owner_uid="u",
+    credentials={"hf": {"token": "x", "other": "y"}, "s3": {"AWS_ACCESS_KEY_ID": "a"}, "web": {"h": "v"}},
+)  # fmt: skip
+
+SOURCES = """
+- {huggingFace: {repo: o/a, revision: v1, tokenSecretRef: {name: hf, key: token}}}
+- {s3: {uri: s3://bucket/a, endpoint: http://s3:9000, region: eu-central-1, credentialsSecretRef: {name: s3}}}
+- {http: {url: http://h:8080/a, sha256: "HEX", headersSecretRef: {name: web}}}
+- {pvc: {claimName: c, path: a}}
+""".replace("HEX", "0" * 64)
+
+COMMON = """
+lora: {maxLoaded: 4, maxRank: 16, maxCached: 8}
+engine: {prefixCaching: true, minConcurrency: 2, maxNumQueuedReqs: 9}
+replicas: 2
+cache: {mode: PVC, size: 40Gi, storageClassName: fast, accessModes: [ReadWriteMany], deletionPolicy: Delete}
+runtime:
+  image: i:1
+  imagePullSecrets: [{name: pull}]
+  env: [{name: A, value: b}]
+  ports: {http: 8000, grpc: 8001, metrics: 8002, health: 8003}
+  cpu: "4"
+  memory: 64Gi
+  sharedMemory: 2Gi
+rollout: {maxSurge: 1, maxUnavailable: 1, drainSeconds: 60, progressDeadlineSeconds: 900}
+disruption: {pdb: Auto}
+observability: {podMonitor: Auto, metricsLabels: {a: b}}
+networking:
+  networkPolicy:
+    enabled: true
+    ingressFrom:
+    - {namespaceSelector: {matchLabels: {a: b}}, podSelector: {matchLabels: {c: d}}}
+    - {ipBlock: {cidr: 10.0.0.0/8, except: [10.1.0.0/16]}}
+  inferencePool: {endpointPicker: {name: epp, port: 9002, failureMode: FailClose}}
+security: {runAsUser: 1000, fsGroup: 1000, readOnlyRootFilesystem: true}
+podTemplate: {metadata: {labels: {x: y}, annotations: {n: m}}, spec: {priorityClassName: low}}
+"""
+GPU = "gpu: {product: NVIDIA-H200, memory: 143771Mi, count: 2, resourceName: nvidia.com/gpu, nodeSelector: {p: q}, "
+GPU += "tolerations: [{key: k, operator: Equal, value: v, effect: NoExecute, tolerationSeconds: 5}, "
+GPU += "{key: l, operator: Exists}], "
+GPU += "runtimeClassName: nvidia}\n"
+
+
+def body(text, source, **more):
+    spec = yaml.safe_load(text) | {"model": {"source": source, "servedName": "base"}} | more
+    return {"apiVersion": crd.API, "kind": "LLMService", "metadata": {"name": "s"}, "spec": spec}
+
+
+def bases():
+    """Services that together have every field set."""
+    sources = yaml.safe_load(SOURCES)
+    adapters = [
+        {"name": f"a{i}", "source": source, "pinned": False, "expose": "Model"} for i, source in enumerate(sources)
+    ]
+    for source in sources:
+        made = body(COMMON + GPU, source, adapters=adapters)
+        if "pvc" in source:
+            del made["spec"]["cache"]
+        yield made
+    pins = {"maxModelLen": 8192, "blockSize": 16, "tensorParallelSize": 1, "dtype": "bfloat16", "maxNumSeqs": 32}
+    pins |= {"maxNumBatchedTokens": 4096, "quantization": "None"}
+    for kv in ({"gpuMemoryUtilization": "0.90"}, {"kvCacheMemory": "8Gi"}):
+        yield body(COMMON + GPU, sources[0], engine=pins | kv)
+    for scaling in ({}, {"kind": "ScaledObject", "prometheusAddress": "http://p:9090"}):
+        whole = {"minReplicas": 2, "maxReplicas": 3, "requestsPerReplica": 8, "scaleDownSeconds": 60} | scaling
+        yield body(COMMON + GPU, sources[0], autoscaling=whole)
+    yield body(COMMON, sources[0], device="CPU")
+    yield body(GPU, sources[0], cache={"mode": "PVC"}, rollout={"maxUnavailable": 1, "updatePolicy": "OnSpecChange"})
+
+
+def outputs(made):
+    """All that comes of a service, as text; or the words of its refusal. Digests of the inputs are left out."""
+    checked = crd.check(made)
+    if checked.problems:
+        return None
+    service = LLMService.from_body(checked.body)
+    try:
+        gpu = None if service.spec.device is Device.CPU else resolve(service.spec.gpu, [], None)
+        inputs = Inputs.of(service, MODELS["8b"], gpu, ANY_TP)
+        plan = make_plan(inputs)
+        found = desired(service, plan, CLUSTER)
+        upgraded = keep_or_make(plan, inputs, service.spec.rollout.updatePolicy == "Auto", {"GPU": "n", "CPU": "n"})
+    except EngineRefuses as error:
+        return str(error.problem)
+    except ConfigError as error:
+        return str(error)
+    text = json.dumps([plan.to_json(), list(found.manifests), upgraded is plan], sort_keys=True)
+    return text.replace(inputs.digest, "")
+
+
+TEXTS = {
+    "cpu": ["2", "1500m"], "memory": ["100Gi"], "sharedMemory": ["3Gi"], "size": ["50Gi"], "kvCacheMemory": ["9Gi"],
+    "gpuMemoryUtilization": ["0.85"], "repo": ["o/other"], "uri": ["s3://bucket/other"], "endpoint": ["https://other"],
+    "url": ["http://other/a"], "prometheusAddress": ["http://other"], "sha256": ["1" * 64], "cidr": ["10.2.0.0/16"],
+    "except": ["10.2.0.0/16"], "resourceName": ["nvidia.com/mig-1g.5gb"], "product": ["NVIDIA-L4"], "path": ["other"],
+    "region": ["other"], "value": ["other"],
+}  # fmt: skip
+
+
+def candidates(path, node):
+    """Other values of a leaf."""
+    if "enum" in node:
+        return node["enum"]
+    if node["type"] == "boolean":
+        return [True, False]
+    if node["type"] == "integer":
+        low, high = node["minimum"], node["maximum"]
+        return [v for v in (low, low + 1, 3, 7, 100, 3000, 9999, high) if low <= v <= high]
+    if node["type"] == "object":
+        return [{"priorityClassName": "other"}]
+    key = next(part for part in reversed(path) if part not in ("[]", "*"))
+    return [*TEXTS.get(key, []), "other"]
+
+
+def places(value, path):
+    """Every (container, key) in `value` that the schema's path leads to."""
+    key, *rest = path
+    if key == "[]":
+        keys = range(len(value)) if isinstance(value, list) else ()
+    elif key == "*":
+        keys = list(value) if isinstance(value, dict) else ()
+    else:
+        keys = [key] if isinstance(value, dict) and (key in value or not rest) else ()
+    for found in keys:
+        if not rest:
+            yield value, found
+        elif not isinstance(value, dict) or found in value:
+            yield from places(value[found], rest)
+
+
+def leaves():
+    for path, node in walk(OPENAPI["properties"]["spec"]):
+        inner = {"properties", "items", "additionalProperties"} & set(node)
+        if path and not inner and len(node.get("enum", "ab")) > 1:
+            yield path, node
+
+
+# Fields that must go when another one changes; a source has one kind.
+WITHOUT = {("autoscaling", "kind"): ["prometheusAddress"]}
+
+# What only the reconciler reads: it leaves everything of a paused service as it is.
+ELSEWHERE = {("paused",)}
+LEAVES = [(path, node) for path, node in leaves() if path not in ELSEWHERE]
+BASES = list(bases())
+
+
+@pytest.fixture(scope="module")
+def before():
+    found = [outputs(made) for made in BASES]
+    for made, text in zip(BASES, found, strict=True):
+        assert text is not None and text.startswith("["), (text, list(map(str, crd.check(made).problems)))
+    return found
+
+
+def test_the_bases_are_plans_for_gpus_and_a_cpu(before):
+    assert Gpu.of_product("NVIDIA-H200") is not None
+    assert len(before) == len(BASES) == 10
+
+
+@pytest.mark.parametrize(("path", "node"), LEAVES, ids=[".".join(path) for path, _ in LEAVES])
+def test_a_field_does_something(path, node, before):
+    tried = []
+    for made, text in zip(BASES, before, strict=True):
+        for changed, value in variants(made, path, node):
+            found = outputs(changed)
+            if found is not None and found != text:
+                return
+            tried.append((value, found is not None))
+    pytest.fail(f"{'.'.join(path)}: changes nothing and is not refused; tried (value, whether valid): {tried}")
+
+
+def variants(made, path, node):
+    """The service with another value at one place of the path, for each place and value."""
+    for i in range(len(list(places(made["spec"], path)))):
+        for value in candidates(path, node):
+            changed = copy.deepcopy(made)
+            container, key = list(places(changed["spec"], path))[i]
+            if isinstance(container, dict) and container.get(key) == value:
+                continue
+            for sibling in list(container) if path[-2:] == ("source", "path") else WITHOUT.get(path, ()):
+                container.pop(sibling, None)
+            container[key] = value
+            yield changed, value
+
+
+def test_a_dead_field_would_be_found(before):
+    node = {"type": "string", "maxLength": 9}
+    made = copy.deepcopy(BASES[0])
+    for changed, _ in variants(made, ("podTemplate", "dead"), node):
+        assert outputs(changed) is None, "the CRD does not know it, so nothing could come of it"
+    with pytest.raises(pytest.fail.Exception, match="changes nothing"):
+        test_a_field_does_something(("paused",), {"type": "boolean"}, before)

@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rendered objects: golden files, the API server's schemas, and that the pods would run what is there.
+
+After a change that is meant: UPDATE_GOLDEN=1 python -m pytest tests/operator/test_render.py, and read the difference.
+"""
+
+import base64
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from support.planning import LLAMA_8B, MODELS, service
+
+import quire_server.__main__
+from quire_operator import crd
+from quire_operator.manifest import read
+from quire_operator.plan.gpu import resolve
+from quire_operator.plan.inputs import Inputs
+from quire_operator.plan.planner import make_plan
+from quire_operator.render import merge, pod
+from quire_operator.render.cluster import OPTIONAL, Cluster
+from quire_operator.render.command import dumped
+from quire_operator.render.desired import desired
+from quire_operator.service import Device, LLMService
+from quire_spec.catalogue import Catalogue
+from quire_spec.config import EngineConfig
+from quire_spec.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = Path(__file__).with_name("golden")
+OPERATOR = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "quire"}}}
+CLUSTER = Cluster(
+    admin_key="k", offers=frozenset(OPTIONAL), operator=OPERATOR, owner_uid="u-1",
+    credentials={"hf-token": {"token": "hf"}, "adapter-store": {"AWS_ACCESS_KEY_ID": "a"}, "unused": {"x": "y"}},
+)  # fmt: skip
+
+EVERYTHING = """
+model: {source: {s3: {uri: s3://models/llama, endpoint: http://minio:9000, credentialsSecretRef: {name: store}}}}
+adapters:
+- {name: a, source: {http: {url: https://h:8443/a, headersSecretRef: {name: web}}}}
+- {name: b, source: {pvc: {claimName: loras, path: b}}}
+engine: {maxModelLen: 8192, maxNumQueuedReqs: 64, prefixCaching: false}
+gpu: {product: NVIDIA-L4, count: 2, runtimeClassName: nvidia, nodeSelector: {pool: gpu}}
+replicas: 3
+autoscaling: {kind: ScaledObject, maxReplicas: 5, minReplicas: 2, prometheusAddress: http://prometheus:9090}
+cache: {mode: EmptyDir, size: 40Gi}
+runtime:
+  image: registry.example/quire:1
+  imagePullSecrets: [{name: pull}]
+  env: [{name: NCCL_DEBUG, value: INFO}]
+  cpu: 1500m
+  memory: 24Gi
+  sharedMemory: 2Gi
+  ports: {http: 9000}
+rollout: {maxSurge: 1, maxUnavailable: 0, drainSeconds: 120}
+observability: {metricsLabels: {release: monitoring}}
+networking:
+  networkPolicy: {ingressFrom: [{ipBlock: {cidr: 10.0.0.0/8}}]}
+  inferencePool: {endpointPicker: {name: picker}}
+security: {runAsUser: 2000, fsGroup: 3000, readOnlyRootFilesystem: false}
+podTemplate:
+  metadata: {labels: {team: a, app.kubernetes.io/instance: stolen}, annotations: {note: x}}
+  spec:
+    priorityClassName: high
+    containers:
+    - {name: server, resources: {limits: {cpu: "8"}}, env: [{name: NCCL_DEBUG, value: WARN}]}
+    - {name: side, image: side:1}
+"""
+
+
+def planned(of, model="8b"):
+    gpu = None if of.spec.device is Device.CPU else resolve(of.spec.gpu, [], None if of.spec.gpu else "NVIDIA-L4")
+    return make_plan(Inputs.of(of, MODELS[model], gpu))
+
+
+def example(file):
+    (document,) = read(str(ROOT / "examples" / file))
+    return LLMService.from_body(crd.valid(document))
+
+
+SERVICES = {
+    "gpu-llama-3.1-8b": lambda: (example("gpu-llama-3.1-8b.yaml"), "8b"),
+    "pvc-qwen2.5-7b": lambda: (example("pvc-qwen2.5-7b.yaml"), "qwen"),
+    "cpu-cluster": lambda: (example("cpu-cluster.yaml"), "tiny"),
+    "everything": lambda: (service(EVERYTHING, "all"), "8b"),
+}
+
+
+def objects(of, model="8b", cluster=CLUSTER):
+    """Objects by kind and name."""
+    found = desired(of, planned(of, model), cluster).manifests
+    keyed = {(m["kind"], m["metadata"]["name"]): m for m in found}
+    assert len(keyed) == len(found)
+    return keyed
+
+
+def one(found, kind):
+    (manifest,) = [m for (k, _), m in found.items() if k == kind]
+    return manifest
+
+
+@pytest.fixture(params=list(SERVICES))
+def rendered(request):
+    of, model = SERVICES[request.param]()
+    return request.param, of, planned(of, model), desired(of, planned(of, model), CLUSTER).manifests
+
+
+def test_golden(rendered):
+    name, of, plan, manifests = rendered
+    text = dumped(manifests)
+    file = GOLDEN / f"{name}.yaml"
+    if os.environ.get("UPDATE_GOLDEN"):
+        file.write_text(text)
+    assert text == file.read_text(), f"UPDATE_GOLDEN=1 writes {file.name} anew, where the change is meant"
+    assert list(yaml.safe_load_all(text)) == json.loads(json.dumps(manifests))
+    assert desired(of, plan, CLUSTER).manifests == manifests
+
+
+def test_the_api_servers_schemas_hold(rendered):
+    """Kinds that are CRDs have no schema there: PodMonitor, ScaledObject and InferencePool are not checked."""
+    _, _, _, manifests = rendered
+    checked = [m for m in manifests if m["kind"] not in OPTIONAL]
+    assert len(checked) >= 8
+    for manifest in checked:
+        for version in ("1.37", "1.33"):
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_a_wrong_object_would_not_pass():
+    manifest = one(objects(example("cpu-cluster.yaml"), "tiny"), "Deployment")
+    manifest["spec"]["template"]["spec"]["activeDeadlineSecond"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(manifest, "1.37", strict=True)
+
+
+def server(manifests):
+    template = next(m for m in manifests if m["kind"] == "Deployment")["spec"]["template"]["spec"]
+    return template, next(c for c in template["containers"] if c["name"] == "server")
+
+
+def test_the_pod_runs_what_the_server_takes(rendered):
+    _, of, plan, manifests = rendered
+    template, container = server(manifests)
+    args = quire_server.__main__._arguments(container["args"])
+    settings = quire_server.__main__._settings(args)
+    assert settings.served_name == of.served_name
+    assert settings.host == "0.0.0.0"
+    assert {p["containerPort"] for p in container["ports"]} == set(settings.ports.values())
+    assert settings.drain_timeout_s == of.spec.rollout.drainSeconds
+    assert template["terminationGracePeriodSeconds"] > pod.PROPAGATION_S + settings.drain_timeout_s + 30
+    # Files that it reads are in the maps that are mounted there.
+    maps = {m["metadata"]["name"]: m["data"] for m in manifests if m["kind"] in ("ConfigMap", "Secret")}
+    volumes = {v["name"]: v for v in template["volumes"]}
+    mounts = {m["mountPath"]: volumes[m["name"]] for m in container["volumeMounts"]}
+    engine = EngineConfig.from_json(
+        json.loads(maps[mounts[str(settings.engine.parent)]["configMap"]["name"]]["engine.json"])
+    )
+    catalogue = maps[mounts[str(settings.adapters.parent)]["configMap"]["name"]]["adapters.json"]
+    assert Catalogue.from_json(json.loads(catalogue)) == of.catalogue()
+    key = maps[mounts[str(settings.admin_key_file.parent)]["secret"]["secretName"]][settings.admin_key_file.name]
+    assert base64.b64decode(key) == b"k"
+    assert mounts[str(settings.secrets_dir)]["secret"]["optional"]
+    for folder in (engine.model, settings.run_dir, settings.cache_dir, *settings.pvcs.values()):
+        assert any(Path(folder).is_relative_to(path) for path in mounts), folder
+    assert engine.max_model_len == plan.maxModelLen.value
+    assert engine.max_num_seqs == plan.maxNumSeqs.value
+    assert engine.device == ("cpu" if of.spec.device is Device.CPU else "cuda")
+    assert all("subPath" not in m for m in container["volumeMounts"])
+
+
+def test_everything_written_to_is_a_volume_and_nothing_is_privileged(rendered):
+    name, _, _, manifests = rendered
+    template, container = server(manifests)
+    writable = {m["mountPath"] for m in container["volumeMounts"] if not m.get("readOnly")}
+    # The folders of backend/Dockerfile, and those of every program.
+    dockerfile = (ROOT / "backend/Dockerfile").read_text()
+    made = re.search(r"install --directory --owner=1000 --group=1000 (.*) *$", dockerfile, re.M)[1].split()
+    assert writable == {*made, "/tmp", "/dev/shm"}
+    assert container["securityContext"]["readOnlyRootFilesystem"] is (name != "everything")
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert not container["securityContext"]["allowPrivilegeEscalation"]
+    assert template["securityContext"]["runAsNonRoot"]
+    assert template["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert template["automountServiceAccountToken"] is False
+
+
+def test_probes_ask_the_supervisor_and_a_large_model_has_time_to_load(rendered):
+    _, _, _, manifests = rendered
+    _, container = server(manifests)
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == "health"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/health/live"
+    startup = container["startupProbe"]
+    assert startup["httpGet"]["path"] == "/health/ready"
+    # 8B: 2 x (60 s + 16 s from a volume at 1 GB/s + 120 s for graphs); the tiny model hardly more than a minute twice.
+    seconds = startup["periodSeconds"] * startup["failureThreshold"]
+    assert 120 <= seconds <= 420
+    assert seconds < next(m for m in manifests if m["kind"] == "Deployment")["spec"]["progressDeadlineSeconds"]
+
+
+def test_names_and_selectors_fit(rendered):
+    _, of, _, manifests = rendered
+    for manifest in manifests:
+        assert len(manifest["metadata"]["name"]) <= 63
+        assert manifest["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "quire-operator"
+        assert manifest["metadata"].get("namespace") == of.namespace
+    deployment = next(m for m in manifests if m["kind"] == "Deployment")
+    selector = deployment["spec"]["selector"]["matchLabels"]
+    assert selector.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    for manifest in manifests:
+        if manifest["kind"] == "Service":
+            assert manifest["spec"]["selector"] == selector
+
+
+def test_the_longest_name_still_fits():
+    of = dataclasses.replace(example("gpu-llama-3.1-8b.yaml"), name="a" * 48)
+    assert max(len(name) for _, name in objects(of)) <= 63
+
+
+# What changes what.
+
+
+def changed(text, other, model="8b"):
+    """Names of objects that differ between two specs, and whether the pods would be replaced."""
+    left, right = objects(service(text), model), objects(service(other), model)
+    differ = {key for key in left.keys() | right.keys() if left.get(key) != right.get(key)}
+    return differ, one(left, "Deployment")["spec"]["template"] != one(right, "Deployment")["spec"]["template"]
+
+
+GPU = "gpu: {product: NVIDIA-L4}\n"
+
+
+def test_adapters_never_restart_pods():
+    hub = "{huggingFace: {repo: o/a, tokenSecretRef: {name: other}}}"
+    http = "{http: {url: http://h:8080/a}}"
+    differ, restarted = changed(GPU, f"{GPU}adapters: [{{name: a, source: {hub}}}, {{name: b, source: {http}}}]")
+    assert not restarted
+    assert {kind for kind, _ in differ} == {"ConfigMap", "NetworkPolicy"}
+    assert changed(GPU, f"{GPU}adapters: [{{name: a, source: {http}, pinned: true, expose: Parameter}}]")[1] is False
+
+
+def test_the_engine_and_the_model_do():
+    for other in ("engine: {maxNumQueuedReqs: 9}", "lora: {maxRank: 32}", "rollout: {drainSeconds: 5}"):
+        assert changed(GPU, GPU + other)[1], other
+    differ, restarted = changed(GPU, f"{GPU}model: {{source: {{huggingFace: {{repo: o/m, revision: v2}}}}}}")
+    assert restarted
+    assert {kind for kind, _ in differ} == {"ConfigMap", "Job", "Deployment"}
+
+
+def test_replicas_and_scaling_do_not():
+    for other in (
+        "replicas: 3",
+        "autoscaling: {maxReplicas: 3}",
+        "disruption: {pdb: None}",
+        "observability: {podMonitor: None}",
+    ):
+        assert not changed(GPU, GPU + other)[1], other
+
+
+def test_an_upgrade_of_the_operator_changes_nothing_that_was_planned():
+    """Neither new defaults of the engine's configuration nor a new image reach pods whose plan is kept."""
+    of = service(GPU)
+    found = objects(of)
+    config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
+    assert set(config) < {field.name for field in dataclasses.fields(EngineConfig)}
+    assert "seed" not in config and "swap_space" not in config
+    template, _ = server(found.values())
+    assert template["containers"][0]["image"] == planned(of).image.value
+
+
+# Single objects.
+
+
+def test_the_deployment_waits_for_the_model_and_never_surges():
+    of = service(f"{GPU}replicas: 2")
+    waiting = one(objects(of, cluster=dataclasses.replace(CLUSTER, model_ready=False)), "Deployment")["spec"]
+    assert waiting["replicas"] == 0
+    spec = one(objects(of), "Deployment")["spec"]
+    assert spec["replicas"] == 2
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+def test_memory_and_gpus_of_the_container():
+    _, container = server(objects(service(GPU)).values())
+    plan = planned(service(GPU))
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert container["resources"]["requests"] == {"cpu": "3", "memory": f"{plan.hostBytes.total // 2**20}Mi"}
+    _, container = server(objects(service("device: CPU\nruntime: {cpu: '4', memory: 60Gi}"), "qwen").values())
+    assert container["resources"] == {"requests": {"cpu": "4", "memory": "60Gi"}, "limits": {"memory": "60Gi"}}
+    _, container = server(objects(service("gpu: {product: NVIDIA-L4, resourceName: nvidia.com/mig-3g.40gb}")).values())
+    assert container["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": "1"}
+
+
+def test_where_the_model_is():
+    found = objects(service(GPU))
+    job = one(found, "Job")["spec"]["template"]["spec"]
+    (args,) = [c["args"] for c in job["containers"]]
+    into = next(a for a in args if a.startswith("--into=")).removeprefix("--into=")
+    config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
+    assert config["model"] == into
+    assert one(found, "PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"] == "19913Mi"
+    # On the node's disk, by an init container; in place, by nobody.
+    found = objects(service(f"{GPU}cache: {{mode: EmptyDir}}"))
+    template, _ = server(found.values())
+    assert [c["args"] for c in template["initContainers"]] == [args]
+    assert not {"Job", "PersistentVolumeClaim"} & {kind for kind, _ in found}
+    found = objects(service(f"{GPU}model: {{source: {{pvc: {{claimName: c, path: m/n}}}}}}"))
+    template, _ = server(found.values())
+    assert "initContainers" not in template
+    config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
+    assert config["model"] == "/mnt/claims/c/m/n"
+
+
+def test_the_claim_is_kept_or_goes_with_the_service():
+    assert "ownerReferences" not in one(objects(service(GPU)), "PersistentVolumeClaim")["metadata"]
+    deleted = objects(service(f"{GPU}cache: {{deletionPolicy: Delete}}"))
+    assert all(m["metadata"]["ownerReferences"][0]["uid"] == "u-1" for m in deleted.values())
+    alone = objects(service(GPU), cluster=dataclasses.replace(CLUSTER, owner_uid=None))
+    assert not any("ownerReferences" in m["metadata"] for m in alone.values())
+
+
+def test_credentials_are_copied_and_never_in_arguments():
+    of = example("gpu-llama-3.1-8b.yaml")
+    found = objects(of)
+    data = found["Secret", "support-credentials"]["data"]
+    assert {name: json.loads(base64.b64decode(value)) for name, value in data.items()} == {
+        "adapter-store": {"AWS_ACCESS_KEY_ID": "a"}, "hf-token": {"token": "hf"}
+    }  # fmt: skip
+    assert '"hf"' not in json.dumps([m for m in found.values() if m["kind"] != "Secret"])
+    none = objects(of, cluster=dataclasses.replace(CLUSTER, credentials={}))
+    assert one(none, "Deployment") == one(found, "Deployment")
+    assert ("Secret", "support-credentials") not in none
+
+
+def test_network_policies():
+    of = service(f"{GPU}adapters: [{{name: a, source: {{http: {{url: http://h:8080/a}}}}}}]")
+    found = objects(of)
+    ingress = found["NetworkPolicy", "s"]["spec"]["ingress"]
+    by_port = {port["port"]: rule["from"] for rule in ingress for port in rule["ports"]}
+    assert by_port[8000] == by_port[8001] == [{"podSelector": {}}]
+    assert OPERATOR in by_port[8003]
+    assert OPERATOR not in by_port[8000]
+
+    def egress(policy):
+        return [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
+
+    assert egress(found["NetworkPolicy", "s"]) == [53, 53, 443, 8080]
+    assert egress(found["NetworkPolicy", "s-model-download"]) == [53, 53, 443]
+    assert found["NetworkPolicy", "s-model-download"]["spec"]["ingress"] == []
+    closed = objects(service(f"{GPU}lora: {{maxLoaded: 0}}"))
+    assert egress(closed["NetworkPolicy", "s"]) == [53, 53]
+    mirror = objects(service(f"{GPU}runtime: {{env: [{{name: HF_ENDPOINT, value: 'http://mirror:8090'}}]}}"))
+    assert egress(mirror["NetworkPolicy", "s-model-download"]) == [53, 53, 443, 8090]
+    off = objects(service(f"{GPU}networking: {{networkPolicy: {{enabled: false}}}}"))
+    assert "NetworkPolicy" not in {kind for kind, _ in off}
+
+
+def test_a_budget_only_for_several_pods():
+    assert ("PodDisruptionBudget", "s") not in objects(service(GPU))
+    assert one(objects(service(f"{GPU}replicas: 2")), "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+    assert ("PodDisruptionBudget", "s") in objects(service(f"{GPU}autoscaling: {{minReplicas: 2, maxReplicas: 3}}"))
+    assert ("PodDisruptionBudget", "s") not in objects(service(f"{GPU}replicas: 2\ndisruption: {{pdb: None}}"))
+
+
+def test_autoscalers_write_to_the_service_and_not_to_the_deployment():
+    hpa = one(objects(service(f"{GPU}autoscaling: {{maxReplicas: 4}}")), "HorizontalPodAutoscaler")["spec"]
+    target = {"apiVersion": crd.API, "kind": "LLMService", "name": "s"}
+    assert hpa["scaleTargetRef"] == target
+    averages = [m["pods"]["target"]["averageValue"] for m in hpa["metrics"]]
+    assert averages == [str(planned(service(GPU)).maxNumSeqs.value), "2"]
+    scaled = one(objects(service(EVERYTHING)), "ScaledObject")["spec"]
+    assert scaled["scaleTargetRef"] == target
+    assert scaled["triggers"][0]["metadata"]["serverAddress"] == "http://prometheus:9090"
+
+
+def test_optional_kinds_only_where_the_cluster_has_them():
+    bare = dataclasses.replace(CLUSTER, offers=frozenset())
+    found = desired(service(EVERYTHING), planned(service(EVERYTHING)), bare)
+    assert found.left_out == OPTIONAL
+    assert not {m["kind"] for m in found.manifests} & set(OPTIONAL)
+    assert desired(service(EVERYTHING), planned(service(EVERYTHING)), CLUSTER).left_out == ()
+    quiet = service(f"{GPU}observability: {{podMonitor: None}}")
+    assert desired(quiet, planned(quiet), bare).left_out == ()
+
+
+def test_overrides_of_the_pod_are_merged_last():
+    template = one(objects(service(EVERYTHING, "all")), "Deployment")["spec"]["template"]
+    assert template["metadata"]["labels"]["team"] == "a"
+    assert template["metadata"]["labels"]["app.kubernetes.io/instance"] == "all"
+    container, side = template["spec"]["containers"]
+    assert side == {"name": "side", "image": "side:1"}
+    assert container["resources"]["limits"] == {"memory": "24Gi", "nvidia.com/gpu": "1", "cpu": "8"}
+    assert container["env"] == [{"name": "NCCL_DEBUG", "value": "WARN"}]
+    assert template["spec"]["priorityClassName"] == "high"
+
+
+A, B = {"name": "a", "value": "1"}, {"name": "b"}
+
+
+@pytest.mark.parametrize(
+    ("base", "patch", "merged"),
+    [
+        ({"a": 1, "b": {"c": 2}}, {"b": {"c": None, "d": 3}}, {"a": 1, "b": {"d": 3}}),
+        ({"args": [1, 2]}, {"args": [3]}, {"args": [3]}),
+        ({"env": [A]}, {"env": [B]}, {"env": [A, B]}),
+        ({"env": [A]}, {"env": [{"name": "a", "value": "2"}]}, {"env": [{"name": "a", "value": "2"}]}),
+        ({"env": [A, B]}, {"env": [{"name": "a", "$patch": "delete"}]}, {"env": [B]}),
+        ({"env": [{"name": "a"}]}, {"env": [{"name": "b"}, {"$patch": "replace"}]}, {"env": [{"name": "b"}]}),
+        ({"s": {"a": 1}}, {"s": {"$patch": "replace", "b": 2}}, {"s": {"b": 2}}),
+        ({}, {"x": {"y": None, "z": 1}}, {"x": {"z": 1}}),
+        (
+            {"volumes": [{"name": "cache", "emptyDir": {}}]},
+            {"volumes": [{"name": "cache", "hostPath": {"path": "/x"}}]},
+            {"volumes": [{"name": "cache", "hostPath": {"path": "/x"}}]},
+        ),
+        (
+            {"volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}]},
+            {"volumes": [{"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}}]},
+            {"volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}]},
+        ),
+    ],
+)  # fmt: skip
+def test_strategic_merge(base, patch, merged):
+    before = json.dumps([base, patch])
+    assert merge.merge(base, patch) == merged
+    assert json.dumps([base, patch]) == before
+
+
+MANY = [f"{{name: a{i}, source: {{http: {{url: 'http://h/{'x' * 2000}'}}}}}}" for i in range(520)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: {source: {path: m}}", "spec.model.source.path: 'm' is a folder of one machine, and no pod has it"),
+        ("adapters: [{name: a, source: {path: x}}]", r"spec.adapters\[0\].source.path: 'x' is a folder of one machine"),
+        ("replicas: 2\ncache: {accessModes: [ReadWriteOnce]}", "spec.cache.accessModes: ReadWriteOnce: up to 2 pods"),
+        (
+            f"adapters: [{', '.join(MANY)}]",
+            r"spec.adapters: 520 adapters with their sources take 10\d{5} bytes, and 1000000 are possible",
+        ),
+    ],
+)  # fmt: skip
+def test_what_no_cluster_could_run_is_refused(text, words):
+    of = service(GPU + text)
+    with pytest.raises(ConfigError, match=words):
+        desired(of, planned(of), CLUSTER)
+
+
+# The command.
+
+
+def quire(*arguments):
+    command = [Path(sys.executable).with_name("quire"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    file = tmp_path_factory.mktemp("render") / "config.json"
+    file.write_text(json.dumps(LLAMA_8B))
+    return file
+
+
+def test_quire_render(config, tmp_path):
+    arguments = ("render", "-f", "examples/gpu-llama-3.1-8b.yaml", "--model-config", config)
+    done = quire(*arguments)
+    kinds = [m["kind"] for m in yaml.safe_load_all(done.stdout)]
+    assert done.returncode == 0
+    assert "PodMonitor" not in kinds
+    assert kinds[-2:] == ["Deployment", "PodDisruptionBudget"]
+    assert "PodMonitor left out; where the cluster has that kind, add --with PodMonitor" in done.stderr
+    assert "values of adapter-store, hf-token left out; give --secrets-dir" in done.stderr
+    for name, key in (("hf-token", "token"), ("adapter-store", "AWS_ACCESS_KEY_ID"), ("adapter-store", "other")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / key).write_text("s3cr3t\n")
+    done = quire(*arguments, "--with", "PodMonitor", "--secrets-dir", tmp_path, "--image", "i:1", "-o", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    manifests = json.loads(done.stdout)
+    assert manifests[-1]["kind"] == "PodMonitor"
+    (secret,) = [m for m in manifests if m["metadata"]["name"] == "support-credentials"]
+    assert json.loads(base64.b64decode(secret["data"]["adapter-store"])) == {"AWS_ACCESS_KEY_ID": "s3cr3t"}
+    assert server(manifests)[1]["image"] == "i:1"
+
+
+def test_quire_render_refuses_in_words(config):
+    done = quire("render", "-f", "examples/llmservice.yaml")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("spec.model.source.path: 'models/tiny' is a folder of one machine, and no pod has it")
+    assert quire("render", "-f", "x", "--with", "Nothing").returncode == 2
