@@ -78,7 +78,9 @@ def build_batch(
 
 
 def _beyond_switch(spans: Sequence[Span], rows: Tensor, rope_switch: int | None, device: torch.device) -> Tensor | None:
-    long = [rope_switch is not None and span.sequence.num_tokens > rope_switch for span in spans]
+    if rope_switch is None:
+        return None
+    long = [span.sequence.num_tokens > rope_switch for span in spans]
     return torch.tensor(long)[rows].to(device, non_blocking=True) if any(long) else None
 
 

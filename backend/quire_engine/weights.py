@@ -37,8 +37,10 @@ def load_weights(
     Raises:
         ConfigError: files or tensors are missing, unexpected, of another shape or not floating point.
     """
-    targets = dict(tensors)
     where = _locate(folder)
+    # Some checkpoints, of OPT above all, were saved from what is inside the module `model`.
+    outer = "" if any(name.startswith("model.") for name in where) else "model."
+    targets = {name.removeprefix(outer): tensor for name, tensor in tensors}
     found = {name for name in where if not _DERIVED.fullmatch(name)} - ({"lm_head.weight"} if tied else set())
     if missing := sorted(set(targets) - found):
         raise ConfigError(f"{folder}: {_some(missing)} missing; config.json does not fit this checkpoint, or it is cut")

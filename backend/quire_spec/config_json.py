@@ -9,6 +9,10 @@ from typing import Any
 
 from quire_spec.errors import ConfigError
 
+# Far beyond any model, and small enough that no arithmetic overflows: a config.json may come from anyone.
+_MAX_INTEGER = 2**31 - 1
+_MAX_NUMBER = 1e15
+
 
 class ConfigJson:
     """An object of config.json. A key that is null counts as absent, as transformers has it.
@@ -27,17 +31,19 @@ class ConfigJson:
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+    def integer(self, key: str, default: int | None = None, most: int = _MAX_INTEGER) -> int:
+        """A positive integer of at most `most`."""
         value = self._get(key, default)
         if type(value) is not int or value < 1:
             raise self.error(key, value, "a positive integer")
+        if value > most:
+            raise self.error(key, value, f"at most {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
             raise self.error(key, value, "a positive number")
         return float(value)
 
@@ -58,7 +64,9 @@ class ConfigJson:
     def numbers(self, key: str) -> tuple[float, ...]:
         """A list of positive numbers."""
         value = self._get(key, None)
-        numbers = isinstance(value, list) and all(type(item) in (int, float) and item > 0 for item in value)
+        numbers = isinstance(value, list) and all(
+            type(item) in (int, float) and 0 < item <= _MAX_NUMBER for item in value
+        )
         if not numbers:
             raise self.error(key, value, "a list of positive numbers")
         return tuple(float(item) for item in value)
@@ -74,7 +82,7 @@ class ConfigJson:
         """A token id, a list of them, or none."""
         value = self._values.get(key)
         found = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(type(item) is int and item >= 0 for item in found):
+        if not all(type(item) is int and 0 <= item <= _MAX_INTEGER for item in found):
             raise self.error(key, value, "a token id or a list of token ids")
         return tuple(found)
 

@@ -65,6 +65,8 @@ class Rope:
             raise ConfigError("config.json: rope_parameters: one rope for each layer type is not supported")
         kind = _kind(scaling)
         theta = scaling.number("rope_theta", config.number("rope_theta", 10000.0))
+        if theta <= 1:
+            raise config.error("rope_theta", theta, "more than 1")
         share = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) if partial else 1.0
         dim = int(head_dim * share)
         if dim % 2 or not 0 < dim <= head_dim:
@@ -109,6 +111,8 @@ class Rope:
 
     @classmethod
     def _longrope(cls, scaling: ConfigJson, theta: float, dim: int, factor: float, trained: int) -> Self:
+        if trained == 1:
+            raise scaling.error("original_max_position_embeddings", trained, "more than 1")
         short, long = scaling.numbers("short_factor"), scaling.numbers("long_factor")
         for key, values in (("short_factor", short), ("long_factor", long)):
             if len(values) != dim // 2:

@@ -13,6 +13,9 @@ from quire_spec.errors import ConfigError
 from quire_spec.families import FAMILIES, Family
 from quire_spec.rope import Rope
 
+# Shapes and adapters are tables of layers.
+_MAX_LAYERS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -93,14 +96,14 @@ class ModelShape:
         path = folder / "config.json"
         try:
             config = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: {error}") from error
         return cls.from_config(config)
 
     @classmethod
     def _read(cls, config: ConfigJson, architecture: str) -> Self:
         family = FAMILIES[architecture]
-        num_layers, hidden = config.integer("num_hidden_layers"), config.integer("hidden_size")
+        num_layers, hidden = config.integer("num_hidden_layers", most=_MAX_LAYERS), config.integer("hidden_size")
         heads, kv_heads, head_dim = _heads(config, hidden)
         positions = config.integer("max_position_embeddings")
         qkv_bias, output_bias, mlp_bias = (b if isinstance(b, bool) else config.flag(b, False) for b in family.biases)

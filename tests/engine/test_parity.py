@@ -188,6 +188,22 @@ def test_alone(cases, name):
         _check(_generate(engine, [prompt]), [reference])
 
 
+# Rounding a logit of 20 once costs up to 2^-4 in bfloat16 and 2^-7 in float16.
+@pytest.mark.parametrize(("dtype", "max_error"), [("bfloat16", 2**-3), ("float16", 2**-6)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_half_precision(cases, name, dtype, max_error):
+    case = cases(name)
+    engine = Engine.from_config(_config(case.folder, dtype=dtype, **SCENARIOS["preempted in chunks"]))
+    outputs = _generate(engine, case.prompts)
+    assert all(len(output.token_ids) == NUM_TOKENS for output in outputs)
+    errors = [
+        abs(entry[1] - float(reference.logprobs[0][int(entry[0])]))
+        for output, reference in zip(outputs, case.references, strict=True)
+        for entry in output.logprobs[0]
+    ]
+    assert sum(errors) / len(errors) < max_error
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_with_packed_weights(cases, name, monkeypatch):
     case = cases(name)

@@ -128,6 +128,13 @@ MADE_BY_PEFT = {
 }
 
 
+@pytest.mark.parametrize(("name", "linear"), [("phi3", "self_attn.qkv_proj"), ("opt", "fc1")])
+def test_an_adapter_of_another_family_is_refused_with_the_linears_of_this_one(name, linear, adapter, tmp_path):
+    other = ModelShape.load(make_checkpoint(tmp_path / name, name))
+    with pytest.raises(InvalidArgument, match=f"of {other.architecture} are .*{linear}"):
+        read_adapter(adapter, other, MAX_RANK, torch.float32)
+
+
 @pytest.mark.parametrize(("config", "complaint"), MADE_BY_PEFT.values(), ids=MADE_BY_PEFT.keys())
 def test_what_cannot_be_served_is_refused_by_name(config, complaint, checkpoint, shape, tmp_path):
     folder = make_adapter(checkpoint, tmp_path, **config)

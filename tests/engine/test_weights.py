@@ -71,6 +71,16 @@ def test_tied_checkpoints_may_carry_the_head(tmp_path):
     assert "lm_head.weight" not in _load(folder)
 
 
+def test_checkpoints_saved_without_the_outer_module(tmp_path):
+    folder = make_checkpoint(tmp_path, "opt")
+    expected = _load(folder)
+    tensors = load_file(folder / SINGLE)
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / SINGLE)
+    found = _load(folder)
+    assert "decoder.layers.1.fc1.weight" in load_file(folder / SINGLE)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_derived_tensors_of_old_checkpoints_are_left_alone(folder):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     _rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(8)}))

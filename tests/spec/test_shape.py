@@ -77,6 +77,14 @@ def test_yarn_takes_its_factor_from_the_lengths():
     assert (rope.factor, rope.trained_length) == (8.0, 64)
 
 
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_longrope_of_phi(name):
+    scaling = {"type": name, "short_factor": [1.0] * 8, "long_factor": [2] * 8}
+    shape = _shape("Phi3ForCausalLM", max_position_embeddings=4096 * 32, rope_scaling=scaling)
+    assert (shape.rope.kind, shape.rope_switch, shape.rope.factor) == ("longrope", 4096, 32.0)
+    assert shape.rope.attention_factor == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)
+
+
 def test_mistral_has_its_window_in_every_layer():
     assert _shape("MistralForCausalLM", num_key_value_heads=2).windows == (4096,) * 4
     assert _shape("MistralForCausalLM", num_key_value_heads=2, sliding_window=16).windows == (16,) * 4
@@ -153,6 +161,11 @@ REFUSALS = {
     "text for a number": ({"hidden_size": "64"}, "hidden_size: '64' is not a positive integer"),
     "a fraction": ({"num_hidden_layers": 4.5}, "num_hidden_layers: 4.5 is not a positive integer"),
     "truth for a number": ({"vocab_size": True}, "vocab_size: True is not a positive integer"),
+    "too many layers": ({"num_hidden_layers": 10**12}, "num_hidden_layers: 1000000000000 is not at most 4096"),
+    "a huge number": ({"hidden_size": 10**400}, "hidden_size: 1000.* is not at most 2147483647"),
+    "a huge fraction": ({"rms_norm_eps": 10**400}, "rms_norm_eps: 1000.* is not a positive number"),
+    "not a number": ({"rope_theta": float("nan")}, "rope_theta: nan is not a positive number"),
+    "angles that do not shrink": ({"rope_theta": 1}, "rope_theta: 1.0 is not more than 1"),
     "zero": ({"num_attention_heads": 0}, "num_attention_heads: 0 is not a positive integer"),
     "a list for a number": ({"max_position_embeddings": [1]}, "max_position_embeddings: .* is not a positive integer"),
     "text for a flag": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: 'yes' is not true or false"),
@@ -172,6 +185,21 @@ REFUSALS = {
         "final_logit_softcapping: '30' is not a positive number",
     ),
     "an odd head": ({"head_dim": 15}, "15 of head_dim 15 elements rotate"),
+    "a short longrope": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}},
+        "short_factor: .* is not 8 numbers, one for each rotated pair",
+    ),
+    "a longrope of text": (
+        {"rope_scaling": {"type": "su", "short_factor": ["1"] * 8, "long_factor": [1.0] * 8}},
+        "short_factor: .* is not a list of positive numbers",
+    ),
+    "a longrope of nothing": (
+        {
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 2},
+            "original_max_position_embeddings": 1,
+        },
+        "original_max_position_embeddings: 1 is not more than 1",
+    ),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config: quantized checkpoints are not supported"),
     "a rope that is no object": ({"rope_scaling": "linear"}, "rope_scaling: expected an object, found 'linear'"),
     "an unknown rope": (
@@ -206,7 +234,7 @@ def test_layer_types_are_checked(kinds):
         _shape("Qwen2ForCausalLM", **QWEN_WINDOWS, layer_types=kinds)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", '{"architectures"'])
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, "1" * 5000, "3", '{"architectures"'])
 def test_a_file_that_is_no_object_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json"):
