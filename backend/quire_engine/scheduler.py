@@ -74,6 +74,7 @@ class Scheduler:
         self._adapters = adapters
         self.prefixes = PrefixCache(blocks, key, config.enable_prefix_caching)
         self.tables = BlockTables(blocks, config.block_size, swap)
+        self._switches = key.rope_switch is not None
         self._policy = config.scheduling_policy
         self._num_arrivals = 0
         self._sequences: dict[int, Sequence] = {}
@@ -196,7 +197,7 @@ class Scheduler:
                 sequence.num_scored_tokens += len(result.prompt_logprobs)
             if result.token_ids:
                 progress.append((sequence, self._append(sequence, result)))
-                if sequence.status is Status.RUNNING and self.prefixes.outgrown(sequence):
+                if self._switches and sequence.status is Status.RUNNING and self.prefixes.outgrown(sequence):
                     self._restart(sequence)
         self._release_aborted()
         return progress

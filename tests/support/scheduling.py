@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scheduler on a token runner, to be stepped by hand."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.runner import TokenRunner
+
+from quire_engine.adapters import AdapterRegistry
+from quire_engine.blocks import BlockPool, ContentKey
+from quire_engine.request import Sequence
+from quire_engine.scheduler import Scheduler
+from quire_engine.swap import SwapSpace
+from quire_spec.config import EngineConfig
+from quire_spec.sampling import SamplingParams
+
+CONFIG = EngineConfig("m", block_size=8, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False)
+
+NO_SWAP = SwapSpace()
+ALWAYS_SWAP = SwapSpace(64, block_s=0.0, token_s=1.0)
+
+
+@dataclass
+class Bench:
+    """A scheduler with a token runner; `blocks` small enough that tests can count them."""
+
+    config: EngineConfig = CONFIG
+    num_blocks: int = 32
+    max_model_len: int = 128
+    adapters: str = ""
+    max_loras: int = 2
+    swap: SwapSpace = NO_SWAP
+    now: float = 0.0
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.blocks = BlockPool(self.num_blocks)
+        self.registry = AdapterRegistry(self.max_loras, 4 * self.max_loras)
+        self.runner = TokenRunner(self.num_blocks, self.config.block_size, swap_space=self.swap)
+        for digest in self.adapters:
+            self.registry.add(digest, Path(digest), False)
+            self.runner.hold(digest, digest)
+        key = ContentKey("m", "float32", self.config.block_size)
+        self.scheduler = Scheduler(self.config, self.blocks, self.registry, key, self.max_model_len, self.swap)
+        self.sequences: dict[int, Sequence] = {}
+
+    def add(self, prompt: list[int] | int, num_output: int = 4, **fields: Any) -> Sequence:
+        """Queue a sequence; a number stands for that many prompt tokens of its own."""
+        number = len(self.sequences)
+        if isinstance(prompt, int):
+            prompt = [number] * prompt
+        params = SamplingParams(max_tokens=num_output, min_tokens=fields.pop("min_tokens", 0))
+        sequence = Sequence(number, prompt, params, 0, num_output, **fields)
+        self.scheduler.add(sequence)
+        self.sequences[number] = sequence
+        return sequence
+
+    def step(self) -> list[tuple[int, int, int]]:
+        """One step; returns its batch as (id, start, length), empty when nothing can run."""
+        plan = self.scheduler.schedule(self.now)
+        self.scheduler.check_integrity()
+        if plan is None:
+            return []
+        for sequence, sampled in self.scheduler.finish(plan, self.runner.execute(plan)):
+            self.outputs.setdefault(sequence.id, []).extend(sampled.token_ids)
+        self.scheduler.check_integrity()
+        return self.runner.batches[-1]
+
+    def run_until_preempted(self) -> list[tuple[int, int, int]]:
+        """Steps until one preempts a sequence; returns its batch."""
+        while self.scheduler.has_work:
+            batch = self.step()
+            if self.scheduler.num_preemptions:
+                return batch
+        raise AssertionError("nobody was preempted")
+
+    def run(self) -> dict[int, list[int]]:
+        """Steps until everything is over; every step has work."""
+        while self.scheduler.has_work:
+            assert self.step()
+        assert self.blocks.num_used == 0 and self.scheduler.tables.num_used_host_blocks == 0
+        return self.outputs
