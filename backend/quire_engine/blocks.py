@@ -55,23 +55,32 @@ class BlockPool:
     """A fixed number of blocks, each in one of three states.
 
     held   reference count > 0: some sequence's table has it
-    idle   count 0, contents published: found by hash until the block is needed for something else (LRU)
+    idle   count 0, contents published: found by hash until the block is needed for something else
     empty  count 0, no contents
+
+    Idle blocks go least recently released first, those that were found again by another sequence (`praise`) after all
+    others: so a prompt that many begin with outlives any number of prompts that come once. Praised ones fill at most
+    `praised_share` of the pool while idle; beyond, the oldest of them line up with the others as if just released, so
+    that what was popular once goes too. Source: segmented LRU (Karedla, Love, Wherry: "Caching strategies to improve
+    disk system performance", IEEE Computer 27(3), 1994).
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, praised_share: float = 0.5) -> None:
         self.num_blocks = num_blocks
+        self._max_praised = int(num_blocks * praised_share)
         self._counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, BlockId] = {}
         self._empty = [BlockId(i) for i in reversed(range(num_blocks))]
-        # Ordered from the block to give up first to the one released last.
+        # Both ordered from the block to give up first to the one released last; a block is idle in one of them.
         self._idle: OrderedDict[BlockId, None] = OrderedDict()
+        self._idle_praised: OrderedDict[BlockId, None] = OrderedDict()
+        self._praised = [False] * num_blocks
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can give: empty and idle ones."""
-        return len(self._empty) + len(self._idle)
+        return len(self._empty) + len(self._idle) + len(self._idle_praised)
 
     @property
     def num_used(self) -> int:
@@ -98,11 +107,17 @@ class BlockPool:
         """Hold blocks that `find` returned. Their contents are not to be written."""
         for block in blocks:
             if self._counts[block] == 0:
-                del self._idle[block]
+                del (self._idle_praised if self._praised[block] else self._idle)[block]
             self._counts[block] += 1
 
+    def praise(self, blocks: Iterable[BlockId]) -> None:
+        """Held blocks turned out to be of use to others than those who computed them."""
+        for block in blocks:
+            assert self._counts[block] > 0
+            self._praised[block] = self._max_praised > 0
+
     def allocate(self, num: int) -> list[BlockId]:
-        """Hold `num` blocks for new contents; idle ones lose theirs, least recently released first."""
+        """Hold `num` blocks for new contents; when there are no empty ones, idle ones lose theirs."""
         assert num <= self.num_free, f"{num} blocks asked, {self.num_free} free"
         blocks = [self._take() for _ in range(num)]
         for block in blocks:
@@ -133,14 +148,21 @@ class BlockPool:
             assert self._counts[block] == 0, f"block {block} was released more often than held"
             if self._hashes[block] is None:
                 self._empty.append(block)
+            elif self._praised[block]:
+                self._idle_praised[block] = None
             else:
                 self._idle[block] = None
+        while len(self._idle_praised) > self._max_praised:
+            oldest, _ = self._idle_praised.popitem(last=False)
+            self._praised[oldest] = False
+            self._idle[oldest] = None
 
     def check_integrity(self, tables: Iterable[Sequence[BlockId]]) -> None:
         """Raise Internal, with the counts, unless the pool is whole and held by exactly `tables`."""
         held = Counter(block for table in tables for block in table)
         wrong = [b for b in range(self.num_blocks) if self._counts[b] != held[BlockId(b)]]
-        free = [*self._empty, *self._idle]
+        idle = [*self._idle, *self._idle_praised]
+        free = [*self._empty, *idle]
         num_held = sum(1 for count in self._counts if count > 0)
         published = {b for b, content in enumerate(self._hashes) if content is not None}
         faults = {
@@ -149,20 +171,24 @@ class BlockPool:
             "a free block is held": any(self._counts[b] for b in free),
             "blocks are lost": len(free) + num_held != self.num_blocks,
             "an empty block is published": any(b in published for b in self._empty),
-            "an idle block has no contents": any(b not in published for b in self._idle),
+            "an idle block has no contents": any(b not in published for b in idle),
+            "praise is not where the blocks are": any(self._praised[b] for b in (*self._empty, *self._idle))
+            or not all(self._praised[b] for b in self._idle_praised),
+            "too many are praised": len(self._idle_praised) > self._max_praised,
             "hashes and blocks do not match": published != set(self._by_hash.values())
             or any(self._hashes[b] != content for content, b in self._by_hash.items()),
         }
         if found := [fault for fault, present in faults.items() if present]:
             raise Internal(
-                f"block pool: {'; '.join(found)}: {self.num_blocks} blocks, {num_held} held, {len(self._idle)} idle, "
+                f"block pool: {'; '.join(found)}: {self.num_blocks} blocks, {num_held} held, {len(idle)} idle, "
                 f"{len(self._empty)} empty, {len(published)} published; wrong counts at {wrong[:8]}"
             )
 
     def _take(self) -> BlockId:
         if self._empty:
             return self._empty.pop()
-        block, _ = self._idle.popitem(last=False)
+        block, _ = (self._idle or self._idle_praised).popitem(last=False)
+        self._praised[block] = False
         content = self._hashes[block]
         assert content is not None
         del self._by_hash[content]

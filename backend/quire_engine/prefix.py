@@ -73,10 +73,13 @@ class PrefixCache:
         sequence.block_hashes = []
         return True
 
-    def count(self, num_tokens: int, num_found: int) -> None:
-        """A sequence starts with `num_found` of its tokens found."""
-        self.num_queries += num_tokens
-        self.num_hits += num_found
+    def started(self, sequence: Sequence, prefix: Prefix) -> None:
+        """A sequence starts for the first time, with what was found of it."""
+        self.num_queries += sequence.num_tokens
+        self.num_hits += prefix.num_tokens
+        # What the outputs of one request share with each other says nothing about the next request.
+        if sequence.fork_of is None:
+            self._blocks.praise(prefix.blocks + prefix.copied)
 
     def publish(self, sequence: Sequence) -> None:
         """Offer the blocks that a sequence's computed tokens fill."""

@@ -327,10 +327,11 @@ class Scheduler:
         if length == 0:
             return False
         self._waiting.remove(sequence)
-        if sequence.status is not Status.PREEMPTED:
-            draft.started.append(sequence.id)
-            self.prefixes.count(sequence.num_tokens, prefix.num_tokens)
+        new = sequence.status is not Status.PREEMPTED
         self._start(sequence, prefix, draft)
+        if new:
+            draft.started.append(sequence.id)
+            self.prefixes.started(sequence, prefix)
         draft.prefill(self._span(sequence, length))
         return True
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block pool keeps every block exactly once, whatever is asked of it, and finds contents only where they are."""
 
+import random
 import struct
 from collections.abc import Iterator
 from hashlib import sha256
+from itertools import takewhile
 
 import pytest
 from hypothesis import settings
@@ -78,6 +80,64 @@ def test_blocks_without_contents_are_used_before_cached_ones_and_old_before_new(
     assert (pool.find(name(0)), pool.find(name(7))) == (None, new)
 
 
+def use(pool: BlockPool, *contents: int) -> int:
+    """A sequence of full blocks comes and goes; returns how many of them were found."""
+    names = [name(*contents[: i + 1]) for i in range(len(contents))]
+    found = list(takewhile(lambda block: block is not None, map(pool.find, names)))
+    pool.share(found)
+    pool.praise(found)
+    table = found + pool.allocate(len(contents) - len(found))
+    for block, content in list(zip(table, names, strict=True))[len(found) :]:
+        pool.publish(block, content)
+    pool.release(table)
+    pool.check_integrity([])
+    return len(found)
+
+
+def test_a_prefix_that_was_found_again_outlives_a_scan() -> None:
+    pool = BlockPool(8)
+    assert [use(pool, 0, 1, 2), use(pool, 0, 1, 3)] == [0, 2]
+    for one_off in range(100, 150):
+        assert use(pool, one_off, one_off + 1, one_off + 2) == 0
+    assert use(pool, 0, 1, 4) == 2
+    # In its chain, too, the tail goes first.
+    assert use(pool, 0, 1, 4, 5, 6, 7, 8) == 3
+    table = pool.allocate(6)
+    assert (pool.find(name(0)) is not None, pool.find(name(0, 1)) is not None) == (True, True)
+    assert pool.find(name(0, 1, 4)) is None
+    pool.release(table)
+
+
+def test_what_is_praised_no_more_makes_room() -> None:
+    pool = BlockPool(8)
+    for old in range(4):
+        use(pool, 10 * old), use(pool, 10 * old)
+    # Half of the pool is praised; new favourites take it over, the oldest first.
+    for new in range(100, 103):
+        assert [use(pool, new), use(pool, new)] == [0, 1]
+    for one_off in range(200, 210):
+        use(pool, one_off)
+    assert [use(pool, content) for content in (100, 101, 102, 30, 20, 10, 0)] == [1, 1, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("praised_share", "expected"), [(0.0, 2 * 12 * 50), (0.5, 3 * 12 * 50 - 12)])
+def test_hits_on_a_trace_with_a_system_prompt(praised_share: float, expected: int) -> None:
+    """Three chats that begin alike, then a batch job of prompts that come once and fill the pool; fifty times.
+
+    Plain LRU (no praise) loses the system prompt to every job and finds 21.1 % of all blocks; with praise only the
+    first chat of all misses it: 31.4 %, which is all that can be found.
+    """
+    draw, pool = random.Random(5), BlockPool(64, praised_share)
+    num_asked = num_found = 0
+    for hour in range(50):
+        chats = [[*range(12), 1000 + 10 * hour + i, 0] for i in range(3)]
+        job = [[draw.randrange(10**6) for _ in range(8)] for _ in range(9)]
+        for contents in chats + job:
+            num_asked += len(contents)
+            num_found += use(pool, *contents)
+    assert (num_asked, num_found) == (50 * (3 * 14 + 9 * 8), expected)
+
+
 def test_a_shared_block_outlives_its_first_holder() -> None:
     pool = BlockPool(2)
     table = published(pool, 1)
@@ -125,8 +185,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[list[BlockId]] = []
         self.contents: dict[BlockId, bytes] = {}
 
-    @rule(word=st.lists(st.integers(0, 2), max_size=6), num_partial=st.integers(0, 1))
-    def open_sequence(self, word: list[int], num_partial: int) -> None:
+    @rule(word=st.lists(st.integers(0, 2), max_size=6), num_partial=st.integers(0, 1), praise=st.booleans())
+    def open_sequence(self, word: list[int], num_partial: int, praise: bool) -> None:
         names = [name(*word[: i + 1]) for i in range(len(word))]
         prefix = list(self._find(names))
         for block, content in zip(prefix, names, strict=False):
@@ -143,6 +203,8 @@ class PoolMachine(RuleBasedStateMachine):
         for block, content in zip(fresh, names[len(prefix) :], strict=False):
             self.contents[block] = content
             self.pool.publish(block, content)
+        if praise:
+            self.pool.praise(prefix)
         self.tables.append(prefix + fresh)
 
     @precondition(lambda self: self.tables)

@@ -101,3 +101,20 @@ def test_an_urgent_fork_does_not_preempt_its_leader() -> None:
     assert bench.step() == [(0, 20, 1), (2, 19, 1)]
     bench.run()
     assert bench.outputs[0] == bench.outputs[2] == expected_output(prompt, 20)
+
+
+def test_what_forks_share_is_no_favourite_of_others() -> None:
+    bench = Bench(replace(CONFIG, enable_prefix_caching=True), num_blocks=16)
+    for prompt, fork_of in (([0] * 33, None), ([0] * 33, 0), ([1] * 33, None), ([1] * 33, None)):
+        bench.add(prompt, 1, fork_of=fork_of)
+        if fork_of is None:
+            bench.step()
+    bench.run()
+    for one_off in range(2, 8):
+        bench.add([one_off] * 33, 1)
+        bench.run()
+    for prompt in ([0] * 33, [1] * 33):
+        before = bench.scheduler.prefixes.num_hits
+        bench.add(prompt, 1)
+        bench.run()
+        assert bench.scheduler.prefixes.num_hits - before == (0 if prompt[0] == 0 else 32)
