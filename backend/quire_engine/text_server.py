@@ -22,7 +22,7 @@ from quire_engine.port import Dispatch, Port
 from quire_engine.process import now
 from quire_engine.text import Tokenizer
 from quire_spec.errors import Internal, InvalidArgument, QuireError
-from quire_spec.messages import Call, Cancel, Message, Notice, Reply, Submit
+from quire_spec.messages import Call, Cancel, Message, Reply, Submit
 
 _INLINE_CHARS = 2048
 """Prompts up to this are tokenized at once: about half a millisecond, and a thread costs a tenth of one."""
@@ -47,7 +47,6 @@ class TextServer:
         self._max_frame_bytes = max_frame_bytes
         self._dispatch = Dispatch(pace)
         self._ports: dict[Connection, Port] = {}
-        self._supervisors: set[Connection] = set()
         self._started_at = now()
         # Two: one very long prompt does not hold up all the others, and steps keep most of the processor.
         self._pool = ThreadPoolExecutor(2, "tokenize")
@@ -68,9 +67,7 @@ class TextServer:
         assert hello is not None, "a dialled connection"
         if hello.role == "frontend":
             self._ports[connection] = Port(connection, hello, self._metrics, self._dispatch)
-        elif hello.role == "supervisor":
-            self._supervisors.add(connection)
-        else:
+        elif hello.role != "supervisor":
             raise Internal(f"role {hello.role!r} has no business here")
 
     def on_message(self, connection: Connection, message: Message) -> None:
@@ -99,16 +96,12 @@ class TextServer:
 
     def on_lost(self, connection: Connection) -> None:
         """Handler: a peer is gone."""
-        self._supervisors.discard(connection)
         if (port := self._ports.pop(connection, None)) is None:
             return
         self._dispatch.forget(port)
         num_open = self._desk.leave(port)
         hello = port.hello
         _log.info("frontend gone model=%s pid=%s num_open=%d", hello.model, hello.pid, num_open)
-        notice = Notice("frontend_gone", {"model": hello.model, "pid": hello.pid, "num_open": num_open})
-        for supervisor in self._supervisors:
-            supervisor.send(notice)
 
     def _submit(self, port: Port, submit: Submit) -> None:
         generation = self._desk.submit(port, submit)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor's end of text.sock and core.sock: calls with deadlines, and notices. It knows no method by name.
+"""The supervisor's end of text.sock and core.sock: calls with deadlines. It knows no method by name.
 
 One `Control` is one connection. It is never made again: when it ends, every call on it ends with LinkLost, and whoever
 holds it learns that the process behind it is dead or broken (supervisor.py).
@@ -9,13 +9,12 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from quire_spec import frames
 from quire_spec.errors import Internal, Unavailable, error_from
-from quire_spec.messages import Call, Hello, Message, Notice, Reply
+from quire_spec.messages import Call, Hello, Message, Reply
 
 _READ_BYTES = 2**16
 
@@ -32,24 +31,22 @@ class Control:
         name: str,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        on_notice: Callable[[Notice], None] | None,
     ) -> None:
         self.name = name
         """The process at the other end, for messages."""
         self.lost = asyncio.Event()
         """Set when the connection has ended."""
         self._writer = writer
-        self._on_notice = on_notice
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._reading = asyncio.create_task(self._read(reader), name=f"control {name}")
 
     @classmethod
-    async def connect(cls, name: str, path: Path, on_notice: Callable[[Notice], None] | None = None) -> "Control":
+    async def connect(cls, name: str, path: Path) -> "Control":
         """Connect to a socket and say who we are. Raises OSError when nobody listens there (yet)."""
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(frames.encode(Hello("supervisor", pid=os.getpid())))
-        return cls(name, reader, writer, on_notice)
+        return cls(name, reader, writer)
 
     async def call(self, method: str, args: dict[str, Any] | None = None, *, timeout_s: float) -> Any:
         """Ask for `method` and wait for its result.
@@ -92,9 +89,7 @@ class Control:
         self._end()
 
     def _take(self, message: Message) -> None:
-        if isinstance(message, Notice) and self._on_notice is not None:
-            self._on_notice(message)
-        elif isinstance(message, Reply) and (answer := self._waiting.get(message.id)) and not answer.done():
+        if isinstance(message, Reply) and (answer := self._waiting.get(message.id)) and not answer.done():
             if message.error_code is None:
                 answer.set_result(message.result)
             else:

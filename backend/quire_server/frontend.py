@@ -22,6 +22,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from quire_server import interface, wire
+from quire_server.ledger import Ledger
 from quire_server.stream import Stream
 from quire_server.text_client import TextClient
 from quire_spec.errors import Cancelled, Internal, InvalidArgument, QuireError, error_from
@@ -55,6 +56,7 @@ class TritonPythonModel:
         self._to_send: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         socket = Path(parameters[interface.PARAM_SOCKET]["string_value"])
+        self._ledger = Ledger(socket.parent)
         self._text = TextClient(socket, self._model, self._deliver)
         self._threads = [threading.Thread(target=self._send_loop, daemon=True) for _ in range(NUM_SENDERS)]
         self._threads.append(threading.Thread(target=self._check_loop, daemon=True))
@@ -64,6 +66,7 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> None:
         """Server: requests came. Their responses are sent later, from other threads."""
         for request in requests:
+            self._ledger.opened()
             self._accept(request)
 
     def finalize(self) -> None:
@@ -120,8 +123,10 @@ class TritonPythonModel:
 
     def _end(self, stream: Stream, tell_text: bool) -> None:
         """Forget a stream. The sender must go too: the server keeps the request until it does."""
-        if self._streams.pop(stream.id, None) is not None and tell_text:
-            self._text.cancel(stream.id)
+        if self._streams.pop(stream.id, None) is not None:
+            self._ledger.closed()
+            if tell_text:
+                self._text.cancel(stream.id)
         stream.sender = None
 
     def _give_up(self, stream: Stream, error: Exception) -> None:

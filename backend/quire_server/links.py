@@ -96,7 +96,15 @@ class TextLink:
 class ServerLink:
     """The running server."""
 
-    def __init__(self, client: ServerClient, base: str, text_socket: Path, scan_stubs: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        client: ServerClient,
+        base: str,
+        text_socket: Path,
+        scan_stubs: Callable[[], None],
+        on_unload: Callable[[str], None],
+    ) -> None:
+        """`scan_stubs` is called when a model was loaded, `on_unload` with its name when one was unloaded for good."""
         self.base_ready = True
         self.models: set[str] = set()
         """Adapter models registered."""
@@ -104,6 +112,7 @@ class ServerLink:
         self._base = base
         self._text_socket = text_socket
         self._scan_stubs = scan_stubs
+        self._on_unload = on_unload
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def register(self, name: str) -> None:
@@ -119,6 +128,7 @@ class ServerLink:
             if name in self.models:
                 await self._unload(name)
                 self.models.discard(name)
+                self._on_unload(name)
 
     async def revive(self, name: str) -> None:
         """Start a new stub for a model whose stub has died; the server itself never would."""

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire_server import launch, repository
+from quire_server import launch, ledger, repository
 from quire_server.control import Control, LinkLost
 from quire_server.keeper import Keeper
 from quire_server.links import CoreLink, Links, ServerLink, TextLink
@@ -30,7 +30,6 @@ from quire_server.settings import Settings
 from quire_server.stubs import Stub, StubWatch
 from quire_spec import names
 from quire_spec.errors import QuireError, Unavailable
-from quire_spec.messages import Notice
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +44,10 @@ _HUNG_S = 120.0
 shorter."""
 _DYING_S = 2.0
 """How long a process may live on after it has closed its connection to us."""
-_NOTICE_S = 0.5
-"""How long text may take to say what a dead stub had open; it takes a few milliseconds."""
 _LINKED_S = 0.5
 _EXIT_TIMEOUT_S = 5
 """Of the server, after the drain: connections without a request, kept alive by clients, would hold it for longer."""
 _STOP_S = 10.0
-_MAX_NOTICES = 256
 
 
 class Pod:
@@ -89,8 +85,6 @@ class Pod:
         self._relay = relay
         self.on_change: Callable[[], None] = lambda: None
         """Called whenever something came up or went."""
-        self._gone: dict[int, int] = {}
-        """Stubs that have left text, and how many requests they had open."""
         self._tasks: set[asyncio.Task[None]] = set()
         core = partial(self._start_engine, "core", names.CORE_SOCKET)
         text = partial(self._start_engine, "text", names.TEXT_SOCKET)
@@ -172,7 +166,7 @@ class Pod:
                 self._changed()
 
     async def _text_session(self, child: Child) -> str:
-        async with self._dialled("text", names.TEXT_SOCKET, self._take_notice) as control:
+        async with self._dialled("text", names.TEXT_SOCKET) as control:
             await control.call("status", timeout_s=START_S)
             self.links.text = TextLink(control)
             try:
@@ -189,7 +183,13 @@ class Pod:
                 while not await client.is_ready(s.served_name):
                     await asyncio.sleep(_PROBE_S)
             stubs = StubWatch(child.pid, lambda stub: self._spawn(self._bury(child, stub)))
-            self.links.server = ServerLink(client, s.served_name, self._run_dir / names.TEXT_SOCKET, stubs.scan)
+            self.links.server = ServerLink(
+                client,
+                s.served_name,
+                self._run_dir / names.TEXT_SOCKET,
+                stubs.scan,
+                lambda model: self._spawn(self._retire(stubs, stubs.of(model))),
+            )
             try:
                 self.keepers["server"].ready()
                 return await self._watch_server(client)
@@ -199,14 +199,12 @@ class Pod:
                 self._changed()
 
     @contextlib.asynccontextmanager
-    async def _dialled(
-        self, name: str, socket: str, on_notice: Callable[[Notice], None] | None = None
-    ) -> AsyncIterator[Control]:
+    async def _dialled(self, name: str, socket: str) -> AsyncIterator[Control]:
         """A connection to a process that is starting."""
         async with asyncio.timeout(START_S):
             while True:
                 try:
-                    control = await Control.connect(name, self._run_dir / socket, on_notice)
+                    control = await Control.connect(name, self._run_dir / socket)
                     break
                 except OSError:
                     await asyncio.sleep(_DIAL_S)
@@ -255,15 +253,10 @@ class Pod:
 
     # Stubs
 
-    def _take_notice(self, notice: Notice) -> None:
-        if notice.kind == "frontend_gone":
-            self._gone[int(notice.args["pid"])] = int(notice.args["num_open"])
-            while len(self._gone) > _MAX_NOTICES:
-                del self._gone[next(iter(self._gone))]
-
     async def _bury(self, server: Child, stub: Stub) -> None:
         """A stub has died."""
-        num_open = await self._num_open(stub.pid)
+        num_open = ledger.num_open(self._run_dir, stub.pid)
+        ledger.forget(self._run_dir, stub.pid)
         if num_open == 0 and stub.model and self.links.server is not None:
             log.warning("stub died without open requests, its model is loaded again model=%s", stub.model)
             try:
@@ -274,19 +267,17 @@ class Pod:
             finally:
                 self._changed()
         log.error(
-            "stub died, server is killed to end its clients' streams model=%s open_requests=%s",
+            "stub died, server is killed to end its clients' streams model=%s open_requests=%d",
             stub.model or "unknown",
-            "unknown" if num_open is None else num_open,
+            num_open,
         )
         server.kill()
 
-    async def _num_open(self, pid: int) -> int | None:
-        """What text says that the stub had open; None when it says nothing: then there may be some."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_NOTICE_S):
-                while pid not in self._gone:
-                    await asyncio.sleep(0.02)
-        return self._gone.pop(pid, None)
+    async def _retire(self, stubs: StubWatch, pids: set[int]) -> None:
+        """A model was unloaded: see that its stubs end."""
+        await stubs.retire(pids, lambda pid: ledger.num_open(self._run_dir, pid))
+        for pid in pids:
+            ledger.forget(self._run_dir, pid)
 
     def _changed(self) -> None:
         self.on_change()

@@ -8,13 +8,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from quire_server import launch
+from quire_server import launch, ledger
 from quire_spec import names
 from quire_spec.errors import ConfigError
 
 REPOSITORY = "repository"
 _SHM_PREFIX = "shm-prefix"
-_OURS = (names.TEXT_SOCKET, names.CORE_SOCKET, REPOSITORY, "backends", _SHM_PREFIX)
+_OURS = (names.TEXT_SOCKET, names.CORE_SOCKET, REPOSITORY, "backends", ledger.FOLDER, _SHM_PREFIX)
 _MAX_SOCKET_PATH = 107
 """Bytes that Linux's sockaddr_un has room for."""
 

@@ -7,16 +7,22 @@ unloaded it reaps at once. So a stub that stays a zombie has died. What then is 
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 SCAN_S = 0.5
 """How often new stubs are looked for. Known ones are watched without polling."""
 CONFIRM_S = 0.2
 """How long the server may take to reap a stub that it ended itself; it takes less than 10 ms."""
+LINGER_S = 3.0
+"""How long an unloaded stub may stay after its last request; it takes 0.1 s, unless the server has lost one."""
 
 _PROC = Path("/proc")
 _STUB = "triton_python_backend_stub"
@@ -42,14 +48,34 @@ class StubWatch:
         """Processes that are not the server's, so that a scan reads only what is new."""
         self._watched: dict[int, tuple[int, Stub]] = {}
         """Process id to its pidfd and stub."""
+        self._killed: set[int] = set()
+        """By us."""
         self._loop = asyncio.get_running_loop()
         self._confirming: dict[int, asyncio.TimerHandle] = {}
         self._scanning = self._loop.create_task(self._scan_forever(), name="stub scan")
 
-    @property
-    def stubs(self) -> list[Stub]:
-        """Those that are watched now."""
-        return [stub for _, stub in self._watched.values()]
+    def of(self, model: str) -> set[int]:
+        """Process ids of a model's stubs."""
+        return {pid for pid, (_, stub) in self._watched.items() if stub.model == model}
+
+    async def retire(self, pids: set[int], num_open: Callable[[int], int]) -> None:
+        """See that the stubs of an unloaded model end: once `num_open` requests is 0 for LINGER_S, they are killed.
+
+        Release 24.10 sometimes loses a request whose gRPC stream is cancelled on its last response; it waits for that
+        for ever, and keeps the stub.
+        """
+        idle_s = 0.0
+        while (left := pids & self._alive()) and idle_s < LINGER_S:
+            await asyncio.sleep(CONFIRM_S)
+            idle_s = 0.0 if any(map(num_open, left)) else idle_s + CONFIRM_S
+        for pid in left:
+            log.warning("stub is killed: its model was unloaded, it has no request, the server keeps it pid=%d", pid)
+            # No death to tell of.
+            self._killed.add(pid)
+            signal.pidfd_send_signal(self._watched[pid][0], signal.SIGKILL)
+
+    def _alive(self) -> set[int]:
+        return self._watched.keys() - self._confirming.keys()
 
     def close(self) -> None:
         """Watch no more."""
@@ -92,7 +118,9 @@ class StubWatch:
         if died:
             # It stays a zombie as long as the server lives, and is told only once.
             self._foreign.add(stub.pid)
-            self._on_death(stub)
+            if stub.pid not in self._killed:
+                self._on_death(stub)
+        self._killed.discard(stub.pid)
 
     def _forget(self, pid: int) -> None:
         pidfd, _ = self._watched.pop(pid)

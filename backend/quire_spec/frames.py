@@ -3,7 +3,7 @@
 
     frontend  --Submit, Cancel-->  text  --Generate, Abort-->  core
               <--------Events----        <--------StepResult---
-    supervisor <--Call, Reply, Notice--> text, core
+    supervisor <--Call, Reply--> text, core
 
 The decoder is fed whatever a socket returned, by threads and by asyncio alike. A frame of another version is refused
 at once: processes of one pod come from one image, so a mismatch is a defect of the deployment.

@@ -188,18 +188,10 @@ class Reply:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """text or core -> supervisor, unasked. `frontend_gone`: {model, pid, num_open}."""
-
-    kind: str
-    args: dict[str, Any]
-
-
-Message = Hello | Submit | Cancel | Events | Generate | Abort | StepResult | Call | Reply | Notice
+Message = Hello | Submit | Cancel | Events | Generate | Abort | StepResult | Call | Reply
 
 _TYPES: dict[str, type[Any]] = {
-    cls.__name__: cls for cls in (Hello, Submit, Cancel, Events, Generate, Abort, StepResult, Call, Reply, Notice)
+    cls.__name__: cls for cls in (Hello, Submit, Cancel, Events, Generate, Abort, StepResult, Call, Reply)
 }
 
 # Looked up once: frames are made thousands of times a second.

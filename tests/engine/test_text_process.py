@@ -2,6 +2,7 @@
 """The real text and core processes over real sockets: answers, streams, cancels, bad requests, slow readers, deaths."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -82,7 +83,7 @@ def test_greedy_text_equals_transformers(
         assert (events[-1].finish_reason, events[-1].num_output_tokens) == ("length", 24)
         assert events[-1].num_input_tokens == len(given)
         # Tokens that come while the text process is busy may share an event.
-        assert 6 < len(events) <= 24 if stream else len(events) == 1
+        assert 2 < len(events) <= 24 if stream else len(events) == 1
 
 
 def test_64_streams_at_once_get_their_own_text(client: Peer, expected: dict[str, tuple[list[int], str]]):
@@ -101,8 +102,8 @@ def test_many_streams_get_several_tokens_at_once_but_not_their_first(client: Pee
     streams = client.collect(ids).values()
     num_events, seconds = sum(map(len, streams)), time.monotonic() - started
     assert all(sum(len(event.token_ids) for event in events) == 64 for events in streams)
-    # Two only where this process was late and two steps' results came together.
-    assert sum(len(events[0].token_ids) for events in streams) < 2 * 48
+    # Several only where the text process was late and several steps' results came together.
+    assert sum(len(events[0].token_ids) for events in streams) < 6 * 48
     # Of each the first, the last, and some before the first wait begins; the others at the pace.
     assert num_events <= rate * seconds + 3 * 48 < 48 * 64 / 2, (num_events, seconds)
 
@@ -238,15 +239,12 @@ def only(client: Peer, request: int) -> list[Event]:
 
 
 def test_a_frontend_that_goes_is_noticed_and_its_requests_end(pod: Pod):
-    with pod.peer("text", "supervisor") as supervisor:
-        supervisor.call("status")
-        with pod.peer("text", "frontend", "sql") as frontend:
-            for _ in range(3):
-                frontend.submit("fox", max_tokens=100_000)
-            eventually(lambda: pod.core_stats()["num_running"] == 3)
-        notice = supervisor.receive()
-        assert (notice.kind, notice.args) == ("frontend_gone", {"model": "sql", "pid": os.getpid(), "num_open": 3})
-        pod.wait_idle()
+    with pod.peer("text", "frontend", "sql") as frontend:
+        for _ in range(3):
+            frontend.submit("fox", max_tokens=100_000)
+        eventually(lambda: pod.core_stats()["num_running"] == 3)
+    pod.wait_idle()
+    assert f"frontend gone model=sql pid={os.getpid()} num_open=3" in pod.log("text")
 
 
 @pytest.mark.parametrize(
@@ -354,27 +352,21 @@ def test_tokenizing_a_long_prompt_does_not_stall_streams(pod: Pod, client: Peer)
 
 def test_a_slow_reader_is_cut_and_nobody_else_notices(pod: Pod, client: Peer):
     with pod.peer("text", "supervisor") as supervisor, pod.peer("text", "frontend", "slow") as slow:
-        supervisor.call("status")
+        before = metric(supervisor, "quire_slow_readers_total")
         for _ in range(16):
             slow.submit("fox", temperature=0, max_tokens=100_000, logprobs=20)
         worst = 0.0
-        while not supervisor_got_notice(supervisor):
+        while metric(supervisor, "quire_slow_readers_total") == before:
             start = time.monotonic()
             assert text_of(client.generate("fox", temperature=0, max_tokens=4)) is not None
             worst = max(worst, time.monotonic() - start)
-        assert supervisor.notices[0].args["model"] == "slow" and supervisor.notices[0].args["num_open"] == 16
         assert worst < 5.0
         with pytest.raises(EOFError):
             while True:
                 slow.receive()
         pod.wait_idle()
         assert "frontend cut: it does not read model=slow" in pod.log("text")
-        assert metric(supervisor, "quire_slow_readers_total") >= 1
-
-
-def supervisor_got_notice(supervisor: Peer) -> bool:
-    supervisor.call("status")
-    return bool(supervisor.notices)
+        assert re.search("frontend gone model=slow .* num_open=16", pod.log("text"))
 
 
 def metric(supervisor: Peer, name: str) -> float:

@@ -73,7 +73,7 @@ class World:
                 case "text":
                     self.links.text = TextLink(process)
                 case "server":
-                    self.links.server = ServerLink(process, "tales", self.folder / "text.sock", lambda: None)
+                    self.links.server = ServerLink(process, "tales", self.folder / "text.sock", lambda: None, print)
         self.board.look()
 
     def down(self, name):

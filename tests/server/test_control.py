@@ -9,7 +9,7 @@ import pytest
 from quire_server.control import Control, LinkLost
 from quire_spec import frames
 from quire_spec.errors import InvalidArgument, Unavailable
-from quire_spec.messages import Call, Hello, Notice, Reply
+from quire_spec.messages import Call, Hello, Reply
 
 
 class Peer:
@@ -47,8 +47,8 @@ async def peer(tmp_path):
 
 
 @contextlib.asynccontextmanager
-async def dialled(peer, on_notice=None):
-    control = await Control.connect("core", peer.path, on_notice)
+async def dialled(peer):
+    control = await Control.connect("core", peer.path)
     yield control
     await control.close()
 
@@ -104,18 +104,6 @@ async def test_a_broken_stream_is_the_end(peer):
     async with dialled(peer) as control:
         with pytest.raises(LinkLost):
             await control.call("status", timeout_s=60)
-
-
-async def test_notices_come_unasked(peer):
-    notices = []
-    async with dialled(peer, notices.append):
-        async with asyncio.timeout(5):
-            while not peer.writers:
-                await asyncio.sleep(0.01)
-            peer.writers[0].write(frames.encode(Notice("frontend_gone", {"pid": 7})))
-            while not notices:
-                await asyncio.sleep(0.01)
-    assert notices == [Notice("frontend_gone", {"pid": 7})]
 
 
 async def test_nobody_listens(tmp_path):

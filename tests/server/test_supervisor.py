@@ -10,8 +10,10 @@ import threading
 import time
 import urllib.request
 
+import psutil
 import pytest
-from support.service import Stream
+import tritonclient.grpc.aio as grpcaio
+from support.service import Stream, grpc_flag, grpc_text
 from support.supervised import ENGINE, adapter_folder, catalogue, started, supervised
 
 from quire_server.__main__ import main
@@ -200,6 +202,34 @@ def test_an_idle_stub_of_the_base_is_replaced_too(pod):
         pod.wait(lambda: serves(pod), 10, "serving again")
     pod.wait(lambda: pod.health()[0] == 200, 10, "ready")
     assert pod.pid("server") == server
+
+
+def test_a_stub_that_dies_with_an_answer_in_hand_leaves_no_client_waiting(pod):
+    """Text has no request open any more, and the client has not got the end yet."""
+    stub, server = pod.stub_pid("a"), pod.pid("server")
+    streams = [Stream(), Stream()]
+
+    async def scenario():
+        calls = (pod.http_stream, pod.grpc_stream)
+        tasks = [
+            asyncio.create_task(call("a", "x", into=s, max_tokens=40)) for call, s in zip(calls, streams, strict=True)
+        ]
+        while not all(s.pieces for s in streams):
+            await asyncio.sleep(0.01)
+        os.kill(stub, signal.SIGSTOP)
+        while await asyncio.to_thread(pod.open_requests):
+            await asyncio.sleep(0.02)
+        assert not any(task.done() for task in tasks)
+        os.kill(stub, signal.SIGKILL)
+        killed = time.monotonic()
+        await asyncio.wait(tasks, timeout=20)
+        return killed
+
+    killed = asyncio.run(scenario())
+    assert all(s.error for s in streams), [s.error for s in streams]
+    assert max(s.ended for s in streams) - killed < KILL_S
+    pod.wait(lambda: serves(pod), 30, "serving again")
+    assert pod.pid("server") != server
 
 
 def test_replacing_and_removing_adapters_fails_no_request(pod, folders, tmp_path):
@@ -474,3 +504,37 @@ def test_help_teaches(capsys):
         main(["--help"])
     text = capsys.readouterr().out
     assert "/health/ready" in text and "exit codes:" in text and "Examples:" in text
+
+
+def test_a_lost_request_does_not_keep_the_stub_of_a_removed_adapter(tmp_path, folders):
+    """Release 24.10 loses some requests whose gRPC streams are cancelled on their last response, and waits for them."""
+    with supervised(tmp_path / "pod", catalogue(1, a=folders["a"], b=folders["b"])) as pod:
+
+        async def leave_on_the_last_word():
+            asked = {"model_name": "b", "inputs": [grpc_text("x"), grpc_flag("stream", True)]}
+            asked |= {"parameters": {"max_tokens": 4}, "enable_empty_final_response": False}
+
+            async def requests():
+                yield asked
+
+            async with grpcaio.InferenceServerClient(f"127.0.0.1:{pod.ports['grpc']}") as client:
+                stream, seen = client.stream_infer(requests()), 0
+                async for _ in stream:
+                    seen += 1
+                    if seen == 4:
+                        break
+                stream.cancel()
+
+        async def scenario():
+            for _ in range(3):
+                await asyncio.gather(*(leave_on_the_last_word() for _ in range(24)))
+
+        stub, server = pod.stub_pid("b"), pod.pid("server")
+        asyncio.run(scenario())
+        pod.wait(lambda: pod.open_requests() == 0, 5, "free of requests")
+        assert pod.put_adapters(catalogue(2, a=folders["a"])).status == 202
+        pod.wait(lambda: not psutil.pid_exists(stub) or psutil.Process(stub).status() == "zombie", 10, "gone")
+        print("\nthe server had lost a request:", "the server keeps it" in pod.log.read_text())
+        assert pod.put_adapters(catalogue(3, a=folders["a"], b=folders["b"])).status == 202
+        pod.wait(lambda: serves(pod), 10, "serving again")
+        assert pod.pid("server") == server

@@ -17,7 +17,6 @@ from quire_spec.messages import (
     Events,
     Generate,
     Hello,
-    Notice,
     Reply,
     SequenceResult,
     Stats,
@@ -36,7 +35,6 @@ MESSAGES = [
     StepResult([SequenceResult(7, [9], "length", [[[9, -0.25, 1]]])], [7], Stats(num_running=1)),
     Call(1, "load_adapter", {"digest": "d"}),
     Reply(1, None, "NOT_FOUND", "no"),
-    Notice("frontend_gone", {"pid": 3}),
 ]
 
 

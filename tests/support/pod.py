@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from quire_spec.errors import error_from
 from quire_spec.frames import Decoder, encode
-from quire_spec.messages import Call, Event, Events, Hello, Message, Notice, Reply, Submit
+from quire_spec.messages import Call, Event, Events, Hello, Message, Reply, Submit
 
 DEADLINE_S = 60.0
 
@@ -33,7 +33,6 @@ class Peer:
     """A connection to one of the processes."""
 
     def __init__(self, path: Path, role: str, model: str = "base", timeout_s: float = DEADLINE_S) -> None:
-        self.notices: list[Notice] = []
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(timeout_s)
         try:
@@ -76,10 +75,8 @@ class Peer:
         """The result of a call; raises the error that was answered."""
         call_id = next(self._ids)
         self.send(Call(call_id, method, args))
-        while not isinstance(reply := self.receive(), Reply):
-            assert isinstance(reply, Notice)
-            self.notices.append(reply)
-        assert reply.id == call_id
+        reply = self.receive()
+        assert isinstance(reply, Reply) and reply.id == call_id
         if reply.error_code:
             raise error_from(reply.error_code, reply.error)
         return reply.result

@@ -18,7 +18,7 @@ from typing import Any
 
 from quire_spec import frames, names
 from quire_spec.errors import Code
-from quire_spec.messages import Call, Cancel, Event, Events, Hello, Notice, Reply, Submit
+from quire_spec.messages import Call, Cancel, Event, Events, Hello, Reply, Submit
 
 STEP_S = 0.02
 
@@ -70,7 +70,6 @@ class Process:
                 for message in decoder.feed(data):
                     if isinstance(message, Hello):
                         hello = message
-                        self.greeted(hello, writer)
                     elif isinstance(message, Call):
                         task = asyncio.create_task(self.answer(message, writer))
                         self.answering.add(task)
@@ -90,7 +89,6 @@ class Process:
             reply = Reply(call.id, None, Code.INVALID_ARG, str(error))
         writer.write(frames.encode(reply))
 
-    def greeted(self, hello: Hello, writer: asyncio.StreamWriter) -> None: ...
     def took(self, message: Any, writer: asyncio.StreamWriter) -> None: ...
     def left(self, hello: Hello, writer: asyncio.StreamWriter) -> None: ...
 
@@ -127,7 +125,6 @@ class Text(Process):
         super().__init__("text")
         self.aliases: dict[str, str] = {}
         self.streams: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self.supervisors: list[asyncio.StreamWriter] = []
         self.draining = False
         self.watching = asyncio.create_task(self.watch_core())
         self.core = False
@@ -163,10 +160,6 @@ class Text(Process):
             await asyncio.sleep(0.01)
         return {}
 
-    def greeted(self, hello: Hello, writer: asyncio.StreamWriter) -> None:
-        if hello.role == "supervisor":
-            self.supervisors.append(writer)
-
     def took(self, message: Any, writer: asyncio.StreamWriter) -> None:
         if isinstance(message, Submit):
             key = (id(writer), message.id)
@@ -181,11 +174,8 @@ class Text(Process):
         if hello.role != "frontend":
             return
         mine = [task for key, task in self.streams.items() if key[0] == id(writer)]
-        notice = Notice("frontend_gone", {"model": hello.model, "pid": hello.pid, "num_open": len(mine)})
         for task in mine:
             task.cancel()
-        for supervisor in self.supervisors:
-            supervisor.write(frames.encode(notice))
 
     async def stream(self, submit: Submit, writer: asyncio.StreamWriter) -> None:
         def send(**event: Any) -> None:

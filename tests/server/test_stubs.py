@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stubs are found, their deaths told once, and those that outstay their model are ended. This process is the server."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from quire_server import stubs
+from quire_server.stubs import StubWatch
+
+
+@pytest.fixture
+def stub(tmp_path):
+    """Starts a process that looks like the stub of a model."""
+    started = []
+
+    def start(model):
+        program = tmp_path / "triton_python_backend_stub"
+        argv = [str(program), "-c", "import time; time.sleep(60)", f"{model}_0_0"]
+        started.append(subprocess.Popen(argv, executable=sys.executable))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+async def watch():
+    deaths = []
+    watch = StubWatch(os.getpid(), deaths.append)
+    yield watch, deaths
+    watch.close()
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_death_is_told_once(watch, stub):
+    watch, deaths = watch
+    sql, _ = stub("sql"), stub("pirate")
+    await until(lambda: watch.of("sql") == {sql.pid} and watch.of("pirate"))
+    os.kill(sql.pid, signal.SIGKILL)
+    await until(lambda: deaths)
+    await asyncio.sleep(2 * stubs.SCAN_S)
+    assert [(d.pid, d.model) for d in deaths] == [(sql.pid, "sql")]
+
+
+async def test_a_stub_that_outstays_its_model_is_killed_once_it_has_no_request(watch, stub, monkeypatch):
+    monkeypatch.setattr(stubs, "LINGER_S", 0.4)
+    watch, deaths = watch
+    old, other = stub("sql"), stub("pirate")
+    await until(lambda: watch.of("sql") and watch.of("pirate"))
+    num_open = {old.pid: 1}
+    retiring = asyncio.create_task(watch.retire(watch.of("sql"), lambda pid: num_open[pid]))
+    await asyncio.sleep(1.0)
+    assert old.poll() is None and not retiring.done()
+    num_open[old.pid] = 0
+    await asyncio.wait_for(retiring, 5)
+    await asyncio.sleep(2 * stubs.CONFIRM_S)
+    assert old.wait(5) == -signal.SIGKILL
+    assert other.poll() is None and deaths == []
+
+
+async def test_a_stub_that_ends_by_itself_is_left_alone(watch, stub):
+    watch, _ = watch
+    old = stub("sql")
+    await until(lambda: watch.of("sql"))
+    retiring = asyncio.create_task(watch.retire(watch.of("sql"), lambda pid: 0))
+    old.terminate()
+    old.wait()
+    await asyncio.wait_for(retiring, 2)
+    assert old.returncode == -signal.SIGTERM
