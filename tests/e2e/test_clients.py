@@ -168,6 +168,27 @@ def test_input_ids_and_output_ids(service):
     assert len(answer.body["output_ids"]) == 4
 
 
+def test_prompts_of_equal_salts_share_and_of_others_never(service):
+    prompt = " ".join(f"The tenant of room {i} keeps a cat." for i in range(20))
+
+    def found(**salt: str) -> float:
+        before = gauge(service, "vllm:prefix_cache_hits_total")
+        service.text("tales", prompt, temperature=0.0, max_tokens=1, **salt)
+        return gauge(service, "vllm:prefix_cache_hits_total") - before
+
+    salts = [{"cache_salt": "a"}, {"cache_salt": "b"}, {}]
+    assert [found(**salt) for salt in salts] == [0, 0, 0]
+    # The whole prompt but its last token, or its last block.
+    again = [found(**salt) for salt in salts]
+    assert again[0] > 100 and again == again[:1] * 3
+
+
+def test_a_priority_is_refused_where_requests_run_in_order_of_arrival(service):
+    answer = service.generate("tales", STORY, priority=1)
+    assert answer.status == 400 and "priority: 1, but this server runs requests in order of arrival" in str(answer.body)
+    assert service.generate("tales", STORY, priority=0, **GREEDY).status == 200
+
+
 def test_64_streams_at_once_with_mixed_adapters(service):
     models = ["tales", "pirate", "sql"]
     alone = {m: service.text(m, STORY, **GREEDY) for m in models}
