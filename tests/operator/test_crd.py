@@ -7,6 +7,7 @@ import json
 import math
 import re
 
+import kubernetes_validate
 import pytest
 from support.openapi import CRD, OPENAPI, ROOT, VERSION, walk
 
@@ -164,6 +165,11 @@ def test_rules_hold_on_defaults_as_they_stand():
 def test_metadata_is_left_to_the_api_server():
     """One that finds anything but a type there refuses the CRD."""
     assert OPENAPI["properties"]["metadata"] == {"type": "object"}
+
+
+def test_the_api_servers_schema_of_a_crd_holds():
+    for version in ("1.37", "1.33"):
+        kubernetes_validate.validate(CRD, version, strict=True)
 
 
 def test_small_enough_for_the_annotation_of_kubectl_apply():

@@ -321,6 +321,22 @@ def test_of_several_kinds_the_smallest_is_planned_for():
     assert H100 in made.advice
 
 
+def test_a_slice_has_its_own_memory_and_a_node_so_many_gpus():
+    mig = {"nvidia.com/mig-3g.40gb.product": "NVIDIA-H100-MIG-3g.40gb", "nvidia.com/mig-3g.40gb.memory": "40448"}
+    nodes = [labels(H100, "81559", **mig, **{"nvidia.com/gpu.count": "2"})]
+    slice_ = wanted("{resourceName: nvidia.com/mig-3g.40gb}")
+    assert (resolve(slice_, nodes).memory_mib, resolve(slice_, nodes).per_node) == (40448, None)
+    with pytest.raises(Unplannable, match=r"'nvidia.com/mig-3g.40gb': no node says how much memory such a slice has"):
+        resolve(wanted(f"{{product: {H100}, resourceName: nvidia.com/mig-3g.40gb}}"))
+    whole = resolve(None, nodes)
+    assert (whole.memory_mib, whole.per_node) == (81559, 2)
+    given = dataclasses.replace(inputs("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}"), gpu=whole)
+    assert planner.make_plan(given).tensorParallelSize.value == 2
+    pinned = dataclasses.replace(given, engine=dataclasses.replace(given.engine, tensorParallelSize=4))
+    with pytest.raises(Unplannable, match="4: nodes with NVIDIA-H100-80GB-HBM3 have 2 GPUs"):
+        planner.make_plan(pinned)
+
+
 def test_gpus_that_nobody_knows_or_that_are_shared_are_refused():
     for asked, words in (
         (None, "spec.gpu: no node says what GPU it has"),

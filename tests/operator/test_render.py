@@ -294,7 +294,9 @@ def test_memory_and_gpus_of_the_container():
     assert container["resources"]["requests"] == {"cpu": "3", "memory": f"{plan.hostBytes.total // 2**20}Mi"}
     _, container = server(objects(service("device: CPU\nruntime: {cpu: '4', memory: 60Gi}"), "qwen").values())
     assert container["resources"] == {"requests": {"cpu": "4", "memory": "60Gi"}, "limits": {"memory": "60Gi"}}
-    _, container = server(objects(service("gpu: {product: NVIDIA-L4, resourceName: nvidia.com/mig-3g.40gb}")).values())
+    _, container = server(
+        objects(service("gpu: {product: NVIDIA-L4, memory: 40Gi, resourceName: nvidia.com/mig-3g.40gb}")).values()
+    )
     assert container["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": "1"}
 
 

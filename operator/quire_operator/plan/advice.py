@@ -102,13 +102,7 @@ def _least_kv_bytes(inputs: Inputs, tp: int) -> int:
 
 def _not_tried(inputs: Inputs, tp: int) -> str:
     pinned = inputs.engine.tensorParallelSize
-    if pinned is not None:
-        return f"not tried: spec.engine.tensorParallelSize is {pinned}"
-    if why := limits.divides(inputs.model.shape, tp):
-        return f"not possible: {why}"
-    if tp > inputs.max_gpus:
-        return f"not tried: spec.gpu.count is {inputs.max_gpus}"
-    return "not possible: the engine of this release does not share layers between so many"
+    return limits.why_not(inputs, tp) if pinned is None else f"not tried: spec.engine.tensorParallelSize is {pinned}"
 
 
 def _would_do(inputs: Inputs) -> str:
@@ -181,10 +175,10 @@ def _more_gpus(inputs: Inputs, found: Way) -> Iterator[str]:
     if gpu is None or inputs.engine.kvCacheMemory is not None:
         return
     for count in limits.TP_SIZES:
-        allowed = count in inputs.abilities.tensor_parallel_sizes and not limits.divides(inputs.model.shape, count)
-        if not allowed or count <= found.tp:
+        more = replace(inputs, max_gpus=count, engine=replace(inputs.engine, tensorParallelSize=None))
+        if count <= found.tp or limits.why_not(more, count):
             continue
-        more = replace(inputs, max_gpus=count, engine=replace(inputs.engine, tensorParallelSize=count))
+        more = replace(more, engine=replace(inputs.engine, tensorParallelSize=count))
         if (other := best(more, all_ways(more))) and _enough(other):
             yield _offer(f"spec.gpu.count {count}", other)
             break

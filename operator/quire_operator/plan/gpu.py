@@ -5,7 +5,7 @@ Labels are those of NVIDIA's GPU feature discovery. Pure; the callers read nodes
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -16,11 +16,9 @@ from quire_operator.service import Gpu as Wanted
 MIB = 2**20
 GIB = 2**30
 
+GPU_RESOURCE = "nvidia.com/gpu"
 PRODUCT_LABEL = "nvidia.com/gpu.product"
-MEMORY_LABEL = "nvidia.com/gpu.memory"
-REPLICAS_LABEL = "nvidia.com/gpu.replicas"
-MAJOR_LABEL = "nvidia.com/gpu.compute.major"
-MINOR_LABEL = "nvidia.com/gpu.compute.minor"
+_MIG_RESOURCES = "nvidia.com/mig-"
 
 
 class KnownFrom(StrEnum):
@@ -42,6 +40,8 @@ class Gpu:
     known_from: KnownFrom
     compute: tuple[int, int] | None = None
     """Compute capability, where it is known."""
+    per_node: int | None = None
+    """GPUs of a node at most, where nodes say it: layers are shared on one node only."""
     others: tuple[str, ...] = ()
     """Larger kinds that the same pods could land on."""
 
@@ -69,25 +69,29 @@ class Gpu:
         return cls(product, memory, KnownFrom.PRODUCT_TABLE, compute)
 
     @classmethod
-    def from_labels(cls, labels: Mapping[str, str]) -> Self | None:
+    def from_labels(cls, labels: Mapping[str, str], resource: str = GPU_RESOURCE) -> Self | None:
         """From one node's labels; None when it has no GPU that they describe.
+
+        A MIG slice that has a resource of its own has labels of its own too: nvidia.com/mig-3g.40gb.memory.
 
         Raises:
             Unplannable: its GPUs are shared by time-slicing or MPS, whose parts have no memory of their own.
         """
-        product, memory = labels.get(PRODUCT_LABEL), labels.get(MEMORY_LABEL, "")
+        prefix = resource if resource.startswith(_MIG_RESOURCES) else GPU_RESOURCE
+        product, memory = labels.get(f"{prefix}.product"), labels.get(f"{prefix}.memory", "")
         if not product or not memory.isdecimal():
             return None
-        if int(labels.get(REPLICAS_LABEL) or 1) > 1:
+        if int(labels.get(f"{prefix}.replicas") or 1) > 1:
             raise Unplannable(
                 Why.SHARED_GPU,
-                f"spec.gpu.product: nodes with {product} share each GPU between {labels[REPLICAS_LABEL]} pods, which "
-                "do not keep out of each other's memory; use whole GPUs or MIG slices, or set spec.gpu.memory to the "
-                "part that a pod may take",
+                f"spec.gpu.product: nodes with {product} share each GPU between {labels[f'{prefix}.replicas']} pods, "
+                "which do not keep out of each other's memory; use whole GPUs or MIG slices, or set spec.gpu.memory to "
+                "the part that a pod may take",
             )
-        major, minor = labels.get(MAJOR_LABEL, ""), labels.get(MINOR_LABEL, "")
+        major, minor = labels.get(f"{GPU_RESOURCE}.compute.major", ""), labels.get(f"{GPU_RESOURCE}.compute.minor", "")
         compute = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
-        return cls(product, int(memory), KnownFrom.NODE_LABELS, compute)
+        count = labels.get(f"{prefix}.count", "")
+        return cls(product, int(memory), KnownFrom.NODE_LABELS, compute, int(count) if count.isdecimal() else None)
 
 
 def resolve(wanted: Wanted | None, nodes: Iterable[Mapping[str, str]] = (), product: str | None = None) -> Gpu:
@@ -104,21 +108,30 @@ def resolve(wanted: Wanted | None, nodes: Iterable[Mapping[str, str]] = (), prod
         known = Gpu.of_product(name) if name else None
         mib = num_bytes(wanted.memory) // MIB
         return Gpu(name or "", mib, KnownFrom.SPEC, known.compute if known else None)
-    if found := _from_nodes(nodes, name, wanted.nodeSelector if wanted else {}):
+    resource = wanted.resourceName if wanted else GPU_RESOURCE
+    if found := _from_nodes(nodes, name, wanted.nodeSelector if wanted else {}, resource):
         return found
+    if resource.startswith(_MIG_RESOURCES):
+        raise Unplannable(
+            Why.GPU_UNKNOWN,
+            f"spec.gpu.resourceName: {resource!r}: no node says how much memory such a slice has (label "
+            f"{resource}.memory); set spec.gpu.memory",
+        )
     if name and (known := Gpu.of_product(name)):
         return known
     raise _unknown(name)
 
 
-def _from_nodes(nodes: Iterable[Mapping[str, str]], product: str | None, selector: Mapping[str, str]) -> Gpu | None:
+def _from_nodes(
+    nodes: Iterable[Mapping[str, str]], product: str | None, selector: Mapping[str, str], resource: str
+) -> Gpu | None:
     wanted = [n for n in nodes if selector.items() <= n.items() and product in (None, n.get(PRODUCT_LABEL))]
-    kinds = {gpu for labels in wanted if (gpu := Gpu.from_labels(labels))}
+    kinds = {gpu for labels in wanted if (gpu := Gpu.from_labels(labels, resource))}
     if not kinds:
         return None
-    smallest, *larger = sorted(kinds, key=lambda gpu: (gpu.memory_mib, gpu.product))
+    smallest, *larger = sorted(kinds, key=lambda gpu: (gpu.memory_mib, gpu.product, -(gpu.per_node or 0)))
     others = tuple(sorted({gpu.product for gpu in larger} - {smallest.product}))
-    return Gpu(smallest.product, smallest.memory_mib, smallest.known_from, smallest.compute, others)
+    return replace(smallest, others=others)
 
 
 def _unknown(product: str | None) -> Unplannable:

@@ -34,11 +34,16 @@ def tp_allowed(inputs: Inputs) -> list[int]:
         return [1]
     pinned = inputs.engine.tensorParallelSize
     if pinned is None:
-        return [tp for tp in tp_by_rules(inputs) if tp in inputs.abilities.tensor_parallel_sizes]
+        return [tp for tp in TP_SIZES if not why_not(inputs, tp)]
     field = f"spec.engine.tensorParallelSize: {pinned}"
     if why := divides(inputs.model.shape, pinned):
         possible = " or ".join(str(tp) for tp in TP_SIZES if not divides(inputs.model.shape, tp))
         raise Unplannable(Why.DOES_NOT_FIT, f"{field}: {why}; use {possible}")
+    if inputs.gpu.per_node is not None and pinned > inputs.gpu.per_node:
+        fix = (
+            f"nodes with {inputs.gpu.name} have {inputs.gpu.per_node} GPUs, and layers are shared on one node; lower it"
+        )
+        raise Unplannable(Why.DOES_NOT_FIT, f"{field}: {fix}")
     if pinned not in inputs.abilities.tensor_parallel_sizes:
         known = ", ".join(map(str, inputs.abilities.tensor_parallel_sizes))
         fix = f"the engine of this release knows {known}; omit the field, and use a larger GPU where one is needed"
@@ -46,9 +51,17 @@ def tp_allowed(inputs: Inputs) -> list[int]:
     return [pinned]
 
 
-def tp_by_rules(inputs: Inputs) -> list[int]:
-    """Numbers of GPUs up to spec.gpu.count that the model divides by, whatever the engine can do."""
-    return [tp for tp in TP_SIZES if tp <= inputs.max_gpus and not divides(inputs.model.shape, tp)]
+def why_not(inputs: Inputs, tp: int) -> str:
+    """Why a number of GPUs is not tried, when none is pinned; empty when it is."""
+    if why := divides(inputs.model.shape, tp):
+        return f"not possible: {why}"
+    if tp > inputs.max_gpus:
+        return f"not tried: spec.gpu.count is {inputs.max_gpus}"
+    if inputs.gpu is not None and inputs.gpu.per_node is not None and tp > inputs.gpu.per_node:
+        return f"not possible: a node has {inputs.gpu.per_node}"
+    if tp not in inputs.abilities.tensor_parallel_sizes:
+        return "not possible: the engine of this release does not share layers between so many"
+    return ""
 
 
 def check_type(inputs: Inputs) -> None:
