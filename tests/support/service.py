@@ -171,11 +171,14 @@ class Service:
 
     # Requests
 
-    def request(self, port: str, path: str, body: Any = None, method: str | None = None, timeout: float = 60) -> Answer:
+    def request(
+        self, port: str, path: str, body: Any = None, method: str | None = None, timeout: float = 60, key: str = ""
+    ) -> Answer:
         """An HTTP request; never raises for a status, (0, reason) when the connection fails."""
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         url = f"http://127.0.0.1:{self.ports[port]}{path}"
-        wanted = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        wanted = urllib.request.Request(url, data, headers, method=method)
         try:
             with urllib.request.urlopen(wanted, timeout=timeout) as response:
                 return Answer(response.status, _parsed(response.read()))

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rendered pod, run: its container's arguments, files and folders, as a kubelet would lay them out, without one."""
+
+import base64
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from support.planning import service as parsed
+from support.service import EXAMPLES, PORTS, Service, free_ports
+
+from quire_operator.plan.files import FolderFiles, read_checkpoint
+from quire_operator.plan.inputs import Inputs
+from quire_operator.plan.planner import make_plan
+from quire_operator.render.cluster import Cluster
+from quire_operator.render.desired import desired
+
+KEY = "rendered-key"
+SPEC = """
+device: CPU
+model: {source: {pvc: {claimName: shared, path: models/tiny}}, servedName: tales}
+adapters:
+- {name: pirate, source: {pvc: {claimName: shared, path: adapters/pirate}}, pinned: true}
+- {name: sql, source: {pvc: {claimName: shared, path: adapters/sql}}}
+lora: {maxLoaded: 2, maxRank: 16}
+rollout: {drainSeconds: 7}
+runtime: {ports: {http: %d, grpc: %d, metrics: %d, health: %d}}
+"""
+
+
+class RenderedPod(Service):
+    """The container `server` of a Deployment, with its volumes as folders below `folder`."""
+
+    def __init__(self, manifests, folder: Path, ports: dict[str, int]) -> None:
+        self.folder, self.ports, self.family = folder, ports, set()
+        self.log = folder / "pod.log"
+        data = {m["metadata"]["name"]: _content(m) for m in manifests if m["kind"] in ("ConfigMap", "Secret")}
+        (template,) = [m["spec"]["template"]["spec"] for m in manifests if m["kind"] == "Deployment"]
+        (self.container,) = template["containers"]
+        volumes = {volume["name"]: volume for volume in template["volumes"]}
+        self.mounts = {}
+        for mount in self.container["volumeMounts"]:
+            self.mounts[mount["mountPath"]] = self._volume(volumes[mount["name"]], data)
+        for name in ("engine", "catalogue"):
+            for file in (folder / name).iterdir():
+                file.write_text(self.local(file.read_text()))
+        command = [sys.executable, "-m", "quire_server", *map(self.local, self.container["args"])]
+        home = str(self.mounts["/var/lib/quire"])
+        environment = {"PATH": os.environ["PATH"], "HOME": home, "OMP_NUM_THREADS": "1"}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=home, start_new_session=True
+            )
+
+    def local(self, text: str) -> str:
+        """The text with the pod's folders as they are on this machine."""
+        for path in sorted(self.mounts, key=len, reverse=True):
+            if path != "/tmp":
+                text = text.replace(path, str(self.mounts[path]))
+        return text
+
+    def _volume(self, volume, data) -> Path:
+        if "persistentVolumeClaim" in volume:
+            return EXAMPLES
+        if volume["name"] == "shm":
+            return Path("/dev/shm")
+        path = self.folder / volume["name"]
+        path.mkdir()
+        source = volume.get("configMap", {}).get("name") or volume.get("secret", {}).get("secretName")
+        for name, text in data.get(source, {}).items():
+            (path / name).write_text(text)
+        return path
+
+
+def _content(manifest) -> dict[str, str]:
+    if manifest["kind"] == "Secret":
+        return {name: base64.b64decode(value).decode() for name, value in manifest["data"].items()}
+    return manifest["data"]
+
+
+@pytest.mark.server
+def test_the_rendered_pod_runs(tmp_path):
+    numbers = free_ports(4)
+    of = parsed(SPEC % tuple(numbers), "rendered")
+    plan = make_plan(Inputs.of(of, read_checkpoint(FolderFiles(EXAMPLES / "models/tiny")), None))
+    manifests = desired(of, plan, Cluster(admin_key=KEY)).manifests
+    pod = RenderedPod(manifests, tmp_path, dict(zip(PORTS, numbers, strict=True)))
+    try:
+        startup = pod.container["startupProbe"]
+        pod.wait_ready(startup["periodSeconds"] * startup["failureThreshold"])
+        assert pod.request("health", "/status").status == 401
+        status = pod.request("health", "/status", key=KEY).body
+        assert sorted(status["models"]) == ["pirate", "sql", "tales"]
+        # The engine took the memory that was planned for its KV cache, to the block.
+        memory = status["memory"]
+        assert 0 <= plan.bytes.kv - memory["kv_bytes"] < memory["kv_bytes"] / memory["num_blocks"]
+        assert memory["max_model_len"] == plan.maxModelLen.value
+        answer = pod.request("http", "/v2/models/pirate/generate", {"text_input": "Hello", "max_tokens": 4})
+        assert answer.status == 200, answer
+        used = sum(p.memory_full_info().pss for p in (psutil.Process(pod.process.pid), *pod.processes()))
+        assert used < plan.hostBytes.total
+    finally:
+        assert pod.stop(of.spec.rollout.drainSeconds + 35) == 0
