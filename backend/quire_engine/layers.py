@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire_engine.batch import Batch
 from quire_engine.lora import SlotWeights
-from quire_kernels import apply_rope, gated, linear, pack_weight, paged_attention, rms_norm, write_kv
+from quire_kernels import gated, linear, pack_weight, paged_attention, rms_norm, rotate_and_write
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import linears
 
@@ -52,9 +52,10 @@ class Linear:
         self.bias = place.empty(out_features) if bias else None
         self.adapters: SlotWeights | None = None
 
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        """[num_tokens, in_features] to [num_tokens, out_features of all slices], adapters of the batch included."""
-        out = linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
+        """[num_tokens, in_features] to [num_tokens, out_features of all slices], adapters of the batch included; with a
+        residual stream, added to it in place."""
+        out = linear(x, self.weight, self.bias, residual)
         if batch.adapters is not None and self.adapters is not None:
             self.adapters.add(out, x, batch.adapters)
         return out
@@ -114,10 +115,10 @@ class Attention:
         """[num_tokens, hidden_size] to queries, keys and values, [num_tokens, all heads of them, head_dim]."""
         return self.qkv_proj(x, batch).view(x.shape[0], -1, self.head_dim)
 
-    def attend(self, queries: Tensor, cache: Tensor, batch: Batch) -> Tensor:
-        """[num_tokens, num_heads, head_dim] to [num_tokens, hidden_size]."""
+    def attend(self, queries: Tensor, cache: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
+        """[num_tokens, num_heads, head_dim] to [num_tokens, hidden_size], or that added to a residual stream."""
         attended = paged_attention(queries, cache, batch.attention, self.scale, self.window, self.softcap)
-        return self.o_proj(attended.view(queries.shape[0], -1), batch)
+        return self.o_proj(attended.view(queries.shape[0], -1), batch, residual)
 
     def linears(self) -> tuple[Linear, ...]:
         """The linears that adapters can change."""
@@ -132,13 +133,19 @@ class Attention:
 class RotaryAttention(Attention):
     """Attention with rotary positions."""
 
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Tensor, batch: Batch) -> Tensor:
-        """[num_tokens, hidden_size] to the same; writes the tokens' keys and values to `cache`, one layer's."""
+    def __call__(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: Tensor,
+        batch: Batch,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """[num_tokens, hidden_size] to the same, or that added to a residual stream; writes the tokens' keys and values
+        to `cache`, one layer's."""
         qkv = self.project(x, batch)
-        # Queries and keys lie side by side, so that one call rotates both.
-        rotated = apply_rope(qkv[:, : self.num_rotated], *rope)
-        write_kv(rotated[:, self.num_heads :], qkv[:, self.num_rotated :], cache, batch.addresses)
-        return self.attend(rotated[:, : self.num_heads], cache, batch)
+        queries = rotate_and_write(qkv, *rope, cache, batch.addresses, self.num_heads)
+        return self.attend(queries, cache, batch, residual)
 
 
 class MLP:
@@ -154,9 +161,9 @@ class MLP:
         self.down_proj = Linear(shape.intermediate_size, {"down_proj": shape.hidden_size}, place, bias=shape.mlp_bias)
         self.activate = gated(shape.activation)
 
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        """[num_tokens, hidden_size] to the same."""
-        return self.down_proj(self.activate(self.gate_up_proj(x, batch)), batch)
+    def __call__(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
+        """[num_tokens, hidden_size] to the same, or that added to a residual stream."""
+        return self.down_proj(self.activate(self.gate_up_proj(x, batch)), batch, residual)
 
     def linears(self) -> tuple[Linear, ...]:
         """The linears that adapters can change."""

@@ -8,11 +8,11 @@ from quire_kernels.activation import ACTIVATIONS, gated, silu_mul
 from quire_kernels.attention import AttentionBatch, SpanGroup, paged_attention, plan_attention
 from quire_kernels.dispatch import Op
 from quire_kernels.kv_write import write_kv
-from quire_kernels.linear import linear, pack_weight
+from quire_kernels.linear import embedding, linear, looked_up, pack_weight
 from quire_kernels.lora import AdapterBatch, SlotRows, add_lora, plan_adapters
 from quire_kernels.norm import rms_norm
-from quire_kernels.rope import apply_rope
-from quire_kernels.sampling import draw, keep_likely, penalize, uniform
+from quire_kernels.rope import apply_rope, rotate_and_write
+from quire_kernels.sampling import draw, keep_likely, most_likely, penalize, uniform
 
 __all__ = [
     "ACTIVATIONS",
@@ -24,15 +24,19 @@ __all__ = [
     "add_lora",
     "apply_rope",
     "draw",
+    "embedding",
     "gated",
     "keep_likely",
     "linear",
+    "looked_up",
+    "most_likely",
     "pack_weight",
     "paged_attention",
     "penalize",
     "plan_adapters",
     "plan_attention",
     "rms_norm",
+    "rotate_and_write",
     "silu_mul",
     "uniform",
     "write_kv",

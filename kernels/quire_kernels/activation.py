@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire_kernels import native
 from quire_kernels.dispatch import Op
 
 _gelu_tanh = functools.partial(F.gelu, approximate="tanh")
@@ -33,6 +34,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+@silu_mul.form("cpu")
+def _one_pass(gate_up: Tensor) -> Tensor:
+    if not native.suits(gate_up) or not gate_up.is_contiguous():
+        return silu_mul.reference(gate_up)
+    rows, width = gate_up.shape
+    out = gate_up.new_empty(rows, width // 2)
+    native.library().quire_silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
+    return out
 
 
 def gated(name: str) -> Callable[[Tensor], Tensor]:

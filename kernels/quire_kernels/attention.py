@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a mixed batch over the paged cache: prompts, chunks of prompts and decoded tokens side by side."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire_kernels import native
 from quire_kernels.dispatch import Op
 
 # Keys that one batched call gathers, in bytes. 64 sequences of 1024 tokens, 3 KV heads of 64, bf16, one Zen 5 core:
@@ -17,6 +20,9 @@ MAX_PADDED_KEYS = 1024
 # Where decoding heads are computed in one product: see `_suits_one_product`. Measured with 9 to 32 heads.
 MAX_PRODUCT_HEADS = 24
 MIN_PRODUCT_KEYS = 1024
+# What csrc/attention.cpp takes: widths of heads, and query heads per KV head.
+_HEAD_DIMS = range(16, 257, 16)
+_MAX_GROUP = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class SpanGroup:
         return self.masks[window]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionBatch:
     """What the attention of every layer of a step needs to know; made once a step by `plan_attention`."""
 
@@ -65,8 +71,13 @@ class AttentionBatch:
     """[num_spans] int32: keys that the last token of a span sees, itself included."""
     block_tables: Tensor
     """[num_spans, max_blocks] int64, padded with a block of the same span."""
-    groups: tuple[SpanGroup, ...]
-    """The same spans, as the gathering form takes them."""
+    group: Callable[[], tuple[SpanGroup, ...]]
+    """Makes `groups`."""
+
+    @functools.cached_property
+    def groups(self) -> tuple[SpanGroup, ...]:
+        """The same spans, as the gathering form takes them."""
+        return self.group()
 
 
 def plan_attention(
@@ -86,12 +97,16 @@ def plan_attention(
     for length in lengths:
         query_starts.append(query_starts[-1] + length)
     contexts = [start + length for start, length in zip(starts, lengths, strict=True)]
-    groups = (_group(m, starts, lengths, query_starts, block_tables, cache) for m in _groupings(starts, lengths, cache))
+
+    def group() -> tuple[SpanGroup, ...]:
+        groupings = _groupings(starts, lengths, cache)
+        return tuple(_group(m, starts, lengths, query_starts, block_tables, cache) for m in groupings)
+
     return AttentionBatch(
         torch.tensor(query_starts, dtype=torch.int32, device=device),
         torch.tensor(contexts, dtype=torch.int32, device=device),
         block_tables.to(device),
-        tuple(groups),
+        group,
     )
 
 
@@ -189,7 +204,44 @@ def paged_attention(
     return out
 
 
-@paged_attention.form("cpu", "cuda")
+@paged_attention.form("cpu")
+def _in_place(
+    queries: Tensor,
+    cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Reads keys and values where they are; see csrc/attention.cpp."""
+    num_tokens, num_heads, head_dim = queries.shape
+    num_kv_heads = cache.shape[3]
+    if not native.suits(queries, cache) or head_dim not in _HEAD_DIMS or num_heads > _MAX_GROUP * num_kv_heads:
+        return _gathered(queries, cache, batch, scale, window, softcap)
+    out = queries.new_empty(num_tokens, num_heads, head_dim)
+    native.library().quire_attention(
+        queries.data_ptr(),
+        queries.stride(0),
+        cache[0].data_ptr(),
+        cache[1].data_ptr(),
+        batch.block_tables.data_ptr(),
+        batch.block_tables.shape[1],
+        batch.query_starts.data_ptr(),
+        batch.context_lengths.data_ptr(),
+        out.data_ptr(),
+        len(batch.context_lengths),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        cache.shape[2],
+        scale,
+        window or 0,
+        softcap or 0.0,
+    )
+    return out
+
+
+@paged_attention.form("cuda")
 def _gathered(
     queries: Tensor,
     cache: Tensor,

@@ -4,6 +4,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire_kernels import native
 from quire_kernels.dispatch import Op
 
 
@@ -23,6 +24,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
 
 
-@rms_norm.form("cpu", "cuda")
+@rms_norm.form("cpu")
+def _one_pass(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dim() != 2 or not native.suits(x, weight):
+        return _fused(x, weight, eps)
+    rows, size = x.shape
+    out = x.new_empty(rows, size)
+    native.library().quire_rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), rows, size, eps)
+    return out
+
+
+@rms_norm.form("cuda")
 def _fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding, in the halves layout of Hugging Face checkpoints."""
+"""Rotary position embedding, in the halves layout of Hugging Face checkpoints, and with the write to the cache."""
 
 import torch
 from torch import Tensor
 
+from quire_kernels import native
 from quire_kernels.dispatch import Op
+from quire_kernels.kv_write import write_kv
 
 
 @Op
@@ -34,3 +36,44 @@ def _rolled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.cat((_rolled(x[..., :dim], cos, sin), x[..., dim:]), dim=-1)
     cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
     return torch.addcmul(x * cos, x.roll(dim // 2, dims=-1), sin)
+
+
+@Op
+def rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addresses: Tensor, num_heads: int) -> Tensor:
+    """Rotate queries and keys, and store keys and values at their addresses.
+
+    Args:
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], dtype of the cache; may be overwritten.
+        cos, sin: as `apply_rope` takes them.
+        cache, addresses: as `write_kv` takes them.
+        num_heads: of queries.
+
+    Returns:
+        The rotated queries, [num_tokens, num_heads, head_dim]; may be a part of `qkv`.
+    """
+    rotated_heads = (qkv.shape[1] + num_heads) // 2
+    rotated = apply_rope(qkv[:, :rotated_heads], cos, sin)
+    write_kv(rotated[:, num_heads:], qkv[:, rotated_heads:], cache, addresses)
+    return rotated[:, :num_heads]
+
+
+@rotate_and_write.form("cpu")
+def _in_place(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addresses: Tensor, num_heads: int) -> Tensor:
+    if not native.suits(qkv, cos, sin, cache) or qkv.stride(1) != qkv.shape[2]:
+        return rotate_and_write.reference(qkv, cos, sin, cache, addresses, num_heads)
+    num_tokens, all_heads, head_dim = qkv.shape
+    native.library().quire_rotate_write(
+        qkv.data_ptr(),
+        qkv.stride(0),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cache[0].data_ptr(),
+        cache[1].data_ptr(),
+        addresses.data_ptr(),
+        num_tokens,
+        num_heads,
+        (all_heads - num_heads) // 2,
+        head_dim,
+        cos.shape[1],
+    )
+    return qkv[:, :num_heads]

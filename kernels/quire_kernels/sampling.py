@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor
 
+from quire_kernels import native
 from quire_kernels.dispatch import Op
 
 # Likeliest tokens that top-p looks at before it sorts a whole row: 0.2 ms a row of 49,152, against 3 ms (a Zen 5 core).
@@ -26,6 +27,23 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """
     mixed = _mix(_mix(seeds) + positions * _GOLDEN)
     return _shifted(mixed, 40).to(torch.float32) * 2.0**-24
+
+
+@Op
+def most_likely(logits: Tensor) -> Tensor:
+    """The largest element of each row, the first of equal ones: [num_rows] int64 of [num_rows, vocab_size]."""
+    # As float32: 64 rows of 49,152 in bf16 take 10 ms instead of 3 ms (one Zen 5 core).
+    return logits.to(torch.float32).argmax(dim=-1)
+
+
+@most_likely.form("cpu")
+def _most_likely_cpu(logits: Tensor) -> Tensor:
+    if not native.suits(logits) or not logits.is_contiguous():
+        return most_likely.reference(logits)
+    rows, vocab_size = logits.shape
+    out = torch.empty(rows, dtype=torch.int64)
+    native.library().quire_argmax(logits.data_ptr(), out.data_ptr(), rows, vocab_size)
+    return out
 
 
 @Op

@@ -5,12 +5,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire_engine.batch import Batch
 from quire_engine.kv import KVCache
 from quire_engine.layers import Linear, Placement
+from quire_kernels import embedding, looked_up
 from quire_spec.shape import ModelShape
 
 
@@ -68,7 +68,7 @@ class CausalLM(ABC):
 
     def embed(self, batch: Batch) -> Tensor:
         """[num_tokens, embedding_size], a tensor of its own."""
-        return F.embedding(batch.token_ids, self.embed_tokens)
+        return embedding(batch.token_ids, self.embed_tokens)
 
     def linears(self) -> Iterator[tuple[int, Linear]]:
         """The linears that adapters can change, each with its layer."""
@@ -90,10 +90,9 @@ class CausalLM(ABC):
         """The tensors of what stands under `prefix` beside embedding and layers."""
 
     def pack(self) -> None:
-        """Lay the loaded weights of all linears out for speed; `tensors` is of no use afterwards.
-
-        A tied output projection is then held twice: tokens are looked up in the plain layout.
-        """
+        """Lay the loaded weights of all linears out for speed; `tensors` is of no use afterwards."""
         for _, linear in self.linears():
             linear.pack()
         self.lm_head.pack()
+        if self.shape.tie_word_embeddings and looked_up(self.lm_head.weight):
+            self.embed_tokens = self.lm_head.weight

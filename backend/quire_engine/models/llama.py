@@ -29,8 +29,8 @@ class DecoderLayer:
 
     def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], cache: Tensor, batch: Batch) -> Tensor:
         """[num_tokens, hidden_size] to the same, in place."""
-        hidden.add_(self.self_attn(self.input_layernorm(hidden), rope, cache, batch))
-        return hidden.add_(self.mlp(self.post_attention_layernorm(hidden), batch))
+        self.self_attn(self.input_layernorm(hidden), rope, cache, batch, residual=hidden)
+        return self.mlp(self.post_attention_layernorm(hidden), batch, residual=hidden)
 
     def linears(self) -> tuple[Linear, ...]:
         """The linears that adapters can change."""

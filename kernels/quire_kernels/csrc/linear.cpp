@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// Matrix products of bfloat16 rows with a weight that is laid out once in panels.
+//
+// A panel holds 32 output columns: for every pair of inputs, the pair of each column side by side, which is what one
+// vdpbf16ps takes. A tile of up to 10 rows by 32 columns lives in 20 registers; per pair of inputs it costs 2 loads of
+// weights, 10 broadcasts and 20 products, so that products are the limit. While a tile is computed, the next panel
+// comes from memory, a share of it with each tile.
+
+#include <omp.h>
+
+#include <algorithm>
+
+#include "bf16.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kColumns = 32;
+constexpr int64_t kTileRows = 10;
+// Rows whose inputs stay in the second-level cache while all panels go by.
+constexpr int64_t kBlockRows = 240;
+
+struct Tile {
+  const bf16* x;  // [rows, 2 * pairs], rows of ldx
+  int64_t ldx;
+  const bf16* panel;
+  int64_t pairs;
+  bf16* out;  // [rows, columns], rows of ldo
+  int64_t ldo;
+  const bf16* bias;  // of the panel, or null
+  bool add;  // to what is in out
+  const char* next;  // what to prefetch, in steps of `stride` bytes a pair; stride 0: nothing
+  int64_t stride;
+};
+
+inline void finish(__m512 v, bf16* out, const bf16* bias, bool add) {
+  if (bias) v = _mm512_add_ps(v, load(bias));
+  if (add) v = _mm512_add_ps(v, load(out));
+  store(out, v);
+}
+
+template <int R>
+void compute(const Tile& t) {
+  __m512 sums[R][2];
+  for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+  const char* ahead = t.next;
+  for (int64_t i = 0; i < t.pairs; i++) {
+    const __m512bh left = (__m512bh)_mm512_loadu_si512(t.panel + i * 2 * kColumns);
+    const __m512bh right = (__m512bh)_mm512_loadu_si512(t.panel + i * 2 * kColumns + kColumns);
+    if (t.stride) {
+      _mm_prefetch(ahead, _MM_HINT_T1);
+      ahead += t.stride;
+    }
+#pragma GCC unroll 10
+    for (int r = 0; r < R; r++) {
+      const __m512bh x = pair(t.x + r * t.ldx + 2 * i);
+      sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, left);
+      sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, right);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    bf16* out = t.out + r * t.ldo;
+    finish(sums[r][0], out, t.bias, t.add);
+    finish(sums[r][1], out + kLanes, t.bias ? t.bias + kLanes : nullptr, t.add);
+  }
+}
+
+using Compute = void (*)(const Tile&);
+constexpr Compute kCompute[kTileRows + 1] = {nullptr,    compute<1>, compute<2>, compute<3>, compute<4>, compute<5>,
+                                             compute<6>, compute<7>, compute<8>, compute<9>, compute<10>};
+
+}  // namespace
+
+extern "C" {
+
+// weight [n, k] to packed [n / 32, k / 2, 32, 2].
+void quire_pack(const bf16* weight, bf16* packed, int64_t n, int64_t k) {
+#pragma omp parallel for schedule(static)
+  for (int64_t p = 0; p < n / kColumns; p++)
+    for (int64_t i = 0; i < k / 2; i++)
+      for (int64_t c = 0; c < kColumns; c++)
+        for (int64_t e = 0; e < 2; e++) {
+          packed[((p * (k / 2) + i) * kColumns + c) * 2 + e] = weight[(p * kColumns + c) * k + 2 * i + e];
+        }
+}
+
+// Rows `ids` of the weight that was packed, [num_ids, k].
+void quire_unpack_rows(const bf16* packed, const int64_t* ids, bf16* out, int64_t num_ids, int64_t k) {
+#pragma omp parallel for schedule(static)
+  for (int64_t t = 0; t < num_ids; t++) {
+    const bf16* from = packed + (ids[t] / kColumns) * k * kColumns + (ids[t] % kColumns) * 2;
+    for (int64_t i = 0; i < k / 2; i++) __builtin_memcpy(out + t * k + 2 * i, from + i * 2 * kColumns, 4);
+  }
+}
+
+// out [m, n] = (add ? out : 0) + x [m, k] W^T + bias; x has rows of ldx.
+void quire_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m, int64_t n,
+                  int64_t k, int64_t add) {
+  const int64_t panels = n / kColumns, pairs = k / 2;
+#pragma omp parallel
+  {
+    // Every thread has its own panels, whatever the rows: weights are read from memory once.
+    int64_t begin = 0, end = panels;
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    begin = panels * thread / threads;
+    end = panels * (thread + 1) / threads;
+    for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {
+      const int64_t rows = std::min(kBlockRows, m - m0), tiles = (rows + kTileRows - 1) / kTileRows;
+      for (int64_t p = begin; p < end; p++) {
+        const bf16* panel = packed + p * k * kColumns;
+        const int64_t share = k * kColumns * (int64_t)sizeof(bf16) / tiles;
+        for (int64_t tile = 0; tile < tiles; tile++) {
+          const int64_t r0 = rows * tile / tiles, r1 = rows * (tile + 1) / tiles;
+          kCompute[r1 - r0]({
+              x + (m0 + r0) * ldx,
+              ldx,
+              panel,
+              pairs,
+              out + (m0 + r0) * n + p * kColumns,
+              n,
+              bias ? bias + p * kColumns : nullptr,
+              add != 0,
+              (const char*)(panel + k * kColumns) + tile * share,
+              p + 1 < end ? share / pairs : 0,
+          });
+        }
+      }
+    }
+  }
+}
+
+}  // extern "C"
+}  // namespace quire

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// The operations between matrix products, each one pass over its rows in float32.
+
+#include <algorithm>
+#include <cmath>
+
+#include "bf16.h"
+
+namespace quire {
+namespace {
+
+// Elements below which a second thread costs more than it saves.
+constexpr int64_t kParallel = 1 << 13;
+
+inline __m512 silu(__m512 x) {
+  // x / (1 + e^-x), with e^-|x| so that nothing overflows.
+  const __m512 e = exp2(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-kLog2E)));
+  const __m512 one = _mm512_set1_ps(1.f);
+  const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+  const __m512 numerator = _mm512_mask_blend_ps(negative, one, e);
+  return _mm512_mul_ps(x, _mm512_div_ps(numerator, _mm512_add_ps(one, e)));
+}
+
+// Rotate a head of `dim` elements by the angles of its token, in place; sines have their first half negated.
+inline void rotate(const bf16* x, const bf16* cos, const bf16* sin, bf16* out, int64_t dim) {
+  const int64_t half = dim / 2;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const __mmask16 mask = first(half - i);
+    const __m512 a = load(x + i, mask), b = load(x + half + i, mask);
+    const __m512 left = _mm512_fmadd_ps(a, load(cos + i, mask), _mm512_mul_ps(b, load(sin + i, mask)));
+    const __m512 right =
+        _mm512_fmadd_ps(b, load(cos + half + i, mask), _mm512_mul_ps(a, load(sin + half + i, mask)));
+    store(out + i, left, mask);
+    store(out + half + i, right, mask);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// out = x / sqrt(mean(x^2) + eps) * weight, by rows; x has rows of ldx, out of size.
+void quire_rms_norm(const bf16* x, int64_t ldx, const bf16* weight, bf16* out, int64_t rows, int64_t size, float eps) {
+#pragma omp parallel for schedule(static) if (rows * size > kParallel)
+  for (int64_t r = 0; r < rows; r++) {
+    const bf16* row = x + r * ldx;
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const __m512 v = load(row + i, first(size - i));
+      squares = _mm512_fmadd_ps(v, v, squares);
+    }
+    const __m512 scale = _mm512_set1_ps(1.f / std::sqrt(_mm512_reduce_add_ps(squares) / size + eps));
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const __mmask16 mask = first(size - i);
+      const __m512 v = _mm512_mul_ps(load(row + i, mask), scale);
+      store(out + r * size + i, _mm512_mul_ps(v, load(weight + i, mask)), mask);
+    }
+  }
+}
+
+// out [rows, size] = silu(gate) * up of gate_up [rows, 2 * size].
+void quire_silu_mul(const bf16* gate_up, bf16* out, int64_t rows, int64_t size) {
+#pragma omp parallel for schedule(static) if (rows * size > kParallel)
+  for (int64_t r = 0; r < rows; r++) {
+    const bf16* gate = gate_up + r * 2 * size;
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const __mmask16 mask = first(size - i);
+      store(out + r * size + i, _mm512_mul_ps(silu(load(gate + i, mask)), load(gate + size + i, mask)), mask);
+    }
+  }
+}
+
+// Rotate queries where they are, keys into the cache, and copy values there.
+// qkv [tokens, heads + 2 * kv_heads, head_dim] with rows of ldq; cos, sin [tokens, rotary_dim];
+// keys, values: a layer's cache, rows of kv_heads * head_dim at `addresses`.
+void quire_rotate_write(bf16* qkv, int64_t ldq, const bf16* cos, const bf16* sin, bf16* keys, bf16* values,
+                        const int64_t* addresses, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                        int64_t rotary_dim) {
+  const int64_t width = kv_heads * head_dim;
+#pragma omp parallel for schedule(static) if (tokens * (heads + kv_heads) * head_dim > kParallel)
+  for (int64_t t = 0; t < tokens; t++) {
+    bf16* row = qkv + t * ldq;
+    const bf16 *c = cos + t * rotary_dim, *s = sin + t * rotary_dim;
+    for (int64_t h = 0; h < heads; h++) rotate(row + h * head_dim, c, s, row + h * head_dim, rotary_dim);
+    row += heads * head_dim;
+    bf16* key = keys + addresses[t] * width;
+    for (int64_t h = 0; h < kv_heads; h++) {
+      rotate(row + h * head_dim, c, s, key + h * head_dim, rotary_dim);
+      std::copy(row + h * head_dim + rotary_dim, row + (h + 1) * head_dim, key + h * head_dim + rotary_dim);
+    }
+    std::copy(row + width, row + 2 * width, values + addresses[t] * width);
+  }
+}
+
+// Index of each row's first largest element; a NaN counts as the largest.
+void quire_argmax(const bf16* x, int64_t* out, int64_t rows, int64_t size) {
+#pragma omp parallel for schedule(static) if (rows * size > kParallel)
+  for (int64_t r = 0; r < rows; r++) {
+    const bf16* row = x + r * size;
+    __m512 best = _mm512_set1_ps(-INFINITY);
+    __mmask16 nan = 0;
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const __mmask16 mask = first(size - i);
+      const __m512 v = load(row + i, mask);
+      nan |= _mm512_mask_cmp_ps_mask(mask, v, v, _CMP_UNORD_Q);
+      best = _mm512_mask_max_ps(best, mask, best, v);
+    }
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(best));
+    out[r] = 0;
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const __m512 v = load(row + i, first(size - i));
+      const __mmask16 hit = nan ? _mm512_mask_cmp_ps_mask(first(size - i), v, v, _CMP_UNORD_Q)
+                                : _mm512_mask_cmp_ps_mask(first(size - i), v, top, _CMP_EQ_OQ);
+      if (hit) {
+        out[r] = i + __builtin_ctz(hit);
+        break;
+      }
+    }
+  }
+}
+
+}  // extern "C"
+}  // namespace quire

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled forms of operations, for bfloat16 on CPUs with AVX-512 BF16: built once a machine, bound by ctypes.
+
+They are optional: where the processor or a C++ compiler lacks, or QUIRE_NATIVE=0 is set, `load` returns None and torch
+does the work. The sources under csrc/ include nothing but standard headers, so a build takes about two seconds; it is
+kept in QUIRE_NATIVE_CACHE, or else under the user's cache folder. `python -m quire_kernels.native` builds ahead, for
+images that have no compiler at run time.
+"""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent / "csrc"
+_NEEDED = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"})
+"""Flags of the processor, as the kernel names them."""
+_OPTIONS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-mfma",
+    *(f"-m{name.replace('_', '')}" for name in sorted(_NEEDED)),
+)
+
+
+class BuildError(Exception):
+    """The compiled forms cannot be had here; the message says why and what would help."""
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library, built first where it must be; None where it cannot be had. Says which, once."""
+    if os.environ.get("QUIRE_NATIVE") == "0":
+        return None
+    try:
+        library = _bind(build())
+    except BuildError as error:
+        logger.info("native kernels off: %s", error)
+        return None
+    return library
+
+
+def suits(*tensors: Tensor) -> bool:
+    """Whether compiled forms are there and can take these tensors: bfloat16, on the CPU, neighbours side by side."""
+    if any(t.dtype != torch.bfloat16 or t.device.type != "cpu" or t.stride(-1) != 1 for t in tensors):
+        return False
+    return load() is not None
+
+
+def library() -> ctypes.CDLL:
+    """The library, for tensors that `suits` has found fit."""
+    found = load()
+    assert found is not None
+    return found
+
+
+def build() -> Path:
+    """The built library's file.
+
+    Raises:
+        BuildError: this processor cannot run it, there is no compiler, or it failed.
+    """
+    flags = set(_read(Path("/proc/cpuinfo")).split())
+    if missing := sorted(_NEEDED - flags):
+        raise BuildError(f"this processor lacks {', '.join(missing)}")
+    if "amx_bf16" in flags:
+        raise BuildError("this processor has AMX, which torch's own products use")
+    sources = sorted(_SOURCES.glob("*.cpp"))
+    digest = hashlib.sha256(" ".join(_OPTIONS).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    folder = _cache_folder()
+    library = folder / f"native-{digest.hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    with _locked(folder / "native.lock"):
+        if not library.exists():
+            _compile(sources, library)
+    return library
+
+
+def _compile(sources: list[Path], library: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise BuildError("no C++ compiler; install g++ or set CXX")
+    logger.info("native kernels: compiling with %s into %s", compiler, library.parent)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        objects = [str(Path(scratch, source.stem + ".o")) for source in sources]
+        steps = [[compiler, *_OPTIONS, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+        out = str(Path(scratch, "native.so"))
+        # Linked without -fopenmp: the symbols are then those of the OpenMP library that torch has loaded. Two of them
+        # in one process would have two sets of threads, which spin against each other.
+        for step in [*steps, [compiler, "-shared", *objects, "-o", out]]:
+            try:
+                done = subprocess.run(step, capture_output=True, text=True)
+            except OSError as error:
+                raise BuildError(f"{compiler}: {error}; CXX names a compiler that cannot be run") from error
+            if done.returncode:
+                raise BuildError(f"{' '.join(step)} failed: {done.stderr.strip()[-2000:]}")
+        os.replace(out, library)
+
+
+def _bind(path: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path}: {error}") from error
+    p, n, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    for name, *arguments in (
+        ("quire_pack", p, p, n, n),
+        ("quire_unpack_rows", p, p, p, n, n),
+        ("quire_linear", p, n, p, p, p, n, n, n, n),
+        ("quire_rms_norm", p, n, p, p, n, n, f),
+        ("quire_silu_mul", p, p, n, n),
+        ("quire_rotate_write", p, n, p, p, p, p, p, n, n, n, n, n),
+        ("quire_argmax", p, p, n, n),
+        ("quire_attention", p, n, p, p, p, n, p, p, p, n, n, n, n, n, f, n, f),
+    ):
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def _cache_folder() -> Path:
+    """A folder of this user's alone: what lies there is loaded as code."""
+    wished = os.environ.get("QUIRE_NATIVE_CACHE")
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    for folder in (
+        [Path(wished)] if wished else [Path(home, "quire"), Path(tempfile.gettempdir(), f"quire-{os.getuid()}")]
+    ):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            status = folder.stat()
+        except OSError:
+            continue
+        if status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return folder
+    raise BuildError("no folder to build into that only this user can write to; set QUIRE_NATIVE_CACHE to one")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process builds, the others wait for it."""
+    try:
+        file = path.open("w")
+    except OSError as error:
+        raise BuildError(f"{path}: {error}; build ahead with `python -m quire_kernels.native`") from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def main() -> int:
+    """Build ahead."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        print(build())
+    except BuildError as error:
+        print(f"quire_kernels.native: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

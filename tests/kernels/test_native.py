@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled forms against the references, computed in float64 from the same bfloat16 numbers, and what happens where
+they cannot be had."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire_kernels import (
+    embedding,
+    linear,
+    most_likely,
+    native,
+    pack_weight,
+    paged_attention,
+    plan_attention,
+    rms_norm,
+    rotate_and_write,
+    silu_mul,
+)
+
+needs_native = pytest.mark.skipif(
+    not set(Path("/proc/cpuinfo").read_text().split()) >= native._NEEDED
+    or "amx_bf16" in Path("/proc/cpuinfo").read_text().split(),
+    reason="compiled forms are for processors with AVX-512 BF16 and without AMX",
+)
+EPS = 2.0**-8
+"""Half a unit in the last place of bfloat16, relative."""
+
+
+def _close(found: Tensor, wanted: Tensor, slack: float) -> None:
+    """One rounding to bfloat16, and `slack` for what was rounded on the way."""
+    assert found.dtype == torch.bfloat16
+    bound = EPS * wanted.abs() + slack
+    worst = ((found.double() - wanted).abs() - bound).max().item()
+    assert worst <= 0, f"off by {worst} more than rounding explains"
+
+
+def _random(*size: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(size) * scale).bfloat16()
+
+
+@needs_native
+def test_here_they_are() -> None:
+    """On a processor that has what they need they are used; otherwise the tests below would test torch."""
+    assert native.load() is not None
+    assert pack_weight(_random(64, 32)).shape == (2, 16, 32, 2)
+
+
+@needs_native
+@pytest.mark.parametrize("num_tokens", [1, 2, 9, 10, 11, 64, 240, 241, 500])
+@pytest.mark.parametrize(("out_features", "in_features"), [(32, 2), (64, 30), (96, 576), (576, 128)])
+def test_linear(num_tokens: int, out_features: int, in_features: int) -> None:
+    torch.manual_seed(num_tokens + out_features)
+    x, weight, bias = _random(num_tokens, in_features), _random(out_features, in_features), _random(out_features)
+    packed = pack_weight(weight)
+    wanted = x.double() @ weight.double().t()
+    # float32 sums of in_features products.
+    slack = in_features * 2.0**-23 * wanted.abs().max().item() + 1e-5
+    _close(linear(x, packed, None), wanted, slack)
+    _close(linear(x, packed, bias), wanted + bias.double(), slack)
+    residual = _random(num_tokens, out_features)
+    expected = wanted + bias.double() + residual.double()
+    assert linear(x, packed, bias, residual) is residual
+    _close(residual, expected, slack)
+
+
+@needs_native
+def test_linear_reads_rows_that_stand_apart() -> None:
+    x, weight = _random(7, 100), _random(32, 40)
+    wanted = x[:, :40].double() @ weight.double().t()
+    _close(linear(x[:, :40], pack_weight(weight), None), wanted, 1e-4)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(33, 64), (64, 33)])
+def test_what_does_not_fit_into_panels_works_too(out_features: int, in_features: int) -> None:
+    x, weight = _random(5, in_features), _random(out_features, in_features)
+    _close(linear(x, pack_weight(weight), None), x.double() @ weight.double().t(), 1e-4)
+
+
+@needs_native
+def test_embedding_reads_packed_rows() -> None:
+    table = _random(96, 30)
+    token_ids = torch.tensor([0, 95, 31, 32, 31])
+    assert torch.equal(embedding(token_ids, pack_weight(table)), table[token_ids])
+
+
+@needs_native
+@pytest.mark.parametrize("size", [1, 16, 30, 576])
+def test_rms_norm(size: int) -> None:
+    x, weight = _random(5, size, scale=3.0), _random(size)
+    wide = x.double()
+    wanted = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    _close(rms_norm(x, weight, 1e-5), wanted, 1e-6)
+
+
+@needs_native
+@pytest.mark.parametrize("size", [1, 40, 1536])
+def test_silu_mul(size: int) -> None:
+    gate_up = _random(7, 2 * size, scale=20.0)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    wanted = torch.nn.functional.silu(gate) * up
+    _close(silu_mul(gate_up), wanted, 1e-5 * wanted.abs().max().item())
+
+
+@needs_native
+def test_silu_mul_of_extremes() -> None:
+    gate = torch.tensor([[-1e30, -200.0, 200.0, 1e30, float("nan")]])
+    found = silu_mul(torch.cat((gate, torch.ones(1, 5)), dim=-1).bfloat16())[0]
+    assert found[:2].tolist() == [0.0, 0.0]
+    assert torch.equal(found[2:4], gate[0, 2:4].bfloat16())
+    assert found[4].isnan()
+
+
+@needs_native
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "rotary"), [(9, 3, 64, 64), (2, 2, 80, 32), (4, 1, 16, 16)])
+def test_rotate_and_write(heads: int, kv_heads: int, head_dim: int, rotary: int) -> None:
+    num_tokens = 11
+    qkv = _random(num_tokens, heads + 2 * kv_heads, head_dim)
+    angles = torch.rand(num_tokens, rotary // 2) * 6
+    cos = torch.cat((angles.cos(), angles.cos()), dim=-1).bfloat16()
+    sin = torch.cat((-angles.sin(), angles.sin()), dim=-1).bfloat16()
+    addresses = torch.randperm(5 * 8)[:num_tokens]
+    wide = torch.zeros(2, 5, 8, kv_heads, head_dim, dtype=torch.float64)
+    found = torch.zeros_like(wide).bfloat16()
+    wanted = rotate_and_write.reference(qkv.double(), cos, sin, wide, addresses, heads)
+    queries = rotate_and_write(qkv, cos, sin, found, addresses, heads)
+    # The reference rotates in float32.
+    _close(queries, wanted, 1e-5)
+    _close(found, wide, 1e-5)
+    assert torch.equal(found[1].double(), wide[1])
+
+
+@needs_native
+@pytest.mark.parametrize("block_size", [8, 16, 128])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window", "softcap"),
+    [
+        (9, 3, 64, None, None),
+        (8, 8, 80, None, None),
+        (8, 1, 128, 20, None),
+        (48, 1, 16, None, None),
+        (4, 2, 256, None, 5.0),
+        (4, 2, 96, 3, 5.0),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 3])
+def test_attention(
+    heads: int, kv_heads: int, head_dim: int, window: int | None, softcap: float | None, block_size: int, count: int
+) -> None:
+    """Prompts, chunks and decoded tokens side by side, in blocks that lie anywhere; many spans and few."""
+    torch.manual_seed(head_dim)
+    lengths, starts = [1, 5, 64, 130, 1, 2] * count, [200, 0, 33, 7, 0, 63] * count
+    counts = [-(-(s + n) // block_size) for s, n in zip(starts, lengths, strict=True)]
+    blocks = torch.randperm(sum(counts))
+    tables = torch.stack([part[torch.arange(max(counts)) % len(part)] for part in blocks.split(counts)])
+    cache = _random(2, len(blocks), block_size, kv_heads, head_dim)
+    # Queries lie beside keys and values.
+    queries = _random(sum(lengths), heads + 2 * kv_heads, head_dim)[:, :heads]
+    batch = plan_attention(starts, lengths, tables, cache, torch.device("cpu"))
+    found = paged_attention(queries, cache, batch, head_dim**-0.5, window, softcap)
+    assert "groups" not in batch.__dict__, "the gathering form ran"
+    wanted = paged_attention.reference(queries.double(), cache, batch, head_dim**-0.5, window, softcap)
+    # Probabilities are rounded to bfloat16 before they weigh the values, of which one is at most 6 here.
+    _close(found, wanted, EPS * cache.abs().max().item())
+
+
+@needs_native
+def test_attention_reads_nobody_elses_block() -> None:
+    """NaN in every block and token that is not a sequence's own leaves its output as it is."""
+    cache = torch.full((2, 4, 16, 1, 16), float("nan")).bfloat16()
+    cache[:, 2, :5] = _random(2, 5, 1, 16)
+    batch = plan_attention([4], [1], torch.tensor([[2]]), cache, torch.device("cpu"))
+    assert paged_attention(_random(1, 1, 16), cache, batch, 0.25).isfinite().all()
+
+
+@needs_native
+def test_most_likely_is_the_first_of_equals() -> None:
+    logits = _random(9, 1000)
+    logits[0, [3, 700]] = 50.0
+    logits[1] = float("-inf")
+    logits[2, 999] = 60.0
+    logits[3, 555] = float("nan")
+    found = most_likely(logits)
+    assert found.tolist() == logits.float().argmax(dim=-1).tolist()
+    assert found[0] == 3 and found[2] == 999 and found[3] == 555
+
+
+def _run(code: str, tmp_path: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", "import logging; logging.basicConfig(level=logging.INFO)\n" + code],
+        env=os.environ | {"QUIRE_NATIVE_CACHE": str(tmp_path / "cache")} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+_LINEAR = """
+import torch
+from quire_kernels import linear, native, pack_weight
+x, w = torch.ones(2, 32).bfloat16(), torch.ones(64, 32).bfloat16()
+assert (linear(x, pack_weight(w), None) == 32).all()
+print("native" if native.load() else "torch")
+"""
+
+
+@pytest.mark.parametrize("environment", [{"QUIRE_NATIVE": "0"}, {"CXX": "false"}, {"CXX": "/nowhere/c++"}])
+def test_without_them_torch_does_the_work(tmp_path: Path, environment: dict[str, str]) -> None:
+    assert "\ntorch" in "\n" + _run(_LINEAR, tmp_path, **environment)
+
+
+@needs_native
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    assert "only this user can write to" in _run(_LINEAR, tmp_path)
+
+
+@needs_native
+def test_a_damaged_library_is_no_crash(tmp_path: Path) -> None:
+    assert "\nnative" in "\n" + _run(_LINEAR, tmp_path)
+    (library,) = (tmp_path / "cache").glob("*.so")
+    library.write_bytes(b"no library")
+    assert "torch" in _run(_LINEAR, tmp_path)
+
+
+@needs_native
+def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quire_kernels.native"]
+    environment = os.environ | {"QUIRE_NATIVE_CACHE": str(tmp_path)}
+    together = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    outputs = [process.communicate(timeout=120) for process in together]
+    assert sum("compiling" in err for _, err in outputs) == 1
+    assert {out.strip() for out, _ in outputs} == {str(next(tmp_path.glob("*.so")))}
