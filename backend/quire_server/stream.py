@@ -63,7 +63,7 @@ class Stream:
             self._closed = event.final
             self._events.append(event)
             self._num_pending += len(event.token_ids)
-            if self._num_pending > MAX_PENDING_TOKENS and not event.final:
+            if self._num_pending > MAX_PENDING_TOKENS and self._streams and not event.final:
                 return self._cut(
                     Unavailable(f"{MAX_PENDING_TOKENS} tokens are waiting to be sent; the reader is too slow")
                 )
@@ -94,8 +94,11 @@ class Stream:
 
     def _ready(self) -> bool:
         """True when there is something to send: a request that does not stream waits for its end."""
-        streams = self.wanted is not None and self.wanted.stream
-        return bool(self._events) and (self._closed or streams)
+        return bool(self._events) and (self._closed or self._streams)
+
+    @property
+    def _streams(self) -> bool:
+        return self.wanted is not None and self.wanted.stream
 
     def _cut(self, error: QuireError) -> bool:
         self._closed = self.cut_off = True

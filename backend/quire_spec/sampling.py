@@ -13,6 +13,7 @@ from quire_spec.errors import InvalidArgument
 from quire_spec.parameter import check, check_range, entries, from_text, normal, short, within
 
 MAX_STOP_STRINGS = 64
+MAX_STOP_TOKENS = 128
 MAX_STOP_LENGTH = 1024
 """Characters of a stop string or bad word."""
 MAX_BAD_WORDS = 128
@@ -77,7 +78,7 @@ class SamplingParams:
     stop: tuple[str, ...] = field(default=(), metadata=entries(MAX_STOP_STRINGS))
     """Strings that end the output; they are not part of it unless include_stop_str_in_output."""
 
-    stop_token_ids: tuple[int, ...] = field(default=(), metadata=entries(MAX_STOP_STRINGS))
+    stop_token_ids: tuple[int, ...] = field(default=(), metadata=entries(MAX_STOP_TOKENS))
     """Tokens that end the output."""
 
     ignore_eos: bool = False

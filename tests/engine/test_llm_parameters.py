@@ -157,6 +157,23 @@ def test_several_outputs_are_those_of_their_seeds(world: World) -> None:
         engine_.engine.check_integrity()
 
 
+def test_seeds_repeat_in_any_company(world: World) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"top_k": 20, "logprobs": 3},
+        {"repetition_penalty": 1.5, "top_p": 0.9},
+        {"frequency_penalty": 1.0, "allowed_token_ids": list(range(100, 200))},
+        {"min_p": 0.05, "logit_bias": {7: 3.0}, "temperature": 1.7},
+        {"temperature": 0.0, "presence_penalty": 1.0},
+        {"min_tokens": 9, "stop_token_ids": list(range(120)), "prompt_logprobs": 0},
+    ]
+    params = [SamplingParams(**({"seed": 40 + i, "max_tokens": 16} | kind)) for i, kind in enumerate(kinds)]
+    prompts = [PROMPTS[i % 3] for i in range(len(params))]
+    alone = [world.tokens([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
+    assert world.tokens(prompts, *params) == alone
+    assert world.tokens(prompts[::-1], *params[::-1]) == alone[::-1]
+    assert world.tokens(prompts, *params, max_num_seqs=3, max_num_batched_tokens=8, block_size=8) == alone
+
+
 def test_the_best_of_many(world: World) -> None:
     params = SamplingParams(seed=7, max_tokens=NUM)
     [every] = world.llm.generate(PROMPTS[0], replace(params, n=6, logprobs=0), use_tqdm=False)

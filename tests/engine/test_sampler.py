@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from transformers.generation import logits_process
 
 from quire_engine import sampler as module
 from quire_engine.request import Sequence
@@ -99,6 +100,25 @@ def test_draws_follow_softmax(params):
     expected = _expected(logits[0], **params)
     assert _fits(over_seeds, expected)
     assert _fits(over_positions, expected)
+
+
+WARPERS = {
+    "top_k": (logits_process.TopKLogitsWarper, (1, 7, 49)),
+    "top_p": (logits_process.TopPLogitsWarper, (0.05, 0.5, 0.93)),
+    "min_p": (logits_process.MinPLogitsWarper, (0.01, 0.2, 0.9)),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, v) for name, (_, values) in WARPERS.items() for v in values])
+def test_the_tokens_that_can_be_drawn_are_those_of_transformers(name, value):
+    logits = _logits(1, scale=1.5)
+    kept = WARPERS[name][0](value)(None, logits.clone())[0] > -math.inf
+    num = 8000
+    drawn = set(_tokens(logits.expand(num, -1), [_row(seed=i, **{name: value}) for i in range(num)]))
+    assert drawn <= set(kept.nonzero().flatten().tolist())
+    # Of those that are likely enough to come at all.
+    probs = logits[0].where(kept, -math.inf).softmax(-1)
+    assert drawn >= set((probs > 20 / num).nonzero().flatten().tolist())
 
 
 def test_the_statistic_tells_a_wrong_distribution():

@@ -89,6 +89,14 @@ def test_what_may_wait_is_bounded(final):
     assert ("too slow" in events[-1].error) is not final
 
 
+def test_several_outputs_may_be_long_when_all_are_sent_at_once():
+    s = stream(streams=False)
+    for index in range(3):
+        queued = s.put(Event(1, "x", list(range(MAX_PENDING_TOKENS)), "length", index=index, more=index < 2))
+        assert queued == (index == 2)
+    assert [event.index for event in s.take()] == [0, 1, 2] and not s.cut_off
+
+
 def test_threads_keep_order_and_send_one_end():
     """Senders, a reader that delivers, and a canceller, as in a stub."""
     to_send, sent = queue.SimpleQueue(), {}

@@ -58,7 +58,7 @@ BAD = {
     "max_tokens": (0, -1, 1.5, "x", 2**31),
     "min_tokens": (-1, 17, 1.5, None),
     "stop": ([""], [1], {"a": 1}, ["x" * 1025], ["x"] * 65),
-    "stop_token_ids": (["a"], [1.5], 7, [0] * 65),
+    "stop_token_ids": (["a"], [1.5], 7, [0] * 129),
     "ignore_eos": (1, "maybe", None),
     "logprobs": (-2, 1.5, True, "x"),
     "prompt_logprobs": (-2, 1.5, True, "x"),
