@@ -118,7 +118,7 @@ class _Penalties:
         self._rows = torch.tensor(list(wanted), device=device)
         # The tally keeps a row as long as the sequence lives, and this refers to it.
         self._sequences = list(wanted.values())
-        self._tallied = torch.tensor([tally.row(s) for s in self._sequences], device=device)
+        self._tallied = [tally.row(s) for s in self._sequences]
         params = [s.params for s in self._sequences]
         self._presence = torch.tensor([p.presence_penalty for p in params], device=device)
         self._frequency = torch.tensor([p.frequency_penalty for p in params], device=device)
@@ -130,9 +130,10 @@ class _Penalties:
         return cls(wanted, device, tally) if wanted else None
 
     def apply(self, logits: Tensor) -> None:
-        in_prompt, counts = self._tally.in_prompt[self._tallied], self._tally.counts[self._tallied]
-        weights = self._presence, self._frequency, self._repetition
-        logits[self._rows] = penalize(logits[self._rows], in_prompt, counts, *weights)
+        token_ids = self._tally.token_ids(self._tallied)
+        where = torch.tensor(self._tallied).to(logits.device)[:, None], token_ids
+        occurred = self._tally.in_prompt[where], self._tally.counts[where]
+        penalize(logits, self._rows, token_ids, *occurred, self._presence, self._frequency, self._repetition)
 
     def count(self, taken: Tensor) -> None:
         self._tally.add(self._tallied, taken[self._rows])

@@ -20,13 +20,16 @@ def logprobs_of(logits: Tensor, taken: Tensor, counts: Sequence[int]) -> list[li
     """
     vocab_size = logits.shape[1]
     counts = [vocab_size if count == -1 else min(count, vocab_size) for count in counts]
-    table = logits.to(torch.float32).log_softmax(dim=-1)
-    own = table.gather(-1, taken[:, None])
-    ranks = (table > own).sum(dim=-1) + 1
-    best = table.topk(max(counts), dim=-1)
-    columns = (taken.tolist(), own[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
+    values = logits.to(torch.float32)
+    # Taken off the few that are wanted, not off the whole vocabulary.
+    total = values.logsumexp(dim=-1, keepdim=True)
+    own = values.gather(-1, taken[:, None])
+    ranks = (values > own).sum(dim=-1) + 1
+    best = values.topk(max(counts), dim=-1)
+    likely_logprobs = (best.values - total).tolist()
+    columns = (taken.tolist(), (own - total)[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), likely_logprobs)
     found = []
-    for count, token, logprob, rank, tokens, values in zip(counts, *columns, strict=True):
-        likely = zip(tokens[:count], values[:count], strict=True)
+    for count, token, logprob, rank, tokens, best_of_row in zip(counts, *columns, strict=True):
+        likely = zip(tokens[:count], best_of_row[:count], strict=True)
         found.append([Logprob(token, logprob, rank), *(Logprob(*entry, at) for at, entry in enumerate(likely, 1))])
     return found

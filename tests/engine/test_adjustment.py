@@ -174,7 +174,7 @@ def test_a_row_of_the_tally_is_free_when_its_sequence_is_gone() -> None:
     first = _sequence(repetition_penalty=2.0, prompt=[1, 2])
     first.output_token_ids += [4, 4, 5]
     row = tally.row(first)
-    tally.add(torch.tensor([row]), torch.tensor([4]))
+    tally.add([row], torch.tensor([4]))
     assert tally.row(first) == row
     assert tally.counts[row].nonzero().flatten().tolist() == [4, 5] and tally.counts[row, 4] == 3
     del first
@@ -185,11 +185,32 @@ def test_a_row_of_the_tally_is_free_when_its_sequence_is_gone() -> None:
     assert tally.row(_sequence(prompt=[8])) >= 8
 
 
-def test_penalize_leaves_forbidden_tokens_forbidden() -> None:
-    logits = torch.full((2, 4), -INF)
+def test_the_tally_lists_what_a_row_has_had_however_long_it_gets() -> None:
+    tally = Tally(VOCAB, torch.device("cpu"))
+    draw = torch.Generator().manual_seed(2)
+    sequences = [_sequence(prompt=[7, 7, 8]), _sequence(prompt=[1])]
+    sequences[1].output_token_ids += [3, 3]
+    rows = [tally.row(s) for s in sequences]
+    for step in range(600):
+        taken = torch.randint(0, VOCAB if step > 300 else 5, (2,), generator=draw)
+        tally.add(rows, taken)
+        for sequence, token in zip(sequences, taken.tolist(), strict=True):
+            sequence.output_token_ids.append(token)
+        if step % 97 == 0:
+            for listed, row, sequence in zip(tally.token_ids(rows), rows, sequences, strict=True):
+                assert set(listed.tolist()) == {*sequence.prompt_token_ids, *sequence.output_token_ids}
+                output = torch.tensor(sequence.output_token_ids)
+                assert torch.equal(tally.counts[row], output.bincount(minlength=VOCAB).int())
+
+
+def test_penalize_leaves_forbidden_tokens_forbidden_and_other_rows_alone() -> None:
+    logits = torch.full((3, 4), -INF)
+    logits[1] = 1.0
     weights = [torch.tensor([1.0, -2.0]), torch.tensor([2.0, -2.0]), torch.tensor([3.0, 0.5])]
-    out = penalize(logits, torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 4, dtype=torch.int32), *weights)
-    assert (out == -INF).all()
+    token_ids = torch.tensor([[0, 1, 2, 3, 3], [0, 0, 1, 2, 3]])
+    occurred = torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 5, dtype=torch.int32)
+    penalize(logits, torch.tensor([0, 2]), token_ids, *occurred, *weights)
+    assert (logits[[0, 2]] == -INF).all() and (logits[1] == 1.0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
