@@ -35,7 +35,8 @@ examples:
   quire render -f llmservice.yaml --image registry.example/quire:gpu --secrets-dir ./secrets -o json
 
 Each run makes a new key for the pods' admin port and prints it in a Secret; with --secrets-dir the values of the other
-Secrets are printed too. What is left out, and why, goes to standard error."""
+Secrets are printed too. What is left out, and why, goes to standard error.
+Without an operator, apply the Job and what is before it first: pods do not wait for the model, and take their GPUs."""
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:

@@ -113,7 +113,7 @@ def test_what_does_not_fit_says_what_would(configs):
     ("arguments", "words"),
     [
         (["-f", "none.yaml"], "none.yaml: No such file or directory; give the path"),
-        (["-f", LLAMA, "--gpu", "L4", "--model-config", "CONFIG"], "spec.gpu.product: 'L4' is on no node and not in"),
+        (["-f", LLAMA, "--gpu", "L4", "--model-config", "CONFIG"], "did you mean NVIDIA-L4 or NVIDIA-L40 or"),
         (["-f", LLAMA, "--model-config", "/nowhere"], "--model-config /nowhere: does not exist; give a model's folder"),
         (["-f", "examples/pvc-qwen2.5-7b.yaml", "--gpu", "NVIDIA-L4"], '9: spec.model.source.pvc.claimName: "models"'),
         (["-f", "examples/llmservice.yaml", "--gpu", "NVIDIA-L4"], "spec.device: CPU: --gpu, --count and --nodes are"),

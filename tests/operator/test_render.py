@@ -6,6 +6,7 @@ After a change that is meant: UPDATE_GOLDEN=1 python -m pytest tests/operator/te
 
 import base64
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import yaml
 from support.planning import LLAMA_8B, MODELS, service
 
 import quire_server.__main__
+import quire_server.download
 from quire_operator import crd
 from quire_operator.manifest import read
 from quire_operator.plan.gpu import resolve
@@ -318,6 +320,20 @@ def test_where_the_model_is():
     assert "initContainers" not in template
     config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
     assert config["model"] == "/mnt/claims/c/m/n"
+
+
+def test_the_job_runs_what_the_download_takes():
+    of = service(f"{GPU}model: {{source: {{s3: {{uri: s3://bucket/m, credentialsSecretRef: {{name: store}}}}}}}}")
+    (container,) = one(objects(of), "Job")["spec"]["template"]["spec"]["containers"]
+    assert container["command"][:4] == ["tini", "--", "python3", "-m"]
+    assert importlib.util.find_spec(container["command"][4]) is not None
+    args = quire_server.download._parser().parse_args(container["args"])
+    assert quire_server.download._source(args.source) == of.spec.model.source
+    mounts = {m["mountPath"]: m.get("readOnly", False) for m in container["volumeMounts"]}
+    assert mounts[str(args.into.parent)] is False
+    assert mounts[str(args.secrets_dir)] is True
+    failing = one(objects(of), "Job")["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]
+    assert failing["values"] == [quire_server.download.EXIT_WRONG]
 
 
 def test_the_claim_is_kept_or_goes_with_the_service():

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
+from quire_operator.explain import nearest
 from quire_operator.plan.errors import Unplannable, Why
 from quire_operator.quantity import num_bytes
 from quire_operator.service import Gpu as Wanted
@@ -141,10 +142,14 @@ def _unknown(product: str | None) -> Unplannable:
             f"spec.gpu: no node says what GPU it has (label {PRODUCT_LABEL}); set spec.gpu.product, such as NVIDIA-L4, "
             "or spec.gpu.memory, such as 23034Mi",
         )
+    meant = [name for name in PRODUCTS if product.lower() in name.lower()]
+    if not meant and (near := nearest(product, list(PRODUCTS))):
+        meant = [near]
+    guess = f"did you mean {' or '.join(meant)}? " if meant else ""
     return Unplannable(
         Why.GPU_UNKNOWN,
-        f"spec.gpu.product: {product!r} is on no node and not in the table of products ({', '.join(PRODUCTS)}); "
-        "correct it as kubectl get nodes -L nvidia.com/gpu.product shows it, or set spec.gpu.memory too",
+        f"spec.gpu.product: {product!r} is on no node and not in the table of products; {guess}Write it as kubectl get "
+        "nodes -L nvidia.com/gpu.product shows it, or set spec.gpu.memory too",
     )
 
 
