@@ -380,6 +380,8 @@ class Scheduler:
         """Whether a sequence can start, if need be because less urgent ones are preempted, the last in rank first."""
         if self._fits(sequence, prefix, draft):
             return True
+        if not self._running or self._running.last.priority <= sequence.priority:
+            return False
         lesser = [s for s in self._running if s.priority > sequence.priority and s is not sequence.leader][::-1]
         # At most what they hold: spares the counting where it would be for nothing.
         if not self._fits(sequence, prefix, draft, len(lesser), sum(len(s.block_table) for s in lesser)):
