@@ -40,6 +40,8 @@ class SpanGroup:
     """Keys of each span that are looked at: whole blocks of decoding ones, and a prompt's own."""
     positions: Tensor
     """[num_spans or 1, length] int64: each token's position in its sequence; prompts of a group share theirs."""
+    first_position: int
+    """The least of them."""
     masks: dict[int | None, Tensor]
     """Those of `mask` that were asked for in this step."""
 
@@ -48,13 +50,18 @@ class SpanGroup:
         """Whole prompts, or their first chunks: each token sees those of the group before it, and no others."""
         return 1 < self.length == self.num_keys
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[num_spans or 1, 1, length, num_keys] of `dtype`: 0 where a token sees a key, else -inf.
+    def num_skipped(self, window: int | None, block_size: int) -> int:
+        """Keys, whole blocks of them, that are out of every token's window."""
+        return 0 if window is None else max(self.first_position - window + 1, 0) // block_size * block_size
+
+    def mask(self, window: int | None, block_size: int, dtype: torch.dtype) -> Tensor:
+        """[num_spans or 1, 1, length, num_keys - num_skipped] of `dtype`: 0 where a token sees a key, else -inf.
 
         Made by the first layer that asks, for all with the same window.
         """
         if window not in self.masks:
-            last, keys = self.positions[..., None], torch.arange(self.num_keys, device=self.positions.device)
+            first = self.num_skipped(window, block_size)
+            last, keys = self.positions[..., None], torch.arange(first, self.num_keys, device=self.positions.device)
             hidden = keys > last if window is None else (keys > last) | (keys <= last - window)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
             self.masks[window] = mask[:, None]
@@ -163,7 +170,8 @@ def _group(
     # Prompts of a group start at the same token, and share their mask.
     of = members if length == 1 else members[:1]
     positions = torch.tensor([starts[i] for i in of], device=device)[:, None] + torch.arange(length, device=device)
-    return SpanGroup(rows, len(members), length, blocks, num_keys, positions, {})
+    first_position = min(starts[i] for i in members)
+    return SpanGroup(rows, len(members), length, blocks, num_keys, positions, first_position, {})
 
 
 @Op
@@ -253,18 +261,21 @@ def _gathered(
     """Copies each group's blocks side by side, then one batched attention a group: no per-token Python."""
     out = torch.empty_like(queries)
     for group in batch.groups:
-        keys, values = _gather(cache, group)
-        q = queries[group.rows].view(group.num_spans, group.length, *queries.shape[1:])
         within = window if window is not None and window < group.num_keys else None
-        if softcap is not None:
-            attended = _capped(q, keys, values, group.mask(within, q.dtype), scale, softcap)
-        elif group.length > 1:
-            mask = None if within is None and group.is_prompts else group.mask(within, q.dtype)
-            attended = _prompts(q, keys, values, mask, scale)
-        elif _suits_one_product(q, keys):
-            attended = _decodes_in_one_product(q, keys, values, group.mask(within, q.dtype), scale)
+        keys, values = _gather(cache, group, within)
+        q = queries[group.rows].view(group.num_spans, group.length, *queries.shape[1:])
+        if softcap is None and within is None and group.is_prompts:
+            attended = _prompts(q, keys, values, None, scale)
         else:
-            attended = _decodes(q, keys, values, group.mask(within, q.dtype), scale)
+            mask = group.mask(within, cache.shape[2], q.dtype)
+            if softcap is not None:
+                attended = _capped(q, keys, values, mask, scale, softcap)
+            elif group.length > 1:
+                attended = _prompts(q, keys, values, mask, scale)
+            elif _suits_one_product(q, keys):
+                attended = _decodes_in_one_product(q, keys, values, mask, scale)
+            else:
+                attended = _decodes(q, keys, values, mask, scale)
         out[group.rows] = attended.reshape(-1, *queries.shape[1:])
     return out
 
@@ -322,13 +333,16 @@ def _decodes_in_one_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tenso
     return own.permute(0, 3, 1, 2)
 
 
-def _gather(cache: Tensor, group: SpanGroup) -> tuple[Tensor, Tensor]:
-    """Keys and values of a group, each [num_spans, num_kv_heads, num_keys, head_dim], strided."""
-    num_kv_heads, head_dim = cache.shape[3:]
-    rows = cache.flatten(2)
+def _gather(cache: Tensor, group: SpanGroup, window: int | None) -> tuple[Tensor, Tensor]:
+    """Keys and values of a group but for those skipped, each [num_spans, num_kv_heads, num_keys, head_dim], strided."""
+    block_size, num_kv_heads, head_dim = cache.shape[2:]
+    rows, blocks = cache.flatten(2), group.blocks
+    skipped = group.num_skipped(window, block_size)
+    if skipped:
+        blocks = blocks.view(group.num_spans, -1)[:, skipped // block_size :].flatten()
 
     def gather(kind: int) -> Tensor:
-        flat = rows[kind].index_select(0, group.blocks)
-        return flat.view(group.num_spans, -1, num_kv_heads, head_dim)[:, : group.num_keys].transpose(1, 2)
+        flat = rows[kind].index_select(0, blocks)
+        return flat.view(group.num_spans, -1, num_kv_heads, head_dim)[:, : group.num_keys - skipped].transpose(1, 2)
 
     return gather(0), gather(1)

@@ -88,6 +88,18 @@ def test_soft_caps(spans, heads):
     _check(4 * queries, cache, batch, softcap=3.0)
 
 
+@pytest.mark.parametrize("spans", [[(700, 1)], [(700, 20)], [(700, 1), (690, 1)]], ids=str)
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=str)
+def test_blocks_that_have_left_the_window_are_not_read(spans, softcap):
+    queries, cache, batch = _case(spans)
+    expected = paged_attention.reference(queries, cache, batch, SCALE, 100, softcap)
+    first = min(start for start, _ in spans) - 100 + 1
+    # A table is padded with its first block, which is then read to be masked.
+    cache[:, batch.block_tables[:, 1 : first // 16]] = float("nan")
+    found = paged_attention(queries, cache, batch, SCALE, 100, softcap)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+
+
 def test_layers_of_different_windows_share_a_plan():
     queries, cache, batch = _case(RAGGED["mixed"])
     for window in (None, 7, 30, None, 7):

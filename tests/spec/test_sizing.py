@@ -26,6 +26,18 @@ LLAMA_8B = {
     "torch_dtype": "bfloat16",
     "eos_token_id": [128001, 128009],
 }
+LLAMA2_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+}
 MISTRAL_7B = {
     "architectures": ["MistralForCausalLM"],
     "hidden_size": 4096,
@@ -92,6 +104,17 @@ PHI3_MINI = {
     "max_position_embeddings": 4096,
     "sliding_window": 2047,
 }
+PHI4_MINI = PHI3_MINI | {
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48},
+    "sliding_window": 262144,
+}
 # As released: without tie_word_embeddings, which is then true.
 GEMMA2_2B = {
     "architectures": ["Gemma2ForCausalLM"],
@@ -107,6 +130,14 @@ GEMMA2_2B = {
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+}
+GEMMA2_9B = GEMMA2_2B | {
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "query_pre_attn_scalar": 224,
 }
 
 
@@ -128,7 +159,10 @@ PUBLISHED = {
     "opt-125m": (OPT_125M, 125_239_296, 12 * (5 * 768 + 3072) + 25 * 2 * 768),
     "opt-350m": (OPT_350M, 331_196_416, 24 * (5 * 1024 + 4096) + 48 * 2 * 1024),
     "Phi-3-mini-4k": (PHI3_MINI, 3_821_079_552, 65 * 3072),
+    "Phi-4-mini": (PHI4_MINI, 3_836_021_760, 65 * 3072),
     "gemma-2-2b": (GEMMA2_2B, 2_614_341_888, 105 * 2304),
+    "gemma-2-9b": (GEMMA2_9B, 9_241_705_984, 169 * 3584),
+    "Llama-2-7b": (LLAMA2_7B, 6_738_415_616, 65 * 4096),
 }
 
 
