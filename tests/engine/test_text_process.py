@@ -350,6 +350,33 @@ def test_tokenizing_a_long_prompt_does_not_stall_streams(pod: Pod, client: Peer)
         assert all("tokens and max_model_len" in e[0].error for e in client.collect(sent).values())
 
 
+def test_an_urgent_request_overtakes_and_the_other_goes_on_where_it_was(model: Path, tmp_path: Path):
+    settings = {"max_num_seqs": 1, "scheduling_policy": "priority", "swap_space": 0.1, "enable_prefix_caching": False}
+    with Pod(tmp_path, **config_of(model, **settings)) as pod:
+        pod.start("core", "text")
+        with pod.peer("text", "frontend") as client:
+            alone = client.generate("fox", temperature=0, max_tokens=600, ignore_eos=True)
+            slow = client.submit("fox", temperature=0, max_tokens=600, ignore_eos=True)
+            first = first_event(client, slow)
+            urgent = client.submit("dog", priority=-1, temperature=0, max_tokens=5, ignore_eos=True)
+            last = {}
+            tokens = list(first.token_ids)
+            while len(last) < 2:
+                for event in client.receive().events:
+                    tokens += event.token_ids if event.id == slow else []
+                    if event.final:
+                        last[event.id] = event
+            assert list(last) == [urgent, slow]
+            assert tokens == [token for event in alone for token in event.token_ids]
+        stats = pod.core_stats()
+        assert stats["num_preemptions"] == 1 and stats["num_used_host_blocks"] == 0
+        # A copy of a block is quicker than 16 tokens on any machine.
+        assert 0 < stats["num_swapped_in_blocks"] == stats["num_swapped_out_blocks"]
+        with pod.peer("text", "supervisor") as supervisor:
+            assert metric(supervisor, "vllm:num_preemptions_total") == 1
+            assert metric(supervisor, "quire_swapped_in_blocks_total") == stats["num_swapped_in_blocks"]
+
+
 def test_a_slow_reader_is_cut_and_nobody_else_notices(pod: Pod, client: Peer):
     with pod.peer("text", "supervisor") as supervisor, pod.peer("text", "frontend", "slow") as slow:
         before = metric(supervisor, "quire_slow_readers_total")

@@ -81,11 +81,13 @@ class Peer:
             raise error_from(reply.error_code, reply.error)
         return reply.result
 
-    def submit(self, prompt: str | list[int] | None, stream: bool = True, model: str = "base", **params: Any) -> int:
+    def submit(
+        self, prompt: str | list[int] | None, stream: bool = True, model: str = "base", priority: int = 0, **params: Any
+    ) -> int:
         """Send a request; returns its id."""
         request_id = next(self._ids)
         text, ids = (None, prompt) if isinstance(prompt, list) else (prompt, None)
-        self.send(Submit(request_id, model, text, ids, params, stream))
+        self.send(Submit(request_id, model, text, ids, params, stream, priority=priority))
         return request_id
 
     def collect(self, ids: Iterable[int]) -> dict[int, list[Event]]:
