@@ -17,6 +17,7 @@ from quire_engine.draft import Draft
 from quire_engine.line import Line
 from quire_engine.prefix import Prefix, PrefixCache
 from quire_engine.request import FinishReason, Sequence, Status
+from quire_engine.room import Room
 from quire_engine.step import Sampled, Span, StepPlan
 from quire_engine.swap import SwapSpace
 from quire_engine.tables import BlockTables
@@ -66,7 +67,6 @@ class Scheduler:
         swap: SwapSpace,
     ) -> None:
         self._block_size = config.block_size
-        self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._chunked = config.enable_chunked_prefill
         self._max_model_len = max_model_len
@@ -80,6 +80,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._waiting = Line()
         self._running = Line()
+        self._room = Room(config.max_num_seqs, self._running, blocks, self.tables)
         self._in_flight: StepPlan | None = None
         # Ended while the step in flight may still write to their blocks.
         self._aborted: list[Sequence] = []
@@ -313,7 +314,7 @@ class Scheduler:
         """Start a waiting sequence, or let it wait aside; False if it holds back those behind it."""
         if draft.budget == 0 and draft.prefills:
             return False
-        if not self._has_seat(draft) and sequence.priority >= self._running.last.priority:
+        if not self._room.has_seat(draft) and sequence.priority >= self._running.last.priority:
             return False
         if leader := _awaited_leader(sequence):
             if leader.status is Status.RUNNING or leader.id in draft.promised:
@@ -364,34 +365,12 @@ class Scheduler:
         prefix = self.prefixes.whole(prefix)
         return prefix if self._make_room(sequence, prefix, draft) else None
 
-    def _has_seat(self, draft: Draft, num_leaving: int = 0) -> bool:
-        return len(self._running) - num_leaving + len(draft.promised) < self._max_num_seqs
-
-    def _fits(
-        self, sequence: Sequence, prefix: Prefix, draft: Draft, num_leaving: int = 0, num_released: int = 0
-    ) -> bool:
-        """Whether a sequence can start, if that many running ones leave and release that many blocks."""
-        num_running = len(self._running) - num_leaving
-        reserve = num_running + len(draft.promised) + 1 if num_running else 0
-        needed = self.tables.num_needed(sequence, prefix) + reserve
-        return self._has_seat(draft, num_leaving) and needed <= self._blocks.num_free + num_released
-
     def _make_room(self, sequence: Sequence, prefix: Prefix, draft: Draft) -> bool:
-        """Whether a sequence can start, if need be because less urgent ones are preempted, the last in rank first."""
-        if self._fits(sequence, prefix, draft):
-            return True
-        if not self._running or self._running.last.priority <= sequence.priority:
-            return False
-        lesser = [s for s in self._running if s.priority > sequence.priority and s is not sequence.leader][::-1]
-        # At most what they hold: spares the counting where it would be for nothing.
-        if not self._fits(sequence, prefix, draft, len(lesser), sum(len(s.block_table) for s in lesser)):
-            return False
-        for num_leaving, num_released in enumerate(self.tables.num_released(lesser, prefix), 1):
-            if self._fits(sequence, prefix, draft, num_leaving, num_released):
-                for victim in lesser[:num_leaving]:
-                    self._preempt(victim, draft)
-                return True
-        return False
+        """Whether a sequence can start, if need be because less urgent ones are preempted."""
+        leavers = self._room.leavers(sequence, prefix, draft)
+        for victim in leavers or ():
+            self._preempt(victim, draft)
+        return leavers is not None
 
     def _start(self, sequence: Sequence, prefix: Prefix, draft: Draft) -> None:
         sequence.status = Status.RUNNING
