@@ -31,8 +31,6 @@ class Outbox:
     def __init__(self) -> None:
         self._waiting: dict[int, dict[int, _Waiting]] = {}
         """By request, then by output."""
-        self._urgent: set[int] = set()
-        """Requests whose clients wait: for their first tokens, or for the end."""
         self._num_bytes = 0
         self._largest_merged = 0
 
@@ -51,8 +49,6 @@ class Outbox:
             self._largest_merged = max(self._largest_merged, waiting.num_bytes)
             if event.final:
                 outputs[event.index] = outputs.pop(event.index)
-        if event.final or event.num_output_tokens == len(event.token_ids):
-            self._urgent.add(event.id)
 
     @property
     def excess(self) -> str | None:
@@ -66,15 +62,10 @@ class Outbox:
             return f"{self._num_bytes} bytes wait; at most {MAX_WAITING_BYTES} may"
         return None
 
-    def take(self, only_urgent: bool = False) -> list[list[Event]]:
-        """Hand out everything, or what clients wait for most, in messages of about MAX_EVENTS_BYTES."""
-        if only_urgent and len(self._urgent) < len(self._waiting):
-            taken = [waiting for id in self._urgent for waiting in self._waiting.pop(id).values()]
-            self._num_bytes -= sum(waiting.num_bytes for waiting in taken)
-        else:
-            taken = [waiting for outputs in self._waiting.values() for waiting in outputs.values()]
-            self._waiting, self._num_bytes, self._largest_merged = {}, 0, 0
-        self._urgent.clear()
+    def take(self) -> list[list[Event]]:
+        """Hand out everything, in messages of about MAX_EVENTS_BYTES."""
+        taken = [waiting for outputs in self._waiting.values() for waiting in outputs.values()]
+        self._waiting, self._num_bytes, self._largest_merged = {}, 0, 0
         batches: list[list[Event]] = []
         num_bytes = MAX_EVENTS_BYTES
         for waiting in taken:

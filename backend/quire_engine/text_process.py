@@ -2,7 +2,7 @@
 """The text process: `python -m quire_engine.text_process`. Puts its parts together and runs them.
 
     frontend --Submit--> TextServer -> Desk -> CoreLink --Generate--> engine core
-             <--Events--    Port   <- Desk <-          <--StepResult--
+             <--Events--    Port   <- Desk <- Joiner   <--StepResult--
 
 Everything about text happens here, so that none of it costs a step of the engine: tokenizing, admission, detokenizing,
 stop strings, metrics. One event loop; it imports neither torch nor transformers.
@@ -18,6 +18,7 @@ from quire_engine.admission import Admission, Limits
 from quire_engine.core_link import CoreLink
 from quire_engine.desk import Desk
 from quire_engine.hub import resolve_model
+from quire_engine.joiner import Joiner
 from quire_engine.metrics import Metrics
 from quire_engine.pace import RESPONSES_PER_S_PER_CORE, Pace
 from quire_engine.text import Tokenizer
@@ -47,12 +48,13 @@ async def _serve(args: process.Arguments, tokenizer: Tokenizer | None, limits: L
     metrics = Metrics(args.config, args.served_name, limits.max_model_len)
     link = CoreLink(args.socket(CORE_SOCKET), args.served_name)
     desk = Desk(Admission(limits, args.served_name, tokenizer is not None), tokenizer, metrics, link.send)
-    server = TextServer(desk, tokenizer, metrics, limits.max_frame_bytes, _pace(args.config))
+    pace = _pace(args.config)
+    server = TextServer(desk, tokenizer, metrics, limits.max_frame_bytes, pace)
     await server.listen(args.socket(TEXT_SOCKET))
     # What was made so far stays: no collection needs to look at it again.
     gc.collect()
     gc.freeze()
-    await link.run(desk)
+    await link.run(Joiner(desk, pace))
 
 
 def _pace(config: EngineConfig) -> Pace:

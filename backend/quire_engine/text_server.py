@@ -18,7 +18,7 @@ from quire_engine.desk import Desk
 from quire_engine.generation import Generation
 from quire_engine.metrics import Metrics
 from quire_engine.pace import Pace
-from quire_engine.port import Dispatch, Port
+from quire_engine.port import Port
 from quire_engine.process import now
 from quire_engine.text import Tokenizer
 from quire_spec.errors import Internal, InvalidArgument, QuireError
@@ -45,7 +45,7 @@ class TextServer:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._max_frame_bytes = max_frame_bytes
-        self._dispatch = Dispatch(pace)
+        self._pace = pace
         self._ports: dict[Connection, Port] = {}
         self._started_at = now()
         # Two: one very long prompt does not hold up all the others, and steps keep most of the processor.
@@ -66,7 +66,7 @@ class TextServer:
         hello = connection.peer
         assert hello is not None, "a dialled connection"
         if hello.role == "frontend":
-            self._ports[connection] = Port(connection, hello, self._metrics, self._dispatch)
+            self._ports[connection] = Port(connection, hello, self._metrics, self._pace)
         elif hello.role != "supervisor":
             raise Internal(f"role {hello.role!r} has no business here")
 
@@ -98,7 +98,6 @@ class TextServer:
         """Handler: a peer is gone."""
         if (port := self._ports.pop(connection, None)) is None:
             return
-        self._dispatch.forget(port)
         num_open = self._desk.leave(port)
         hello = port.hello
         _log.info("frontend gone model=%s pid=%s num_open=%d", hello.model, hello.pid, num_open)

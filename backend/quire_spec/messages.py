@@ -199,13 +199,15 @@ _FIELDS = {
     cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in (*_TYPES.values(), Event, SequenceResult, Stats)
 }
 
+_DEFAULTS = [f.default for f in dataclasses.fields(SequenceResult)][2:]
+
 
 def payload_of(message: Message) -> list[Any]:
     """JSON form: type name, then the fields in order. Shorter than an object and faster to read."""
     if isinstance(message, Events):
         return ["Events", [_values(event) for event in message.events]]
     if isinstance(message, StepResult):
-        results = [_values(result) for result in message.results]
+        results = [_result_values(result) for result in message.results]
         return ["StepResult", results, message.started, _values(message.stats)]
     return [type(message).__name__, *_values(message)]
 
@@ -226,6 +228,12 @@ def message_from(payload: Any) -> Message:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise Internal(f"not a message: {str(payload)[:80]!r}") from error
     return message
+
+
+def _result_values(result: SequenceResult) -> list[Any]:
+    """Nearly all are tokens and nothing else: defaults at the end are left out."""
+    values = _values(result)
+    return values if values[2:] != _DEFAULTS else values[:2]
 
 
 def _values(value: Any) -> list[Any]:

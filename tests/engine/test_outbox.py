@@ -14,17 +14,17 @@ def event(request: int, number: int, final: bool = False, logprobs: bool = False
     return Event(request, f"<{number}>", [number], reason, -1.0 * number, entry, 3, number + 1)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["keep", "urgent", "all"])), max_size=60))
-def test_merged_events_say_the_same_as_single_ones(posts: list[tuple[int, str]]):
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
+def test_merged_events_say_the_same_as_single_ones(posts: list[tuple[int, bool]]):
     outbox = Outbox()
     sent: list[Event] = []
     expected: dict[int, list[int]] = {}
     for number, (request, flush) in enumerate(posts):
         outbox.add(event(request, number, logprobs=request == 0))
         expected.setdefault(request, []).append(number)
-        if flush != "keep":
-            sent += [e for batch in outbox.take(only_urgent=flush == "urgent") for e in batch]
-            assert flush == "urgent" or not outbox
+        if flush:
+            sent += [e for batch in outbox.take() for e in batch]
+            assert not outbox
     sent += [e for batch in outbox.take() for e in batch]
     for request, numbers in expected.items():
         mine = [e for e in sent if e.id == request]
@@ -46,17 +46,17 @@ def test_a_final_event_stays_final_when_merged():
     assert merged.final and merged.text == "<0><1><2>"
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["keep", "urgent", "all"])), max_size=30))
-def test_outputs_of_a_request_stay_apart_and_the_last_event_last(posts: list[tuple[int, str]]):
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=30))
+def test_outputs_of_a_request_stay_apart_and_the_last_event_last(posts: list[tuple[int, bool]]):
     outbox = Outbox()
     sent: list[Event] = []
-    ends = [(0, "keep"), (2, "keep"), (1, "all")]
+    ends = [(0, False), (2, False), (1, True)]
     for number, (index, flush) in enumerate(posts + ends):
         left = len(posts) + len(ends) - number
         ended = "stop" if left <= len(ends) else None
         outbox.add(Event(1, f"<{number}>", [number], ended, num_output_tokens=99, index=index, more=left > 1))
-        if flush != "keep":
-            sent += [e for batch in outbox.take(only_urgent=flush == "urgent") for e in batch]
+        if flush:
+            sent += [e for batch in outbox.take() for e in batch]
     assert [e.final for e in sent] == [False] * (len(sent) - 1) + [True]
     for output in range(3):
         numbers = [number for number, (index, _) in enumerate(posts + ends) if index == output]
@@ -98,19 +98,3 @@ def test_what_is_handed_out_is_split_into_messages_of_bounded_size():
         outbox.add(Event(request, "x" * (MAX_EVENTS_BYTES // 2), [1]))
     assert [len(batch) for batch in outbox.take()] == [2, 2, 1]
     assert outbox.take() == []
-
-
-def test_what_clients_wait_for_most_can_go_before_the_rest():
-    outbox = Outbox()
-    for number in range(3):
-        outbox.add(event(7, number))  # its first tokens, and more
-    assert [e.id for batch in outbox.take() for e in batch] == [7]
-    for number in range(3, 6):
-        outbox.add(event(7, number))
-    outbox.add(Event(8, "first", [1, 2], num_output_tokens=2))
-    outbox.add(Event(9, "last", [1], "length", num_output_tokens=9))
-    assert sorted(e.text for batch in outbox.take(only_urgent=True) for e in batch) == ["first", "last"]
-    assert outbox.take(only_urgent=True) == []
-    outbox.add(event(7, 6, final=True))
-    ((ended,),) = outbox.take(only_urgent=True)
-    assert ended.text == "<3><4><5><6>" and ended.final and not outbox

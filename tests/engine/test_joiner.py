@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joined results say what the single ones said, first tokens and ends do not wait, and nothing waits for ever."""
+
+import asyncio
+import random
+from collections import defaultdict
+
+import pytest
+
+from quire_engine.joiner import Joiner
+from quire_engine.pace import Pace
+from quire_spec.messages import SequenceResult, Stats, StepResult
+
+
+class Desk:
+    """Takes what comes."""
+
+    def __init__(self):
+        self.tokens, self.results, self.num_taken, self.lost = defaultdict(list), [], 0, 0
+
+    def core_came(self): ...
+
+    def core_left(self):
+        self.lost += 1
+
+    def take(self, step):
+        self.num_taken += 1
+        self.results += step.results
+        for result in step.results:
+            self.tokens[result.id] += result.token_ids
+
+
+def step(*results):
+    return StepResult(list(results), [], Stats(num_steps=1))
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_every_token_comes_once_and_in_order(seed):
+    draw, desk, pace = random.Random(seed), Desk(), Pace(2000)
+    joiner = Joiner(desk, pace)
+    lengths = {id: draw.randint(1, 30) for id in range(12)}
+    made: dict[int, list[int]] = {id: [] for id in lengths}
+    while running := [id for id in lengths if len(made[id]) < lengths[id]]:
+        results = []
+        for id in draw.sample(running, draw.randint(1, len(running))):
+            made[id].append(len(made[id]))
+            over = len(made[id]) == lengths[id]
+            error = "INTERNAL" if over and id % 3 == 0 else None
+            reason = "length" if over and not error else None
+            logprobs = [[[float(made[id][-1]), -1.0, 1]]] if id % 2 else None
+            results.append(SequenceResult(id, [made[id][-1]], reason, logprobs, error))
+        joiner.take(step(*results))
+        before = {id for id in made if desk.tokens[id]}
+        assert {result.id for result in results} <= before, "first tokens wait"
+        assert all(desk.tokens[id] == made[id] for id in made if len(made[id]) == lengths[id]), "an end waits"
+        pace.sent(len(results), asyncio.get_running_loop().time())
+        await asyncio.sleep(draw.choice((0, 0, 0.002)))
+    assert desk.tokens == made
+    for id in lengths:
+        ends = [r for r in desk.results if r.id == id and (r.finish_reason or r.error_code)]
+        assert len(ends) == 1 and [r for r in desk.results if r.id == id][-1] is ends[0]
+        said = [int(position[0][0]) for r in desk.results if r.id == id for position in r.logprobs or []]
+        assert said == (made[id] if id % 2 else [])
+    assert joiner._held == {}
+
+
+async def test_what_waits_goes_when_it_may_though_no_step_comes():
+    desk, pace = Desk(), Pace(100)
+    joiner, loop = Joiner(desk, pace), asyncio.get_running_loop()
+    joiner.take(step(SequenceResult(1, [0]), SequenceResult(2, [0])))
+    pace.sent(5, loop.time())
+    for token in (1, 2):
+        joiner.take(step(SequenceResult(1, [token]), SequenceResult(2, [token])))
+    assert desk.tokens == {1: [0], 2: [0]}
+    await asyncio.sleep(0.1)
+    assert desk.tokens == {1: [0, 1, 2], 2: [0, 1, 2]} and len(desk.results) == 4
+
+
+async def test_a_core_that_left_leaves_nothing_behind():
+    desk, pace = Desk(), Pace(100)
+    joiner = Joiner(desk, pace)
+    joiner.take(step(SequenceResult(1, [0])))
+    pace.sent(3, asyncio.get_running_loop().time())
+    joiner.take(step(SequenceResult(1, [1])))
+    joiner.core_left()
+    await asyncio.sleep(0.1)
+    assert desk.lost == 1 and desk.tokens == {1: [0]}
+
+
+async def test_sequences_that_were_aborted_are_forgotten():
+    desk = Desk()
+    joiner = Joiner(desk, Pace(None))
+    for id in range(100):
+        joiner.take(step(SequenceResult(id, [0])))
+    assert len(joiner._held) <= 2
