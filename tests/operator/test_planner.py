@@ -25,7 +25,7 @@ pins = st.fixed_dictionaries(
     {},
     optional={
         "minConcurrency": st.integers(1, 200),
-        "maxModelLen": st.integers(16, 200_000),
+        "maxModelLen": st.integers(16, 131_072),
         "blockSize": st.sampled_from(capability.BLOCK_SIZES),
         "maxNumBatchedTokens": st.sampled_from([512, 3000, 16384]),
         "maxNumSeqs": st.integers(1, 500),
@@ -40,6 +40,8 @@ loras = st.fixed_dictionaries(
 def planned(model, memory, engine, lora, count=1):
     """Inputs, the best way or None, and the plan or None; `memory` is MiB of a GPU, or negative, of a CPU."""
     base = inputs(model, 10_000 if memory > 0 else None)
+    if "maxModelLen" in engine:
+        engine["maxModelLen"] = min(engine["maxModelLen"], base.model.shape.max_position_embeddings)
     made = dataclasses.replace(
         base,
         engine=dataclasses.replace(base.engine, **engine),
@@ -119,14 +121,15 @@ def check(given, made):
     more=st.tuples(st.integers(0, 64), st.sampled_from(capability.LORA_RANKS)),
 )
 @settings(max_examples=60, deadline=None)
-def test_more_or_larger_adapter_slots_never_leave_more(less, more):
+def test_more_or_larger_adapter_slots_never_plan_better(less, more):
     low, high = sorted([less, more])
     if low[1] > high[1]:
         return
-    found = [planned("8b", 46_068, {}, {"maxLoaded": n, "maxRank": r})[1] for n, r in (low, high)]
-    if found[1] is not None:
-        assert found[0].kv_tokens >= found[1].kv_tokens or found[0].max_num_seqs > found[1].max_num_seqs
-        assert found[0].max_model_len >= found[1].max_model_len
+    (few, best_few, _), (many, best_many, _) = (
+        planned("8b", 46_068, {}, {"maxLoaded": n, "maxRank": r}) for n, r in (low, high)
+    )
+    if best_many is not None:
+        assert ways.rank(few, best_few) >= ways.rank(many, best_many)
 
 
 def test_a_plan_says_where_each_value_comes_from():
@@ -236,6 +239,33 @@ def test_refusals_name_field_value_and_fix():
     assert refused("8b", T4, "lora: {maxLoaded: 0}\nengine: {dtype: bfloat16}")[0] is Why.UNSUPPORTED_DTYPE
 
 
+def test_a_context_longer_than_the_models_is_refused_before_the_engine_does():
+    assert refused("qwen", H100, "lora: {maxLoaded: 0}\nengine: {maxModelLen: 32769}") == (
+        Why.UNSUPPORTED_BY_ENGINE,
+        "spec.engine.maxModelLen: 32769: the model is made for 32768 tokens (max_position_embeddings), and the engine "
+        "refuses more; lower it",
+    )
+
+
+@pytest.mark.parametrize("memory", ["1k", "640Mi", "641Mi", "2Gi"])
+def test_a_gpu_of_hardly_any_memory_fits_nothing(memory):
+    found = resolve(wanted(f"{{memory: {memory}}}"))
+    with pytest.raises(Unplannable, match="does not fit") as error:
+        planner.make_plan(dataclasses.replace(inputs("8b", L4), gpu=found))
+    assert error.value.why is Why.DOES_NOT_FIT
+
+
+def test_a_plan_that_is_none_is_not_read():
+    body = plan("8b", L4).to_json()
+    for name in body:
+        if name not in ("advice", "gpu", "gpuMemoryUtilization", "kvCacheMemory"):
+            with pytest.raises(ConfigError, match=r"status.plan: not a plan of this operator"):
+                Plan.from_json({key: value for key, value in body.items() if key != name})
+    for wrong in ({"dtype": 1}, {"fit": "Well"}, {"bytes": {"kv": 5}}, {"modelBytes": None}):
+        with pytest.raises(ConfigError):
+            Plan.from_json(body | wrong)
+
+
 def test_a_pinned_share_that_leaves_too_little_is_flagged():
     made = plan("8b", H100, "lora: {maxLoaded: 0}\nengine: {gpuMemoryUtilization: '0.995'}")
     assert made.fit is Fit.UTILIZATION_RISK
@@ -276,6 +306,14 @@ def test_a_cpu_with_a_limit_has_what_it_leaves():
     )
     needed = int(text.partition("raise it to ")[2].partition("Mi")[0])
     assert plan("qwen", None, f"runtime: {{memory: {needed}Mi}}\nlora: {{maxLoaded: 0}}").maxModelLen.value >= 4096
+
+
+def test_a_kv_cache_on_a_cpu_that_is_too_small_is_said():
+    why, text = refused("qwen", None, "engine: {kvCacheMemory: 1Mi}\nlora: {maxLoaded: 0}")
+    assert why is Why.DOES_NOT_FIT
+    assert text.startswith("spec.engine.kvCacheMemory: 1Mi: a context of 4096 tokens takes ")
+    needed = int(text.partition(" takes ")[2].partition("Mi")[0])
+    assert plan("qwen", None, f"engine: {{kvCacheMemory: {needed}Mi}}\nlora: {{maxLoaded: 0}}")
 
 
 def test_stubs_copies_and_shared_memory_are_counted():

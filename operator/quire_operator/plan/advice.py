@@ -131,17 +131,20 @@ def _cpu_does_not_fit(inputs: Inputs, tried: list[Way]) -> str:
         "adapter copies": host.lora_copies, "processes": host.processes, "models' processes": host.stubs,
         "shared memory": host.shared_memory,
     }  # fmt: skip
-    total = sum(rows.values())
-    limit = inputs.memory_limit or 0
-    if (inputs.engine.kvCacheMemory is not None and limit >= total) or not limit:
-        field = f"spec.engine.kvCacheMemory: {inputs.engine.kvCacheMemory}"
-        fix = f"one request of {limits.least_length(inputs)} tokens takes {kv // MIB + 1}Mi; raise it, or "
+    total, limit = sum(rows.values()), inputs.memory_limit
+    length = limits.least_length(inputs)
+    if limit is not None and total > limit:
+        head = (
+            f"spec.runtime.memory: {limit // MIB}Mi: the model does not fit with a context of {length} tokens; raise "
+            f"it to {total // MIB + 1}Mi, or take {_smaller(inputs)}"
+        )
     else:
-        field = f"spec.runtime.memory: {limit // MIB}Mi"
-        fix = f"the model does not fit with a context of {limits.least_length(inputs)} tokens; raise it to "
-        fix += f"{total // MIB + 1}Mi, or take "
+        head = (
+            f"spec.engine.kvCacheMemory: {inputs.engine.kvCacheMemory}: a context of {length} tokens takes "
+            f"{kv // MIB + 1}Mi; raise it, or take {_smaller(inputs)}"
+        )
     table = [f"  {name:<18} {size / GIB:>8.2f} GiB" for name, size in rows.items() if size]
-    return "\n".join([f"{field}: {fix}{_smaller(inputs)}", *table])
+    return "\n".join([head, *table])
 
 
 def _utilization_risk(inputs: Inputs, gpu: Gpu, found: Way) -> str:

@@ -54,7 +54,7 @@ class Gpu:
         39.6, A100 81920 and 79.14 to 79.25, H100 81559 and 79.1, H200 143771 and 139.7 to 139.8. This is below all.
         """
         label = self.memory_mib * MIB
-        return label - max(640 * MIB, label * 11 // 1000)
+        return max(label - max(640 * MIB, label * 11 // 1000), MIB)
 
     @property
     def name(self) -> str:

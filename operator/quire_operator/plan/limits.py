@@ -78,6 +78,14 @@ def check_type(inputs: Inputs) -> None:
         raise Unplannable(Why.UNSUPPORTED_DTYPE, f"spec.engine.dtype: {whose}: {found}; {fix}")
 
 
+def check_length(inputs: Inputs) -> None:
+    """Raise Unplannable when the pinned context is longer than the model was made for: the engine refuses it."""
+    pinned, limit = inputs.engine.maxModelLen, inputs.model.shape.max_position_embeddings
+    if pinned is not None and pinned > limit:
+        fix = f"the model is made for {limit} tokens (max_position_embeddings), and the engine refuses more; lower it"
+        raise Unplannable(Why.UNSUPPORTED_BY_ENGINE, f"spec.engine.maxModelLen: {pinned}: {fix}")
+
+
 def element_bytes(inputs: Inputs) -> int:
     """Bytes of a number that the engine computes with. A CPU without bfloat16 takes float32, so that is counted."""
     if inputs.engine.dtype is None and inputs.gpu is None:

@@ -160,7 +160,8 @@ class Plan:
             ConfigError: it is not what `to_json` writes.
         """
         try:
-            fields: dict[str, Any] = {name: _planned(body[name]) if name in body else None for name in _PLANNED}
+            fields: dict[str, Any] = dict.fromkeys(_SOMETIMES)
+            fields |= {name: _planned(body[name]) for name in _PLANNED if name in body or name not in _SOMETIMES}
             return cls(
                 inputsHash=body["inputsHash"],
                 plannerVersion=body["plannerVersion"],
@@ -197,6 +198,10 @@ _PLANNED = (
     "dtype", "tensorParallelSize", "gpuMemoryUtilization", "kvCacheMemory", "blockSize", "maxModelLen", "maxNumSeqs",
     "maxNumBatchedTokens", "sharedMemory", "image",
 )  # fmt: skip
+
+
+_SOMETIMES = ("gpuMemoryUtilization", "kvCacheMemory")
+"""Those that not every device has."""
 
 
 def _quantities(sizes: DeviceBytes | HostBytes) -> dict[str, str]:

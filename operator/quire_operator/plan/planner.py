@@ -21,6 +21,7 @@ def make_plan(inputs: Inputs, images: Mapping[str, str] = DEFAULT_IMAGES) -> Pla
         Unplannable: nothing fits, or the GPU or the engine cannot do what is pinned.
     """
     limits.check_type(inputs)
+    limits.check_length(inputs)
     ways = list(all_ways(inputs))
     found = best(inputs, ways)
     if found is None:
