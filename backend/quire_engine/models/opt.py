@@ -43,11 +43,12 @@ class OPTAttention(Attention):
 
     OUTPUT = "out_proj"
 
-    def __call__(self, x: Tensor, cache: Tensor, batch: Batch) -> Tensor:
-        """[num_tokens, hidden_size] to the same; writes the tokens' keys and values to `cache`, one layer's."""
+    def __call__(self, x: Tensor, cache: Tensor, batch: Batch, residual: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] to the same, added to a residual stream; writes the tokens' keys and values to
+        `cache`, one layer's."""
         qkv = self.project(x, batch)
         write_kv(qkv[:, self.num_heads : self.num_rotated], qkv[:, self.num_rotated :], cache, batch.addresses)
-        return self.attend(qkv[:, : self.num_heads], cache, batch)
+        return self.attend(qkv[:, : self.num_heads], cache, batch, residual)
 
 
 class OPTDecoderLayer:
@@ -64,16 +65,16 @@ class OPTDecoderLayer:
         self.activate = ACTIVATIONS[shape.activation]
 
     def __call__(self, hidden: Tensor, cache: Tensor, batch: Batch) -> Tensor:
-        """[num_tokens, hidden_size] to the same, in place."""
+        """[num_tokens, hidden_size] to the same, in place but for norms that come after."""
         if self.norm_first:
-            hidden.add_(self.self_attn(self.self_attn_layer_norm(hidden), cache, batch))
-            return hidden.add_(self.feed(self.final_layer_norm(hidden), batch))
-        hidden = self.self_attn_layer_norm(hidden.add_(self.self_attn(hidden, cache, batch)))
-        return self.final_layer_norm(hidden.add_(self.feed(hidden, batch)))
+            hidden = self.self_attn(self.self_attn_layer_norm(hidden), cache, batch, residual=hidden)
+            return self.feed(self.final_layer_norm(hidden), batch, residual=hidden)
+        hidden = self.self_attn_layer_norm(self.self_attn(hidden, cache, batch, residual=hidden))
+        return self.final_layer_norm(self.feed(hidden, batch, residual=hidden))
 
-    def feed(self, x: Tensor, batch: Batch) -> Tensor:
-        """The MLP: [num_tokens, hidden_size] to the same."""
-        return self.fc2(self.activate(self.fc1(x, batch)), batch)
+    def feed(self, x: Tensor, batch: Batch, residual: Tensor) -> Tensor:
+        """The MLP: [num_tokens, hidden_size] to the same, added to a residual stream."""
+        return self.fc2(self.activate(self.fc1(x, batch)), batch, residual)
 
     def linears(self) -> tuple[Linear, ...]:
         """The linears that adapters can change."""
