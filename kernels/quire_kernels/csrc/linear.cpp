@@ -2,8 +2,8 @@
 // Matrix products of bfloat16 rows with a weight that is laid out once in panels.
 //
 // A panel holds 32 output columns: for every pair of inputs, the pair of each column side by side, which is what one
-// vdpbf16ps takes. A tile of up to 10 rows by 32 columns lives in 20 registers; per pair of inputs it costs 2 loads of
-// weights, 10 broadcasts and 20 products, so that products are the limit. While a tile is computed, the next panel
+// vdpbf16ps takes. A tile of up to 8 rows by 32 columns lives in 16 registers; per pair of inputs it costs 2 loads of
+// weights, 8 broadcasts and 16 products, so that products are the limit. While a tile is computed, the next panel
 // comes from memory, a share of it with each tile.
 
 #include <omp.h>
@@ -16,7 +16,7 @@ namespace quire {
 namespace {
 
 constexpr int64_t kColumns = 32;
-constexpr int64_t kTileRows = 10;
+constexpr int64_t kTileRows = 8;
 // Rows whose inputs stay in the second-level cache while all panels go by.
 constexpr int64_t kBlockRows = 240;
 
@@ -48,10 +48,10 @@ void compute(const Tile& t) {
     const __m512bh left = (__m512bh)_mm512_loadu_si512(t.panel + i * 2 * kColumns);
     const __m512bh right = (__m512bh)_mm512_loadu_si512(t.panel + i * 2 * kColumns + kColumns);
     if (t.stride) {
-      _mm_prefetch(ahead, _MM_HINT_T1);
+      _mm_prefetch(ahead, _MM_HINT_T0);
       ahead += t.stride;
     }
-#pragma GCC unroll 10
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const __m512bh x = pair(t.x + r * t.ldx + 2 * i);
       sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, left);
@@ -67,7 +67,7 @@ void compute(const Tile& t) {
 
 using Compute = void (*)(const Tile&);
 constexpr Compute kCompute[kTileRows + 1] = {nullptr,    compute<1>, compute<2>, compute<3>, compute<4>, compute<5>,
-                                             compute<6>, compute<7>, compute<8>, compute<9>, compute<10>};
+                                             compute<6>, compute<7>, compute<8>};
 
 }  // namespace
 
