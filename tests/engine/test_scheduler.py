@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from support.runner import expected_output, next_token
-from support.scheduling import CONFIG, Bench
+from support.scheduling import ALWAYS_SWAP, CONFIG, NO_SWAP, Bench
 
 from quire_engine.request import FinishReason, Status
 from quire_engine.step import Sampled
+from quire_engine.swap import SwapSpace
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, NotFound
 
@@ -316,11 +317,13 @@ def test_output_is_the_same_in_every_mode(mode: str, block_size: int) -> None:
     assert num_preemptions[1] > 0 or block_size >= 64
 
 
-@pytest.mark.parametrize("caching", [False, True])
-def test_an_overloaded_pool_does_not_thrash(caching: bool) -> None:
+@pytest.mark.parametrize(
+    ("caching", "swap"), [(False, NO_SWAP), (True, NO_SWAP), (False, replace(ALWAYS_SWAP, num_blocks=512))]
+)
+def test_an_overloaded_pool_does_not_thrash(caching: bool, swap: SwapSpace) -> None:
     """200 sequences, of which the pool holds five: steps pass between admissions and preemptions, and work is kept."""
     config = replace(CONFIG, max_num_seqs=16, max_num_batched_tokens=256, enable_prefix_caching=caching)
-    bench = Bench(config, num_blocks=48, max_model_len=384)
+    bench = Bench(config, num_blocks=48, max_model_len=384, swap=swap)
     draw = random.Random(3)
     needed = 0
     for _ in range(200):
@@ -339,5 +342,6 @@ def test_an_overloaded_pool_does_not_thrash(caching: bool) -> None:
         elif set(bench.scheduler._running) - running:
             last_admission = step
     assert 0 < num_preemptions < 200
-    # What preempted sequences compute again is a fraction of the work.
+    # What preempted sequences compute again is a fraction of the work, and nothing if they are swapped.
     assert bench.runner.num_computed < 1.5 * needed
+    assert (bench.runner.num_computed == needed) == bool(swap.num_blocks)
