@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVIDIA's load tools find what they expect here: perf_analyzer over gRPC, and genai-perf where there is one."""
+
+import csv
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from support.service import EXAMPLES
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
+
+WHEEL = "tritonclient==2.51.0"
+"""Of the server's release, and one of those that carry the real perf_analyzer: 2.41 to 2.60 do, newer ones do not."""
+PROGRAM = "tritonclient-2.51.0.data/data/bin/perf_analyzer"
+NUM_REQUESTS, NUM_TOKENS = 16, 24
+
+
+@pytest.fixture(scope="module")
+def perf_analyzer(tmp_path_factory):
+    """The program out of its wheel, with the two libraries that it wants from the server's."""
+    folder = tmp_path_factory.mktemp("perf_analyzer")
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "-q", "-d", folder]
+    done = subprocess.run([*pip, WHEEL], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no perf_analyzer: pip download {WHEEL} says: {done.stderr.strip().splitlines()[-1]}")
+    [wheel] = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        program = Path(archive.extract(PROGRAM, folder))
+    program.chmod(0o755)
+    libraries = Path(str(importlib.metadata.distribution("nvidia-pytriton").locate_file("nvidia_pytriton.libs")))
+    for name, wanted in (("libb64", "libb64.so.0d"), ("libcudart", "libcudart.so.12")):
+        [found] = libraries.glob(f"{name}-*")
+        (folder / wanted).symlink_to(found)
+    return program, os.environ | {"LD_LIBRARY_PATH": str(folder), "PATH": f"{program.parent}:{os.environ['PATH']}"}
+
+
+def run(argv, environment, folder):
+    done = subprocess.run(argv, env=environment, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_perf_analyzer_streams_over_grpc(service, perf_analyzer, tmp_path):
+    program, environment = perf_analyzer
+    parameters = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
+    tensors = {"text_input": ["Once upon a time"], "stream": [True], "sampling_parameters": [json.dumps(parameters)]}
+    (tmp_path / "inputs.json").write_text(json.dumps({"data": [tensors]}))
+    argv = [program, "-m", "tales", "-u", f"127.0.0.1:{service.ports['grpc']}", "-i", "grpc", "--streaming", "--async"]
+    argv += ["--input-data", "inputs.json", "--concurrency-range", "4", "--request-count", str(NUM_REQUESTS)]
+    said = run([*argv, "--profile-export-file", "profile.json", "-f", "report.csv"], environment, tmp_path)
+    requests = json.loads((tmp_path / "profile.json").read_text())["experiments"][0]["requests"]
+    assert len(requests) >= NUM_REQUESTS and "Failed" not in said
+    assert all(request["response_timestamps"] == sorted(request["response_timestamps"]) for request in requests)
+    assert all(1 <= len(request["response_timestamps"]) <= NUM_TOKENS for request in requests)
+    [report] = csv.DictReader((tmp_path / "report.csv").read_text().splitlines())
+    assert float(report["Inferences/Second"]) > 0
+
+
+def test_genai_perf_reports_tokens(service, perf_analyzer, tmp_path):
+    if not (program := os.environ.get("GENAI_PERF")):
+        pytest.skip(
+            "no genai-perf: pip install genai-perf==0.0.16 in an environment of its own (944 MB); set GENAI_PERF"
+        )
+    _, environment = perf_analyzer
+    argv = [program, "profile", "-m", "tales", "--endpoint-type", "kserve", "--backend", "vllm", "--streaming"]
+    argv += ["-u", f"127.0.0.1:{service.ports['grpc']}", "--tokenizer", EXAMPLES / "models/tiny", "--concurrency", "4"]
+    argv += ["--request-count", str(NUM_REQUESTS), "--synthetic-input-tokens-mean", "40"]
+    argv += ["--output-tokens-mean", str(NUM_TOKENS), "--artifact-dir", tmp_path / "artifacts"]
+    run(argv, environment, tmp_path)
+    [found] = (tmp_path / "artifacts").rglob("*_genai_perf.json")
+    report = json.loads(found.read_text())
+    assert report["request_count"]["avg"] >= NUM_REQUESTS
+    assert 0 < report["time_to_first_token"]["avg"] < report["request_latency"]["avg"]
+    assert 1 < report["output_sequence_length"]["avg"] <= 2 * NUM_TOKENS
+    assert report["output_token_throughput"]["avg"] > 0
