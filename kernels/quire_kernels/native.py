@@ -50,6 +50,7 @@ def load() -> ctypes.CDLL | None:
     if os.environ.get("QUIRE_NATIVE") == "0":
         return None
     try:
+        _check_processor()
         library = _bind(build())
     except BuildError as error:
         logger.info("native kernels off: %s", error)
@@ -72,16 +73,11 @@ def library() -> ctypes.CDLL:
 
 
 def build() -> Path:
-    """The built library's file.
+    """The built library's file, whatever this processor is.
 
     Raises:
-        BuildError: this processor cannot run it, there is no compiler, or it failed.
+        BuildError: there is no compiler, or it failed.
     """
-    flags = set(_read(Path("/proc/cpuinfo")).split())
-    if missing := sorted(_NEEDED - flags):
-        raise BuildError(f"this processor lacks {', '.join(missing)}")
-    if "amx_bf16" in flags:
-        raise BuildError("this processor has AMX, which torch's own products use")
     sources = sorted(_SOURCES.glob("*.cpp"))
     digest = hashlib.sha256(" ".join(_OPTIONS).encode())
     for source in sorted(_SOURCES.iterdir()):
@@ -94,6 +90,14 @@ def build() -> Path:
         if not library.exists():
             _compile(sources, library)
     return library
+
+
+def _check_processor() -> None:
+    flags = set(_read(Path("/proc/cpuinfo")).split())
+    if missing := sorted(_NEEDED - flags):
+        raise BuildError(f"this processor lacks {', '.join(missing)}")
+    if "amx_bf16" in flags:
+        raise BuildError("this processor has AMX, which torch's own products use")
 
 
 def _compile(sources: list[Path], library: Path) -> None:
