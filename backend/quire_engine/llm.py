@@ -18,6 +18,7 @@ from quire_engine.prompt import Prompt, PromptParts, each_prompt, per_prompt
 from quire_engine.text import Tokenizer
 from quire_spec.config import EngineConfig
 from quire_spec.digest import adapter_digest
+from quire_spec.engine_arguments import engine_fields
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.messages import Generate
 from quire_spec.sampling import SamplingParams
@@ -45,10 +46,10 @@ class LLM:
     `tokenizer` is the folder of a tokenizer other than the model's own, `chat_template` the text of a template, or a
     file with one. `config` are the fields of EngineConfig, which are vLLM's engine arguments: dtype, device,
     max_model_len, block_size, max_num_seqs, enable_prefix_caching, enable_lora, max_loras, max_lora_rank, seed and so
-    on.
+    on. Arguments of vLLM that change no output, such as enforce_eager, are taken and do nothing.
 
     Raises:
-        ConfigError: a field is unknown or out of range, or the model cannot be served so; the message names it.
+        ConfigError: an argument is unknown or out of range, or the model cannot be served so; the message names it.
     """
 
     def __init__(
@@ -60,7 +61,8 @@ class LLM:
         **config: Any,
     ) -> None:
         progress = sys.stderr.isatty()
-        self.engine = Engine.from_config(EngineConfig.from_json({"model": str(model)} | config), progress=progress)
+        arguments = engine_fields({"model": str(model)} | config)
+        self.engine = Engine.from_config(EngineConfig.from_json(arguments), progress=progress)
         folder = self.engine.model_folder if tokenizer is None else Path(tokenizer).expanduser()
         self.tokenizer = Tokenizer.find(folder) if tokenizer is None else Tokenizer(folder)
         """None for a model folder without tokenizer.json: it is prompted with token ids."""

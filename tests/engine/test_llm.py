@@ -243,8 +243,16 @@ def test_a_wrong_request_is_refused_before_anything_runs(world: World, arguments
 
 
 def test_unknown_settings_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="trust_remote_code: unknown field"):
+    with pytest.raises(ConfigError, match="'max_num_seq': this engine has no such argument; it has block_size,"):
+        LLM(model="/nowhere", max_num_seq=3)
+    with pytest.raises(ConfigError, match="'trust_remote_code': True is not supported by this engine; remove it"):
         LLM(model="/nowhere", trust_remote_code=True)
+
+
+def test_arguments_of_vllm_that_change_nothing_are_taken(world: World) -> None:
+    llm = world.load(trust_remote_code=False, enforce_eager=True, disable_log_stats=True, dtype="float")
+    [output] = llm.generate(TEXTS[0], GREEDY)
+    assert output.outputs[0].token_ids == world.expected(output.prompt_token_ids)
 
 
 @pytest.fixture

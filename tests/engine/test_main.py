@@ -124,7 +124,7 @@ def test_latency_percentiles() -> None:
         (["generate", "--prompt=a", "--prompt-file=/nowhere"], "error: --prompt-file: /nowhere: "),
         (["generate", "--prompt=a", "--lora=sql"], "error: --lora: 'sql' is not NAME=PATH"),
         (["generate", "--prompt=a", "--lora=sql=/nowhere"], "error: adapter 'sql': "),
-        (["generate", "--prompt=a", "--set=blocksize=3"], "error: blocksize: unknown field"),
+        (["generate", "--prompt=a", "--set=blocksize=3"], "error: 'blocksize': this engine has no such argument"),
         (["generate", "--prompt=a", "--set=block_size"], "error: --set: 'block_size' is not NAME=VALUE"),
         (["generate", "--prompt=a", "--top-p=7"], "error: sampling parameter 'top_p': 7.0 is out of range"),
         (["generate", "--prompt=a", "--param=top_p"], "error: --param: 'top_p' is not NAME=VALUE"),
