@@ -31,9 +31,37 @@ def test_mapping_round_trip():
     assert SamplingParams.from_mapping(params.to_mapping()) == params
 
 
+VLLM_DEFAULTS = {
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "stop": (),
+    "stop_token_ids": (),
+    "bad_words": (),
+    "ignore_eos": False,
+    "max_tokens": 16,
+    "min_tokens": 0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "detokenize": True,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+}
+"""Of vllm.SamplingParams, release 0.32."""
+
+
 def test_defaults_are_vllms():
-    values = dataclasses.asdict(SamplingParams())
-    assert (values["temperature"], values["max_tokens"], values["top_p"], values["n"]) == (1.0, 16, 1.0, 1)
+    ours_alone = {"best_of": None, "truncate_prompt_tokens": None}
+    assert dataclasses.asdict(SamplingParams()) == VLLM_DEFAULTS | ours_alone
     assert SamplingParams().to_mapping() == {}
 
 
