@@ -245,7 +245,8 @@ class Desk:
         if not generation.started:
             self.num_queued -= 1
         seconds = self._clock() - generation.arrival
-        self._metrics.finished(reason, seconds, generation.num_input_tokens, generation.num_output_tokens)
+        tokens = generation.num_input_tokens, generation.num_output_tokens
+        self._metrics.finished(reason, seconds, *tokens, generation.params)
         self._tell_if_empty()
 
     def _tell_if_empty(self) -> None:

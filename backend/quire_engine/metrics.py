@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from quire_engine.adapter_metrics import AdapterMetrics
 from quire_spec.config import EngineConfig
 from quire_spec.messages import Stats
+from quire_spec.sampling import SamplingParams
 
 # The buckets of vLLM, so that its dashboards' quantiles mean the same.
 _FIRST_TOKEN_BUCKETS = (
@@ -23,6 +24,7 @@ _BETWEEN_TOKENS_BUCKETS = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
+_N_BUCKETS = (1, 2, 5, 10, 20)
 _REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -77,13 +79,18 @@ class Metrics:
         self._generation_tokens.inc(count)
         self.by_adapter.tokens(adapter, count)
 
-    def finished(self, reason: str, seconds: float, num_input_tokens: int, num_output_tokens: int) -> None:
+    def finished(
+        self, reason: str, seconds: float, num_input_tokens: int, num_output_tokens: int, params: SamplingParams
+    ) -> None:
         """A request that was queued ended: stop, length, abort or error, `seconds` after it came."""
         self._finished.labels(self._model, reason).inc()
         if reason in ("stop", "length"):
             self._latency.observe(seconds)
             self._request_prompt_tokens.observe(num_input_tokens)
             self._request_generation_tokens.observe(num_output_tokens)
+            self._params_n.observe(params.n)
+            if params.max_tokens is not None:
+                self._params_max_tokens.observe(params.max_tokens)
 
     def prompt_tokens(self, count: int) -> None:
         """A prompt of `count` tokens was given to the engine core."""
@@ -182,6 +189,11 @@ class Metrics:
         )
         self._request_generation_tokens = self._histogram(
             "vllm:request_generation_tokens", "Output tokens of a finished request.", token_buckets
+        )
+
+        self._params_n = self._histogram("vllm:request_params_n", "Outputs that a finished request wanted.", _N_BUCKETS)
+        self._params_max_tokens = self._histogram(
+            "vllm:request_params_max_tokens", "Output tokens that a finished request wanted at most.", token_buckets
         )
 
     def _set_cache_info(self, num_blocks: int) -> None:

@@ -11,6 +11,7 @@ from quire_engine.adapter_metrics import MAX_ADAPTER_LABELS, AdapterLabels
 from quire_engine.metrics import Metrics
 from quire_spec.config import EngineConfig
 from quire_spec.messages import Stats
+from quire_spec.sampling import SamplingParams
 
 # As `curl /metrics` of a vLLM server shows them.
 VLLM_NAMES = {
@@ -31,6 +32,8 @@ VLLM_NAMES = {
     "vllm:request_queue_time_seconds_bucket",
     "vllm:request_prompt_tokens_bucket",
     "vllm:request_generation_tokens_bucket",
+    "vllm:request_params_max_tokens_bucket",
+    "vllm:request_params_n_bucket",
     "vllm:lora_requests_info",
     "vllm:cache_config_info",
 }
@@ -87,7 +90,7 @@ def use(metrics: Metrics) -> None:
     )
     metrics.by_adapter.slots(["sql"])
     metrics.adapters(running=["sql", "chat"], waiting=["math"])
-    metrics.finished("length", 1.5, 7, 3)
+    metrics.finished("length", 1.5, 7, 3, SamplingParams(n=3, max_tokens=40))
     metrics.refused("UNAVAILABLE")
 
 
@@ -120,6 +123,11 @@ def test_values(metrics: Metrics):
     assert value(metrics, "vllm:e2e_request_latency_seconds_sum") == 1.5
     assert value(metrics, "vllm:request_generation_tokens_bucket", le="2.0") == 0
     assert value(metrics, "vllm:request_generation_tokens_bucket", le="5.0") == 1
+    assert [value(metrics, "vllm:request_params_n_bucket", le=le) for le in ("2.0", "5.0")] == [0, 1]
+    assert [value(metrics, "vllm:request_params_max_tokens_sum"), value(metrics, "vllm:request_params_n_sum")] == [
+        40,
+        3,
+    ]
     assert value(metrics, "vllm:cache_config_info", num_gpu_blocks="100", block_size="16") == 1
     assert value(metrics, "quire_adapter_requests_total", adapter="sql") == 1
     assert value(metrics, "quire_adapter_tokens_total", adapter="sql") == 3
@@ -130,8 +138,8 @@ def test_values(metrics: Metrics):
 
 
 def test_an_error_is_no_latency(metrics: Metrics):
-    metrics.finished("error", 9.0, 7, 0)
-    metrics.finished("abort", 9.0, 7, 0)
+    metrics.finished("error", 9.0, 7, 0, SamplingParams())
+    metrics.finished("abort", 9.0, 7, 0, SamplingParams())
     assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
     assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
 
