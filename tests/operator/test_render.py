@@ -90,7 +90,7 @@ def example(file):
 SERVICES = {
     "gpu-llama-3.1-8b": lambda: (example("gpu-llama-3.1-8b.yaml"), "8b"),
     "pvc-qwen2.5-7b": lambda: (example("pvc-qwen2.5-7b.yaml"), "qwen"),
-    "cpu-cluster": lambda: (example("cpu-cluster.yaml"), "tiny"),
+    "cpu-cluster": lambda: (example("cpu-cluster.yaml"), "qwen-0.5b"),
     "everything": lambda: (service(EVERYTHING, "all"), "8b"),
 }
 
@@ -136,7 +136,7 @@ def test_the_api_servers_schemas_hold(rendered):
 
 
 def test_a_wrong_object_would_not_pass():
-    manifest = one(objects(example("cpu-cluster.yaml"), "tiny"), "Deployment")
+    manifest = one(objects(example("cpu-cluster.yaml"), "qwen-0.5b"), "Deployment")
     manifest["spec"]["template"]["spec"]["activeDeadlineSecond"] = 3
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(manifest, "1.37", strict=True)
@@ -264,6 +264,14 @@ def test_replicas_and_scaling_do_not():
         "observability: {podMonitor: None}",
     ):
         assert not changed(GPU, GPU + other)[1], other
+
+
+def test_pinning_what_was_planned_replaces_no_pod():
+    plan = planned(service(GPU))
+    pinned = f"engine: {{maxModelLen: {plan.maxModelLen.value}, maxNumSeqs: {plan.maxNumSeqs.value}, blockSize: 16}}"
+    differ, restarted = changed(GPU, GPU + pinned)
+    assert not restarted
+    assert differ == {("Deployment", "s")}, "its annotation says what the plan was made from"
 
 
 def test_an_upgrade_of_the_operator_changes_nothing_that_was_planned():

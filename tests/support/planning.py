@@ -47,6 +47,15 @@ QWEN_7B = {
     "max_position_embeddings": 32768,
     "torch_dtype": "bfloat16",
 }
+QWEN_05B = QWEN_7B | {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 192,
@@ -72,6 +81,7 @@ MODELS = {
     "70b": checkpoint(LLAMA_70B, BYTES["70b"]),
     "70b-fp8": checkpoint(LLAMA_70B, BYTES["70b-fp8"]),
     "qwen": checkpoint(QWEN_7B),
+    "qwen-0.5b": checkpoint(QWEN_05B),
     "tiny": checkpoint(TINY),
 }
 

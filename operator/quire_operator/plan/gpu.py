@@ -11,11 +11,9 @@ from typing import Any, Self
 
 from quire_operator.explain import nearest
 from quire_operator.plan.errors import Unplannable, Why
+from quire_operator.plan.memory import MIB
 from quire_operator.quantity import num_bytes
 from quire_operator.service import Gpu as Wanted
-
-MIB = 2**20
-GIB = 2**30
 
 GPU_RESOURCE = "nvidia.com/gpu"
 PRODUCT_LABEL = "nvidia.com/gpu.product"

@@ -23,7 +23,7 @@ def engine_map(service: LLMService, arguments: Mapping[str, Any]) -> dict[str, A
 
     It has what was decided and no defaults: those of a new release would change it, and restart the pods.
     """
-    content = json.dumps(dict(arguments), indent=2)
+    content = json.dumps(dict(arguments), indent=2, sort_keys=True)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

@@ -7,6 +7,7 @@ The files of one source are in a folder of its own, named by the source, so that
 import json
 from typing import Any
 
+from quire_operator.plan.memory import GIB
 from quire_operator.plan.plan import Plan, quantity, up
 from quire_operator.render import names
 from quire_operator.service import LLMService
@@ -14,7 +15,6 @@ from quire_spec.catalogue import Source
 from quire_spec.document import compact, to_json
 from quire_spec.errors import ConfigError
 
-GIB = 2**30
 MIN_CLAIM_BYTES = 10 * GIB
 _ROOM_PERCENT = 130
 """Of the weights' files: tokenizer and configuration, and a download that starts again beside the old one's rest."""

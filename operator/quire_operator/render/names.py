@@ -9,9 +9,7 @@ import json
 from typing import Any
 
 from quire_operator.service import LLMService
-from quire_spec import names
 
-GROUP = names.API_GROUP
 MANAGER = "quire-operator"
 COMPONENT = "app.kubernetes.io/component"
 SERVER, DOWNLOAD = "server", "model-download"

@@ -20,7 +20,6 @@ PROPAGATION_S = 10
 STOP_S = 35
 """After the drain: connections that clients keep alive for 5 s, and 10 s at most for each of three processes."""
 _STARTUP_PERIOD_S = 10
-_PREFIX = "quire.dev/"
 _ALWAYS_OPEN_CORES = 2
 
 
@@ -29,10 +28,7 @@ def template(service: LLMService, plan: Plan, engine_map: str) -> dict[str, Any]
     made = {
         "metadata": {
             "labels": {**names.labels(service, names.SERVER), "llm-d.ai/engine-type": "vllm"},
-            "annotations": {
-                "kubectl.kubernetes.io/default-container": CONTAINER,
-                f"{_PREFIX}plan": plan.inputsHash,
-            },
+            "annotations": {"kubectl.kubernetes.io/default-container": CONTAINER},
         },
         "spec": _spec(service, plan, engine_map),
     }

@@ -19,10 +19,12 @@ def deployment(service: LLMService, plan: Plan, cluster: Cluster, template: dict
     It has no replicas while the model is not there: GPUs that wait for a download serve nobody.
     """
     rollout = service.spec.rollout
+    # Not on the pods: inputs may change without a change of what they lead to, and then no pod is replaced.
+    plan_of = {f"{spec_names.API_GROUP}/plan": plan.inputsHash}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": names.meta(service, service.name),
+        "metadata": {**names.meta(service, service.name), "annotations": plan_of},
         "spec": {
             "replicas": service.spec.replicas if cluster.model_ready else 0,
             "revisionHistoryLimit": 3,
