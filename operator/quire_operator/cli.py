@@ -51,6 +51,7 @@ examples:
   curl -s localhost:8000/v2/models/pirate/generate -d '{"text_input": "Hello", "max_tokens": 32}'   an adapter
 
   quire serve -f llmservice.yaml --volume models=/srv/models       spec.model.source.pvc.claimName: models
+  quire serve --vllm-repository model_repository/vllm_model        a vllm_backend model, as it is
   quire serve -f llmservice.yaml --host 0.0.0.0                    also for other machines; nothing is encrypted
 
 Stop it with Ctrl-C: requests that are running get spec.rollout.drainSeconds to finish.
@@ -129,7 +130,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_serve_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-f", "--file", required=True, help="the LLMService; relative paths in it start at its folder")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("-f", "--file", help="the LLMService; relative paths in it start at its folder")
+    source.add_argument(
+        "--vllm-repository",
+        type=Path,
+        metavar="DIR",
+        help="instead: a model of NVIDIA's vllm_backend (1/model.json), served under its folder's name",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="for --vllm-repository, where model.json says none"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     for name, what in (
         ("http", "requests over HTTP"),
@@ -187,11 +198,9 @@ def _render(given: argparse.Namespace) -> int:
 
 
 def _serve(given: argparse.Namespace) -> int:
-    from quire_operator import crd, serve
+    from quire_operator import crd, serve, serve_vllm
     from quire_operator.service import LLMService
 
-    manifest = crd.only_service(given.file)
-    service = LLMService.from_body(crd.valid(manifest))
     wanted = serve.Options(
         host=given.host,
         http_port=given.http_port,
@@ -204,14 +213,19 @@ def _serve(given: argparse.Namespace) -> int:
         secrets_dir=given.secrets_dir,
         verbose=given.verbose,
     )
+    if given.vllm_repository is not None:
+        argv = list(serve_vllm.argv(given.vllm_repository, given.device, wanted, os.environ))
+        serve.missing_packages()
+        serve.become(argv, os.environ)
+    manifest = crd.only_service(given.file)
+    service = LLMService.from_body(crd.valid(manifest))
     launch = serve.prepare(manifest, service, wanted, os.environ)
     serve.missing_packages()
     serve.write(launch)
     if given.verbose:
         print(json.dumps(launch.engine.to_json(), indent=2), *launch.argv, file=sys.stderr)
     print(f"quire: {service.served_name} on {service.spec.device} from {launch.engine.model}", file=sys.stderr)
-    serve.become(launch)
-    raise AssertionError("exec returned")
+    serve.become(launch.argv, launch.environment)
 
 
 if __name__ == "__main__":

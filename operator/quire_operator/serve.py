@@ -12,9 +12,10 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from quire_operator.engine_config import EngineRefuses, engine_config
 from quire_operator.errors import InvalidService, Problem
@@ -105,11 +106,11 @@ def write(launch: Launch) -> None:
         raise ConfigError(f"run folder {folder}: {error.strerror}; give another with --run-dir") from error
 
 
-def become(launch: Launch) -> None:
+def become(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Replace this process by the supervisor; returns only by exception."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(launch.argv[0], list(launch.argv), dict(launch.environment))
+    os.execve(argv[0], list(argv), dict(environment))
 
 
 def missing_packages() -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 import quire_server.__main__
-from quire_operator import crd, serve
+from quire_operator import crd, serve, serve_vllm
 from quire_operator.errors import InvalidService
 from quire_operator.manifest import read
 from quire_operator.plan import ways
 from quire_operator.serve import Options, prepare, write
 from quire_operator.service import LLMService
+from quire_spec import names
 from quire_spec.catalogue import Catalogue
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError
@@ -291,13 +292,10 @@ def test_the_folder_of_a_running_supervisor_is_not_written_to(folder):
 
 
 BECOME = """
-import os, sys
-from pathlib import Path
-from quire_operator.serve import Launch, become
-from quire_spec.catalogue import Catalogue
-from quire_spec.config import EngineConfig
+import sys
+from quire_operator.serve import become
 program = (sys.executable, "-c", "import os; print(os.getpid(), os.environ)")
-become(Launch(EngineConfig(model="m"), Catalogue(), Path("/nowhere"), program, {"WORD": "here"}))
+become(program, {"WORD": "here"})
 """
 
 
@@ -312,3 +310,27 @@ def test_missing_packages_are_named_with_their_extras(monkeypatch):
     monkeypatch.setitem(serve.NEEDED, "no_such_package", "server")
     with pytest.raises(ConfigError, match=r"^no_such_package: not installed; pip install 'quire-llm\[server\]'$"):
         serve.missing_packages()
+
+
+def test_a_vllm_backend_repository_is_served_under_its_models_name(tmp_path):
+    model = tmp_path / "repository" / "vllm_model"
+    (model / "1").mkdir(parents=True)
+    (model / "1/model.json").write_text('{"model": "somewhere"}')
+    for given in (model, model.parent):
+        argv = list(serve_vllm.argv(given, "cpu", Options(http_port=18000, cache_dir=tmp_path), {}))
+        args = quire_server.__main__._arguments(argv[3:])
+        assert (args.vllm_repository, args.device, args.served_name) == (given, "cpu", "vllm_model")
+        assert (args.http_port, args.grpc_port, args.cache_dir) == (18000, names.GRPC_PORT, tmp_path)
+        assert args.engine is None and args.run_dir.name == f"quire-{os.getuid()}-vllm_model"
+    (tmp_path / "repository/another/1").mkdir(parents=True)
+    (tmp_path / "repository/another/1/model.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"2 files .* one is needed"):
+        serve_vllm.served_name(tmp_path / "repository")
+
+
+def test_serve_takes_a_file_or_a_repository(tmp_path):
+    for flags in ([], ["-f", "a.yaml", "--vllm-repository", str(tmp_path)]):
+        done = subprocess.run(
+            [sys.executable, "-m", "quire_operator.cli", "serve", *flags], capture_output=True, text=True
+        )
+        assert done.returncode == 2 and "--vllm-repository" in done.stderr
