@@ -5,12 +5,17 @@ The published figures are KV tokens that vLLM logs at its start with Llama 3.1 8
 engine: the point is that the formulas hold within a few per cent and never promise more than there is.
 """
 
+from pathlib import Path
+
 import pytest
-from support.planning import ANY_TP, GIB, MODELS, inputs, plan
+from support.planning import ANY_TP, GIB, MODELS, inputs, plan, service
 
 from quire_operator.plan import memory, ways
 from quire_operator.plan.errors import Unplannable, Why
 from quire_operator.plan.plan import Fit
+from quire_operator.plan.text import lines
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # Card, GiB that CUDA reports, gpu_memory_utilization, token budget, sequences: vLLM's defaults. Logged, predicted.
 PUBLISHED = [
@@ -144,3 +149,11 @@ def test_adapters_on_70b_leave_too_little_on_two_gpus_of_80_gb(gpu):
     with pytest.raises(Unplannable) as error:
         plan("70b", A100_40, "lora: {maxLoaded: 8, maxRank: 16}\ngpu: {count: 4}")
     assert error.value.why is Why.DOES_NOT_FIT
+
+
+def test_the_documentation_shows_real_output():
+    shown = (ROOT / "docs/planning.md").read_text().partition("```")[2].partition("```")[0].strip().splitlines()[1:]
+    spec = "gpu: {product: NVIDIA-L4}\nlora: {maxLoaded: 8, maxRank: 16}"
+    printed = list(lines(service(spec), MODELS["8b"], plan("8b", L4, spec), 100, colours=False))
+    assert len(shown) == 9
+    assert shown == printed[3:12]
