@@ -128,6 +128,15 @@ def test_errors_name_field_value_and_fix(configs, arguments, words):
     assert "Traceback" not in done.stderr
 
 
+def test_a_hub_out_of_reach_is_said_with_the_way_around_it():
+    command = [QUIRE, "plan", "-f", "examples/cpu-cluster.yaml"]
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("hub repository 'Qwen/Qwen2.5-0.5B-Instruct' at 'its default branch', config.json: ")
+    assert done.stderr.endswith("say where config.json is: --model-config PATH\n")
+
+
 def test_nodes_of_a_cluster(configs):
     def node(product, memory):
         return {"metadata": {"labels": {"nvidia.com/gpu.product": product, "nvidia.com/gpu.memory": str(memory)}}}

@@ -22,7 +22,7 @@ from quire_operator.plan.planner import DEFAULT_IMAGES, make_plan
 from quire_operator.plan.text import lines
 from quire_operator.service import Device, LLMService
 from quire_operator.sources import Machine
-from quire_spec.errors import ConfigError
+from quire_spec.errors import ConfigError, Unavailable
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,7 +87,12 @@ def _model(options: argparse.Namespace, manifest: Manifest, service: LLMService)
     source, where = service.spec.model.source, ("spec", "model", "source")
     if problems := list(machine.problems(source, where, (CONFIG_FILE,))):
         raise InvalidService([_hint(problem) for problem in problems], manifest.place)
-    return read_checkpoint(files_of(machine.local(source), machine.folder(source), machine.secret))
+    try:
+        return read_checkpoint(files_of(machine.local(source), machine.folder(source), machine.secret))
+    except Unavailable as error:
+        raise Unavailable(
+            f"{error}; where this machine cannot reach it, say where config.json is: --model-config PATH"
+        ) from error
 
 
 def _hint(problem: Problem) -> Problem:
