@@ -64,13 +64,13 @@ def _heading(results: dict[str, Any]) -> str:
     machine, work, check = results["machine"], results["workload"], results["check"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     gap = max(check["gaps"].values())
+    compared = f"{check['requests']} outputs in float32 equal transformers'; " if check["requests"] else ""
     return (
         f"{machine['cpu']}, {machine['num_cpus']} CPUs ({', '.join(machine['flags'])}), load {machine['load'][0]:.1f} "
         f"before and {machine['load'][1]:.1f} after; {versions}; {results['when']};\ncommit {results['commit']}.\n"
         f"{work['requests']} requests, prompts of {'-'.join(map(str, work['prompt_tokens']))} and outputs of "
         f"{'-'.join(map(str, work['output_tokens']))} tokens, greedy; medians of {work['runs']} alternating runs.\n"
-        f"Checked: {check['requests']} outputs in "
-        f"float32 equal transformers'; those measured are within {gap:.2f} standard deviations of its logits."
+        f"Checked: {compared}those measured are within {gap:.2f} deviations of transformers' logits in float32."
     )
 
 

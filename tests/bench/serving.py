@@ -33,6 +33,8 @@ from workload import Request, Workload
 FORMAT = 1
 """Of results.json; raise it with any change of meaning."""
 NUM_CHECKED = 4
+MAX_WARM_UP_TOKENS = 32
+"""Of an output."""
 WARM_UP = -1
 """The round that does not count; its outputs are checked."""
 
@@ -66,11 +68,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-")))
         own = {"model": settings["model"], "dtype": "float32", "batch": 1}
         with Child("oracle", "static_batches.py", own, folder) as oracle:
-            say("checking this engine against transformers, both in float32")
-            few = [Request(prompt, min(num, 32)) for prompt, num in work.requests(WARM_UP)[:NUM_CHECKED]]
-            check_float32(settings["model"], few, oracle, folder)
+            # All load at the same time: reading weights and importing torch keeps one core busy for each.
             say(f"loading {', '.join(names)}")
             running = stack.enter_context(engines(names, settings, args.vllm_python, folder))
+            few = short(work)[:NUM_CHECKED] if {"offline", "http", "grpc"} & set(names) else []
+            if few:
+                say("checking this engine against transformers, both in float32")
+                check_float32(settings["model"], few, oracle, folder)
             results["about"] = {name: engine.about() for name, engine in running.items()}
             say("warming up, and checking what each generates")
             gaps = {name: _warm_up(engine, work, oracle) for name, engine in running.items()}
@@ -84,9 +88,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return results | report.summarize(results["runs"])
 
 
+def short(work: Workload) -> list[Request]:
+    """The requests of the run that does not count."""
+    return [Request(prompt, min(num, MAX_WARM_UP_TOKENS)) for prompt, num in work.requests(WARM_UP)]
+
+
 def _warm_up(engine: Engine, work: Workload, oracle: Child) -> float:
-    """A run that does not count; the worst gap of its outputs."""
-    requests = work.requests(WARM_UP)
+    """A run that does not count; the worst gap of its outputs.
+
+    Of all requests, so that everything is allocated that a run needs, but with short outputs: a third of its time.
+    """
+    requests = short(work)
     reply = engine.run(requests)
     measure(requests, None, reply)
     return check_gap(engine.name, requests[:NUM_CHECKED], reply["token_ids"][:NUM_CHECKED], oracle)

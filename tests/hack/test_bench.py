@@ -50,7 +50,11 @@ _SCHEMA = _object(
     **dict.fromkeys(("when", "command", "commit"), _TEXT),
     **{name: {"type": "object", "minProperties": 1} for name in ("settings", "workload", "about", "versions")},
     machine=_object(cpu=_TEXT, flags={"type": "array"}, num_cpus=_COUNT, memory_bytes=_COUNT, load={"type": "array"}),
-    check=_object(requests=_COUNT, max_gap=_SIZE, gaps={"type": "object", "additionalProperties": {"type": "number"}}),
+    check=_object(
+        requests={"type": "integer", "minimum": 0},
+        max_gap=_SIZE,
+        gaps={"type": "object", "additionalProperties": {"type": "number"}},
+    ),
     runs=_list(
         engine={"enum": list(engines.NAMES)}, rate=_RATE_OR_NONE, round={"type": "integer"}, **_COUNTS, **_SPEED
     ),
