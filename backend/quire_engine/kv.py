@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from quire_kernels import Arena
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import kv_block_bytes
 
@@ -34,11 +35,9 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         # Not cleared here: on a CPU, pages cost memory only once they are written.
-        self._data = torch.empty(
-            (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim),
-            dtype=dtype,
-            device=device,
-        )
+        size = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        on_cpu = device.type == "cpu"
+        self._data = Arena().empty(size, dtype) if on_cpu else torch.empty(size, dtype=dtype, device=device)
         self.layers: tuple[Tensor, ...] = tuple(self._data)
         """Per layer [2, num_blocks, block_size, num_kv_heads, head_dim]: keys at 0, values at 1."""
 

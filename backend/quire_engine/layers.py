@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire_engine.batch import Batch
 from quire_engine.lora import SlotWeights
-from quire_kernels import gated, linear, pack_weight, paged_attention, rms_norm, rotate_and_write
+from quire_kernels import Arena, gated, linear, pack_weight, paged_attention, rms_norm, rotate_and_write
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import linears
 
@@ -69,9 +69,9 @@ class Linear:
                 yield f"{prefix}{name}.bias", self.bias[start : start + width]
             start += width
 
-    def pack(self) -> None:
+    def pack(self, arena: Arena) -> None:
         """Lay the loaded weight out for speed; it cannot be read or written any more."""
-        self.weight = pack_weight(self.weight)
+        self.weight = pack_weight(self.weight, arena)
 
 
 class RMSNorm:

@@ -7,6 +7,7 @@ They know tensors, not requests: quire_engine prepares what they need once a ste
 from quire_kernels.activation import ACTIVATIONS, gated, silu_mul
 from quire_kernels.attention import AttentionBatch, SpanGroup, paged_attention, plan_attention
 from quire_kernels.dispatch import Op
+from quire_kernels.huge import Arena
 from quire_kernels.kv_write import write_kv
 from quire_kernels.linear import embedding, linear, looked_up, pack_weight
 from quire_kernels.lora import AdapterBatch, SlotRows, add_lora, plan_adapters
@@ -17,6 +18,7 @@ from quire_kernels.sampling import draw, keep_likely, most_likely, penalize, uni
 __all__ = [
     "ACTIVATIONS",
     "AdapterBatch",
+    "Arena",
     "AttentionBatch",
     "Op",
     "SlotRows",

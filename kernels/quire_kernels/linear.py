@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire_kernels import native
 from quire_kernels.dispatch import Op
+from quire_kernels.huge import Arena
 
 # Elements of the smallest float32 weight that is worth it: torch takes oneDNN for bf16 only; oneDNN takes 11 us and not
 # 2 us for 64 x 192 and 1 token, and compiles a product anew for every number of tokens (0.2 ms and up, once).
@@ -80,9 +81,9 @@ def _from_panels(token_ids: Tensor, table: Tensor) -> Tensor:
     return out
 
 
-def pack_weight(weight: Tensor) -> Tensor:
+def pack_weight(weight: Tensor, arena: Arena | None = None) -> Tensor:
     """The weight [out_features, in_features] in the layout that suits the processor, fit for `linear` only, and where
-    `looked_up` says so for `embedding`; itself where there is none for it.
+    `looked_up` says so for `embedding`; itself where there is none for it. Panels come from `arena`.
 
     Compiled forms have it in panels: [out_features / 32, in_features / 2, 32, 2]. 576 x 3072 and 64 tokens, bf16, two
     Zen 5 cores: 0.55 ms, 89 % of what vdpbf16ps can do there, and 0.61 ms in oneDNN's layout, which comes next. Without
@@ -91,7 +92,7 @@ def pack_weight(weight: Tensor) -> Tensor:
     """
     out_features, in_features = weight.shape
     if native.suits(weight) and weight.is_contiguous() and out_features % PANEL == in_features % 2 == 0:
-        panels = weight.new_empty(out_features // PANEL, in_features // 2, PANEL, 2)
+        panels = (arena or Arena()).empty((out_features // PANEL, in_features // 2, PANEL, 2), weight.dtype)
         native.library().quire_pack(weight.data_ptr(), panels.data_ptr(), out_features, in_features)
         return panels
     if weight.dtype == torch.float32 and weight.numel() < MIN_PACKED:

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire_engine.batch import Batch
 from quire_engine.kv import KVCache
 from quire_engine.layers import Linear, Placement
-from quire_kernels import embedding, looked_up
+from quire_kernels import Arena, embedding, looked_up
 from quire_spec.shape import ModelShape
 
 
@@ -91,8 +91,9 @@ class CausalLM(ABC):
 
     def pack(self) -> None:
         """Lay the loaded weights of all linears out for speed; `tensors` is of no use afterwards."""
+        arena = Arena()
         for _, linear in self.linears():
-            linear.pack()
-        self.lm_head.pack()
+            linear.pack(arena)
+        self.lm_head.pack(arena)
         if self.shape.tie_word_embeddings and looked_up(self.lm_head.weight):
             self.embed_tokens = self.lm_head.weight

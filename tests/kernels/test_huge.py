@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory in large pages: tensors that do not overlap, aligned, and pages that cost nothing before they are written."""
+
+from pathlib import Path
+
+import torch
+
+from quire_kernels import Arena
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_tensors_lie_apart_and_aligned() -> None:
+    arena = Arena()
+    sizes = [(3, 5), (1,), (1 << 20, 3), (7,), (40 << 20,)]
+    tensors = [arena.empty(size, torch.bfloat16) for size in sizes]
+    for i, tensor in enumerate(tensors):
+        assert tensor.is_contiguous() and tensor.data_ptr() % 64 == 0
+        tensor.fill_(i)
+    assert all(tensor.shape == size for tensor, size in zip(tensors, sizes, strict=True))
+    assert all((tensor == i).all() for i, tensor in enumerate(tensors))
+
+
+def test_what_nobody_writes_costs_nothing() -> None:
+    before = _resident()
+    huge = Arena().empty((4 << 30,), torch.uint8)
+    assert _resident() - before < 64 << 20
+    huge[: 1 << 20] = 1
+    assert _resident() - before < 64 << 20
