@@ -107,6 +107,9 @@ class Engine:
         self._check_logprobs(params, len(prompt))
         self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
         self._check_tokens("logit_bias", params.logit_bias or ())
+        bad_words = tuple(tuple(self._check_tokens("bad_words", word)) for word in request.bad_word_ids)
+        stops = stops if params.ignore_eos else stops | self.eos_token_ids
+        _check_allowed(params, stops, bad_words)
         room = max(self.max_model_len - len(prompt), 0)
         self._scheduler.add(
             Sequence(
@@ -115,8 +118,8 @@ class Engine:
                 params=params,
                 seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
                 max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-                stop_token_ids=stops if params.ignore_eos else stops | self.eos_token_ids,
-                bad_words=tuple(tuple(self._check_tokens("bad_words", word)) for word in request.bad_word_ids),
+                stop_token_ids=stops,
+                bad_words=bad_words,
                 adapter=request.adapter,
                 cache_salt=request.cache_salt,
                 fork_of=request.fork_of,
@@ -288,9 +291,17 @@ def check_max_model_len(config: EngineConfig, shape: ModelShape) -> int:
     return config.max_model_len or limit
 
 
+def _check_allowed(params: SamplingParams, stops: frozenset[int], bad_words: Iterable[tuple[int, ...]]) -> None:
+    forbidden = {word[0] for word in bad_words if len(word) == 1} | (stops if params.min_tokens else frozenset())
+    if params.allowed_token_ids and forbidden.issuperset(params.allowed_token_ids):
+        raise InvalidArgument(
+            "sampling parameter 'allowed_token_ids': bad_words and min_tokens forbid all of them; allow another token"
+        )
+
+
 def _result(sequence: Sequence, new: Sampled) -> SequenceResult:
-    logprobs = None if new.logprobs is None else _plain(new.logprobs)
-    result = SequenceResult(sequence.id, new.token_ids, sequence.finish_reason, logprobs)
+    logprobs, reason = None if new.logprobs is None else _plain(new.logprobs), sequence.finish_reason
+    result = SequenceResult(sequence.id, new.token_ids, reason and reason.value, logprobs)
     if len(sequence.output_token_ids) > len(new.token_ids):
         return result
     scored, sequence.prompt_logprobs = sequence.prompt_logprobs, []

@@ -4,6 +4,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -110,9 +111,10 @@ class LLM:
         """
         each = each_prompt(prompts)
         default = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = per_prompt("sampling_params", default, SamplingParams, len(each))
-        loras = per_prompt("lora_request", lora_request, LoRARequest, len(each))
-        priorities = per_prompt("priority", priority or 0, int, len(each))
+        # Copies are checked as a whole, and keep what they are whatever is assigned to the given ones.
+        params = [replace(p) for p in per_prompt("sampling_params", default, SamplingParams, len(each))]
+        loras = per_prompt("lora_request", lora_request, LoRARequest, len(each), optional=True)
+        priorities = per_prompt("priority", 0 if priority is None else priority, int, len(each))
         digests = {lora: self.load_adapter(lora) for lora in dict.fromkeys(loras) if lora is not None}
         jobs: list[Job] = []
         try:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts and per-prompt arguments of an offline run, in the forms that vLLM takes, to one form. llm.py calls it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from operator import index
 from typing import Any, Self, cast
 
 from quire_spec.errors import InvalidArgument
@@ -10,6 +12,8 @@ from quire_spec.errors import InvalidArgument
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, {"prompt": text}, {"prompt_token_ids": ids}, or token ids; the objects may have a cache_salt."""
 
+_FORMS = "use a text, {'prompt': text}, {'prompt_token_ids': ids} or a list of token ids"
+_MAX_TOKEN_ID = 2**31 - 1
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
@@ -26,12 +30,12 @@ class PromptParts:
         """Read one prompt.
 
         Raises:
-            InvalidArgument: it has an unknown key, or neither text nor token ids.
+            InvalidArgument: it has an unknown key, or neither text nor token ids, or what is no token id.
         """
         if isinstance(prompt, str):
             return cls(prompt, None)
         if not isinstance(prompt, Mapping):
-            return cls(None, list(prompt))
+            return cls(None, _token_ids(prompt))
         if unknown := sorted(set(prompt) - _KEYS):
             raise InvalidArgument(f"prompt: unknown key {unknown[0]!r}; use 'prompt' or 'prompt_token_ids'")
         text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
@@ -39,22 +43,50 @@ class PromptParts:
             raise InvalidArgument(f"prompt: {prompt!r} has neither a text 'prompt' nor 'prompt_token_ids'")
         if not isinstance(salt, str | None):
             raise InvalidArgument(f"prompt: cache_salt {salt!r} is no string")
-        return cls(text, None if token_ids is None else list(token_ids), salt)
+        return cls(text, None if token_ids is None else _token_ids(token_ids), salt)
 
 
 def each_prompt(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Prompts one by one; one alone is a list of one."""
-    single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
-
-
-def per_prompt(name: str, value: Any, kind: type[Any], count: int) -> list[Any]:
-    """One value for all prompts, or a list with one each.
+    """Prompts one by one; one alone is a list of one.
 
     Raises:
-        InvalidArgument: not as many as there are prompts.
+        InvalidArgument: neither.
     """
-    values = [value] * count if value is None or isinstance(value, kind) else list(value)
+    if not isinstance(prompts, str | Mapping | Iterable):
+        raise InvalidArgument(f"prompts: {str(prompts)[:80]} is no prompt; {_FORMS}")
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    several = [prompts] if isinstance(prompts, bytes) else list(prompts)
+    # numpy's integers are no int.
+    single = len(several) > 0 and isinstance(several[0], Integral)
+    return [cast(Prompt, several)] if single else cast(list[Prompt], several)
+
+
+def per_prompt(name: str, value: Any, kind: type[Any], count: int, optional: bool = False) -> list[Any]:
+    """One value for all prompts, or a list with one each; None is one if `optional`.
+
+    Raises:
+        InvalidArgument: not as many as there are prompts, or one that is no `kind`.
+    """
+    single = value is None or isinstance(value, kind) or not isinstance(value, Sequence) or isinstance(value, str)
+    values = [value] * count if single else list(value)
+    for entry in values:
+        if not (isinstance(entry, kind) or (entry is None and optional)):
+            raise InvalidArgument(f"{name}: {str(entry)[:80]!r} is no {kind.__name__}")
     if len(values) != count:
         raise InvalidArgument(f"{name}: {len(values)} entries for {count} prompts; give one, or one per prompt")
     return values
+
+
+def _token_ids(values: object) -> list[int]:
+    """Integers of any library as plain ones; the engine knows the vocabulary and looks again."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise InvalidArgument(f"prompt: {str(values)[:80]!r} is no prompt; {_FORMS}")
+    try:
+        ids = [index(value) for value in values]
+    except TypeError as error:
+        raise InvalidArgument(f"prompt: not a list of token ids: {error}") from error
+    if ids and not (min(ids) >= 0 and max(ids) <= _MAX_TOKEN_ID):
+        wrong = next(i for i in ids if not 0 <= i <= _MAX_TOKEN_ID)
+        raise InvalidArgument(f"prompt: {str(wrong)[:40]} is no token id")
+    return ids

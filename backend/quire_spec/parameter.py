@@ -12,6 +12,8 @@ from typing import Any
 
 from quire_spec.errors import InvalidArgument
 
+_LARGEST = 2**63
+
 
 def within(low: float, high: float) -> Mapping[str, Any]:
     """Metadata of a field whose value, if it is not None, must be from `low` to `high`."""
@@ -59,7 +61,8 @@ def check(parameter: Field[Any], value: Any) -> Any:
     """
     name, kind = parameter.name, kind_of(parameter)
     if kind == "float" and _is_int(value):
-        value = float(value)
+        # An integer beyond every float is beyond every range, too.
+        value = float(max(-_LARGEST, min(_LARGEST, value)))
     if value is None and kind.endswith("| None"):
         return None
     wanted, accepts = _KINDS[kind.removesuffix(" | None")]

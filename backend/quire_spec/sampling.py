@@ -28,9 +28,12 @@ MAX_SEED = 2**63 - 1
 _MAX_COUNT = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """One request's sampling parameters.
+    """One request's sampling parameters, given by name.
+
+    Not frozen, because vLLM's scripts assign to them (`params.max_tokens = 64`): each value is checked when it is
+    assigned, how they fit together when they are made and when they are used.
 
     Raises:
         InvalidArgument: a value has the wrong type or is out of range; the message names the parameter.
@@ -113,17 +116,20 @@ class SamplingParams:
     """Outputs to make, of which the n of highest cumulative log probability are given, best first; None makes n."""
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            object.__setattr__(self, f.name, check(f, normal(f, getattr(self, f.name))))
-        if self.seed == -1:
-            object.__setattr__(self, "seed", None)
-        if self.logit_bias is not None:
-            clamped = {token: max(-MAX_BIAS, min(MAX_BIAS, float(b))) for token, b in self.logit_bias.items()}
-            object.__setattr__(self, "logit_bias", clamped or None)
         self._check_together()
-        for name in ("stop", "bad_words"):
-            for text in getattr(self, name):
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (parameter := type(self).__dataclass_fields__.get(name)) is None:
+            raise _unknown(name)
+        value = check(parameter, normal(parameter, value))
+        if name == "seed" and value == -1:
+            value = None
+        elif name == "logit_bias" and value is not None:
+            value = {token: float(max(-MAX_BIAS, min(MAX_BIAS, b))) for token, b in value.items()} or None
+        elif name in ("stop", "bad_words"):
+            for text in value:
                 _check_length(name, text)
+        object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -168,7 +174,7 @@ class SamplingParams:
         """
         known = {f.name: f for f in fields(cls)}
         if unknown := sorted(set(values) - set(known)):
-            raise InvalidArgument(f"unknown sampling parameter {unknown[0]!r}; known are {', '.join(sorted(known))}")
+            raise _unknown(unknown[0])
         return cls(**{name: from_text(known[name], value) for name, value in values.items()})
 
     def to_mapping(self) -> dict[str, Any]:
@@ -192,6 +198,11 @@ class SamplingParams:
             raise InvalidArgument("sampling parameter 'allowed_token_ids': [] leaves no token to take; leave it out")
         if self.stop and not self.detokenize:
             raise InvalidArgument("sampling parameter 'stop': needs text to be looked for in; leave detokenize on")
+
+
+def _unknown(name: str) -> InvalidArgument:
+    known = sorted(f.name for f in fields(SamplingParams))
+    return InvalidArgument(f"unknown sampling parameter {name!r}; known are {', '.join(known)}")
 
 
 def _check_length(name: str, text: str) -> None:

@@ -146,6 +146,19 @@ def test_prompts_come_in_four_forms(world: World) -> None:
     assert world.llm.generate([]) == []
 
 
+def test_a_script_assigns_to_parameters_and_takes_ids_from_arrays(world: World) -> None:
+    params = world.llm.get_default_sampling_params()
+    params.max_tokens, params.temperature = 5, 0
+    ids = torch.tensor([5, 9, 9, 30])
+    for prompt in ([ids], [ids.numpy()], ids.numpy()):
+        [output] = world.llm.generate(prompt, params)
+        assert output.outputs[0].token_ids == world.expected(ids.tolist(), num=5)
+        assert repr(output.outputs[0].finish_reason) == "'length'"
+    params.n = 2
+    with pytest.raises(InvalidArgument, match="'n': 2 outputs of temperature 0"):
+        world.llm.generate("jumps", params)
+
+
 def test_parameters_per_prompt_and_by_default(world: World) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (3, 7)]
     outputs = world.llm.generate(["jumps", "jumps"], params)
@@ -233,6 +246,17 @@ def test_a_folder_without_tokenizer_takes_token_ids(world: World, tmp_path: Path
         ({"prompts": ["a", "b"], "sampling_params": [SamplingParams()]}, "sampling_params: 1 entries for 2 prompts"),
         ({"prompts": ["a", "b"], "lora_request": [None]}, "lora_request: 1 entries for 2 prompts"),
         ({"prompts": "a", "lora_request": LoRARequest("x", 1, "/nowhere")}, "adapter 'x': .*No such file"),
+        ({"prompts": "a", "lora_request": "x"}, "lora_request: 'x' is no LoRARequest"),
+        ({"prompts": "a", "sampling_params": {"temperature": 0}}, "sampling_params: .* is no SamplingParams"),
+        ({"prompts": "a", "sampling_params": [None]}, "sampling_params: 'None' is no SamplingParams"),
+        ({"prompts": "a", "priority": ["1"]}, "priority: '1' is no int"),
+        ({"prompts": None}, "prompts: None is no prompt; use a text"),
+        ({"prompts": ["a", None]}, "prompt: 'None' is no prompt; use a text"),
+        ({"prompts": b"abc"}, "prompt: .*abc.* is no prompt; use a text"),
+        ({"prompts": {"prompt_token_ids": "abc"}}, "prompt: 'abc' is no prompt; use a text"),
+        ({"prompts": [["a", "b"]]}, "prompt: not a list of token ids"),
+        ({"prompts": [[1, -2]]}, "prompt: -2 is no token id"),
+        ({"prompts": [[1, 2**70]]}, "prompt: 1180591620717411303424 is no token id"),
     ],
 )
 def test_a_wrong_request_is_refused_before_anything_runs(world: World, arguments: Any, message: str) -> None:

@@ -283,6 +283,17 @@ def test_tokens_outside_the_vocabulary_are_refused_by_name(world: World, params:
     assert not world.llm.engine.has_work
 
 
+def test_parameters_that_leave_no_token_are_refused(world: World) -> None:
+    [word] = world.llm.get_tokenizer().bad_word_ids(["x"])[:1]
+    assert len(word) == 1
+    for allowed, params in (([40, 41], {"stop_token_ids": [40, 41, 42], "min_tokens": 2}), (word, {"bad_words": "x"})):
+        with pytest.raises(InvalidArgument, match="'allowed_token_ids': bad_words and min_tokens forbid all"):
+            world.tokens([[1, 2]], SamplingParams(allowed_token_ids=allowed, **params))
+        assert not world.llm.engine.has_work
+        [tokens] = world.tokens([[1, 2]], SamplingParams(allowed_token_ids=[*allowed, 60], **params))
+        assert tokens[:2] == [60, 60]
+
+
 def test_text_parameters_need_a_tokenizer(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "bare", "llama")
     llm = LLM(model=folder, dtype="float32", max_model_len=64, kv_cache_memory_bytes=2**21)

@@ -72,7 +72,7 @@ def test_unknown_names_are_refused(name):
 
 
 BAD = {
-    "temperature": (-0.1, 101, "warm", None, True, [1.0], math.nan, "nan", math.inf),
+    "temperature": (-0.1, 101, 10**400, "warm", None, True, [1.0], math.nan, "nan", math.inf),
     "top_p": (0, 1.01, "most", None),
     "top_k": (-2, 2.5, "many", None, True),
     "min_p": (-0.1, 1.1, "few", None),
@@ -117,6 +117,23 @@ def test_logit_bias_from_json_is_clamped():
     assert params.logit_bias == {7: 100.0, 8: -3.0}
     assert SamplingParams.from_mapping(json.loads(json.dumps(params.to_mapping()))) == params
     assert SamplingParams(logit_bias={}).logit_bias is None
+
+
+def test_a_parameter_is_checked_when_it_is_assigned():
+    params = SamplingParams()
+    params.max_tokens, params.stop, params.seed, params.logit_bias = 5, "x", -1, {3: 10**400}
+    assert params == SamplingParams(max_tokens=5, stop=["x"], logit_bias={3: 100.0})
+    with pytest.raises(InvalidArgument, match="'temperature'"):
+        params.temperature = -1
+    with pytest.raises(InvalidArgument, match="unknown sampling parameter 'max_new_tokens'"):
+        params.max_new_tokens = 5
+    assert params.temperature == 1.0
+
+
+def test_parameters_are_given_by_name():
+    # vLLM's first one is n, so a number alone would mean another thing here or there.
+    with pytest.raises(TypeError):
+        SamplingParams(2)
 
 
 def test_text_is_read_from_clients_and_not_from_programs():
