@@ -2,6 +2,8 @@
 """How many KV blocks there will be: what is asked for, or what the device has left. Arithmetic, and the refusal when a
 single sequence would not fit."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quire_spec.config import EngineConfig
@@ -51,6 +53,19 @@ def num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, budge
     if blocks < per_sequence:
         raise ConfigError(_refusal(config, max_model_len, per_sequence * block_bytes, kv_bytes, budget))
     return blocks
+
+
+@contextmanager
+def allocating(name: str) -> Iterator[None]:
+    """Say which setting asked for memory that the system does not give.
+
+    Raises:
+        ConfigError: instead of what torch raises.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise ConfigError(f"{name}: the memory cannot be had; lower it ({str(error)[:200]})") from error
 
 
 def _refusal(config: EngineConfig, max_model_len: int, needed: int, kv_bytes: int, budget: Budget) -> str:

@@ -19,7 +19,7 @@ from quire_engine.kv import KVCache, block_bytes
 from quire_engine.layers import Placement
 from quire_engine.logprobs import logprobs_of
 from quire_engine.lora import AdapterSlots, SlotWeights
-from quire_engine.memory import Budget, num_blocks
+from quire_engine.memory import Budget, allocating, num_blocks
 from quire_engine.models import model_class
 from quire_engine.models.causal import CausalLM
 from quire_engine.peft import HostAdapter
@@ -65,9 +65,11 @@ class TorchRunner(Runner):
         one_block = block_bytes(shape, config.block_size, self._dtype)
         budget = self._measure(config, max_model_len)
         self.num_blocks = num_blocks(config, max_model_len, one_block, budget)
-        self._kv = KVCache(shape, self.num_blocks, config.block_size, self._dtype, self._device)
+        with allocating("kv_cache_memory_bytes"):
+            self._kv = KVCache(shape, self.num_blocks, config.block_size, self._dtype, self._device)
         num_host_blocks = int(config.swap_space * 2**30) // one_block
-        self._swapper = Swapper(self._kv, num_host_blocks) if num_host_blocks else None
+        with allocating("swap_space"):
+            self._swapper = Swapper(self._kv, num_host_blocks) if num_host_blocks else None
         self.swap_space = self._measure_swap(config, max_model_len)
         self.memory = MemoryPlan(
             weights_bytes=budget.weights,

@@ -203,14 +203,14 @@ class Detokenizer:
         return text if self._pieces.errors == "replace" or text.isascii() else text.translate(_INVALID_BYTES)
 
     def _find_stop(self, start: int) -> tuple[int, str] | None:
-        """Where to cut the window, and the stop string that ends first after `start`, the longest if several do."""
+        """Where to cut the window, and the stop string that ends first after `start`, the first given if several do."""
         found = []
         for stop in self._stops:
             if (at := self._window.find(stop, max(0, start - len(stop) + 1))) >= 0:
                 found.append((at + len(stop), at, stop))
         if not found:
             return None
-        end, at, stop = min(found)
+        end, at, stop = min(found, key=lambda entry: entry[0])
         return end if self._include_stop else at, stop
 
     def _take(self, everything: bool) -> str:

@@ -88,7 +88,8 @@ def read_request(
 
 def nothing_told(request_id: int, wanted: Wanted) -> list[Event]:
     """What was told of each output of a request before its first response."""
-    return [Event(request_id, index=index) for index in range(wanted.num_outputs)]
+    # Not a sum that is not there: NaN is no JSON.
+    return [Event(request_id, index=index, cumulative_logprob=0.0) for index in range(wanted.num_outputs)]
 
 
 def news(events: Sequence[Event], told: Sequence[Event]) -> list[Event]:

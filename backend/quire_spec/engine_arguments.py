@@ -23,6 +23,8 @@ _NO_EFFECT = (
     "enforce_eager",
     "disable_custom_all_reduce",
     "max_parallel_loading_workers",
+    "compilation_config",
+    "async_scheduling",
 )
 """Engine arguments of vLLM that change no output and that this engine decides itself."""
 _ONLY: dict[str, tuple[object, ...]] = {
@@ -37,6 +39,10 @@ _ONLY: dict[str, tuple[object, ...]] = {
     "runner": ("auto", "generate"),
     "skip_tokenizer_init": (False,),
     "cpu_offload_gb": (0, 0.0),
+    "tokenizer_revision": (None,),
+    "hf_token": (None,),
+    "hf_overrides": (None,),
+    "logits_processors": (None,),
 }
 """Engine arguments of vLLM that this engine has one answer to: any other value is refused."""
 _DTYPES = {"half": "float16", "float": "float32"}

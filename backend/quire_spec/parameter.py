@@ -79,7 +79,7 @@ def check(parameter: Field[Any], value: Any) -> Any:
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise InvalidArgument unless `value` is from `low` to `high`."""
     if not low <= value <= high:
-        raise InvalidArgument(f"sampling parameter {name!r}: {value!r} is out of range; use {low:g} to {high:g}")
+        raise InvalidArgument(f"sampling parameter {name!r}: {short(value)} is out of range; use {low:g} to {high:g}")
 
 
 def kind_of(parameter: Field[Any]) -> str:
@@ -89,7 +89,10 @@ def kind_of(parameter: Field[Any]) -> str:
 
 def short(value: object) -> str:
     """`value` as an error message quotes it."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes integers of thousands of digits only when told to
+        text = f"a value of type {type(value).__name__} with thousands of digits"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -274,7 +274,9 @@ def test_unknown_settings_are_refused_by_name() -> None:
 
 
 def test_arguments_of_vllm_that_change_nothing_are_taken(world: World) -> None:
-    llm = world.load(trust_remote_code=False, enforce_eager=True, disable_log_stats=True, dtype="float")
+    llm = world.load(
+        trust_remote_code=False, enforce_eager=True, disable_log_stats=True, dtype="float", hf_overrides=None
+    )
     [output] = llm.generate(TEXTS[0], GREEDY)
     assert output.outputs[0].token_ids == world.expected(output.prompt_token_ids)
 

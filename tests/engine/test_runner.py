@@ -221,6 +221,12 @@ def test_a_cache_too_small_for_one_sequence_is_refused(folder, shape):
     assert "65,535 bytes" in message
 
 
+@pytest.mark.parametrize(("name", "value"), [("kv_cache_memory_bytes", 2**60), ("swap_space", 2.0**30)])
+def test_memory_that_the_machine_does_not_have(folder, shape, name, value):
+    with pytest.raises(ConfigError, match=f"^{name}: the memory cannot be had; lower it"):
+        TorchRunner(dataclasses.replace(CONFIG, **{name: value}), shape, folder)
+
+
 BUDGET = Budget(total=20 * GIB, weights=4 * GIB, lora=1 * GIB, activations=3 * GIB)
 MIB = 1 << 20
 

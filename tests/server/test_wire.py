@@ -307,7 +307,7 @@ class TestSeveralOutputs:
         assert tensors["finish_reason"] == [b"None", b"stop", b"None"]
         assert tensors["num_output_tokens"] == [2, 0, 0]
         assert tensors["logprobs"] == [b"[{}, {}]", b"[]", b"[]"]
-        assert tensors["cumulative_logprob"][:2] == [-4.0, -1.0] and np.isnan(tensors["cumulative_logprob"][2])
+        assert tensors["cumulative_logprob"] == [-4.0, -1.0, 0.0]
 
 
 class TestMerge:

@@ -95,7 +95,7 @@ BAD = {
     "skip_special_tokens": (1, "yes", None),
     "spaces_between_special_tokens": (1, "yes", None),
     "truncate_prompt_tokens": (0, -2, 1.5, "x"),
-    "n": (0, 129, 1.5, None, True),
+    "n": (0, 129, 10**400, 1.5, None, True),
     "best_of": (0, 129, 1.5, "x", True),
 }
 """Values that each parameter refuses."""
@@ -110,6 +110,12 @@ def test_bad_values_are_refused_by_name(name, value):
     with pytest.raises(InvalidArgument, match=f"'{name}'") as caught:
         SamplingParams.from_mapping({name: value})
     assert len(str(caught.value)) < 400
+
+
+def test_a_number_that_python_does_not_write_is_refused_by_name():
+    for name in ("n", "stop", "temperature"):
+        with pytest.raises(InvalidArgument, match=f"'{name}'"):
+            SamplingParams(**{name: 10**5000})
 
 
 def test_logit_bias_from_json_is_clamped():
