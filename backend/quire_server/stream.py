@@ -30,6 +30,7 @@ class Stream:
         "checked_at",
         "cut_off",
         "id",
+        "opened_at",
         "sender",
         "told",
         "wanted",
@@ -45,6 +46,8 @@ class Stream:
         """What responses told of each output."""
         self.cut_off = False
         """Ended from this side: the text process has to be told."""
+        self.opened_at = now
+        """When it came, in monotonic seconds."""
         self.checked_at = now
         """When the server was last asked whether the client is gone, in monotonic seconds."""
         self._events: list[Event] = []

@@ -257,6 +257,12 @@ class TestErrors:
         assert running.request("http", f"/v2/models/{BASE}/generate", body).status in (400, 500)
         assert running.generate(BASE, "x", max_tokens=1).status == 200
 
+    def test_no_error_overtakes_its_request_in_the_server(self, running):
+        """Under load the server aborts when one does; see REFUSE_AFTER_S, whose value the stub's process has."""
+        before = time.monotonic()
+        assert running.generate(BASE, "x", temperature=-1).status == 400
+        assert time.monotonic() - before >= 0.02
+
 
 class TestCancellation:
     """A client that goes away takes its request along."""
