@@ -4,7 +4,8 @@
 The only module that touches the server's Python API. `execute` never blocks and never raises: each request's failure is
 its own error response. Threads of a stub: the server's own, text_client.py's writer and reader, NUM_SENDERS that send
 responses, one that asks for silent requests whether their client is gone, one that keeps early errors back for a
-moment, and one that ends the stub with its server. Nothing heavy is imported here: a pod has one such process for the base and for each exposed adapter.
+moment, and one that ends the stub with its server. Nothing heavy is imported here: a pod has one such process for the
+base and for each exposed adapter.
 """
 
 import itertools
