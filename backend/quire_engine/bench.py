@@ -4,6 +4,7 @@
 The engine alone: no text, no sockets. What the server adds on top is measured with the server.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,11 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to ask of the engine."""
+    """What to ask of the engine.
+
+    Raises:
+        InvalidArgument: a count or the rate is not above 0.
+    """
 
     num_prompts: int
     input_len: int
@@ -36,6 +41,13 @@ class Load:
     seed: int = 0
     adapters: tuple[str, ...] = ()
     """Digests of loaded adapters, taken in turn; empty is the base model."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "input_len", "output_len"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(f"bench: {name} {getattr(self, name)} is less than 1")
+        if self.rate is not None and not 0.0 < self.rate < math.inf:
+            raise InvalidArgument(f"bench: rate {self.rate} is no number of arrivals a second; use one above 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,7 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | Path | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -145,11 +146,16 @@ class LLM:
         """Answer one conversation or many: `generate` for the prompts that the model's chat template makes of them.
 
         A conversation is a list of {"role": ..., "content": ...}; the other arguments are those of `generate` and of
-        `ChatTemplate.render`. Without `chat_template`, the one that this object or the model has is used.
+        `ChatTemplate.render`. Without `chat_template`, the one that this object or the model has is used. Templates get
+        contents as texts, which `chat_template_content_format` may say ("string") or leave open ("auto").
 
         Raises:
             InvalidArgument: there is no template, it refuses the messages, or what `generate` refuses.
         """
+        if chat_template_content_format not in ("auto", "string"):
+            raise InvalidArgument(
+                f"chat_template_content_format: {chat_template_content_format!r} is not supported; use auto or string"
+            )
         template, tokenizer = self._find_template(chat_template), self.get_tokenizer()
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)

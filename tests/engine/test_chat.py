@@ -142,6 +142,15 @@ def test_chat_is_generate_with_the_rendered_prompt(llm: LLM) -> None:
     assert other.prompt == "the fox"
 
 
+def test_contents_are_given_to_templates_as_texts(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1)
+    [wanted] = llm.chat(TALK, params, use_tqdm=False)
+    [got] = llm.chat(TALK, params, use_tqdm=False, chat_template_content_format="string")
+    assert got.prompt == wanted.prompt
+    with pytest.raises(InvalidArgument, match="chat_template_content_format: 'openai' is not supported"):
+        llm.chat(TALK, params, use_tqdm=False, chat_template_content_format="openai")
+
+
 def test_a_model_without_a_template_says_so(tmp_path: Path, llm: LLM) -> None:
     folder = _folder(tmp_path)
     other = LLM(

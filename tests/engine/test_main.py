@@ -132,6 +132,9 @@ def test_latency_percentiles() -> None:
         (["generate", "--prompt=a", "--chat"], "error: chat: "),
         (["bench", "--input-len=4", "--param=min_p=2"], "error: sampling parameter 'min_p': 2.0 is out of range"),
         (["bench", "--input-len=4", "--param=n=2", "--temperature=1"], "error: bench: n, best_of and bad_words"),
+        (["bench", "--num-prompts=0"], "error: bench: num_prompts 0 is less than 1"),
+        (["bench", "--output-len=0"], "error: bench: output_len 0 is less than 1"),
+        (["bench", "--rate=0"], "error: bench: rate 0.0 is no number of arrivals a second"),
         (["bench", "--input-len=128"], "error: bench: 128 input and 64 output tokens exceed max_model_len 128"),
     ],
 )
