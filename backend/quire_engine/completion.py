@@ -12,7 +12,8 @@ from quire_spec.messages import Generate, SequenceResult
 from quire_spec.sampling import SamplingParams
 
 MIN_LOGPROB = -9999.0
-"""Stands for the logarithm of zero, which JSON cannot write; vLLM's clients know this number."""
+"""Stands for the logarithm of zero and for NaN, which JSON cannot write; vLLM's clients know this number. As the first
+argument of `max` it is taken where the second is NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Completion:
         logprobs = None
         if self.cumulative_logprob is not None:
             logprobs = (result.logprobs or [])[: delta.num_tokens]
-            self.cumulative_logprob += sum(max(entries[0][1], MIN_LOGPROB) for entries in logprobs)
+            self.cumulative_logprob += sum(max(MIN_LOGPROB, entries[0][1]) for entries in logprobs)
         return Part(delta.text, token_ids, logprobs)
 
 

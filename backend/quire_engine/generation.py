@@ -129,7 +129,7 @@ class Generation:
 
     def _entry(self, token_id: float, logprob: float, rank: float) -> dict[str, Any]:
         text = self._tokenizer.token_text(int(token_id)) if self._tokenizer else None
-        return {"logprob": max(logprob, MIN_LOGPROB), "rank": int(rank), "decoded_token": text}
+        return {"logprob": max(MIN_LOGPROB, logprob), "rank": int(rank), "decoded_token": text}
 
 
 @dataclass(slots=True)

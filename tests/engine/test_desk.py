@@ -390,13 +390,14 @@ def test_admission_without_a_tokenizer_and_when_it_is_closed():
         admission.admit(Submit(**GOOD | {"params": {"stop": "x"}}), 0)
 
 
-def test_infinite_logprobs_become_a_number_that_json_has():
+@pytest.mark.parametrize("lost", [float("-inf"), float("nan")])
+def test_infinite_logprobs_become_a_number_that_json_has(lost):
     desk, sent, _ = make_desk(tokenizer=None)
     desk.core_came()
     inbox = Inbox()
     desk.submit(inbox, submit(1, None, [5], logprobs=1))
     assert isinstance(sent[0], Generate)
-    logprobs = [[[7, float("-inf"), 300], [9, -1.0, 1]]]
+    logprobs = [[[7, lost, 300], [9, -1.0, 1]]]
     desk.take(StepResult([SequenceResult(sent[0].id, [7], "length", logprobs)], [], Stats()))
     (event,) = inbox.events[1]
     assert event.logprobs == [
