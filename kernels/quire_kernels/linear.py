@@ -91,7 +91,12 @@ def pack_weight(weight: Tensor, arena: Arena | None = None) -> Tensor:
     the ones that torch.compile freezes weights with; they have no public name.
     """
     out_features, in_features = weight.shape
-    if native.suits(weight) and weight.is_contiguous() and out_features % PANEL == in_features % 2 == 0:
+    if (
+        native.suits(weight)
+        and native.multiplies()
+        and weight.is_contiguous()
+        and out_features % PANEL == in_features % 2 == 0
+    ):
         panels = (arena or Arena()).empty((out_features // PANEL, in_features // 2, PANEL, 2), weight.dtype)
         native.library().quire_pack(weight.data_ptr(), panels.data_ptr(), out_features, in_features)
         return panels

@@ -25,7 +25,11 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """A script of this folder in a process that ends with the `with` block."""
+    """A script of this folder in a process that ends with the `with` block.
+
+    It is stopped between commands: the workers of some engines spin for a minute after a run, on the cores that the next
+    engine is measured on.
+    """
 
     def __init__(self, name: str, script: str, settings: Mapping[str, Any], folder: Path, python: str = sys.executable):
         self.name = name
@@ -44,6 +48,7 @@ class Child:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
             self._commands.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -59,14 +64,21 @@ class Child:
         Raises:
             ChildFailed: it failed, ended, or was silent for TIMEOUT_S.
         """
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it has ended; reading says so
             print(json.dumps([command, arguments]), file=self._commands, flush=True)
         readable, _, _ = select.select([self._answers], [], [], TIMEOUT_S)
         line = self._answers.readline() if readable else ""
+        self._signal(signal.SIGSTOP)
         answer = json.loads(line) if line else {"error": self._log.read_text(errors="replace")[-6000:]}
         if "error" in answer:
             raise ChildFailed(f"{self.name} failed at {command!r}:\n{answer['error']}")
         return answer["result"]
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
 
 def take_stdout() -> TextIO:

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire_kernels import (
     embedding,
     linear,
+    looked_up,
     most_likely,
     native,
     pack_weight,
@@ -25,10 +26,16 @@ from quire_kernels import (
 )
 
 needs_native = pytest.mark.skipif(
-    not set(Path("/proc/cpuinfo").read_text().split()) >= native._NEEDED
-    or "amx_bf16" in Path("/proc/cpuinfo").read_text().split(),
-    reason="compiled forms are for processors with AVX-512 BF16 and without AMX",
+    not native._flags() >= native._NEEDED, reason="compiled forms are for processors with AVX-512 BF16"
 )
+
+
+@pytest.fixture(autouse=True)
+def no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test our products also where oneDNN's are taken."""
+    monkeypatch.setattr(native, "multiplies", lambda: True)
+
+
 EPS = 2.0**-8
 """Half a unit in the last place of bfloat16, relative."""
 
@@ -81,6 +88,19 @@ def test_linear_reads_rows_that_stand_apart() -> None:
 def test_what_does_not_fit_into_panels_works_too(out_features: int, in_features: int) -> None:
     x, weight = _random(5, in_features), _random(out_features, in_features)
     _close(linear(x, pack_weight(weight), None), x.double() @ weight.double().t(), 1e-4)
+
+
+@needs_native
+def test_where_amx_is_onednn_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "multiplies", lambda: False)
+    x, weight, residual = _random(5, 64), _random(96, 64), _random(5, 96)
+    packed = pack_weight(weight)
+    assert packed.is_mkldnn and not looked_up(packed)
+    wanted = x.double() @ weight.double().t()
+    _close(linear(x, packed, None), wanted, 1e-4)
+    # Rounded twice: the product, then the sum.
+    expected = wanted + residual.double()
+    _close(linear(x, packed, None, residual), expected, EPS * wanted.abs().max().item() + 1e-4)
 
 
 @needs_native
