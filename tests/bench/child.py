@@ -27,8 +27,8 @@ class ChildFailed(Exception):
 class Child:
     """A script of this folder in a process that ends with the `with` block.
 
-    It is stopped between commands: the workers of some engines spin for a minute after a run, on the cores that the next
-    engine is measured on.
+    It is stopped between commands: the workers of some engines spin for a minute after a run, on the cores that the
+    next engine is measured on.
     """
 
     def __init__(self, name: str, script: str, settings: Mapping[str, Any], folder: Path, python: str = sys.executable):
