@@ -159,12 +159,15 @@ class LLM:
         template, tokenizer = self._find_template(chat_template), self.get_tokenizer()
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
-        texts = [
-            template.render(
-                conversation, add_generation_prompt, continue_final_message, tools, **(chat_template_kwargs or {})
-            )
-            for conversation in conversations
-        ]
+        arguments: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        arguments |= chat_template_kwargs or {}
+        if taken := sorted(arguments.keys() & {"messages", "documents"}):
+            raise InvalidArgument(f"chat_template_kwargs: {taken[0]!r} is not the template's to choose; leave it out")
+        texts = [template.render(conversation, **arguments) for conversation in conversations]
         # The template writes the special tokens itself.
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         prompts = [{"prompt": text, "prompt_token_ids": i} for text, i in zip(texts, ids, strict=True)]

@@ -14,6 +14,21 @@ class LoRARequest:
     lora_path: str
     """Folder with adapter_config.json and adapter_model.safetensors."""
 
+    @property
+    def name(self) -> str:
+        """lora_name, as vLLM's has it."""
+        return self.lora_name
+
+    @property
+    def path(self) -> str:
+        """lora_path, as vLLM's has it."""
+        return self.lora_path
+
+    @property
+    def adapter_id(self) -> int:
+        """lora_int_id, as vLLM's has it."""
+        return self.lora_int_id
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:

@@ -151,6 +151,15 @@ def test_contents_are_given_to_templates_as_texts(llm: LLM) -> None:
         llm.chat(TALK, params, use_tqdm=False, chat_template_content_format="openai")
 
 
+def test_template_arguments_go_over_the_others(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    [wanted] = llm.chat(TALK, params, use_tqdm=False, add_generation_prompt=False)
+    [got] = llm.chat(TALK, params, use_tqdm=False, chat_template_kwargs={"add_generation_prompt": False, "tools": None})
+    assert got.prompt == wanted.prompt
+    with pytest.raises(InvalidArgument, match="chat_template_kwargs: 'messages'"):
+        llm.chat(TALK, params, use_tqdm=False, chat_template_kwargs={"messages": []})
+
+
 def test_a_model_without_a_template_says_so(tmp_path: Path, llm: LLM) -> None:
     folder = _folder(tmp_path)
     other = LLM(

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offline generation says what transformers and peft say, through vLLM's names, whatever the engine is set to."""
 
+import copy
 import math
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +160,17 @@ def test_a_script_assigns_to_parameters_and_takes_ids_from_arrays(world: World) 
     params.n = 2
     with pytest.raises(InvalidArgument, match="'n': 2 outputs of temperature 0"):
         world.llm.generate("jumps", params)
+
+
+def test_an_adapter_is_asked_for_as_vllms_is() -> None:
+    lora = LoRARequest(lora_name="sql", lora_int_id=3, lora_path="/x")
+    assert (lora.name, lora.adapter_id, lora.path) == ("sql", 3, "/x")
+    assert lora == LoRARequest("sql", 3, "/x") and len({lora, LoRARequest("sql", 3, "/x")}) == 1
+
+
+def test_parameters_survive_copies_and_pickles() -> None:
+    params = SamplingParams(stop=["a"], logit_bias={3: 1.5}, n=2, seed=7)
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == replace(params) == params
 
 
 def test_parameters_per_prompt_and_by_default(world: World) -> None:
