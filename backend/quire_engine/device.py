@@ -103,6 +103,13 @@ def keep_memory() -> None:
             mallopt(option, value)
 
 
+def give_back_memory() -> None:
+    """Return to the system what the C library keeps of freed memory: the weights as they were read, once packed."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _has_bf16() -> bool:
     words = _read(Path("/proc/cpuinfo")).split()
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)

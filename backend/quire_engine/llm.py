@@ -241,7 +241,12 @@ class LLM:
 def _generation_defaults(folder: Path) -> SamplingParams:
     """What generation_config.json says of sampling, by the rules of vLLM."""
     path = folder / "generation_config.json"
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: holds {type(config).__name__}, not an object; remove it or take the model's own")
     found = {ours: config[theirs] for theirs, ours in _GENERATION_CONFIG.items() if config.get(theirs) is not None}
     try:
         return SamplingParams(**found)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire_engine.batch import Batch, build_batch, order_spans
-from quire_engine.device import available_memory, open_device, resolve_dtype, set_threads
+from quire_engine.device import available_memory, give_back_memory, open_device, resolve_dtype, set_threads
 from quire_engine.kv import KVCache, block_bytes
 from quire_engine.layers import Placement
 from quire_engine.logprobs import logprobs_of
@@ -60,6 +60,7 @@ class TorchRunner(Runner):
         self._slots = _make_slots(self._model, config, self._dtype, self._device) if config.enable_lora else None
         self._model.pack()
         if self._device.type == "cpu":
+            give_back_memory()
             set_threads(self._model.num_bytes)
         max_model_len = config.max_model_len or shape.max_position_embeddings
         one_block = block_bytes(shape, config.block_size, self._dtype)

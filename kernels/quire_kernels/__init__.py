@@ -5,9 +5,9 @@ They know tensors, not requests: quire_engine prepares what they need once a ste
 """
 
 from quire_kernels.activation import ACTIVATIONS, gated, silu_mul
+from quire_kernels.arena import Arena
 from quire_kernels.attention import AttentionBatch, SpanGroup, paged_attention, plan_attention
 from quire_kernels.dispatch import Op
-from quire_kernels.huge import Arena
 from quire_kernels.kv_write import write_kv
 from quire_kernels.linear import embedding, linear, looked_up, pack_weight
 from quire_kernels.lora import AdapterBatch, SlotRows, add_lora, plan_adapters

@@ -224,7 +224,8 @@ def _in_place(
     """Reads keys and values where they are; see csrc/attention.cpp."""
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = cache.shape[3]
-    if not native.suits(queries, cache) or head_dim not in _HEAD_DIMS or num_heads > _MAX_GROUP * num_kv_heads:
+    fits = queries.stride(1) == head_dim and head_dim in _HEAD_DIMS and num_heads <= _MAX_GROUP * num_kv_heads
+    if not fits or not native.suits(queries, cache):
         return _gathered(queries, cache, batch, scale, window, softcap)
     out = queries.new_empty(num_tokens, num_heads, head_dim)
     native.library().quire_attention(

@@ -59,7 +59,8 @@ def rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addre
 
 @rotate_and_write.form("cpu")
 def _in_place(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addresses: Tensor, num_heads: int) -> Tensor:
-    if not native.suits(qkv, cos, sin, cache) or qkv.stride(1) != qkv.shape[2]:
+    together = qkv.stride(1) == qkv.shape[2] and cos.is_contiguous() and sin.is_contiguous()
+    if not together or not native.suits(qkv, cos, sin, cache):
         return rotate_and_write.reference(qkv, cos, sin, cache, addresses, num_heads)
     num_tokens, all_heads, head_dim = qkv.shape
     native.library().quire_rotate_write(

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from quire_engine import LLM, SamplingParams
 from quire_engine.chat import ChatTemplate
-from quire_spec.errors import InvalidArgument
+from quire_spec.errors import ConfigError, InvalidArgument
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim }}"
@@ -180,6 +180,18 @@ def test_defaults_are_what_the_model_recommends(llm: LLM) -> None:
     [output] = llm.generate("the fox", use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 9
     assert llm.get_tokenizer().encode("fox") == output.prompt_token_ids[:1] + llm.get_tokenizer().encode("fox")[1:]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"temperature": "hot"}'])
+def test_a_broken_recommendation_is_named(llm: LLM, content: str) -> None:
+    path = llm.engine.model_folder / "generation_config.json"
+    before = path.read_text()
+    path.write_text(content)
+    try:
+        with pytest.raises(ConfigError, match=r"generation_config\.json: "):
+            llm.generate("the fox", use_tqdm=False)
+    finally:
+        path.write_text(before)
 
 
 def test_priorities_need_an_engine_that_has_them(llm: LLM) -> None:

@@ -2,6 +2,8 @@
 """The runner by itself: order of results, slots, isolation between sequences, types, and memory."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -373,3 +375,29 @@ def test_memory_of_a_control_group_counts(tmp_path, monkeypatch):
 def test_numbers_of_this_machine_are_sane():
     assert 1 <= num_cores() <= 4096
     assert available_memory() > 64 << 20
+
+
+_FREED = """
+from pathlib import Path
+import torch
+from quire_engine.device import give_back_memory, keep_memory
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+keep_memory()
+weights = [torch.ones(1 << 18) for _ in range(256)]
+last = torch.ones(1 << 18)  # what lies at the end of the heap stays, so freeing alone gives nothing back
+full = resident()
+del weights
+freed = resident()
+give_back_memory()
+print(full - freed, full - resident())
+"""
+
+
+def test_weights_as_they_were_read_go_back_to_the_system() -> None:
+    done = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, timeout=60, check=True)
+    by_freeing, in_all = map(int, done.stdout.split())
+    assert by_freeing < 64 << 20
+    assert in_all > 240 << 20
