@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chart, rendered by Helm: what its objects say, and what its values' schema refuses. No cluster is needed."""
+
+import re
+
+import kubernetes_validate
+import pytest
+import yaml
+from support.chart import CHART, ROOT, documents, helm, one, rendered
+from support.openapi import CRD
+
+from quire_operator import crd
+from quire_operator.render import names
+
+NAMED = {
+    "image": {
+        "registry": "registry.example/team/",
+        "pullPolicy": "Always",
+        "operator": {"repository": "manager", "tag": "1.2", "digest": f"sha256:{'1' * 64}"},
+        "gpu": {"repository": "server-gpu", "tag": "1.3", "digest": f"sha256:{'2' * 64}"},
+        "cpu": {"repository": "server-cpu", "tag": "1.4", "digest": f"sha256:{'3' * 64}"},
+    },
+    "imagePullSecrets": [{"name": "pull"}],
+    "watchNamespaces": ["team-a", "team-b"],
+    "crds": {"install": False, "keep": False},
+    "rbac": {"create": True, "readNodes": False, "aggregateRoles": False},
+    "serviceAccount": {"create": True, "name": "of-mine", "annotations": {"role-arn": "arn:aws:iam::1:role/x"}},
+    "operator": {
+        "logFormat": "text",
+        "logLevel": "debug",
+        "workers": 29,
+        "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+        "extraVolumes": [{"name": "ca", "configMap": {"name": "company-ca"}}],
+        "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/ssl/certs"}],
+    },
+    "resources": {"requests": {"cpu": "777m", "memory": "222Mi"}, "limits": {"memory": "333Mi"}},
+    "podLabels": {"label-x": "label-y"},
+    "podAnnotations": {"note-n": "note-m"},
+    "nodeSelector": {"pool-p": "pool-q"},
+    "tolerations": [{"key": "taint-k", "operator": "Exists"}],
+    "affinity": {"podAntiAffinity": {}},
+    "priorityClassName": "system-cluster-critical",
+    "terminationGracePeriodSeconds": 17,
+    "networkPolicy": {"enabled": True, "ingressFrom": [{"namespaceSelector": {"matchLabels": {"watcher": "yes"}}}]},
+    "metrics": {
+        "podMonitor": {"enabled": True, "interval": "1m", "labels": {"release": "monitoring"}},
+        "dashboard": {"enabled": True, "labels": {"folder": "x"}, "annotations": {"grafana_folder": "Models"}},
+    },
+}
+"""Everything that can be set, with another value than the default."""
+OFF = {
+    "crds": {"keep": False},
+    "rbac": {"create": False},
+    "serviceAccount": {"create": False},
+    "networkPolicy": {"enabled": False},
+}
+MATRIX = {"defaults": {}, "named": NAMED, "off": OFF}
+OPTIONAL = {"PodMonitor"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("chart")
+
+
+@pytest.fixture(scope="module")
+def objects(folder):
+    return rendered(folder)
+
+
+@pytest.fixture(scope="module")
+def named(folder):
+    return rendered(folder, NAMED, "demo")
+
+
+def container(found):
+    (only,) = one(found, "Deployment")["spec"]["template"]["spec"]["containers"]
+    return only
+
+
+def option(found, name):
+    return [a.partition("=")[2] for a in container(found)["args"] if a.startswith(f"--{name}=")]
+
+
+def rules(role):
+    """Every (group, resource, verb) of a role."""
+    return {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def test_it_is_linted_strictly():
+    helm("lint", CHART, "--strict")
+
+
+@pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
+def test_the_api_servers_schemas_hold(folder, values):
+    found = rendered(folder, values)
+    seen = set()
+    for thing in found:
+        key = (thing["kind"], thing["metadata"].get("namespace"), thing["metadata"]["name"])
+        assert key not in seen
+        seen.add(key)
+        if thing["kind"] not in OPTIONAL:
+            kubernetes_validate.validate(thing, "1.37", strict=True)
+        labels = thing["metadata"]["labels"]
+        assert labels["app.kubernetes.io/instance"] == "quire"
+        assert labels["app.kubernetes.io/managed-by"] == "Helm"
+
+
+def test_every_value_reaches_an_object(folder):
+    """Driven by values.yaml: all of it is changed at once, and each change has to be seen."""
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    text = "\n".join(map(str, rendered(folder, NAMED)))
+    for path in leaves(defaults):
+        value = reached(NAMED, path)
+        assert value is not None, f"{'.'.join(path)}: NAMED has no other value for it"
+        if path[-1] != "tag":  # a digest goes before
+            assert all(str(word) in text for word in words(value)), f"{'.'.join(path)}: changes nothing"
+
+
+def test_every_switch_switches(folder):
+    kinds = {"crds": "CustomResourceDefinition", "rbac": "ClusterRole", "serviceAccount": "ServiceAccount"}
+    kinds |= {"networkPolicy": "NetworkPolicy"}
+    on = [o["kind"] for o in rendered(folder)]
+    off = [o["kind"] for o in rendered(folder, OFF | {"crds": {"install": False}})]
+    for value, kind in kinds.items():
+        assert kind in on, value
+        assert kind not in off, value
+
+
+def reached(values, path):
+    for part in path:
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
+def words(value):
+    """Every text and number in a value, and the names of a map's entries."""
+    if isinstance(value, dict):
+        return [word for key, inner in value.items() for word in (key, *words(inner))]
+    if isinstance(value, list):
+        return [word for inner in value for word in words(inner)]
+    return [] if isinstance(value, bool) else [value]
+
+
+def leaves(values, path=()):
+    for key, value in values.items():
+        if isinstance(value, dict) and value and key not in ("labels", "annotations"):
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"replicaCount": 2}, "additional properties 'replicaCount' not allowed"),
+        ({"operator": {"loglevel": "info"}}, "at '/operator': additional properties 'loglevel' not allowed"),
+        ({"operator": {"logLevel": "chatty"}}, "at '/operator/logLevel': value must be one of 'debug', 'info'"),
+        ({"operator": {"workers": 0}}, "at '/operator/workers': minimum: got 0, want 1"),
+        ({"watchNamespaces": "team-a"}, "at '/watchNamespaces': got string, want array"),
+        ({"watchNamespaces": ["Team A"]}, "at '/watchNamespaces/0': 'Team A' does not match pattern"),
+        ({"image": {"operator": {"digest": "abc"}}}, "at '/image/operator/digest': 'abc' does not match pattern"),
+        ({"resources": {"limit": {}}}, "at '/resources': additional properties 'limit' not allowed"),
+        ({"metrics": {"podMonitor": {"interval": "often"}}}, "at '/metrics/podMonitor/interval'"),
+        ({"imagePullSecrets": ["pull"]}, "at '/imagePullSecrets/0': got string, want object"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(folder, values, words):
+    file = folder / "wrong.yaml"
+    file.write_text(yaml.safe_dump(values))
+    done = helm("template", "quire", CHART, "-f", file, check=False)
+    assert done.returncode != 0
+    assert words in done.stderr
+
+
+def test_the_definition_is_the_repositorys_and_outlives_the_release(folder, objects):
+    assert (CHART / "files/llmservices.yaml").read_bytes() == (ROOT / "crds/llmservices.yaml").read_bytes(), (
+        "copy crds/llmservices.yaml there"
+    )
+    definition = one(objects, "CustomResourceDefinition")
+    assert definition["spec"] == CRD["spec"]
+    assert definition["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert len(yaml.safe_dump(definition)) < 200_000, "kubectl apply without --server-side carries it in an annotation"
+    assert not one(rendered(folder, OFF), "CustomResourceDefinition")["metadata"].get("annotations")
+    assert not (CHART / "crds").exists(), "Helm never upgrades that folder"
+
+
+def test_one_operator_at_a_time_closed_down(objects):
+    deployment = one(objects, "Deployment")["spec"]
+    assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
+    spec = deployment["template"]["spec"]
+    assert spec["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": 1000,
+        "runAsGroup": 1000,
+        "fsGroup": 1000,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert container(objects)["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "privileged": False,
+        "readOnlyRootFilesystem": True,
+    }
+    assert {mount["name"] for mount in container(objects)["volumeMounts"]} == {"tmp"}
+    assert container(objects)["resources"] == {
+        "requests": {"cpu": "100m", "memory": "128Mi"},
+        "limits": {"memory": "512Mi"},
+    }
+
+
+def test_images_are_of_the_release(folder, objects, named):
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert version == re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert container(objects)["image"] == f"quire-operator:{version}"
+    assert option(objects, "gpu-image") == [f"quire:{version}-gpu"]
+    assert option(objects, "cpu-image") == [f"quire:{version}-cpu"]
+    assert container(named)["image"] == f"registry.example/team/manager@sha256:{'1' * 64}"
+    tagged = rendered(folder, {"image": {"registry": "registry.example", "cpu": {"tag": "edge"}}})
+    assert option(tagged, "cpu-image") == ["registry.example/quire:edge"]
+
+
+def test_rbac_names_verbs_and_resources(objects):
+    roles = [o for o in objects if o["kind"] in ("ClusterRole", "Role")]
+    for group, resource, verb in set().union(*map(rules, roles)):
+        assert "*" not in (group, resource, verb)
+        assert resource not in ("pods/exec", "pods/log", "roles", "rolebindings", "clusterroles", "*")
+    granted = rules(one(objects, "ClusterRole", "quire"))
+    assert {verb for _, resource, verb in granted if resource == "llmservices"} == {"get", "list", "watch"}
+    assert {verb for _, resource, verb in granted if resource == "pods"} == {"get", "list", "watch"}
+    assert rules(one(objects, "ClusterRole", "quire-nodes")) == {("", "nodes", "list"), ("", "nodes", "watch")}
+    binding = one(objects, "ClusterRoleBinding", "quire")
+    account = one(objects, "ServiceAccount")["metadata"]
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": account["name"], "namespace": account["namespace"]}
+    ]
+    assert binding["roleRef"]["name"] == "quire"
+
+
+def test_every_kind_that_is_rendered_may_be_applied(objects):
+    granted = rules(one(objects, "ClusterRole", "quire"))
+    for file in (ROOT / "tests/operator/golden").glob("*.yaml"):
+        for thing in yaml.safe_load_all(file.read_text()):
+            if not thing or "kind" not in thing:
+                continue
+            group = thing["apiVersion"].rpartition("/")[0]
+            resource = f"{thing['kind'].lower()}s".replace("policys", "policies")
+            for verb in ("create", "patch", "delete"):
+                assert (group, resource, verb) in granted, (file.name, thing["kind"], verb)
+
+
+def test_named_namespaces_get_roles_and_nothing_else(named, objects):
+    roles = [o for o in named if o["kind"] == "Role"]
+    bindings = [o for o in named if o["kind"] == "RoleBinding"]
+    assert [o["metadata"]["namespace"] for o in roles] == ["team-a", "team-b"]
+    assert [o["metadata"]["namespace"] for o in bindings] == ["team-a", "team-b"]
+    assert {o["subjects"][0]["name"] for o in bindings} == {"of-mine"}
+    assert not [o for o in named if o["kind"].startswith("Cluster")]
+    assert option(named, "namespace") == ["team-a", "team-b"]
+    for role in roles:
+        assert rules(role) == rules(one(objects, "ClusterRole", "quire"))
+
+
+def test_people_get_at_llmservices_by_their_usual_roles(objects):
+    view, edit = (one(objects, "ClusterRole", f"quire-{role}") for role in ("view", "edit"))
+    assert view["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-view"] == "true"
+    assert {verb for *_, verb in rules(view)} == {"get", "list", "watch"}
+    assert edit["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-edit"] == "true"
+    assert ("quire.dev", "llmservices/scale", "patch") in rules(edit)
+    assert not {rule for rule in rules(edit) if rule[1] == "llmservices/status"}, "only the operator writes the status"
+
+
+def test_what_finds_the_operator_finds_its_pods(objects):
+    labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    for selector in (
+        one(objects, "Deployment")["spec"]["selector"]["matchLabels"],
+        one(objects, "Service")["spec"]["selector"],
+        one(objects, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"],
+    ):
+        assert selector.items() <= labels.items()
+        assert selector.items() >= {"app.kubernetes.io/name": names.MANAGER}.items()
+    ports = {port["name"] for port in container(objects)["ports"]}
+    assert {port["targetPort"] for port in one(objects, "Service")["spec"]["ports"]} <= ports
+
+
+def test_only_prometheus_reaches_the_operator(objects, named):
+    (ingress,) = one(objects, "NetworkPolicy")["spec"]["ingress"]
+    assert ingress["from"] == [
+        {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
+    ]
+    (ingress,) = one(named, "NetworkPolicy")["spec"]["ingress"]
+    assert ingress["from"] == NAMED["networkPolicy"]["ingressFrom"]
+    assert one(named, "NetworkPolicy")["spec"]["policyTypes"] == ["Ingress"]
+
+
+def test_monitoring_is_found_by_its_labels(named):
+    monitor = one(named, "PodMonitor")
+    assert monitor["metadata"]["labels"]["release"] == "monitoring"
+    assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "health", "path": "/metrics", "interval": "1m"}]
+    assert one(named, "ConfigMap")["metadata"]["labels"].items() >= {"grafana_dashboard": "1", "folder": "x"}.items()
+
+
+def test_notes_tell_a_next_command_that_works(folder):
+    file = folder / "values.yaml"
+    file.write_text(yaml.safe_dump({"watchNamespaces": ["team-a"], "rbac": {"readNodes": False}}))
+    notes = helm("install", "quire", CHART, "-n", "q", "-f", file, "--dry-run=client").stdout.partition("NOTES:")[2]
+    assert "the namespaces team-a" in notes
+    assert "spec.gpu.product" in notes
+    assert "deployment/quire" in notes
+    (text,) = re.findall(r"<<'EOF'\n(.*?)\nEOF\n", notes, re.DOTALL)
+    body = yaml.safe_load(text)
+    assert not crd.check(body).problems
+    assert body["metadata"]["namespace"] == "team-a"
+
+
+def test_it_can_be_packaged_and_used_from_its_package(folder, objects):
+    helm("package", CHART, "-d", folder)
+    (archive,) = folder.glob("quire-*.tgz")
+    done = helm("template", "quire", archive, "-n", "quire-system")
+    assert documents(done.stdout) == objects
