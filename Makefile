@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check format clean
+.PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ contracts: dev-env ## import-linter: who may import whom
 
 format: dev-env ## format and fix what ruff can
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+generated: dev-env ## write what follows from the CRD: the chart's copy and docs/crd.md
+	@$(BIN)/python hack/generated.py
 
 doctor: ## say what this machine lacks, and install nothing
 	@$(PYTHON) hack/bootstrap.py --check-only
