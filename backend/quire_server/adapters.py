@@ -56,6 +56,7 @@ class AdapterBoard:
         self._fetcher = fetcher
         self._links = links
         self._catalogue: Catalogue | None = None
+        self._mark = ""
         self._entries: dict[str, Entry] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._aliases: dict[str, str] = {}
@@ -74,6 +75,11 @@ class AdapterBoard:
         """Of the catalogue that is worked on."""
         return self._catalogue.generation if self._catalogue else 0
 
+    @property
+    def mark(self) -> str:
+        """Digest of the catalogue that is worked on; empty before there is one."""
+        return self._mark
+
     def check(self, catalogue: Catalogue) -> None:
         """Refuse a catalogue before anything of it is done.
 
@@ -90,7 +96,7 @@ class AdapterBoard:
         self.check(catalogue)
         if catalogue == self._catalogue:
             return
-        self._catalogue = catalogue
+        self._catalogue, self._mark = catalogue, catalogue.mark.digest
         exposed = catalogue.exposed()
         wanted = {adapter.name: adapter for adapter in catalogue.adapters}
         for name, entry in self._entries.items():

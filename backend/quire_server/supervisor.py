@@ -77,6 +77,7 @@ class Supervisor:
             memory=core.memory if core else None,
             models=self._models(adapters),
             adapters=adapters,
+            catalogue=self._board.mark,
         )
 
     async def metrics(self) -> str:

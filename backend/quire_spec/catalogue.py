@@ -5,6 +5,7 @@ Written by the operator and by `quire serve`; carried out by the supervisor. It 
 adapter that is not in it goes away. A name is an alias; what is loaded is identified by the digest of its content.
 """
 
+import hashlib
 import json
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire_spec import names
-from quire_spec.document import from_json, to_json
+from quire_spec.document import compact, from_json, to_json
 from quire_spec.errors import ConfigError
 
 MAX_ADAPTERS = 4096
@@ -108,6 +109,15 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """By what a catalogue is known without its adapters."""
+
+    generation: int
+    digest: str
+    """sha256:... of the adapters, in their order; the generation is not in it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Catalogue:
     """The adapters a pod should hold."""
 
@@ -146,6 +156,12 @@ class Catalogue:
         """Every field with its value, fit for `from_json`."""
         document: dict[str, Any] = to_json(self)
         return document
+
+    @property
+    def mark(self) -> Mark:
+        """Generation and digest. What is not set is not in the digest: a field that comes later changes none."""
+        text = json.dumps(compact(to_json(self.adapters)), sort_keys=True, separators=(",", ":"))
+        return Mark(self.generation, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
 
     def exposed(self) -> frozenset[str]:
         """Names that get a server model: those that ask for it, and the first of the others up to the limit."""

@@ -17,10 +17,11 @@ from quire_spec.errors import ConfigError
 T = TypeVar("T")
 
 
-def from_json(cls: type[T], data: object, where: str = "") -> T:
+def from_json(cls: type[T], data: object, where: str = "", newer: bool = False) -> T:
     """Build the dataclass `cls` from parsed JSON.
 
-    `where` is the path of `data` in its document, for messages. Handles nested dataclasses, lists, tuples, string-keyed
+    `where` is the path of `data` in its document, for messages. `newer`: unknown keys are left out, as for a document
+    that a later release may have written. Handles nested dataclasses, lists, tuples, string-keyed
     dicts, enums, unions with None, and the scalar types; an int is accepted where a float is asked.
 
     Raises:
@@ -29,7 +30,9 @@ def from_json(cls: type[T], data: object, where: str = "") -> T:
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where or cls.__name__}: expected an object, found {_kind(data)}")
     hints = typing.get_type_hints(cls)
-    if unknown := sorted(set(data) - set(hints)):
+    if newer:
+        data = {key: value for key, value in data.items() if key in hints}
+    elif unknown := sorted(set(data) - set(hints)):
         raise ConfigError(
             f"{_join(where, str(unknown[0]))}: unknown field; {cls.__name__} has {', '.join(sorted(hints))}"
         )
@@ -37,7 +40,7 @@ def from_json(cls: type[T], data: object, where: str = "") -> T:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in data:
             raise ConfigError(f"{_join(where, field.name)}: missing; {cls.__name__} needs it")
-    return cls(**{key: _value(hints[key], value, _join(where, key)) for key, value in data.items()})
+    return cls(**{key: _value(hints[key], value, _join(where, key), newer) for key, value in data.items()})
 
 
 def to_json(value: object) -> Any:
@@ -60,37 +63,37 @@ def compact(value: Any) -> Any:
     return [compact(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _value(hint: Any, value: object, where: str) -> Any:
+def _value(hint: Any, value: object, where: str, newer: bool) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object:
         return value
     if origin in (typing.Union, types.UnionType):
-        return _union(args, value, where)
+        return _union(args, value, where, newer)
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{where}: expected a list, found {_kind(value)}")
-        return origin(_value(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return origin(_value(args[0], item, f"{where}[{i}]", newer) for i, item in enumerate(value))
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: expected an object, found {_kind(value)}")
-        return {str(k): _value(args[1], v, _join(where, str(k))) for k, v in value.items()}
+        return {str(k): _value(args[1], v, _join(where, str(k)), newer) for k, v in value.items()}
     if dataclasses.is_dataclass(hint):
-        return from_json(cast(type, hint), value, where)
+        return from_json(cast(type, hint), value, where, newer)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _enum(hint, value, where)
     return _scalar(hint, value, where)
 
 
-def _union(args: tuple[Any, ...], value: object, where: str) -> Any:
+def _union(args: tuple[Any, ...], value: object, where: str, newer: bool) -> Any:
     if value is None and type(None) in args:
         return None
     choices = [a for a in args if a is not type(None)]
     for choice in choices[:-1]:
         try:
-            return _value(choice, value, where)
+            return _value(choice, value, where, newer)
         except ConfigError:
             continue
-    return _value(choices[-1], value, where)
+    return _value(choices[-1], value, where, newer)
 
 
 def _enum(hint: type[Enum], value: object, where: str) -> Enum:

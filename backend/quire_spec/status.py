@@ -83,3 +83,5 @@ class PodStatus:
     models: list[str] = field(default_factory=list)
     """Names that clients can use now."""
     adapters: list[AdapterStatus] = field(default_factory=list)
+    catalogue: str = ""
+    """Digest of that catalogue (catalogue.Mark); empty before there is one."""

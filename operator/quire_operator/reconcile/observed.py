@@ -52,6 +52,8 @@ class Pod:
     """Label of the ReplicaSet that it is of."""
     health_port: int | None
     """Container port named health; None in a pod that does not serve."""
+    created_at: str = ""
+    """metadata.creationTimestamp"""
     unschedulable: str = ""
     """The scheduler's message; empty when the pod has a node."""
     waiting: str = ""
@@ -133,6 +135,7 @@ def pod_of(body: Body) -> Pod:
         restarts=main_state.get("restartCount", 0),
         template_hash=meta.get("labels", {}).get(TEMPLATE_HASH, ""),
         health_port=ports.get(HEALTH_PORT),
+        created_at=meta.get("creationTimestamp", ""),
         unschedulable=scheduled.get("message", "") if unschedulable else "",
         waiting=next(_waiting(state), ""),
         ended=next(_ended(state), None),

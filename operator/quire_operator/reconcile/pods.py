@@ -1,27 +1,221 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Talks to the pods' admin ports: asks each how it is, and tells it the catalogue when it works on another one."""
+"""Talks to the pods' admin ports: asks each how it is, and tells it the catalogue when it works on another one.
 
-from collections.abc import Iterable
+What a pod answers is not trusted further than its status: no redirect is followed, no more than a bounded answer is
+read, and the key is in no message.
+"""
 
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import aiohttp
+
+from quire_operator.reconcile.adapters import needs_push
+from quire_operator.reconcile.conditions import short
 from quire_operator.reconcile.observed import Pod
-from quire_spec.catalogue import Catalogue
+from quire_spec.catalogue import Catalogue, Mark
+from quire_spec.document import compact, from_json
+from quire_spec.errors import ConfigError
+from quire_spec.status import PodStatus
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 3.0
+TOTAL_S = 10.0
+"""Of one pod, with all requests to it."""
+MAX_ANSWER_BYTES = 16 * 2**20
+"""The status of 4096 adapters that have all failed has about 4 MB."""
+_MAX_ERROR = 300
+_SUSPECTS = 16
+"""Pods asked at a time of those that did not answer the last time: they must not take the others' turns."""
+
+
+class Exchange(StrEnum):
+    """How a visit to a pod went, for metrics."""
+
+    ASKED = "asked"
+    PUSHED = "pushed"
+    AHEAD = "ahead"
+    """The pod has a newer catalogue than ours (HTTP 409)."""
+    REFUSED = "refused"
+    """The pod did not take the catalogue."""
+    UNAUTHORIZED = "unauthorized"
+    """The pod has another key (HTTP 401)."""
+    FAILED = "failed"
+    """No answer, or none that can be read."""
 
 
 class AdapterPusher:
     """The operator's side of the admin port, for all services; one session, bounded in how much it asks at once."""
 
-    def __init__(self, max_requests: int = 64) -> None:
-        """Make it inside a running event loop."""
-        raise NotImplementedError
+    def __init__(
+        self,
+        max_pods: int = 64,
+        connect_s: float = CONNECT_S,
+        total_s: float = TOTAL_S,
+        observe: Callable[[Exchange, float], None] = lambda exchange, seconds: None,
+    ) -> None:
+        """Make it inside a running event loop; `observe` is told of each visit to a pod and its seconds."""
+        self._total_s = total_s
+        self._observe = observe
+        self._turns = asyncio.Semaphore(max_pods)
+        self._suspect_turns = asyncio.Semaphore(_SUSPECTS)
+        self._suspects: set[str] = set()
+        # No environment: a proxy has no business between the operator and its pods.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=connect_s),
+        )
 
-    async def refresh(self, pods: Iterable[Pod], catalogue: Catalogue, key: str) -> tuple[Pod, ...]:
+    async def refresh(self, pods: Iterable[Pod], catalogue: Catalogue | None, key: str) -> tuple[Pod, ...]:
         """The same pods in the same order, each with what its GET /status answered, or why it did not.
 
-        Pods that run are asked, all at once. One that works on another catalogue than this one is told this one (PUT
-        /adapters) and asked again. Takes 10 s at most, however many pods hang; raises nothing for a pod.
+        Pods whose container runs are asked, all at once. One that works on other adapters than the catalogue's is told
+        them (PUT /adapters) and asked again; with None nobody is told anything. Takes 10 s at most, however many pods
+        hang, and raises nothing for a pod.
         """
-        raise NotImplementedError
+        push = None if catalogue is None else _Push.of(catalogue)
+        return tuple(await asyncio.gather(*(self._visit(pod, push, key) for pod in pods)))
 
     async def close(self) -> None:
         """End the session."""
-        raise NotImplementedError
+        await self._session.close()
+
+    async def _visit(self, pod: Pod, push: "_Push | None", key: str) -> Pod:
+        if not (pod.alive and pod.started_at and pod.ip and pod.health_port):
+            return replace(pod, report=None, report_error="")
+        suspect = pod.uid in self._suspects
+        begun = time.monotonic()
+        report, exchange, words = None, Exchange.FAILED, ""
+        try:
+            async with asyncio.timeout(self._total_s):
+                async with self._suspect_turns if suspect else self._turns:
+                    report, exchange, words = await _Admin(self._session, pod, key).visit(push)
+        except TimeoutError:
+            words = f"no answer within {self._total_s:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            words = str(error) or type(error).__name__
+        except _Refusal as refusal:
+            exchange, words = refusal.exchange, str(refusal)
+        self._remember(pod, answered=report is not None)
+        self._observe(exchange, time.monotonic() - begun)
+        # A pod or a proxy may show us our own header.
+        words = short(words.replace(key, "***") if key else words, _MAX_ERROR)
+        if exchange is Exchange.PUSHED:
+            log.info("catalogue pushed pod=%s", pod.name)
+        elif words:
+            log.debug("pod visited pod=%s outcome=%s error=%s", pod.name, exchange.value, words)
+        return replace(pod, report=report, report_error=words)
+
+    def _remember(self, pod: Pod, answered: bool) -> None:
+        if answered:
+            self._suspects.discard(pod.uid)
+            return
+        if len(self._suspects) >= 10_000:
+            # Pods that have gone are never asked again; so many at once only means that much time has passed.
+            self._suspects.clear()
+        self._suspects.add(pod.uid)
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    """A catalogue, ready to be sent to many."""
+
+    mark: Mark
+    body: bytes
+
+    @classmethod
+    def of(cls, catalogue: Catalogue) -> "_Push":
+        return cls(catalogue.mark, json.dumps(compact(catalogue.to_json()), separators=(",", ":")).encode())
+
+
+class _Refusal(Exception):
+    """The pod answered, and not with what was asked for; the message says how."""
+
+    def __init__(self, exchange: Exchange, message: str) -> None:
+        self.exchange = exchange
+        super().__init__(message)
+
+
+class _Admin:
+    """The admin port of one pod."""
+
+    def __init__(self, session: aiohttp.ClientSession, pod: Pod, key: str) -> None:
+        host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
+        self._session, self._base = session, f"http://{host}:{pod.health_port}"
+        self._headers = {"Authorization": f"Bearer {key}"}
+
+    async def visit(self, push: _Push | None) -> tuple[PodStatus, Exchange, str]:
+        """Ask, tell where that is needed, and ask again: report, how it went, and why the catalogue was not taken.
+
+        Raises:
+            _Refusal: no report that could be believed. TimeoutError, aiohttp.ClientError, OSError: no answer.
+        """
+        report = await self._status()
+        if push is None or not needs_push(report, push.mark):
+            return report, Exchange.ASKED, ""
+        try:
+            await self._put(push.body)
+        except _Refusal as refusal:
+            if refusal.exchange is Exchange.AHEAD:
+                return await self._status(), Exchange.AHEAD, ""
+            return report, refusal.exchange, str(refusal)
+        return await self._status(), Exchange.PUSHED, ""
+
+    async def _status(self) -> PodStatus:
+        async with self._request("GET", "/status") as answer:
+            text = await _read(answer)
+        if answer.status != 200:
+            raise _refusal(answer.status, text, "GET /status")
+        try:
+            # An operator is upgraded before and after its pods: what a later one adds is left out.
+            return from_json(PodStatus, json.loads(text), newer=True)
+        except (ValueError, RecursionError, ConfigError) as error:
+            raise _Refusal(Exchange.FAILED, f"its status document cannot be read: {error}") from error
+
+    async def _put(self, body: bytes) -> None:
+        async with self._request("PUT", "/adapters", body) as answer:
+            text = await _read(answer)
+        if answer.status != 202:
+            raise _refusal(answer.status, text, "PUT /adapters")
+
+    @contextlib.asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: bytes | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        kind = {"Content-Type": "application/json"} if body else {}
+        # Redirects would carry the key to where they lead.
+        async with self._session.request(
+            method, self._base + path, data=body, headers=self._headers | kind, allow_redirects=False
+        ) as answer:
+            yield answer
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    text = bytearray()
+    async for data in answer.content.iter_chunked(2**16):
+        text += data
+        if len(text) > MAX_ANSWER_BYTES:
+            raise _Refusal(Exchange.FAILED, f"its answer has more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(text)
+
+
+def _refusal(status: int, text: bytes, request: str) -> _Refusal:
+    try:
+        document = json.loads(text)
+        words = str(document["error"])
+    except (ValueError, RecursionError, KeyError, TypeError):
+        words = text[:_MAX_ERROR].decode(errors="replace")
+    if status in (401, 403):
+        hint = "the key in its admin Secret is not the operator's; a changed Secret reaches a pod within two minutes"
+        return _Refusal(Exchange.UNAUTHORIZED, f"{request}: HTTP {status}: {hint}")
+    if status == 409:
+        return _Refusal(Exchange.AHEAD, words)
+    return _Refusal(Exchange.REFUSED, f"{request}: HTTP {status}: {words}")

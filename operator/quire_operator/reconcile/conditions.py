@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conditions: what holds for a service and why, in one word and in sentences. docs/troubleshooting.md explains each
+reason, and a test holds the two together.
+
+Judged by rollout.py, model_cache.py, adapters.py and status.py, turned into .status.conditions here.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+MAX_MESSAGE = 1024
+"""Characters of a condition's message; the schema allows more, people read less."""
+
+
+class Type(StrEnum):
+    """Conditions of a service, in the order in which they are shown."""
+
+    READY = "Ready"
+    CONFIG_VALID = "ConfigValid"
+    PLANNED = "Planned"
+    MODEL_CACHED = "ModelCached"
+    AVAILABLE = "Available"
+    PROGRESSING = "Progressing"
+    ADAPTERS_READY = "AdaptersReady"
+
+
+class Reason(StrEnum):
+    """Why a condition is as it is. Reasons of Planned are also those of plan.Fit and plan.Why."""
+
+    # Ready
+    READY = "Ready"
+    SCALED_TO_ZERO = "ScaledToZero"
+    PODS_UNREACHABLE = "PodsUnreachable"
+    PAUSED = "Paused"
+    # ConfigValid
+    ACCEPTED = "Accepted"
+    KINDS_LEFT_OUT = "KindsLeftOut"
+    INVALID = "Invalid"
+    CONFLICT = "Conflict"
+    APPLY_REJECTED = "ApplyRejected"
+    # Planned
+    PLANNING = "Planning"
+    # ModelCached
+    DOWNLOADED = "Downloaded"
+    ON_CLAIM = "OnClaim"
+    IN_PODS = "InPods"
+    DOWNLOADING = "Downloading"
+    DOWNLOAD_PENDING = "DownloadPending"
+    AUTH_FAILED = "AuthFailed"
+    NOT_FOUND = "NotFound"
+    NO_SPACE = "NoSpace"
+    DIGEST_MISMATCH = "DigestMismatch"
+    SOURCE_INVALID = "SourceInvalid"
+    UNREACHABLE = "Unreachable"
+    DOWNLOAD_FAILED = "DownloadFailed"
+    # Available
+    MINIMUM_REPLICAS = "MinimumReplicas"
+    NO_READY_PODS = "NoReadyPods"
+    # Progressing
+    ROLLOUT_COMPLETE = "RolloutComplete"
+    UPDATING = "Updating"
+    INSUFFICIENT_GPU = "InsufficientGPU"
+    UNSCHEDULABLE = "Unschedulable"
+    PODS_NOT_READY = "PodsNotReady"
+    PODS_REFUSED = "PodsRefused"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    # AdaptersReady
+    NO_ADAPTERS = "NoAdapters"
+    ALL_LOADED = "AllLoaded"
+    LOADING = "Loading"
+    LOAD_FAILED = "LoadFailed"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One condition, before it has times."""
+
+    type: Type
+    holds: bool | None
+    """None: unknown."""
+    reason: str
+    """A Reason, or the plan's Fit or Why."""
+    message: str
+
+    @property
+    def status(self) -> str:
+        """As Kubernetes writes it."""
+        return "Unknown" if self.holds is None else str(self.holds)
+
+
+def settled(
+    conditions: Iterable[Condition], generation: int, previous: Mapping[str, Any], now: datetime
+) -> list[dict[str, Any]]:
+    """.status.conditions: a condition keeps its lastTransitionTime for as long as it keeps its status."""
+    before = {found.get("type"): found for found in previous.get("conditions") or ()}
+    order = list(Type)
+    return [
+        {
+            "type": condition.type.value,
+            "status": condition.status,
+            "observedGeneration": generation,
+            "lastTransitionTime": _since(condition, before.get(condition.type.value, {}), now),
+            "reason": str(condition.reason),
+            "message": short(condition.message),
+        }
+        for condition in sorted(conditions, key=lambda c: order.index(c.type))
+    ]
+
+
+def short(text: str, limit: int = MAX_MESSAGE) -> str:
+    """One line of text, cut to `limit` characters with an ellipsis."""
+    line = "; ".join(part for part in (part.strip() for part in text.splitlines()) if part)
+    return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"
+
+
+def timestamp(moment: datetime) -> str:
+    """RFC 3339, in whole seconds of UTC."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _since(condition: Condition, before: Mapping[str, Any], now: datetime) -> str:
+    kept = before.get("lastTransitionTime") if before.get("status") == condition.status else None
+    return str(kept) if kept else timestamp(now)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ModelCached and status.cache: whether the model's files are there, and what keeps them from it. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire_operator.reconcile.conditions import Condition, Reason, Type
+from quire_operator.reconcile.observed import Body, Observed, Pod
+from quire_operator.render import model
+from quire_operator.service import LLMService
+from quire_spec.catalogue import Source
+from quire_spec.outcome import LASTING, Outcome, Result
+
+DOWNLOAD = "download"
+"""Name of the container that downloads."""
+
+
+def judge(service: LLMService, observed: Observed, previous: Mapping[str, Any]) -> tuple[Condition, dict[str, Any]]:
+    """The condition ModelCached, and status.cache; `previous` is the status before."""
+    mode = model.mode(service)
+    if mode == "PVC":
+        return _of_job(service, observed, previous)
+    if mode == "EmptyDir":
+        return _in_pods(service, observed)
+    claim = service.spec.model.source.pvc
+    where = f"the files are on claim {claim.claimName!r}" if claim else "nothing is downloaded"
+    return _condition(True, Reason.ON_CLAIM, where), {"state": "Ready"}
+
+
+def job_succeeded(job: Body | None) -> bool:
+    """Whether a download Job has brought everything."""
+    return _job_condition(job, "Complete") is not None
+
+
+def _of_job(service: LLMService, observed: Observed, previous: Mapping[str, Any]) -> tuple[Condition, dict[str, Any]]:
+    """One Job downloads to a claim that all pods read."""
+    pods = sorted(observed.job_pods, key=lambda pod: (pod.created_at, pod.name))
+    outcomes = [outcome for pod in pods if (outcome := _outcome(pod))]
+    last = outcomes[-1] if outcomes else None
+    if job_succeeded(observed.job):
+        kept = previous.get("cache") or {}
+        cache = _cache("Ready", last) if last else {"state": "Ready"}
+        if last is None and kept.get("state") == "Ready":
+            # The Job's pod is gone, and what it said with it.
+            cache = dict(kept)
+        return _condition(True, Reason.DOWNLOADED, _there(cache)), cache
+    if failed := _job_condition(observed.job, "Failed"):
+        reason, message = _failure(service, pods, last)
+        words = f"{message}; the Job gave up ({failed.get('reason') or 'Failed'})"
+        return _condition(False, reason, words), _cache("Failed", last)
+    if last and last.result in LASTING:
+        reason, message = _failure(service, pods, last)
+        return _condition(False, reason, f"{message}; it is tried again"), _cache("Failed", last)
+    if running := [pod for pod in pods if pod.phase == "Running" and not pod.deleting]:
+        again = f"; the try before: {last.message}" if last and last.message else ""
+        message = f"pod {running[-1].name} downloads {_what(service.spec.model.source)}{again}"
+        return _condition(False, Reason.DOWNLOADING, message), _cache("Downloading", last)
+    return _condition(False, Reason.DOWNLOAD_PENDING, _waits(observed, pods, last)), _cache("Pending", last)
+
+
+def _in_pods(service: LLMService, observed: Observed) -> tuple[Condition, dict[str, Any]]:
+    """Each pod downloads for itself, before it starts."""
+    stuck = [
+        (pod, outcome)
+        for pod in observed.pods
+        if pod.alive and not pod.ready and (outcome := _outcome(pod)) and outcome.result in LASTING
+    ]
+    if stuck:
+        pod, outcome = stuck[0]
+        reason, message = _failure(service, [pod], outcome)
+        return _condition(False, reason, f"pod {pod.name}: {message}"), _cache("Failed", outcome)
+    done = [o for pod in observed.pods if (o := _outcome(pod)) and o.result is Result.DOWNLOADED]
+    message = "each pod downloads the files for itself before it starts (spec.cache.mode EmptyDir)"
+    return _condition(True, Reason.IN_PODS, message), _cache("Ready" if done else "Pending", done[0] if done else None)
+
+
+def _failure(service: LLMService, pods: list[Pod], last: Outcome | None) -> tuple[Reason, str]:
+    """Why a download failed, with the Secret where access is what it lacks."""
+    if last is None:
+        ended = pods[-1].ended if pods else None
+        words = f"{ended.reason} (exit code {ended.exit_code}) {ended.message}" if ended else "no pod of it is left"
+        return Reason.DOWNLOAD_FAILED, f"{_what(service.spec.model.source)}: {words}"
+    reason = Reason(last.result.value)
+    if last.result is Result.AUTH_FAILED:
+        return reason, f"{last.message}; {_secret(service.spec.model.source)}"
+    return reason, last.message
+
+
+def _waits(observed: Observed, pods: list[Pod], last: Outcome | None) -> str:
+    """What a download that does not run waits for."""
+    if observed.job is None:
+        return "the download Job is being made"
+    phase = ((observed.claim or {}).get("status") or {}).get("phase", "")
+    claim = f"claim {observed.claim['metadata']['name']} is {phase}; " if observed.claim and phase != "Bound" else ""
+    if pods and (words := pods[-1].unschedulable or pods[-1].waiting):
+        return f"{claim}pod {pods[-1].name}: {words}"
+    if last and last.message:
+        return f"{claim}it is tried again after: {last.message}"
+    return f"{claim}the download Job has no running pod yet"
+
+
+def _outcome(pod: Pod) -> Outcome | None:
+    return Outcome.parse(pod.ended.message) if pod.ended and pod.ended.container == DOWNLOAD else None
+
+
+def _cache(state: str, outcome: Outcome | None) -> dict[str, Any]:
+    """status.cache"""
+    known = {"bytes": str(outcome.bytes), "revision": outcome.revision} if outcome else {}
+    return {"state": state, **{key: value for key, value in known.items() if value}}
+
+
+def _there(cache: Mapping[str, Any]) -> str:
+    size = (
+        f"{int(cache['bytes']) / 2**30:.2f} GiB are there" if str(cache.get("bytes", "")).isdigit() else "it is there"
+    )
+    return f"{size}, revision {cache['revision']}" if cache.get("revision") else size
+
+
+def _what(source: Source) -> str:
+    """A source in a few words."""
+    if source.huggingFace is not None:
+        revision = f" at {source.huggingFace.revision}" if source.huggingFace.revision else ""
+        return f"Hugging Face repository {source.huggingFace.repo}{revision}"
+    if source.s3 is not None:
+        return source.s3.uri
+    return "the files under spec.model.source.http.url" if source.http is not None else "the model"
+
+
+def _secret(source: Source) -> str:
+    """Which Secret to look at, or where to name one."""
+    for kind, field in (
+        ("huggingFace", "tokenSecretRef"), ("s3", "credentialsSecretRef"), ("http", "headersSecretRef"),
+    ):  # fmt: skip
+        place = getattr(source, kind)
+        if place is not None:
+            ref = getattr(place, field)
+            if ref is None:
+                return f"no Secret is named; set spec.model.source.{kind}.{field}"
+            return f"check Secret {ref.name!r}" + (f", key {ref.key!r}" if ref.key else "")
+    return "check the claim's permissions"
+
+
+def _job_condition(job: Body | None, kind: str) -> Mapping[str, Any] | None:
+    conditions = ((job or {}).get("status") or {}).get("conditions") or ()
+    return next((c for c in conditions if c.get("type") == kind and c.get("status") == "True"), None)
+
+
+def _condition(holds: bool, reason: Reason, message: str) -> Condition:
+    return Condition(Type.MODEL_CACHED, holds, reason, message)

@@ -1,0 +1,493 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status, case by case: what each condition says of what was seen, and that nothing is claimed that is not so."""
+
+from dataclasses import replace
+
+import pytest
+from support.observing import (
+    GENERATION,
+    LATER,
+    NOW,
+    PLAN,
+    VERDICT,
+    condition,
+    deployment,
+    ended,
+    faults,
+    healthy,
+    job,
+    job_done,
+    judged,
+    pod,
+    report,
+    starting,
+    wanted,
+    with_adapter,
+)  # fmt: skip
+
+from quire_operator.plan.errors import Unplannable, Why
+from quire_operator.reconcile.observed import Observed, Verdict
+from quire_operator.reconcile.status import status
+from quire_spec.outcome import Outcome, Result
+from quire_spec.status import AdapterState
+
+SERVICE = wanted()
+TYPES = ["Ready", "ConfigValid", "Planned", "ModelCached", "Available", "Progressing", "AdaptersReady"]
+
+
+def of(observed, verdict=VERDICT, service=SERVICE, previous=None, now=NOW):
+    """The status, which must always be one that an API server takes."""
+    found = status(service, GENERATION, verdict, observed, previous or {}, now)
+    assert faults(found) == []
+    assert [c["type"] for c in found["conditions"]] == TYPES
+    assert {c["observedGeneration"] for c in found["conditions"]} == {GENERATION} == {found["observedGeneration"]}
+    return found
+
+
+def ready(found):
+    c = condition(found, "Ready")
+    return c["status"], c["reason"]
+
+
+def with_pods(*pods, **changes):
+    return healthy(pods=pods, **changes)
+
+
+def good(name="s-0"):
+    return pod(name, report(SERVICE))
+
+
+def test_all_is_well():
+    found = of(healthy())
+    assert judged(found) == {
+        "Ready": ("True", "Ready"),
+        "ConfigValid": ("True", "Accepted"),
+        "Planned": ("True", "Fits"),
+        "ModelCached": ("True", "Downloaded"),
+        "Available": ("True", "MinimumReplicas"),
+        "Progressing": ("False", "RolloutComplete"),
+        "AdaptersReady": ("True", "AllLoaded"),
+    }
+    assert (found["replicas"], found["readyReplicas"], found["updatedReplicas"]) == (2, 2, 2)
+    assert found["models"] == ["s", "sql", "support"]
+    assert found["adaptersReady"] == "2/2"
+    assert found["adapters"][0] == {
+        "name": "sql", "ready": 2, "total": 2, "state": "Ready", "digest": f"sha256:{'sql':0>64}",
+    }  # fmt: skip
+    assert found["endpoints"] == {"http": "http://s.team.svc:8000", "grpc": "s.team.svc:8001"}
+    assert found["servedName"] == "s"
+    assert found["selector"] == (
+        "app.kubernetes.io/component=server,app.kubernetes.io/instance=s,app.kubernetes.io/name=quire"
+    )
+    assert found["plan"] == PLAN.to_json() | {
+        "measured": {
+            "kvBlocks": PLAN.kvTokens // 16,
+            "kvTokens": PLAN.kvTokens // 16 * 16,
+            "at": "2026-01-01T00:00:00Z",
+        }
+    }
+
+
+def test_an_unchanged_service_has_an_unchanged_status():
+    first = of(healthy())
+    assert of(healthy(), previous=first, now=LATER) == first
+
+
+def test_a_condition_keeps_its_time_while_its_status_stays():
+    first = of(healthy())
+    broken = of(with_pods(good(), starting("s-1"), deployment=deployment(2, ready=1)), previous=first, now=LATER)
+    assert condition(broken, "Ready")["lastTransitionTime"] == "2026-01-02T03:05:00Z"
+    assert condition(broken, "Available")["lastTransitionTime"] == "2026-01-02T03:04:05Z"
+    # Another reason under the same status is no transition.
+    other = of(healthy(applied=GENERATION - 1), previous=broken, now=NOW)
+    assert ready(other) == ("False", "Updating")
+    assert condition(other, "Ready")["lastTransitionTime"] == "2026-01-02T03:05:00Z"
+
+
+NOT_READY = {
+    "nothing was applied yet": (Observed(job=job_done()), "Updating"),
+    "objects are of an older generation": (healthy(applied=GENERATION - 1), "Updating"),
+    "the controller has not seen the Deployment": (
+        healthy(deployment=deployment(2, observedGeneration=3)),
+        "Updating",
+    ),
+    "old pods make up the count": (healthy(deployment=deployment(2, updated=1)), "Updating"),
+    "an old pod is still there": (healthy(deployment=deployment(2, replicas=3)), "Updating"),
+    "pods of two templates": (with_pods(good(), replace(good("s-1"), template_hash="old")), "PodsNotReady"),
+    "the Deployment says ready, the pods do not": (with_pods(good(), starting("s-1")), "PodsNotReady"),
+    "the pods say ready, the Deployment does not": (healthy(deployment=deployment(2, ready=1)), "PodsNotReady"),
+    "a pod is missing from what was seen": (with_pods(good()), "PodsNotReady"),
+    "a pod is on its way out": (with_pods(good(), replace(good("s-1"), deleting=True)), "PodsNotReady"),
+    "the kubelet says ready, the pod does not": (
+        with_pods(good(), pod("s-1", report(SERVICE, ready=False, reason="core is restarting"))),
+        "PodsNotReady",
+    ),
+    "the Deployment has another number": (healthy(deployment=deployment(3)), "Updating"),
+    "an adapter is on one pod only": (
+        with_pods(good(), pod("s-1", with_adapter(report(SERVICE), "sql", AdapterState.LOADING))),
+        "Loading",
+    ),
+    "an adapter has failed on one pod": (
+        with_pods(good(), pod("s-1", with_adapter(report(SERVICE), "sql", AdapterState.FAILED, "HTTP 404"))),
+        "LoadFailed",
+    ),
+    "a pod works on other adapters": (
+        with_pods(good(), pod("s-1", report(SERVICE, generation=6, catalogue="sha256:0"))),
+        "Loading",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_READY)
+def test_it_is_not_ready_when(case):
+    observed, reason = NOT_READY[case]
+    assert ready(of(observed)) == ("False", reason)
+
+
+def test_unreachable_pods_are_not_called_ready():
+    silent = pod("s-1", report_error="connection refused")
+    found = of(with_pods(good(), silent))
+    assert judged(found)["Ready"] == judged(found)["AdaptersReady"] == ("Unknown", "PodsUnreachable")
+    assert "pod s-1 does not tell how it is: connection refused" in condition(found, "Ready")["message"]
+    assert judged(found)["Available"] == ("True", "MinimumReplicas")
+    assert found["models"] == []
+
+
+def test_scaled_to_zero():
+    service = wanted("replicas: 0\nlora: {maxLoaded: 0}")
+    found = of(healthy(service), service=service)
+    assert judged(found)["Ready"] == judged(found)["Available"] == ("False", "ScaledToZero")
+    assert judged(found)["Progressing"] == ("False", "RolloutComplete")
+
+
+# What pods wait for
+
+
+UNSCHEDULABLE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+PODS = {
+    "no GPU is free": ({"unschedulable": UNSCHEDULABLE}, "InsufficientGPU", UNSCHEDULABLE),
+    "no node fits": ({"unschedulable": "0/1 nodes: 1 Insufficient cpu."}, "Unschedulable", "Insufficient cpu"),
+    "the image is not there": (
+        {"waiting": 'ImagePullBackOff: Back-off pulling image "x"'},
+        "PodsNotReady",
+        'pod s-1: ImagePullBackOff: Back-off pulling image "x"',
+    ),
+    "it crashes": (
+        {
+            "waiting": "CrashLoopBackOff: back-off 5m0s restarting failed container",
+            "ended": ended("server", 1, message="Traceback\nquire: engine.json: blockSize: 3: must be 16\n"),
+            "restarts": 4,
+        },
+        "PodsNotReady",
+        "CrashLoopBackOff; server ended with Error (exit code 1, 4 restarts): quire: engine.json: blockSize: 3: must",
+    ),
+    "it ran out of memory": (
+        {"started_at": "2026-01-01T00:00:00Z", "ended": ended("server", 137, "OOMKilled"), "restarts": 1},
+        "PodsNotReady",
+        "starting again after server ended with OOMKilled (exit code 137, 1 restarts)",
+    ),
+    "it says why itself": (
+        {"started_at": "2026-01-01T00:00:00Z", "report": report(SERVICE, ready=False, reason="core is starting")},
+        "PodsNotReady",
+        "pod s-1: core is starting",
+    ),
+    "it has just been made": ({}, "PodsNotReady", "2 of 2 pods are of this generation, 1 are ready; the others are"),
+}
+
+
+@pytest.mark.parametrize("case", PODS)
+def test_a_pod_waits_because(case):
+    changes, reason, words = PODS[case]
+    found = of(with_pods(good(), starting("s-1", **changes), deployment=deployment(2, ready=1)))
+    assert judged(found)["Ready"] == ("False", reason)
+    assert judged(found)["Progressing"] == ("True", reason)
+    assert words in condition(found, "Ready")["message"]
+    assert judged(found)["Available"] == ("True", "MinimumReplicas"), "the other one serves"
+
+
+def test_the_scheduler_is_blamed_before_pods_that_just_start():
+    pods = (starting("a", waiting="ImagePullBackOff: x"), starting("b", unschedulable=UNSCHEDULABLE))
+    found = of(with_pods(*pods, deployment=deployment(2, ready=0)))
+    assert ready(found) == ("False", "InsufficientGPU")
+    assert "(and 1 more)" in condition(found, "Ready")["message"]
+    assert judged(found)["Available"] == ("False", "NoReadyPods")
+    assert judged(found)["AdaptersReady"] == ("Unknown", "NoReadyPods")
+
+
+def test_the_deadline_names_its_cause():
+    late = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}]
+    pods = (good(), starting("s-1", unschedulable=UNSCHEDULABLE))
+    found = of(with_pods(*pods, deployment=deployment(2, ready=1, conditions=late)))
+    assert judged(found)["Ready"] == judged(found)["Progressing"] == ("False", "DeadlineExceeded")
+    message = condition(found, "Progressing")["message"]
+    assert "600 s" in message and UNSCHEDULABLE in message
+    # Of an older Deployment it says nothing.
+    old = deployment(2, ready=1, conditions=late, observedGeneration=3)
+    assert judged(of(with_pods(*pods, deployment=old)))["Progressing"] == ("True", "InsufficientGPU")
+
+
+def test_a_quota_that_refuses_pods_is_named():
+    refused = [
+        {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "exceeded quota: gpus"}
+    ]
+    found = of(with_pods(good(), deployment=deployment(2, updated=1, ready=1, replicas=1, conditions=refused)))
+    assert ready(found) == ("False", "PodsRefused")
+    assert "FailedCreate: exceeded quota: gpus" in condition(found, "Ready")["message"]
+
+
+# What keeps a generation from being rolled out: the last good one keeps serving
+
+
+def test_a_spec_that_cannot_be_read():
+    before = of(healthy())
+    invalid = Verdict(invalid="spec.model.source: exactly one is needed\nspec.replicas: must be 0 or more")
+    found = of(healthy(applied=GENERATION - 1), invalid, None, before, LATER)
+    assert judged(found) == {
+        "Ready": ("False", "Invalid"),
+        "ConfigValid": ("False", "Invalid"),
+        "Planned": ("Unknown", "Invalid"),
+        "ModelCached": ("Unknown", "Invalid"),
+        "Available": ("True", "MinimumReplicas"),
+        "Progressing": ("False", "Invalid"),
+        "AdaptersReady": ("Unknown", "Invalid"),
+    }
+    assert condition(found, "Ready")["message"] == (
+        "spec.model.source: exactly one is needed; spec.replicas: must be 0 or more"
+    )
+    assert {k: found[k] for k in ("plan", "endpoints", "models", "selector")} == {
+        k: before[k] for k in ("plan", "endpoints", "models", "selector")
+    }
+    assert found["readyReplicas"] == 2 and found["updatedReplicas"] == 0
+
+
+VERDICTS = {
+    "invalid": (Verdict(invalid="spec.engine: no", plan=PLAN), {}, "Invalid", "ConfigValid"),
+    "conflict": (VERDICT, {"conflict": "Service s belongs to Helm"}, "Conflict", "ConfigValid"),
+    "rejected": (VERDICT, {"rejected": "Deployment s: 422"}, "ApplyRejected", "ConfigValid"),
+    "pending": (Verdict(pending="reading config.json"), {}, "Planning", "Planned"),
+    **{
+        why.value: (Verdict(unplannable=Unplannable(why, "too large"), plan=PLAN), {}, why.value, "Planned")
+        for why in Why
+    },
+}
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_a_verdict_that_stops_the_rollout(case):
+    verdict, changes, reason, kind = VERDICTS[case]
+    before = of(healthy())
+    found = of(healthy(applied=GENERATION - 1, **changes), verdict, previous=before)
+    assert ready(found) == ("False", reason)
+    assert condition(found, kind)["status"] in ("False", "Unknown")
+    assert condition(found, kind)["reason"] == reason
+    assert condition(found, "Progressing")["status"] == ("True" if case == "pending" else "False")
+    assert judged(found)["Available"] == ("True", "MinimumReplicas")
+    assert found["plan"] == before["plan"], "the last good one stays"
+
+
+def test_kinds_that_the_cluster_lacks_are_named_and_stop_nothing():
+    found = of(healthy(left_out=("PodMonitor",)))
+    assert judged(found)["ConfigValid"] == ("True", "KindsLeftOut")
+    assert "no PodMonitor" in condition(found, "ConfigValid")["message"]
+    assert ready(found) == ("True", "Ready")
+
+
+def test_paused():
+    service = wanted("paused: true\nreplicas: 2\nlora: {maxLoaded: 0}")
+    found = of(healthy(service), service=service)
+    assert ready(found) == ("Unknown", "Paused")
+    assert judged(found)["Progressing"] == ("False", "Paused")
+    assert judged(found)["Available"] == ("True", "MinimumReplicas")
+
+
+# The model
+
+
+def ended_download(result, revision=None, message="", number=0, **changes):
+    said = Outcome(result, 3 * 2**30, revision, message).dump()
+    code = 0 if result is Result.DOWNLOADED else 1
+    fields = {"phase": "Failed" if code else "Succeeded", "ended": ended("download", code, "Error", said)}
+    return starting(f"job-{number}", created_at=f"2026-01-01T00:0{number}:00Z", **fields | changes)
+
+
+def downloading(number=1):
+    return starting(f"job-{number}", created_at=f"2026-01-01T00:0{number}:00Z", started_at="2026-01-01T00:00:00Z")
+
+
+def test_a_model_that_is_there():
+    found = of(healthy(job_pods=(ended_download(Result.DOWNLOADED, "0e9e39f"),)))
+    assert found["cache"] == {"state": "Ready", "bytes": str(3 * 2**30), "revision": "0e9e39f"}
+    assert condition(found, "ModelCached")["message"] == "3.00 GiB are there, revision 0e9e39f"
+    later = of(healthy(), previous=found, now=LATER)
+    assert later["cache"] == found["cache"], "the Job's pod is gone, what it said is not"
+
+
+DOWNLOADS = {
+    "the Job is being made": ({"job": None}, "DownloadPending", "Pending", "being made"),
+    "its pod has no node": (
+        {"job_pods": (starting("j", phase="Pending", unschedulable="0/1 nodes: unbound claim"),)},
+        "DownloadPending", "Pending", "unbound claim",
+    ),
+    "its claim is not bound": (
+        {"claim": {"metadata": {"name": "s-models"}, "status": {"phase": "Pending"}}},
+        "DownloadPending", "Pending", "claim s-models is Pending",
+    ),
+    "it runs": ({"job_pods": (downloading(),)}, "Downloading", "Downloading", "repository o/m"),
+    "it runs again after the line was cut": (
+        {"job_pods": (ended_download(Result.UNREACHABLE, message="HTTP 503"), downloading())},
+        "Downloading", "Downloading", "HTTP 503",
+    ),
+    "the token is wrong": (
+        {"job_pods": (ended_download(Result.AUTH_FAILED, message="hub repository 'o/m': HTTP 401"),)},
+        "AuthFailed", "Failed", "no Secret is named; set spec.model.source.huggingFace.tokenSecretRef",
+    ),
+    "the token is wrong, and it is tried again": (
+        {"job_pods": (ended_download(Result.AUTH_FAILED, message="HTTP 401"), downloading())},
+        "AuthFailed", "Failed", "HTTP 401",
+    ),
+    **{
+        result.value: (
+            {"job": job_done("Failed", "BackoffLimitExceeded"), "job_pods": (ended_download(result, message="why"),)},
+            result.value, "Failed", "the Job gave up (BackoffLimitExceeded)",
+        )
+        for result in Result if result not in (Result.DOWNLOADED, Result.AUTH_FAILED)
+    },
+    "it ended with no word": (
+        {"job": job_done("Failed"), "job_pods": (starting("j", ended=ended("download", 137, "OOMKilled")),)},
+        "DownloadFailed", "Failed", "OOMKilled (exit code 137)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DOWNLOADS)
+def test_a_model_that_is_not_there(case):
+    changes, reason, state, words = DOWNLOADS[case]
+    nothing = Observed(deployment=deployment(0), applied=GENERATION, **{"job": job()} | changes)
+    found = of(nothing)
+    assert judged(found)["ModelCached"] == ("False", reason)
+    assert ready(found) == ("False", reason), "no pod is blamed: there are none before the model is there"
+    assert found["cache"]["state"] == state
+    assert words in condition(found, "ModelCached")["message"]
+
+
+def test_a_refused_token_names_its_secret():
+    spec = "model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hf, key: token}}}}"
+    service = wanted(spec)
+    failed = ended_download(Result.AUTH_FAILED, message="hub repository 'o/m': HTTP 403")
+    found = of(Observed(job=job(), job_pods=(failed,)), service=service)
+    assert condition(found, "ModelCached")["message"] == (
+        "hub repository 'o/m': HTTP 403; check Secret 'hf', key 'token'; it is tried again"
+    )
+
+
+def test_a_model_that_each_pod_downloads():
+    service = wanted("replicas: 2\nlora: {maxLoaded: 0}\ncache: {mode: EmptyDir}")
+    found = of(healthy(service, job=None), service=service)
+    assert judged(found)["ModelCached"] == ("True", "InPods")
+    said = Outcome(Result.NO_SPACE, 5, message="the disk is full").dump()
+    stuck = starting("s-1", phase="Pending", ended=ended("download", 1, message=said))
+    found = of(healthy(service, job=None, pods=(stuck,)), service=service)
+    assert judged(found)["ModelCached"] == judged(found)["Ready"] == ("False", "NoSpace")
+    assert condition(found, "Ready")["message"] == "pod s-1: the disk is full"
+
+
+def test_a_model_on_a_claim_of_the_users():
+    service = wanted("model: {source: {pvc: {claimName: models, path: m}}}\nlora: {maxLoaded: 0}")
+    found = of(healthy(service, job=None), service=service)
+    assert judged(found)["ModelCached"] == ("True", "OnClaim")
+    assert found["cache"] == {"state": "Ready"}
+
+
+# Adapters
+
+
+def test_the_pod_farthest_behind_counts():
+    failed = with_adapter(report(SERVICE), "support", AdapterState.FAILED, "rank 64 > maxRank 16")
+    found = of(with_pods(good(), pod("s-1", failed)))
+    assert found["adapters"][1] == {
+        "name": "support", "ready": 1, "total": 2, "state": "Failed", "digest": f"sha256:{'support':0>64}",
+        "message": "pod s-1: rank 64 > maxRank 16",
+    }  # fmt: skip
+    assert found["adaptersReady"] == "1/2"
+    assert found["models"] == ["s", "sql"], "what only some pods have is not called a model"
+    assert "support: pod s-1: rank 64" in condition(found, "Ready")["message"]
+
+
+def test_errors_are_told_of_ten_adapters_and_counted_of_all():
+    names = [f"a{i}" for i in range(100)]
+    lines = "".join(f"\n- {{name: {n}, source: {{huggingFace: {{repo: o/{n}}}}}}}" for n in names)
+    service = wanted(f"replicas: 1\nlora: {{maxLoaded: 4, maxRank: 16}}\nadapters:{lines}")
+    said = report(service)
+    for name in names:
+        said = with_adapter(said, name, AdapterState.FAILED, "x" * 5000)
+    found = of(healthy(service, pods=(pod("s-0", said),)), service=service)
+    assert sum("message" in entry for entry in found["adapters"]) == 10
+    assert found["adaptersReady"] == "0/100"
+    assert len(condition(found, "AdaptersReady")["message"]) <= 1024
+
+
+def test_a_starting_pod_does_not_count_and_shows_how_far_it_is_while_it_is_alone():
+    loading = with_adapter(report(SERVICE, ready=False, reason="loading"), "sql", AdapterState.FETCHING)
+    alone = of(healthy(pods=(pod("s-0", loading, ready=False),), deployment=deployment(2, ready=0)))
+    assert [(e["state"], e["ready"], e["total"]) for e in alone["adapters"]] == [("Fetching", 0, 0), ("Ready", 0, 0)]
+    assert alone["adaptersReady"] == "0/2"
+    beside = of(healthy(pods=(good(), pod("s-1", loading, ready=False)), deployment=deployment(2, ready=1)))
+    assert [(e["state"], e["ready"], e["total"]) for e in beside["adapters"]] == [("Ready", 1, 1)] * 2
+
+
+def test_a_pod_with_a_newer_catalogue_is_told_from_one_behind():
+    ahead = pod("s-1", report(SERVICE, generation=9, catalogue="sha256:0"))
+    assert "works on generation 9, which is newer than 7" in condition(of(with_pods(good(), ahead)), "Ready")["message"]
+    behind = pod("s-1", report(SERVICE, generation=5, catalogue="sha256:0"), report_error="PUT /adapters: HTTP 500")
+    message = condition(of(with_pods(good(), behind)), "Ready")["message"]
+    assert "pod s-1 is at 5: PUT /adapters: HTTP 500" in message
+
+
+def test_an_edit_of_something_else_leaves_the_adapters_ready():
+    # The pods were told an older generation with just these adapters.
+    pods = [pod(f"s-{i}", report(SERVICE, generation=3)) for i in range(2)]
+    assert ready(of(with_pods(*pods))) == ("True", "Ready")
+
+
+def test_no_adapters():
+    service = wanted("replicas: 2\nlora: {maxLoaded: 0}")
+    found = of(healthy(service), service=service)
+    assert judged(found)["AdaptersReady"] == ("True", "NoAdapters")
+    assert (found["adaptersReady"], found["adapters"]) == ("0/0", [])
+
+
+# Plan and measurement
+
+
+def measured(tokens):
+    said = report(SERVICE)
+    return pod("s-0", replace(said, memory=replace(said.memory, num_blocks=tokens // 16)))
+
+
+def test_the_pod_with_the_least_room_is_measured_and_a_difference_is_told():
+    few = PLAN.kvTokens * 8 // 10
+    found = of(with_pods(measured(few), good("s-1")))
+    assert found["plan"]["measured"]["kvTokens"] == few // 16 * 16
+    assert "20% fewer than the plan's" in condition(found, "Planned")["message"]
+    fine = of(with_pods(measured(PLAN.kvTokens * 95 // 100), good("s-1")))
+    assert "fewer" not in condition(fine, "Planned")["message"]
+
+
+def test_pods_of_an_older_plan_measure_nothing():
+    before = of(healthy())
+    rolling = of(healthy(deployment=deployment(2, updated=1), pods=(measured(16), good("s-1"))), previous=before)
+    assert rolling["plan"]["measured"] == before["plan"]["measured"], "kept, of the same plan"
+    other = before | {"plan": before["plan"] | {"inputsHash": "sha256:0"}}
+    assert "measured" not in of(healthy(deployment=deployment(2, updated=1)), previous=other)["plan"]
+
+
+def test_a_pods_nonsense_does_not_break_the_status():
+    odd = report(SERVICE, core_started_at="yesterday", models=["s", "s" * 63])
+    found = of(with_pods(pod("s-0", odd), pod("s-1", odd)))
+    assert "at" not in found["plan"]["measured"]
+
+
+def test_long_words_are_cut():
+    found = of(healthy(rejected="y" * 100_000))
+    message = condition(found, "Ready")["message"]
+    assert len(message) == 1024 and message.endswith("…")
