@@ -272,7 +272,7 @@ class AdapterRegistry:
 
     def _drop(self, digest: str) -> None:
         adapter = self._adapters[digest]
-        self.slots.vacate(digest)
+        self.slots.vacate(digest, evict=not adapter.removed)
         self._host.remove(digest)
         self._dropped.append(digest)
         self._want(digest, adapter)

@@ -16,6 +16,7 @@ from typing import NoReturn, TypeVar
 
 from quire_engine import process
 from quire_engine.engine import Engine
+from quire_engine.step import SlotLoad
 from quire_spec.errors import Code, Internal, QuireError
 from quire_spec.messages import Generate, SequenceResult, StepResult
 
@@ -42,12 +43,16 @@ class CoreLoop:
         engine: Engine,
         publish: Callable[[int, StepResult], None],
         fetch: Callable[[str, Path], None],
+        carry: Callable[[SlotLoad, Callable[[], None]], None],
     ) -> None:
-        """`publish(owner, result)` and `fetch(digest, path)` are called in this loop's thread and must not block.
+        """`publish(owner, result)`, `fetch(digest, path)` and `carry(load, work)` are called in this loop's thread and
+        must not block.
 
-        `fetch` asks for an adapter to be read: answer with `call` of the engine's add_adapter or fail_adapter.
+        `fetch` asks for an adapter to be read: answer with `call` of the engine's add_adapter or fail_adapter. `carry`
+        asks for `work` to be done, which fills a slot: answer with `call` of the engine's slot_loaded.
         """
         self._engine = engine
+        engine.carry = carry
         self._publish = publish
         self._fetch = fetch
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -8,7 +8,6 @@ a step's results are one of them, so one thread serves every peer, and its work 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from quire_engine import process
 from quire_engine.connection import Connection, listen
 from quire_engine.core_loop import CoreLoop
 from quire_engine.engine import Engine
+from quire_engine.loader import Loader
+from quire_engine.step import SlotLoad
 from quire_engine.step_thread import StepThread
 from quire_spec.document import to_json
 from quire_spec.errors import Internal, InvalidArgument, QuireError
@@ -38,12 +39,11 @@ class CoreServer:
         self._steps = steps
         self._event_loop = asyncio.get_running_loop()
         self._started_at = process.now()
-        self._loop = CoreLoop(engine, self._publish, self._fetch)
+        self._loop = CoreLoop(engine, self._publish, self._fetch, self._carry)
+        self._loader = Loader()
         self._text: Connection | None = None
         self._owners = count(1)
         self._owner = 0
-        # Two: an adapter on a disk that hangs does not hold up the next one.
-        self._reading = asyncio.Semaphore(2)
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
             "load_adapter": self._load_adapter,
@@ -114,6 +114,10 @@ class CoreServer:
         """Called in the engine's thread."""
         self._event_loop.call_soon_threadsafe(lambda: self._start(self._read_again(digest, path)))
 
+    def _carry(self, load: SlotLoad, work: Callable[[], None]) -> None:
+        """Called in the engine's thread."""
+        self._event_loop.call_soon_threadsafe(lambda: self._start(self._fill(load, work)))
+
     def _start(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -167,12 +171,21 @@ class CoreServer:
             failure = error
             await self._do(lambda: self._engine.fail_adapter(digest, failure))
 
+    async def _fill(self, load: SlotLoad, work: Callable[[], None]) -> None:
+        """Fill a slot that sequences wait for."""
+        failure = None
+        try:
+            await self._loader.copy(work)
+        except Exception as error:  # whatever a device throws costs this adapter's sequences, never the engine
+            _log.exception("adapter cannot be copied digest=%s slot=%d", load.digest, load.slot)
+            failure = Internal(
+                f"adapter {load.digest!r}: copying it into a slot failed: {type(error).__name__}: {error}"
+            )
+        await self._do(lambda: self._engine.slot_loaded(load, failure))
+
     async def _read(self, digest: str, path: Path) -> object:
         try:
-            # A thread for each: what computes in it would slow the steps for as long as it lives (step_thread.py).
-            async with self._reading:
-                with ThreadPoolExecutor(1, "adapter") as reader:
-                    return await self._event_loop.run_in_executor(reader, self._engine.read_adapter, path)
+            return await self._loader.read(lambda: self._engine.read_adapter(path))
         except QuireError:
             raise
         except Exception as error:

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 
 from quire_engine.request import Sequence
-from quire_engine.step import BlockCopy, HostCopy, SlotLoad, Span, StepPlan
+from quire_engine.step import BlockCopy, HostCopy, Span, StepPlan
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Draft:
         self.prefills.append(span)
         self.budget -= span.length
 
-    def plan(self, loads: list[SlotLoad]) -> StepPlan:
+    def plan(self) -> StepPlan:
         """The step as it is."""
         spans = self.decodes + self.prefills
-        return StepPlan(spans, loads, self.swap_outs, self.swap_ins, self.copies, self.started)
+        return StepPlan(spans, self.swap_outs, self.swap_ins, self.copies, self.started)

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from quire_engine.adapters import AdapterRegistry
 from quire_engine.blocks import BlockPool, ContentKey
@@ -20,16 +20,13 @@ from quire_engine.checkpoint import Checkpoint
 from quire_engine.hub import resolve_model
 from quire_engine.request import Logprob, Sequence
 from quire_engine.scheduler import Scheduler
-from quire_engine.step import Runner, Sampled, StepPlan
+from quire_engine.step import Runner, Sampled, SlotLoad, StepPlan
 from quire_spec.config import EngineConfig
 from quire_spec.errors import Code, ConfigError, Internal, InvalidArgument, QuireError
 from quire_spec.messages import Generate, SequenceResult, Stats, StepResult
 from quire_spec.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
 from quire_spec.shape import ModelShape
 from quire_spec.status import MemoryPlan
-
-if TYPE_CHECKING:
-    from quire_engine.peft import HostAdapter  # imports torch
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +59,9 @@ class Engine:
         self._adapters = AdapterRegistry(config.max_loras, config.host_loras)
         key = ContentKey(checkpoint.fingerprint, memory.dtype, config.block_size, checkpoint.shape.rope_switch)
         self._scheduler = Scheduler(config, self._blocks, self._adapters, key, self.max_model_len, runner.swap_space)
+        self.carry: Callable[[SlotLoad, Callable[[], None]], None] = self._carry_now
+        """Has an adapter copied into a slot: by default at once; an owner with threads has the work done in another one
+        and then calls `slot_loaded`."""
         # Ended without a step; reported with the next one.
         self._failed: list[SequenceResult] = []
 
@@ -138,23 +138,28 @@ class Engine:
     def step(self) -> StepResult:
         """Run at most one step; also reports sequences that failed since the last one."""
         plan = self._scheduler.schedule(self._clock())
+        if self._load_slots() and plan is None:
+            plan = self._scheduler.schedule(self._clock())
         results = self._run(plan) if plan is not None else []
         self._drop_copies()
         results += self._failed
         self._failed = []
         return StepResult(results, plan.started if plan is not None else [], self.stats())
 
-    def read_adapter(self, path: Path) -> "HostAdapter":
-        """Read an adapter's folder. Slow, and safe to call from any thread.
+    def read_adapter(self, path: Path) -> object:
+        """Read an adapter's folder; what `add_adapter` takes. Slow, and safe to call from any thread.
 
         Raises:
-            InvalidArgument: it is not an adapter for this model, or one that cannot be served; the message says why.
+            InvalidArgument: the engine has no adapter slots; or the folder holds no adapter for this model, or one that
+                cannot be served; the message says why.
         """
+        self._check_takes_adapters(path)
         import torch
 
         from quire_engine.peft import read_adapter
 
-        return read_adapter(path, self.shape, self.config.max_lora_rank, getattr(torch, self.memory.dtype))
+        host = read_adapter(path, self.shape, self.config.max_lora_rank, getattr(torch, self.memory.dtype))
+        return self._runner.pack(host)
 
     def add_adapter(self, digest: str, path: Path, host: object, pinned: bool | None = None) -> None:
         """Register what `read_adapter` read, under its content digest.
@@ -165,8 +170,7 @@ class Engine:
         Raises:
             InvalidArgument: the engine has no adapter slots, or all of them are pinned already.
         """
-        if not self.config.enable_lora:
-            raise InvalidArgument(f"adapter {digest!r}: this engine takes no adapters; set enable_lora")
+        self._check_takes_adapters(digest)
         keep = self._adapters.add(digest, path, pinned)
         self._drop_copies()
         if keep:
@@ -184,12 +188,17 @@ class Engine:
         self._drop_copies()
         return fetches
 
+    def slot_loaded(self, load: SlotLoad, error: QuireError | None = None) -> None:
+        """Work that `carry` was given is done, or has failed: then the sequences that wait for it fail with `error`."""
+        self._adapters.slots.loaded(load, error is None)
+        if error is not None:
+            self._fail_waiting(load.digest, error)
+        self._scheduler.wake()
+
     def fail_adapter(self, digest: str, error: QuireError) -> None:
         """An adapter could not be read again: the sequences that wait for it fail with `error`."""
         if self._adapters.fail(digest):
-            failed = self._scheduler.fail_adapter(digest)
-            self._failed += [_failure(sequence, error.code, str(error)) for sequence in failed]
-            self._drop_copies()
+            self._fail_waiting(digest, error)
 
     def fetch(self) -> None:
         """Do what `take_fetches` asks in this thread, for owners that have no other to keep the steps going."""
@@ -245,6 +254,26 @@ class Engine:
             self._scheduler.fail(plan)
             raise
         return [_result(sequence, new) for sequence, new in self._scheduler.finish(plan, sampled)]
+
+    def _load_slots(self) -> bool:
+        """Have adapters copied into slots; whether sequences may run now that could not before."""
+        loads = self._adapters.slots.take_loads()
+        for load in loads:
+            self.carry(load, self._runner.load(load))
+        return bool(loads) and not self._scheduler.stalled
+
+    def _carry_now(self, load: SlotLoad, work: Callable[[], None]) -> None:
+        work()
+        self.slot_loaded(load)
+
+    def _fail_waiting(self, digest: str, error: QuireError) -> None:
+        failed = self._scheduler.fail_adapter(digest)
+        self._failed += [_failure(sequence, error.code, str(error)) for sequence in failed]
+        self._drop_copies()
+
+    def _check_takes_adapters(self, which: object) -> None:
+        if not self.config.enable_lora:
+            raise InvalidArgument(f"adapter {str(which)!r}: this engine takes no adapters; set enable_lora")
 
     def _drop_copies(self) -> None:
         for digest in self._adapters.take_dropped():

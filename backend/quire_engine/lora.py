@@ -2,7 +2,7 @@
 """Adapter slots on the device: stacked A and B per linear, filled from host copies. Which adapter goes where is the
 registry's business (adapters.py); what an adapter is, peft.py's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -71,17 +71,39 @@ class AdapterSlots:
         """Bytes of all slots on the device."""
         return sum(weights.num_bytes for weights in self._weights.values())
 
-    def hold(self, digest: str, adapter: HostAdapter) -> None:
+    def pack(self, adapter: HostAdapter) -> HostAdapter:
+        """An adapter as `hold` keeps it, for any thread."""
+        return adapter.pinned() if self._pin else adapter
+
+    def hold(self, digest: str, packed: HostAdapter) -> None:
         """Keep a host copy under its content digest."""
-        self._host[digest] = adapter.pinned() if self._pin else adapter
+        self._host[digest] = packed
 
     def drop(self, digest: str) -> None:
         """Forget a host copy; unknown digests are ignored."""
         self._host.pop(digest, None)
 
-    def activate(self, digest: str, slot: int) -> None:
-        """Copy an adapter from host memory into a slot."""
-        pairs = self._host[digest].pairs
-        with torch.inference_mode():
-            for (layer, _), weights in self._weights.items():
-                weights.load(slot, [pairs.get((layer, name)) for name in weights.names])
+    def load(self, digest: str, slot: int) -> Callable[[], None]:
+        """The work of copying an adapter from host memory into a slot, for any thread.
+
+        On a GPU it is done on a stream of its own, which waits for the work that is queued now (a step may still read
+        what is in the slot) and holds up none that is queued later. When it returns, the copy is there.
+        """
+        adapter = self._host[digest]
+        before = torch.cuda.current_stream().record_event() if self._pin else None
+        return lambda: self._fill(slot, adapter, before)
+
+    @torch.inference_mode()
+    def _fill(self, slot: int, adapter: HostAdapter, before: "torch.cuda.Event | None") -> None:
+        if before is None:
+            self._copy(slot, adapter)
+            return
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            stream.wait_event(before)
+            self._copy(slot, adapter)
+        stream.synchronize()
+
+    def _copy(self, slot: int, adapter: HostAdapter) -> None:
+        for (layer, _), weights in self._weights.items():
+            weights.load(slot, [adapter.pairs.get((layer, name)) for name in weights.names])

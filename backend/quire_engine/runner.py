@@ -6,6 +6,7 @@ from one thread.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,7 @@ from quire_engine.models.causal import CausalLM
 from quire_engine.peft import HostAdapter
 from quire_engine.request import BlockId, Logprob, Sequence
 from quire_engine.sampler import Row, Sampler
-from quire_engine.step import Runner, Sampled, Span, StepPlan
+from quire_engine.step import Runner, Sampled, SlotLoad, Span, StepPlan
 from quire_engine.swap import SwapSpace
 from quire_engine.swapper import Swapper
 from quire_engine.weights import load_weights
@@ -85,21 +86,28 @@ class TorchRunner(Runner):
         )
         logger.info("memory plan %s", " ".join(f"{f}={getattr(self.memory, f)}" for f in MemoryPlan.__slots__))
 
-    def hold(self, digest: str, adapter: object) -> None:
-        """Keep an adapter in host memory; see step.Runner."""
+    def pack(self, adapter: object) -> HostAdapter:
+        """An adapter as `hold` keeps it; see step.Runner."""
         assert self._slots is not None and isinstance(adapter, HostAdapter)
-        self._slots.hold(digest, adapter)
+        return self._slots.pack(adapter)
+
+    def hold(self, digest: str, packed: object) -> None:
+        """Keep an adapter in host memory; see step.Runner."""
+        assert self._slots is not None and isinstance(packed, HostAdapter)
+        self._slots.hold(digest, packed)
 
     def drop(self, digest: str) -> None:
         """Forget the host copy of an adapter; see step.Runner."""
         if self._slots is not None:
             self._slots.drop(digest)
 
+    def load(self, load: SlotLoad) -> Callable[[], None]:
+        """The work of filling a slot; see step.Runner."""
+        assert self._slots is not None
+        return self._slots.load(load.digest, load.slot)
+
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Run a step; see step.Runner."""
-        if self._slots is not None:
-            for load in plan.loads:
-                self._slots.activate(load.digest, load.slot)
         if self._swapper is not None:
             self._swapper.carry(plan.swap_outs, plan.swap_ins)
         if plan.copies:

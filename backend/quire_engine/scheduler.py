@@ -84,7 +84,8 @@ class Scheduler:
         self._in_flight: StepPlan | None = None
         # Ended while the step in flight may still write to their blocks.
         self._aborted: list[Sequence] = []
-        self._stalled = False
+        self.stalled = False
+        """The last call of schedule() found nothing to run, and nothing has changed since."""
         self.num_preemptions = 0
         self.num_steps = 0
         if self.tables.num_blocks(max_model_len) > blocks.num_blocks:
@@ -102,7 +103,7 @@ class Scheduler:
     @property
     def runnable(self) -> bool:
         """Whether schedule() may find something to run; False until something changes once it did not."""
-        return bool(self._running or (self._waiting and not self._stalled))
+        return bool(self._running or (self._waiting and not self.stalled))
 
     @property
     def num_running(self) -> int:
@@ -150,7 +151,7 @@ class Scheduler:
         sequence.rank = sequence.priority, self._num_arrivals
         self._sequences[sequence.id] = sequence
         self._waiting.add(sequence)
-        self._stalled = False
+        self.stalled = False
 
     def abort(self, ids: Iterable[int]) -> None:
         """End sequences, unknown ids ignored. Blocks that the step in flight may write go back after it."""
@@ -175,11 +176,11 @@ class Scheduler:
         self._adapters.begin_step(now)
         draft = Draft(self._max_num_batched_tokens)
         self._prefill(draft, self._decode(draft), now)
-        self._stalled = not (draft.decodes or draft.prefills)
-        if self._stalled:
+        self.stalled = not (draft.decodes or draft.prefills)
+        if self.stalled:
             return None
         self.num_steps += 1
-        self._in_flight = draft.plan(self._adapters.slots.take_loads())
+        self._in_flight = draft.plan()
         return self._in_flight
 
     def finish(self, plan: StepPlan, sampled: list[Sampled]) -> list[tuple[Sequence, Sampled]]:
@@ -210,7 +211,6 @@ class Scheduler:
         for sequence in failed:
             self._end(sequence, FinishReason.ERROR)
         self._release_aborted()
-        self._adapters.slots.lose(plan.loads)
         return failed
 
     def fail_adapter(self, digest: str) -> list[Sequence]:
@@ -222,7 +222,7 @@ class Scheduler:
 
     def wake(self) -> None:
         """Something outside changed (an adapter was read): sequences that could not run may now."""
-        self._stalled = False
+        self.stalled = False
 
     def check_integrity(self) -> None:
         """Raise Internal unless sequences, blocks and adapters agree."""
@@ -418,7 +418,7 @@ class Scheduler:
     def _close(self, sequence: Sequence) -> None:
         if sequence.adapter is not None:
             self._adapters.close(sequence.adapter)
-        self._stalled = False
+        self.stalled = False
 
     def _land(self, plan: StepPlan, failed: bool) -> None:
         """The step in flight is over."""

@@ -5,9 +5,8 @@ Policy only: no weights, no host memory, no sequences, just how many of them run
 keeps its slot; an idle one loses it when somebody else needs it, least recently used first.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from quire_engine.request import SlotId
 from quire_engine.step import SlotLoad
@@ -28,20 +27,28 @@ class _Slot:
     """Tick of the last arrival or start; the lowest is given up first."""
     started: int = 0
     """Tick of the last start; the lowest is drained first."""
+    loading: bool = False
+    """A copy into it is under way, for `digest` or, if None, for an adapter that is gone meanwhile."""
+    fresh: bool = False
+    """Loaded for sequences that have not begun to run: nobody else takes it until they do or are over."""
 
-
-class _Reservation(NamedTuple):
-    digest: str
-    slot: SlotId
+    @property
+    def idle(self) -> bool:
+        return not (self.num_running or self.loading or self.fresh)
 
 
 class SlotTable:
     """A fixed number of slots.
 
+    Loads. A slot is filled beside the steps, by whoever carries out `take_loads` and answers `loaded`; until then its
+    sequences wait. It is then kept for them until the first runs, so that nobody who comes meanwhile takes it away.
+
     Fairness. An adapter that has waited for a slot longer than RESERVE_AFTER_S gets one reserved: an idle one, or that
     of the running adapter whose last start is longest ago. A reserved slot takes no new sequences of the adapter in
-    it, so it drains: who waits longest is served after at most the longest sequence of one adapter. Once idle, it
-    waits for its adapter only when that is in host memory or on its way there; otherwise whoever can use it, may.
+    it, so it drains. Once idle, it waits for its adapter only when that is in host memory or on its way there;
+    otherwise whoever can use it, may. At most half of the slots are reserved at a time, for those who have waited
+    longest: the others go on building up large batches. So of D adapters that wait, the last has its slot after at
+    most ceil(D / R) drains, R being the slots that may be reserved, and a drain the longest sequence and a load.
 
     Pins. A pinned adapter is placed before any sequence asks and keeps its slot while idle. Only when every slot is
     pinned an idle pinned adapter yields to others: a promise to serve goes before one to keep warm.
@@ -52,16 +59,17 @@ class SlotTable:
         self._slot_of: dict[str, SlotId] = {}
         self._pinned: set[str] = set()
         self._tick = 0
+        self._max_reserved = max(1, num_slots // 2)
         # Since when an adapter waits, oldest first.
         self._blocked: dict[str, float] = {}
-        self._reserved: _Reservation | None = None
-        # Whether the adapter that a slot is reserved for could use it, or soon will.
-        self._reserved_near = False
+        self._reserved: dict[SlotId, str] = {}
+        # Adapters with a reserved slot that could use it, or soon will.
+        self._near: set[str] = set()
         # Adapters for which this step's search failed: slots only fill up while a step is planned.
         self._missed: set[str] = set()
         self._loads: list[SlotLoad] = []
         self.num_evictions = 0
-        """Adapters that lost their slot to another one."""
+        """Adapters that lost their slot, or the host copy that goes with it, to another one."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -100,17 +108,14 @@ class SlotTable:
             self._slots[slot].used = self._tick
 
     def begin_step(self, now: float, near: Callable[[str], bool]) -> None:
-        """Before a step's first `can_start`: reserve a slot for who has waited too long.
+        """Before a step's first `can_start`: reserve slots for who has waited too long.
 
         `near` tells adapters in host memory or on their way there; among those that wait they come first.
         """
         self._missed.clear()
-        if self._reserved is None and self._blocked:
-            late = [digest for digest, since in self._blocked.items() if now - since >= RESERVE_AFTER_S]
-            if late:
-                digest = next(filter(near, late), late[0])
-                self._reserved = _Reservation(digest, self._slot_to_reserve(digest))
-        self._reserved_near = self._reserved is not None and near(self._reserved.digest)
+        if self._blocked and len(self._reserved) < self._max_reserved:
+            self._reserve(now, near)
+        self._near = {digest for digest in self._reserved.values() if near(digest)}
 
     def place(self, digest: str) -> None:
         """Give a pinned adapter its slot ahead of any sequence, unless all are taken."""
@@ -119,26 +124,26 @@ class SlotTable:
             self._assign(digest, slot)
 
     def can_start(self, digest: str, *, new: bool) -> bool:
-        """Whether `start` would find a slot. `new`: the sequence was not preempted before."""
+        """Whether the adapter is in its slot, and `start` may follow. `new`: the sequence was not preempted before.
+
+        An adapter without a slot is given one, if there is one to give, and it will be ready in a later step.
+        """
         slot = self._slot_of.get(digest)
         if slot is not None:
-            return not (new and self._reserved_for_other(slot, digest))
-        if digest in self._missed:
-            return False
-        if self._idle_slot(digest) is None:
-            self._missed.add(digest)
-            return False
-        return True
+            return not self._slots[slot].loading and not (new and self._reserved_for_other(slot, digest))
+        if digest not in self._missed:
+            if (idle := self._idle_slot(digest)) is None:
+                self._missed.add(digest)
+            else:
+                self._assign(digest, idle)
+        return False
 
     def start(self, digest: str) -> SlotId:
-        """A sequence begins to run, after `can_start`; a copy into the slot goes into the step's loads if need be."""
-        slot = self._slot_of.get(digest)
-        if slot is None:
-            slot = self._idle_slot(digest)
-            assert slot is not None, "start without can_start"
-            self._assign(digest, slot)
+        """A sequence begins to run, after `can_start`."""
+        slot = self._slot_of[digest]
         self._tick += 1
         state = self._slots[slot]
+        assert not state.loading, "start without can_start"
         state.num_running += 1
         state.used = state.started = self._tick
         self.unblock(digest)
@@ -157,27 +162,34 @@ class SlotTable:
     def unblock(self, digest: str) -> None:
         """The adapter got its slot, or nobody waits for it any more."""
         self._blocked.pop(digest, None)
-        if self._reserved is not None and self._reserved.digest == digest:
-            self._reserved = None
+        self._reserved = {slot: other for slot, other in self._reserved.items() if other != digest}
+        if (slot := self._slot_of.get(digest)) is not None:
+            self._slots[slot].fresh = False
 
-    def vacate(self, digest: str) -> None:
-        """Empty the slot of an idle adapter, if it has one."""
+    def vacate(self, digest: str, *, evict: bool = False) -> None:
+        """Empty the slot of an idle adapter, if it has one. `evict`: to make room, not because nobody wants it."""
         slot = self._slot_of.pop(digest, None)
         if slot is not None:
-            assert self._slots[slot].num_running == 0
-            self._slots[slot] = _Slot()
-            self._loads = [load for load in self._loads if load.digest != digest]
+            self.num_evictions += evict
+            state = self._slots[slot]
+            assert state.num_running == 0
+            begun = state.loading and all(load.slot != slot for load in self._loads)
+            self._loads = [load for load in self._loads if load.slot != slot]
+            self._slots[slot] = _Slot(loading=begun)
 
     def take_loads(self) -> list[SlotLoad]:
-        """Copies into slots that the next step begins with."""
+        """Copies into slots that are to be made now; each is answered by `loaded`."""
         loads, self._loads = self._loads, []
         return loads
 
-    def lose(self, loads: Iterable[SlotLoad]) -> None:
-        """A step failed, and with it its loads; what they were for does not run any more."""
-        for load in loads:
-            if self._slot_of.get(load.digest) == load.slot:
-                self.vacate(load.digest)
+    def loaded(self, load: SlotLoad, done: bool = True) -> None:
+        """A copy into a slot is made, or has failed: then the slot is empty."""
+        state = self._slots[load.slot]
+        assert state.loading
+        state.loading = False
+        state.fresh = state.digest in self._blocked
+        if not done and state.digest is not None:
+            self.vacate(state.digest)
 
     def faults(self, in_host: set[str], waiting: set[str]) -> list[str]:
         """What is wrong with the table, given the adapters in host memory and those that sequences wait for."""
@@ -187,16 +199,30 @@ class SlotTable:
             "an empty slot runs": any(s.digest is None and s.num_running for s in self._slots),
             "an adapter in a slot has no host copy": not set(digests) <= in_host,
             "an adapter that nobody waits for is blocked": not set(self._blocked) <= waiting,
-            "a slot is reserved for an adapter that is not blocked": self._reserved is not None
-            and self._reserved.digest not in self._blocked,
-            "a load goes to another adapter's slot": any(self._slot_of.get(x.digest) != x.slot for x in self._loads),
+            "a slot is reserved for an adapter that is not blocked": not set(self._reserved.values())
+            <= set(self._blocked),
+            "an adapter has two slots reserved": len(set(self._reserved.values())) < len(self._reserved),
+            "too many slots are reserved": len(self._reserved) > self._max_reserved,
+            "a load goes to another adapter's slot": any(
+                self._slot_of.get(x.digest) != x.slot or not self._slots[x.slot].loading for x in self._loads
+            ),
+            "a sequence runs while its slot is loaded": any(s.loading and s.num_running for s in self._slots),
+            "a slot is kept for nobody": any(s.fresh and s.digest not in self._blocked for s in self._slots),
         }
         return [fault for fault, present in checks.items() if present]
 
+    def _reserve(self, now: float, near: Callable[[str], bool]) -> None:
+        """Slots for those who have waited too long and have none, the near and the oldest first."""
+        served = {*self._reserved.values(), *self._slot_of}
+        late = [d for d, since in self._blocked.items() if now - since >= RESERVE_AFTER_S and d not in served]
+        for digest in sorted(late, key=near, reverse=True)[: self._max_reserved - len(self._reserved)]:
+            if (slot := self._slot_to_reserve(digest)) is None:
+                return
+            self._reserved[slot] = digest
+
     def _reserved_for_other(self, slot: SlotId, digest: str) -> bool:
-        if self._reserved is None or self._reserved.slot != slot or self._reserved.digest == digest:
-            return False
-        return self._reserved_near or self._slots[slot].num_running > 0
+        owner = self._reserved.get(slot, digest)
+        return owner != digest and (owner in self._near or self._slots[slot].num_running > 0)
 
     def _idle_slot(self, digest: str, *, pins_yield: bool | None = None) -> SlotId | None:
         """An empty slot, else the least recently used idle one, that `digest` may take."""
@@ -204,27 +230,26 @@ class SlotTable:
         idle = [
             (state.digest is not None, state.digest in self._pinned, state.used, SlotId(i))
             for i, state in enumerate(self._slots)
-            if state.num_running == 0
+            if state.idle
             and (pins_yield or state.digest not in self._pinned)
             and not self._reserved_for_other(SlotId(i), digest)
         ]
         return min(idle)[3] if idle else None
 
-    def _slot_to_reserve(self, digest: str) -> SlotId:
-        slot = self._slot_of.get(digest)
-        if slot is None:
-            slot = self._idle_slot(digest)
-        if slot is None:
-            running = enumerate(self._slots)
-            slot = min((s.started, SlotId(i)) for i, s in running if self.pins_yield or s.digest not in self._pinned)[1]
-        return slot
+    def _slot_to_reserve(self, digest: str) -> SlotId | None:
+        """An idle slot, else that of the running adapter that started least recently; None when all are spoken for."""
+        open_ = [(s, SlotId(i)) for i, s in enumerate(self._slots) if i not in self._reserved]
+        able = [(s, i) for s, i in open_ if self.pins_yield or s.digest not in self._pinned]
+        slot = self._idle_slot(digest)
+        if slot is not None and slot not in self._reserved:
+            return slot
+        return min(((s.started, i) for s, i in able if s.num_running), default=(0, None))[1]
 
     def _assign(self, digest: str, slot: SlotId) -> None:
         loser = self._slots[slot].digest
         if loser is not None:
-            self.vacate(loser)
-            self.num_evictions += 1
+            self.vacate(loser, evict=True)
         self._tick += 1
-        self._slots[slot] = _Slot(digest, used=self._tick, started=self._tick)
+        self._slots[slot] = _Slot(digest, used=self._tick, started=self._tick, loading=True)
         self._slot_of[digest] = slot
         self._loads.append(SlotLoad(digest, slot))

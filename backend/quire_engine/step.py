@@ -5,6 +5,7 @@ Each sequence gets a span of tokens, one or many: a prompt's chunk, one decoded 
 spans of a step are flattened into one batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class SlotLoad:
-    """Copy an adapter from host memory into a device slot, before the step runs."""
+    """Copy an adapter from host memory into a device slot that no step uses meanwhile."""
 
     digest: str
     slot: SlotId
@@ -71,7 +72,6 @@ class StepPlan:
     """One step. `spans` is never empty."""
 
     spans: list[Span]
-    loads: list[SlotLoad] = field(default_factory=list)
     swap_outs: list[HostCopy] = field(default_factory=list)
     """Blocks of preempted sequences. They may be written in the same step, so this comes first."""
     swap_ins: list[HostCopy] = field(default_factory=list)
@@ -99,12 +99,23 @@ class Runner(Protocol):
     swap_space: SwapSpace
     """Host memory for blocks of preempted sequences."""
 
-    def hold(self, digest: str, adapter: object) -> None:
-        """Keep an adapter (peft.HostAdapter) in host memory under its content digest."""
+    def pack(self, adapter: object) -> object:
+        """An adapter as it was read (peft.HostAdapter) in the form that `hold` keeps. Slow, and for any thread."""
+        ...
+
+    def hold(self, digest: str, packed: object) -> None:
+        """Keep what `pack` made in host memory, under the adapter's content digest."""
         ...
 
     def drop(self, digest: str) -> None:
         """Forget the host copy of an adapter; a slot that holds it stays as it is until it is loaded anew."""
+        ...
+
+    def load(self, load: SlotLoad) -> Callable[[], None]:
+        """The work of filling a slot, from the host copy as it is now.
+
+        To be done once, in any thread and beside steps: none of those that begin before it is done may use the slot.
+        """
         ...
 
     def execute(self, plan: StepPlan) -> list[Sampled]:

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire_engine.adapters import AdapterRegistry
 from quire_engine.slots import RESERVE_AFTER_S
+from quire_engine.step import SlotLoad
 from quire_spec.errors import Internal, InvalidArgument, NotFound
 
 PATH = Path("/adapters")
@@ -20,13 +21,20 @@ class Registry(AdapterRegistry):
     """A registry with one step's worth of calls as one call."""
 
     def run(self, digest: str, now: float = 0.0, new: bool = True) -> bool:
-        """Start a sequence that arrived before, as a step does."""
+        """Start a sequence that arrived before, as a step does; slots are filled at once."""
         self.begin_step(now)
-        ready = self.ready(digest, now, new=new)
+        ready = self.ready(digest, now, new=new) or (bool(self.load()) and self.ready(digest, now, new=new))
         if ready:
             self.start(digest)
-        self.slots.take_loads()
+        self.load()
         return ready
+
+    def load(self) -> list[tuple[str, int]]:
+        """Fill slots."""
+        loads = self.slots.take_loads()
+        for load in loads:
+            self.slots.loaded(load)
+        return [(load.digest, load.slot) for load in loads]
 
     def end(self, digest: str) -> None:
         """End a running sequence."""
@@ -67,18 +75,20 @@ def test_a_slot_is_loaded_once_and_goes_to_the_next_adapter_when_idle() -> None:
     for digest in "aab":
         adapters.open(digest)
     adapters.begin_step(0.0)
+    assert not adapters.ready("a", 0.0, new=True)
+    assert adapters.load() == [("a", 0)]
     assert adapters.ready("a", 0.0, new=True)
     adapters.start("a")
     adapters.start("a")
-    assert [(load.digest, load.slot) for load in adapters.slots.take_loads()] == [("a", 0)]
     assert not adapters.run("b")
     adapters.end("a")
     assert not adapters.run("b")
     adapters.end("a")
     adapters.begin_step(0.0)
+    assert not adapters.ready("b", 0.0, new=True)
+    assert adapters.load() == [("b", 0)]
     assert adapters.ready("b", 0.0, new=True)
     adapters.start("b")
-    assert [(load.digest, load.slot) for load in adapters.slots.take_loads()] == [("b", 0)]
     assert adapters.slots.num_evictions == 1
     assert adapters.states() == {"a": "host", "b": "slot"}
 
@@ -133,7 +143,7 @@ def test_a_copy_that_arrives_after_the_removal_is_not_kept() -> None:
 def test_pinned_adapters_get_their_slot_first_and_keep_it() -> None:
     adapters = registry("abc", pinned="a")
     adapters.begin_step(0.0)
-    assert [load.digest for load in adapters.slots.take_loads()] == ["a"]
+    assert adapters.load() == [("a", 0)]
     for digest in "bc":
         adapters.open(digest)
     assert adapters.run("b")
@@ -267,17 +277,71 @@ def test_fetches_go_out_once_in_order_and_within_host_memory() -> None:
     assert [digest for digest, _ in adapters.take_fetches()] == ["b"]
 
 
-def test_loads_of_a_failed_step_are_forgotten() -> None:
+def test_a_slot_that_is_being_filled_is_nobodys_until_it_is_done() -> None:
+    adapters = registry("ab", max_loras=1)
+    adapters.open("a")
+    adapters.open("b")
+    adapters.begin_step(0.0)
+    assert not adapters.ready("a", 0.0, new=True)
+    (load,) = adapters.slots.take_loads()
+    assert not adapters.ready("b", 0.0, new=True) and not adapters.ready("a", 0.0, new=True)
+    # Its sequence is over before the copy is made: the copy is not, and what it writes is not to meet another one's.
+    adapters.remove("a")
+    adapters.close("a")
+    adapters.begin_step(0.0)
+    assert not adapters.ready("b", 0.0, new=True) and adapters.load() == []
+    adapters.check_integrity({"b": 1}, {})
+    adapters.slots.loaded(load)
+    assert adapters.run("b")
+    assert adapters.states() == {"b": "slot"}
+
+
+def test_a_slot_that_was_filled_for_a_sequence_waits_for_it() -> None:
+    adapters = registry("ab", max_loras=1)
+    adapters.open("a")
+    adapters.begin_step(0.0)
+    assert not adapters.ready("a", 0.0, new=True) and adapters.load() == [("a", 0)]
+    adapters.open("b")
+    # b is asked for first, and a's sequence has not run yet: were its slot given away, both could go on for ever.
+    adapters.begin_step(0.0)
+    assert not adapters.ready("b", 0.0, new=True) and adapters.load() == []
+    adapters.close("a")
+    adapters.begin_step(0.0)
+    assert not adapters.ready("b", 0.0, new=True) and adapters.load() == [("b", 0)]
+
+
+def test_a_copy_that_failed_leaves_the_slot_empty() -> None:
     adapters = registry("a")
     adapters.open("a")
     adapters.begin_step(0.0)
-    assert adapters.ready("a", 0.0, new=True)
-    adapters.start("a")
-    loads = adapters.slots.take_loads()
-    adapters.end("a")
-    adapters.slots.lose(loads)
+    assert not adapters.ready("a", 0.0, new=True)
+    (load,) = adapters.slots.take_loads()
+    adapters.slots.loaded(load, done=False)
     assert adapters.states() == {"a": "host"}
+    adapters.check_integrity({"a": 1}, {})
+    adapters.close("a")
     adapters.check_integrity({}, {})
+
+
+def test_half_of_the_slots_are_reserved_at_a_time_for_who_has_waited_longest() -> None:
+    adapters = registry("abcdwxyz", max_loras=4, host_loras=8)
+    for digest in "abcdwxyz":
+        adapters.open(digest)
+        adapters.run(digest, now=ord(digest) / 1000)
+    assert adapters.running() == list("abcd")
+    late = 2 * RESERVE_AFTER_S
+    for digest in "abcd":
+        adapters.open(digest)
+    # a and b drain for w and x; c and d go on.
+    assert [adapters.run(digest, now=late) for digest in "abcd"] == [False, False, True, True]
+    for digest in "ab":
+        adapters.end(digest)
+    # z comes first in line and takes neither.
+    assert [adapters.run(digest, now=late) for digest in "zwx"] == [False, True, True]
+    # Then it is the turn of y and z, and of the slots that have gone longest without a start.
+    for digest in "cdw":
+        adapters.open(digest)
+    assert [adapters.run(digest, now=late) for digest in "cdw"] == [False, False, True]
 
 
 def test_check_integrity_sees_damage() -> None:
@@ -302,6 +366,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.asked: list[str] = []
         self.copies: set[str] = set()
         self.slots: dict[int, str] = {}
+        self.loading: list[SlotLoad] = []
         self.now = 0.0
 
     def drop(self) -> None:
@@ -353,7 +418,6 @@ class RegistryMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 0.4, 2.0]))
     def step(self, seconds: float) -> None:
         self.now += seconds
-        ran = set(self.running)
         self.adapters.begin_step(self.now)
         for digest in list(self.waiting):
             if self.adapters.ready(digest, self.now, new=True):
@@ -362,10 +426,23 @@ class RegistryMachine(RuleBasedStateMachine):
                 self.running.append(digest)
         for load in self.adapters.slots.take_loads():
             assert load.digest in self.copies
-            assert self.slots.get(load.slot) not in ran
-            self.slots[load.slot] = load.digest
+            # Two copies into one slot would mix.
+            assert load.slot not in {other.slot for other in self.loading}
+            self.slots.pop(load.slot, None)
+            self.loading.append(load)
         for digest in self.running:
             assert self.slots[self.adapters.slot(digest)] == digest
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data(), done=st.booleans())
+    def load(self, data: st.DataObject, done: bool) -> None:
+        load = self.loading.pop(data.draw(st.integers(0, len(self.loading) - 1)))
+        self.fill(load, done)
+
+    def fill(self, load: SlotLoad, done: bool) -> None:
+        if done:
+            self.slots[load.slot] = load.digest
+        self.adapters.slots.loaded(load, done)
 
     @rule(fail=st.booleans())
     def fetch(self, fail: bool) -> None:
@@ -398,6 +475,8 @@ class RegistryMachine(RuleBasedStateMachine):
                 self.adapters.close(digest)
             self.running = []
             self.fetch(fail=False)
+            while self.loading:
+                self.fill(self.loading.pop(), True)
             self.step(1.0)
             self.is_whole()
         assert not self.waiting and not self.running

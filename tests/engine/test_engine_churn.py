@@ -13,7 +13,7 @@ from support.runner import VOCAB, TokenRunner, expected_output
 
 from quire_engine.checkpoint import Checkpoint
 from quire_engine.engine import Engine
-from quire_engine.step import Sampled, StepPlan
+from quire_engine.step import Sampled, SlotLoad, StepPlan
 from quire_engine.swap import SwapSpace
 from quire_spec.config import EngineConfig
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
@@ -136,6 +136,15 @@ def test_ten_thousand_requests_leave_nothing_behind(caching: bool, caplog: pytes
     world = World(14, draw, SwapSpace(9, 4.0, 1.0), enable_prefix_caching=caching, scheduling_policy="priority")
     engine, digests = world.engine, [f"sha256:{i}" for i in range(12)]
     asked: list[str] = []
+    copies: list[tuple[SlotLoad, Callable[[], None]]] = []
+    # Slots are filled while steps run.
+    engine.carry = lambda load, work: copies.append((load, work))
+
+    def fill(load: SlotLoad, work: Callable[[], None]) -> None:
+        failed = draw.random() < 0.05
+        if not failed:
+            work()
+        engine.slot_loaded(load, Unavailable("the disk is gone") if failed else None)
 
     def requests(num_arrivals: int) -> None:
         for _ in range(num_arrivals):
@@ -176,11 +185,16 @@ def test_ten_thousand_requests_leave_nothing_behind(caching: bool, caplog: pytes
                 engine.fail_adapter(digest, Unavailable("the disk is gone"))
             else:
                 world.add_adapter(digest, None)
+        while copies and draw.random() < 0.6:
+            fill(*copies.pop(draw.randrange(len(copies))))
         if draw.random() < 0.2:
             engine.check_integrity()
         world.step()
     for digest in asked:
         world.add_adapter(digest, None)
+    while copies:
+        fill(*copies.pop())
+    engine.carry = lambda load, work: fill(load, work)
     world.runner.during = None
     world.drain()
     engine.check_integrity()
@@ -321,3 +335,39 @@ def test_without_slots_adapters_are_refused() -> None:
     world = World(enable_lora=False)
     with pytest.raises(InvalidArgument, match="set enable_lora"):
         world.add_adapter("a")
+
+
+def test_steps_go_on_while_a_slot_is_filled_and_only_its_sequences_wait() -> None:
+    world = World()
+    copies: list[tuple[SlotLoad, Callable[[], None]]] = []
+    world.engine.carry = lambda load, work: copies.append((load, work))
+    world.add_adapter("a")
+    slow, quick = world.add([1, 2], "a", max_tokens=3), world.add([3, 4], max_tokens=9)
+    for _ in range(4):
+        world.step()
+    assert world.started == [quick] and len(world.outputs[quick]) == 4
+    assert [load.digest for load, _ in copies] == ["a"]
+    ((load, work),) = copies
+    work()
+    world.engine.slot_loaded(load)
+    world.step()
+    assert world.started == [quick, slow]
+    world.drain()
+    assert len(copies) == 1
+
+
+def test_a_copy_that_fails_ends_its_own_sequences() -> None:
+    world = World()
+    copies: list[SlotLoad] = []
+    world.engine.carry = lambda load, work: copies.append(load)
+    world.add_adapter("a")
+    failed, other = world.add([1, 2], "a", max_tokens=3), world.add([3, 4], max_tokens=3)
+    world.step()
+    world.engine.slot_loaded(copies.pop(), Unavailable("the disk is gone"))
+    world.drain()
+    assert world.ends == {failed: "UNAVAILABLE", other: "length"}
+    # The next one is given another try.
+    world.add([1, 2], "a", max_tokens=3)
+    world.step()
+    assert [load.digest for load in copies] == ["a"]
+    world.engine.check_integrity()

@@ -52,7 +52,7 @@ def adapters(folder, shape, tmp_path_factory):
 def engine_runner(folder, shape, adapters):
     made = TorchRunner(CONFIG, shape, folder)
     for digest, adapter in adapters.items():
-        made.hold(digest, adapter)
+        made.hold(digest, made.pack(adapter))
     return made
 
 
@@ -77,17 +77,23 @@ def _prompt(length, seed=0):
 def _first(made, tokens, slot=None, loads=(), **params):
     """First output token of a prompt, alone."""
     sequence = Blocks().sequence(tokens, **params)
-    return made.execute(StepPlan([Span(sequence, 0, len(tokens), slot)], list(loads)))[0].token_ids
+    _load(made, loads)
+    return made.execute(StepPlan([Span(sequence, 0, len(tokens), slot)]))[0].token_ids
+
+
+def _load(made, loads):
+    for load in loads:
+        made.load(load)()
 
 
 def test_results_come_in_the_order_of_the_spans(engine_runner):
-    loads = [SlotLoad("d0", 0), SlotLoad("d1", 1)]
+    _load(engine_runner, [SlotLoad("d0", 0), SlotLoad("d1", 1)])
     prompts = [_prompt(n, seed=n) for n in (9, 30, 3, 17, 25, 8)]
     slots = [1, None, 0, 1, None, 0]
     blocks = Blocks()
     sequences = [blocks.sequence(p) for p in prompts]
     first = engine_runner.execute(
-        StepPlan([Span(s, 0, len(p), slot) for s, p, slot in zip(sequences, prompts, slots, strict=True)], loads)
+        StepPlan([Span(s, 0, len(p), slot) for s, p, slot in zip(sequences, prompts, slots, strict=True)])
     )
     alone = [_first(engine_runner, p, slot) for p, slot in zip(prompts, slots, strict=True)]
     assert [r.token_ids for r in first] == alone
@@ -128,7 +134,8 @@ def test_a_smaller_adapter_leaves_nothing_of_a_larger_one(dtype, folder, shape, 
     monkeypatch.setattr(lora, "PAIR_LAUNCH_FLOPS", 1e12)
     made = TorchRunner(dataclasses.replace(CONFIG, dtype=str(dtype).removeprefix("torch.")), shape, folder)
     for name, config in {"large": {}, "small": {"r": 1, "target_modules": ["v_proj"]}}.items():
-        made.hold(name, read_adapter(make_adapter(folder, tmp_path / name, **config), shape, 8, dtype))
+        adapter = read_adapter(make_adapter(folder, tmp_path / name, **config), shape, 8, dtype)
+        made.hold(name, made.pack(adapter))
     prompt = _prompt(30)
     fresh = _logprobs(made, prompt, 0, [SlotLoad("small", 0)])
     assert _logprobs(made, prompt, 0, [SlotLoad("large", 0)]) != fresh
@@ -137,7 +144,8 @@ def test_a_smaller_adapter_leaves_nothing_of_a_larger_one(dtype, folder, shape, 
 
 def _logprobs(made, tokens, slot=None, loads=()):
     sequence = Blocks().sequence(tokens, logprobs=20)
-    (result,) = made.execute(StepPlan([Span(sequence, 0, len(tokens), slot)], list(loads)))
+    _load(made, loads)
+    (result,) = made.execute(StepPlan([Span(sequence, 0, len(tokens), slot)]))
     return result.logprobs
 
 
@@ -146,8 +154,8 @@ def test_an_adapter_that_overflows_harms_its_own_sequences_only(folder, shape, a
     tensors = load_file(broken / WEIGHTS_FILE)
     save_file({name: tensor * 1e25 for name, tensor in tensors.items()}, broken / WEIGHTS_FILE)
     made = TorchRunner(CONFIG, shape, folder)
-    made.hold("broken", read_adapter(broken, shape, 8, torch.float32))
-    made.hold("d0", adapters["d0"])
+    made.hold("broken", made.pack(read_adapter(broken, shape, 8, torch.float32)))
+    made.hold("d0", made.pack(adapters["d0"]))
     loads = [SlotLoad("broken", 0), SlotLoad("d0", 1)]
     prompts = [_prompt(20, seed=i) for i in range(3)]
     expected = [_first(made, prompts[1], 1, loads), _first(made, prompts[2])]

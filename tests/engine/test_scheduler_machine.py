@@ -91,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), fails=st.booleans())
     def step_with_aborts(self, data: st.DataObject, fails: bool) -> None:
-        plan = self.bench.scheduler.schedule(self.bench.now)
+        plan = self.bench.schedule()
         if plan is None:
             assert not self.bench.scheduler.has_work
             return

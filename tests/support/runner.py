@@ -3,9 +3,9 @@
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from quire_engine.step import Sampled, Span, StepPlan
+from quire_engine.step import Sampled, SlotLoad, Span, StepPlan
 from quire_engine.swap import SwapSpace
 from quire_spec.status import MemoryPlan
 
@@ -42,20 +42,26 @@ class TokenRunner:
         """Per step, its spans: (sequence id, start, length)."""
         self._failures = failures
 
-    def hold(self, digest: str, adapter: object) -> None:
-        self.host[digest] = adapter
+    def pack(self, adapter: object) -> object:
+        return adapter
+
+    def hold(self, digest: str, packed: object) -> None:
+        self.host[digest] = packed
 
     def drop(self, digest: str) -> None:
         del self.host[digest]
+
+    def load(self, load: SlotLoad) -> Callable[[], None]:
+        assert load.digest in self.host, "load without a host copy"
+        # Until it is done, whoever uses the slot finds neither adapter in it.
+        self.slots.pop(load.slot, None)
+        return lambda: self.slots.update({load.slot: load.digest})
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
         assert plan.spans
         self.batches.append([(s.sequence.id, s.start, s.length) for s in plan.spans])
         # A device fails before, in the midst of or after its writes.
         fail_at = self._fail_at(len(plan.spans))
-        for load in plan.loads:
-            assert load.digest in self.host, "load without a host copy"
-            self.slots[load.slot] = load.digest
         for move in plan.swap_outs:
             self.host_cells[move.host] = list(self.cells[move.block])
         for move in plan.swap_ins:

@@ -11,6 +11,7 @@ from quire_engine.adapters import AdapterRegistry
 from quire_engine.blocks import BlockPool, ContentKey
 from quire_engine.request import Sequence
 from quire_engine.scheduler import Scheduler
+from quire_engine.step import StepPlan
 from quire_engine.swap import SwapSpace
 from quire_spec.config import EngineConfig
 from quire_spec.sampling import SamplingParams
@@ -58,14 +59,35 @@ class Bench:
 
     def step(self) -> list[tuple[int, int, int]]:
         """One step; returns its batch as (id, start, length), empty when nothing can run."""
-        plan = self.scheduler.schedule(self.now)
-        self.scheduler.check_integrity()
+        plan = self.schedule()
         if plan is None:
             return []
         for sequence, sampled in self.scheduler.finish(plan, self.runner.execute(plan)):
             self.outputs.setdefault(sequence.id, []).extend(sampled.token_ids)
         self.scheduler.check_integrity()
         return self.runner.batches[-1]
+
+    def schedule(self) -> StepPlan | None:
+        """Plan a step; loads of slots are done at once, before it if nothing could run without them."""
+        plan = self.scheduler.schedule(self.now)
+        self.scheduler.check_integrity()
+        if self._load() and plan is None:
+            plan = self.scheduler.schedule(self.now)
+            self.scheduler.check_integrity()
+        return plan
+
+    def fill_slot(self, digest: str) -> None:
+        """Have an adapter in a slot before anyone asks for it."""
+        self.registry.slots.place(digest)
+        assert self._load() == 1
+
+    def _load(self) -> int:
+        loads = self.registry.slots.take_loads()
+        for load in loads:
+            self.runner.load(load)()
+            self.registry.slots.loaded(load)
+            self.scheduler.wake()
+        return len(loads)
 
     def run_until_preempted(self) -> list[tuple[int, int, int]]:
         """Steps until one preempts a sequence; returns its batch."""
