@@ -82,7 +82,7 @@ class EngineConfig:
 
     swap_space: float = 0.0
     """Host memory for KV blocks of preempted requests, in GiB, pinned on a GPU. They are moved there when that is
-    quicker than to compute them again, as measured at start. Off by default: a pod's memory is planned without it."""
+    quicker than to compute them again, as measured at start. Off by default: it is memory that a pod has to ask for."""
 
     kv_cache_dtype: str = "auto"
     """Type of the KV cache; auto is dtype."""

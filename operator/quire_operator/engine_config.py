@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire_operator.errors import ABSENT, FieldPath, Problem
+from quire_operator.plan.memory import GIB
 from quire_operator.plan.plan import Plan
 from quire_operator.plan.ways import CPU_TOKENS
 from quire_operator.quantity import num_bytes
@@ -27,6 +28,9 @@ _FIELDS: Mapping[str, FieldPath] = {
     "max_num_seqs": ("engine", "maxNumSeqs"),
     "max_num_batched_tokens": ("engine", "maxNumBatchedTokens"),
     "max_num_queued_reqs": ("engine", "maxNumQueuedReqs"),
+    "max_logprobs": ("engine", "maxLogprobs"),
+    "scheduling_policy": ("engine", "schedulingPolicy"),
+    "swap_space": ("engine", "swapSpace"),
     "tensor_parallel_size": ("engine", "tensorParallelSize"),
     "max_loras": ("lora", "maxLoaded"),
     "max_lora_rank": ("lora", "maxRank"),
@@ -83,6 +87,9 @@ def _arguments(service: LLMService) -> dict[str, Any]:
         "max_num_seqs": spec.maxNumSeqs,
         "max_num_batched_tokens": spec.maxNumBatchedTokens or _batched_tokens(cpu, spec.maxNumSeqs),
         "max_num_queued_reqs": spec.maxNumQueuedReqs,
+        "max_logprobs": spec.maxLogprobs,
+        "scheduling_policy": spec.schedulingPolicy,
+        "swap_space": None if spec.swapSpace is None else num_bytes(spec.swapSpace) / GIB,
         "tensor_parallel_size": spec.tensorParallelSize,
         "quantization": None if spec.quantization == "None" else spec.quantization,
         "max_loras": lora.maxLoaded or None,

@@ -55,6 +55,9 @@ class Engine:
     maxNumSeqs: int | None = None
     maxNumBatchedTokens: int | None = None
     maxNumQueuedReqs: int | None = None
+    maxLogprobs: int | None = None
+    schedulingPolicy: str | None = None
+    swapSpace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,8 @@ def bases():
             del made["spec"]["cache"]
         yield made
     pins = {"maxModelLen": 8192, "blockSize": 16, "tensorParallelSize": 1, "dtype": "bfloat16", "maxNumSeqs": 32}
-    pins |= {"maxNumBatchedTokens": 4096, "quantization": "None"}
+    pins |= {"maxNumBatchedTokens": 4096, "quantization": "None", "swapSpace": "4Gi", "maxLogprobs": 5}
+    pins["schedulingPolicy"] = "fcfs"
     for kv in ({"gpuMemoryUtilization": "0.90"}, {"kvCacheMemory": "8Gi"}):
         yield body(COMMON + GPU, sources[0], engine=pins | kv)
     for scaling in ({}, {"kind": "ScaledObject", "prometheusAddress": "http://p:9090"}):
@@ -118,6 +119,7 @@ def outputs(made):
 
 TEXTS = {
     "cpu": ["2", "1500m"], "memory": ["100Gi"], "sharedMemory": ["3Gi"], "size": ["50Gi"], "kvCacheMemory": ["9Gi"],
+    "swapSpace": ["1Gi"],
     "gpuMemoryUtilization": ["0.85"], "repo": ["o/other"], "uri": ["s3://bucket/other"], "endpoint": ["https://other"],
     "url": ["http://other/a"], "prometheusAddress": ["http://other"], "sha256": ["1" * 64], "cidr": ["10.2.0.0/16"],
     "except": ["10.2.0.0/16"], "resourceName": ["nvidia.com/mig-1g.5gb"], "product": ["NVIDIA-L4"], "path": ["other"],

@@ -441,3 +441,15 @@ def test_a_header_begins_with_its_length():
     for start in (b"", b"PK\x03\x04abcd", (0).to_bytes(8, "little"), (2**40).to_bytes(8, "little")):
         with pytest.raises(ConfigError, match="does not begin like a safetensors file"):
             header_length(start)
+
+
+def test_swap_space_is_asked_for_and_taken_from_a_limit():
+    none, some = plan("8b", H100), plan("8b", H100, "lora: {maxLoaded: 0}\nengine: {swapSpace: 4Gi}")
+    assert "swap" not in none.to_json()["hostBytes"], "plans of before it are as they were"
+    assert some.to_json()["hostBytes"]["swap"] == "4096Mi"
+    assert some.hostBytes.total - none.hostBytes.total == 4 * GIB
+    assert Plan.from_json(some.to_json()) == some
+    assert faults(some.to_json()) == []
+    limit = "runtime: {memory: 40Gi}\nlora: {maxLoaded: 0}"
+    without, with_it = plan("qwen", None, limit), plan("qwen", None, f"{limit}\nengine: {{swapSpace: 2Gi}}")
+    assert without.bytes.kv - with_it.bytes.kv == 2 * GIB

@@ -310,6 +310,13 @@ def test_memory_and_gpus_of_the_container():
     assert container["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": "1"}
 
 
+def test_order_swap_and_log_probabilities_reach_the_engine():
+    found = objects(service(f"{GPU}engine: {{schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5}}"))
+    config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
+    made = EngineConfig.from_json(config)
+    assert (made.scheduling_policy, made.swap_space, made.max_logprobs) == ("priority", 1.5, 5)
+
+
 def test_where_the_model_is():
     found = objects(service(GPU))
     job = one(found, "Job")["spec"]["template"]["spec"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from quire_operator.plan import limits, memory
 from quire_operator.plan.inputs import Inputs
 from quire_operator.plan.memory import GIB, MIB
+from quire_operator.quantity import num_bytes
 from quire_spec import names
 
 _STUB = 24 * MIB
@@ -40,20 +41,22 @@ class Host:
     """Adapters that wait in host memory for a slot."""
     shared_memory: int
     """Of /dev/shm, as far as the pod's memory is charged for it."""
+    swap: int = 0
+    """KV blocks of preempted requests."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.processes + self.stubs + self.lora_copies + self.shared_memory
+        return self.processes + self.stubs + self.lora_copies + self.shared_memory + self.swap
 
 
-def host(num_gpus: int, adapters: bool, lora_copies: int, shm_limit: int) -> Host:
+def host(num_gpus: int, adapters: bool, lora_copies: int, shm_limit: int, swap_space: int = 0) -> Host:
     """A pod's host memory with `num_gpus` GPUs (0: a CPU), without what a CPU holds of the model."""
     stubs = 1 + (names.MAX_EXPOSED_ADAPTERS if adapters else 0)
     processes = _PROCESSES_CPU if num_gpus == 0 else _PROCESSES_GPU + (num_gpus - 1) * _PROCESSES_FURTHER_GPU
     # GPUs talk through it and may fill it; stubs alone do not.
     used = shm_limit if num_gpus > 1 else min(shm_limit, stubs * _STUB_SHM + _PROMPTS_SHM)
-    return Host(processes, stubs * _STUB, lora_copies, used)
+    return Host(processes, stubs * _STUB, lora_copies, used, swap_space * max(1, num_gpus))
 
 
 def shared_memory(num_gpus: int) -> int:
@@ -76,4 +79,5 @@ def host_of(inputs: Inputs, num_gpus: int) -> Host:
     copies = (lora.maxCached if lora.maxCached is not None else 4 * lora.maxLoaded) if lora.maxLoaded else 0
     slot = memory.lora_bytes(inputs.model.shape, copies, lora.maxRank, limits.element_bytes(inputs))
     limit = shared_memory(num_gpus) if inputs.shared_memory is None else inputs.shared_memory
-    return host(num_gpus, lora.maxLoaded > 0, slot, limit)
+    swap = inputs.engine.swapSpace
+    return host(num_gpus, lora.maxLoaded > 0, slot, limit, 0 if swap is None else num_bytes(swap))

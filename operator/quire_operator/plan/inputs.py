@@ -100,6 +100,7 @@ class Inputs:
                 "maxNumSeqs": engine.maxNumSeqs,
                 "minConcurrency": engine.minConcurrency,
                 "quantization": engine.quantization,
+                "swapSpace": engine.swapSpace,
                 "tensorParallelSize": engine.tensorParallelSize,
             },
         }

@@ -93,6 +93,7 @@ def _host_bytes(inputs: Inputs, num_gpus: int, device: DeviceBytes) -> HostBytes
         sharedMemory=up(host.shared_memory),
         model=0 if num_gpus else device.total,
         total=0,
+        swap=up(host.swap),
     )
     return replace(needed, total=needed.needed if inputs.memory_limit is None else up(inputs.memory_limit))
 

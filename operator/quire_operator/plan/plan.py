@@ -93,11 +93,13 @@ class HostBytes:
     """On a CPU: what DeviceBytes says, which is host memory there."""
     total: int
     """What the container asks for: the sum, or what the spec gives it."""
+    swap: int = 0
+    """KV blocks of preempted requests."""
 
     @property
     def needed(self) -> int:
         """The sum."""
-        return self.processes + self.stubs + self.loraCopies + self.sharedMemory + self.model
+        return self.processes + self.stubs + self.loraCopies + self.sharedMemory + self.model + self.swap
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,9 @@ _SOMETIMES = ("gpuMemoryUtilization", "kvCacheMemory")
 
 
 def _quantities(sizes: DeviceBytes | HostBytes) -> dict[str, str]:
-    return {name: quantity(getattr(sizes, name)) for name in sizes.__slots__}
+    # Swap space is rare, and plans of before it have none.
+    found = {name: quantity(getattr(sizes, name)) for name in sizes.__slots__}
+    return found if found.get("swap") != "0" else {name: size for name, size in found.items() if name != "swap"}
 
 
 def _numbers(sizes: Mapping[str, str]) -> dict[str, int]:

@@ -115,6 +115,7 @@ def _host_parts(plan: Plan) -> list[Part]:
     return [
         *model,
         Part("c", "46", "adapter copies", host.loraCopies),
+        *([Part("S", "104", "swap space", host.swap, "KV blocks of preempted requests")] if host.swap else []),
         Part("p", "100", "processes", host.processes),
         Part("m", "47", "models' processes", host.stubs, "one for each model name"),
         Part("h", "41", "shared memory", host.sharedMemory, f"of {plan.sharedMemory.value} at most"),
