@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch: a step's spans as tensors, everything a forward needs besides weights and KV cache. Built by `build_batch`.
 
-All spans are flattened into one batch, tokens of one adapter side by side and base tokens first, so that an adapter's
-delta works on a slice; within that, decoding sequences of similar context are neighbours, so that attention does too.
+All spans are flattened into one batch, tokens of one adapter side by side, so that an adapter's delta works on a slice.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quire_engine.kv import KVCache
-from quire_engine.step import Span
+from quire_engine.work import Work
 from quire_kernels import AdapterBatch, AttentionBatch, SlotRows, plan_adapters, plan_attention
 
 
@@ -37,51 +35,26 @@ class Batch:
     num_logits: int
 
 
-def order_spans(spans: Sequence[Span]) -> list[int]:
-    """Indices of spans in the order in which `build_batch` wants them."""
-
-    def key(i: int) -> tuple[int, bool, int]:
-        span = spans[i]
-        return (-1 if span.slot is None else span.slot, span.length > 1, -span.start)
-
-    return sorted(range(len(spans)), key=key)
-
-
-def build_batch(
-    spans: Sequence[Span], cache: KVCache, num_slots: int, device: torch.device, rope_switch: int | None = None
-) -> Batch:
-    """Flatten ordered spans, and clear the blocks that they begin to fill.
-
-    `num_slots`: adapter slots there are; `rope_switch`: the model's, see ModelShape.
-    """
-    starts, lengths = [span.start for span in spans], [span.length for span in spans]
-    ends = [span.end for span in spans]
-    tables = cache.tables([span.sequence.block_table for span in spans], ends)
-    token_ids: list[int] = []
-    for span in spans:
-        token_ids += span.sequence.tokens(span.start, span.end)
+def build_batch(work: Work, cache: KVCache, num_slots: int, device: torch.device) -> Batch:
+    """The batch of a step, the blocks that it begins to fill cleared; `num_slots`: adapter slots there are."""
+    starts, lengths, num_tokens = work.starts, work.lengths, len(work.token_ids)
+    tables = cache.tables(work.blocks, [start + length for start, length in zip(starts, lengths, strict=True)])
     rows, positions = _positions(starts, lengths)
     addresses = cache.addresses(tables, rows, positions)
     cache.clear_started(addresses)
-    logit_rows = _logit_rows(spans, lengths)
-    segments = _segments(spans)
+    segments = _segments(work)
+    long = torch.tensor(work.beyond_switch, dtype=torch.bool)[rows] if work.beyond_switch else None
+    all_rows = work.logit_rows == list(range(num_tokens))
     return Batch(
-        token_ids=torch.tensor(token_ids).to(device, non_blocking=True),
+        token_ids=work.token_ids.to(device, non_blocking=True),
         positions=positions.to(device, non_blocking=True),
-        beyond_switch=_beyond_switch(spans, rows, rope_switch, device),
+        beyond_switch=None if long is None else long.to(device, non_blocking=True),
         addresses=addresses.to(device, non_blocking=True),
         attention=plan_attention(starts, lengths, tables, cache.layers[0], device),
-        adapters=plan_adapters(segments, len(token_ids), num_slots, device) if segments else None,
-        logit_rows=None if logit_rows == list(range(len(token_ids))) else torch.tensor(logit_rows, device=device),
-        num_logits=len(logit_rows),
+        adapters=plan_adapters(segments, num_tokens, num_slots, device) if segments else None,
+        logit_rows=None if all_rows else torch.tensor(work.logit_rows, device=device),
+        num_logits=len(work.logit_rows),
     )
-
-
-def _beyond_switch(spans: Sequence[Span], rows: Tensor, rope_switch: int | None, device: torch.device) -> Tensor | None:
-    if rope_switch is None:
-        return None
-    long = [span.sequence.num_tokens > rope_switch for span in spans]
-    return torch.tensor(long)[rows].to(device, non_blocking=True) if any(long) else None
 
 
 def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
@@ -93,25 +66,15 @@ def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
     return rows, torch.arange(len(rows)) + shifts[rows]
 
 
-def _logit_rows(spans: Sequence[Span], lengths: list[int]) -> list[int]:
-    sampled, scored, end = [], [], 0
-    for span, length in zip(spans, lengths, strict=True):
-        end += length
-        if span.samples:
-            sampled.append(end - 1)
-        scored += [end - span.end + position for position in span.scored]
-    return sampled + scored
-
-
-def _segments(spans: Sequence[Span]) -> list[SlotRows]:
+def _segments(work: Work) -> list[SlotRows]:
     """Tokens by adapter slot."""
     segments: list[SlotRows] = []
     end = 0
-    for span in spans:
-        start, end = end, end + span.length
-        if span.slot is None:
+    for slot, length in zip(work.slots, work.lengths, strict=True):
+        start, end = end, end + length
+        if slot < 0:
             continue
-        if segments and segments[-1].slot == span.slot:
+        if segments and segments[-1].slot == slot:
             start = segments.pop().start
-        segments.append(SlotRows(span.slot, start, end))
+        segments.append(SlotRows(slot, start, end))
     return segments

@@ -21,8 +21,8 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 
-def open_device(config: EngineConfig) -> torch.device:
-    """The configured device, ready for use.
+def open_device(config: EngineConfig, rank: int = 0) -> torch.device:
+    """The configured device, ready for use; `rank`: this process's among those that share the layers.
 
     Raises:
         ConfigError: there is none.
@@ -30,6 +30,13 @@ def open_device(config: EngineConfig) -> torch.device:
     if config.device == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError("device: 'cuda', and torch finds no CUDA device; use 'cpu' or install torch for CUDA")
+        size, found = config.tensor_parallel_size, torch.cuda.device_count()
+        if size > found:
+            raise ConfigError(
+                f"tensor_parallel_size: {size}, and torch finds {found} CUDA devices; use {found} or fewer"
+            )
+        if size > 1:
+            torch.cuda.set_device(rank)
         return torch.device("cuda", torch.cuda.current_device())
     keep_memory()
     return torch.device("cpu")
@@ -66,9 +73,9 @@ def available_memory() -> int:
     return max(available, 0)
 
 
-def set_threads(weights_bytes: int) -> None:
+def set_threads(weights_bytes: int, num_ranks: int = 1) -> None:
     """Threads of this process's matrix products: one per 32 MiB of weights, at most one per core, and no more than
-    OMP_NUM_THREADS where that is set.
+    OMP_NUM_THREADS where that is set. Ranks that share the layers share the cores.
 
     A second core gains a small model nothing, and costs it everything when another process wants that core, because
     threads wait for each other in every product. 64 sequences, two Zen 5 cores: 6 MB of weights take 6.2 ms a step on
@@ -76,7 +83,7 @@ def set_threads(weights_bytes: int) -> None:
     """
     cores, wished = num_cores(), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     most = int(wished) if wished.isdecimal() else cores
-    torch.set_num_threads(max(1, min(most, cores, weights_bytes // _WEIGHTS_PER_THREAD)))
+    torch.set_num_threads(max(1, min(most, cores // num_ranks, weights_bytes // _WEIGHTS_PER_THREAD)))
     logger.info("cpu threads num_threads=%d num_cores=%d", torch.get_num_threads(), cores)
 
 

@@ -46,17 +46,18 @@ class KVCache:
         """Bytes of the whole cache."""
         return self._data.nbytes
 
-    def tables(self, block_lists: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
+    def tables(self, blocks: Tensor, lengths: Sequence[int]) -> Tensor:
         """Block tables side by side: [num_spans, max_blocks] int64 on the CPU, padded with a block of the same row.
 
-        `lengths`: tokens of each sequence whose blocks are wanted; blocks beyond them are left out.
+        Args:
+            blocks: [num_blocks] int64 on the CPU, those of each sequence in turn.
+            lengths: tokens of each sequence that they hold.
         """
         counts = [-(-length // self.block_size) for length in lengths]
-        flat = torch.tensor([b for blocks, n in zip(block_lists, counts, strict=True) for b in blocks[:n]])
         num_blocks = torch.tensor(counts)
         columns = torch.arange(max(counts))
         within = torch.where(columns < num_blocks[:, None], columns, 0)
-        return flat[(num_blocks.cumsum(0) - num_blocks)[:, None] + within]
+        return blocks[(num_blocks.cumsum(0) - num_blocks)[:, None] + within]
 
     def addresses(self, tables: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """Where tokens' keys and values go: [num_tokens] int64, block * block_size + offset, as `write_kv` takes them.

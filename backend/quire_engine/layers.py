@@ -4,15 +4,18 @@
 Plain classes, not torch modules: nothing here trains, moves or is saved, and calls are typed and cheap.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from quire_engine.batch import Batch
 from quire_engine.lora import SlotWeights
+from quire_engine.part import Part, Target
+from quire_engine.ranks import Ranks
 from quire_kernels import Arena, gated, linear, pack_weight, paged_attention, rms_norm, rotate_and_write
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import linears
@@ -24,10 +27,22 @@ class Placement:
 
     dtype: torch.dtype
     device: torch.device
+    ranks: Ranks | None = None
+    """Those that share the layers; None: there is one. Shapes of layers are the rank's own."""
 
     def empty(self, *size: int) -> Tensor:
         """A parameter that is allocated and not filled."""
         return torch.empty(size, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What a rank holds of a linear in the checkpoint."""
+
+    shape: tuple[int, int]
+    """Output and input features there."""
+    rows: tuple[range, ...]
+    columns: range
 
 
 class Linear:
@@ -43,10 +58,13 @@ class Linear:
         place: Placement,
         bias: bool = False,
         weight: Tensor | None = None,
+        splits: Mapping[str, Split] = MappingProxyType({}),
     ) -> None:
-        """`weight`: one that is there already, of a tied projection."""
+        """`weight`: one that is there already, of a tied projection; `splits`: of the slices that the rank has not
+        all of."""
         self.in_features = in_features
         self.slices = dict(slices)
+        self.splits = dict(splits)
         out_features = sum(slices.values())
         self.weight = place.empty(out_features, in_features) if weight is None else weight
         self.bias = place.empty(out_features) if bias else None
@@ -60,18 +78,68 @@ class Linear:
             self.adapters.add(out, x, batch.adapters)
         return out
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """The checkpoint's tensors under `prefix`, each as the rows of the merged parameter that it fills."""
         start = 0
         for name, width in self.slices.items():
-            yield f"{prefix}{name}.weight", self.weight[start : start + width]
-            if self.bias is not None:
-                yield f"{prefix}{name}.bias", self.bias[start : start + width]
-            start += width
+            end, split = start + width, self.splits.get(name)
+            weight, bias = self.weight[start:end], None if self.bias is None else self.bias[start:end]
+            if split is None:
+                yield f"{prefix}{name}.weight", weight
+                if bias is not None:
+                    yield f"{prefix}{name}.bias", bias
+            else:
+                num_rows = sum(map(len, split.rows))
+                yield f"{prefix}{name}.weight", Part(weight[:num_rows], split.shape, split.rows, split.columns)
+                if bias is not None:
+                    yield f"{prefix}{name}.bias", Part(bias[:num_rows], split.shape[:1], split.rows)
+            start = end
 
     def pack(self, arena: Arena) -> None:
         """Lay the loaded weight out for speed; it cannot be read or written any more."""
         self.weight = pack_weight(self.weight, arena)
+
+
+class SummedLinear(Linear):
+    """A linear of whose input each rank has a part: what the ranks make of theirs is added up."""
+
+    def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._ranks = ranks
+
+    def __call__(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
+        """See Linear."""
+        out = linear(x, self.weight, None)
+        if batch.adapters is not None and self.adapters is not None:
+            # B is linear: the ranks' deltas, each of its part of A x, add up too.
+            self.adapters.add(out, x, batch.adapters)
+        self._ranks.sum(out)
+        if self.bias is not None:
+            out.add_(self.bias)
+        return out if residual is None else residual.add_(out)
+
+
+def linear_of(shape: ModelShape, paths: Sequence[str], place: Placement, bias: bool) -> Linear:
+    """A layer's linear, or several with the same input as one, by their paths in the layer; `shape` is the rank's."""
+    sizes = linears(shape)
+    in_features = sizes[paths[0]][0]
+    slices = {_name(path): sizes[path][1] for path in paths}
+    if place.ranks is None:
+        return Linear(in_features, slices, place, bias)
+    shard = place.ranks.shard
+    whole = linears(shard.shape)
+    splits = {}
+    for path in paths:
+        (columns,) = shard.inputs(path)
+        d_in, d_out = whole[path]
+        splits[_name(path)] = Split((d_out, d_in), shard.outputs(path), columns)
+    if shard.sums(paths[0]):
+        return SummedLinear(place.ranks, in_features, slices, place, bias, splits=splits)
+    return Linear(in_features, slices, place, bias, splits=splits)
+
+
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 class RMSNorm:
@@ -85,7 +153,7 @@ class RMSNorm:
         """[..., size] to the same."""
         return rms_norm(x, self.weight, self.eps)
 
-    def tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, name: str) -> Iterator[tuple[str, Target]]:
         """The checkpoint's tensors of the module `name`."""
         yield f"{name}.weight", self.weight
 
@@ -105,11 +173,8 @@ class Attention:
         self.scale = shape.attention_scale
         self.window = shape.windows[index]
         self.softcap = shape.attention_softcap
-        sizes = linears(shape)
-        slices = {name: sizes[f"self_attn.{name}"][1] for name in self.QKV}
-        self.qkv_proj = Linear(shape.hidden_size, slices, place, bias=shape.attention_bias)
-        q = shape.num_heads * shape.head_dim
-        self.o_proj = Linear(q, {self.OUTPUT: shape.hidden_size}, place, bias=shape.output_bias)
+        self.qkv_proj = linear_of(shape, [f"self_attn.{name}" for name in self.QKV], place, shape.attention_bias)
+        self.o_proj = linear_of(shape, [f"self_attn.{self.OUTPUT}"], place, shape.output_bias)
 
     def project(self, x: Tensor, batch: Batch) -> Tensor:
         """[num_tokens, hidden_size] to queries, keys and values, [num_tokens, all heads of them, head_dim]."""
@@ -124,7 +189,7 @@ class Attention:
         """The linears that adapters can change."""
         return (self.qkv_proj, self.o_proj)
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """The checkpoint's tensors under `prefix`."""
         for one in self.linears():
             yield from one.tensors(prefix)
@@ -155,10 +220,8 @@ class MLP:
     """One name where a checkpoint has them fused."""
 
     def __init__(self, shape: ModelShape, place: Placement) -> None:
-        sizes = linears(shape)
-        slices = {name: sizes[f"mlp.{name}"][1] for name in self.GATE_UP}
-        self.gate_up_proj = Linear(shape.hidden_size, slices, place, bias=shape.mlp_bias)
-        self.down_proj = Linear(shape.intermediate_size, {"down_proj": shape.hidden_size}, place, bias=shape.mlp_bias)
+        self.gate_up_proj = linear_of(shape, [f"mlp.{name}" for name in self.GATE_UP], place, shape.mlp_bias)
+        self.down_proj = linear_of(shape, ["mlp.down_proj"], place, shape.mlp_bias)
         self.activate = gated(shape.activation)
 
     def __call__(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
@@ -169,7 +232,7 @@ class MLP:
         """The linears that adapters can change."""
         return (self.gate_up_proj, self.down_proj)
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """The checkpoint's tensors under `prefix`."""
         for one in self.linears():
             yield from one.tensors(prefix)

@@ -36,8 +36,8 @@ class Budget:
 def num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, budget: Budget) -> int:
     """Blocks of the KV cache.
 
-    kv_cache_memory_bytes where it is set; on a GPU all that is left; on a CPU the least of 4 GiB, a quarter of what is
-    left and what max_num_seqs sequences of max_model_len tokens could ever use.
+    kv_cache_memory_bytes where it is set; on a GPU all that is left; on a CPU the least of 4 GiB (of all ranks
+    together), a quarter of what is left and what max_num_seqs sequences of max_model_len tokens could ever use.
 
     Raises:
         ConfigError: one sequence of max_model_len tokens does not fit; the message has the bytes and the settings.
@@ -46,7 +46,8 @@ def num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, budge
     if config.kv_cache_memory_bytes is not None:
         kv_bytes = config.kv_cache_memory_bytes
     elif config.device == "cpu":
-        kv_bytes = min(CPU_KV_BYTES, budget.left // CPU_KV_SHARE, config.max_num_seqs * per_sequence * block_bytes)
+        most = CPU_KV_BYTES // config.tensor_parallel_size
+        kv_bytes = min(most, budget.left // CPU_KV_SHARE, config.max_num_seqs * per_sequence * block_bytes)
     else:
         kv_bytes = budget.left
     blocks = max(kv_bytes, 0) // block_bytes

@@ -6,7 +6,7 @@ from one thread.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire_engine.batch import Batch, build_batch, order_spans
+from quire_engine.batch import Batch, build_batch
 from quire_engine.device import available_memory, give_back_memory, open_device, resolve_dtype, set_threads
 from quire_engine.kv import KVCache, block_bytes
 from quire_engine.layers import Placement
@@ -24,12 +24,14 @@ from quire_engine.memory import Budget, allocating, num_blocks
 from quire_engine.models import model_class
 from quire_engine.models.causal import CausalLM
 from quire_engine.peft import HostAdapter
+from quire_engine.ranks import Ranks
 from quire_engine.request import BlockId, Logprob, Sequence
 from quire_engine.sampler import Row, Sampler
 from quire_engine.step import Runner, Sampled, SlotLoad, Span, StepPlan
 from quire_engine.swap import SwapSpace
 from quire_engine.swapper import Swapper
 from quire_engine.weights import load_weights
+from quire_engine.work import Work, order_spans, work_of
 from quire_spec.config import EngineConfig
 from quire_spec.sampling import SamplingParams
 from quire_spec.shape import ModelShape
@@ -51,22 +53,38 @@ class TorchRunner(Runner):
             what to change.
     """
 
-    def __init__(self, config: EngineConfig, shape: ModelShape, folder: Path, *, progress: bool = False) -> None:
-        self._device = open_device(config)
+    def __init__(
+        self,
+        config: EngineConfig,
+        shape: ModelShape,
+        folder: Path,
+        *,
+        ranks: Ranks | None = None,
+        progress: bool = False,
+    ) -> None:
+        """`ranks`: those that share the layers, this one among them; None: there is one."""
+        self._ranks = ranks
+        self._device = open_device(config, 0 if ranks is None else ranks.shard.rank)
         self._dtype = resolve_dtype(config, shape.dtype)
         self._sampler = Sampler()
         self._num_slots = config.max_loras if config.enable_lora else 0
-        self._model = model_class(shape.architecture)(shape, Placement(self._dtype, self._device))
+        if ranks is not None:
+            shape = ranks.shard.local
+        self._model = model_class(shape.architecture)(shape, Placement(self._dtype, self._device, ranks))
         load_weights(folder, self._model.tensors(), tied=shape.tie_word_embeddings, progress=progress)
         self._slots = _make_slots(self._model, config, self._dtype, self._device) if config.enable_lora else None
         self._model.pack()
         if self._device.type == "cpu":
             give_back_memory()
-            set_threads(self._model.num_bytes)
+            set_threads(self._model.num_bytes, config.tensor_parallel_size)
         max_model_len = config.max_model_len or shape.max_position_embeddings
         one_block = block_bytes(shape, config.block_size, self._dtype)
+        if ranks is not None:
+            ranks.connect(self._device)
         budget = self._measure(config, max_model_len)
         self.num_blocks = num_blocks(config, max_model_len, one_block, budget)
+        if ranks is not None:
+            self.num_blocks = ranks.least(self.num_blocks)
         with allocating("kv_cache_memory_bytes"):
             self._kv = KVCache(shape, self.num_blocks, config.block_size, self._dtype, self._device)
         num_host_blocks = int(config.swap_space * 2**30) // one_block
@@ -83,6 +101,7 @@ class TorchRunner(Runner):
             dtype=str(self._dtype).removeprefix("torch."),
             device=config.device,
             swap_bytes=self._swapper.num_bytes if self._swapper is not None else 0,
+            tensor_parallel_size=config.tensor_parallel_size,
         )
         logger.info("memory plan %s", " ".join(f"{f}={getattr(self.memory, f)}" for f in MemoryPlan.__slots__))
 
@@ -108,40 +127,63 @@ class TorchRunner(Runner):
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Run a step; see step.Runner."""
-        if self._swapper is not None:
-            self._swapper.carry(plan.swap_outs, plan.swap_ins)
-        if plan.copies:
-            self._kv.copy([copy.source for copy in plan.copies], [copy.destination for copy in plan.copies])
         order = order_spans(plan.spans)
-        results = dict(zip(order, self._run([plan.spans[i] for i in order], self._kv), strict=True))
-        return [results[i] for i in range(len(plan.spans))]
+        spans = [plan.spans[i] for i in order]
+        work = work_of(spans, self._kv.block_size, self._model.shape.rope_switch, plan)
+        results = dict(zip(order, self._run(work, spans, self._kv), strict=True))
+        return [results[i] for i in range(len(order))]
 
     @torch.inference_mode()
-    def _run(self, spans: list[Span], kv: KVCache) -> list[Sampled]:
+    def follow(self, work: Work) -> None:
+        """Do what another rank than the first does of a step, which the first one runs at the same time."""
+        batch, hidden = self._forward(work, self._kv)
+        if hidden is not None:
+            for rows in self._parts(work):
+                self._model.project(hidden[rows], batch)
+
+    @torch.inference_mode()
+    def _run(self, work: Work, spans: list[Span], kv: KVCache) -> list[Sampled]:
         """Compute ordered spans; one result each, in that order."""
-        batch = build_batch(spans, kv, self._num_slots, self._device, self._model.shape.rope_switch)
-        hidden = self._model(batch, kv)
+        batch, hidden = self._forward(work, kv)
         if hidden is None:
             return [Sampled([]) for _ in spans]
+        parts = (self._model.project(hidden[rows], batch) for rows in self._parts(work))
         rows = [Row(span.sequence, span.end) for span in spans if span.samples]
-        sampled = iter(self._sampler(self._model.project(hidden[: len(rows)], batch), rows) if rows else [])
+        sampled = iter(self._sampler(next(parts), rows) if rows else [])
         results = [next(sampled) if span.samples else Sampled([]) for span in spans]
         if len(rows) < batch.num_logits:
-            scored = iter(self._score(spans, hidden[len(rows) :], batch))
+            scored = iter(self._score(spans, parts))
             per_span = [list(islice(scored, len(span.scored))) for span in spans]
             results = [replace(r, prompt_logprobs=own) for r, own in zip(results, per_span, strict=True)]
         return results
 
-    def _score(self, spans: list[Span], hidden: Tensor, batch: Batch) -> list[list[Logprob]]:
-        """Log probabilities of prompt tokens, a part of the rows at a time: the logits of a prompt are gigabytes."""
-        wanted = [(span.sequence, position) for span in spans for position in span.scored]
+    def _parts(self, work: Work) -> Iterator[slice]:
+        """Rows of hidden states whose logits are made at a time: those that choose tokens, then those of prompts, a few
+        each, because the logits of a prompt are gigabytes."""
+        num_rows, start = len(work.logit_rows), work.num_sampled
+        if start:
+            yield slice(start)
         size = max(1, _SCORED_BYTES // (4 * self._model.shape.vocab_size))
+        yield from (slice(begin, min(begin + size, num_rows)) for begin in range(start, num_rows, size))
+
+    def _forward(self, work: Work, kv: KVCache) -> tuple[Batch, Tensor | None]:
+        """Copy what is to be copied, then compute; hidden states of the tokens whose logits are wanted."""
+        if self._swapper is not None:
+            self._swapper.carry(work.swap_outs, work.swap_ins)
+        if work.copies:
+            kv.copy([copy.source for copy in work.copies], [copy.destination for copy in work.copies])
+        batch = build_batch(work, kv, self._num_slots, self._device)
+        return batch, self._model(batch, kv)
+
+    def _score(self, spans: list[Span], parts: Iterator[Tensor]) -> list[list[Logprob]]:
+        """Log probabilities of prompt tokens, a part of the rows at a time."""
+        wanted = ((span.sequence, position) for span in spans for position in span.scored)
         found: list[list[Logprob]] = []
-        for start in range(0, len(wanted), size):
-            part = wanted[start : start + size]
+        for logits in parts:
+            part = list(islice(wanted, len(logits)))
             tokens = torch.tensor([s.prompt_token_ids[position + 1] for s, position in part], device=self._device)
             counts = [s.params.prompt_logprobs or 0 for s, _ in part]
-            found += logprobs_of(self._model.project(hidden[start : start + size], batch), tokens, counts)
+            found += logprobs_of(logits, tokens, counts)
         return found
 
     def _measure(self, config: EngineConfig, max_model_len: int) -> Budget:
@@ -149,7 +191,8 @@ class TorchRunner(Runner):
         weights = self._model.num_bytes
         lora = 0 if self._slots is None else self._slots.num_bytes
         if self._device.type == "cpu":
-            return Budget(available_memory() + weights + lora, weights, lora, 0)
+            # Ranks take theirs of the same memory.
+            return Budget(available_memory() // config.tensor_parallel_size + weights + lora, weights, lora, 0)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._run_largest_steps(config, max_model_len)
         peak = torch.cuda.max_memory_allocated(self._device)
@@ -168,8 +211,10 @@ class TorchRunner(Runner):
         kv = KVCache(self._model.shape, 1, config.block_size, self._dtype, self._device)
         span = _dummy_span(0, num_tokens, kv)
 
+        work = work_of([span], kv.block_size)
+
         def compute() -> int:
-            self._run([span], kv)
+            self._run(work, [span], kv)
             return num_tokens
 
         space = self._swapper.measure(compute)
@@ -187,7 +232,7 @@ class TorchRunner(Runner):
         many = [_dummy_span(0, min(even + (i < more), room), kv) for i in range(config.max_num_seqs)]
         chunk = min(config.max_num_batched_tokens, room)
         for spans in (many, [_dummy_span(room - chunk, chunk, kv)]):
-            self._run(spans, kv)
+            self._run(work_of(spans, kv.block_size), spans, kv)
 
 
 def _dummy_span(start: int, length: int, kv: KVCache) -> Span:

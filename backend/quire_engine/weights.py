@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from tqdm import tqdm
 
+from quire_engine.part import Part, Target, whole
 from quire_spec.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -25,12 +25,12 @@ _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def load_weights(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], *, tied: bool = False, progress: bool = False
+    folder: Path, tensors: Iterable[tuple[str, Target]], *, tied: bool = False, progress: bool = False
 ) -> None:
     """Fill parameters from the checkpoint in `folder`, converting to their dtype and device.
 
     Args:
-        tensors: each tensor's name in the checkpoint, and the part of a parameter that it fills.
+        tensors: each tensor's name in the checkpoint, and the part of a parameter that it, or a part of it, fills.
         tied: the output projection is the embedding; its copy in some checkpoints is left alone.
         progress: show a bar on stderr.
 
@@ -40,7 +40,7 @@ def load_weights(
     where = _locate(folder)
     # Some checkpoints, of OPT above all, were saved from what is inside the module `model`.
     outer = "" if any(name.startswith("model.") for name in where) else "model."
-    targets = {name.removeprefix(outer): tensor for name, tensor in tensors}
+    targets = {name.removeprefix(outer): whole(target) for name, target in tensors}
     found = {name for name in where if not _DERIVED.fullmatch(name)} - ({"lm_head.weight"} if tied else set())
     if missing := sorted(set(targets) - found):
         raise ConfigError(f"{folder}: {_some(missing)} missing; config.json does not fit this checkpoint, or it is cut")
@@ -91,7 +91,7 @@ def _open(path: Path) -> Any:
         raise ConfigError(f"{path}: not a safetensors file: {error}; fetch it again") from error
 
 
-def _load_file(path: Path, targets: dict[str, Tensor], bar: "tqdm[Any]") -> None:
+def _load_file(path: Path, targets: dict[str, Part], bar: "tqdm[Any]") -> None:
     with _open(path) as file:
         present = set(file.keys())
         for name, target in targets.items():
@@ -99,19 +99,25 @@ def _load_file(path: Path, targets: dict[str, Tensor], bar: "tqdm[Any]") -> None
                 raise ConfigError(f"{path}: {name} missing, against the index; fetch the checkpoint again")
             source = file.get_slice(name)
             shape, dtype = tuple(source.get_shape()), source.get_dtype()
-            if shape != tuple(target.shape):
-                raise ConfigError(f"{path}: {name} has shape {shape}; config.json makes it {tuple(target.shape)}")
+            if shape != target.shape:
+                raise ConfigError(f"{path}: {name} has shape {shape}; config.json makes it {target.shape}")
             if dtype not in FLOATS:
                 raise ConfigError(f"{path}: {name} is {dtype}; quantized checkpoints are not supported")
             _copy(source, target)
             bar.update(target.nbytes)
 
 
-def _copy(source: Any, target: Tensor) -> None:
+def _copy(source: Any, target: Part) -> None:
+    """Read what the part takes, and no more of the file than that."""
+    size = max(1, _CHUNK_BYTES * target.tensor.shape[0] // max(target.nbytes, 1))
     with torch.inference_mode():
-        rows = max(1, _CHUNK_BYTES * target.shape[0] // max(target.nbytes, 1))
-        for start in range(0, target.shape[0], rows):
-            target[start : start + rows].copy_(source[start : start + rows])
+        for piece, rows in target.pieces():
+            for start in range(0, len(rows), size):
+                some = rows[start : start + size]
+                index = slice(some.start, some.stop)
+                columns = target.columns
+                read = source[index] if columns is None else source[index, columns.start : columns.stop]
+                piece[start : start + size].copy_(read)
 
 
 def _some(names: list[str]) -> str:

@@ -66,7 +66,8 @@ class EngineConfig:
     """Split long prompts over steps; off, a prompt must fit into max_num_batched_tokens."""
 
     tensor_parallel_size: int = 1
-    """Devices that share each layer."""
+    """Devices that share each layer, on one machine; on CPUs, processes that share its cores. Settings that are bytes
+    hold for each of them."""
 
     enable_lora: bool = False
     """Reserve adapter slots and accept adapters."""

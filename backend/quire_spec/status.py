@@ -50,7 +50,7 @@ class ProcessStatus:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Measured bytes on the engine's device."""
+    """Measured bytes on the engine's device, or on each of those that share the layers."""
 
     weights_bytes: int
     lora_bytes: int
@@ -62,6 +62,8 @@ class MemoryPlan:
     device: str
     swap_bytes: int = 0
     """In host memory."""
+    tensor_parallel_size: int = 1
+    """Devices that share the layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from torch import Tensor
 from quire_engine.batch import Batch
 from quire_engine.kv import KVCache
 from quire_engine.layers import Linear, Placement
+from quire_engine.part import Target
+from quire_engine.vocabulary import embed, embedding_target, num_rows, output_projection
 from quire_kernels import Arena, embedding, looked_up
 from quire_spec.shape import ModelShape
 
@@ -21,7 +23,7 @@ class Layer(Protocol):
         """The linears that adapters can change."""
         ...
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """The checkpoint's tensors under `prefix`, each as the part of a parameter that it fills."""
         ...
 
@@ -35,13 +37,14 @@ class CausalLM(ABC):
     layers: Sequence[Layer]
 
     def __init__(self, shape: ModelShape, place: Placement) -> None:
+        """`shape`: of what this rank holds."""
         self.shape = shape
-        self.embed_tokens = place.empty(shape.vocab_size, shape.embedding_size)
-        tied = self.embed_tokens if shape.tie_word_embeddings else None
-        self.lm_head = Linear(shape.embedding_size, {"lm_head": shape.vocab_size}, place, weight=tied)
+        self.ranks = place.ranks
+        self.embed_tokens = place.empty(num_rows(shape, place), shape.embedding_size)
+        self.lm_head = output_projection(shape, place, self.embed_tokens if shape.tie_word_embeddings else None)
         self.build(place)
         self.num_bytes = sum(tensor.nbytes for _, tensor in self.tensors())
-        """Bytes of all parameters."""
+        """Bytes of all parameters on this rank."""
 
     def __call__(self, batch: Batch, kv: KVCache) -> Tensor | None:
         """Compute the batch and store its keys and values in `kv`.
@@ -68,6 +71,8 @@ class CausalLM(ABC):
 
     def embed(self, batch: Batch) -> Tensor:
         """[num_tokens, embedding_size], a tensor of its own."""
+        if self.ranks is not None:
+            return embed(batch.token_ids, self.embed_tokens, self.ranks)
         return embedding(batch.token_ids, self.embed_tokens)
 
     def linears(self) -> Iterator[tuple[int, Linear]]:
@@ -75,18 +80,18 @@ class CausalLM(ABC):
         for index, layer in enumerate(self.layers):
             yield from ((index, linear) for linear in layer.linears())
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Target]]:
         """Every tensor of the checkpoint by name, as the part of a parameter that it fills; together, all of them."""
         parent = self.shape.family.layers.removesuffix(".layers")
-        yield f"{parent}.embed_tokens.weight", self.embed_tokens
+        yield f"{parent}.embed_tokens.weight", embedding_target(self.embed_tokens, self.ranks)
         for index, layer in enumerate(self.layers):
             yield from layer.tensors(f"{parent}.layers.{index}.")
         yield from self.rest(f"{parent}.")
         if not self.shape.tie_word_embeddings:
-            yield "lm_head.weight", self.lm_head.weight
+            yield from self.lm_head.tensors("")
 
     @abstractmethod
-    def rest(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def rest(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """The tensors of what stands under `prefix` beside embedding and layers."""
 
     def pack(self) -> None:

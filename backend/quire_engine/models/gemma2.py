@@ -10,6 +10,7 @@ from torch import Tensor
 from quire_engine.batch import Batch
 from quire_engine.layers import Placement, RMSNorm
 from quire_engine.models.llama import DecoderLayer, LlamaForCausalLM
+from quire_engine.part import Target
 from quire_kernels import rms_norm
 from quire_spec.shape import ModelShape
 
@@ -39,7 +40,7 @@ class Gemma2DecoderLayer(DecoderLayer):
         fed = self.mlp(self.pre_feedforward_layernorm(hidden), batch)
         return hidden.add_(self.post_feedforward_layernorm(fed))
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """The checkpoint's tensors under `prefix`, each as the part of a parameter that it fills."""
         yield from super().tensors(prefix)
         yield from self.pre_feedforward_layernorm.tensors(f"{prefix}pre_feedforward_layernorm")

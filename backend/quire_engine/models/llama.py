@@ -10,6 +10,7 @@ from quire_engine.batch import Batch
 from quire_engine.kv import KVCache
 from quire_engine.layers import MLP, Linear, Placement, RMSNorm, RotaryAttention
 from quire_engine.models.causal import CausalLM
+from quire_engine.part import Target
 from quire_engine.rotary import Rotary
 from quire_spec.shape import ModelShape
 
@@ -36,7 +37,7 @@ class DecoderLayer:
         """The linears that adapters can change."""
         return self.self_attn.linears() + self.mlp.linears()
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """The checkpoint's tensors under `prefix`, each as the part of a parameter that it fills."""
         yield from self.input_layernorm.tensors(f"{prefix}input_layernorm")
         yield from self.post_attention_layernorm.tensors(f"{prefix}post_attention_layernorm")
@@ -70,6 +71,6 @@ class LlamaForCausalLM(CausalLM):
         """See CausalLM.project."""
         return self.lm_head(self.norm(hidden), batch)
 
-    def rest(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def rest(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """See CausalLM.rest."""
         yield from self.norm.tensors(f"{prefix}norm")

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from quire_engine.batch import Batch
 from quire_engine.kv import KVCache
-from quire_engine.layers import Attention, Linear, Placement
+from quire_engine.layers import Attention, Linear, Placement, linear_of
 from quire_engine.models.causal import CausalLM
+from quire_engine.part import Target
 from quire_kernels import ACTIVATIONS, write_kv
 from quire_spec.shape import ModelShape
-from quire_spec.sizing import linears
 
 
 class LayerNorm:
@@ -31,7 +31,7 @@ class LayerNorm:
         """[num_tokens, hidden_size] to the same."""
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
 
-    def tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, name: str) -> Iterator[tuple[str, Target]]:
         """The checkpoint's tensors of the module `name`."""
         if self.weight is not None and self.bias is not None:
             yield f"{name}.weight", self.weight
@@ -58,9 +58,8 @@ class OPTDecoderLayer:
         self.norm_first = shape.flags["do_layer_norm_before"]
         self.self_attn = OPTAttention(shape, index, place)
         self.self_attn_layer_norm = LayerNorm(shape, place)
-        inner = linears(shape)["fc1"][1]
-        self.fc1 = Linear(shape.hidden_size, {"fc1": inner}, place, bias=shape.mlp_bias)
-        self.fc2 = Linear(inner, {"fc2": shape.hidden_size}, place, bias=shape.mlp_bias)
+        self.fc1 = linear_of(shape, ["fc1"], place, shape.mlp_bias)
+        self.fc2 = linear_of(shape, ["fc2"], place, shape.mlp_bias)
         self.final_layer_norm = LayerNorm(shape, place)
         self.activate = ACTIVATIONS[shape.activation]
 
@@ -80,7 +79,7 @@ class OPTDecoderLayer:
         """The linears that adapters can change."""
         return (*self.self_attn.linears(), self.fc1, self.fc2)
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """The checkpoint's tensors under `prefix`, each as the part of a parameter that it fills."""
         yield from self.self_attn.tensors(f"{prefix}self_attn.")
         yield from self.self_attn_layer_norm.tensors(f"{prefix}self_attn_layer_norm")
@@ -125,7 +124,7 @@ class OPTForCausalLM(CausalLM):
             hidden = self.project_out(hidden, batch)
         return self.lm_head(hidden, batch)
 
-    def rest(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def rest(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """See CausalLM.rest."""
         yield f"{prefix}embed_positions.weight", self.embed_positions
         for linear in (self.project_in, self.project_out):

@@ -8,6 +8,7 @@ from torch import Tensor
 from quire_engine.batch import Batch
 from quire_engine.layers import Placement, RMSNorm, RotaryAttention
 from quire_engine.models.llama import DecoderLayer, LlamaForCausalLM
+from quire_engine.part import Target
 from quire_spec.shape import ModelShape
 
 
@@ -29,7 +30,7 @@ class Qwen3Attention(RotaryAttention):
             qkv[:, part] = norm(qkv[:, part])
         return qkv
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """The checkpoint's tensors under `prefix`."""
         yield from super().tensors(prefix)
         yield from self.q_norm.tensors(f"{prefix}q_norm")

@@ -14,6 +14,7 @@ from quire_operator.plan.inputs import Inputs
 from quire_operator.plan.memory import GIB, MIB
 from quire_operator.plan.plan import Fit
 from quire_operator.plan.ways import Way, all_ways, best
+from quire_spec.shard import why_not_shared
 
 ENOUGH_REQUESTS = 4
 """Requests of full length that a service without LowConcurrency holds."""
@@ -52,7 +53,7 @@ def does_not_fit(inputs: Inputs, tried: list[Way]) -> str:
 def smallest(inputs: Inputs) -> Iterator[tuple[int, str]]:
     """For each number of GPUs that the engine and the model allow, the smallest product that fits."""
     for count in limits.TP_SIZES:
-        if count not in inputs.abilities.tensor_parallel_sizes or limits.divides(inputs.model.shape, count):
+        if count not in inputs.abilities.tensor_parallel_sizes or why_not_shared(inputs.model.shape, count):
             continue
         for product in PRODUCTS:
             if _found_on(inputs, product, count) is not None:

@@ -4,24 +4,13 @@
 from quire_operator.plan.errors import Unplannable, Why
 from quire_operator.plan.inputs import Inputs
 from quire_spec import capability
-from quire_spec.shape import ModelShape
+from quire_spec.shard import why_not_shared
 
 TP_SIZES = (1, 2, 4, 8)
 MAX_DEFAULT_LENGTH = 32768
 """Longest maxModelLen that is planned; more has to be asked for."""
 MIN_DEFAULT_LENGTH = 4096
 """Shortest that is planned, unless the model itself is made for less."""
-
-
-def divides(shape: ModelShape, tp: int) -> str:
-    """Why a model cannot be shared by `tp` GPUs; empty when it can."""
-    if shape.num_heads % tp:
-        return f"{shape.num_heads} attention heads are not a multiple of {tp}"
-    if shape.num_kv_heads % tp and tp % shape.num_kv_heads:
-        return f"{shape.num_kv_heads} KV heads neither divide by {tp} nor divide it"
-    if shape.intermediate_size % tp:
-        return f"an intermediate size of {shape.intermediate_size} is not a multiple of {tp}"
-    return ""
 
 
 def tp_allowed(inputs: Inputs) -> list[int]:
@@ -36,8 +25,8 @@ def tp_allowed(inputs: Inputs) -> list[int]:
     if pinned is None:
         return [tp for tp in TP_SIZES if not why_not(inputs, tp)]
     field = f"spec.engine.tensorParallelSize: {pinned}"
-    if why := divides(inputs.model.shape, pinned):
-        possible = " or ".join(str(tp) for tp in TP_SIZES if not divides(inputs.model.shape, tp))
+    if why := why_not_shared(inputs.model.shape, pinned):
+        possible = " or ".join(str(tp) for tp in TP_SIZES if not why_not_shared(inputs.model.shape, tp))
         raise Unplannable(Why.DOES_NOT_FIT, f"{field}: {why}; use {possible}")
     if inputs.gpu.per_node is not None and pinned > inputs.gpu.per_node:
         fix = (
@@ -53,7 +42,7 @@ def tp_allowed(inputs: Inputs) -> list[int]:
 
 def why_not(inputs: Inputs, tp: int) -> str:
     """Why a number of GPUs is not tried, when none is pinned; empty when it is."""
-    if why := divides(inputs.model.shape, tp):
+    if why := why_not_shared(inputs.model.shape, tp):
         return f"not possible: {why}"
     if tp > inputs.max_gpus:
         return f"not tried: spec.gpu.count is {inputs.max_gpus}"

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks: what the processes that share a model's layers do together: add up, gather, agree on a number.
+
+torch.distributed's process groups, gloo on CPUs and NCCL on GPUs, made directly and not as torch's global one: a
+process may have several engines. All ranks must come to the same calls in the same order; that they compute the same
+step is the group's business (group.py). On GPUs this has never been run.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quire_spec.shard import Shard
+
+TIMEOUT_S = 30.0
+"""How long a rank waits for the others in one call: they come to it within milliseconds of each other, or one hangs."""
+_LOOPBACK = "127.0.0.1"
+
+
+class Ranks:
+    """This rank among the others. Nothing of it may be called before `connect`."""
+
+    def __init__(self, shard: Shard, meet: Callable[[], Path], timeout_s: float = TIMEOUT_S) -> None:
+        """`meet` blocks until all ranks have loaded their weights, which may take them long; it returns the path of a
+        file to find each other by, the same for all, which is not there yet."""
+        self.shard = shard
+        self._meet = meet
+        self._timeout_s = timeout_s
+        self._device = torch.device("cpu")
+        self._group: Any = None
+
+    def connect(self, device: torch.device) -> None:
+        """Meet the other ranks; all have tensors on a device of this kind.
+
+        Raises:
+            RuntimeError: they do not come, in time. So does every other call.
+        """
+        self._device = device
+        rank, size, meeting = self.shard.rank, self.shard.size, self._meet()
+        store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+        backend: Any = dist.ProcessGroupNCCL if self._device.type == "cuda" else dist.ProcessGroupGloo
+        options = backend.Options() if self._device.type == "cuda" else backend._Options()
+        options._timeout = timedelta(seconds=self._timeout_s)
+        if self._device.type == "cpu":
+            # By default the address is the one that the machine's name has, where anybody might connect.
+            options._devices = [backend.create_device(hostname=_LOOPBACK)]
+        self._group = backend(store, rank, size, options)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Add up the ranks' tensors, in place; every rank gets the same."""
+        self._group.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[num_rows, width] of each rank side by side, [num_rows, size * width], at rank 0; elsewhere, x."""
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.shard.size)] if self.shard.rank == 0 else []
+        self._group.gather([parts] if parts else [], [x], options).wait()
+        return torch.cat(parts, dim=-1) if parts else x
+
+    def least(self, number: int) -> int:
+        """The least of the ranks' numbers."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+        shared = torch.tensor([number], device=self._device)
+        self._group.allreduce([shared], options).wait()
+        return int(shared.item())
