@@ -5,6 +5,7 @@ Everything that the engine would apply otherwise than PEFT is refused, never ign
 names, shapes and sizes are checked before a tensor is read, and nothing in the folder is executed.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from quire_engine.peft_config import PeftConfig
+from quire_engine.tensor_file import DTYPES, TensorFile, open_tensors
 from quire_spec.errors import InvalidArgument
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import linears, lora_slot_bytes
@@ -26,7 +28,6 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 # What a file may hold beside its tensors: names, shapes and metadata.
 _MAX_HEADER_BYTES = 8 << 20
 _KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]{1,200})\.lora_(?P<half>[AB])\.weight")
-_FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def read_adapter(folder: Path, shape: ModelShape, max_rank: int, dtype: torch.dt
         config = PeftConfig.load(folder / CONFIG_FILE, max_rank)
         path = _find_weights(folder)
         _check_size(path, shape, max_rank)
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             return _read(file, config, shape, dtype)
     except SafetensorError as error:
         raise InvalidArgument(f"adapter {str(folder)!r}: {WEIGHTS_FILE} is not a safetensors file: {error}") from error
@@ -96,7 +97,7 @@ def _check_size(path: Path, shape: ModelShape, max_rank: int) -> None:
         )
 
 
-def _read(file: Any, config: PeftConfig, shape: ModelShape, dtype: torch.dtype) -> HostAdapter:
+def _read(file: TensorFile, config: PeftConfig, shape: ModelShape, dtype: torch.dtype) -> HostAdapter:
     halves = _halves(file.keys(), shape)
     _check_targets(halves, config, shape)
     sizes = linears(shape)
@@ -110,7 +111,8 @@ def _read(file: Any, config: PeftConfig, shape: ModelShape, dtype: torch.dtype) 
         a = file.get_tensor(names["A"]).to(dtype)
         b = (file.get_tensor(names["B"]).to(torch.float32) * config.scale(module.name)).to(dtype)
         for name, tensor in ((names["A"], a), (names["B"], b)):
-            if not tensor.isfinite().all():
+            # One pass, and both are NaN if any is: `isfinite` takes sixty times as long.
+            if not all(map(math.isfinite, torch.aminmax(tensor))):
                 raise InvalidArgument(f"{name} holds NaN or infinity, or overflows {dtype}, its scale applied")
         pairs[module.layer, module.target] = (a, b)
     return HostAdapter(max(a.shape[0] for a, _ in pairs.values()), pairs)
@@ -185,10 +187,10 @@ def _check_targets(halves: Mapping[_Module, Any], config: PeftConfig, shape: Mod
             raise InvalidArgument(f"target_modules has {module.target}, and layer {module.layer} has no tensors for it")
 
 
-def _check_tensor(file: Any, name: str, wanted: tuple[int, int]) -> None:
+def _check_tensor(file: TensorFile, name: str, wanted: tuple[int, int]) -> None:
     tensor = file.get_slice(name)
     shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-    if dtype not in _FLOATS:
-        raise InvalidArgument(f"tensor {name!r} is {dtype}; supported are {', '.join(_FLOATS)}")
+    if dtype not in DTYPES:
+        raise InvalidArgument(f"tensor {name!r} is {dtype}; supported are {', '.join(DTYPES)}")
     if shape != wanted:
         raise InvalidArgument(f"tensor {name!r} has shape {shape}; config and model make it {wanted}")

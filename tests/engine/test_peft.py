@@ -15,6 +15,7 @@ from support.tiny import load_adapted_oracle, make_adapter, make_checkpoint
 from quire_engine import peft_config
 from quire_engine.peft import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from quire_engine.peft_config import PeftConfig
+from quire_engine.tensor_file import open_tensors
 from quire_spec.errors import InvalidArgument
 from quire_spec.shape import ModelShape
 
@@ -293,6 +294,43 @@ def test_hostile_headers_are_refused(content, adapter, shape):
     (adapter / WEIGHTS_FILE).write_bytes(content)
     with pytest.raises(InvalidArgument, match=f"{WEIGHTS_FILE} (is not a safetensors file|claims a header)"):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
+
+
+@pytest.mark.parametrize("cut", [0, 4, 100, -1])
+def test_a_file_that_is_cut_while_it_is_read_costs_an_error_and_not_the_process(cut, adapter):
+    path = adapter / WEIGHTS_FILE
+    with open_tensors(path) as file:
+        name = file.keys()[0]
+        with path.open("r+b") as other:
+            other.truncate(cut if cut >= 0 else path.stat().st_size + cut)
+        # A mapped file would kill this process here.
+        with pytest.raises(InvalidArgument, match=f"{WEIGHTS_FILE} changed while it was read"):
+            file.get_tensor(name)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(adapter):
+    path = adapter / WEIGHTS_FILE
+    for header in (b"[]", b"{}", b'{"a": {"data_offsets": [0, -1]}}', b'{"a": {"data_offsets": "xy"}}', b"\xff"):
+        save_file({"a": torch.ones(4)}, path)
+        with open_tensors(path) as file:
+            path.write_bytes(len(header).to_bytes(8, "little") + header + b"x" * 16)
+            with pytest.raises(InvalidArgument, match="changed while it was read"):
+                file.get_tensor("a")
+
+
+def test_tensors_are_read_as_the_library_reads_them(tmp_path):
+    # F16 before F32: the second one begins where no float32 may lie.
+    made = {
+        "a": torch.rand(3).half(),
+        "b": torch.rand(2, 5),
+        "c": torch.rand(7).bfloat16(),
+        "d": torch.rand(2).double(),
+    }
+    save_file(made, tmp_path / "file")
+    with open_tensors(tmp_path / "file") as file:
+        assert sorted(file.keys()) == list(made)
+        for name, tensor in made.items():
+            assert torch.equal(file.get_tensor(name), tensor)
 
 
 def test_a_folder_instead_of_a_file(adapter, shape):
