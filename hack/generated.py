@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write what follows from crds/llmservices.yaml: the chart's copy of it, and its reference, docs/crd.md.
+"""Write what is not written by hand: the chart's copy of crds/llmservices.yaml, its reference in docs/crd.md, and the
+chart's dashboard (hack/dashboard.py).
 
     python hack/generated.py [--check]        --check writes nothing and says what is not current
 
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import dashboard
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -198,6 +200,7 @@ def current() -> dict[Path, str]:
     return {
         ROOT / "charts/quire/files/llmservices.yaml": text,
         ROOT / "docs/crd.md": reference(yaml.safe_load(text)),
+        ROOT / "charts/quire/files/dashboard.json": dashboard.text(),
     }
 
 
