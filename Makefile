@@ -8,7 +8,9 @@ BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean
+.PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean cluster-tools
+# A Kubernetes for tests and for people: hack/cluster.
+CLUSTER = PYTHONPATH=hack $(BIN)/python -m cluster
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +26,9 @@ test-fast: dev-env ## the tests that start no server (seconds)
 
 bench: dev-env ## measure serving on a quiet machine: this engine, the server, transformers (BENCH="--help" explains)
 	@env -u OMP_NUM_THREADS $(BIN)/python tests/bench/serving.py --shape 135m $(BENCH)
+
+cluster-tools: dev-env ## find, download or build the programs of Kubernetes for the cluster tests (minutes, once)
+	@$(CLUSTER) tools
 
 check: lint types contracts ## lint, types and import contracts
 

@@ -109,7 +109,8 @@ def _service(of: LLMService, name: str, kind: dict[str, Any]) -> dict[str, Any]:
             **kind,
             "selector": names.selector(of, names.SERVER),
             "ports": [
-                {"name": n, "port": getattr(ports, n), "targetPort": n, "appProtocol": protocol}
+                # The protocol is part of an entry's key: without it, server-side apply before 1.21 refuses the list.
+                {"name": n, "port": getattr(ports, n), "protocol": "TCP", "targetPort": n, "appProtocol": protocol}
                 for n, protocol in _PROTOCOLS.items()
             ],
         },

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A control plane on this machine: etcd, API server and, where they are there, controller-manager and scheduler.
+
+Certificates, kubeconfigs, data and logs are in one folder. Pods need a node beside it (node.py).
+"""
+
+import contextlib
+import socket
+import ssl
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster import processes
+from cluster.kubeconfig import Access
+from cluster.pki import Authority
+from cluster.tools import Tools
+
+SERVICES = "10.96.0.0/16"
+API_SERVICE = "10.96.0.1"
+START_S = 60.0
+_STOPPED_IN_ORDER = ("kube-scheduler", "kube-controller-manager", "kube-apiserver", "etcd")
+_API_HOSTS = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "127.0.0.1", API_SERVICE)
+
+
+class StartError(Exception):
+    """A program of the cluster did not start; the message has the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlane:
+    """A running control plane."""
+
+    folder: Path
+    tools: Tools
+    address: str
+    """Of this machine; pods reach the API server there."""
+    access: Access
+    """Everything is allowed."""
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Of the administrator."""
+        return self.folder / "admin.kubeconfig"
+
+    def stop(self) -> None:
+        """End its programs; data and logs stay."""
+        stop(self.folder)
+
+
+def stop(folder: Path) -> None:
+    """End the control plane in `folder`, whoever started it."""
+    for name in _STOPPED_IN_ORDER:
+        processes.stop(folder, name)
+
+
+def start(folder: Path, tools: Tools, address: str = "127.0.0.1", dies_with_us: bool = False) -> ControlPlane:
+    """Start it on free ports and wait until it answers: 4 s on an idle machine.
+
+    Raises:
+        StartError: a program ended or did not answer in time.
+    """
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    _certificates(folder / "pki", address)
+    api, client, peer, controllers, scheduler = free_ports(5, "" if address != "127.0.0.1" else address)
+    plane = ControlPlane(folder, tools, address, _kubeconfigs(folder, api))
+    starter = _Starter(folder, tools, dies_with_us)
+    try:
+        starter.start("etcd", *_etcd(folder, client, peer))
+        starter.wait("etcd", lambda: _answers(f"http://127.0.0.1:{client}/health"))
+        starter.start("kube-apiserver", *_api_server(folder, api, f"http://127.0.0.1:{client}", address))
+        starter.wait("kube-apiserver", lambda: _answers(f"{plane.access.server}/readyz", plane.access.ssl_context()))
+        if tools.has("kube-controller-manager", "kube-scheduler"):
+            starter.start("kube-controller-manager", *_controllers(folder, controllers, tools))
+            starter.start("kube-scheduler", *_scheduler(folder, scheduler, tools))
+    except BaseException:
+        plane.stop()
+        raise
+    return plane
+
+
+def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
+    """Ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for found in sockets:
+            found.bind((address, 0))
+        return [found.getsockname()[1] for found in sockets]
+
+
+class _Starter:
+    """Starts programs one after another, and fails with the log of the one that does not come up."""
+
+    def __init__(self, folder: Path, tools: Tools, dies_with_us: bool) -> None:
+        self.folder, self.tools, self.dies_with_us = folder, tools, dies_with_us
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *flags: str) -> None:
+        argv = [self.tools.path(name), *flags]
+        self.started[name] = processes.start(self.folder, name, argv, dies_with_us=self.dies_with_us)
+
+    def wait(self, name: str, ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_S
+        while not ready():
+            ended = self.started[name].poll()
+            if ended is not None or time.monotonic() > deadline:
+                how = f"ended with {ended}" if ended is not None else f"did not answer in {START_S:.0f} s"
+                raise StartError(f"{name} {how}:\n{processes.tail(self.folder, name)}")
+            time.sleep(0.05)
+
+
+def _certificates(folder: Path, address: str) -> None:
+    if (folder / "ca.crt").exists():
+        return
+    authority = Authority(folder)
+    authority.issue("apiserver", "kube-apiserver", hosts=sorted({*_API_HOSTS, address}), client=False)
+    authority.issue("admin", "admin", "system:masters")
+    authority.issue("controllers", "system:kube-controller-manager")
+    authority.issue("scheduler", "system:kube-scheduler")
+    authority.issue("proxy", "system:kube-proxy")
+    node = socket.gethostname().lower()
+    authority.issue("kubelet", f"system:node:{node}", "system:nodes", sorted({node, address, "127.0.0.1"}))
+    authority.issue("apiserver-kubelet", "apiserver-kubelet", "system:masters")
+    authority.issue("front-proxy", "front-proxy")
+    authority.service_account_keys()
+
+
+def _kubeconfigs(folder: Path, port: int) -> Access:
+    """One for each of its clients; the administrator's access."""
+    pki = folder / "pki"
+    ca = (pki / "ca.crt").read_text()
+    found = {}
+    for name in ("controllers", "scheduler", "kubelet", "proxy", "admin"):
+        certificate, key = (pki / f"{name}.crt").read_text(), (pki / f"{name}.key").read_text()
+        found[name] = Access(f"https://127.0.0.1:{port}", ca, certificate, key)
+        found[name].write(folder / f"{name}.kubeconfig")
+    return found["admin"]
+
+
+def _etcd(folder: Path, client: int, peer: int) -> list[str]:
+    here, there = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+    return [
+        f"--data-dir={folder / 'etcd'}",
+        f"--listen-client-urls={here}",
+        f"--advertise-client-urls={here}",
+        f"--listen-peer-urls={there}",
+        f"--initial-advertise-peer-urls={there}",
+        f"--initial-cluster=default={there}",
+        "--unsafe-no-fsync",  # the data is for tests, and a disk that syncs is most of a write's time
+    ]
+
+
+def _api_server(folder: Path, port: int, etcd: str, address: str) -> list[str]:
+    pki = folder / "pki"
+    return [
+        f"--etcd-servers={etcd}",
+        f"--bind-address={'127.0.0.1' if address == '127.0.0.1' else '0.0.0.0'}",
+        # Loopback is refused as the address of the service `kubernetes`. With no node, nobody goes there.
+        f"--advertise-address={'192.0.2.1' if address == '127.0.0.1' else address}",
+        f"--secure-port={port}",
+        f"--tls-cert-file={pki}/apiserver.crt",
+        f"--tls-private-key-file={pki}/apiserver.key",
+        f"--client-ca-file={pki}/ca.crt",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        f"--service-cluster-ip-range={SERVICES}",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--service-account-signing-key-file={pki}/sa.key",
+        f"--service-account-key-file={pki}/sa.pub",
+        f"--kubelet-client-certificate={pki}/apiserver-kubelet.crt",
+        f"--kubelet-client-key={pki}/apiserver-kubelet.key",
+        "--kubelet-preferred-address-types=InternalIP",
+        f"--requestheader-client-ca-file={pki}/ca.crt",
+        "--requestheader-allowed-names=front-proxy",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+        "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-username-headers=X-Remote-User",
+        f"--proxy-client-cert-file={pki}/front-proxy.crt",
+        f"--proxy-client-key-file={pki}/front-proxy.key",
+        "--allow-privileged=true",
+    ]
+
+
+def _controllers(folder: Path, port: int, tools: Tools) -> list[str]:
+    pki = folder / "pki"
+    return [
+        *_client_flags(folder, "controllers", port, tools),
+        f"--service-account-private-key-file={pki}/sa.key",
+        f"--root-ca-file={pki}/ca.crt",
+        f"--cluster-signing-cert-file={pki}/ca.crt",
+        f"--cluster-signing-key-file={pki}/ca.key",
+        "--use-service-account-credentials=true",
+        "--allocate-node-cidrs=false",
+        f"--service-cluster-ip-range={SERVICES}",
+        # Many tests share it; what it may send by default, 20 requests a second, would be what they wait for.
+        "--kube-api-qps=200",
+        "--kube-api-burst=400",
+    ]
+
+
+def _scheduler(folder: Path, port: int, tools: Tools) -> list[str]:
+    return _client_flags(folder, "scheduler", port, tools)
+
+
+def _client_flags(folder: Path, name: str, port: int, tools: Tools) -> list[str]:
+    kubeconfig = folder / f"{name}.kubeconfig"
+    return [
+        f"--kubeconfig={kubeconfig}",
+        f"--authentication-kubeconfig={kubeconfig}",
+        f"--authorization-kubeconfig={kubeconfig}",
+        "--bind-address=127.0.0.1",
+        f"--secure-port={port}",
+        "--leader-elect=false",
+        *(["--port=0"] if tools.version < (1, 23, 0) else []),  # a second port, without TLS, which later releases lack
+    ]
+
+
+def _answers(url: str, context: ssl.SSLContext | None = None) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    try:
+        with opener.open(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:  # URLError and HTTPError are
+        return False

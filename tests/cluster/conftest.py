@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One API server with the CRD for the session, and a namespace of its own for each test."""
+
+from pathlib import Path
+
+import pytest
+from support.cluster import ABSENT, available, running
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    """Everything in this folder needs a cluster; without one it is skipped with what to run."""
+    absent = [] if available() else [pytest.mark.skip(reason=ABSENT)]
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            for mark in (pytest.mark.cluster, *absent):
+                item.add_marker(mark)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """A cluster with the CRD installed."""
+    with running(tmp_path_factory.mktemp("cluster")) as cluster:
+        cluster.install_crd()
+        yield cluster
+
+
+@pytest.fixture
+def namespace(cluster):
+    """The name of a new namespace."""
+    with cluster.namespace() as name:
+        yield name

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CRD at a real API server: it installs, takes the examples, refuses what it should, and scales."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from support.cluster import CRD_FILE, ROOT, ApiError
+
+API = ("quire.dev/v1alpha1", "LLMService")
+EXAMPLES = sorted(p for p in (ROOT / "examples").glob("*.yaml") if "kind: LLMService" in p.read_text())
+SERVICE = {
+    "apiVersion": "quire.dev/v1alpha1",
+    "kind": "LLMService",
+    "metadata": {"name": "tales"},
+    "spec": {"model": {"source": {"huggingFace": {"repo": "org/model"}}}},
+}
+
+
+def changed(**spec):
+    body = copy.deepcopy(SERVICE)
+    body["spec"].update(spec)
+    return body
+
+
+def test_it_is_served_and_small(cluster):
+    found = cluster.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", "llmservices.quire.dev")
+    conditions = {c["type"]: c["status"] for c in found["status"]["conditions"]}
+    assert (conditions["NamesAccepted"], conditions["Established"]) == ("True", "True")
+    # NonStructuralSchema and KubernetesAPIApprovalPolicyConformant only appear when something is wrong.
+    assert not {"NonStructuralSchema", "Terminating"} & set(conditions)
+    found["metadata"].pop("managedFields")
+    assert len(json.dumps(found)) < 200_000
+
+
+def test_kubectl_applies_it_as_the_docs_say(cluster):
+    """Client-side apply keeps the whole object in an annotation of 256 KB at most."""
+    strict = [] if cluster.version >= (1, 25) else ["--validate=false"]
+    cluster.kubectl("apply", "--dry-run=server", *strict, f"--filename={CRD_FILE}")
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda p: p.name)
+def test_the_examples_are_accepted(cluster, namespace, file: Path):
+    example = yaml.safe_load(file.read_text())
+    stored = cluster.apply(example, namespace)
+    assert stored["metadata"]["generation"] == 1
+    assert stored["spec"]["replicas"] == example["spec"].get("replicas", 1)
+    listed = cluster.kubectl("get", "llm", namespace=namespace).splitlines()
+    assert listed[0].split() == ["NAME", "READY", "REASON", "MODEL", "GPU", "TP", "REPLICAS", "ADAPTERS", "AGE"]
+    assert listed[1].split()[0] == stored["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"replicas": -1}, "spec.replicas"),
+        ({"device": "TPU"}, 'supported values: "GPU", "CPU"'),
+        ({"model": {}}, "spec.model.source: Required value"),
+        ({"adapters": [{"name": "Not A Name", "source": {"path": "a"}}]}, "Not A Name"),
+        ({"adapters": [{"name": "a", "source": {"path": "a"}}] * 2}, "Duplicate value"),
+        ({"engine": {"blockSize": 17}}, "spec.engine.blockSize"),
+        ({"lora": {"maxRank": "16"}}, "spec.lora.maxRank"),
+        ({"model": {"source": {"path": "x" * 5000}}}, "spec.model.source.path"),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
+)
+def test_what_the_schema_refuses(cluster, namespace, spec, says):
+    with pytest.raises(ApiError) as refused:
+        cluster.request("POST", cluster.path(*API, namespace), changed(**spec), dryRun="All")
+    assert refused.value.status == 422
+    assert says in refused.value.message
+
+
+def test_an_unknown_field_is_refused_by_name(cluster, namespace):
+    cluster.needs(1, 25, "strict field validation")
+    with pytest.raises(ApiError, match=r"spec\.replica\b"):
+        cluster.apply(changed(replica=2), namespace)
+
+
+def test_the_scale_subresource(cluster, namespace):
+    """What kubectl scale and a HorizontalPodAutoscaler use: replicas, and the selector of the pods."""
+    cluster.apply(SERVICE, namespace)
+    selector = "app.kubernetes.io/instance=tales"
+    cluster.merge(*API, "tales", {"status": {"replicas": 1, "selector": selector}}, namespace, "status")
+    path = cluster.path(*API, namespace, "tales") + "/scale"
+    scale = cluster.request("GET", path)
+    assert (scale["kind"], scale["apiVersion"]) == ("Scale", "autoscaling/v1")
+    assert (scale["spec"]["replicas"], scale["status"]) == (1, {"replicas": 1, "selector": selector})
+    cluster.kubectl("scale", "llm/tales", "--replicas=3", namespace=namespace)
+    after = cluster.get(*API, "tales", namespace)
+    assert (after["spec"]["replicas"], after["metadata"]["generation"]) == (3, 2)
+
+
+def test_status_is_a_subresource(cluster, namespace):
+    """Who writes the spec cannot write the status, and the other way round; a status makes no generation."""
+    cluster.apply(SERVICE, namespace)
+    both = {"spec": {"replicas": 2}, "status": {"replicas": 5}}
+    cluster.merge(*API, "tales", both, namespace)
+    assert "status" not in cluster.get(*API, "tales", namespace)
+    cluster.merge(*API, "tales", {"spec": {"replicas": 9}, "status": {"replicas": 5}}, namespace, "status")
+    after = cluster.get(*API, "tales", namespace)
+    assert (after["spec"]["replicas"], after["status"]["replicas"], after["metadata"]["generation"]) == (2, 5, 2)

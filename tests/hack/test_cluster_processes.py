@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of a cluster are found and ended, whoever started them and however that ended."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cluster import processes
+from support.pod import eventually
+
+HACK = Path(__file__).resolve().parents[2] / "hack"
+STARTER = """
+import sys, time
+from pathlib import Path
+from cluster import processes
+for name in ("one", "two"):
+    processes.start(Path(sys.argv[1]), name, ["sleep", "600"], dies_with_us=sys.argv[2] == "dies")
+time.sleep(600)
+"""
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(600)
+"""
+
+
+def names(folder):
+    return sorted(p.name for p in processes.running(folder))
+
+
+def killed_starter(folder, how):
+    """Starts two programs and is killed when both run."""
+    argv = [sys.executable, "-c", STARTER, str(folder), how]
+    with subprocess.Popen(argv, env=os.environ | {"PYTHONPATH": str(HACK)}) as starter:
+        try:
+            eventually(lambda: names(folder) == ["one", "two"], 30, "both programs")
+            # Until they are sleep itself they are the program that asks to die with its parent.
+            eventually(lambda: all(_command(p.pid) == "sleep" for p in processes.running(folder)), 30, "sleep")
+        finally:
+            starter.kill()
+
+
+def _command(pid):
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def test_they_die_with_a_killed_starter(tmp_path):
+    killed_starter(tmp_path, "dies")
+    eventually(lambda: names(tmp_path) == [], 10, "their end")
+
+
+def test_what_a_killed_starter_left_is_found_and_ended(tmp_path):
+    killed_starter(tmp_path, "stays")
+    time.sleep(0.1)
+    assert names(tmp_path) == ["one", "two"]
+    processes.stop(tmp_path, "one")
+    assert names(tmp_path) == ["two"]
+    processes.stop(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_one_that_does_not_listen_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    )
+    processes.start(tmp_path, "deaf", [sys.executable, "-c", deaf])
+    eventually(lambda: "deaf" in processes.tail(tmp_path, "deaf"), 10, "its first line")
+    processes.stop(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_another_clusters_programs_are_left_alone(tmp_path):
+    (ours := tmp_path / "ours").mkdir()
+    (theirs := tmp_path / "theirs").mkdir()
+    for folder in (ours, theirs):
+        processes.start(folder, "sleep", ["sleep", "600"], dies_with_us=True)
+    processes.stop(ours)
+    assert (names(ours), names(theirs)) == ([], ["sleep"])
+    processes.stop(theirs)

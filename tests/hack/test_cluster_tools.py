@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How `make cluster-tools` finds and downloads Kubernetes' programs, against a real HTTP server.
+
+The build from Debian's source takes minutes: `.ci/run` does it, and the cluster tests run what it made.
+"""
+
+import hashlib
+import http.server
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+from cluster import debian, release, tools
+
+HACK = Path(__file__).resolve().parents[2] / "hack"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("QUIRE_CLUSTER_CACHE", str(folder))
+    monkeypatch.delenv("KUBEBUILDER_ASSETS", raising=False)
+    return folder
+
+
+def put(folder: Path, *names: str, says: str = "Kubernetes v1.31.4") -> Path:
+    """Programs that print a version."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text(f"#!/bin/sh\necho {says}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A release's folders, served."""
+    root = tmp_path / "site"
+    version = f"v{release.MINOR}.7"
+    programs = put(root / "release" / version / "bin/linux/amd64", *(n for n in tools.ALL if n != "etcd"))
+    for program in sorted(programs.iterdir()):
+        digest = hashlib.sha256(program.read_bytes()).hexdigest()
+        program.with_name(f"{program.name}.sha256").write_text(digest)
+    (root / f"release/stable-{release.MINOR}.txt").write_text(version)
+    etcd = root / "etcd" / release.ETCD_VERSION
+    etcd.mkdir(parents=True)
+    folder = f"etcd-{release.ETCD_VERSION}-linux-amd64"
+    archive = etcd / f"{folder}.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        content = b"#!/bin/sh\necho etcd\n"
+        entry = tarfile.TarInfo(f"{folder}/etcd")
+        entry.size = len(content)
+        tar.addfile(entry, io.BytesIO(content))
+    (etcd / "SHA256SUMS").write_text(f"{hashlib.sha256(archive.read_bytes()).hexdigest()}  {archive.name}\n")
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=str(root))
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        base = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(release, "KUBERNETES", f"{base}/release")
+        monkeypatch.setattr(release, "ETCD", f"{base}/etcd")
+        monkeypatch.setattr(release.platform, "machine", lambda: "x86_64")
+        yield root
+        server.shutdown()
+        thread.join()
+
+
+def test_nothing_is_found_on_a_fresh_machine():
+    assert tools.find() is None
+
+
+def test_the_newest_version_in_the_cache_is_found(cache):
+    put(cache / "v1.20.2-debian", *tools.ALL)
+    put(cache / "v1.36.1", *tools.ALL)
+    put(cache / "v1.37.0", "kubectl")
+    found = tools.find()
+    assert (found.version, found.folder.name) == ((1, 36, 1), "v1.36.1")
+    assert str(found) == f"Kubernetes 1.36.1 in {found.folder}"
+
+
+def test_kubebuilder_assets_come_first_and_may_lack_controllers(cache, tmp_path, monkeypatch):
+    put(cache / "v1.36.1", *tools.ALL)
+    monkeypatch.setenv("KUBEBUILDER_ASSETS", str(put(tmp_path / "assets", "etcd", "kube-apiserver", "kubectl")))
+    found = tools.find()
+    assert found.version == (1, 31, 4)
+    assert not found.has("kube-controller-manager")
+    assert "without kube-controller-manager" in str(found)
+    with pytest.raises(tools.Unavailable, match="has no kubelet"):
+        found.path("kubelet")
+
+
+def test_kubebuilder_assets_without_an_api_server_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("KUBEBUILDER_ASSETS", str(put(tmp_path / "assets", "etcd")))
+    with pytest.raises(tools.Unavailable, match=r"KUBEBUILDER_ASSETS is .* etcd or kube-apiserver is not in it"):
+        tools.find()
+
+
+def test_an_official_release_is_downloaded_and_checked(site, cache):
+    said = []
+    found = tools.make(said.append)
+    assert found.folder == cache / f"v{release.MINOR}.7"
+    assert found.has(*tools.ALL)
+    assert subprocess.check_output([found.path("etcd")], text=True) == "etcd\n"
+    assert any("downloading kube-apiserver" in line for line in said)
+    assert [f.name for f in cache.iterdir()] == [found.folder.name]
+    said.clear()
+    assert tools.make(said.append) == found
+    assert said == []
+
+
+def test_a_changed_file_is_refused_and_nothing_is_kept(site, cache):
+    (program,) = site.glob("release/*/bin/linux/amd64/kubelet")
+    program.write_text("#!/bin/sh\necho else\n")
+    with pytest.raises(tools.Unavailable, match=r"kubelet: its SHA-256 is .*, published is"):
+        release.download(cache, print)
+    assert list(cache.iterdir()) == []
+
+
+def test_what_cannot_be_had_is_said_with_every_reason(tmp_path):
+    """As people see it: nobody answers, and there is no apt."""
+    environment = os.environ | {
+        "PYTHONPATH": str(HACK),
+        "PATH": str(tmp_path),
+        "QUIRE_KUBERNETES_RELEASES": "http://127.0.0.1:9/release",
+    }
+    argv = [sys.executable, "-m", "cluster", "tools"]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "there is no way here to get Kubernetes' programs" in done.stderr
+    assert f"official release: http://127.0.0.1:9/release/stable-{release.MINOR}.txt" in done.stderr
+    assert "this is no Debian with apt-get" in done.stderr
+
+
+def test_too_little_space_is_said_before_the_build(cache, monkeypatch):
+    monkeypatch.setattr(debian, "NEEDED_BYTES", 2**60)
+    monkeypatch.setattr(debian, "_COMMANDS", {})
+    monkeypatch.setattr(debian, "_mirror", lambda: "http://127.0.0.1:9")
+    cache.mkdir()
+    with pytest.raises(tools.Unavailable, match="GiB free at"):
+        debian.build(cache, print)

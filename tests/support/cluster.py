@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real API server for tests, and a small blocking client of it.
+
+`running` gives the cluster that QUIRE_TEST_KUBECONFIG names (never the default kubeconfig), or starts a control plane
+of its own; hack/cluster has the programs. What is told here is what the API server answered: nothing is imitated.
+"""
+
+import contextlib
+import functools
+import os
+import secrets
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from cluster import control_plane, tools
+from cluster.kubeconfig import Access
+from support.pod import eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+CRD_FILE = ROOT / "crds/llmservices.yaml"
+GIVEN = "QUIRE_TEST_KUBECONFIG"
+ABSENT = "no Kubernetes on this machine: run make cluster-tools (minutes, once)"
+FIELD_MANAGER = "quire-tests"
+
+Manifest = dict[str, Any]
+
+
+class ApiError(AssertionError):
+    """The API server refused a request."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.status = response.status_code
+        try:
+            self.body = response.json()
+        except ValueError:
+            self.body = {"message": response.text}
+        super().__init__(f"{response.request.method} {response.request.url.path}: {self.status} {self.message}")
+
+    @property
+    def message(self) -> str:
+        """What it said."""
+        return str(self.body.get("message", ""))
+
+
+class UnknownKind(AssertionError):
+    """The API server does not have that kind."""
+
+
+@dataclass(repr=False)
+class Cluster:
+    """An API server, reached as somebody who may do everything."""
+
+    access: Access
+    kubeconfig: Path
+    """For programs: kubectl, the operator."""
+    folder: Path
+    """For files of this session."""
+    programs: tools.Tools | None = None
+    """None: the cluster was given."""
+    _kinds: dict[str, dict[str, Manifest]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.http = httpx.Client(
+            base_url=self.access.server,
+            verify=self.access.ssl_context(),
+            headers=self.access.headers(),
+            timeout=30,
+            trust_env=False,
+        )
+
+    @functools.cached_property
+    def version(self) -> tuple[int, int]:
+        """Of the API server."""
+        said = self.request("GET", "/version")
+        return int(said["major"]), int(said["minor"].rstrip("+"))
+
+    def needs(self, major: int, minor: int, what: str) -> None:
+        """Skip the test where the server is older than what it tests."""
+        if self.version < (major, minor):
+            here = ".".join(map(str, self.version))
+            pytest.skip(f"needs Kubernetes {major}.{minor} for {what}; this one is {here}")
+
+    def needs_controllers(self) -> None:
+        """Skip the test where nothing makes pods of Deployments and collects garbage (KUBEBUILDER_ASSETS alone)."""
+        if self.programs and not self.programs.has("kube-controller-manager"):
+            pytest.skip(f"needs a controller-manager, and {self.programs.folder} has none; run make cluster-tools")
+
+    # Requests
+
+    def request(self, method: str, path: str, body: Any = None, content_type: str = "", **params: Any) -> Any:
+        """The answer's document; raises ApiError for a status of 400 and above."""
+        headers = {"Content-Type": content_type or "application/json"} if body is not None else {}
+        response = self.http.request(method, path, json=body, headers=headers, params=params)
+        if response.status_code >= 400:
+            raise ApiError(response)
+        return response.json()
+
+    def path(self, api_version: str, kind: str, namespace: str | None = None, name: str = "") -> str:
+        """The URL path of a kind, or of one object; raises UnknownKind."""
+        resource = self._resource(api_version, kind)
+        root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
+        scope = f"/namespaces/{namespace or 'default'}" if resource["namespaced"] else ""
+        return f"{root}{scope}/{resource['name']}" + (f"/{name}" if name else "")
+
+    def apply(
+        self, manifest: Mapping[str, Any], namespace: str | None = None, dry_run: bool = False, subresource: str = ""
+    ) -> Manifest:
+        """Server-side apply, as kubectl apply --server-side does it; the object as it is then."""
+        meta = manifest["metadata"]
+        path = self.path(manifest["apiVersion"], manifest["kind"], meta.get("namespace", namespace), meta["name"])
+        params: dict[str, Any] = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        if dry_run:
+            params["dryRun"] = "All"
+        if self.version >= (1, 25):
+            params["fieldValidation"] = "Strict"
+        path += f"/{subresource}" if subresource else ""
+        return dict(self.request("PATCH", path, dict(manifest), "application/apply-patch+yaml", **params))
+
+    def get(self, api_version: str, kind: str, name: str, namespace: str | None = None) -> Manifest | None:
+        """One object; None when there is none."""
+        try:
+            return dict(self.request("GET", self.path(api_version, kind, namespace, name)))
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def items(self, api_version: str, kind: str, namespace: str | None = None, **params: Any) -> list[Manifest]:
+        """The objects of a kind; labelSelector and fieldSelector are parameters."""
+        return [*self.request("GET", self.path(api_version, kind, namespace), **params)["items"]]
+
+    def merge(
+        self,
+        api_version: str,
+        kind: str,
+        name: str,
+        patch: Mapping[str, Any],
+        namespace: str | None = None,
+        subresource: str = "",
+    ) -> Manifest:
+        """Change an object by a merge patch, as a person with kubectl edit does."""
+        path = self.path(api_version, kind, namespace, name) + (f"/{subresource}" if subresource else "")
+        return dict(self.request("PATCH", path, dict(patch), "application/merge-patch+json"))
+
+    def delete(self, api_version: str, kind: str, name: str, namespace: str | None = None, **params: Any) -> None:
+        """Delete an object; none there is well too."""
+        try:
+            self.request("DELETE", self.path(api_version, kind, namespace, name), **params)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+
+    # People and programs
+
+    def kubectl(self, *arguments: str, namespace: str = "default", stdin: str | None = None) -> str:
+        """What kubectl prints; fails the test when it does."""
+        program = self.programs.path("kubectl") if self.programs else "kubectl"
+        argv = [program, f"--kubeconfig={self.kubeconfig}", f"--namespace={namespace}", *arguments]
+        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
+        return done.stdout
+
+    def service_account(self, namespace: str, name: str, rules: list[Manifest], cluster_wide: bool = False) -> Path:
+        """Kubeconfig of a new ServiceAccount that may do exactly what the RBAC rules say."""
+        self.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}}, namespace)
+        group = "rbac.authorization.k8s.io"
+        prefix = "Cluster" if cluster_wide else ""
+        unique = f"{namespace}-{name}" if cluster_wide else name
+        role = {"apiVersion": f"{group}/v1", "kind": f"{prefix}Role", "metadata": {"name": unique}, "rules": rules}
+        binding = {
+            "apiVersion": f"{group}/v1",
+            "kind": f"{prefix}RoleBinding",
+            "metadata": {"name": unique},
+            "roleRef": {"apiGroup": group, "kind": f"{prefix}Role", "name": unique},
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+        }
+        self.apply(role, namespace)
+        self.apply(binding, namespace)
+        return self.token_kubeconfig(namespace, name)
+
+    def token_kubeconfig(self, namespace: str, name: str) -> Path:
+        """Kubeconfig of a ServiceAccount that is there, with a token of its own."""
+        path = self.path("v1", "ServiceAccount", namespace, name) + "/token"
+        wanted = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 3600}}
+        token = self.request("POST", path, wanted)["status"]["token"]
+        access = Access(self.access.server, self.access.ca, token=token)
+        return access.write(self.folder / f"{namespace}-{name}.kubeconfig")
+
+    @contextlib.contextmanager
+    def namespace(self, prefix: str = "t") -> Iterator[str]:
+        """A namespace of its own, deleted afterwards without waiting for its end."""
+        name = f"{prefix}-{secrets.token_hex(4)}"
+        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+        try:
+            yield name
+        finally:
+            self.delete("v1", "Namespace", name)
+
+    def install_crd(self) -> None:
+        """Create or update the CRD and wait until its API is served."""
+        # Not server-side apply: servers before 1.25 refuse the CEL rules there, and drop them on other writes.
+        manifest = yaml.safe_load(CRD_FILE.read_text())
+        name = manifest["metadata"]["name"]
+        path = self.path(manifest["apiVersion"], manifest["kind"])
+        try:
+            self.request("POST", path, manifest)
+        except ApiError as error:
+            if error.status != 409:
+                raise
+            self.request("PATCH", f"{path}/{name}", {"spec": manifest["spec"]}, "application/merge-patch+json")
+        eventually(lambda: self._established(name), 30, f"{name} established")
+
+    def _established(self, name: str) -> bool:
+        crd = self.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", name) or {}
+        conditions = {c["type"]: c["status"] for c in crd.get("status", {}).get("conditions") or []}
+        return conditions.get("Established") == "True"
+
+    def _resource(self, api_version: str, kind: str) -> Manifest:
+        known = self._kinds.get(api_version, {})
+        if kind not in known:
+            root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
+            try:
+                listed = self.request("GET", root)["resources"]
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+                listed = []
+            known = self._kinds[api_version] = {r["kind"]: r for r in listed if "/" not in r["name"]}
+        if kind not in known:
+            raise UnknownKind(f"the API server has no {api_version} {kind}")
+        return known[kind]
+
+
+def available() -> bool:
+    """Whether a cluster is given or can be started."""
+    return bool(os.environ.get(GIVEN)) or tools.find() is not None
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[Cluster]:
+    """The cluster that was given, or a control plane of our own; skips the test where there is neither."""
+    if given := os.environ.get(GIVEN):
+        cluster = Cluster(Access.read(Path(given)), Path(given), folder)
+        with cluster.http:
+            yield cluster
+        return
+    found = tools.find()
+    if found is None:
+        pytest.skip(ABSENT)
+    plane = control_plane.start(folder / "control-plane", found, dies_with_us=True)
+    try:
+        cluster = Cluster(plane.access, plane.kubeconfig, folder, found)
+        with cluster.http:
+            yield cluster
+    finally:
+        plane.stop()
