@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's side of the admin port: who is told what, and that no pod holds up the others or learns the key's way.
+
+The ports are scripted ones (support/admin_port.py says why); real supervisors are in test_adapter_push.py.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+from support.admin_port import AdminPorts, ScriptedPod
+from support.observing import pod, starting, wanted
+
+from quire_operator.reconcile.pods import AdapterPusher, Exchange
+from quire_spec.document import to_json
+
+KEY = "s3cret-key-of-the-admin-port"
+SERVICE = wanted()
+CATALOGUE = SERVICE.catalogue()
+
+
+@pytest.fixture(scope="module")
+def ports():
+    with AdminPorts() as ports:
+        yield ports
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    path = tmp_path / "key"
+    path.write_text(KEY)
+    return path
+
+
+@pytest.fixture
+async def pusher():
+    told = []
+    made = AdapterPusher(connect_s=0.3, total_s=1.0, observe=lambda exchange, _: told.append(exchange))
+    made.told = told
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def serve(ports, key_file):
+    """A function that serves a scripted pod and gives the Pod that the operator sees."""
+    opened = []
+
+    def open_(name="s-0", host="127.0.0.1", **script):
+        scripted = ScriptedPod(**script)
+        port = ports.open(scripted, host, key_file)
+        opened.append((host, port, scripted))
+        return scripted, pod(name, ip=host, health_port=port)
+
+    yield open_
+    for host, port, scripted in opened:
+        scripted.hangs = False
+        if (host, port) in ports._runners:
+            ports.close(host, port)
+
+
+async def one(pusher, seen, catalogue=CATALOGUE, key=KEY):
+    (found,) = await pusher.refresh([seen], catalogue, key)
+    return found
+
+
+async def test_a_pod_is_asked_told_and_asked_again(pusher, serve):
+    scripted, seen = serve()
+    found = await one(pusher, seen)
+    assert scripted.pushes == [CATALOGUE]
+    assert found.report.catalogue == CATALOGUE.mark.digest
+    assert [a.name for a in found.report.adapters] == ["sql", "support"]
+    assert (found.report_error, pusher.told) == ("", [Exchange.PUSHED])
+    again = await one(pusher, seen)
+    assert scripted.pushes == [CATALOGUE], "who works on it is not told again"
+    assert again.report == found.report and pusher.told[-1] is Exchange.ASKED
+
+
+async def test_another_generation_of_the_same_adapters_is_told_to_nobody(pusher, serve):
+    scripted, seen = serve(catalogue=CATALOGUE)
+    await one(pusher, seen, replace(CATALOGUE, generation=CATALOGUE.generation + 1))
+    assert scripted.pushes == []
+
+
+async def test_a_changed_source_under_the_same_name_is_told(pusher, serve):
+    scripted, seen = serve(catalogue=CATALOGUE)
+    first = CATALOGUE.adapters[0]
+    moved = replace(first, source=replace(first.source, huggingFace=replace(first.source.huggingFace, revision="v2")))
+    changed = replace(CATALOGUE, generation=8, adapters=(moved, *CATALOGUE.adapters[1:]))
+    await one(pusher, seen, changed)
+    assert scripted.pushes == [changed]
+
+
+async def test_a_stale_catalogue_is_not_told_and_the_pods_word_stands(pusher, serve):
+    newer = replace(CATALOGUE, generation=9, adapters=())
+    scripted, seen = serve(catalogue=newer)
+    found = await one(pusher, seen)
+    assert scripted.pushes == [] and found.report.generation == 9 and found.report_error == ""
+
+
+async def test_a_pod_that_was_told_something_newer_in_between_is_no_failure(pusher, serve):
+    scripted, seen = serve()
+    told = scripted.apply
+
+    def apply(catalogue):
+        scripted.catalogue = replace(CATALOGUE, generation=9, adapters=())
+        told(catalogue)
+
+    scripted.apply = apply
+    found = await one(pusher, seen)
+    assert found.report.generation == 9 and found.report_error == "" and pusher.told == [Exchange.AHEAD]
+
+
+async def test_a_container_that_starts_anew_is_told_again(pusher, serve):
+    scripted, seen = serve()
+    before = await one(pusher, seen)
+    scripted.restart()
+    after = await one(pusher, seen)
+    assert len(scripted.pushes) == 2
+    assert after.core_started_at != before.core_started_at
+    assert after.report.catalogue == CATALOGUE.mark.digest
+
+
+async def test_a_pod_that_forgets_what_it_takes_is_told_once_a_visit_and_never_believed(pusher, serve):
+    scripted, seen = serve(lies=True)
+    for visits in (1, 2):
+        found = await one(pusher, seen)
+        assert len(scripted.pushes) == visits
+        assert found.report.catalogue != CATALOGUE.mark.digest
+
+
+async def test_nobody_is_told_anything_without_a_catalogue(pusher, serve):
+    scripted, seen = serve()
+    found = await one(pusher, seen, None)
+    assert scripted.pushes == [] and found.report is not None
+
+
+async def test_a_refused_catalogue_is_told_beside_the_report(pusher, serve):
+    _, seen = serve(refuses=True)
+    found = await one(pusher, seen)
+    assert found.report is not None and "PUT /adapters: HTTP 500: internal error" in found.report_error
+    assert pusher.told == [Exchange.REFUSED]
+
+
+async def test_a_wrong_key_is_named_and_not_shown(pusher, serve, caplog):
+    _, seen = serve()
+    with caplog.at_level(logging.DEBUG):
+        found = await one(pusher, seen, key="another-key-that-is-wrong")
+    assert found.report is None and "HTTP 401: the key in its admin Secret" in found.report_error
+    assert "another-key" not in found.report_error + caplog.text
+    assert pusher.told == [Exchange.UNAUTHORIZED]
+
+
+async def test_a_broken_pod_says_so(pusher, serve):
+    _, seen = serve(breaks=True)
+    found = await one(pusher, seen)
+    assert found.report is None and "GET /status: HTTP 500" in found.report_error
+
+
+async def test_nobody_listens(pusher):
+    found = await one(pusher, pod("s-0", ip="127.0.0.1", health_port=9))
+    assert found.report is None and "127.0.0.1:9" in found.report_error
+    assert pusher.told == [Exchange.FAILED]
+
+
+async def test_hanging_pods_hold_up_nobody(serve):
+    told = []
+    pusher = AdapterPusher(max_pods=4, connect_s=0.3, total_s=1.0, observe=lambda e, _: told.append(e))
+    try:
+        hanging = [serve(f"h-{i}", hangs=True)[1] for i in range(20)]
+        good = [serve(f"g-{i}")[1] for i in range(4)]
+        begun = time.monotonic()
+        found = await pusher.refresh([*hanging, *good], CATALOGUE, KEY)
+        assert time.monotonic() - begun < 2
+        assert all("no answer within 1 s" in p.report_error for p in found[:20])
+        # The first time they took all turns; from then on they are known for it.
+        begun = time.monotonic()
+        healthy = asyncio.create_task(pusher.refresh(good, CATALOGUE, KEY))
+        suspects = asyncio.create_task(pusher.refresh(hanging, CATALOGUE, KEY))
+        assert all(p.report is not None for p in await healthy)
+        assert time.monotonic() - begun < 0.7, "they are not waited for"
+        await suspects
+    finally:
+        await pusher.close()
+
+
+async def test_pods_that_cannot_answer_are_not_asked(pusher, serve):
+    scripted, seen = serve()
+    away = [
+        starting("pending"),
+        replace(seen, deleting=True),
+        replace(seen, ip=""),
+        replace(seen, phase="Failed"),
+        replace(seen, started_at=""),
+    ]
+    found = await pusher.refresh(away, CATALOGUE, KEY)
+    assert scripted.asked == 0 and pusher.told == []
+    assert all(p.report is None and p.report_error == "" for p in found)
+
+
+async def strange(answer):
+    """A pod that answers everything with `answer(request)`."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    return runner, pod("s-0", ip="127.0.0.1", health_port=runner.addresses[0][1])
+
+
+async def _echo(request):
+    return web.Response(status=418, text=f"you said {dict(request.headers)}")
+
+
+async def _away(request):
+    raise web.HTTPFound("http://127.0.0.2:9/steal")
+
+
+async def _endless(request):
+    response = web.StreamResponse()
+    await response.prepare(request)
+    for _ in range(400):
+        await response.write(b" " * 2**16)
+    return response
+
+
+async def _nonsense(request):
+    return web.json_response({"generation": "seven"})
+
+
+async def _no_json(request):
+    return web.Response(text="[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (_echo, "HTTP 418"),
+        (_away, "HTTP 302"),
+        (_endless, "more than 16777216 bytes"),
+        (_nonsense, "its status document cannot be read"),
+        (_no_json, "its status document cannot be read"),
+    ],
+)
+async def test_what_a_pod_answers_is_not_trusted(pusher, answer, words, caplog):
+    runner, seen = await strange(answer)
+    try:
+        with caplog.at_level(logging.DEBUG):
+            found = await one(pusher, seen)
+        assert found.report is None and words in found.report_error
+        assert KEY not in found.report_error + caplog.text
+        assert len(found.report_error) <= 300
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_later_releases_document_is_read(pusher, serve):
+    scripted, _ = serve()
+
+    async def answer(request):
+        document = to_json(scripted.status())
+        document["later"] = 1
+        document["memory"]["later"] = {"x": 1}
+        return web.json_response(document)
+
+    runner, seen = await strange(answer)
+    try:
+        assert (await one(pusher, seen, None)).report.memory.block_size == 16
+    finally:
+        await runner.cleanup()

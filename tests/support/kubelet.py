@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node without a kubelet: its objects in the API server are written by a thread, and no container runs.
+
+Scheduler and controllers are real and see a node with GPUs; starting real containers is for the end-to-end tests,
+because GPUs cannot be had here and a pod takes seconds. Pods get addresses 127.0.0.x, where tests may serve (see
+admin_port.py). Claims get a volume, as a storage class would make one.
+"""
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from support.cluster import ApiError, Cluster
+
+Manifest = dict[str, Any]
+Match = Callable[[Manifest], bool]
+
+_PAUSE_S = 0.1
+_HEARTBEAT_S = 10.0
+_MERGE = "application/merge-patch+json"
+GPU_LABELS = {
+    "nvidia.com/gpu.product": "NVIDIA-L4",
+    "nvidia.com/gpu.memory": "23034",
+    "nvidia.com/gpu.count": "8",
+    "nvidia.com/gpu.replicas": "1",
+}
+
+
+@dataclass(frozen=True)
+class Container:
+    """What a pod's main container does."""
+
+    ready: bool = True
+    waiting: tuple[str, str] | None = None
+    """Reason and message: it does not run."""
+    exit_code: int | None = None
+    """It has ended, and is not started again."""
+    reason: str = ""
+    message: str = ""
+    """Termination message."""
+    restarts: int = 0
+    last: tuple[int, str, str] | None = None
+    """Exit code, reason and message of the end before this run."""
+
+
+SERVES = Container()
+DONE = Container(exit_code=0, reason="Completed")
+
+
+@dataclass
+class Kubelet:
+    """One node. A context manager; `behave` says what its pods do. By default those of Jobs end well, others serve."""
+
+    cluster: Cluster
+    name: str = "node-0"
+    gpus: int = 8
+    resource: str = "nvidia.com/gpu"
+    labels: Mapping[str, str] = field(default_factory=lambda: dict(GPU_LABELS))
+    errors: list[str] = field(default_factory=list)
+    """What went wrong in the thread; checked at the end."""
+
+    def __post_init__(self) -> None:
+        self._rules: list[tuple[Match, Container]] = []
+        self._lock = threading.Lock()
+        self._addresses: dict[str, str] = {}
+        self._written: dict[str, Any] = {}
+        self._started: dict[str, str] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"kubelet {self.name}", daemon=True)
+        self._beaten = 0.0
+
+    # What tests say
+
+    def behave(self, match: Match, container: Container) -> None:
+        """Pods that match do this from now on; the last word counts."""
+        with self._lock:
+            self._rules.insert(0, (match, container))
+
+    def restart(self, pod: Manifest, message: str = "") -> None:
+        """Its container ends and is started again, as after a crash: the pod stays."""
+        uid = pod["metadata"]["uid"]
+        with self._lock:
+            now = self._container(pod)
+            self._started[uid] = _now(1)
+            again = replace(now, restarts=now.restarts + 1, last=(1, "Error", message))
+            self._rules.insert(0, (lambda body: body["metadata"]["uid"] == uid, again))
+
+    def set_gpus(self, count: int) -> None:
+        """As if GPUs were added or broke."""
+        self.gpus = count
+        self._beat()
+
+    def address(self, pod: Manifest) -> str:
+        """The pod's address, 127.0.0.x; its own for as long as it lives."""
+        uid = pod["metadata"]["uid"]
+        with self._lock:
+            if uid not in self._addresses:
+                taken = set(self._addresses.values())
+                self._addresses[uid] = next(
+                    a for i in range(2, 65000) if (a := f"127.0.{i // 250}.{i % 250 + 1}") not in taken
+                )
+            return self._addresses[uid]
+
+    # The node
+
+    def __enter__(self) -> Self:
+        meta = {
+            "name": self.name,
+            "labels": {"kubernetes.io/hostname": self.name, "kubernetes.io/os": "linux", **self.labels},
+        }
+        self.cluster.request("POST", "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": meta})
+        self._beat()
+        # The taint of a node that has just come is taken away by a controller within 5 s; not waited for.
+        self.cluster.request("PATCH", f"/api/v1/nodes/{self.name}", {"spec": {"taints": None}}, _MERGE)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(30)
+        self.cluster.request("DELETE", f"/api/v1/nodes/{self.name}")
+        assert not self.errors, self.errors
+
+    def _beat(self) -> None:
+        self._beaten = time.monotonic()
+        capacity = {
+            "cpu": "1000",
+            "memory": "4000Gi",
+            "pods": "1000",
+            "ephemeral-storage": "4000Gi",
+            self.resource: str(self.gpus),
+        }
+        ready = {
+            "type": "Ready",
+            "status": "True",
+            "reason": "KubeletReady",
+            "message": "no kubelet",
+            "lastHeartbeatTime": _now(),
+            "lastTransitionTime": _now(),
+        }
+        status = {"capacity": capacity, "allocatable": capacity, "conditions": [ready]}
+        self.cluster.request("PATCH", f"/api/v1/nodes/{self.name}/status", {"status": status}, _MERGE)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_PAUSE_S):
+            try:
+                if time.monotonic() - self._beaten > _HEARTBEAT_S:
+                    self._beat()
+                self._volumes()
+                found = self.cluster.request("GET", "/api/v1/pods", fieldSelector=f"spec.nodeName={self.name}")
+                for pod in found["items"]:
+                    self._pod(pod)
+            except ApiError as error:
+                # Objects go while we look at them.
+                if error.status not in (404, 409, 429):
+                    self.errors.append(str(error))
+            except Exception:
+                if not self._stop.is_set():
+                    self.errors.append(traceback.format_exc())
+
+    def _pod(self, pod: Manifest) -> None:
+        meta = pod["metadata"]
+        path = f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}"
+        if "deletionTimestamp" in meta:
+            with self._lock:
+                self._addresses.pop(meta["uid"], None)
+            self._request("DELETE", path, gracePeriodSeconds=0)
+            return
+        address = self.address(pod)
+        with self._lock:
+            container = self._container(pod)
+            started = self._started.setdefault(meta["uid"], _now())
+        status = _status(pod, container, address, started)
+        if self._written.get(meta["uid"]) != status:
+            self._request("PATCH", f"{path}/status", {"status": status}, _MERGE)
+            self._written[meta["uid"]] = status
+
+    def _container(self, pod: Manifest) -> Container:
+        default = DONE if pod["spec"]["restartPolicy"] == "Never" else SERVES
+        return next((container for match, container in self._rules if match(pod)), default)
+
+    def _volumes(self) -> None:
+        """A volume for each claim that waits for one; the real controller binds them."""
+        for claim in self.cluster.request("GET", "/api/v1/persistentvolumeclaims")["items"]:
+            meta, spec = claim["metadata"], claim["spec"]
+            if claim.get("status", {}).get("phase") != "Pending" or meta["uid"] in self._written:
+                continue
+            volume = {
+                "apiVersion": "v1",
+                "kind": "PersistentVolume",
+                "metadata": {"name": f"pv-{meta['uid']}"},
+                "spec": {
+                    "capacity": {"storage": spec["resources"]["requests"]["storage"]},
+                    "accessModes": spec["accessModes"],
+                    "persistentVolumeReclaimPolicy": "Delete",
+                    "storageClassName": spec.get("storageClassName", ""),
+                    "hostPath": {"path": "/nowhere"},
+                    "claimRef": {"namespace": meta["namespace"], "name": meta["name"], "uid": meta["uid"]},
+                },
+            }
+            self._written[meta["uid"]] = "a volume"
+            self._request("POST", "/api/v1/persistentvolumes", volume)
+
+    def _request(self, method: str, path: str, body: Any = None, content_type: str = "", **params: Any) -> None:
+        try:
+            self.cluster.request(method, path, body, content_type, **params)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+
+
+def _status(pod: Manifest, container: Container, address: str, started: str) -> Manifest:
+    """A pod's status as a kubelet writes it."""
+    main = pod["spec"]["containers"][0]
+    over, running = container.exit_code is not None, container.waiting is None and container.exit_code is None
+    phase = ("Failed" if container.exit_code else "Succeeded") if over else "Running" if running else "Pending"
+    ready = running and container.ready
+    conditions = {"PodScheduled": True, "Initialized": True, "ContainersReady": ready, "Ready": ready}
+    status = {
+        "name": main["name"],
+        "image": main.get("image", ""),
+        "imageID": "",
+        "ready": ready,
+        "restartCount": container.restarts,
+        "state": _state(container, started),
+        "lastState": {"terminated": _ended(*container.last, started)} if container.last else {},
+    }
+    return {
+        "phase": phase,
+        "podIP": address,
+        "podIPs": [{"ip": address}],
+        "startTime": started,
+        "conditions": [{"type": kind, "status": str(holds)} for kind, holds in conditions.items()],
+        "containerStatuses": [status],
+    }
+
+
+def _state(container: Container, started: str) -> Manifest:
+    if container.waiting is not None:
+        reason, message = container.waiting
+        return {"waiting": {"reason": reason, "message": message}, "running": None, "terminated": None}
+    if container.exit_code is not None:
+        end = _ended(
+            container.exit_code,
+            container.reason or ("Error" if container.exit_code else "Completed"),
+            container.message,
+            started,
+        )
+        return {"terminated": end, "running": None, "waiting": None}
+    return {"running": {"startedAt": started}, "waiting": None, "terminated": None}
+
+
+def _ended(exit_code: int, reason: str, message: str, started: str) -> Manifest:
+    return {"exitCode": exit_code, "reason": reason, "message": message, "startedAt": started, "finishedAt": started}
+
+
+def _now(later_s: float = 0.0) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + later_s))
