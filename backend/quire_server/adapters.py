@@ -135,6 +135,14 @@ class AdapterBoard:
         """Every adapter of the catalogue, by name."""
         return sorted((entry.status() for entry in self._wanted()), key=lambda status: status.name)
 
+    def serving(self) -> set[str]:
+        """Names that requests reach something by now: an adapter that is being replaced still has the one before."""
+        core, text = self._links.core, self._links.text
+        if core is None or text is None:
+            return set()
+        live = {e.name: e.live.digest for e in self._wanted() if e.live is not None}
+        return {name for name, digest in live.items() if digest in core.adapters and text.aliases.get(name) == digest}
+
     def load_seconds(self) -> dict[str, float]:
         """How long the core took to load each adapter last."""
         return {e.name: e.load_s for e in self._wanted() if e.load_s is not None}
@@ -302,6 +310,9 @@ class AdapterBoard:
                     log.warning("adapter cannot be unloaded digest=%s error=%s", digest, error)
 
     def _want(self, entry: Entry, wanted: Adapter | None, exposed: bool) -> None:
+        if wanted is not None and (entry.wanted is None or wanted.source != entry.wanted.source):
+            # At once: whoever has just told us the catalogue must not read that its content is here already.
+            entry.set(AdapterState.FETCHING)
         entry.wanted, entry.exposed = wanted, exposed
         entry.asked += 1
         entry.blocked = False

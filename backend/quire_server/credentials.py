@@ -9,8 +9,9 @@ import json
 import re
 from pathlib import Path
 
+from quire_server.places import AccessDenied
 from quire_spec.catalogue import SecretRef
-from quire_spec.errors import InvalidArgument, Unavailable
+from quire_spec.errors import InvalidArgument
 
 _PART = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._]{0,251}[A-Za-z0-9])?|[A-Za-z0-9_]")
 _MAX_BYTES = 64 * 1024
@@ -27,12 +28,12 @@ class Credentials:
 
         Raises:
             InvalidArgument: no --secrets-dir, or a name that is not a Secret's.
-            Unavailable: the file is not there (yet).
+            AccessDenied: the file is not there (yet).
         """
         path = self._secret(secret)
         found = _bundled(path).get(_checked(key, "key")) if path.is_file() else _read(path / _checked(key, "key"))
         if found is None:
-            raise Unavailable(
+            raise AccessDenied(
                 f"secret {secret.name!r}: key {key!r} cannot be read; mount the Secret at {str(path)!r} with that key"
             )
         return found
@@ -51,7 +52,7 @@ class Credentials:
             # Kubernetes keeps its own links there, named ..data and ..<time>.
             keys = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
         except OSError as error:
-            raise Unavailable(
+            raise AccessDenied(
                 f"secret {secret.name!r}: {str(folder)!r} cannot be read; mount the Secret there"
             ) from error
         return {key: self.value(secret, key) for key in keys}

@@ -8,6 +8,7 @@ code, and by fixed names, so that every protocol can do it without listing.
 
 import argparse
 import asyncio
+import errno
 import fcntl
 import json
 import logging
@@ -21,12 +22,13 @@ from typing import Any
 from quire_server.background import in_thread
 from quire_server.cache import Partial
 from quire_server.output import set_up_logging
-from quire_server.places import Place
+from quire_server.places import AccessDenied, Place
 from quire_server.sources import SourceOptions, Sources
-from quire_server.transfer import Transfer
+from quire_server.transfer import DigestMismatch, Transfer
 from quire_spec.catalogue import Source
 from quire_spec.document import from_json
 from quire_spec.errors import ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
+from quire_spec.outcome import Outcome, Result
 
 log = logging.getLogger(__name__)
 
@@ -50,32 +52,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Download; returns the exit code."""
     args = _parser().parse_args(argv)
     set_up_logging()
+    into = args.into.absolute()
     try:
         source = _source(args.source)
         options = SourceOptions(args.secrets_dir, hub_endpoint=args.hub_endpoint)
-        asyncio.run(download(source, args.into.absolute(), options))
-    except Unavailable as error:
-        return _say(error, EXIT_AGAIN)
+        revision = asyncio.run(download(source, into, options))
     except QuireError as error:
-        return _say(error, EXIT_WRONG)
+        print(f"quire: {error}", file=sys.stderr, flush=True)
+        _report(args.report, Outcome(_result(error), _size(_partial(into).folder), None, str(error)))
+        return EXIT_AGAIN if isinstance(error, Unavailable) else EXIT_WRONG
+    _report(args.report, Outcome(Result.DOWNLOADED, _size(into), revision))
     return EXIT_DONE
 
 
-async def download(source: Source, into: Path, options: SourceOptions) -> None:
-    """Bring the files of `source` into the folder `into`, unless it is there already.
+async def download(source: Source, into: Path, options: SourceOptions) -> str | None:
+    """Bring the files of `source` into the folder `into`, unless it is there already; returns the commit, if known.
 
     Raises:
         InvalidArgument, NotFound: the source is wrong, or has no model. Unavailable: right, but not now.
     """
     if into.is_dir():
         log.info("model is there already folder=%s", into)
-        return
+        return None
     with _disk_errors(into), _alone(into) as partial:
         async with Sources(options) as sources:
             place = sources.place(source)
             names = await _bring_all(place, partial, source.http is not None and source.http.sha256 is not None)
         await in_thread(_commit, partial, names, into)
     log.info("model is complete folder=%s files=%d bytes=%d", into, len(names), _size(into))
+    return place.revision
 
 
 async def _bring_all(place: Place, partial: Partial, pinned: bool) -> list[str]:
@@ -105,6 +110,33 @@ async def _bring_all(place: Place, partial: Partial, pinned: bool) -> list[str]:
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [*names, INDEX, *shards]
+
+
+class NoSpace(Unavailable):
+    """The volume is full."""
+
+
+_RESULTS: tuple[tuple[type[QuireError], Result], ...] = (
+    (AccessDenied, Result.AUTH_FAILED),
+    (NoSpace, Result.NO_SPACE),
+    (DigestMismatch, Result.DIGEST_MISMATCH),
+    (NotFound, Result.NOT_FOUND),
+    (Unavailable, Result.UNREACHABLE),
+)
+
+
+def _result(error: QuireError) -> Result:
+    return next((result for kind, result in _RESULTS if isinstance(error, kind)), Result.SOURCE_INVALID)
+
+
+def _report(file: Path | None, outcome: Outcome) -> None:
+    """Leave word for whoever started us; what became of the files does not depend on it."""
+    if file is None:
+        return
+    try:
+        file.write_text(outcome.dump())
+    except OSError as error:
+        log.warning("--report cannot be written file=%s error=%s", file, error)
 
 
 class _Bring:
@@ -161,7 +193,7 @@ def _alone(into: Path) -> Iterator[Partial]:
         Unavailable: another one is at it.
     """
     into.parent.mkdir(parents=True, exist_ok=True)
-    partial = Partial(into.with_name(f".partial-{into.name}"))
+    partial = _partial(into)
     partial.folder.mkdir(exist_ok=True)
     lock = os.open(partial.folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -171,6 +203,11 @@ def _alone(into: Path) -> Iterator[Partial]:
         raise Unavailable(f"--into {str(into)!r}: another download is at it; wait for that one") from error
     finally:
         os.close(lock)
+
+
+def _partial(into: Path) -> Partial:
+    """Where the files are until the last is there."""
+    return Partial(into.with_name(f".partial-{into.name}"))
 
 
 def _commit(partial: Partial, names: list[str], into: Path) -> None:
@@ -200,13 +237,13 @@ def _disk_errors(into: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Unavailable(
-            f"--into {str(into)!r}: {error.strerror or error}; make room, or use another volume"
-        ) from error
+        kind = NoSpace if error.errno in (errno.ENOSPC, errno.EDQUOT) else Unavailable
+        raise kind(f"--into {str(into)!r}: {error.strerror or error}; make room, or use another volume") from error
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
+    """Bytes of a folder's files; 0 of one that is not there."""
+    return sum(path.stat().st_size for path in folder.iterdir()) if folder.is_dir() else 0
 
 
 def _source(text: str) -> Source:
@@ -219,11 +256,6 @@ def _source(text: str) -> Source:
     return source
 
 
-def _say(error: QuireError, code: int) -> int:
-    print(f"quire: {error}", file=sys.stderr, flush=True)
-    return code
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quire_server.download",
@@ -233,6 +265,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--source", required=True, metavar="JSON", help="spec.model.source, as JSON")
     parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="the folder; made when complete")
     parser.add_argument("--secrets-dir", type=Path, metavar="DIR", help="Secrets, as DIR/<secret>/<key>")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write how it ended, as JSON: result, bytes, revision, message"
+    )
     parser.add_argument("--hub-endpoint", metavar="URL", help="of the hub (default: HF_ENDPOINT, or the public one)")
     return parser
 

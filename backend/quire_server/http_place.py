@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 from yarl import URL
 
-from quire_server.places import Opened
+from quire_server.places import AccessDenied, Opened
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 
 _READ_BYTES = 2**20
@@ -24,6 +24,7 @@ class HttpPlace:
     """A folder served over HTTP(S)."""
 
     fixed = False
+    revision = None
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, sha256: str | None, headers: Callable[[], Mapping[str, str]]
@@ -116,7 +117,7 @@ def checked(answer: aiohttp.ClientResponse, where: str) -> aiohttp.ClientRespons
     if answer.status in (404, 410):
         raise NotFound(f"{where}: HTTP {answer.status}; check the URL, and that the adapter is stored as safetensors")
     if answer.status in (401, 403):
-        raise Unavailable(f"{where}: HTTP {answer.status}; the source's secret is missing, wrong, or lacks access")
+        raise AccessDenied(f"{where}: HTTP {answer.status}; the source's secret is missing, wrong, or lacks access")
     raise Unavailable(f"{where}: HTTP {answer.status} {answer.reason or ''}".rstrip())
 
 

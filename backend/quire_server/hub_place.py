@@ -16,7 +16,7 @@ from yarl import URL
 
 from quire_server.background import in_thread
 from quire_server.http_place import HttpReader
-from quire_server.places import Opened
+from quire_server.places import AccessDenied, Opened
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -46,6 +46,11 @@ class HubPlace:
         self._token = token
         self._endpoint = endpoint
         self._sha256: dict[str, str] = {}
+        self._commit: str | None = None
+
+    @property
+    def revision(self) -> str | None:
+        return self._commit
 
     def where(self, name: str) -> str:
         return f"hub repository {self._repo!r} at {self._revision or 'its default branch'!r}, {name}"
@@ -59,7 +64,7 @@ class HubPlace:
         if found.etag and _SHA256.fullmatch(found.etag):
             self._sha256[name] = found.etag
         if found.commit_hash:
-            self._revision = found.commit_hash
+            self._revision = self._commit = found.commit_hash
         return f"{found.commit_hash}/{found.etag}" if found.commit_hash and found.etag else None
 
     @asynccontextmanager
@@ -90,7 +95,9 @@ class HubPlace:
         except EntryNotFoundError as error:
             raise NotFound(f"{where}: no such file; Quire reads adapters stored as safetensors") from error
         except RepositoryNotFoundError as error:
-            raise NotFound(
+            # The hub answers 401 to whoever may not know; so it does for a name that nobody has.
+            kind = NotFound if error.response.status_code == 404 else AccessDenied
+            raise kind(
                 f"{where}: no such repository, or it is private and the source's token is missing or lacks access"
             ) from error
         except HfHubHTTPError as error:
@@ -103,5 +110,6 @@ def _refused(where: str, error: HfHubHTTPError) -> NotFound | Unavailable:
     status = error.response.status_code
     if status == 404:
         return NotFound(f"{where}: HTTP 404; check repo and revision")
-    hint = "; the source's token is missing, wrong, or lacks access" if status in (401, 403) else ""
-    return Unavailable(f"{where}: HTTP {status}{hint}")
+    if status in (401, 403):
+        return AccessDenied(f"{where}: HTTP {status}; the source's token is missing, wrong, or lacks access")
+    return Unavailable(f"{where}: HTTP {status}")

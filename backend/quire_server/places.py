@@ -19,6 +19,10 @@ from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 _READ_BYTES = 4 * 2**20
 
 
+class AccessDenied(Unavailable):
+    """The place does not let us in: no Secret, a wrong one, or one that lacks access. Right once that is put right."""
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """A file that is being read."""
@@ -38,6 +42,11 @@ class Place(Protocol):
     @property
     def fixed(self) -> bool:
         """True when what is here can never change, as at a commit."""
+        ...
+
+    @property
+    def revision(self) -> str | None:
+        """Commit that is read, once it is known; None where there are none."""
         ...
 
     def where(self, name: str) -> str:
@@ -70,6 +79,7 @@ class FolderPlace:
     """A folder below an allowed root; links may lead nowhere outside it."""
 
     fixed = False
+    revision = None
 
     def __init__(self, root: Path, path: str, what: str) -> None:
         """`path` is relative to `root`, or empty; `what` names the source in messages.

@@ -12,7 +12,7 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 from obstore.store import S3Store
 
-from quire_server.places import Opened
+from quire_server.places import AccessDenied, Opened
 from quire_spec.errors import InvalidArgument, NotFound, QuireError, Unavailable
 
 _READ_BYTES = 4 * 2**20
@@ -25,6 +25,7 @@ class S3Place:
     """One prefix of one bucket."""
 
     fixed = False
+    revision = None
 
     def __init__(
         self, uri: str, endpoint: str | None, region: str | None, credentials: Callable[[], Mapping[str, str]]
@@ -108,7 +109,7 @@ class S3Place:
         if isinstance(error, FileNotFoundError):
             return NotFound(f"{where}: no such object; check bucket and prefix, and that it is stored as safetensors")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-            return Unavailable(f"{where}: access denied; the source's secret is missing, wrong, or lacks access")
+            return AccessDenied(f"{where}: access denied; the source's secret is missing, wrong, or lacks access")
         # Further lines are obstore's debug output.
         return Unavailable(f"{where}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
 

@@ -21,7 +21,7 @@ from quire_server.pod import Pod
 from quire_server.settings import Settings
 from quire_spec.catalogue import Catalogue
 from quire_spec.errors import QuireError
-from quire_spec.status import AdapterState, AdapterStatus, PodStatus, ProcessState
+from quire_spec.status import PodStatus, ProcessState
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Supervisor:
             generation=self._board.generation,
             processes={name: keeper.status() for name, keeper in self._pod.keepers.items()},
             memory=core.memory if core else None,
-            models=self._models(adapters),
+            models=self._models(),
             adapters=adapters,
             catalogue=self._board.mark,
         )
@@ -89,13 +89,13 @@ class Supervisor:
         """Take a new catalogue; raises Stale or ConfigError."""
         self._board.apply(catalogue)
 
-    def _models(self, adapters: list[AdapterStatus]) -> list[str]:
+    def _models(self) -> list[str]:
         """Server models that answer now."""
         links = self._pod.links
         if links.core is None or links.text is None or links.server is None:
             return []
         base = [self._settings.served_name] if links.server.base_ready else []
-        return base + [a.name for a in adapters if a.state is AdapterState.READY and a.name in links.server.models]
+        return base + sorted(self._board.serving() & links.server.models)
 
     async def _text_metrics(self) -> str:
         link = self._pod.links.text

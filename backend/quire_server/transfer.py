@@ -24,6 +24,10 @@ SILENCE_S = 60.0
 """How long a place may say nothing: a hung file system or peer must not hold an adapter for ever."""
 
 
+class DigestMismatch(InvalidArgument):
+    """What came is not what the source says it should be."""
+
+
 class Transfer:
     """How files are brought: with what limit each."""
 
@@ -86,14 +90,14 @@ class Transfer:
             raise InvalidArgument(f"{place.where(name)}: {size} bytes or more, the limit is {limit}{fix}")
 
     async def verify(self, place: Place, partial: Partial, name: str) -> None:
-        """Compare a whole file's SHA-256 with what the place expects; raises InvalidArgument, and drops the file."""
+        """Compare a whole file's SHA-256 with what the place expects; raises DigestMismatch, and drops the file."""
         expected = place.expected_sha256(name)
         if expected is None:
             return
         found = (await in_thread(file_sha256, partial.folder / name)).hex()
         if found != expected:
             partial.drop(name)
-            raise InvalidArgument(
+            raise DigestMismatch(
                 f"{place.where(name)}: its sha256 is {found}, not {expected}; correct the source or what is there"
             )
 

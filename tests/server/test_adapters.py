@@ -232,6 +232,52 @@ async def test_replacement_switches_the_name_only_when_the_new_content_is_loaded
     assert world.server.names("load_model") == ["a"], "the server's model stays"
 
 
+async def test_a_replaced_adapter_is_never_called_ready_with_the_content_before(world, one, two):
+    world.want(1, a=one)
+    await world.until_states(a="Ready")
+    world.want(2, a=two)
+    # Before any task has run: the operator may ask right after it has told.
+    assert world.states() == {"a": "Fetching"}
+    assert world.board.serving() == {"a"}, "the one before still answers"
+    world.want(3, a=one)
+    assert world.states() == {"a": "Fetching"}
+    await world.until_states(a="Ready")
+    world.want(4)
+    assert world.board.serving() == set()
+    world.want(5, a=one)
+    assert world.states() == {"a": "Fetching"}, "it may be half gone"
+    await world.until_states(a="Ready")
+
+
+async def test_a_failed_adapter_with_another_source_is_not_called_failed_any_more(world, tmp_path, one):
+    world.want(1, a=tmp_path / "nothing")
+    await world.until_states(a="Failed")
+    world.want(2, a=one)
+    assert (world.one("a").state, world.one("a").error) == ("Fetching", "")
+    await world.until_states(a="Ready")
+
+
+@pytest.mark.parametrize("name", ["core", "text"])
+async def test_names_answer_only_while_their_processes_hold_them(world, one, name):
+    world.want(1, a={"source": {"path": str(one)}, "pinned": True})
+    await world.until_states(a="Ready")
+    world.down(name)
+    assert world.board.serving() == set()
+    world.up(name)
+    assert world.board.serving() == set()
+    await world.until(lambda: world.board.serving() == {"a"})
+
+
+async def test_the_digest_tells_catalogues_apart_and_generations_not(world, one, two):
+    assert world.board.mark == ""
+    world.want(1, a=one)
+    first = world.board.mark
+    world.want(2, a=one)
+    assert world.board.mark == first == Catalogue.from_json(catalogue(9, a=one)).mark.digest
+    world.want(3, a=two)
+    assert world.board.mark != first
+
+
 async def test_new_content_at_the_same_place_is_taken_with_the_next_generation(world, one):
     world.want(1, a=one)
     await world.until_states(a="Ready")

@@ -2,6 +2,7 @@
 """A model's download over every protocol: complete or not there, resumed, verified, and no more than its files."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import re
@@ -12,10 +13,11 @@ import pytest
 from support.sources import Bucket, Files, Hub, serve
 
 from quire_server import download as program
-from quire_server.download import download
+from quire_server.download import NoSpace, download
 from quire_server.sources import SourceOptions
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
+from quire_spec.outcome import Outcome, Result
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHARDS = {f"model-0000{i}-of-00003.safetensors": bytes([i]) * 3_000_000 for i in (1, 2, 3)}
@@ -193,6 +195,81 @@ async def run(*arguments):
     )
     _, errors = await asyncio.wait_for(process.communicate(), 60)
     return process.returncode, errors.decode()
+
+
+async def told(folder, *arguments):
+    """How a run ended, by its report."""
+    report = folder / "report"
+    report.unlink(missing_ok=True)
+    code, errors = await run(*arguments, "--report", report)
+    outcome = Outcome.parse(report.read_text())
+    assert outcome is not None and (code == 0) == (outcome.result is Result.DOWNLOADED), errors
+    return outcome
+
+
+async def test_a_report_says_what_came_and_what_went_wrong(tmp_path, web):
+    def source(**fields):
+        return "--source", json.dumps({"http": {"url": f"{web.url}/single"} | fields})
+
+    right = hashlib.sha256(SINGLE["model.safetensors"]).hexdigest()
+    size = sum(map(len, SINGLE.values()))
+    into = "--into", tmp_path / "m"
+    assert await told(tmp_path, *source(sha256=right), *into) == Outcome(Result.DOWNLOADED, size)
+    assert await told(tmp_path, *source(sha256=right), *into) == Outcome(Result.DOWNLOADED, size), "is there already"
+    into = "--into", tmp_path / "n"
+    wrong = await told(tmp_path, *source(sha256="0" * 64), *into)
+    assert (wrong.result, wrong.bytes) == (Result.DIGEST_MISMATCH, size - len(SINGLE["model.safetensors"]))
+    assert "its sha256 is" in wrong.message
+    assert (await told(tmp_path, *source(url=f"{web.url}/nowhere"), *into)).result is Result.NOT_FOUND
+    assert (await told(tmp_path, *source(url="ftp://x"), *into)).result is Result.SOURCE_INVALID
+    web.down = True
+    down = await told(tmp_path, *source(), *into)
+    assert (down.result, "HTTP 503" in down.message) == (Result.UNREACHABLE, True)
+
+
+async def test_a_report_tells_a_refused_token_from_a_full_disk(tmp_path, web, monkeypatch):
+    hub = Hub(Files(at("", SINGLE)), "org/llama", COMMIT, "hf_s3cr3t", web.url + "/single")
+    server = await serve(hub.handle)
+    endpoint = "--hub-endpoint", str(server.make_url("/")).rstrip("/")
+    source = "--source", json.dumps({"huggingFace": {"repo": "org/llama"}})
+    refused = await told(tmp_path, *source, *endpoint, "--into", tmp_path / "m")
+    assert refused.result is Result.AUTH_FAILED and "'org/llama'" in refused.message
+    named = (
+        "--source",
+        json.dumps({"huggingFace": {"repo": "org/llama", "tokenSecretRef": {"name": "hf", "key": "token"}}}),
+    )
+    (tmp_path / "secrets").mkdir()
+    secrets = "--secrets-dir", tmp_path / "secrets"
+    missing = await told(tmp_path, *named, *endpoint, *secrets, "--into", tmp_path / "m")
+    assert missing.result is Result.AUTH_FAILED and "secret 'hf': key 'token' cannot be read" in missing.message
+    (tmp_path / "secrets/hf").write_text(json.dumps({"token": "hf_s3cr3t"}))
+    good = await told(tmp_path, *named, *endpoint, *secrets, "--into", tmp_path / "m")
+    assert (good.result, good.revision) == (Result.DOWNLOADED, COMMIT)
+    await server.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENOSPC, NoSpace), (errno.EDQUOT, NoSpace), (errno.EIO, Unavailable)]
+)
+async def test_a_full_volume_is_told_from_a_broken_one(tmp_path, web, monkeypatch, number, kind):
+    async def fail(*_):
+        raise OSError(number, "no")
+
+    # A file system that is full cannot be made here without mounting one.
+    monkeypatch.setattr("quire_server.transfer.Transfer._write", fail)
+    with pytest.raises(Unavailable, match="make room") as caught:
+        await download(http(web), tmp_path / "m", SourceOptions())
+    assert type(caught.value) is kind
+
+
+def test_a_report_fits_a_termination_message():
+    long = Outcome(Result.NOT_FOUND, 1, "r" * 200, "ü" * 10_000)
+    text = long.dump()
+    assert len(text.encode()) <= 3072
+    read = Outcome.parse(text)
+    assert read.message.endswith("…") and read.revision == long.revision
+    for other in ("", "{", "[]", '{"result": "Odd", "bytes": 1}', "Traceback"):
+        assert Outcome.parse(other) is None
 
 
 async def test_exit_codes_say_whether_to_try_again(tmp_path, web):

@@ -356,9 +356,9 @@ async def test_hub_errors(tmp_path, hub):
 
     mine = SecretRef("hf")
     async with fetcher(tmp_path, **hub.options) as f:
-        with pytest.raises(NotFound, match="private and the source's token"):
+        with pytest.raises(Unavailable, match="private and the source's token"):
             await f.fetch(source())
-        with pytest.raises(NotFound, match="no such repository"):
+        with pytest.raises(Unavailable, match="no such repository"):
             await f.fetch(source("org/other", None, mine))
         with pytest.raises(NotFound, match="revision"):
             await f.fetch(source("org/sql-lora", "v9", mine))

@@ -39,10 +39,8 @@ def _of_job(service: LLMService, observed: Observed, previous: Mapping[str, Any]
     last = outcomes[-1] if outcomes else None
     if job_succeeded(observed.job):
         kept = previous.get("cache") or {}
-        cache = _cache("Ready", last) if last else {"state": "Ready"}
-        if last is None and kept.get("state") == "Ready":
-            # The Job's pod is gone, and what it said with it.
-            cache = dict(kept)
+        # A Job's pod goes, and what it said with it; one that found all there does not know the commit.
+        cache = (dict(kept) if kept.get("state") == "Ready" else {}) | _cache("Ready", last)
         return _condition(True, Reason.DOWNLOADED, _there(cache)), cache
     if failed := _job_condition(observed.job, "Failed"):
         reason, message = _failure(service, pods, last)

@@ -15,6 +15,8 @@ from quire_spec.catalogue import Source
 from quire_spec.document import compact, to_json
 from quire_spec.errors import ConfigError
 
+_TERMINATION_LOG = "/dev/termination-log"
+"""Where the kubelet looks for how a container ended; the operator reads it from the pod."""
 MIN_CLAIM_BYTES = 10 * GIB
 _ROOM_PERCENT = 130
 """Of the weights' files: tokenizer and configuration, and a download that starts again beside the old one's rest."""
@@ -89,7 +91,12 @@ def download_container(service: LLMService, image: str, security: dict[str, Any]
         "name": "download",
         "image": image,
         "command": ["tini", "--", "python3", "-m", "quire_server.download"],
-        "args": [f"--source={source}", f"--into={folder(service)}", f"--secrets-dir={names.SECRETS_DIR}"],
+        "args": [
+            f"--source={source}",
+            f"--into={folder(service)}",
+            f"--secrets-dir={names.SECRETS_DIR}",
+            f"--report={_TERMINATION_LOG}",
+        ],
         **({"env": env} if env else {}),
         "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
         "securityContext": security,
