@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents promise nothing that is not there: links, fields, values, commands and YAML in them are checked."""
+
+import json
+import re
+import shlex
+from dataclasses import fields
+from itertools import pairwise
+
+import kubernetes_validate
+import pytest
+import yaml
+from support.chart import CHART, ROOT
+from support.openapi import OPENAPI, walk
+from support.planning import ANY_TP, MODELS
+
+from quire_operator import cli, crd
+from quire_operator.engine_config import engine_config
+from quire_operator.plan.gpu import resolve
+from quire_operator.plan.inputs import Inputs
+from quire_operator.plan.planner import make_plan
+from quire_operator.render.cluster import Cluster
+from quire_operator.render.desired import desired
+from quire_operator.service import Device, LLMService
+from quire_spec import engine_arguments
+from quire_spec.config import EngineConfig
+
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MIGRATION = ROOT / "docs/migrate-from-vllm-backend.md"
+FIELDS = {".".join(part for part in path if part not in ("[]", "*")): node for path, node in walk(OPENAPI) if path}
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def blocks(document, language):
+    """Code blocks of one language; those in lists lose their indent."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", document.read_text(), re.MULTILINE | re.DOTALL)
+    return ["\n".join(line.removeprefix(indent) for line in text.splitlines()) + "\n" for indent, text in found]
+
+
+def each(language):
+    return [
+        pytest.param(text, id=f"{document.name}-{i}")
+        for document in DOCS
+        for i, text in enumerate(blocks(document, language), 1)
+    ]
+
+
+def commands(text):
+    """Commands of a shell block, continued lines and here-documents taken together."""
+    text = re.sub(r"<<-?'?EOF'?\n.*?\nEOF\n", "\n", text, flags=re.DOTALL).replace("\\\n", " ")
+    joined, kept = [], ""
+    for line in text.splitlines():
+        kept = f"{kept}\n{line}" if kept else line
+        try:
+            words = shlex.split(kept, comments=True)
+        except ValueError:
+            continue
+        kept = ""
+        if words:
+            joined.append(words)
+    assert not kept, f"a quote is open: {kept}"
+    return joined
+
+
+def test_links_lead_somewhere():
+    dead = []
+    for document in DOCS:
+        for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+            path, _, anchor = target.partition("#")
+            if path.startswith(("http:", "https:")):
+                continue
+            file = (document.parent / path).resolve() if path else document
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                dead.append(f"{document.name}: {target}")
+    assert dead == []
+
+
+def anchors(file):
+    headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("text", each("yaml"))
+def test_yaml_is_what_an_api_server_takes(text):
+    for body in yaml.safe_load_all(text):
+        if body.get("kind") == "LLMService":
+            assert [str(problem) for problem in crd.check(body).problems] == []
+            assert planned(body)
+        elif "kind" in body:
+            kubernetes_validate.validate(body, "1.37", strict=True)
+        else:
+            assert set(body) == {"rules"}, "a file of another program"
+
+
+def planned(body):
+    """What it becomes: an example that cannot be served would be a poor one. Files of a machine are for quire serve."""
+    service = LLMService.from_body(crd.check(body).body)
+    if service.spec.model.source.path is not None:
+        return True
+    wanted = service.spec.gpu
+    mig = wanted is not None and "mig" in wanted.resourceName
+    nodes = [{"nvidia.com/mig-3g.40gb.product": "H100", "nvidia.com/mig-3g.40gb.memory": "40320"}] if mig else []
+    gpu = None if service.spec.device is Device.CPU else resolve(wanted, nodes)
+    plan = make_plan(Inputs.of(service, MODELS["tiny" if gpu is None else "8b"], gpu, ANY_TP))
+    return desired(service, plan, Cluster(admin_key="k")).manifests
+
+
+def test_fields_that_are_named_exist():
+    unknown = []
+    for document in DOCS:
+        for name in re.findall(r"`((?:spec|status)\.[\w.]+\w)(?:\[\])?[`: =]", document.read_text()):
+            if name not in FIELDS and not any(
+                FIELDS.get(p, {}).get("x-kubernetes-preserve-unknown-fields") for p in parents(name)
+            ):
+                unknown.append(f"{document.name}: {name}")
+    assert unknown == []
+
+
+def parents(name):
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+@pytest.mark.parametrize("text", each("sh"))
+def test_commands_exist(text, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for words in commands(text):
+        if words[0] == "quire" and "-" not in words[-1:]:
+            monkeypatch.setattr(cli, "_serve", lambda given: 0)
+            cli._parser().parse_args([word for word in words[1:] if word != "|"])
+        elif words[0] == "helm":
+            check_helm(words)
+        elif words[:2] == ["docker", "build"]:
+            file = ROOT / words[words.index("-f") + 1]
+            stage = words[words.index("--target") + 1] if "--target" in words else "operator"
+            assert f" AS {stage}\n" in file.read_text()
+            for word in words:
+                assert not word.startswith("PIP_") or f"ARG {word}" in file.read_text()
+        elif words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        else:
+            assert words[0] in ("curl", "kubectl", "kind", "docker", "export", "git"), words
+        for word in words:
+            if word.startswith(("examples/", "charts/", "crds/")):
+                assert (ROOT / word).exists(), word
+
+
+def check_helm(words):
+    assert words[1] in ("install", "upgrade", "uninstall", "rollback", "template")
+    given = [after for word, after in pairwise(words) if word in ("--set", "--set-json")]
+    for assignment in given:
+        value = VALUES
+        for part in assignment.partition("=")[0].split("."):
+            assert isinstance(value, dict) and (part in value or value == {}), f"no value {assignment}"
+            value = value.get(part, {})
+
+
+# The migration.
+
+
+def test_a_migrated_repository_is_the_same_engine(tmp_path):
+    model, loras = (json.loads(text) for text in blocks(MIGRATION, "json"))
+    (text,) = blocks(MIGRATION, "yaml")
+    service = LLMService.from_body(crd.check(yaml.safe_load(text)).body)
+    before = EngineConfig.from_json({"device": "cuda", **engine_arguments.engine_fields(model)})
+    plan = make_plan(Inputs.of(service, MODELS["8b"], resolve(service.spec.gpu), ANY_TP))
+    after = engine_config(service, "/weights/backbone/llama-3.1-8b", plan=plan)
+    chosen = set(engine_arguments.engine_fields(model))
+    assert len(chosen) >= 10
+    for name in chosen:
+        assert getattr(after, name) == getattr(before, name), name
+    assert service.served_name == "vllm_model"
+    assert {a.name: a.source.pvc.path for a in service.spec.adapters} == {
+        name: path.removeprefix("/weights/") for name, path in loras.items()
+    }
+
+
+def test_every_argument_of_vllm_has_its_line():
+    text = MIGRATION.read_text()
+    known = {field.name for field in fields(EngineConfig)}
+    for name in (*known, *engine_arguments._NO_EFFECT, *engine_arguments._ONLY):
+        assert f"`{name}`" in text, name
+    table = re.findall(r"^\| (`.*?) \| .*?`(spec\.[\w.]+)`", text, re.MULTILINE)
+    assert len(table) >= 18
+    assert all(path in FIELDS for _, path in table)
