@@ -26,10 +26,14 @@ class _Adapter:
     """Tick since when sequences wait and none runs."""
     used: int = 0
     """Tick of the last arrival or start; the lowest is given up first."""
+    num_bytes: int = 0
+    """Of its copy; known, because an adapter is registered once it was read."""
 
 
 class AdapterRegistry:
-    """Adapters by digest: any number registered, at most `host_loras` in host memory, some of those in slots.
+    """Adapters by digest: any number registered, some in host memory, some of those in slots.
+
+    Host memory has room for a number of copies and a number of bytes, whichever is less.
 
     registered -> in host memory -> in a slot, each within the one before. What is missing when a sequence arrives is
     read from disk, the oldest need first. When memory is full, a copy that nobody needs goes first, the least recently
@@ -37,9 +41,11 @@ class AdapterRegistry:
     is always met, however many adapters are asked for at once. The copy of an adapter that runs stays.
     """
 
-    def __init__(self, max_loras: int, host_loras: int) -> None:
+    def __init__(self, max_loras: int, host_loras: int, host_bytes: int | None = None) -> None:
+        """`host_bytes`: of all copies together, None for any; enough for the largest adapter in each slot."""
         self.slots = SlotTable(max_loras)
         self._host_loras = host_loras
+        self._host_bytes = host_bytes
         self._adapters: dict[str, _Adapter] = {}
         self._host: set[str] = set()
         self._active: set[str] = set()
@@ -49,8 +55,10 @@ class AdapterRegistry:
         self._dropped: list[str] = []
         self._tick = 0
 
-    def add(self, digest: str, path: Path, pinned: bool | None = None) -> bool:
+    def add(self, digest: str, path: Path, pinned: bool | None = None, num_bytes: int = 0) -> bool:
         """Register an adapter whose copy was just read; `pinned` None supplies the copy of a registered one again.
+
+        `num_bytes`: of the copy.
 
         Returns whether the copy is to be kept: not when memory is full of copies that are needed more, nor when the
         adapter was removed meanwhile.
@@ -62,6 +70,7 @@ class AdapterRegistry:
         if adapter is None or pinned is not None:
             adapter = self._register(digest, path, bool(pinned))
         self._asked.discard(digest)
+        adapter.num_bytes = num_bytes
         if self._forget_if_over(digest, adapter):
             return False
         return digest in self._host or self._take_in(digest, adapter)
@@ -155,12 +164,17 @@ class AdapterRegistry:
         fetches = []
         while self._wanted:
             digest = min(self._wanted, key=lambda wanted: self._since(wanted) or math.inf)
-            if not self._make_room(self._since(digest)):
+            if not self._make_room(digest):
                 break
             del self._wanted[digest]
             self._asked.add(digest)
             fetches.append((digest, self._adapters[digest].path))
         return fetches
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that copies take, those that are being read included."""
+        return sum(map(self._bytes, (*self._host, *self._asked)))
 
     def take_dropped(self) -> list[str]:
         """Adapters whose host copies were given up since the last call."""
@@ -185,7 +199,7 @@ class AdapterRegistry:
             "running sequences differ": {d: self.slots.num_running(d) for d in self.running()} != dict(num_running),
             "active adapters differ": self._active != set(num_open),
             "a host copy belongs to nobody": not host <= set(adapters),
-            "host memory is overrun": len(host) + len(self._asked) > self._host_loras,
+            "host memory is overrun": not self._fits(0, 0),
             "a copy is read that is there": bool(self._asked & host),
             "an adapter that is waited for is not read": missing != (set(self._wanted) | self._asked) & missing,
             "needs differ": any(
@@ -202,7 +216,8 @@ class AdapterRegistry:
         if found := found + self.slots.faults(host, set(self.waiting())):
             raise Internal(
                 f"adapter registry: {'; '.join(found)}: {len(adapters)} adapters, {len(host)} in host memory of "
-                f"{self._host_loras}, {len(self._asked)} being read, {len(self._wanted)} wanted, "
+                f"{self._host_loras}, {self.host_bytes} bytes of {self._host_bytes}, {len(self._asked)} being read, "
+                f"{len(self._wanted)} wanted, "
                 f"{sum(num_open.values())} open sequences, {sum(num_running.values())} running"
             )
 
@@ -220,7 +235,7 @@ class AdapterRegistry:
         return adapter
 
     def _take_in(self, digest: str, adapter: _Adapter) -> bool:
-        if not self._make_room(self._since(digest)):
+        if not self._make_room(digest):
             self._want(digest, adapter)
             return False
         self._wanted.pop(digest, None)
@@ -249,19 +264,34 @@ class AdapterRegistry:
         self._tick += 1
         adapter.used = self._tick
 
-    def _make_room(self, since: float | None) -> bool:
-        """Room for one more host copy, needed `since` then; gives up another one if need be."""
-        if len(self._host) + len(self._asked) < self._host_loras:
+    def _bytes(self, digest: str) -> int:
+        return self._adapters[digest].num_bytes
+
+    def _fits(self, num: int, num_bytes: int) -> bool:
+        """Whether there is room for so many more copies of so many bytes together."""
+        if len(self._host) + len(self._asked) + num > self._host_loras:
+            return False
+        return self._host_bytes is None or self.host_bytes + num_bytes <= self._host_bytes
+
+    def _make_room(self, digest: str) -> bool:
+        """Room for the copy of an adapter; gives up others that are needed less if need be."""
+        since, num_bytes = self._since(digest), self._bytes(digest)
+        if self._fits(1, num_bytes):
             return True
         spare = [
-            (adapter.needed is not None, -(adapter.needed or 0), in_slot, adapter.used, digest)
-            for digest in self._host
-            for adapter, in_slot in ((self._adapters[digest], self.slots.find(digest) is not None),)
-            if self._spare(digest, adapter, since) and not (since is None and in_slot)
+            (adapter.needed is not None, -(adapter.needed or 0), in_slot, adapter.used, other)
+            for other in self._host
+            for adapter, in_slot in ((self._adapters[other], self.slots.find(other) is not None),)
+            if self._spare(other, adapter, since) and not (since is None and in_slot)
         ]
-        if spare:
-            self._drop(min(spare)[-1])
-        return bool(spare)
+        leavers: list[str] = []
+        for *_, other in sorted(spare):
+            leavers.append(other)
+            if self._fits(1 - len(leavers), num_bytes - sum(map(self._bytes, leavers))):
+                for leaver in leavers:
+                    self._drop(leaver)
+                return True
+        return False
 
     def _spare(self, digest: str, adapter: _Adapter, since: float | None) -> bool:
         if digest in self.slots.pins and not (self.slots.pins_yield and since is not None):

@@ -16,7 +16,9 @@ from quire_engine.admission import Admission
 from quire_engine.completion import Completion
 from quire_engine.generation import Generation
 from quire_engine.metrics import Metrics
+from quire_engine.quota import Quotas
 from quire_engine.text import Tokenizer
+from quire_spec.catalogue import AdapterLimits
 from quire_spec.errors import Code, Internal, QuireError, Unavailable
 from quire_spec.messages import Abort, Event, Message, SequenceResult, StepResult, Submit
 
@@ -55,6 +57,7 @@ class Desk:
         self._names: dict[str, list[str]] = {}
         """Adapter names by digest."""
         self._slots: list[str] = []
+        self._quotas = Quotas()
 
     @property
     def num_open(self) -> int:
@@ -79,12 +82,14 @@ class Desk:
             raise Internal(f"Submit with id {submit.id!r}, which is open already or no integer")
         try:
             admitted = self._admission.admit(submit, self.num_queued)
+            self._quotas.check(admitted.adapter, self._clock())
         except QuireError as error:
             self._refuse(frontend, submit.id, error)
             return None
         generation = Generation(self._next_id, submit, admitted, self._clock())
         self._next_id = generation.ids.stop
         self._metrics.by_adapter.admitted(generation.adapter)
+        self._quotas.opened(generation.adapter)
         self._open |= dict.fromkeys(generation.ids, (generation, frontend))
         self._of[frontend][submit.id] = generation
         self.num_queued += 1
@@ -107,6 +112,7 @@ class Desk:
             self.fail(generation, error)
         else:
             self._metrics.prompt_tokens(len(token_ids))
+            self._quotas.took(generation.adapter, len(token_ids))
             for request in generation.begin(token_ids, self._tokenizer, list(bad_word_ids)):
                 self._send(request)
 
@@ -155,8 +161,9 @@ class Desk:
         for generation in self._generations():
             self.fail(generation, Unavailable(self._admission.closed))
 
-    def set_adapters(self, adapters: Mapping[str, str]) -> None:
-        """Replace the table of adapter names; open requests keep the digest that they began with."""
+    def set_adapters(self, adapters: Mapping[str, str], limits: Mapping[str, AdapterLimits] | None = None) -> None:
+        """Replace the table of adapter names, and their limits; open requests keep the digest that they began with."""
+        self._quotas.set(limits or {}, self._clock())
         self._admission.adapters = dict(adapters)
         self._names = {}
         for name, digest in adapters.items():
@@ -222,6 +229,7 @@ class Desk:
             self._metrics.first_token(generation.adapter, now - generation.arrival)
         completion.last_token = now
         self._metrics.tokens(generation.adapter, num_tokens)
+        self._quotas.took(generation.adapter, num_tokens)
 
     def _abort(self, generations: list[Generation], frontend: Frontend) -> None:
         submitted = [id for generation in generations if generation.submitted for id in self._sequences(generation)]
@@ -239,6 +247,7 @@ class Desk:
 
     def _close(self, generation: Generation, frontend: Frontend, reason: str) -> None:
         generation.over = True
+        self._quotas.closed(generation.adapter)
         for id in self._sequences(generation):
             del self._open[id]
         del self._of[frontend][generation.client_id]

@@ -21,11 +21,13 @@ from quire_engine.hub import resolve_model
 from quire_engine.request import Logprob, Sequence
 from quire_engine.scheduler import Scheduler
 from quire_engine.step import Runner, Sampled, SlotLoad, StepPlan
+from quire_spec.capability import DTYPE_BYTES
 from quire_spec.config import EngineConfig
 from quire_spec.errors import Code, ConfigError, Internal, InvalidArgument, QuireError
 from quire_spec.messages import Generate, SequenceResult, Stats, StepResult
 from quire_spec.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
 from quire_spec.shape import ModelShape
+from quire_spec.sizing import lora_slot_bytes
 from quire_spec.status import MemoryPlan
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ class Engine:
         self._clock = clock
         self._seeds = random.Random(config.seed)
         self._blocks = BlockPool(memory.num_blocks)
-        self._adapters = AdapterRegistry(config.max_loras, config.host_loras)
+        self._adapters = _registry(config, checkpoint.shape, memory)
         key = ContentKey(checkpoint.fingerprint, memory.dtype, config.block_size, checkpoint.shape.rope_switch)
         self._scheduler = Scheduler(config, self._blocks, self._adapters, key, self.max_model_len, runner.swap_space)
         self.carry: Callable[[SlotLoad, Callable[[], None]], None] = self._carry_now
@@ -171,7 +173,7 @@ class Engine:
             InvalidArgument: the engine has no adapter slots, or all of them are pinned already.
         """
         self._check_takes_adapters(digest)
-        keep = self._adapters.add(digest, path, pinned)
+        keep = self._adapters.add(digest, path, pinned, self._runner.host_bytes(host))
         self._drop_copies()
         if keep:
             self._runner.hold(digest, host)
@@ -306,6 +308,18 @@ class Engine:
         if tokens and (largest := max(tokens)) >= self.shape.vocab_size:
             raise InvalidArgument(f"{name}: token id {largest} is outside the vocabulary of {self.shape.vocab_size}")
         return tokens.tolist()
+
+
+def _registry(config: EngineConfig, shape: ModelShape, memory: MemoryPlan) -> AdapterRegistry:
+    """An empty one; raises ConfigError when the copies of a full set of slots do not fit into host memory."""
+    largest = lora_slot_bytes(shape, config.max_lora_rank, DTYPE_BYTES[memory.dtype]) if config.enable_lora else 0
+    least, given = config.max_loras * largest, config.cpu_lora_memory_bytes
+    if given is not None and given < least:
+        raise ConfigError(
+            f"cpu_lora_memory_bytes: {given} is less than {least}, the host copies of {config.max_loras} adapters of "
+            f"{largest} bytes each; raise it, or lower max_loras or max_lora_rank"
+        )
+    return AdapterRegistry(config.max_loras, config.host_loras, given)
 
 
 def check_max_model_len(config: EngineConfig, shape: ModelShape) -> int:

@@ -110,6 +110,11 @@ class TorchRunner(Runner):
         assert self._slots is not None and isinstance(adapter, HostAdapter)
         return self._slots.pack(adapter)
 
+    def host_bytes(self, packed: object) -> int:
+        """Bytes of what `pack` made; see step.Runner."""
+        assert isinstance(packed, HostAdapter)
+        return packed.num_bytes
+
     def hold(self, digest: str, packed: object) -> None:
         """Keep an adapter in host memory; see step.Runner."""
         assert self._slots is not None and isinstance(packed, HostAdapter)

@@ -103,6 +103,10 @@ class Runner(Protocol):
         """An adapter as it was read (peft.HostAdapter) in the form that `hold` keeps. Slow, and for any thread."""
         ...
 
+    def host_bytes(self, packed: object) -> int:
+        """Bytes of what `pack` made."""
+        ...
+
     def hold(self, digest: str, packed: object) -> None:
         """Keep what `pack` made in host memory, under the adapter's content digest."""
         ...

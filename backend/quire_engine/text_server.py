@@ -21,6 +21,8 @@ from quire_engine.pace import Pace
 from quire_engine.port import Port
 from quire_engine.process import now
 from quire_engine.text import Tokenizer
+from quire_spec.catalogue import AdapterLimits
+from quire_spec.document import from_json
 from quire_spec.errors import Internal, InvalidArgument, QuireError
 from quire_spec.messages import Call, Cancel, Message, Reply, Submit
 
@@ -154,7 +156,11 @@ class TextServer:
         adapters = call.args.get("adapters")
         if not isinstance(adapters, Mapping) or not all(isinstance(digest, str) for digest in adapters.values()):
             raise InvalidArgument(f"set_adapters: adapters must map names to digests, found {str(adapters)[:80]!r}")
-        self._desk.set_adapters(adapters)
+        limits = call.args.get("limits", {})
+        if not isinstance(limits, Mapping):
+            raise InvalidArgument(f"set_adapters: limits must map names to limits, found {str(limits)[:80]!r}")
+        parsed = {name: from_json(AdapterLimits, each, f"limits.{name}") for name, each in limits.items()}
+        self._desk.set_adapters(adapters, parsed)
         _log.info("adapters set count=%d", len(adapters))
         connection.send(Reply(call.id, {}))
 

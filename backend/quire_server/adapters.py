@@ -21,7 +21,7 @@ from quire_server.control import LinkLost
 from quire_server.entry import Entry
 from quire_server.fetcher import Fetched, Fetcher
 from quire_server.links import Links
-from quire_spec.catalogue import Adapter, Catalogue, Source
+from quire_spec.catalogue import Adapter, AdapterLimits, Catalogue, Source
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
 from quire_spec.status import AdapterState, AdapterStatus
 
@@ -262,7 +262,7 @@ class AdapterBoard:
                 entry.load_s = asyncio.get_running_loop().time() - begun
         self._aliases[entry.name] = fetched.digest
         entry.live = fetched
-        await text.publish(self._aliases)
+        await text.publish(self._aliases, self._limits())
         self._unneeded.set()
         async with self._registrations:
             await (server.register if entry.exposed else server.unregister)(entry.name)
@@ -272,6 +272,7 @@ class AdapterBoard:
         return (
             core.adapters.get(fetched.digest) == self._pinned(fetched.digest)
             and text.aliases.get(entry.name) == fetched.digest
+            and text.limits.get(entry.name) == (entry.wanted and entry.wanted.limits)
             and (entry.name in server.models) == entry.exposed
         )
 
@@ -282,7 +283,7 @@ class AdapterBoard:
                 await self._links.server.unregister(entry.name)
             self._aliases.pop(entry.name, None)
             if self._links.text is not None:
-                await self._links.text.publish(self._aliases)
+                await self._links.text.publish(self._aliases, self._limits())
         except QuireError as error:
             log.warning("adapter cannot be removed yet name=%s error=%s", entry.name, error)
             return _LINK_RETRY_S
@@ -324,6 +325,11 @@ class AdapterBoard:
         """An adapter of two names is pinned when one of them is."""
         held = [e for e in self._wanted() if digest in (e.fetched and e.fetched.digest, e.live and e.live.digest)]
         return any(entry.wanted and entry.wanted.pinned for entry in held)
+
+    def _limits(self) -> dict[str, AdapterLimits]:
+        """Of every adapter that a name stands for and that has limits."""
+        held = {entry.name: entry.wanted.limits for entry in self._wanted() if entry.wanted is not None}
+        return {name: limits for name, limits in held.items() if limits is not None and name in self._aliases}
 
     def _wanted(self) -> list[Entry]:
         return [entry for entry in self._entries.values() if entry.wanted is not None]

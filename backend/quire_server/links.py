@@ -15,7 +15,8 @@ from typing import Any
 from quire_server.control import Control, LinkLost
 from quire_server.repository import model_config, model_files
 from quire_server.server_client import ServerClient
-from quire_spec.document import from_json
+from quire_spec.catalogue import AdapterLimits
+from quire_spec.document import from_json, to_json
 from quire_spec.errors import ConfigError, QuireError, Unavailable
 from quire_spec.status import MemoryPlan
 
@@ -69,15 +70,18 @@ class TextLink:
         self.control = control
         self.aliases: dict[str, str] = {}
         """Adapter names and the digests they stand for, as last sent."""
+        self.limits: dict[str, AdapterLimits] = {}
+        """Limits of those that have any, as last sent."""
         self._lock = asyncio.Lock()
 
-    async def publish(self, aliases: Mapping[str, str]) -> None:
-        """Send the alias table, if it differs from what was sent: many adapters that become ready share one call."""
+    async def publish(self, aliases: Mapping[str, str], limits: Mapping[str, AdapterLimits]) -> None:
+        """Send names and limits, if they differ from what was sent: many adapters that become ready share one call."""
         async with self._lock:
-            table = dict(aliases)
-            if table != self.aliases:
-                await self.control.call("set_adapters", {"adapters": table}, timeout_s=_CALL_S)
-                self.aliases = table
+            table, bounds = dict(aliases), dict(limits)
+            if (table, bounds) != (self.aliases, self.limits):
+                args = {"adapters": table, "limits": {name: to_json(each) for name, each in bounds.items()}}
+                await self.control.call("set_adapters", args, timeout_s=_CALL_S)
+                self.aliases, self.limits = table, bounds
 
     async def linked(self) -> bool:
         """True when text has its connection to the core."""

@@ -97,6 +97,22 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """What an adapter may take of each pod; a request beyond it is refused with UNAVAILABLE."""
+
+    maxConcurrentRequests: int | None = None
+    """Requests that are open, queued ones included; None: any number."""
+    maxTokensPerSecond: int | None = None
+    """Tokens of prompts and outputs together, on average; None: any number. Ten seconds' worth can be saved up."""
+
+    def check(self, where: str) -> None:
+        """Raise ConfigError for a limit that lets nothing through."""
+        for name in self.__slots__:
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{where}.{name}: {value} is less than 1; leave it out for no limit")
+
+
+@dataclass(frozen=True, slots=True)
 class Adapter:
     """One adapter of the catalogue."""
 
@@ -106,6 +122,7 @@ class Adapter:
     """Keep it in a device slot."""
     expose: Expose | None = None
     """None: a model of its own while there are fewer than 64."""
+    limits: AdapterLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +156,8 @@ class Catalogue:
         for i, adapter in enumerate(catalogue.adapters):
             names.check_model_name(adapter.name, f"adapters[{i}].name")
             adapter.source.check(f"adapters[{i}].source")
+            if adapter.limits is not None:
+                adapter.limits.check(f"adapters[{i}].limits")
             if adapter.name in seen:
                 raise ConfigError(f"adapters[{i}].name: {adapter.name!r} is there twice")
             seen.add(adapter.name)

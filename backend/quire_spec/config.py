@@ -7,6 +7,7 @@ engine arguments wherever the meaning is the same. Nothing reads the environment
 
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -79,7 +80,11 @@ class EngineConfig:
     """Largest rank of an adapter; every slot has room for it."""
 
     max_cpu_loras: int | None = None
-    """Adapters kept in host memory; None keeps four times max_loras."""
+    """Adapters kept in host memory; None keeps four times max_loras, or what cpu_lora_memory_bytes has room for."""
+
+    cpu_lora_memory_bytes: int | None = None
+    """Host memory for adapters, in bytes; None sets no bound but max_cpu_loras. Adapters of a small rank take less than
+    the largest, so a bound in bytes keeps more of them at hand."""
 
     swap_space: float = 0.0
     """Host memory for KV blocks of preempted requests, in GiB, pinned on a GPU. They are moved there when that is
@@ -100,7 +105,9 @@ class EngineConfig:
     @property
     def host_loras(self) -> int:
         """Adapters kept in host memory."""
-        return self.max_cpu_loras if self.max_cpu_loras is not None else 4 * self.max_loras
+        if self.max_cpu_loras is not None:
+            return self.max_cpu_loras
+        return 4 * self.max_loras if self.cpu_lora_memory_bytes is None else sys.maxsize
 
     @classmethod
     def from_json(cls, data: object) -> Self:
@@ -155,7 +162,7 @@ class EngineConfig:
 
     def _check_ranges(self) -> None:
         at_least_one = ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "max_loras")
-        for name in (*at_least_one, "max_model_len", "kv_cache_memory_bytes"):
+        for name in (*at_least_one, "max_model_len", "kv_cache_memory_bytes", "cpu_lora_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: {value} is less than 1")

@@ -35,6 +35,7 @@ _FIELDS: Mapping[str, FieldPath] = {
     "max_loras": ("lora", "maxLoaded"),
     "max_lora_rank": ("lora", "maxRank"),
     "max_cpu_loras": ("lora", "maxCached"),
+    "cpu_lora_memory_bytes": ("lora", "maxCachedMemory"),
 }
 """Where in the spec each field of EngineConfig comes from, for its errors."""
 
@@ -94,6 +95,7 @@ def _arguments(service: LLMService) -> dict[str, Any]:
         "quantization": None if spec.quantization == "None" else spec.quantization,
         "max_loras": lora.maxLoaded or None,
         "max_cpu_loras": lora.maxCached if lora.maxLoaded else None,
+        "cpu_lora_memory_bytes": num_bytes(lora.maxCachedMemory) if lora.maxCachedMemory and lora.maxLoaded else None,
     }
     return {
         "device": "cpu" if cpu else "cuda",

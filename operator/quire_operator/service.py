@@ -37,6 +37,7 @@ class Lora:
     maxLoaded: int
     maxRank: int
     maxCached: int | None = None
+    maxCachedMemory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -344,6 +344,34 @@ def test_half_of_the_slots_are_reserved_at_a_time_for_who_has_waited_longest() -
     assert [adapters.run(digest, now=late) for digest in "cdw"] == [False, False, True]
 
 
+def test_host_memory_is_bounded_in_bytes_too() -> None:
+    adapters = Registry(1, 99, host_bytes=20)
+    for digest, num_bytes in {"a": 10, "b": 4, "c": 4, "d": 2}.items():
+        assert adapters.add(digest, PATH / digest, False, num_bytes)
+    assert adapters.host_bytes == 20
+    # One that is larger than the one used last makes as many go as it takes, the least recently used first.
+    assert adapters.add("e", PATH / "e", False, 9)
+    assert adapters.take_dropped() == ["a"] and adapters.host_bytes == 19
+    # What is being read has its room already.
+    adapters.open("a")
+    assert adapters.take_fetches() == [("a", PATH / "a")]
+    assert adapters.take_dropped() == ["b", "c", "d"]
+    assert adapters.states() == {"a": "disk", "b": "disk", "c": "disk", "d": "disk", "e": "host"}
+    assert adapters.add("a", PATH / "a", None, 10) and adapters.host_bytes == 19
+    adapters.check_integrity({"a": 1}, {})
+
+
+def test_nothing_is_given_up_where_it_would_not_make_enough_room() -> None:
+    adapters = Registry(1, 99, host_bytes=20)
+    for digest, num_bytes in {"a": 9, "b": 9, "c": 2}.items():
+        adapters.add(digest, PATH / digest, False, num_bytes)
+    for digest in "ab":
+        adapters.open(digest)
+    assert not adapters.add("d", PATH / "d", False, 9)
+    assert adapters.take_dropped() == []
+    adapters.check_integrity({"a": 1, "b": 1}, {})
+
+
 def test_check_integrity_sees_damage() -> None:
     adapters = registry("ab")
     adapters.open("a")
@@ -355,12 +383,16 @@ def test_check_integrity_sees_damage() -> None:
         adapters.check_integrity({"a": 1}, {})
 
 
+SIZES = {"a": 10, "b": 10, "c": 4, "d": 1, "e": 7, "f": 2}
+
+
 class RegistryMachine(RuleBasedStateMachine):
     """Any order of everything; sequences are counted beside the registry, copies and slots as a runner has them."""
 
-    @initialize(max_loras=st.integers(1, 3), more=st.integers(0, 2))
-    def start(self, max_loras: int, more: int) -> None:
-        self.adapters = AdapterRegistry(max_loras, max_loras + more)
+    @initialize(max_loras=st.integers(1, 3), more=st.integers(0, 2), spare=st.none() | st.integers(0, 30))
+    def start(self, max_loras: int, more: int, spare: int | None) -> None:
+        self.host_bytes = None if spare is None else max_loras * max(SIZES.values()) + spare
+        self.adapters = AdapterRegistry(max_loras, max_loras + more, self.host_bytes)
         self.waiting: list[str] = []
         self.running: list[str] = []
         self.asked: list[str] = []
@@ -376,7 +408,7 @@ class RegistryMachine(RuleBasedStateMachine):
     @rule(digest=st.sampled_from("abcdef"), pinned=st.booleans())
     def register(self, digest: str, pinned: bool) -> None:
         try:
-            kept = self.adapters.add(digest, PATH / digest, pinned)
+            kept = self.adapters.add(digest, PATH / digest, pinned, SIZES[digest])
         except InvalidArgument:
             assert pinned
             return
@@ -457,13 +489,14 @@ class RegistryMachine(RuleBasedStateMachine):
                 for _ in range(self.waiting.count(digest)):
                     self.waiting.remove(digest)
                     self.adapters.close(digest)
-            elif self.adapters.add(digest, PATH / digest):
+            elif self.adapters.add(digest, PATH / digest, None, SIZES[digest]):
                 self.copies.add(digest)
             self.drop()
 
     @invariant()
     def is_whole(self) -> None:
         self.adapters.check_integrity(Counter(self.waiting + self.running), Counter(self.running))
+        assert self.host_bytes is None or sum(SIZES[digest] for digest in self.copies) <= self.host_bytes
         assert {d for d, state in self.adapters.states().items() if state != "disk"} <= self.copies
         assert set(self.running) == set(self.adapters.running())
 

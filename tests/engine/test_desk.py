@@ -16,6 +16,7 @@ from quire_engine.desk import Desk
 from quire_engine.generation import Generation
 from quire_engine.metrics import Metrics
 from quire_engine.text import Tokenizer
+from quire_spec.catalogue import AdapterLimits
 from quire_spec.config import EngineConfig
 from quire_spec.errors import Internal, InvalidArgument, NotFound, Unavailable
 from quire_spec.messages import Abort, Event, Generate, Message, SequenceResult, Stats, StepResult, Submit
@@ -280,6 +281,30 @@ def test_names_are_unavailable_not_unknown_while_nobody_has_told_them():
     desk.take(StepResult([SequenceResult(sent[0].id, [], error_code="NOT_FOUND", error="adapter")], [], Stats()))
     assert inbox.events[2][0].error_code == "UNAVAILABLE"
     assert "try again" in inbox.events[2][0].error
+
+
+def test_limits_of_an_adapter_refuse_its_requests_and_no_others():
+    desk, sent, metrics = make_desk()
+    desk.core_came()
+    inbox = Inbox()
+    limits = {"a": AdapterLimits(maxConcurrentRequests=1), "b": AdapterLimits(maxTokensPerSecond=1)}
+    desk.set_adapters({"a": "d1", "b": "d2"}, limits)
+    begin(desk, inbox, Submit(1, "a", None, [5], {}, True))
+    begin(desk, inbox, Submit(2, "a", None, [5], {}, True))
+    assert inbox.events[2][0].error_code == "UNAVAILABLE" and "maxConcurrentRequests is 1" in inbox.events[2][0].error
+    begin(desk, inbox, Submit(3, "b", None, [5] * 7, {}, True))
+    request = sent[1]
+    assert isinstance(request, Generate) and request.adapter == "d2"
+    # Prompt and output count: 7 and 4 are more than the ten seconds' worth.
+    desk.take(StepResult([SequenceResult(request.id, [65] * 4, "length")], [request.id], Stats()))
+    begin(desk, inbox, Submit(4, "b", None, [5], {}, True))
+    assert "maxTokensPerSecond is 1" in inbox.events[4][0].error
+    begin(desk, inbox, Submit(5, "base", None, [5], {}, True))
+    desk.cancel(inbox, [1])
+    begin(desk, inbox, Submit(6, "a", None, [5], {}, True))
+    assert not inbox.events.get(5) and not inbox.events.get(6)
+    value = metrics.registry.get_sample_value
+    assert value("quire_requests_refused_total", {"model_name": "base", "code": "UNAVAILABLE"}) == 2
 
 
 def test_two_requests_of_one_id_are_a_broken_frontend():

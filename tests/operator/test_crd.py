@@ -470,9 +470,10 @@ INVALID = [
     ({"metadata.labels": {"tier": 1}}, 'metadata.labels.tier: 1: must be a string; put it in quotes: "1"'),
     (
         {"spec.lora.maxRanks": 8},
-        "spec.lora.maxRanks: unknown field; did you mean maxRank? There are maxCached, maxLoaded, maxRank",
+        "spec.lora.maxRanks: unknown field; did you mean maxRank? There are maxCached, maxCachedMemory, maxLoaded, "
+        "maxRank",
     ),
-    ({"spec.lora.qqq": 8}, "spec.lora.qqq: unknown field; there are maxCached, maxLoaded, maxRank"),
+    ({"spec.lora.qqq": 8}, "spec.lora.qqq: unknown field; there are maxCached, maxCachedMemory, maxLoaded, maxRank"),
     ({"spec.lora.maxRank": 12}, "spec.lora.maxRank: 12: must be one of 8, 16, 32, 64, 128, 256; take one of these"),
     ({"spec.lora.maxLoaded": -1}, "spec.lora.maxLoaded: -1: must be at least 0; raise it"),
     ({"spec.lora.maxLoaded": 257}, "spec.lora.maxLoaded: 257: must be at most 256; lower it"),

@@ -38,7 +38,7 @@ SOURCES = """
 """.replace("HEX", "0" * 64)
 
 COMMON = """
-lora: {maxLoaded: 4, maxRank: 16, maxCached: 8}
+lora: {maxLoaded: 4, maxRank: 16, maxCached: 8, maxCachedMemory: 640Mi}
 engine: {prefixCaching: true, minConcurrency: 2, maxNumQueuedReqs: 9}
 replicas: 2
 cache: {mode: PVC, size: 40Gi, storageClassName: fast, accessModes: [ReadWriteMany], deletionPolicy: Delete}
@@ -80,6 +80,7 @@ def bases():
     adapters = [
         {"name": f"a{i}", "source": source, "pinned": False, "expose": "Model"} for i, source in enumerate(sources)
     ]
+    adapters[0]["limits"] = {"maxConcurrentRequests": 8, "maxTokensPerSecond": 500}
     for source in sources:
         made = body(COMMON + GPU, source, adapters=adapters)
         if "pvc" in source:
@@ -119,7 +120,7 @@ def outputs(made):
 
 TEXTS = {
     "cpu": ["2", "1500m"], "memory": ["100Gi"], "sharedMemory": ["3Gi"], "size": ["50Gi"], "kvCacheMemory": ["9Gi"],
-    "swapSpace": ["1Gi"],
+    "swapSpace": ["1Gi"], "maxCachedMemory": ["9Gi"],
     "gpuMemoryUtilization": ["0.85"], "repo": ["o/other"], "uri": ["s3://bucket/other"], "endpoint": ["https://other"],
     "url": ["http://other/a"], "prometheusAddress": ["http://other"], "sha256": ["1" * 64], "cidr": ["10.2.0.0/16"],
     "except": ["10.2.0.0/16"], "resourceName": ["nvidia.com/mig-1g.5gb"], "product": ["NVIDIA-L4"], "path": ["other"],

@@ -443,6 +443,17 @@ def test_a_header_begins_with_its_length():
             header_length(start)
 
 
+def test_a_bound_in_bytes_of_adapters_copies_is_what_is_asked_for():
+    by_number, by_bytes = "lora: {maxCached: 32}", "lora: {maxCachedMemory: 1Gi}"
+    assert plan("8b", H100, by_number).hostBytes.loraCopies == 32 * 80 * 2**20
+    assert plan("8b", H100, by_bytes).hostBytes.loraCopies == GIB
+    assert plan("8b", H100, "lora: {maxCached: 32, maxCachedMemory: 9Gi}").hostBytes.loraCopies == 32 * 80 * 2**20
+    assert plan("8b", H100, "lora: {maxCached: 32, maxCachedMemory: 1Gi}").hostBytes.loraCopies == GIB
+    why, text = refused("8b", H100, "lora: {maxCachedMemory: 639Mi}")
+    assert why is Why.DOES_NOT_FIT
+    assert text.startswith("spec.lora.maxCachedMemory: 639Mi: 8 adapters of rank 16 take 640Mi; raise it, or lower ")
+
+
 def test_swap_space_is_asked_for_and_taken_from_a_limit():
     none, some = plan("8b", H100), plan("8b", H100, "lora: {maxLoaded: 0}\nengine: {swapSpace: 4Gi}")
     assert "swap" not in none.to_json()["hostBytes"], "plans of before it are as they were"

@@ -310,6 +310,16 @@ def test_memory_and_gpus_of_the_container():
     assert container["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": "1"}
 
 
+def test_limits_of_adapters_and_their_host_memory_reach_the_pod():
+    adapters = "[{name: a, source: {huggingFace: {repo: o/a}}, limits: {maxTokensPerSecond: 500}}]"
+    found = objects(service(f"{GPU}adapters: {adapters}\nlora: {{maxCachedMemory: 2Gi}}"))
+    config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
+    made = EngineConfig.from_json(config)
+    assert (made.cpu_lora_memory_bytes, made.max_cpu_loras) == (2 * 2**30, None)
+    catalogue = json.loads(next(m for (k, n), m in found.items() if n == "s-adapters")["data"]["adapters.json"])
+    assert catalogue["adapters"][0]["limits"] == {"maxTokensPerSecond": 500}
+
+
 def test_order_swap_and_log_probabilities_reach_the_engine():
     found = objects(service(f"{GPU}engine: {{schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5}}"))
     config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])

@@ -127,8 +127,18 @@ async def test_the_order_of_a_way(world, one):
     digest = world.one("a").digest
     (load,) = world.core.names("load_adapter")
     assert load == {"digest": digest, "path": str(world.folder / "cache/adapters" / digest), "pinned": False}
-    assert world.text.names("set_adapters") == [{"adapters": {"a": digest}}]
+    assert world.text.names("set_adapters") == [{"adapters": {"a": digest}, "limits": {}}]
     assert world.server.names("load_model") == ["a"]
+
+
+async def test_limits_reach_text_and_change_without_a_load(world, one):
+    for generation, limits in enumerate([{"maxConcurrentRequests": 4}, {"maxTokensPerSecond": 9}, None], 1):
+        world.want(generation, a={"source": {"path": str(one)}, "limits": limits})
+        await world.until_states(a="Ready")
+        sent = {} if limits is None else {"a": {"maxConcurrentRequests": None, "maxTokensPerSecond": None} | limits}
+        await world.until(lambda sent=sent: world.text.names("set_adapters")[-1]["limits"] == sent)
+    assert len(world.core.names("load_adapter")) == 1
+    assert len(world.text.names("set_adapters")) == 3
 
 
 async def test_two_names_of_one_content_are_loaded_once_and_pinned_by_either(world, one):
@@ -326,7 +336,7 @@ async def test_removal_takes_the_model_then_the_name_then_the_content(world, one
     assert world.states() == {"b": "Ready"}
     await world.until(lambda: world.links.core.adapters == {kept: False})
     assert world.server.calls[-1] == ("unload_model", "a")
-    assert world.text.calls[-1] == ("set_adapters", {"adapters": {"b": kept}})
+    assert world.text.calls[-1] == ("set_adapters", {"adapters": {"b": kept}, "limits": {}})
     assert world.core.calls[-1][0] == "unload_adapter"
 
 

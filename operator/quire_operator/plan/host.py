@@ -76,8 +76,19 @@ def start_seconds(model_bytes: int, downloads: bool, gpu: bool) -> int:
 def host_of(inputs: Inputs, num_gpus: int) -> Host:
     """A pod's host memory for these inputs, without what a CPU holds of the model."""
     lora = inputs.lora
-    copies = (lora.maxCached if lora.maxCached is not None else 4 * lora.maxLoaded) if lora.maxLoaded else 0
-    slot = memory.lora_bytes(inputs.model.shape, copies, lora.maxRank, limits.element_bytes(inputs))
     limit = shared_memory(num_gpus) if inputs.shared_memory is None else inputs.shared_memory
     swap = inputs.engine.swapSpace
-    return host(num_gpus, lora.maxLoaded > 0, slot, limit, 0 if swap is None else num_bytes(swap))
+    return host(num_gpus, lora.maxLoaded > 0, _copies(inputs), limit, 0 if swap is None else num_bytes(swap))
+
+
+def _copies(inputs: Inputs) -> int:
+    """Bytes of adapters in host memory at most."""
+    lora = inputs.lora
+    if not lora.maxLoaded:
+        return 0
+    bound = None if lora.maxCachedMemory is None else num_bytes(lora.maxCachedMemory)
+    if bound is not None and lora.maxCached is None:
+        return bound
+    num = 4 * lora.maxLoaded if lora.maxCached is None else lora.maxCached
+    largest = memory.lora_bytes(inputs.model.shape, num, lora.maxRank, limits.element_bytes(inputs))
+    return largest if bound is None else min(bound, largest)

@@ -89,6 +89,7 @@ class Inputs:
                 "maxLoaded": lora.maxLoaded,
                 "maxRank": lora.maxRank if lora.maxLoaded else None,
                 "maxCached": lora.maxCached if lora.maxLoaded else None,
+                "maxCachedMemory": lora.maxCachedMemory if lora.maxLoaded else None,
             },
             "engine": {
                 "blockSize": engine.blockSize,

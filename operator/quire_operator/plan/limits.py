@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the model, the GPU and the engine allow at all: numbers of GPUs, types, lengths. Pure."""
 
+from quire_operator.plan import memory
 from quire_operator.plan.errors import Unplannable, Why
 from quire_operator.plan.inputs import Inputs
+from quire_operator.plan.memory import MIB
+from quire_operator.quantity import num_bytes
 from quire_spec import capability
 from quire_spec.shard import why_not_shared
 
@@ -73,6 +76,18 @@ def check_length(inputs: Inputs) -> None:
     if pinned is not None and pinned > limit:
         fix = f"the model is made for {limit} tokens (max_position_embeddings), and the engine refuses more; lower it"
         raise Unplannable(Why.UNSUPPORTED_BY_ENGINE, f"spec.engine.maxModelLen: {pinned}: {fix}")
+
+
+def check_copies(inputs: Inputs) -> None:
+    """Raise Unplannable when host memory has no room for the copy of an adapter in each slot: the engine refuses it."""
+    lora = inputs.lora
+    if lora.maxCachedMemory is None or not lora.maxLoaded:
+        return
+    least = memory.lora_bytes(inputs.model.shape, lora.maxLoaded, lora.maxRank, element_bytes(inputs))
+    if num_bytes(lora.maxCachedMemory) < least:
+        taken = f"{lora.maxLoaded} adapters of rank {lora.maxRank} take {-(-least // MIB)}Mi"
+        fix = f"{taken}; raise it, or lower spec.lora.maxLoaded or maxRank"
+        raise Unplannable(Why.DOES_NOT_FIT, f"spec.lora.maxCachedMemory: {lora.maxCachedMemory}: {fix}")
 
 
 def element_bytes(inputs: Inputs) -> int:

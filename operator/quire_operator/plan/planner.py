@@ -22,6 +22,7 @@ def make_plan(inputs: Inputs, images: Mapping[str, str] = DEFAULT_IMAGES) -> Pla
     """
     limits.check_type(inputs)
     limits.check_length(inputs)
+    limits.check_copies(inputs)
     ways = list(all_ways(inputs))
     found = best(inputs, ways)
     if found is None:
