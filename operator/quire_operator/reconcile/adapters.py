@@ -92,7 +92,7 @@ def _condition(entries: list[dict[str, Any]], num_ready: int, wanted: Mark, read
             return make(True, Reason.NO_ADAPTERS, "spec.adapters is empty")
         return make(None, Reason.NO_READY_PODS, "no pod is ready")
     if silent := [pod for pod in ready_pods if pod.report is None]:
-        return make(None, Reason.PODS_UNREACHABLE, unreachable(silent))
+        return make(None, Reason.PODS_UNREACHABLE, _unreachable(silent))
     counts = f"{num_ready} of {len(entries)} adapters are on all {len(ready_pods)} ready pods"
     failed = [entry for entry in entries if entry["state"] == "Failed"]
     if failed:
@@ -111,7 +111,7 @@ def _condition(entries: list[dict[str, Any]], num_ready: int, wanted: Mark, read
     return make(True, Reason.ALL_LOADED, counts)
 
 
-def unreachable(silent: Sequence[Pod]) -> str:
+def _unreachable(silent: Sequence[Pod]) -> str:
     """Which ready pods do not tell the operator how they are."""
     more = f" (and {len(silent) - 1} more)" if len(silent) > 1 else ""
     words = silent[0].report_error or "its health port was not asked yet"

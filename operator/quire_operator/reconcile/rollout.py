@@ -158,7 +158,7 @@ def _progress(numbers: _Numbers, wanted: int) -> str:
 
 
 def _ready(pod: Pod) -> bool:
-    return pod.ready and not pod.deleting and (pod.report is None or pod.report.ready)
+    return pod.ready and pod.alive and (pod.report is None or pod.report.ready)
 
 
 def _end(pod: Pod) -> str:

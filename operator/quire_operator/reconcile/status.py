@@ -86,7 +86,7 @@ def _read(
         planned = Condition(planned.type, planned.holds, planned.reason, f"{planned.message}; {note}")
     conditions = [
         config, planned, cached, available(observed, spec.replicas), progressing, loaded.condition,
-        _ready(blocker, found, loaded.condition, observed),
+        _ready(blocker, found, loaded.condition),
     ]  # fmt: skip
     labels = names.selector(service, names.SERVER)
     fields = {
@@ -151,7 +151,7 @@ def _progressing(blocker: Condition | None, found: Rollout) -> Condition:
     return Condition(Type.PROGRESSING, moving, blocker.reason, blocker.message)
 
 
-def _ready(blocker: Condition | None, found: Rollout, loaded: Condition, observed: Observed) -> Condition:
+def _ready(blocker: Condition | None, found: Rollout, loaded: Condition) -> Condition:
     if blocker is not None:
         holds = None if blocker.reason == Reason.PAUSED else False
         return Condition(Type.READY, holds, blocker.reason, blocker.message)
@@ -159,8 +159,6 @@ def _ready(blocker: Condition | None, found: Rollout, loaded: Condition, observe
         return Condition(Type.READY, False, found.reason, found.message)
     if found.wanted == 0:
         return Condition(Type.READY, False, Reason.SCALED_TO_ZERO, "spec.replicas is 0")
-    if silent := [pod for pod in ready_pods(observed) if pod.report is None]:
-        return Condition(Type.READY, None, Reason.PODS_UNREACHABLE, adapters.unreachable(silent))
     if loaded.holds is not True:
         return Condition(Type.READY, loaded.holds, loaded.reason, loaded.message)
     return Condition(Type.READY, True, Reason.READY, f"{found.message}; {loaded.message}")

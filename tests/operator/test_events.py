@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `kubectl describe` tells: changes that people should hear of, each once, and failures as warnings."""
+
+from dataclasses import replace
+
+import pytest
+from support.observing import (
+    GENERATION,
+    LATER,
+    NOW,
+    PLAN,
+    VERDICT,
+    deployment,
+    healthy,
+    job,
+    job_done,
+    pod,
+    report,
+    starting,
+    wanted,
+    with_adapter,
+)  # fmt: skip
+
+from quire_operator.plan.errors import Unplannable, Why
+from quire_operator.reconcile.events import events
+from quire_operator.reconcile.observed import Observed, Verdict
+from quire_operator.reconcile.status import status
+from quire_spec.status import AdapterState
+
+SERVICE = wanted()
+GOOD = pod("s-0", report(SERVICE))
+
+
+def after(before, observed, verdict=VERDICT, service=SERVICE):
+    return status(service, GENERATION, verdict, observed, before, LATER)
+
+
+def told(before, observed, verdict=VERDICT):
+    """Type, reason and message of what is told, as lines."""
+    return [f"{e.type} {e.reason}: {e.message}" for e in events(before, after(before, observed, verdict))]
+
+
+WELL = after({}, healthy())
+
+
+def test_the_story_of_a_service_that_comes_up():
+    nothing = {}
+    downloading = after(nothing, Observed(job=job(), job_pods=(starting("j", started_at="x"),)))
+    assert [e.reason for e in events(nothing, downloading)] == ["Fits", "Downloading"]
+    begun = after(downloading, healthy(pods=(starting("s-0"), starting("s-1")), deployment=deployment(2, ready=0)))
+    assert [e.reason for e in events(downloading, begun)] == ["Downloaded", "PodsNotReady"]
+    lines = told(begun, healthy())
+    told_of = [line.partition(":")[0].removeprefix("Normal ") for line in lines]
+    assert told_of == ["RolloutComplete", "MinimumReplicas", "Ready", "AdapterReady", "AdapterReady"]
+    assert lines[3] == f"Normal AdapterReady: adapter sql is on all 2 ready pods, sha256:{'sql':0>64}"
+
+
+def test_nothing_is_told_twice():
+    assert events(WELL, after(WELL, healthy())) == []
+
+
+CHANGES = {
+    "a pod is lost": (
+        healthy(pods=(GOOD, starting("s-1")), deployment=deployment(2, ready=1)),
+        ["Normal PodsNotReady"],
+    ),
+    "no GPU": (
+        healthy(
+            pods=(GOOD, starting("s-1", unschedulable="Insufficient nvidia.com/gpu")), deployment=deployment(2, ready=1)
+        ),
+        ["Warning InsufficientGPU"],
+    ),
+    "all pods are lost": (
+        healthy(pods=(starting("s-0"), starting("s-1")), deployment=deployment(2, ready=0)),
+        ["Normal PodsNotReady", "Warning NoReadyPods"],
+    ),
+    "a claim of another's": (healthy(conflict="Service s belongs to Helm"), ["Warning Conflict"]),
+    "a kind that is missing": (healthy(left_out=("PodMonitor",)), ["Warning KindsLeftOut"]),
+    "pods that do not answer": (healthy(pods=(GOOD, pod("s-1", report_error="refused"))), ["Warning PodsUnreachable"]),
+    "an adapter that failed": (
+        healthy(pods=(GOOD, pod("s-1", with_adapter(report(SERVICE), "sql", AdapterState.FAILED, "HTTP 404")))),
+        ["Warning AdapterFailed"],
+    ),
+    "a download that gave up": (healthy(job=job_done("Failed")), ["Warning DownloadFailed"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_it_tells_of(case):
+    observed, expected = CHANGES[case]
+    assert [line.partition(":")[0] for line in told(WELL, observed)] == expected
+    worse = after(WELL, observed)
+    assert events(worse, after(worse, observed)) == []
+
+
+def test_a_failure_that_lasts_is_not_told_again_when_its_words_change():
+    def failed(words):
+        said = with_adapter(report(SERVICE), "sql", AdapterState.FAILED, words)
+        return healthy(pods=(GOOD, pod("s-1", said)))
+
+    broken = after(WELL, failed("HTTP 500"))
+    assert told(broken, failed("HTTP 502")) == []
+    assert [line.partition(":")[0] for line in told(broken, healthy())] == ["Normal Ready", "Normal AdapterReady"]
+
+
+def test_new_content_under_an_old_name_is_told():
+    other = [replace(a, digest="sha256:" + "e" * 64) for a in report(SERVICE).adapters]
+    said = report(SERVICE, adapters=[other[0], report(SERVICE).adapters[1]])
+    lines = told(WELL, healthy(pods=(pod("s-0", said), pod("s-1", said))))
+    assert lines == [f"Normal AdapterReady: adapter sql is on all 2 ready pods, sha256:{'e' * 64}"]
+
+
+def test_a_plan_that_was_wrong_is_told_once():
+    few = replace(report(SERVICE), memory=replace(report(SERVICE).memory, num_blocks=PLAN.kvTokens * 8 // 10 // 16))
+    seen = healthy(pods=(pod("s-0", few), pod("s-1", report(SERVICE))))
+    (line,) = told(WELL, seen)
+    assert line.startswith("Warning PlanDiffers: the engine has room for") and "20% fewer than the" in line
+    wrong = after(WELL, seen)
+    assert told(wrong, seen) == []
+    less = replace(few, memory=replace(few.memory, num_blocks=few.memory.num_blocks // 2))
+    assert told(wrong, healthy(pods=(pod("s-0", less), GOOD))) == [], "known already"
+
+
+def test_another_plan_is_told_with_its_sizes():
+    other = replace(PLAN, inputsHash="sha256:" + "1" * 64)
+    lines = told(WELL, healthy(), Verdict(plan=other))
+    assert lines[0].startswith("Normal Replanned: the spec, the model or the GPUs changed: tensorParallelSize 1, maxM")
+
+
+def test_a_verdict_is_told_by_its_own_condition_only():
+    lines = told(WELL, healthy(), Verdict(PLAN, "", Unplannable(Why.DOES_NOT_FIT, "short by 3 GiB")))
+    assert lines == ["Warning DoesNotFit: Planned: short by 3 GiB"]
+
+
+def test_many_adapters_make_few_events():
+    names = [f"a{i}" for i in range(50)]
+    lines = "".join(f"\n- {{name: {n}, source: {{huggingFace: {{repo: o/{n}}}}}}}" for n in names)
+    service = wanted(f"replicas: 1\nlora: {{maxLoaded: 4, maxRank: 16}}\nadapters:{lines}")
+    said = report(service)
+    for name in names[:5]:
+        said = with_adapter(said, name, AdapterState.FAILED, "no")
+    found = status(service, GENERATION, VERDICT, healthy(service, pods=(pod("s-0", said),)), {}, NOW)
+    made = [e for e in events({}, found) if "dapter" in e.reason]
+    assert len(made) == 11
+    assert made[-1].reason == "MoreAdapters" and made[-1].message == "40 more adapters changed, 0 of them failed"

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold of every status, whatever Deployment, pods and generations come together: drawn at random."""
+
+from dataclasses import replace
+from datetime import timedelta
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.observing import (
+    GENERATION,
+    NOW,
+    PLAN,
+    condition,
+    deployment,
+    ended,
+    faults,
+    healthy,
+    job,
+    job_done,
+    judged,
+    pod,
+    report,
+    wanted,
+    with_adapter,
+)
+
+from quire_operator.plan.errors import Unplannable, Why
+from quire_operator.plan.plan import Fit
+from quire_operator.reconcile.conditions import Reason
+from quire_operator.reconcile.events import events
+from quire_operator.reconcile.observed import Verdict
+from quire_operator.reconcile.status import status
+from quire_spec.status import AdapterState
+
+SERVICE = wanted()
+WANTED = SERVICE.spec.replicas
+DIGEST = SERVICE.catalogue().mark.digest
+REASONS = {str(reason) for group in (Reason, Fit, Why) for reason in group}
+
+LATE = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}]
+
+
+def said(**changes):
+    """A change of what a pod says; nothing where it says nothing."""
+    return lambda p: replace(p, report=p.report and replace(p.report, **changes))
+
+
+def adapter(state):
+    return lambda p: replace(p, report=p.report and with_adapter(p.report, "sql", state, "why"))
+
+
+def pending(**changes):
+    return lambda p: replace(p, ready=False, started_at="", **changes)
+
+
+def numbers(**changes):
+    return lambda o: replace(
+        o, deployment=o.deployment and {**o.deployment, "status": {**o.deployment["status"], **changes}}
+    )
+
+
+POD_FAULTS = [
+    lambda p: replace(p, ready=False),
+    lambda p: replace(p, deleting=True),
+    lambda p: replace(p, phase="Failed"),
+    lambda p: replace(p, template_hash="old"),
+    lambda p: replace(p, report=None, report_error="no answer within 10 s"),
+    lambda p: replace(p, ended=ended("server", 137, "OOMKilled", "a\nb")),
+    pending(phase="Pending"),
+    pending(unschedulable="0/1 nodes: 1 Insufficient nvidia.com/gpu."),
+    pending(unschedulable="x" * 3000),
+    pending(waiting="CrashLoopBackOff: back-off"),
+    said(ready=False, reason="core is restarting"),
+    said(generation=GENERATION - 1),
+    said(generation=GENERATION - 1, catalogue=""),
+    said(catalogue=""),
+    said(catalogue="sha256:0"),
+    said(generation=GENERATION + 1, catalogue="sha256:0"),
+    said(adapters=[]),
+    said(models=["s"]),
+    said(memory=None, core_started_at=None),
+    *map(adapter, AdapterState),
+]
+
+
+def on(index, fault):
+    return lambda o: replace(o, pods=tuple(fault(p) if i == index else p for i, p in enumerate(o.pods)))
+
+
+FAULTS = [
+    *(on(index, fault) for index in range(WANTED) for fault in POD_FAULTS),
+    *(
+        numbers(**{name: value})
+        for name in ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")
+        for value in (0, WANTED - 1, WANTED + 1)
+    ),
+    numbers(observedGeneration=3),
+    numbers(observedGeneration=5),
+    numbers(conditions=LATE),
+    lambda o: replace(o, deployment=None),
+    lambda o: replace(o, deployment=o.deployment and {**o.deployment, "spec": {"replicas": WANTED + 1}}),
+    lambda o: replace(o, deployment=deployment(0)),
+    lambda o: replace(o, deployment=deployment(WANTED + 1)),
+    lambda o: replace(o, pods=o.pods[1:]),
+    lambda o: replace(o, pods=(*o.pods, pod("s-9", report(SERVICE)))),
+    lambda o: replace(o, pods=(*o.pods, pod("s-9", report(SERVICE), deleting=True))),
+    lambda o: replace(o, job=None),
+    lambda o: replace(o, job=job()),
+    lambda o: replace(o, job=job_done("Failed")),
+    lambda o: replace(o, applied=GENERATION - 1),
+    lambda o: replace(o, applied=0),
+    lambda o: replace(o, left_out=("PodMonitor",)),
+    lambda o: replace(o, rejected="422"),
+    lambda o: replace(o, conflict="Service s"),
+]
+
+
+@st.composite
+def observations(draw):
+    """A healthy service, and up to four things wrong with it."""
+    seen = healthy(SERVICE)
+    for fault in draw(st.lists(st.sampled_from(FAULTS), max_size=4)):
+        seen = fault(seen)
+    return seen
+
+
+good = Verdict(plan=PLAN)
+verdicts = st.sampled_from(
+    [good] * 20
+    + [Verdict(), Verdict(pending="x"), Verdict(invalid="x"), Verdict(plan=PLAN, invalid="x")]
+    + [Verdict(unplannable=Unplannable(Why.DOES_NOT_FIT, "x")), Verdict(PLAN, "", Unplannable(Why.GPU_UNKNOWN, "x"))]
+)
+
+
+def truly_ready(verdict, seen):
+    """By the words of the issue, said another way than the code says them."""
+    if verdict != good or seen.rejected or seen.conflict or seen.job != job_done() or seen.applied != GENERATION:
+        return False
+    d = seen.deployment
+    if d is None or d["status"]["observedGeneration"] < d["metadata"]["generation"] or d["spec"]["replicas"] != WANTED:
+        return False
+    if any(d["status"][n] != WANTED for n in ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")):
+        return False
+    serving = [p for p in seen.pods if not p.deleting and p.phase in ("Pending", "Running")]
+    if len(serving) != WANTED or len({p.template_hash for p in serving}) != 1:
+        return False
+    return all(p.ready and p.report and p.report.ready and holds(p, "sql") and holds(p, "support") for p in serving)
+
+
+def holds(seen, name):
+    """Whether a pod has an adapter of this very catalogue."""
+    if seen.report is None:
+        return False
+    same = seen.report.catalogue == DIGEST if seen.report.catalogue else seen.report.generation == GENERATION
+    return same and any(a.name == name and a.state is AdapterState.READY for a in seen.report.adapters)
+
+
+def test_ready_is_claimed_when_it_is_so_and_never_else():
+    """Every pair of things that can be wrong, since one often hides behind another."""
+    once = [healthy(SERVICE), *(fault(healthy(SERVICE)) for fault in FAULTS)]
+    truths = []
+    for seen in [*once, *(fault(seen) for seen in once for fault in FAULTS)]:
+        truths.append(truly_ready(good, seen))
+        found = status(SERVICE, GENERATION, good, seen, {}, NOW)
+        assert (condition(found, "Ready")["status"] == "True") == truths[-1], seen
+        serving = [p for p in seen.pods if p.ready and p.alive and (p.report is None or p.report.ready)]
+        for name in found["models"]:
+            assert serving and all(p.report and name in p.report.models for p in serving), seen
+        for entry in found["adapters"]:
+            assert entry["ready"] == sum(holds(p, entry["name"]) for p in serving), seen
+            assert entry["total"] == len(serving) == found["readyReplicas"], seen
+    assert 100 < sum(truths) < len(truths) - 1000, "both sides were tried"
+
+
+@given(verdicts, observations())
+def test_ready_is_not_claimed_against_a_verdict(verdict, seen):
+    found = status(SERVICE, GENERATION, verdict, seen, {}, NOW)
+    assert (condition(found, "Ready")["status"] == "True") == truly_ready(verdict, seen)
+
+
+@settings(max_examples=60)
+@given(verdicts, observations(), verdicts, observations())
+def test_every_status_is_whole_and_stable(verdict, seen, verdict_before, seen_before):
+    before = status(SERVICE, GENERATION - 1, verdict_before, seen_before, {}, NOW - timedelta(hours=1))
+    found = status(SERVICE, GENERATION, verdict, seen, before, NOW)
+    assert faults(found) == []
+    assert len({c["type"] for c in found["conditions"]}) == len(found["conditions"]) == 7
+    assert {c["observedGeneration"] for c in found["conditions"]} == {GENERATION}
+    for c in found["conditions"]:
+        assert c["reason"] in REASONS and c["message"], c
+        kept = condition(before, c["type"])
+        assert (c["lastTransitionTime"] == kept["lastTransitionTime"]) == (c["status"] == kept["status"])
+    assert status(SERVICE, GENERATION, verdict, seen, found, NOW + timedelta(hours=1)) == found
+    made = events(before, found)
+    assert len(set(made)) == len(made) and events(found, found) == []
+    for event in made:
+        assert event.type in ("Normal", "Warning") and event.message
+        assert len(event.reason) <= 128 and len(event.message) <= 1024
+    # Ready sums up: what another condition denies it does not claim.
+    told = judged(found)
+    if told["Ready"][0] == "True":
+        assert all(told[kind][0] == "True" for kind in ("ConfigValid", "Planned", "ModelCached", "Available"))
+        assert told["AdaptersReady"][0] == "True" and told["Progressing"] == ("False", "RolloutComplete")
+
+
+@settings(max_examples=30)
+@given(observations())
+def test_a_spec_that_cannot_be_read_claims_nothing(seen):
+    found = status(None, GENERATION, Verdict(invalid="spec.x: unknown"), seen, {}, NOW)
+    assert faults(found) == []
+    assert judged(found)["Ready"] == judged(found)["ConfigValid"] == ("False", "Invalid")
