@@ -6,54 +6,12 @@ import re
 import kubernetes_validate
 import pytest
 import yaml
-from support.chart import CHART, ROOT, documents, helm, one, rendered
+from support.chart import CHART, NAMED, OFF, ROOT, documents, helm, one, rendered
 from support.openapi import CRD
 
 from quire_operator import crd
 from quire_operator.render import names
 
-NAMED = {
-    "image": {
-        "registry": "registry.example/team/",
-        "pullPolicy": "Always",
-        "operator": {"repository": "manager", "tag": "1.2", "digest": f"sha256:{'1' * 64}"},
-        "gpu": {"repository": "server-gpu", "tag": "1.3", "digest": f"sha256:{'2' * 64}"},
-        "cpu": {"repository": "server-cpu", "tag": "1.4", "digest": f"sha256:{'3' * 64}"},
-    },
-    "imagePullSecrets": [{"name": "pull"}],
-    "watchNamespaces": ["team-a", "team-b"],
-    "crds": {"install": False, "keep": False},
-    "rbac": {"create": True, "readNodes": False, "aggregateRoles": False},
-    "serviceAccount": {"create": True, "name": "of-mine", "annotations": {"role-arn": "arn:aws:iam::1:role/x"}},
-    "operator": {
-        "logFormat": "text",
-        "logLevel": "debug",
-        "workers": 29,
-        "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
-        "extraVolumes": [{"name": "ca", "configMap": {"name": "company-ca"}}],
-        "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/ssl/certs"}],
-    },
-    "resources": {"requests": {"cpu": "777m", "memory": "222Mi"}, "limits": {"memory": "333Mi"}},
-    "podLabels": {"label-x": "label-y"},
-    "podAnnotations": {"note-n": "note-m"},
-    "nodeSelector": {"pool-p": "pool-q"},
-    "tolerations": [{"key": "taint-k", "operator": "Exists"}],
-    "affinity": {"podAntiAffinity": {}},
-    "priorityClassName": "system-cluster-critical",
-    "terminationGracePeriodSeconds": 17,
-    "networkPolicy": {"enabled": True, "ingressFrom": [{"namespaceSelector": {"matchLabels": {"watcher": "yes"}}}]},
-    "metrics": {
-        "podMonitor": {"enabled": True, "interval": "1m", "labels": {"release": "monitoring"}},
-        "dashboard": {"enabled": True, "labels": {"folder": "x"}, "annotations": {"grafana_folder": "Models"}},
-    },
-}
-"""Everything that can be set, with another value than the default."""
-OFF = {
-    "crds": {"keep": False},
-    "rbac": {"create": False},
-    "serviceAccount": {"create": False},
-    "networkPolicy": {"enabled": False},
-}
 MATRIX = {"defaults": {}, "named": NAMED, "off": OFF}
 OPTIONAL = {"PodMonitor"}
 GENERATED = "not current: make generated"
@@ -232,8 +190,9 @@ def test_rbac_names_verbs_and_resources(objects):
         assert resource not in ("pods/exec", "pods/log", "roles", "rolebindings", "clusterroles", "*")
     granted = rules(one(objects, "ClusterRole", "quire"))
     assert {verb for _, resource, verb in granted if resource == "llmservices"} == {"get", "list", "watch"}
-    assert {verb for _, resource, verb in granted if resource == "pods"} == {"get", "list", "watch"}
-    assert rules(one(objects, "ClusterRole", "quire-nodes")) == {("", "nodes", "list"), ("", "nodes", "watch")}
+    assert {verb for _, resource, verb in granted if resource == "pods"} == {"list", "watch"}
+    assert {verb for _, resource, verb in granted if resource == "secrets"} == {"get", "create", "patch", "delete"}
+    assert rules(one(objects, "ClusterRole", "quire-nodes")) == {("", "nodes", "list")}
     binding = one(objects, "ClusterRoleBinding", "quire")
     account = one(objects, "ServiceAccount")["metadata"]
     assert binding["subjects"] == [
@@ -255,15 +214,25 @@ def test_every_kind_that_is_rendered_may_be_applied(objects):
 
 
 def test_named_namespaces_get_roles_and_nothing_else(named, objects):
-    roles = [o for o in named if o["kind"] == "Role"]
+    roles = [o for o in named if o["kind"] == "Role" and not o["metadata"]["name"].endswith("-lease")]
     bindings = [o for o in named if o["kind"] == "RoleBinding"]
     assert [o["metadata"]["namespace"] for o in roles] == ["team-a", "team-b"]
-    assert [o["metadata"]["namespace"] for o in bindings] == ["team-a", "team-b"]
+    assert {o["metadata"]["namespace"] for o in bindings} == {"team-a", "team-b", "quire-system"}
     assert {o["subjects"][0]["name"] for o in bindings} == {"of-mine"}
     assert not [o for o in named if o["kind"].startswith("Cluster")]
     assert option(named, "namespace") == ["team-a", "team-b"]
     for role in roles:
         assert rules(role) == rules(one(objects, "ClusterRole", "quire"))
+
+
+def test_a_lease_is_held_under_one_name(named, objects):
+    assert option(named, "lease") == ["demo-quire"]
+    role = one(named, "Role", "demo-quire-lease")
+    assert role["metadata"]["namespace"] == "quire-system"
+    assert [rule.get("resourceNames") for rule in role["rules"]] == [None, ["demo-quire"]]
+    assert rules(role) == {("coordination.k8s.io", "leases", verb) for verb in ("create", "get", "update")}
+    assert not option(objects, "lease")
+    assert not [o for o in objects if o["metadata"]["name"].endswith("-lease")]
 
 
 def test_people_get_at_llmservices_by_their_usual_roles(objects):

@@ -11,6 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from support.chart import CHART, ROOT
+from support.documents import DOCS, blocks
 from support.openapi import OPENAPI, walk
 from support.planning import ANY_TP, MODELS
 
@@ -25,16 +26,9 @@ from quire_operator.service import Device, LLMService
 from quire_spec import engine_arguments
 from quire_spec.config import EngineConfig
 
-DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MIGRATION = ROOT / "docs/migrate-from-vllm-backend.md"
 FIELDS = {".".join(part for part in path if part not in ("[]", "*")): node for path, node in walk(OPENAPI) if path}
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
-
-
-def blocks(document, language):
-    """Code blocks of one language; those in lists lose their indent."""
-    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", document.read_text(), re.MULTILINE | re.DOTALL)
-    return ["\n".join(line.removeprefix(indent) for line in text.splitlines()) + "\n" for indent, text in found]
 
 
 def each(language):

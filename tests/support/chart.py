@@ -11,6 +11,50 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/quire"
 
+NAMED: dict[str, Any] = {
+    "image": {
+        "registry": "registry.example/team/",
+        "pullPolicy": "Always",
+        "operator": {"repository": "manager", "tag": "1.2", "digest": f"sha256:{'1' * 64}"},
+        "gpu": {"repository": "server-gpu", "tag": "1.3", "digest": f"sha256:{'2' * 64}"},
+        "cpu": {"repository": "server-cpu", "tag": "1.4", "digest": f"sha256:{'3' * 64}"},
+    },
+    "imagePullSecrets": [{"name": "pull"}],
+    "watchNamespaces": ["team-a", "team-b"],
+    "crds": {"install": False, "keep": False},
+    "rbac": {"create": True, "readNodes": False, "aggregateRoles": False},
+    "serviceAccount": {"create": True, "name": "of-mine", "annotations": {"role-arn": "arn:aws:iam::1:role/x"}},
+    "operator": {
+        "logFormat": "text",
+        "logLevel": "debug",
+        "workers": 29,
+        "lease": True,
+        "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+        "extraVolumes": [{"name": "ca", "configMap": {"name": "company-ca"}}],
+        "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/ssl/certs"}],
+    },
+    "resources": {"requests": {"cpu": "777m", "memory": "222Mi"}, "limits": {"memory": "333Mi"}},
+    "podLabels": {"label-x": "label-y"},
+    "podAnnotations": {"note-n": "note-m"},
+    "nodeSelector": {"pool-p": "pool-q"},
+    "tolerations": [{"key": "taint-k", "operator": "Exists"}],
+    "affinity": {"podAntiAffinity": {}},
+    "priorityClassName": "system-cluster-critical",
+    "terminationGracePeriodSeconds": 17,
+    "networkPolicy": {"enabled": True, "ingressFrom": [{"namespaceSelector": {"matchLabels": {"watcher": "yes"}}}]},
+    "metrics": {
+        "podMonitor": {"enabled": True, "interval": "1m", "labels": {"release": "monitoring"}},
+        "dashboard": {"enabled": True, "labels": {"folder": "x"}, "annotations": {"grafana_folder": "Models"}},
+    },
+}
+"""Everything that can be set, with another value than the default."""
+OFF: dict[str, Any] = {
+    "crds": {"keep": False},
+    "rbac": {"create": False},
+    "serviceAccount": {"create": False},
+    "networkPolicy": {"enabled": False},
+}
+
 
 def helm(*arguments: str | Path, check: bool = True, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """A command of Helm."""

@@ -33,3 +33,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if $image.digest }}{{ printf "%s@%s" $name $image.digest }}
 {{- else }}{{ printf "%s:%s" $name ($image.tag | default (index . 2)) }}{{ end }}
 {{- end }}
+
+{{/* Takes the rules out of a definition, in place. */}}
+{{- define "quire.withoutRules" -}}
+{{- if kindIs "map" . }}
+{{- $_ := unset . "x-kubernetes-validations" }}
+{{- range . }}{{ include "quire.withoutRules" . }}{{ end }}
+{{- else if kindIs "slice" . }}
+{{- range . }}{{ include "quire.withoutRules" . }}{{ end }}
+{{- end }}
+{{- end }}

@@ -44,14 +44,18 @@ roles, and any write to an LLMService but its status. */}}
   resources: [inferencepools]
   verbs: [get, list, watch, create, patch, delete]
 # Secrets: it makes two for each LLMService (the key of the pods' admin port, and copies of the keys that sources name),
-# and reads those that sources name, whose names only the LLMServices know.
+# and reads those that sources name, which only the LLMServices know: so `get`, by name. Not list and watch, which would
+# show it all Secrets of a namespace.
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, create, patch, delete]
+- apiGroups: [apps]
+  resources: [replicasets]
+  verbs: [list, watch]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch]
-- apiGroups: [""]
+  verbs: [list, watch]
+- apiGroups: [events.k8s.io]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create]
 {{- end }}

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chart on a real API server: installed, upgraded and uninstalled by Helm, with the definition living on."""
+
+import shutil
+
+import pytest
+import yaml
+from support.chart import CHART, NAMED, OFF, documents, helm, rendered
+from support.cluster import running
+from support.pod import eventually
+
+CRD = "llmservices.quire.dev"
+SYSTEM = "quire-system"
+API = "quire.dev/v1alpha1"
+TALES = {"device": "CPU", "model": {"source": {"pvc": {"claimName": "c"}}}}
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A cluster of its own: the one that other tests share has the definition already."""
+    with running(tmp_path_factory.mktemp("chart-cluster")) as cluster:
+        yield cluster
+
+
+class Release:
+    """The release `quire` on a cluster."""
+
+    def __init__(self, cluster, folder):
+        self.cluster, self.folder = cluster, folder
+
+    def helm(self, command, chart=None, values=None, check=True, name="quire", more=()):
+        where = ["-n", SYSTEM, "--kubeconfig", self.cluster.kubeconfig]
+        if chart is not None:
+            file = self.folder / "values.yaml"
+            file.write_text(yaml.safe_dump(values or {}))
+            where += ["-f", file]
+        return helm(command, name, *([chart] if chart else []), *where, *more, check=check)
+
+    def definition(self):
+        return self.cluster.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", CRD)
+
+    def established(self):
+        conditions = (self.definition() or {}).get("status", {}).get("conditions", [])
+        return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
+
+
+@pytest.fixture(scope="module")
+def release(bare, tmp_path_factory):
+    """Installed once for all tests here, which run in order."""
+    made = Release(bare, tmp_path_factory.mktemp("release"))
+    made.helm("install", CHART, more=["--create-namespace"])
+    eventually(made.established, 30, "the definition is served")
+    return made
+
+
+def service(cluster, name="tales", **spec):
+    body = {"apiVersion": API, "kind": "LLMService", "metadata": {"name": name}, "spec": TALES | spec}
+    return cluster.apply(body, "default")
+
+
+def test_installing_makes_everything(release, bare):
+    made = documents(helm("template", "quire", CHART, "-n", SYSTEM).stdout)
+    assert len(made) > 8
+    for thing in made:
+        meta = thing["metadata"]
+        found = bare.get(thing["apiVersion"], thing["kind"], meta["name"], meta.get("namespace", SYSTEM))
+        assert found, (thing["kind"], meta["name"])
+    stored = release.definition()
+    assert stored["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert service(bare)["spec"]["replicas"] == 1
+
+
+@pytest.mark.parametrize("values", [NAMED, OFF], ids=["named", "off"])
+def test_other_values_are_taken_too(release, bare, tmp_path, values):
+    """As a dry run: namespaces that are watched are made for it."""
+    for namespace in values.get("watchNamespaces", ()):
+        bare.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    for thing in rendered(tmp_path, values):
+        if thing["kind"] not in ("PodMonitor", "CustomResourceDefinition"):
+            namespace = thing["metadata"].get("namespace")
+            assert bare.apply(thing, namespace, dry_run=True)["metadata"]["name"] == thing["metadata"]["name"]
+
+
+def test_people_see_columns_and_scale(release, bare):
+    bare.merge(API, "LLMService", "tales", {"status": {"replicas": 1, "selector": "a=b"}}, "default", "status")
+    head, row = bare.kubectl("get", "llmservices").splitlines()
+    assert head.split() == ["NAME", "READY", "REASON", "MODEL", "GPU", "TP", "REPLICAS", "ADAPTERS", "AGE"]
+    assert row.startswith("tales")
+    bare.kubectl("scale", "llmservice", "tales", "--replicas=3")
+    assert bare.get(API, "LLMService", "tales", "default")["spec"]["replicas"] == 3
+
+
+def test_a_new_field_survives_an_upgrade(release, bare, tmp_path):
+    newer = tmp_path / "quire"
+    shutil.copytree(CHART, newer)
+    definition = yaml.safe_load((newer / "files/llmservices.yaml").read_text())
+    spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec["properties"]["future"] = {"type": "string", "maxLength": 9}
+    (newer / "files/llmservices.yaml").write_text(yaml.safe_dump(definition))
+    chart = yaml.safe_load((newer / "Chart.yaml").read_text())
+    (newer / "Chart.yaml").write_text(yaml.safe_dump(chart | {"version": "0.2.0"}))
+    release.helm("upgrade", newer)
+    eventually(lambda: service(bare, future="here")["spec"].get("future") == "here", 30, "the new field")
+    # And back: what the older definition does not know goes when the resource is next written; nothing else is lost.
+    release.helm("upgrade", CHART)
+    eventually(
+        lambda: (
+            "future"
+            not in bare.merge(API, "LLMService", "tales", {"metadata": {"labels": {"a": "b"}}}, "default")["spec"]
+        ),
+        30,
+        "the older definition",
+    )
+    assert bare.get(API, "LLMService", "tales", "default")["spec"]["device"] == "CPU"
+
+
+def test_an_upgrade_takes_other_values(release, bare):
+    release.helm("upgrade", CHART, {"operator": {"workers": 3}})
+    (container,) = bare.get("apps/v1", "Deployment", "quire", SYSTEM)["spec"]["template"]["spec"]["containers"]
+    assert "--workers=3" in container["args"]
+
+
+def test_uninstalling_keeps_definition_and_services(release, bare):
+    release.helm("uninstall")
+    assert bare.get("apps/v1", "Deployment", "quire", SYSTEM) is None
+    assert bare.get("rbac.authorization.k8s.io/v1", "ClusterRole", "quire") is None
+    assert release.definition()["metadata"].get("deletionTimestamp") is None
+    assert bare.get(API, "LLMService", "tales", "default")["spec"]["device"] == "CPU"
+    release.helm("install", CHART)
+    assert bare.get(API, "LLMService", "tales", "default")
+
+
+def test_another_release_may_take_the_definition_over(release, bare):
+    """As docs/upgrade.md says."""
+    release.helm("uninstall")
+    refused = release.helm("install", CHART, name="other", check=False)
+    assert refused.returncode and CRD in refused.stderr
+    bare.kubectl("label", "crd", CRD, "app.kubernetes.io/managed-by=Helm", "--overwrite")
+    names = ["meta.helm.sh/release-name=other", f"meta.helm.sh/release-namespace={SYSTEM}"]
+    bare.kubectl("annotate", "crd", CRD, *names, "--overwrite")
+    release.helm("install", CHART, name="other")
+    assert release.definition()["metadata"]["labels"]["app.kubernetes.io/instance"] == "other"
+    release.helm("uninstall", name="other")

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents of the repository, and the code blocks in them."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """Code blocks of one language; those in lists lose their indent."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", document.read_text(), re.MULTILINE | re.DOTALL)
+    return ["\n".join(line.removeprefix(indent) for line in text.splitlines()) + "\n" for indent, text in found]
