@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean cluster-tools
+.PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean cluster-tools cluster-up cluster-down
 # A Kubernetes for tests and for people: hack/cluster.
 CLUSTER = PYTHONPATH=hack $(BIN)/python -m cluster
 
@@ -29,6 +29,12 @@ bench: dev-env ## measure serving on a quiet machine: this engine, the server, t
 
 cluster-tools: dev-env ## find, download or build the programs of Kubernetes for the cluster tests (minutes, once)
 	@$(CLUSTER) tools
+
+cluster-up: dev-env ## a Kubernetes of one node on this machine, without Docker (as root on Debian; else no node)
+	@$(CLUSTER) up
+
+cluster-down: dev-env ## end it, with everything that ran on it
+	@$(CLUSTER) down
 
 check: lint types contracts ## lint, types and import contracts
 

@@ -14,16 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import processes
+from cluster import network, processes
 from cluster.kubeconfig import Access
 from cluster.pki import Authority
 from cluster.tools import Tools
 
-SERVICES = "10.96.0.0/16"
-API_SERVICE = "10.96.0.1"
+NODE_NAME = "quire-node"
 START_S = 60.0
 _STOPPED_IN_ORDER = ("kube-scheduler", "kube-controller-manager", "kube-apiserver", "etcd")
-_API_HOSTS = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "127.0.0.1", API_SERVICE)
+_API_NAMES = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
 
 
 class StartError(Exception):
@@ -67,7 +66,7 @@ def start(folder: Path, tools: Tools, address: str = "127.0.0.1", dies_with_us: 
     folder.mkdir(parents=True, exist_ok=True)
     _certificates(folder / "pki", address)
     api, client, peer, controllers, scheduler = free_ports(5, "" if address != "127.0.0.1" else address)
-    plane = ControlPlane(folder, tools, address, _kubeconfigs(folder, api))
+    plane = ControlPlane(folder, tools, address, _kubeconfigs(folder, api, address))
     starter = _Starter(folder, tools, dies_with_us)
     try:
         starter.start("etcd", *_etcd(folder, client, peer))
@@ -117,26 +116,33 @@ def _certificates(folder: Path, address: str) -> None:
     if (folder / "ca.crt").exists():
         return
     authority = Authority(folder)
-    authority.issue("apiserver", "kube-apiserver", hosts=sorted({*_API_HOSTS, address}), client=False)
+    hosts = [*_API_NAMES, *sorted({"127.0.0.1", network.API_SERVICE, address})]
+    authority.issue("apiserver", "kube-apiserver", hosts=hosts, client=False)
     authority.issue("admin", "admin", "system:masters")
     authority.issue("controllers", "system:kube-controller-manager")
     authority.issue("scheduler", "system:kube-scheduler")
     authority.issue("proxy", "system:kube-proxy")
-    node = socket.gethostname().lower()
-    authority.issue("kubelet", f"system:node:{node}", "system:nodes", sorted({node, address, "127.0.0.1"}))
+    authority.issue("kubelet", f"system:node:{NODE_NAME}", "system:nodes", [NODE_NAME, network.NODE])
     authority.issue("apiserver-kubelet", "apiserver-kubelet", "system:masters")
     authority.issue("front-proxy", "front-proxy")
     authority.service_account_keys()
 
 
-def _kubeconfigs(folder: Path, port: int) -> Access:
+def _kubeconfigs(folder: Path, port: int, address: str) -> Access:
     """One for each of its clients; the administrator's access."""
     pki = folder / "pki"
     ca = (pki / "ca.crt").read_text()
     found = {}
-    for name in ("controllers", "scheduler", "kubelet", "proxy", "admin"):
+    here = "127.0.0.1"
+    for name, host in (
+        ("controllers", here),
+        ("scheduler", here),
+        ("admin", here),
+        ("kubelet", address),
+        ("proxy", address),
+    ):
         certificate, key = (pki / f"{name}.crt").read_text(), (pki / f"{name}.key").read_text()
-        found[name] = Access(f"https://127.0.0.1:{port}", ca, certificate, key)
+        found[name] = Access(f"https://{host}:{port}", ca, certificate, key)
         found[name].write(folder / f"{name}.kubeconfig")
     return found["admin"]
 
@@ -167,7 +173,7 @@ def _api_server(folder: Path, port: int, etcd: str, address: str) -> list[str]:
         f"--client-ca-file={pki}/ca.crt",
         "--authorization-mode=Node,RBAC",
         "--enable-admission-plugins=NodeRestriction",
-        f"--service-cluster-ip-range={SERVICES}",
+        f"--service-cluster-ip-range={network.SERVICES}",
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-signing-key-file={pki}/sa.key",
         f"--service-account-key-file={pki}/sa.pub",
@@ -195,7 +201,7 @@ def _controllers(folder: Path, port: int, tools: Tools) -> list[str]:
         f"--cluster-signing-key-file={pki}/ca.key",
         "--use-service-account-credentials=true",
         "--allocate-node-cidrs=false",
-        f"--service-cluster-ip-range={SERVICES}",
+        f"--service-cluster-ip-range={network.SERVICES}",
         # Many tests share it; what it may send by default, 20 requests a second, would be what they wait for.
         "--kube-api-qps=200",
         "--kube-api-burst=400",

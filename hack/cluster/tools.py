@@ -68,7 +68,7 @@ def find() -> Tools | None:
         if not all((folder / name).exists() for name in _LEAST):
             raise Unavailable(f"KUBEBUILDER_ASSETS is {assets}, and {' or '.join(_LEAST)} is not in it")
         return Tools(folder, _asked_version(folder))
-    kept = [Tools(f, _version(f.name)) for f in cache().glob("v*") if all((f / name).exists() for name in _LEAST)]
+    kept = [Tools(f, version(f.name)) for f in cache().glob("v*") if all((f / name).exists() for name in _LEAST)]
     return max(kept, key=lambda tools: tools.version, default=None)
 
 
@@ -105,10 +105,10 @@ def keep(work: Path, name: str) -> None:
 
 def _asked_version(folder: Path) -> tuple[int, int, int]:
     said = subprocess.run([folder / "kube-apiserver", "--version"], capture_output=True, text=True, check=True).stdout
-    return _version(said)
+    return version(said)
 
 
-def _version(text: str) -> tuple[int, int, int]:
+def version(text: str) -> tuple[int, int, int]:
     match = re.search(r"v(\d+)\.(\d+)\.(\d+)", text)
     if not match:
         raise Unavailable(f"{text!r} names no version")

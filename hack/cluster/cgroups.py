@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control groups of a cluster's pods: one tree of our own, so that all of it can be found and taken away."""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+_GONE_S = 10.0
+
+
+def name(folder: Path) -> str:
+    """Of the tree of the cluster in `folder`."""
+    return f"quire-{hashlib.sha256(str(folder).encode()).hexdigest()[:10]}"
+
+
+def make(folder: Path) -> None:
+    """Make the tree in every hierarchy that this machine has."""
+    for tree in _trees(folder):
+        tree.mkdir(exist_ok=True)
+        if (tree / "cgroup.controllers").exists() and tree.parent == _ROOT:  # version 2: children get what is named
+            wanted = (tree / "cgroup.controllers").read_text().split()
+            (tree / "cgroup.subtree_control").write_text(" ".join(f"+{controller}" for controller in wanted))
+
+
+def exist(folder: Path) -> bool:
+    """Whether the tree is there."""
+    return any(tree.exists() for tree in _trees(folder))
+
+
+def remove(folder: Path) -> None:
+    """Take the tree away; its processes have ended, and the kernel may still be busy with them."""
+    deadline = time.monotonic() + _GONE_S
+    while left := [tree for tree in _trees(folder) if tree.exists()]:
+        for tree in left:
+            for group in sorted((g for g in tree.rglob("*") if g.is_dir()), reverse=True):
+                _try_remove(group)
+            _try_remove(tree)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"control groups are still in use: {', '.join(map(str, left))}")
+        time.sleep(0.02)
+
+
+def _trees(folder: Path) -> Iterator[Path]:
+    if not _ROOT.is_dir():
+        return
+    if (_ROOT / "cgroup.controllers").exists():
+        yield _ROOT / name(folder)
+        return
+    for hierarchy in sorted(_ROOT.iterdir()):
+        if hierarchy.is_dir() and not hierarchy.is_symlink() and (hierarchy / "cgroup.procs").exists():
+            yield hierarchy / name(folder)
+
+
+def _try_remove(group: Path) -> None:
+    try:
+        group.rmdir()
+    except OSError:
+        pass  # busy: the next round

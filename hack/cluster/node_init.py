@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first process of a node: makes its mounts and network, starts its programs, reaps what they leave, and ends the
+node when one of them ends. Started by node.py in new mount, network and process namespaces.
+
+    python -m cluster.node_init FOLDER TOOLS VERSION PAUSE
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from cluster import cgroups, network
+from cluster.control_plane import NODE_NAME
+from cluster.tools import Tools, version
+
+SOCKET = "/run/containerd/containerd.sock"
+_WAIT_S = 30.0
+_HIDDEN = ("/run", "/var/lib", "/var/log")
+"""What programs of a node write there is the node's own, and gone with it."""
+
+
+def main() -> NoReturn:
+    """Bring the node up and stay until it ends."""
+    folder, tools, pause = Path(sys.argv[1]), Tools(Path(sys.argv[2]), version(sys.argv[3])), Path(sys.argv[4])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    _mounts(folder)
+    _network()
+    node = _Programs(folder, tools)
+    node.containerd(pause)
+    node.kubelet()
+    node.proxy()
+    node.stay()
+
+
+class _Programs:
+    """The node's programs."""
+
+    def __init__(self, folder: Path, tools: Tools) -> None:
+        self.folder, self.tools = folder, tools
+        self.names: dict[int, str] = {}
+
+    def containerd(self, pause: Path) -> None:
+        config = self.folder / "containerd.toml"
+        config.write_text(_containerd(self.folder))
+        (self.folder / "cni").mkdir(exist_ok=True)
+        (self.folder / "cni/10-bridge.conflist").write_text(json.dumps(_CNI))
+        self._start("containerd", "containerd", f"--config={config}")
+        ctr = ["ctr", f"--address={SOCKET}", "--namespace=k8s.io"]
+        _wait(lambda: subprocess.run([*ctr, "version"], capture_output=True).returncode == 0, "containerd")
+        subprocess.run([*ctr, "images", "import", str(pause)], check=True)
+
+    def kubelet(self) -> None:
+        config = self.folder / "kubelet.json"
+        config.write_text(json.dumps(_kubelet(self.folder, self.tools)))
+        old = ["--container-runtime=remote"] if self.tools.version < (1, 24, 0) else []
+        endpoint = [f"--container-runtime-endpoint=unix://{SOCKET}"] if self.tools.version < (1, 27, 0) else []
+        self._start(
+            "kubelet",
+            self.tools.path("kubelet"),
+            f"--config={config}",
+            f"--kubeconfig={self.folder}/kubelet.kubeconfig",
+            f"--hostname-override={NODE_NAME}",
+            f"--node-ip={network.NODE}",
+            f"--root-dir={self.folder}/kubelet",
+            *old,
+            *endpoint,
+        )
+
+    def proxy(self) -> None:
+        config = self.folder / "kube-proxy.json"
+        config.write_text(json.dumps(_proxy(self.folder)))
+        self._start("kube-proxy", self.tools.path("kube-proxy"), f"--config={config}")
+
+    def stay(self) -> NoReturn:
+        """Reap: everything on the node whose parent has gone is a child of this process."""
+        while True:
+            pid, status = os.wait()
+            if name := self.names.get(pid):
+                sys.exit(f"{name} ended with {os.waitstatus_to_exitcode(status)}")
+
+    def _start(self, name: str, *argv: str) -> None:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.names[subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL).pid] = name
+
+
+def _mounts(folder: Path) -> None:
+    # In this namespace only: unshare made every mount private. What kubelet mounts must show up for containers.
+    for path in _HIDDEN:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "node", path], check=True)
+    subprocess.run(["mount", "--make-rshared", "/"], check=True)
+    (folder / "kubelet").mkdir(exist_ok=True)
+
+
+def _network() -> None:
+    _wait(lambda: subprocess.run(["ip", "link", "show", "eth0"], capture_output=True).returncode == 0, "the link")
+    for arguments in (
+        "link set lo up",
+        f"address add {network.NODE}/{network.LINK_BITS} dev eth0",
+        "link set eth0 up",
+        f"route add default via {network.HOST}",
+    ):
+        subprocess.run(["ip", *arguments.split()], check=True)
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+    # A pod that calls a service which leads back to its own bridge is only translated with this.
+    bridged = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
+    if bridged.exists():
+        bridged.write_text("1")
+
+
+def _wait(ready: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _WAIT_S
+    while not ready():
+        if time.monotonic() > deadline:
+            sys.exit(f"{what} did not come up in {_WAIT_S:.0f} s")
+        time.sleep(0.05)
+
+
+_CNI = {
+    "cniVersion": "0.4.0",
+    "name": "quire",
+    "plugins": [
+        {
+            "type": "bridge",
+            "bridge": "cni0",
+            "isGateway": True,
+            "ipMasq": True,
+            "hairpinMode": True,
+            "ipam": {
+                "type": "host-local",
+                "ranges": [[{"subnet": network.PODS}]],
+                "routes": [{"dst": "0.0.0.0/0"}],
+            },
+        },
+        {"type": "portmap", "capabilities": {"portMappings": True}},
+    ],
+}
+
+
+def _containerd(folder: Path) -> str:
+    cri = 'plugins."io.containerd.grpc.v1.cri"'
+    return f"""\
+version = 2
+root = "{folder}/containerd"
+state = "/run/containerd"
+[grpc]
+  address = "{SOCKET}"
+[plugins."io.containerd.internal.v1.opt"]
+  path = "{folder}/opt"
+[{cri}]
+  sandbox_image = "localhost/pause:1"
+  # Without CAP_SYS_RESOURCE, which a container or a sandbox lacks, every pod would fail at its score otherwise.
+  restrict_oom_score_adj = true
+  [{cri}.containerd]
+    default_runtime_name = "runc"
+    [{cri}.containerd.runtimes.runc]
+      runtime_type = "io.containerd.runc.v2"
+      [{cri}.containerd.runtimes.runc.options]
+        SystemdCgroup = false
+  [{cri}.cni]
+    bin_dir = "/usr/lib/cni"
+    conf_dir = "{folder}/cni"
+"""
+
+
+def _kubelet(folder: Path, tools: Tools) -> dict[str, object]:
+    pki = folder / "pki"
+    newer: dict[str, object] = {}
+    if tools.version >= (1, 27, 0):
+        newer["containerRuntimeEndpoint"] = f"unix://{SOCKET}"
+    if tools.version >= (1, 31, 0):
+        newer["failCgroupV1"] = False
+    return {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": True},
+            "x509": {"clientCAFile": f"{pki}/ca.crt"},
+        },
+        "authorization": {"mode": "Webhook"},
+        "tlsCertFile": f"{pki}/kubelet.crt",
+        "tlsPrivateKeyFile": f"{pki}/kubelet.key",
+        "cgroupDriver": "cgroupfs",
+        "cgroupRoot": f"/{cgroups.name(folder)}",
+        "failSwapOn": False,
+        "clusterDNS": [network.DNS],
+        "clusterDomain": "cluster.local",
+        "makeIPTablesUtilChains": False,
+        "volumePluginDir": f"{folder}/plugins",
+        # A test machine's disk may be nearly full for other reasons.
+        "imageGCHighThresholdPercent": 100,
+        "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
+        "nodeStatusUpdateFrequency": "1s",
+        **newer,
+    }
+
+
+def _proxy(folder: Path) -> dict[str, object]:
+    return {
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+        "kind": "KubeProxyConfiguration",
+        "mode": "iptables",
+        "clusterCIDR": network.PODS,
+        "hostnameOverride": NODE_NAME,
+        "clientConnection": {"kubeconfig": f"{folder}/proxy.kubeconfig"},
+        # Limits of the whole machine, which are not the node's to change.
+        "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
+    }
+
+
+if __name__ == "__main__":
+    main()

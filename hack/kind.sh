@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# A kind cluster with the images of this checkout, where there is Docker: hack/kind.sh [up|e2e|down]
+#   up     cluster "quire" with both images loaded (default); then: helm install quire charts/quire
+#   e2e    up, and the tests of `make e2e` against it
+#   down   delete the cluster
+# No machine with Docker has run this script yet; `make e2e` runs the same tests on a node of its own.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+kubeconfig=${XDG_CACHE_HOME:-$HOME/.cache}/quire/kind.kubeconfig
+
+up() {
+  for program in docker kind kubectl; do
+    command -v "$program" > /dev/null || { echo "kind.sh: $program is not installed" >&2; exit 1; }
+  done
+  mkdir -p "$(dirname "$kubeconfig")"
+  kind get clusters | grep -qx quire || kind create cluster --name quire --kubeconfig "$kubeconfig"
+  docker build -f operator/Dockerfile -t localhost/quire-operator:e2e .
+  docker build -f backend/Dockerfile --target cpu -t localhost/quire:e2e .
+  kind load docker-image --name quire localhost/quire-operator:e2e localhost/quire:e2e
+  echo "export KUBECONFIG=$kubeconfig"
+}
+
+case ${1:-up} in
+  up) up ;;
+  e2e) up && QUIRE_TEST_KUBECONFIG=$kubeconfig .venv/bin/python -m pytest -q tests/pods --run-pods ;;
+  down) kind delete cluster --name quire ;;
+  *) sed -n '3,8s/^# //p' "$0"; exit 2 ;;
+esac
