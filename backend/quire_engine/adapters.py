@@ -23,7 +23,9 @@ class _Adapter:
     num_open: int = 0
     """Sequences from arrival to end, running or not."""
     needed: int | None = None
-    """Tick since when sequences wait and none runs."""
+    """Tick since when sequences wait, while none runs."""
+    blocked: int | None = None
+    """Tick since when sequences could not run because of the adapter, whether others of it run or not."""
     used: int = 0
     """Tick of the last arrival or start; the lowest is given up first."""
     num_bytes: int = 0
@@ -120,13 +122,16 @@ class AdapterRegistry:
         if digest in self._host and self.slots.can_start(digest, new=new):
             return True
         self.slots.block(digest, now)
+        if (adapter := self._adapters[digest]).blocked is None:
+            self._tick += 1
+            adapter.blocked = self._tick
         return False
 
     def start(self, digest: str) -> None:
         """A sequence begins to run, after `ready`."""
         self.slots.start(digest)
         self._use(self._adapters[digest])
-        self._adapters[digest].needed = None
+        self._adapters[digest].needed = self._adapters[digest].blocked = None
 
     def slot(self, digest: str) -> SlotId:
         """Slot of an adapter that runs."""
@@ -145,7 +150,7 @@ class AdapterRegistry:
         adapter.num_open -= 1
         if adapter.num_open == self.slots.num_running(digest):
             self.slots.unblock(digest)
-            adapter.needed = None
+            adapter.needed = adapter.blocked = None
         if adapter.num_open == 0:
             self._active.discard(digest)
             if digest not in self.slots.pins:
@@ -252,8 +257,9 @@ class AdapterRegistry:
 
     def _set_needed(self, digest: str, adapter: _Adapter) -> None:
         if adapter.needed is None and self.slots.num_running(digest) == 0:
+            # Those who wait did so before the last one that ran was over: copies go in the order in which slots do.
             self._tick += 1
-            adapter.needed = self._tick
+            adapter.needed = adapter.blocked or self._tick
 
     def _want(self, digest: str, adapter: _Adapter) -> None:
         needed = adapter.num_open > 0 or digest in self.slots.pins
