@@ -18,7 +18,7 @@ from quire_engine.logprobs import logprobs_of
 from quire_engine.request import Logprob, Sequence
 from quire_engine.step import Sampled
 from quire_engine.tally import Tally
-from quire_kernels import draw, keep_likely, most_likely, uniform
+from quire_kernels import choose, most_likely
 
 # float32 logits worked on at a time: what a core's share of the cache holds, and below the size at which the C library
 # returns memory after each use (64 rows of 151,936 at once: softmax 18 ms instead of 4 ms, one Zen 5 core).
@@ -51,7 +51,9 @@ class Sampler:
             mask: [num_rows, vocab_size] bool, tokens that may be taken; None: all. It is for what is decided anew in
                 each step, such as a grammar, outside of it.
         """
-        size = max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
+        # A GPU has no use for parts: each would end with its tokens on the host.
+        on_cpu = logits.device.type == "cpu"
+        size = max(1, _CHUNK_BYTES // (4 * logits.shape[1]) if on_cpu else len(rows))
         sampled: list[Sampled] = []
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
@@ -84,22 +86,20 @@ class _Choice:
         self._all_greedy, self._any_greedy = all(p.greedy for p in params), any(p.greedy for p in params)
         if self._all_greedy:
             return
-        self._greedy = torch.tensor([p.greedy for p in params], device=device)
-        # A temperature that float32 rounds to 0 would divide 0 by 0.
-        temperatures = [1.0 if p.greedy else max(p.temperature, 1e-6) for p in params]
-        self._temperature = torch.tensor(temperatures, device=device)[:, None]
+        # A temperature that float32 rounds to 0 would be one of a greedy row.
+        temperatures = [0.0 if p.greedy else max(p.temperature, 1e-6) for p in params]
+        self._temperatures = torch.tensor(temperatures, device=device)
         self._seeds = torch.tensor([sequence.seed for sequence in sequences], device=device)
         self._cuts = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params if not p.greedy)
-        # Greedy rows draw from everything, which costs nothing; their draw is not used.
-        self._top_k = torch.tensor([0 if p.greedy else max(p.top_k, 0) for p in params], device=device)
-        self._top_p = torch.tensor([1.0 if p.greedy else p.top_p for p in params], device=device)
-        self._min_p = torch.tensor([0.0 if p.greedy else p.min_p for p in params], device=device)
+        self._top_k = torch.tensor([max(p.top_k, 0) for p in params], device=device)
+        self._top_p = torch.tensor([p.top_p for p in params], device=device)
+        self._min_p = torch.tensor([p.min_p for p in params], device=device)
 
     def __call__(self, logits: Tensor, rows: Rows[Row], mask: Tensor | None) -> list[Sampled]:
         allowed = logits if mask is None else logits.masked_fill(~mask, float("-inf"))
         if self._adjustment is not None:
             allowed = self._adjustment(allowed, [row.position for row in rows])
-        taken = most_likely(allowed) if self._all_greedy else self._draw(allowed.to(torch.float32), rows)
+        taken = most_likely(allowed) if self._all_greedy else self._draw(allowed, rows)
         if self._adjustment is not None:
             self._adjustment.count(taken)
         logprobs = self._find_logprobs(logits, taken) if self._logprobs else {}
@@ -112,11 +112,7 @@ class _Choice:
         return {i: [entries] for i, entries in zip(self._logprobs, found, strict=True)}
 
     def _draw(self, logits: Tensor, rows: Rows[Row]) -> Tensor:
-        """[num_rows] int64 from float32 logits; greedy rows get their most likely token."""
-        shifted = (logits - logits.amax(dim=-1, keepdim=True)) / self._temperature
-        weights = shifted.softmax(dim=-1)
-        if self._cuts:
-            weights = keep_likely(weights, self._top_k, self._top_p, self._min_p)
+        """[num_rows] int64; greedy rows get their most likely token."""
         positions = torch.tensor([row.position for row in rows], device=self._device)
-        drawn = draw(weights, uniform(self._seeds, positions))
-        return torch.where(self._greedy, logits.argmax(dim=-1), drawn) if self._any_greedy else drawn
+        limits = self._top_k, self._top_p, self._min_p
+        return choose(logits, self._temperatures, *limits, self._seeds, positions, self._cuts, self._any_greedy)

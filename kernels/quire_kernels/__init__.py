@@ -11,9 +11,10 @@ from quire_kernels.dispatch import Op
 from quire_kernels.kv_write import write_kv
 from quire_kernels.linear import embedding, linear, looked_up, pack_weight
 from quire_kernels.lora import AdapterBatch, SlotRows, add_lora, plan_adapters
-from quire_kernels.norm import rms_norm
+from quire_kernels.norm import add_rms_norm, rms_norm
+from quire_kernels.prepare import SequenceState, StepInputs, advance, prepare_inputs
 from quire_kernels.rope import apply_rope, rotate_and_write
-from quire_kernels.sampling import draw, keep_likely, most_likely, penalize, uniform
+from quire_kernels.sampling import choose, draw, keep_likely, most_likely, penalize, uniform
 
 __all__ = [
     "ACTIVATIONS",
@@ -21,10 +22,15 @@ __all__ = [
     "Arena",
     "AttentionBatch",
     "Op",
+    "SequenceState",
     "SlotRows",
     "SpanGroup",
+    "StepInputs",
     "add_lora",
+    "add_rms_norm",
+    "advance",
     "apply_rope",
+    "choose",
     "draw",
     "embedding",
     "gated",
@@ -37,6 +43,7 @@ __all__ = [
     "penalize",
     "plan_adapters",
     "plan_attention",
+    "prepare_inputs",
     "rms_norm",
     "rotate_and_write",
     "silu_mul",

@@ -36,6 +36,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+silu_mul.form_in("cuda", "own", "quire_kernels.gpu.activation")
+
+
 @silu_mul.form("cpu")
 def _one_pass(gate_up: Tensor) -> Tensor:
     if not native.suits(gate_up) or not gate_up.is_contiguous():
@@ -46,14 +49,29 @@ def _one_pass(gate_up: Tensor) -> Tensor:
     return out
 
 
-def gated(name: str) -> Callable[[Tensor], Tensor]:
-    """activation(gate) * up of a merged projection, by the activation's name; tensors as in `silu_mul`."""
-    if name == "silu":
-        return silu_mul
-    activation = ACTIVATIONS[name]
-
+def _gated_by(name: str, activation: Callable[[Tensor], Tensor]) -> Op[[], Tensor]:
     def multiply(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return activation(gate).mul_(up)
 
-    return multiply
+    op = Op(multiply, name)
+    op.form_in("cuda", "own", "quire_kernels.gpu.activation")
+    return op
+
+
+relu_mul = _gated_by("relu_mul", F.relu)
+gelu_mul = _gated_by("gelu_mul", F.gelu)
+gelu_tanh_mul = _gated_by("gelu_tanh_mul", _gelu_tanh)
+
+_GATED = {
+    "silu": silu_mul,
+    "relu": relu_mul,
+    "gelu": gelu_mul,
+    "gelu_new": gelu_tanh_mul,
+    "gelu_pytorch_tanh": gelu_tanh_mul,
+}
+
+
+def gated(name: str) -> Op[[], Tensor]:
+    """activation(gate) * up of a merged projection, by the activation's name; tensors as in `silu_mul`."""
+    return _GATED[name]

@@ -3,7 +3,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire_kernels import native
 from quire_kernels.dispatch import Op
+from quire_kernels.kv_write import movable
 
 # Keys that one batched call gathers, in bytes. 64 sequences of 1024 tokens, 3 KV heads of 64, bf16, one Zen 5 core:
 # 10.1 ms at 6 MiB and below, 15.5 ms at 24 MiB, where gathered keys leave the cache before they are read.
@@ -80,6 +81,12 @@ class AttentionBatch:
     """[num_spans, max_blocks] int64, padded with a block of the same span."""
     group: Callable[[], tuple[SpanGroup, ...]]
     """Makes `groups`."""
+    shortest: int
+    """Tokens of the shortest span."""
+    longest: int
+    """Tokens of the longest one."""
+    plans: dict[object, Tensor] = field(default_factory=dict)
+    """What a form has planned on the device for all layers of the step."""
 
     @functools.cached_property
     def groups(self) -> tuple[SpanGroup, ...]:
@@ -114,6 +121,8 @@ def plan_attention(
         torch.tensor(contexts, dtype=torch.int32, device=device),
         block_tables.to(device),
         group,
+        min(lengths),
+        max(lengths),
     )
 
 
@@ -187,8 +196,8 @@ def paged_attention(
 
     Args:
         queries: [num_tokens, num_heads, head_dim]; head h reads KV head h // (num_heads / num_kv_heads).
-        cache: [2, num_blocks, block_size, num_kv_heads, head_dim], dtype of the queries; holds every key and value of
-            the spans' contexts, those of this step included.
+        cache: [2, num_blocks, block_size, num_kv_heads, head_dim], dtype of the queries or float8_e4m3fn; holds
+            every key and value of the spans' contexts, those of this step included.
         batch: the spans.
         scale: what scores are multiplied by, mostly 1 / sqrt(head_dim).
         window: a token at position p sees the keys after p - window only; None: all before it. At least 1.
@@ -200,7 +209,8 @@ def paged_attention(
     out = torch.empty_like(queries)
     for i, context in enumerate(batch.context_lengths.tolist()):
         start, end = batch.query_starts[i : i + 2].tolist()
-        kv = cache[:, batch.block_tables[i]].flatten(1, 2)[:, :context].float()
+        blocks = movable(cache)[:, batch.block_tables[i]].view(cache.dtype)
+        kv = blocks.flatten(1, 2)[:, :context].float()
         kv = kv.repeat_interleave(queries.shape[1] // kv.shape[2], dim=2)
         scores = torch.einsum("qhd,khd->hqk", queries[start:end].float(), kv[0]) * scale
         if softcap is not None:
@@ -250,6 +260,9 @@ def _in_place(
     return out
 
 
+paged_attention.form_in("cuda", "own", "quire_kernels.gpu.attention")
+
+
 @paged_attention.form("cuda")
 def _gathered(
     queries: Tensor,
@@ -263,7 +276,7 @@ def _gathered(
     out = torch.empty_like(queries)
     for group in batch.groups:
         within = window if window is not None and window < group.num_keys else None
-        keys, values = _gather(cache, group, within)
+        keys, values = _gather(cache, group, within, queries.dtype)
         q = queries[group.rows].view(group.num_spans, group.length, *queries.shape[1:])
         if softcap is None and within is None and group.is_prompts:
             attended = _prompts(q, keys, values, None, scale)
@@ -334,8 +347,9 @@ def _decodes_in_one_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tenso
     return own.permute(0, 3, 1, 2)
 
 
-def _gather(cache: Tensor, group: SpanGroup, window: int | None) -> tuple[Tensor, Tensor]:
-    """Keys and values of a group but for those skipped, each [num_spans, num_kv_heads, num_keys, head_dim], strided."""
+def _gather(cache: Tensor, group: SpanGroup, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of a group but for those skipped, as `dtype`, each [num_spans, num_kv_heads, num_keys, head_dim],
+    strided."""
     block_size, num_kv_heads, head_dim = cache.shape[2:]
     rows, blocks = cache.flatten(2), group.blocks
     skipped = group.num_skipped(window, block_size)
@@ -343,7 +357,7 @@ def _gather(cache: Tensor, group: SpanGroup, window: int | None) -> tuple[Tensor
         blocks = blocks.view(group.num_spans, -1)[:, skipped // block_size :].flatten()
 
     def gather(kind: int) -> Tensor:
-        flat = rows[kind].index_select(0, blocks)
+        flat = movable(rows[kind]).index_select(0, blocks).view(cache.dtype).to(dtype)
         return flat.view(group.num_spans, -1, num_kv_heads, head_dim)[:, : group.num_keys - skipped].transpose(1, 2)
 
     return gather(0), gather(1)

@@ -1,39 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dispatch seam: an operation is its reference, and at most one faster form per device type.
+"""The dispatch seam: an operation is its reference, and forms that stand in for it on a type of device.
 
 The reference is plain torch, written to be read, and is the definition of correct: every form is tested against it.
-A Triton-language kernel becomes `@op.form("cuda")` in its operation's file, and no caller changes.
+Forms of a device are tried in the order in which they were registered, and the first whose library is there runs. So a
+kernel of another library goes behind the same seam: a form more, before or after ours, and no caller changes.
+
+QUIRE_FORMS chooses otherwise, for comparing and for narrowing down a fault: `QUIRE_FORMS=torch` runs that form
+wherever an operation has one, `QUIRE_FORMS=paged_attention=torch,rms_norm=reference` only where it says so.
 """
 
 import functools
+import importlib
+import logging
+import os
 from collections.abc import Callable
-from typing import Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+REFERENCE = "reference"
+
+logger = logging.getLogger(__name__)
+
 
 class Op(Generic[P, R]):
     """A callable operation; the device of its first argument, a tensor, chooses the form."""
 
-    def __init__(self, reference: Callable[Concatenate[Tensor, P], R]) -> None:
+    def __init__(self, reference: Callable[Concatenate[Tensor, P], R], name: str | None = None) -> None:
+        """`name`: where the reference's own is not it."""
         self.reference = reference
+        self.name = name or reference.__name__
         self.forms: dict[str, Callable[Concatenate[Tensor, P], R]] = {}
+        """By type of device: what runs there; filled by the first call, or by a test."""
+        self._registered: dict[str, dict[str, Callable[[], Callable[Concatenate[Tensor, P], R]]]] = {}
+        """By type of device and name: what gives the form, or raises ImportError where its library is not there."""
         functools.update_wrapper(self, reference)
 
     def form(
-        self, *device_types: str
+        self, *device_types: str, name: str = "torch"
     ) -> Callable[[Callable[Concatenate[Tensor, P], R]], Callable[Concatenate[Tensor, P], R]]:
-        """Register the decorated function as what runs on these device types ("cpu", "cuda")."""
+        """Register the decorated function for these device types ("cpu", "cuda")."""
 
         def register(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
             for device_type in device_types:
-                self.forms[device_type] = function
+                self._registered.setdefault(device_type, {})[name] = lambda: function
             return function
 
         return register
 
+    def form_in(self, device_type: str, name: str, module: str) -> None:
+        """Register the function `module`.`self.name`, which is imported when it is first needed: the kernel language,
+        or another library, need not be there where nobody runs it."""
+
+        def load() -> Callable[Concatenate[Tensor, P], R]:
+            found: Callable[Concatenate[Tensor, P], R] = getattr(importlib.import_module(module), self.name)
+            return found
+
+        self._registered.setdefault(device_type, {})[name] = load
+
+    def names(self, device_type: str) -> tuple[str, ...]:
+        """Of the forms registered for a device, the preferred one first; the reference is always there."""
+        return (*self._registered.get(device_type, {}), REFERENCE)
+
+    def named(self, device_type: str, name: str) -> Callable[Concatenate[Tensor, P], R]:
+        """One form.
+
+        Raises:
+            KeyError: there is none of that name.
+            ImportError: its library is not there.
+        """
+        return self.reference if name == REFERENCE else self._registered[device_type][name]()
+
     def __call__(self, first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.forms.get(first.device.type, self.reference)(first, *args, **kwargs)
+        function = self.forms.get(first.device.type)
+        if function is None:
+            function = self.forms[first.device.type] = self._choose(first.device.type)
+        return function(first, *args, **kwargs)
+
+    def _choose(self, device_type: str) -> Callable[Concatenate[Tensor, P], R]:
+        names = self.names(device_type)
+        wished = _wishes().get(self.name) or _wishes().get("")
+        if wished in names:
+            # Asked for by name: an error is better than another form.
+            return self.named(device_type, wished)
+        for name in names:
+            try:
+                return self.named(device_type, name)
+            except ImportError as error:
+                logger.warning("form left out op=%s form=%s device=%s: %s", self.name, name, device_type, error)
+        raise AssertionError("the reference needs no library")
+
+
+@functools.cache
+def _wishes() -> dict[str, str]:
+    """QUIRE_FORMS: names of forms by operation; "" is for all others."""
+    wishes = {}
+    for item in filter(None, os.environ.get("QUIRE_FORMS", "").split(",")):
+        operation, _, name = item.rpartition("=")
+        wishes[operation.strip()] = name.strip()
+    return wishes
+
+
+def operations(names: dict[str, Any]) -> list[Op[Any, Any]]:
+    """The operations among a module's names."""
+    return [value for value in names.values() if isinstance(value, Op)]

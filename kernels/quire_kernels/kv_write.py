@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scatter of new keys and values into the paged cache."""
 
+import torch
 from torch import Tensor
 
 from quire_kernels.dispatch import Op
@@ -11,12 +12,28 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> 
     """Store each token's key and value at its address.
 
     Args:
-        keys: [num_tokens, num_kv_heads, head_dim], dtype of the cache.
+        keys: [num_tokens, num_kv_heads, head_dim], any float dtype.
         values: like keys.
-        cache: [2, num_blocks, block_size, num_kv_heads, head_dim], keys at 0, values at 1; written in place.
+        cache: [2, num_blocks, block_size, num_kv_heads, head_dim], keys at 0, values at 1; written in place. Of
+            the keys' dtype, or float8_e4m3fn: then what is beyond its largest number, 448, becomes that.
         addresses: [num_tokens] int64, block * block_size + offset, all different.
     """
     num_tokens = keys.shape[0]
-    rows = cache.view(2, -1, keys.shape[1] * keys.shape[2])
-    rows[0].index_copy_(0, addresses, keys.reshape(num_tokens, -1))
-    rows[1].index_copy_(0, addresses, values.reshape(num_tokens, -1))
+    rows = movable(cache).view(2, -1, keys.shape[1] * keys.shape[2])
+    for row, content in zip(rows, (keys, values), strict=True):
+        row.index_copy_(0, addresses, movable(as_stored(content, cache.dtype)).reshape(num_tokens, -1))
+
+
+write_kv.form_in("cuda", "own", "quire_kernels.gpu.kv_write")
+
+
+def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values in the type of the cache. e4m3 has no infinity: larger numbers would become NaN."""
+    if dtype == torch.float8_e4m3fn:
+        x = x.float().clamp(-448.0, 448.0)
+    return x.to(dtype)
+
+
+def movable(x: Tensor) -> Tensor:
+    """The same memory in a type that torch can index: it cannot gather or scatter 8-bit floats on every device."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -33,6 +33,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     return out if residual is None else residual.add_(out)
 
 
+@linear.form("cuda")
+def _accumulated(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    """The product adds to the residual stream as it writes: one launch less, 3 * num_tokens * out_features elements."""
+    if residual is None or bias is not None:
+        return linear.reference(x, weight, bias, residual)
+    return residual.addmm_(x, weight.t())
+
+
 @linear.form("cpu")
 def _packed(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
     if weight.is_mkldnn:

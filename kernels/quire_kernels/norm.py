@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Root-mean-square normalisation."""
+"""Root-mean-square normalisation, alone and after the residual stream's addition."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,6 +34,27 @@ def _one_pass(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+rms_norm.form_in("cuda", "own", "quire_kernels.gpu.norm")
+
+
 @rms_norm.form("cuda")
 def _fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+@Op
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x to the residual stream, and normalise that.
+
+    Args:
+        x: [num_tokens, hidden_size], any float dtype.
+        residual: like x, contiguous; added to in place.
+        weight, eps: as `rms_norm` takes them.
+
+    Returns:
+        [num_tokens, hidden_size], dtype of x.
+    """
+    return rms_norm(residual.add_(x), weight, eps)
+
+
+add_rms_norm.form_in("cuda", "own", "quire_kernels.gpu.norm")

@@ -43,7 +43,7 @@ def rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addre
     """Rotate queries and keys, and store keys and values at their addresses.
 
     Args:
-        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], dtype of the cache; may be overwritten.
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], any float dtype; may be overwritten.
         cos, sin: as `apply_rope` takes them.
         cache, addresses: as `write_kv` takes them.
         num_heads: of queries.
@@ -55,6 +55,9 @@ def rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addre
     rotated = apply_rope(qkv[:, :rotated_heads], cos, sin)
     write_kv(rotated[:, num_heads:], qkv[:, rotated_heads:], cache, addresses)
     return rotated[:, :num_heads]
+
+
+rotate_and_write.form_in("cuda", "own", "quire_kernels.gpu.kv_write")
 
 
 @rotate_and_write.form("cpu")

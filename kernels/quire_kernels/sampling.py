@@ -29,11 +29,17 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     return _shifted(mixed, 40).to(torch.float32) * 2.0**-24
 
 
+uniform.form_in("cuda", "own", "quire_kernels.gpu.sampling")
+
+
 @Op
 def most_likely(logits: Tensor) -> Tensor:
     """The largest element of each row, the first of equal ones: [num_rows] int64 of [num_rows, vocab_size]."""
     # As float32: 64 rows of 49,152 in bf16 take 10 ms instead of 3 ms (one Zen 5 core).
     return logits.to(torch.float32).argmax(dim=-1)
+
+
+most_likely.form_in("cuda", "own", "quire_kernels.gpu.sampling")
 
 
 @most_likely.form("cpu")
@@ -82,6 +88,9 @@ def penalize(
     scaled = torch.where(before > 0, before / factor, before * factor)
     # A token that is listed twice gets the same value twice.
     logits[where] = scaled - frequency[:, None] * counts - presence[:, None] * occurred
+
+
+penalize.form_in("cuda", "own", "quire_kernels.gpu.sampling")
 
 
 @Op
@@ -158,6 +167,47 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     # Rounding must not push a share onto the total, which no running sum passes.
     share = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(sums, share[:, None], right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
+
+
+@Op
+def choose(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    cuts: bool = True,
+    greedy: bool = True,
+) -> Tensor:
+    """A token for each row: the most likely one, or one drawn from those that `keep_likely` keeps.
+
+    Args:
+        logits: [num_rows, vocab_size], any float dtype.
+        temperatures: [num_rows] float32, what logits are divided by; 0 takes the most likely token.
+        top_k, top_p, min_p: as `keep_likely` takes them; no matter in rows of temperature 0.
+        seeds, positions: as `uniform` takes them, likewise.
+        cuts: False promises that every row keeps all tokens.
+        greedy: False promises that no temperature is 0.
+
+    Returns:
+        [num_rows] int64. The same on every device but for rounding: a draw that falls within it of the border between
+        two tokens may take either.
+    """
+    wide = logits.to(torch.float32)
+    likeliest = temperatures <= 0
+    shifted = (wide - wide.amax(dim=-1, keepdim=True)) / torch.where(likeliest, 1.0, temperatures)[:, None]
+    weights = shifted.softmax(dim=-1)
+    if cuts:
+        # Of greedy rows everything is kept, which costs nothing; their draw is not used.
+        top_k, top_p = torch.where(likeliest, 0, top_k), torch.where(likeliest, 1.0, top_p)
+        weights = keep_likely(weights, top_k, top_p, torch.where(likeliest, 0.0, min_p))
+    drawn = draw(weights, uniform(seeds, positions))
+    return torch.where(likeliest, wide.argmax(dim=-1), drawn) if greedy else drawn
+
+
+choose.form_in("cuda", "own", "quire_kernels.gpu.sampling")
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64

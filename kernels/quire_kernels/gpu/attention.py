@@ -1,0 +1,505 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention of a mixed batch in one launch: short spans split by work, long ones in tiles of queries.
+
+A program multiplies all query heads of a KV head at once (packed GQA): row m of its tile is query head m % group of
+token m // group, so that a key is read once for all of them.
+
+Short spans (decoding, or a few speculated tokens) are bound by reading keys and values. Their tiles of keys, span
+after span and head after head, form one line that is cut into equal shares, one per worker. The number of workers is
+fixed, so that a captured graph fits every batch, and how many of them a span gets follows from its context. A worker
+that has only a part of a pair (span, KV head) leaves a partial result; it has two at most, at the start and at the end
+of its share. `_combine` puts those of a pair together. Nothing is added atomically: a batch gives the same bits each
+time.
+
+Long spans (prompts and chunks) are bound by products. A program takes a tile of queries, the latest first, since those
+see the most keys; only the tiles of keys on the diagonal are masked.
+
+Source: the cut into equal shares is Stream-K's (Osama et al. 2023, arXiv 2301.03598) on the split of keys of
+Flash-Decoding (Dao et al. 2023); packed GQA as in vLLM's triton_unified_attention.py.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire_kernels.attention import AttentionBatch
+
+WORKERS_PER_SM = 3
+"""Workers that share a multiprocessor: while one begins a pair, the others read. Three fit by shared memory, at 73 KB
+for heads of 128 in bfloat16 (compiled for sm_90)."""
+MIN_SHARE = 2
+"""Tiles of keys below which a worker's share is not cut: a partial result must be written, read and merged."""
+INTERPRETED_WORKERS = 5
+_PARTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sizes of a launch; what suits a card is measured by tests/bench/gpu.py."""
+
+    short_keys: int
+    """Keys that a worker multiplies at a time."""
+    long_rows: int
+    """Queries, times their heads per KV head, of a tile of a long span."""
+    long_keys: int
+    warps: int
+    stages: int
+    """Of the compiler's pipeline. Addresses come out of the block table, which takes a stage of its own: 3 hold one
+    tile of keys in shared memory for short spans, 5 hold two (compiled for sm_90)."""
+
+
+def paged_attention(
+    queries: Tensor,
+    cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """See attention.paged_attention.
+
+    Short spans move 2 * context * num_kv_heads * head_dim elements of the cache each; beside that queries, output and
+    partial results are little. Long spans multiply 4 * num_heads * head_dim operations for each pair of a token and a
+    key that it sees.
+    """
+    num_tokens, num_heads, head_dim = queries.shape
+    num_spans, (block_size, num_kv_heads) = len(batch.context_lengths), cache.shape[2:4]
+    group = num_heads // num_kv_heads
+    assert queries.stride(1) == head_dim and queries.stride(2) == 1
+    short_rows = max(16, triton.next_power_of_2(group))
+    max_short = short_rows // group
+    has_short, has_long = batch.shortest <= max_short, batch.longest > max_short
+    tiles = choose_tiles(head_dim, queries.element_size(), has_long, group)
+    long_tokens = tiles.long_rows // group
+    work = _plan_once(batch, window or 0, max_short, tiles.short_keys, long_tokens)
+    workers = num_workers(queries.device) if has_short else 0
+    max_blocks = num_tokens // long_tokens + num_spans if has_long else 0
+    dim = max(triton.next_power_of_2(head_dim), 16)
+    partials, stats = _workspace(queries, workers, short_rows, dim)
+    out = queries.new_empty(num_tokens, num_heads, head_dim)
+    sizes = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "SHORT_ROWS": short_rows}
+    _attend[(workers + max_blocks * num_kv_heads,)](
+        queries,
+        cache,
+        out,
+        partials,
+        stats,
+        batch.query_starts,
+        batch.context_lengths,
+        batch.block_tables,
+        work,
+        num_spans,
+        batch.block_tables.shape[1],
+        queries.stride(0),
+        cache.stride(0),
+        scale,
+        window or 0,
+        softcap or 1.0,
+        WORKERS=workers,
+        BLOCK_SIZE=block_size,
+        SHORT_KEYS=tiles.short_keys,
+        LONG_ROWS=tiles.long_rows,
+        LONG_KEYS=tiles.long_keys,
+        HAS_LONG=has_long,
+        WINDOWED=window is not None,
+        CAPPED=softcap is not None,
+        MIN_SHARE=MIN_SHARE,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **sizes,
+    )
+    if has_short:
+        _combine[(workers, group * min(batch.longest, max_short))](
+            out,
+            partials,
+            stats,
+            batch.query_starts,
+            work,
+            num_spans,
+            WORKERS=workers,
+            MIN_SHARE=MIN_SHARE,
+            PARTS=_PARTS,
+            num_warps=2,
+            **sizes,
+        )
+    return out
+
+
+def choose_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 1) -> Tiles:
+    """Tiles that fit into a multiprocessor's shared memory: keys and values of each stage, and the queries."""
+    wide, heavy = triton.next_power_of_2(head_dim) > 128, element_size > 2
+    short = 32 if wide or heavy else 64
+    rows = max(64 if wide or heavy else 128, triton.next_power_of_2(group))
+    if not has_long:
+        return Tiles(short, rows, short, warps=4, stages=5)
+    return Tiles(
+        short, rows, 32 if wide or heavy else 64, warps=8 if rows > 64 else 4, stages=2 if heavy or wide else 3
+    )
+
+
+@functools.cache
+def num_workers(device: torch.device) -> int:
+    """Programs that short spans are cut for."""
+    if device.type != "cuda":
+        return INTERPRETED_WORKERS
+    return WORKERS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _plan_once(batch: AttentionBatch, window: int, max_short: int, short_keys: int, long_tokens: int) -> Tensor:
+    """Where each span's work begins: [2, num_spans + 1] int32, tiles of keys of short spans and tiles of queries of
+    long ones. Made by the first layer that asks, on the device: lengths may have come into being there."""
+    key = window, max_short, short_keys, long_tokens
+    work = batch.plans.get(key)
+    if work is None:
+        num_spans = len(batch.context_lengths)
+        work = batch.plans[key] = batch.context_lengths.new_empty(2, num_spans + 1)
+        _plan[(1,)](
+            batch.query_starts,
+            batch.context_lengths,
+            work,
+            num_spans,
+            window,
+            MAX_SHORT=max_short,
+            SHORT_KEYS=short_keys,
+            LONG_TOKENS=long_tokens,
+            BLOCK=min(max(triton.next_power_of_2(num_spans), 16), 1024),
+            num_warps=4,
+        )
+    return work
+
+
+def _workspace(queries: Tensor, workers: int, rows: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Partial results, two per worker: sums [2 * workers, rows, dim] and their maxima and weights, [2, 2 * workers,
+    rows], in float32."""
+    like = {"dtype": torch.float32, "device": queries.device}
+    return torch.empty(2 * workers, rows, dim, **like), torch.empty(2, 2 * workers, rows, **like)
+
+
+@triton.jit
+def _plan(
+    query_starts,
+    context_lengths,
+    work,
+    num_spans,
+    window,
+    MAX_SHORT: tl.constexpr,
+    SHORT_KEYS: tl.constexpr,
+    LONG_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    short_sum = 0
+    long_sum = 0
+    tl.store(work, 0)
+    tl.store(work + num_spans + 1, 0)
+    for first in range(0, num_spans, BLOCK):
+        spans = first + tl.arange(0, BLOCK)
+        there = spans < num_spans
+        start = tl.load(query_starts + spans, mask=there, other=0)
+        length = tl.load(query_starts + spans + 1, mask=there, other=0) - start
+        context = tl.load(context_lengths + spans, mask=there, other=0)
+        skipped = tl.where(window > 0, tl.maximum(context - length - window + 1, 0) // SHORT_KEYS, 0)
+        tiles = tl.where(length <= MAX_SHORT, (context + SHORT_KEYS - 1) // SHORT_KEYS - skipped, 0)
+        blocks = tl.where(length > MAX_SHORT, (length + LONG_TOKENS - 1) // LONG_TOKENS, 0)
+        tl.store(work + spans + 1, short_sum + tl.cumsum(tiles, 0), mask=there)
+        tl.store(work + num_spans + 1 + spans + 1, long_sum + tl.cumsum(blocks, 0), mask=there)
+        short_sum += tl.sum(tiles, 0)
+        long_sum += tl.sum(blocks, 0)
+
+
+@triton.jit
+def _find(starts, num_spans, value):
+    """The span whose work has index `value`: the last one that begins there or before."""
+    low = 0
+    high = num_spans
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(starts + middle) <= value
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
+def _share(total, WORKERS: tl.constexpr, MIN_SHARE: tl.constexpr):
+    """Tiles of keys per worker."""
+    return tl.maximum((total + WORKERS - 1) // WORKERS, MIN_SHARE)
+
+
+@triton.jit
+def _attend(
+    queries,
+    cache,
+    out,
+    partials,
+    stats,
+    query_starts,
+    context_lengths,
+    tables,
+    work,
+    num_spans,
+    table_width,
+    query_stride,
+    kind_stride,
+    scale,
+    window,
+    softcap,
+    WORKERS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SHORT_ROWS: tl.constexpr,
+    SHORT_KEYS: tl.constexpr,
+    LONG_ROWS: tl.constexpr,
+    LONG_KEYS: tl.constexpr,
+    HAS_LONG: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if pid < WORKERS:
+        _attend_shorts(
+            pid, queries, cache, out, partials, stats, query_starts, context_lengths, tables, work, num_spans,
+            table_width, query_stride, kind_stride, scale, window, softcap, WORKERS, NUM_KV_HEADS, GROUP, HEAD_DIM, DIM,
+            BLOCK_SIZE, SHORT_ROWS, SHORT_KEYS, WINDOWED, CAPPED, MIN_SHARE,
+        )  # fmt: skip
+    elif HAS_LONG:
+        _attend_long(
+            pid - WORKERS, queries, cache, out, query_starts, context_lengths, tables, work + num_spans + 1, num_spans,
+            table_width, query_stride, kind_stride, scale, window, softcap, NUM_KV_HEADS, GROUP, HEAD_DIM, DIM,
+            BLOCK_SIZE, LONG_ROWS, LONG_KEYS, WINDOWED, CAPPED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend_shorts(
+    worker, queries, cache, out, partials, stats, query_starts, context_lengths, tables, work, num_spans,
+    table_width, query_stride, kind_stride, scale, window, softcap,
+    WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
+):  # fmt: skip
+    """All of one worker's share."""
+    total = tl.load(work + num_spans) * NUM_KV_HEADS
+    share = _share(total, WORKERS, MIN_SHARE)
+    first = worker * share
+    end = tl.minimum(first + share, total)
+    at = first
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM)
+    span = _find(work, num_spans, at // NUM_KV_HEADS)
+    before = tl.load(work + span)
+    tiles = tl.load(work + span + 1) - before
+    # Past the last share there is nothing to divide by.
+    offset = at - before * NUM_KV_HEADS
+    head = offset // tl.maximum(tiles, 1)
+    tile = offset - head * tiles
+    while at < end:
+        last = tl.minimum(tile + end - at, tiles)
+        start = tl.load(query_starts + span)
+        length = tl.load(query_starts + span + 1) - start
+        context = tl.load(context_lengths + span)
+        there = rows < length * GROUP
+        # A row that stands for no query sees no key.
+        position = tl.where(there, context - length + rows // GROUP, -1)
+        head_at = (head * GROUP + rows % GROUP) * HEAD_DIM
+        token = (start + rows // GROUP).to(tl.int64)
+        wanted = there[:, None] & (dims < HEAD_DIM)[None, :]
+        q = tl.load(queries + (token * query_stride + head_at)[:, None] + dims[None, :], mask=wanted, other=0.0)
+        skipped = 0
+        if WINDOWED:
+            skipped = tl.maximum(context - length - window + 1, 0) // KEYS
+        acc = tl.zeros([ROWS, DIM], dtype=tl.float32)
+        most = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        weight = tl.zeros([ROWS], dtype=tl.float32)
+        acc, most, weight = _accumulate(
+            acc, most, weight, q, position, cache + head * HEAD_DIM, tables + span.to(tl.int64) * table_width,
+            skipped + tile, skipped + last, context, kind_stride, scale, window, softcap,
+            NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, WINDOWED, CAPPED, True,
+        )  # fmt: skip
+        if last - tile == tiles:
+            place = out + (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head_at)[:, None] + dims[None, :]
+            tl.store(place, (acc / tl.maximum(weight, 1.0)[:, None]).to(out.dtype.element_ty), mask=wanted)
+        else:
+            slot = (2 * worker + tl.where(at > first, 1, 0)) * ROWS
+            tl.store(partials + (slot + rows)[:, None] * DIM + dims[None, :], acc, mask=wanted)
+            tl.store(stats + slot + rows, most, mask=there)
+            tl.store(stats + 2 * WORKERS * ROWS + slot + rows, weight, mask=there)
+        at += last - tile
+        tile = 0
+        head += 1
+        if head == NUM_KV_HEADS:
+            head = 0
+            before += tiles
+            span += 1
+            tiles = 0
+            while (tiles == 0) & (span < num_spans):
+                tiles = tl.load(work + span + 1) - before
+                span += tl.where(tiles == 0, 1, 0)
+
+
+@triton.jit
+def _attend_long(
+    pid, queries, cache, out, query_starts, context_lengths, tables, blocks, num_spans,
+    table_width, query_stride, kind_stride, scale, window, softcap,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one KV head."""
+    TOKENS: tl.constexpr = ROWS // GROUP
+    block = tl.load(blocks + num_spans) - 1 - pid // NUM_KV_HEADS
+    # There are at most as many tiles as programs.
+    if block >= 0:
+        head = pid % NUM_KV_HEADS
+        span = _find(blocks, num_spans, block)
+        start = tl.load(query_starts + span)
+        length = tl.load(query_starts + span + 1) - start
+        context = tl.load(context_lengths + span)
+        rows = tl.arange(0, ROWS)
+        dims = tl.arange(0, DIM)
+        offset = (block - tl.load(blocks + span)) * TOKENS
+        tokens = offset + rows // GROUP
+        there = (tokens < length) & (rows < TOKENS * GROUP)
+        first_position = context - length + offset
+        last_position = tl.minimum(first_position + TOKENS, context) - 1
+        position = tl.where(there, context - length + tokens, -1)
+        head_at = (head * GROUP + rows % GROUP) * HEAD_DIM
+        token = (start + tokens).to(tl.int64)
+        wanted = there[:, None] & (dims < HEAD_DIM)[None, :]
+        q = tl.load(queries + (token * query_stride + head_at)[:, None] + dims[None, :], mask=wanted, other=0.0)
+        table = tables + span.to(tl.int64) * table_width
+        acc = tl.zeros([ROWS, DIM], dtype=tl.float32)
+        most = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        weight = tl.zeros([ROWS], dtype=tl.float32)
+        masked_from = 0
+        if WINDOWED:
+            masked_from = tl.maximum(first_position - window + 1, 0) // KEYS
+        else:
+            # Tiles that every row sees in full.
+            masked_from = (first_position + 1) // KEYS
+            acc, most, weight = _accumulate(
+                acc, most, weight, q, position, cache + head * HEAD_DIM, table, 0, masked_from, context, kind_stride,
+                scale, window, softcap, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, WINDOWED, CAPPED,
+                False,
+            )  # fmt: skip
+        acc, most, weight = _accumulate(
+            acc, most, weight, q, position, cache + head * HEAD_DIM, table, masked_from, last_position // KEYS + 1,
+            context, kind_stride, scale, window, softcap, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, KEYS,
+            WINDOWED, CAPPED, True,
+        )  # fmt: skip
+        place = out + (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head_at)[:, None] + dims[None, :]
+        tl.store(place, (acc / tl.maximum(weight, 1.0)[:, None]).to(out.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
+def _accumulate(
+    acc, most, weight, q, position, cache, table, first, last, context, kind_stride, scale, window, softcap,
+    TOKEN_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add tiles [first, last) of keys and values to a running softmax: `acc` is the sum of values by 2^(score - most),
+    `weight` that of the factors."""
+    dims = tl.arange(0, DIM)
+    # Products in float32 are to be exact: the default of the kernel language rounds their inputs to 10 bits.
+    EXACT: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
+    for tile in range(first, last):
+        keys = tile * KEYS + tl.arange(0, KEYS)
+        there = keys < context
+        if MASKED:
+            block = tl.load(table + keys // BLOCK_SIZE, mask=there, other=0)
+            readable = there[:, None] & (dims < HEAD_DIM)[None, :]
+        else:
+            block = tl.load(table + keys // BLOCK_SIZE)
+            readable = (keys >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
+        row = cache + (block.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE) * TOKEN_STRIDE
+        # What is not read is 0: nobody's NaN spreads.
+        if MASKED or HEAD_DIM < DIM:
+            k = tl.load(row[:, None] + dims[None, :], mask=readable, other=0.0).to(q.dtype)
+            v = tl.load(row[:, None] + kind_stride + dims[None, :], mask=readable, other=0.0).to(q.dtype)
+        else:
+            k = tl.load(row[:, None] + dims[None, :]).to(q.dtype)
+            v = tl.load(row[:, None] + kind_stride + dims[None, :]).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision=EXACT) * scale
+        if CAPPED:
+            # tanh(z) is 2 sigmoid(2 z) - 1.
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        scores *= 1.4426950408889634
+        if MASKED:
+            seen = keys[None, :] <= position[:, None]
+            if WINDOWED:
+                seen = seen & (keys[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_most = tl.maximum(most, tl.max(scores, axis=1))
+        # A row that has seen nothing yet must not become -inf - -inf.
+        base = tl.where(new_most == float("-inf"), 0.0, new_most)
+        factors = tl.exp2(scores - base[:, None])
+        kept = tl.exp2(most - base)
+        weight = weight * kept + tl.sum(factors, axis=1)
+        acc = tl.dot(factors.to(q.dtype), v, acc * kept[:, None], input_precision=EXACT)
+        most = new_most
+    return acc, most, weight
+
+
+@triton.jit
+def _combine(
+    out,
+    partials,
+    stats,
+    query_starts,
+    work,
+    num_spans,
+    WORKERS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    SHORT_ROWS: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One row of the pair (span, KV head) that is cut between workers `program_id(0) - 1` and `program_id(0)` for the
+    first time."""
+    worker = tl.program_id(0)
+    row = tl.program_id(1)
+    total = tl.load(work + num_spans) * NUM_KV_HEADS
+    share = _share(total, WORKERS, MIN_SHARE)
+    cut = worker * share
+    if cut < total:
+        span = _find(work, num_spans, cut // NUM_KV_HEADS)
+        before = tl.load(work + span)
+        tiles = tl.load(work + span + 1) - before
+        head = (cut - before * NUM_KV_HEADS) // tiles
+        first = before * NUM_KV_HEADS + head * tiles
+        start = tl.load(query_starts + span)
+        length = tl.load(query_starts + span + 1) - start
+        if (first < cut) & (first >= cut - share) & (row < length * GROUP):
+            dims = tl.arange(0, DIM)
+            acc = tl.zeros([DIM], dtype=tl.float32)
+            most = float("-inf")
+            weight = 0.0
+            last_worker = (first + tiles - 1) // share
+            for some in range(worker - 1, last_worker + 1, PARTS):
+                workers = some + tl.arange(0, PARTS)
+                there = workers <= last_worker
+                # The pair comes first in a worker's share unless it begins within it.
+                slot = (2 * workers + tl.where(first > workers * share, 1, 0)) * SHORT_ROWS + row
+                peaks = tl.load(stats + slot, mask=there, other=float("-inf"))
+                weights = tl.load(stats + 2 * WORKERS * SHORT_ROWS + slot, mask=there, other=0.0)
+                readable = there[:, None] & (dims < HEAD_DIM)[None, :]
+                sums = tl.load(partials + slot[:, None] * DIM + dims[None, :], mask=readable, other=0.0)
+                new_most = tl.maximum(most, tl.max(peaks, axis=0))
+                base = tl.where(new_most == float("-inf"), 0.0, new_most)
+                factors = tl.exp2(peaks - base)
+                kept = tl.exp2(most - base)
+                weight = weight * kept + tl.sum(weights * factors, axis=0)
+                acc = acc * kept + tl.sum(sums * factors[:, None], axis=0)
+                most = new_most
+            token = (start + row // GROUP).to(tl.int64)
+            place = out + (token * NUM_KV_HEADS * GROUP + head * GROUP + row % GROUP) * HEAD_DIM + dims
+            tl.store(place, (acc / tl.maximum(weight, 1.0)).to(out.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scatter of new keys and values into the paged cache, alone and with the rotation of keys and queries."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HEADS = 8
+"""Heads of a token that a program takes: 8 heads of 128 are 2 KiB in bfloat16."""
+
+
+def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> None:
+    """See kv_write.write_kv. Moves 4 * num_tokens * num_kv_heads * head_dim elements: keys and values in and out."""
+    num_tokens, num_kv_heads, head_dim = keys.shape
+    assert keys.stride(1) == values.stride(1) == head_dim and keys.stride(2) == values.stride(2) == 1
+    width = num_kv_heads * head_dim
+    block = min(triton.next_power_of_2(width), 1024)
+    _write[(num_tokens, triton.cdiv(width, block), 2)](
+        keys, values, cache, addresses, keys.stride(0), values.stride(0), cache.stride(0), width, BLOCK=block
+    )
+
+
+def rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addresses: Tensor, num_heads: int) -> Tensor:
+    """See rope.rotate_and_write; queries are rotated where they are.
+
+    Moves 2 * num_tokens * (num_heads + 2 * num_kv_heads) * head_dim elements, each read and written once, and the
+    angles.
+    """
+    num_tokens, all_heads, head_dim = qkv.shape
+    dim = cos.shape[1]
+    assert qkv.stride(1) == head_dim and qkv.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
+    _rotate_write[(num_tokens, triton.cdiv(all_heads, _HEADS))](
+        qkv,
+        cos,
+        sin,
+        cache,
+        addresses,
+        qkv.stride(0),
+        cache.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=(all_heads - num_heads) // 2,
+        HEAD_DIM=head_dim,
+        HALF=dim // 2,
+        HALF_BLOCK=triton.next_power_of_2(dim // 2),
+        REST_BLOCK=0 if dim == head_dim else triton.next_power_of_2(head_dim - dim),
+        HEADS=_HEADS,
+        num_warps=4,
+    )
+    return qkv[:, :num_heads]
+
+
+@triton.jit
+def stored(x, like):
+    """x in the type that `like`, the cache, holds: e4m3 has no infinity, so what is beyond it becomes its largest."""
+    if like.dtype.element_ty == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
+    return x.to(like.dtype.element_ty)
+
+
+@triton.jit
+def _write(keys, values, cache, addresses, key_stride, value_stride, kind_stride, width, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = columns < width
+    address = tl.load(addresses + token)
+    if tl.program_id(2) == 0:
+        row = tl.load(keys + token * key_stride + columns, mask=there)
+        tl.store(cache + address * width + columns, stored(row, cache), mask=there)
+    else:
+        row = tl.load(values + token * value_stride + columns, mask=there)
+        tl.store(cache + kind_stride + address * width + columns, stored(row, cache), mask=there)
+
+
+@triton.jit
+def _rotate_write(
+    qkv,
+    cos,
+    sin,
+    cache,
+    addresses,
+    stride,
+    kind_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Queries, keys and values go one way: what is not rotated has the angle 0."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    pairs = tl.arange(0, HALF_BLOCK)[None, :]
+    there = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (pairs < HALF)
+    rotates = heads < NUM_HEADS + NUM_KV_HEADS
+    source = qkv + token * stride + heads * HEAD_DIM
+    kv_head = (heads - NUM_HEADS) % NUM_KV_HEADS
+    address = tl.load(addresses + token)
+    place = cache + tl.where(rotates, 0, kind_stride) + (address * NUM_KV_HEADS + kv_head) * HEAD_DIM
+
+    first = tl.load(source + pairs, mask=there, other=0.0)
+    second = tl.load(source + HALF + pairs, mask=there, other=0.0)
+    angle = token * 2 * HALF + pairs
+    cos_1 = tl.load(cos + angle, mask=pairs < HALF, other=0.0).to(tl.float32)
+    cos_2 = tl.load(cos + angle + HALF, mask=pairs < HALF, other=0.0).to(tl.float32)
+    sin_1 = tl.load(sin + angle, mask=pairs < HALF, other=0.0).to(tl.float32)
+    sin_2 = tl.load(sin + angle + HALF, mask=pairs < HALF, other=0.0).to(tl.float32)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    turned_1 = tl.where(rotates, a * cos_1 + b * sin_1, a).to(first.dtype)
+    turned_2 = tl.where(rotates, b * cos_2 + a * sin_2, b).to(first.dtype)
+
+    is_query = there & (heads < NUM_HEADS)
+    tl.store(source + pairs, turned_1, mask=is_query)
+    tl.store(source + HALF + pairs, turned_2, mask=is_query)
+    is_kv = there & (heads >= NUM_HEADS)
+    tl.store(place + pairs, stored(turned_1, cache), mask=is_kv)
+    tl.store(place + HALF + pairs, stored(turned_2, cache), mask=is_kv)
+    if REST_BLOCK > 0:
+        rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+        is_rest = (rest < HEAD_DIM) & (heads >= NUM_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
+        tl.store(place + rest, stored(tl.load(source + rest, mask=is_rest, other=0.0), cache), mask=is_rest)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Root-mean-square normalisation, alone and with the residual stream's addition before it, in one pass."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 2048
+"""Elements that a program holds at least: short rows, such as heads, share one."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See norm.rms_norm. Moves 2 * num_rows * size elements: each row is read and written once."""
+    out = x.new_empty(x.shape)
+    _launch(x, x, out, weight, eps, adds=False)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See norm.add_rms_norm. Moves 4 * num_rows * size elements: x and residual in, residual and the norm out."""
+    out = x.new_empty(x.shape)
+    _launch(x, residual, out, weight, eps, adds=True)
+    return out
+
+
+def _launch(x: Tensor, residual: Tensor, out: Tensor, weight: Tensor, eps: float, adds: bool) -> None:
+    size, inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    assert x.dim() in (2, 3) and x.stride(-1) == 1 and (not adds or residual.is_contiguous())
+    num_rows = x.shape[0] * inner
+    block = triton.next_power_of_2(size)
+    rows = max(1, _TILE // block)
+    _rms_norm[(triton.cdiv(num_rows, rows),)](
+        x,
+        residual,
+        weight,
+        out,
+        num_rows,
+        inner,
+        x.stride(0),
+        x.stride(1) if inner > 1 else 0,
+        eps,
+        SIZE=size,
+        ROWS=rows,
+        BLOCK=block,
+        ADDS=adds,
+        num_warps=min(max(rows * block // 512, 1), 16),
+    )
+
+
+@triton.jit
+def _rms_norm(
+    x,
+    residual,
+    weight,
+    out,
+    num_rows,
+    inner,
+    x_stride,
+    inner_stride,
+    eps,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    there = (rows < num_rows) & (columns < SIZE)
+    at = (rows // inner) * x_stride + (rows % inner) * inner_stride + columns
+    values = tl.load(x + at, mask=there, other=0.0)
+    if ADDS:
+        stream = residual + rows * SIZE + columns
+        values = (tl.load(stream, mask=there, other=0.0).to(tl.float32) + values.to(tl.float32)).to(values.dtype)
+        tl.store(stream, values, mask=there)
+    wide = values.to(tl.float32)
+    mean = tl.sum(wide * wide, axis=1)[:, None] / SIZE
+    # Rounded where the reference rounds.
+    normed = (wide * tl.rsqrt(mean + eps)).to(values.dtype)
+    scale = tl.load(weight + columns, mask=columns < SIZE, other=0.0)
+    tl.store(out + rows * SIZE + columns, normed * scale, mask=there)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's inputs from the state of sequences on the device; one launch before the step and one after it."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire_kernels.prepare import SequenceState, StepInputs
+
+
+def prepare_inputs(
+    rows: Tensor, query_starts: Tensor, fresh: Tensor, state: SequenceState, block_size: int, out: StepInputs
+) -> None:
+    """See prepare.prepare_inputs.
+
+    Moves 16 bytes for each block of a context and 32 for each token. A program per span, which suits decoding; a prompt
+    of 2,048 tokens is 16 rounds of its program.
+    """
+    width = out.block_tables.shape[1]
+    assert width <= state.tables.shape[1]
+    _prepare[(len(rows),)](
+        rows,
+        query_starts,
+        fresh,
+        state.tokens,
+        state.lengths,
+        state.tables,
+        out.token_ids,
+        out.positions,
+        out.addresses,
+        out.context_lengths,
+        out.block_tables,
+        state.tables.stride(0),
+        out.block_tables.stride(0),
+        width,
+        BLOCK_SIZE=block_size,
+        BLOCK=128,
+        num_warps=4,
+    )
+
+
+def advance(rows: Tensor, query_starts: Tensor, chosen: Tensor, state: SequenceState) -> None:
+    """See prepare.advance. Moves about 50 bytes a span."""
+    num_spans = len(rows)
+    _advance[(triton.cdiv(num_spans, 128),)](
+        rows, query_starts, chosen, state.tokens, state.lengths, num_spans, BLOCK=128, num_warps=4
+    )
+
+
+@triton.jit
+def _prepare(
+    rows,
+    query_starts,
+    fresh,
+    tokens,
+    lengths,
+    tables,
+    token_ids,
+    positions,
+    addresses,
+    context_lengths,
+    block_tables,
+    table_stride,
+    out_stride,
+    width,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    span = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + span)
+    start = tl.load(query_starts + span)
+    length = tl.load(query_starts + span + 1) - start
+    computed = tl.load(lengths + row)
+    last = tl.load(tokens + row)
+    table = tables + row * table_stride
+    tl.store(context_lengths + span, computed + length)
+    for first in range(0, length, BLOCK):
+        within = first + tl.arange(0, BLOCK)
+        there = within < length
+        token = tl.load(fresh + start + within, mask=there, other=0)
+        tl.store(token_ids + start + within, tl.where(token >= 0, token, last), mask=there)
+        position = (computed + within).to(tl.int64)
+        tl.store(positions + start + within, position, mask=there)
+        block = tl.load(table + position // BLOCK_SIZE, mask=there, other=0)
+        tl.store(addresses + start + within, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=there)
+    num_blocks = (computed + length + BLOCK_SIZE - 1) // BLOCK_SIZE
+    first_block = tl.load(table)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        block = tl.load(table + column, mask=column < tl.minimum(num_blocks, width), other=0)
+        block = tl.where(column < num_blocks, block, first_block)
+        tl.store(block_tables + span * out_stride + column, block, mask=column < width)
+
+
+@triton.jit
+def _advance(rows, query_starts, chosen, tokens, lengths, num_spans, BLOCK: tl.constexpr):
+    spans = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = spans < num_spans
+    row = tl.load(rows + spans, mask=there, other=0)
+    start = tl.load(query_starts + spans, mask=there, other=0)
+    end = tl.load(query_starts + spans + 1, mask=there, other=0)
+    tl.store(lengths + row, tl.load(lengths + row, mask=there, other=0) + end - start, mask=there)
+    token = tl.load(chosen + spans, mask=there, other=-1)
+    tl.store(tokens + row, token, mask=there & (token >= 0))

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing tokens without a sort and without the host: thresholds by bisection, draws by inverse transform.
+
+A program has a row of logits to itself and goes over it several times; 256 rows of 128,256 in bfloat16 are 66 MB, of
+which most stays in the second-level cache of a large card between two passes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+_WARPS = 16
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """See sampling.most_likely. Reads each row once."""
+    rows, vocab_size = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    assert logits.stride(1) == 1
+    _most_likely[(rows,)](logits, out, logits.stride(0), vocab_size, BLOCK=_block(vocab_size), num_warps=_WARPS)
+    return out
+
+
+def choose(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    cuts: bool = True,
+    greedy: bool = True,
+) -> Tensor:
+    """See sampling.choose; every row finds its most likely token in any case.
+
+    Reads a greedy row once, another one three times, and one with top-k or top-p 13 times more for each of the two: a
+    pass narrows the 30 bits of a threshold to a fifth.
+    """
+    rows, vocab_size = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    assert logits.stride(1) == 1
+    _choose[(rows,)](
+        logits,
+        out,
+        temperatures,
+        top_k,
+        top_p,
+        min_p,
+        seeds,
+        positions,
+        logits.stride(0),
+        vocab_size,
+        CUTS=cuts,
+        BLOCK=_block(vocab_size),
+        num_warps=_WARPS,
+    )
+    return out
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """See sampling.uniform."""
+    out = torch.empty(seeds.shape, dtype=torch.float32, device=seeds.device)
+    _uniforms[(triton.cdiv(len(seeds), 128),)](seeds, positions, out, len(seeds), BLOCK=128)
+    return out
+
+
+def penalize(
+    logits: Tensor,
+    rows: Tensor,
+    token_ids: Tensor,
+    in_prompt: Tensor,
+    counts: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+) -> None:
+    """See sampling.penalize. Two launches: a token may be listed twice, so nothing is written before all is read."""
+    num_rows, num_tokens = token_ids.shape
+    changed = torch.empty(num_rows, num_tokens, dtype=torch.float32, device=logits.device)
+    grid = (num_rows, triton.cdiv(num_tokens, 256))
+    listed = logits, rows, token_ids, logits.stride(0), token_ids.stride(0), num_tokens
+    _penalized[grid](*listed, in_prompt, counts, presence, frequency, repetition, changed, BLOCK=256)
+    _scatter[grid](*listed, changed, BLOCK=256)
+
+
+def _block(vocab_size: int) -> int:
+    return min(triton.next_power_of_2(vocab_size), _BLOCK)
+
+
+@triton.jit
+def _mix(x):
+    x = x + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """See sampling.uniform: 64-bit arithmetic that wraps around, without signs."""
+    golden = tl.full(seed.shape, 0x9E3779B97F4A7C15, tl.uint64)
+    mixed = _mix(_mix(seed.to(tl.uint64, bitcast=True)) + position.to(tl.uint64, bitcast=True) * golden)
+    return (mixed >> 40).to(tl.float32) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def _uniforms(seeds, positions, out, num_rows, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = rows < num_rows
+    seed = tl.load(seeds + rows, mask=there, other=0)
+    position = tl.load(positions + rows, mask=there, other=0)
+    tl.store(out + rows, _uniform(seed, position), mask=there)
+
+
+@triton.jit
+def _best(row, vocab_size, BLOCK: tl.constexpr):
+    """The largest logit, and the first token that has it."""
+    columns = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    best_at = tl.zeros([BLOCK], dtype=tl.int32)
+    for first in range(0, vocab_size, BLOCK):
+        x = tl.load(row + first + columns, mask=first + columns < vocab_size, other=float("-inf")).to(tl.float32)
+        best_at = tl.where(x > best, first + columns, best_at)
+        best = tl.maximum(best, x)
+    most = tl.max(best, axis=0)
+    return most, tl.min(tl.where(best == most, best_at, vocab_size - 1), axis=0)
+
+
+@triton.jit
+def _most_likely(logits, out, stride, vocab_size, BLOCK: tl.constexpr):
+    at = tl.program_id(0)
+    _, token = _best(logits + at.to(tl.int64) * stride, vocab_size, BLOCK)
+    tl.store(out + at, token.to(tl.int64))
+
+
+@triton.jit
+def _weights(row, first, vocab_size, most, temperature, BLOCK: tl.constexpr):
+    """Of a part of a row: e^((logit - most) / temperature), 1 for the likeliest."""
+    columns = first + tl.arange(0, BLOCK)
+    x = tl.load(row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
+    return tl.exp((x - most) / temperature)
+
+
+@triton.jit
+def _threshold(row, vocab_size, most, temperature, low, target, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The least weight, as the bits of a float32 from `low` on, of which the weights beyond sum up to less than
+    `target`; with COUNTS, are fewer than `target`. It is a token's weight, unless it is `low`."""
+    # Those of 1, the likeliest token's: nothing is beyond.
+    high = 0x3F800000
+    while low < high:
+        step = (high - low) // 5 + 1
+        over_1 = tl.zeros([BLOCK], dtype=tl.float32)
+        over_2 = tl.zeros([BLOCK], dtype=tl.float32)
+        over_3 = tl.zeros([BLOCK], dtype=tl.float32)
+        over_4 = tl.zeros([BLOCK], dtype=tl.float32)
+        at_1 = low + step - 1
+        at_2 = at_1 + step
+        at_3 = at_2 + step
+        at_4 = at_3 + step
+        for first in range(0, vocab_size, BLOCK):
+            weights = _weights(row, first, vocab_size, most, temperature, BLOCK)
+            bits = weights.to(tl.int32, bitcast=True)
+            if COUNTS:
+                weights = tl.where(weights >= 0.0, 1.0, 0.0)
+            over_1 += tl.where(bits > at_1, weights, 0.0)
+            over_2 += tl.where(bits > at_2, weights, 0.0)
+            over_3 += tl.where(bits > at_3, weights, 0.0)
+            over_4 += tl.where(bits > at_4, weights, 0.0)
+        # How many of the four places have still too much beyond them: the threshold is after those.
+        passed = tl.where(tl.sum(over_1, axis=0) < target, 0, 1)
+        passed += tl.where(tl.sum(over_2, axis=0) < target, 0, 1)
+        passed += tl.where(tl.sum(over_3, axis=0) < target, 0, 1)
+        passed += tl.where(tl.sum(over_4, axis=0) < target, 0, 1)
+        high = tl.where(passed == 4, high, tl.minimum(low + (passed + 1) * step - 1, high))
+        low = tl.minimum(low + passed * step, high)
+    return low
+
+
+@triton.jit
+def _choose(
+    logits,
+    out,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    seeds,
+    positions,
+    stride,
+    vocab_size,
+    CUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0)
+    row = logits + at.to(tl.int64) * stride
+    temperature = tl.load(temperatures + at)
+    most, token = _best(row, vocab_size, BLOCK)
+    if temperature > 0.0:
+        # Less than the least positive float: all are kept.
+        floor = 0
+        if CUTS:
+            top_k = tl.load(top_ks + at)
+            top_p = tl.load(top_ps + at)
+            floor = tl.load(min_ps + at).to(tl.int32, bitcast=True)
+            if (top_k > 0) & (top_k < vocab_size):
+                floor = _threshold(row, vocab_size, most, temperature, floor, top_k.to(tl.float32), True, BLOCK)
+            if top_p < 1.0:
+                kept = tl.zeros([BLOCK], dtype=tl.float32)
+                for first in range(0, vocab_size, BLOCK):
+                    weights = _weights(row, first, vocab_size, most, temperature, BLOCK)
+                    kept += tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0)
+                target = top_p * tl.sum(kept, axis=0)
+                floor = _threshold(row, vocab_size, most, temperature, floor, target, False, BLOCK)
+        # The same sums twice, so that the second time ends where the first one did.
+        total = 0.0
+        for first in range(0, vocab_size, BLOCK):
+            weights = _weights(row, first, vocab_size, most, temperature, BLOCK)
+            total += tl.sum(tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0), axis=0)
+        # Rounding must not push a share onto the total, which no running sum passes.
+        share = tl.minimum(
+            _uniform(tl.load(seeds + at), tl.load(positions + at)) * total, total * (1.0 - 1.1920929e-07)
+        )
+        running = 0.0
+        before = 0.0
+        found = -1
+        for first in range(0, vocab_size, BLOCK):
+            weights = _weights(row, first, vocab_size, most, temperature, BLOCK)
+            part = tl.sum(tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0), axis=0)
+            passes = (found < 0) & (running + part > share)
+            before = tl.where(passes, running, before)
+            found = tl.where(passes, first, found)
+            running += part
+        found = tl.maximum(found, 0)
+        weights = _weights(row, found, vocab_size, most, temperature, BLOCK)
+        weights = tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0)
+        columns = tl.arange(0, BLOCK)
+        passed = (before + tl.cumsum(weights, 0) > share) & (weights > 0.0)
+        # A running sum within the part is rounded differently from the part's: then it is the last one.
+        last = tl.max(tl.where(weights > 0.0, columns, 0), axis=0)
+        token = found + tl.minimum(tl.min(tl.where(passed, columns, BLOCK), axis=0), last)
+    tl.store(out + at, token.to(tl.int64))
+
+
+@triton.jit
+def _penalized(
+    logits,
+    rows,
+    token_ids,
+    stride,
+    list_stride,
+    num_tokens,
+    in_prompt,
+    counts,
+    presence,
+    frequency,
+    repetition,
+    changed,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = columns < num_tokens
+    token = tl.load(token_ids + at * list_stride + columns, mask=there, other=0)
+    before = tl.load(logits + tl.load(rows + at) * stride + token, mask=there, other=0.0)
+    prompted = tl.load(in_prompt + at * num_tokens + columns, mask=there, other=0) != 0
+    count = tl.load(counts + at * num_tokens + columns, mask=there, other=0)
+    factor = tl.where(prompted | (count > 0), tl.load(repetition + at), 1.0)
+    scaled = tl.where(before > 0.0, before / factor, before * factor)
+    taken_off = tl.load(frequency + at) * count.to(tl.float32) + tl.where(count > 0, tl.load(presence + at), 0.0)
+    tl.store(changed + at * num_tokens + columns, scaled - taken_off, mask=there)
+
+
+@triton.jit
+def _scatter(logits, rows, token_ids, stride, list_stride, num_tokens, changed, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = columns < num_tokens
+    token = tl.load(token_ids + at * list_stride + columns, mask=there, other=0)
+    value = tl.load(changed + at * num_tokens + columns, mask=there)
+    tl.store(logits + tl.load(rows + at) * stride + token, value, mask=there)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in the kernel language, interpreted: it equals the reference on ragged batches, however work is cut."""
+
+import pytest
+import torch
+from support.interpreter import own
+from support.spans import RAGGED, make_batch
+
+from quire_kernels import paged_attention
+from quire_kernels.gpu import attention as gpu
+
+SCALE = 0.15
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(42)
+
+
+def _check(queries, cache, batch, **options):
+    found = own(paged_attention)(queries, cache, batch, SCALE, **options)
+    expected = paged_attention.reference(queries, cache, batch, SCALE, **options)
+    tolerance = TOLERANCE[queries.dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("spans", RAGGED.values(), ids=RAGGED.keys())
+def test_equals_reference(spans):
+    _check(*make_batch(spans))
+
+
+def test_float16():
+    _check(*make_batch(RAGGED["mixed"], dtype=torch.float16))
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 96, 128, 256])
+def test_head_sizes(head_dim):
+    _check(*make_batch([(40, 1), (3, 30), (70, 1)], head_dim=head_dim, heads=(4, 2)))
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 64, 128])
+def test_block_sizes(block_size):
+    _check(*make_batch([(130, 1), (100, 30), (7, 1)], block_size=block_size, heads=(4, 2)))
+
+
+@pytest.mark.parametrize("heads", [(3, 3), (8, 1), (14, 2), (20, 1)], ids=str)
+def test_groups_of_heads(heads):
+    """Seven heads leave rows of a tile empty; twenty take a larger one."""
+    _check(*make_batch([(40, 1), (3, 30), (30, 2)], heads=heads))
+
+
+@pytest.mark.parametrize("window", [1, 5, 40, 299])
+def test_windows(window):
+    _check(*make_batch(RAGGED["mixed"], heads=(4, 2)), window=window)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_soft_caps(window):
+    queries, cache, batch = make_batch(RAGGED["mixed"], heads=(4, 2))
+    _check(4 * queries, cache, batch, window=window, softcap=2.0)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 40])
+def test_any_number_of_workers(workers, monkeypatch):
+    """One worker cuts nothing; forty leave most pairs in parts, some of them in more parts than are merged at once."""
+    monkeypatch.setattr(gpu, "num_workers", lambda device: workers)
+    monkeypatch.setattr(gpu, "MIN_SHARE", 1)
+    _check(*make_batch([(300, 1), (3, 1), (700, 1), (64, 1), (63, 2)], heads=(4, 2), head_dim=32))
+
+
+def test_a_context_in_many_parts(monkeypatch):
+    monkeypatch.setattr(gpu, "num_workers", lambda device: 50)
+    monkeypatch.setattr(gpu, "MIN_SHARE", 1)
+    _check(*make_batch([(1300, 1)], heads=(2, 1), head_dim=16))
+
+
+def test_short_spans_of_several_tokens():
+    """Speculated tokens go with the short spans, four heads of four of them in a tile of sixteen rows."""
+    queries, cache, batch = make_batch([(100, 4), (13, 3), (700, 1), (0, 2)], heads=(8, 2))
+    assert batch.longest <= 16 // 4
+    _check(queries, cache, batch)
+
+
+def test_queries_may_be_a_part_of_a_wider_tensor():
+    queries, cache, batch = make_batch(RAGGED["mixed"], heads=(4, 2))
+    wide = torch.full((queries.shape[0], 8, 64), float("nan"))
+    wide[:, :4] = queries
+    _check(wide[:, :4], cache, batch)
+
+
+def test_blocks_that_have_left_the_window_are_not_read():
+    queries, cache, batch = make_batch([(700, 1), (690, 20)], heads=(4, 2))
+    expected = paged_attention.reference(queries, cache, batch, SCALE, 100)
+    cache[:, batch.block_tables[:, : (690 - 100 + 1) // 64 * 4]] = float("nan")
+    found = own(paged_attention)(queries, cache, batch, SCALE, 100)
+    torch.testing.assert_close(found, expected, rtol=3e-6, atol=3e-6)
+
+
+def test_what_lies_past_a_context_is_not_read():
+    """Blocks need no clearing for this form."""
+    queries, cache, batch = make_batch([(20, 1), (3, 30)], heads=(4, 2))
+    expected = paged_attention.reference(queries, cache, batch, SCALE)
+    for table, context in zip(batch.block_tables, batch.context_lengths, strict=True):
+        cache[:, table[(context - 1) // 16], (context - 1) % 16 + 1 :] = float("nan")
+    found = own(paged_attention)(queries, cache, batch, SCALE)
+    torch.testing.assert_close(found, expected, rtol=3e-6, atol=3e-6)
+
+
+def test_layers_of_different_windows_share_a_batch():
+    queries, cache, batch = make_batch([(40, 1), (9, 1)], heads=(4, 2))
+    for window in (None, 7):
+        _check(queries, cache, batch, window=window)
+    assert len(batch.plans) == 2
+
+
+def test_the_plan_counts_the_work():
+    _, _, batch = make_batch([(127, 1), (0, 300), (128, 1), (500, 2)])
+    work = gpu._plan_once(batch, window=0, max_short=4, short_keys=64, long_tokens=42)
+    assert work.tolist() == [[0, 2, 2, 5, 13], [0, 0, 8, 8, 8]]
+    windowed = gpu._plan_once(batch, window=100, max_short=4, short_keys=64, long_tokens=42)
+    # Keys from 28, 29 and 401 on: of 128, 129 and 502 keys the first 0, 0 and 6 tiles are out of the window.
+    assert windowed[0].tolist() == [0, 2, 2, 5, 7]
+
+
+def test_eight_bit_cache():
+    queries, cache, batch = make_batch(RAGGED["mixed"], heads=(4, 2), cache_dtype=torch.float8_e4m3fn)
+    _check(queries, cache, batch)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small operations in the kernel language, interpreted: they equal their references on sizes that fill no tile."""
+
+import pytest
+import torch
+from support.interpreter import own
+
+from quire_kernels import add_rms_norm, gated, rms_norm, rotate_and_write, write_kv
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 8e-3}
+DTYPES = list(TOLERANCE)
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(42)
+
+
+def _close(found, expected):
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (7, 63), (5, 3000)], ids=str)
+def test_rms_norm(shape, dtype):
+    x, weight = torch.randn(shape, dtype=dtype), torch.randn(shape[1], dtype=dtype)
+    _close(own(rms_norm)(x, weight, 1e-5), rms_norm.reference(x, weight, 1e-5))
+
+
+def test_rms_norm_of_heads():
+    """Queries and keys are a strided part of a merged projection."""
+    x, weight = torch.randn(9, 7, 24)[:, 1:6], torch.randn(24)
+    _close(own(rms_norm)(x, weight, 1e-5), rms_norm.reference(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_add_rms_norm(dtype):
+    x, residual, weight = torch.randn(7, 63, dtype=dtype), torch.randn(7, 63, dtype=dtype), torch.randn(63, dtype=dtype)
+    stream = residual.clone()
+    _close(own(add_rms_norm)(x, stream, weight, 1e-5), add_rms_norm.reference(x, residual, weight, 1e-5))
+    _close(stream, residual)
+
+
+# numpy, which interprets, says when a number becomes infinite; a GPU goes on, and 1 / infinity is meant.
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["silu", "relu", "gelu", "gelu_new"])
+def test_gated(name, dtype):
+    gate_up = 3 * torch.randn(3, 2 * 1300, dtype=dtype)
+    _close(own(gated(name))(gate_up), gated(name).reference(gate_up))
+
+
+def _cache(like, blocks=5, block_size=8):
+    return torch.zeros(2, blocks, block_size, *like.shape[1:], dtype=like.dtype)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, E4M3], ids=str)
+@pytest.mark.parametrize("heads", [(1, 64), (3, 80), (17, 96)], ids=str)
+def test_write_kv(heads, cache_dtype):
+    # Numbers that the cache can hold: the interpreter rounds to e4m3 without carrying into the exponent (1.99 to 1).
+    # One is beyond its largest.
+    merged = torch.randn(5, 2 * heads[0], heads[1]).to(cache_dtype).float()
+    merged[2, :, 3] = 1e4
+    keys, values = merged[:, : heads[0]], merged[:, heads[0] :]
+    addresses = torch.tensor([9, 0, 31, 16, 10])
+    found, expected = (_cache(keys).to(cache_dtype) for _ in range(2))
+    own(write_kv)(keys, values, found, addresses)
+    write_kv.reference(keys, values, expected, addresses)
+    assert torch.equal(found.float(), expected.float())
+    assert expected.float().max() == (448.0 if cache_dtype == E4M3 else 1e4)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, E4M3], ids=["same", "e4m3"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(9, 3, 64, 64), (4, 4, 80, 80), (1, 1, 96, 72), (14, 2, 24, 24)], ids=str)
+def test_rotate_and_write(sizes, dtype, cache_dtype):
+    num_heads, num_kv_heads, head_dim, dim = sizes
+    qkv = torch.randn(6, num_heads + 2 * num_kv_heads, head_dim).to(cache_dtype or dtype).to(dtype)
+    angles = torch.rand(6, dim // 2) * 100
+    if cache_dtype is not None:
+        # A quarter turn leaves numbers that the cache can hold; see test_write_kv.
+        cos, sin = torch.zeros(6, dim), torch.ones(6, dim)
+        sin[:, : dim // 2] = -1.0
+    else:
+        cos = torch.cat((angles.cos(), angles.cos()), -1)
+        sin = torch.cat((-angles.sin(), angles.sin()), -1)
+    addresses = torch.tensor([9, 0, 31, 16, 10, 39])
+    like = qkv[:, num_heads : num_heads + num_kv_heads]
+    found, expected = (_cache(like).to(cache_dtype or dtype) for _ in range(2))
+    q = own(rotate_and_write)(qkv.clone(), cos.to(dtype), sin.to(dtype), found, addresses, num_heads)
+    _close(q, rotate_and_write.reference(qkv, cos.to(dtype), sin.to(dtype), expected, addresses, num_heads))
+    _close(found.to(dtype), expected.to(dtype))

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing tokens in the kernel language, interpreted: the same tokens as by the references, from the same seeds."""
+
+import pytest
+import torch
+from support.interpreter import own
+
+from quire_kernels import choose, most_likely, penalize, uniform
+from quire_kernels.gpu import sampling as gpu
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(42)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """So that a row takes several rounds."""
+    monkeypatch.setattr(gpu, "_BLOCK", 256)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_most_likely_takes_the_first_of_equals(dtype):
+    logits = torch.randn(5, 700).to(dtype)
+    logits[1, [3, 600]] = 9.0
+    logits[2] = 1.0
+    logits[3] = float("-inf")
+    logits[3, 699] = -5.0
+    assert torch.equal(own(most_likely)(logits), most_likely.reference(logits))
+
+
+def test_uniforms_are_the_same_numbers():
+    seeds = torch.tensor([0, 1, 2**63 - 1, 123456789, -7] * 30)
+    positions = torch.arange(150) ** 3
+    assert torch.equal(own(uniform)(seeds, positions), uniform.reference(seeds, positions))
+
+
+# temperature, top_k, top_p, min_p
+PARAMS = [
+    (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 1, 1.0, 0.0), (1.3, 5, 0.9, 0.0), (1.0, 50, 0.5, 0.1),
+    (2.0, 300, 0.99, 0.0), (0.0, 3, 0.2, 0.3), (1.0, 0, 0.1, 0.0), (1.0, 0, 0.95, 0.0), (0.3, 20, 1.0, 0.0),
+    (1.0, 0, 0.8, 0.05), (1.0, 0, 1.0, 0.02), (1e-6, 0, 0.9, 0.0), (1.0, 2000, 0.999, 0.0), (5.0, 0, 0.5, 0.0),
+]  # fmt: skip
+
+
+def _columns(params, repeats):
+    temperature, top_k, top_p, min_p = zip(*params, strict=True)
+    columns = torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p)
+    return [column.repeat(repeats) for column in columns]
+
+
+def test_the_same_choices_from_the_same_seeds():
+    logits = torch.randn(len(PARAMS), 300) * 3.0
+    arguments = logits, *_columns(PARAMS, 1), torch.arange(len(logits)) // 3, torch.arange(len(logits)) % 7
+    assert torch.equal(own(choose)(*arguments), choose.reference(*arguments))
+
+
+def test_without_cuts():
+    logits = torch.randn(12, 900) * 2
+    arguments = logits, *_columns([(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0)], 4)
+    arguments = *arguments, torch.arange(12), torch.full((12,), 5)
+    assert torch.equal(own(choose)(*arguments, False), choose.reference(*arguments, False))
+
+
+def test_ties_are_kept_together():
+    logits = torch.zeros(6, 200)
+    logits[:, :4] = 5.0
+    arguments = (
+        logits,
+        *_columns([(1.0, 2, 1.0, 0.0), (1.0, 0, 0.3, 0.0)], 3),
+        torch.arange(6),
+        torch.zeros(6).long(),
+    )
+    found = own(choose)(*arguments)
+    assert torch.equal(found, choose.reference(*arguments))
+    assert set(found.tolist()) <= {0, 1, 2, 3}
+
+
+def test_forbidden_tokens_are_never_taken():
+    logits = torch.full((6, 300), float("-inf"))
+    logits[:, [129, 280]] = torch.tensor([0.0, -3.0])
+    arguments = logits, *_columns([(1.0, 0, 1.0, 0.0), (1.0, 5, 0.99, 0.0), (1.0, 0, 1.0, 0.01)], 2)
+    found = own(choose)(*arguments, torch.arange(6), torch.zeros(6).long())
+    assert set(found.tolist()) <= {129, 280}
+
+
+def test_penalties_touch_a_token_listed_twice_once():
+    logits = torch.randn(4, 500)
+    logits[0, 7] = float("-inf")
+    rows, listed = torch.tensor([0, 3, 1]), torch.randint(500, (3, 300))
+    listed[0, 0], listed[:, 1], listed[:, 299] = 7, 13, 13
+    counts = torch.randint(3, (3, 500), dtype=torch.int32).gather(1, listed)
+    in_prompt = torch.randint(2, (3, 500)).bool().gather(1, listed)
+    params = torch.tensor([0.5, 0.0, -1.0]), torch.tensor([0.1, 0.0, 2.0]), torch.tensor([1.2, 0.5, 1.0])
+    expected = logits.clone()
+    penalize.reference(expected, rows, listed, in_prompt, counts, *params)
+    own(penalize)(logits, rows, listed, in_prompt, counts, *params)
+    torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
