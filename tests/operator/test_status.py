@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The status, case by case: what each condition says of what was seen, and that nothing is claimed that is not so."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from support.observing import (
     wanted,
     with_adapter,
 )  # fmt: skip
+from support.planning import plan
 
 from quire_operator.plan.errors import Unplannable, Why
 from quire_operator.reconcile.observed import Observed, Verdict
@@ -489,5 +491,17 @@ def test_a_pods_nonsense_does_not_break_the_status():
 
 def test_long_words_are_cut():
     found = of(healthy(rejected="y" * 100_000))
-    message = condition(found, "Ready")["message"]
-    assert len(message) == 1024 and message.endswith("…")
+    for kind, limit in (("Ready", 1024), ("ConfigValid", 4096)):
+        message = condition(found, kind)["message"]
+        assert len(message) == limit and message.endswith("…")
+
+
+def test_a_table_stays_one_where_it_belongs_and_is_left_out_elsewhere():
+    with pytest.raises(Unplannable) as why:
+        plan("70b", "NVIDIA-L4", "gpu: {count: 4}\nlora: {maxLoaded: 0}")
+    found = of(healthy(applied=0), Verdict(unplannable=why.value))
+    assert condition(found, "Planned")["message"] == str(why.value)
+    assert re.fullmatch(
+        r"spec.gpu: NVIDIA-L4: the model does not fit [^;]*; take a larger GPU, or a smaller model; The smallest .*",
+        condition(found, "Ready")["message"],
+    )

@@ -13,6 +13,8 @@ from typing import Any
 
 MAX_MESSAGE = 1024
 """Characters of a condition's message; the schema allows more, people read less."""
+MAX_TABLE = 4096
+"""Characters where the message has lines of its own: problems of a spec, or what planning tried."""
 
 
 class Type(StrEnum):
@@ -104,21 +106,31 @@ def settled(
             "observedGeneration": generation,
             "lastTransitionTime": _since(condition, before.get(condition.type.value, {}), now),
             "reason": str(condition.reason),
-            "message": short(condition.message),
+            "message": _message(condition),
         }
         for condition in sorted(conditions, key=lambda c: order.index(c.type))
     ]
 
 
 def short(text: str, limit: int = MAX_MESSAGE) -> str:
-    """One line of text, cut to `limit` characters with an ellipsis."""
-    line = "; ".join(part for part in (part.strip() for part in text.splitlines()) if part)
-    return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"
+    """One line of text, cut to `limit` characters with an ellipsis; indented lines, as of a table, are left out."""
+    first, *others = text.strip().splitlines() or [""]
+    return _cut("; ".join([first, *(line for line in others if line.strip() and not line[0].isspace())]), limit)
 
 
 def timestamp(moment: datetime) -> str:
     """RFC 3339, in whole seconds of UTC."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _message(condition: Condition) -> str:
+    if condition.type in (Type.CONFIG_VALID, Type.PLANNED):
+        return _cut(condition.message, MAX_TABLE)
+    return short(condition.message)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
 
 
 def _since(condition: Condition, before: Mapping[str, Any], now: datetime) -> str:

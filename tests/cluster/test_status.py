@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statuses at a real API server: nothing of them is dropped or refused, and kubectl shows what people look for."""
+
+import re
+
+import pytest
+from support.observing import (
+    GENERATION,
+    NOW,
+    PLAN,
+    VERDICT,
+    deployment,
+    ended,
+    healthy,
+    job,
+    pod,
+    report,
+    starting,
+    wanted,
+    with_adapter,
+)
+
+from quire_operator.plan.errors import Unplannable, Why
+from quire_operator.reconcile.observed import Observed, Verdict
+from quire_operator.reconcile.status import status
+from quire_spec.outcome import Outcome, Result
+from quire_spec.status import AdapterState
+
+API = ("quire.dev/v1alpha1", "LLMService")
+SERVICE = wanted()
+SAID = report(SERVICE)
+GOOD = pod("s-0", SAID)
+FAILED = pod("s-1", with_adapter(SAID, "sql", AdapterState.FAILED, "HTTP 404: " + "x" * 5000))
+WITHOUT_GPU = starting("s-1", unschedulable="0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
+DOWNLOAD = starting("j", ended=ended("download", 1, "Error", Outcome(Result.AUTH_FAILED, 1, None, "HTTP 401").dump()))
+
+STATUSES = {
+    "well": status(SERVICE, GENERATION, VERDICT, healthy(), {}, NOW),
+    "nothing seen": status(SERVICE, GENERATION, Verdict(), Observed(), {}, NOW),
+    "cannot be read": status(None, GENERATION, Verdict(invalid="spec.x: y\nspec.z: w"), Observed(), {}, NOW),
+    "does not fit": status(
+        SERVICE, GENERATION, Verdict(PLAN, "", Unplannable(Why.DOES_NOT_FIT, "t" * 40_000)), healthy(), {}, NOW
+    ),
+    "adapter failed": status(SERVICE, GENERATION, VERDICT, healthy(pods=(GOOD, FAILED)), {}, NOW),
+    "no GPU": status(
+        SERVICE,
+        GENERATION,
+        VERDICT,
+        healthy(pods=(GOOD, WITHOUT_GPU), deployment=deployment(2, ready=1)),
+        {},
+        NOW,
+    ),
+    "refused token": status(SERVICE, GENERATION, VERDICT, Observed(job=job(), job_pods=(DOWNLOAD,)), {}, NOW),
+}  # fmt: skip
+
+
+@pytest.fixture
+def service(cluster, namespace):
+    """A function that writes a status to a service and gives what is stored."""
+    spec = {
+        "model": {"source": {"huggingFace": {"repo": "o/m"}}},
+        "replicas": 2,
+        "lora": {"maxLoaded": 4, "maxRank": 16},
+    }
+    cluster.apply({"apiVersion": API[0], "kind": API[1], "metadata": {"name": "s"}, "spec": spec}, namespace)
+
+    def write(found):
+        return cluster.merge(*API, "s", {"status": found}, namespace, "status")["status"]
+
+    return write
+
+
+@pytest.mark.parametrize("case", STATUSES)
+def test_the_api_server_keeps_every_word(service, case):
+    assert service(STATUSES[case]) == STATUSES[case]
+
+
+def columns(cluster, namespace, *flags):
+    head, row = cluster.kubectl("get", "llm", *flags, namespace=namespace).splitlines()
+    starts = [m.start() for m in re.finditer(r"(?<!\S)\S", head)]
+    cells = [row[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    return dict(zip(head.split(), cells, strict=True))
+
+
+def test_kubectl_get_says_it_in_a_line(cluster, namespace, service):
+    service(STATUSES["well"])
+    shown = columns(cluster, namespace)
+    assert shown.pop("AGE")
+    assert shown == {
+        "NAME": "s", "READY": "True", "REASON": "Ready", "MODEL": "s", "GPU": "NVIDIA-L4", "TP": "1", "REPLICAS": "2",
+        "ADAPTERS": "2/2",
+    }  # fmt: skip
+    service(STATUSES["no GPU"])
+    shown = columns(cluster, namespace)
+    assert (shown["READY"], shown["REASON"]) == ("False", "InsufficientGPU")
+
+
+def test_kubectl_waits_for_ready(cluster, namespace, service):
+    service(STATUSES["well"])
+    assert "condition met" in cluster.kubectl(
+        "wait", "llm/s", "--for=condition=Ready", "--timeout=10s", namespace=namespace
+    )
+
+
+def test_an_autoscaler_finds_the_pods(cluster, namespace, service):
+    service(STATUSES["well"])
+    scale = cluster.request("GET", cluster.path(*API, namespace, "s") + "/scale")
+    assert scale["status"] == {"replicas": 2, "selector": STATUSES["well"]["selector"]}
+    assert scale["spec"] == {"replicas": 2}
+
+
+def test_kubectl_describe_reads_well(cluster, namespace, service):
+    service(STATUSES["adapter failed"])
+    text = cluster.kubectl("describe", "llm", "s", namespace=namespace)
+    for words in ("Message:", "1 of 2 adapters are on all 2 ready pods; sql: pod s-1: HTTP 404", "Kv Tokens", "Failed"):
+        assert words in text, text
