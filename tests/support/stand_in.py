@@ -147,7 +147,7 @@ class Text(Process):
     async def status(self) -> dict[str, Any]:
         return {"started_at": self.started_at, "core": self.core, "num_open": len(self.streams), "num_queued": 0}
 
-    async def set_adapters(self, adapters: dict[str, str]) -> dict[str, Any]:
+    async def set_adapters(self, adapters: dict[str, str], limits: Any = None) -> dict[str, Any]:
         self.aliases = adapters
         return {}
 
