@@ -7,6 +7,7 @@ under the same reason are in the status and make no event.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from quire_operator.reconcile.conditions import Reason, Type, short
@@ -19,6 +20,16 @@ _MAX_ADAPTERS = 10
 _QUIET = frozenset({Reason.ACCEPTED, Reason.PLANNING, Reason.NO_ADAPTERS, Reason.LOADING, Reason.NO_READY_PODS})
 """Reasons that are no news by themselves: others tell the same, or what comes of it will be told."""
 _BLOCKERS = (Type.CONFIG_VALID, Type.PLANNED, Type.MODEL_CACHED)
+
+
+class News(StrEnum):
+    """Reasons of events that are no condition's."""
+
+    REPLANNED = "Replanned"
+    PLAN_DIFFERS = "PlanDiffers"
+    ADAPTER_READY = "AdapterReady"
+    ADAPTER_FAILED = "AdapterFailed"
+    MORE_ADAPTERS = "MoreAdapters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +86,14 @@ def _of_plan(previous: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator
     if not new:
         return
     if old.get("inputsHash") and old["inputsHash"] != new["inputsHash"]:
-        yield _event(False, "Replanned", f"the spec, the model or the GPUs changed: {_sizes(new)}")
+        yield _event(False, News.REPLANNED, f"the spec, the model or the GPUs changed: {_sizes(new)}")
     now, was = drift(new), drift(old) if old.get("inputsHash") == new["inputsHash"] else None
     if now is not None and abs(now) > DRIFT and not (was is not None and abs(was) > DRIFT):
         measured = new["measured"]["kvTokens"]
         word = "fewer" if now < 0 else "more"
         yield _event(
             True,
-            "PlanDiffers",
+            News.PLAN_DIFFERS,
             f"the engine has room for {measured} KV tokens, {abs(now):.0%} {word} than the {new['kvTokens']} planned; "
             "something else is in the GPU's memory, or the plan is wrong for this model",
         )
@@ -95,17 +106,19 @@ def _of_adapters(previous: Mapping[str, Any], status: Mapping[str, Any]) -> Iter
     if len(found) > _MAX_ADAPTERS:
         left = found[_MAX_ADAPTERS:]
         bad = sum(event.type == "Warning" for event in left)
-        yield _event(bool(bad), "MoreAdapters", f"{len(left)} more adapters changed, {bad} of them failed")
+        yield _event(bool(bad), News.MORE_ADAPTERS, f"{len(left)} more adapters changed, {bad} of them failed")
 
 
 def _of_adapter(before: Mapping[str, Any], entry: Mapping[str, Any]) -> Event | None:
     old = before.get(entry["name"], {})
     if entry["state"] == "Failed" and old.get("state") != "Failed":
-        return _event(True, "AdapterFailed", f"adapter {entry['name']}: {entry.get('message') or 'it has failed'}")
+        return _event(True, News.ADAPTER_FAILED, f"adapter {entry['name']}: {entry.get('message') or 'it has failed'}")
     everywhere, was = _everywhere(entry), _everywhere(old)
     if everywhere and (not was or old.get("digest") != entry.get("digest")):
         digest = f", {entry['digest']}" if entry.get("digest") else ""
-        return _event(False, "AdapterReady", f"adapter {entry['name']} is on all {entry['total']} ready pods{digest}")
+        return _event(
+            False, News.ADAPTER_READY, f"adapter {entry['name']} is on all {entry['total']} ready pods{digest}"
+        )
     return None
 
 
@@ -123,4 +136,4 @@ def _conditions(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _event(bad: bool, reason: str, message: str) -> Event:
-    return Event("Warning" if bad else "Normal", reason, short(message, MAX_MESSAGE))
+    return Event("Warning" if bad else "Normal", str(reason), short(message, MAX_MESSAGE))

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/troubleshooting.md and the code name the same reasons, and commands that there are."""
+
+import re
+from itertools import chain
+from pathlib import Path
+
+from quire_operator.cli import main
+from quire_operator.plan.errors import Why
+from quire_operator.plan.plan import Fit
+from quire_operator.reconcile.conditions import Reason, Type
+from quire_operator.reconcile.events import News
+from quire_spec.outcome import Result
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs/troubleshooting.md").read_text()
+REASONS = {str(reason) for reason in chain(Reason, Fit, Why, News)}
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^##|\Z)", TEXT, re.MULTILINE | re.DOTALL))
+ROWS = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
+
+
+def test_every_reason_is_explained_once_and_no_other():
+    explained = [row[0] for kind in (*Type, "Events") for row in ROWS.findall(SECTIONS[kind])]
+    assert sorted(explained) == sorted(set(explained)), "twice"
+    assert set(explained) == REASONS
+
+
+def test_every_condition_has_its_section_in_their_order():
+    assert [name for name in SECTIONS if name in set(Type)] == [str(kind) for kind in Type]
+
+
+def test_every_reason_says_what_it_means_what_to_do_and_where_to_look():
+    for kind in Type:
+        for name, rest in ROWS.findall(SECTIONS[kind]):
+            meaning, fix, look = re.split(r" \| | \|$", rest + " |")[:3]
+            assert meaning.endswith("."), name
+            assert fix.strip(), name
+            if fix != "Nothing.":
+                assert look.strip(), name
+
+
+def test_results_of_a_download_are_reasons():
+    assert {str(result) for result in Result} <= {str(reason) for reason in Reason}
+
+
+def test_a_reason_is_one_word_that_kubernetes_takes():
+    for reason in REASONS:
+        assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", reason) and len(reason) <= 128
+
+
+def test_its_quire_commands_are_there(capsys):
+    commands = {words.split()[0] for words in re.findall(r"`quire ([^`]+)`", TEXT)}
+    assert commands
+    for command in commands:
+        try:
+            main([command, "--help"])
+        except SystemExit as end:
+            assert end.code == 0
+        assert "usage" in capsys.readouterr().out
