@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helm's commands for tests and development: the `helm` on PATH, or where there is none Helm's own code from PyPI.
+"""Helm's commands for tests and development: the `helm` on PATH (3.13 or later), or else Helm's own code from PyPI.
 
     python hack/helm.py lint CHART [--strict] [-f VALUES]
     python hack/helm.py template NAME CHART [-n NAMESPACE] [-f VALUES]
@@ -13,7 +13,9 @@ Options are those of Helm with their meanings, as far as they are listed here; `
 
 import argparse
 import os
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ import yaml
 
 def main(arguments: Sequence[str]) -> None:
     """Become `helm`, or do what it would."""
-    if binary := shutil.which("helm"):
+    if (binary := shutil.which("helm")) and _recent(binary):
         os.execv(binary, ["helm", *arguments])
     given = _parser().parse_args(arguments)
     from helm_python.errors import HelmError
@@ -33,6 +35,14 @@ def main(arguments: Sequence[str]) -> None:
         given.run(given)
     except HelmError as error:
         sys.exit(f"Error: {error}")
+
+
+def _recent(binary: str) -> bool:
+    """Whether it is Helm 3.13 or later, the first with --dry-run=client."""
+    asked = [binary, "version", "--template", "{{.Version}}"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    found = re.match(r"v(\d+)\.(\d+)", said)
+    return found is not None and (int(found[1]), int(found[2])) >= (3, 13)
 
 
 def _lint(given: argparse.Namespace) -> None:

