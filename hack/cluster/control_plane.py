@@ -5,6 +5,7 @@ Certificates, kubeconfigs, data and logs are in one folder. Pods need a node bes
 """
 
 import contextlib
+import json
 import socket
 import ssl
 import subprocess
@@ -21,6 +22,8 @@ from cluster.tools import Tools
 
 NODE_NAME = "quire-node"
 START_S = 60.0
+AUDIT_LOG = "audit.log"
+"""One JSON object a line: what service accounts asked the API server for."""
 _STOPPED_IN_ORDER = ("kube-scheduler", "kube-controller-manager", "kube-apiserver", "etcd")
 _API_NAMES = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
 
@@ -188,7 +191,20 @@ def _api_server(folder: Path, port: int, etcd: str, address: str) -> list[str]:
         f"--proxy-client-cert-file={pki}/front-proxy.crt",
         f"--proxy-client-key-file={pki}/front-proxy.key",
         "--allow-privileged=true",
+        f"--audit-policy-file={_audit_policy(folder)}",
+        f"--audit-log-path={folder / AUDIT_LOG}",
     ]
+
+
+def _audit_policy(folder: Path) -> Path:
+    """What service accounts ask for, without bodies, so that granted rights can be compared with used ones."""
+    asked = {"level": "Metadata", "userGroups": ["system:serviceaccounts"], "omitStages": ["RequestReceived"]}
+    # Kubernetes' own controllers are service accounts too, and busy.
+    own = {"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]}
+    policy = {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": [own, asked, {"level": "None"}]}
+    path = folder / "audit-policy.json"
+    path.write_text(json.dumps(policy))
+    return path
 
 
 def _controllers(folder: Path, port: int, tools: Tools) -> list[str]:
