@@ -30,12 +30,19 @@ class KVCache:
     """
 
     def __init__(
-        self, shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: ModelShape,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_spare: int = 0,
     ) -> None:
+        """`num_spare`: blocks more, from number `num_blocks` on, that no sequence is given."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         # Not cleared here: on a CPU, pages cost memory only once they are written.
-        size = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        size = (shape.num_layers, 2, num_blocks + num_spare, block_size, shape.num_kv_heads, shape.head_dim)
         on_cpu = device.type == "cpu"
         self._data = Arena().empty(size, dtype) if on_cpu else torch.empty(size, dtype=dtype, device=device)
         self.layers: tuple[Tensor, ...] = tuple(self._data)
@@ -112,7 +119,7 @@ class KVCache:
     def _parts(self, blocks: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[Tensor, Sequence[int]]]:
         """Block ids on the device, and their rows, as many at a time as the device has memory to gather."""
         assert len(blocks) == len(rows)
-        size = max(1, _GATHERED_BYTES // (self.num_bytes // self.num_blocks))
+        size = max(1, _GATHERED_BYTES // (self.num_bytes // self._data.shape[2]))
         for start in range(0, len(blocks), size):
             end = start + size
             yield torch.tensor(blocks[start:end], device=self._data.device), rows[start:end]

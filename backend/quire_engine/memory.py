@@ -25,12 +25,14 @@ class Budget:
     weights: int
     lora: int
     activations: int
-    """Beside weights and adapters at the peak of a step, other processes' included."""
+    """Beside weights, adapters and graphs at the peak of a step, other processes' included."""
+    graphs: int = 0
+    """Of captured steps; 0 on a CPU."""
 
     @property
     def left(self) -> int:
         """Bytes for KV blocks."""
-        return self.total - self.weights - self.lora - self.activations
+        return self.total - self.weights - self.lora - self.activations - self.graphs
 
 
 def num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, budget: Budget) -> int:
@@ -76,6 +78,7 @@ def _refusal(config: EngineConfig, max_model_len: int, needed: int, kv_bytes: in
         ("weights", budget.weights),
         (f"adapter slots ({config.max_loras} of rank {config.max_lora_rank})", budget.lora),
         ("activations and other use", budget.activations),
+        *((("captured steps", budget.graphs),) if budget.graphs else ()),
         ("device", budget.total),
     ]
     width = max(len(name) for name, _ in rows)

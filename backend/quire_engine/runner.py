@@ -6,6 +6,7 @@ from one thread.
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from quire_engine.batch import Batch, build_batch
 from quire_engine.device import available_memory, give_back_memory, open_device, resolve_dtype, set_threads
+from quire_engine.graphs import DecodeGraphs
 from quire_engine.kv import KVCache, block_bytes
 from quire_engine.layers import Placement
 from quire_engine.logprobs import logprobs_of
@@ -81,12 +83,16 @@ class TorchRunner(Runner):
         one_block = block_bytes(shape, config.block_size, self._dtype)
         if ranks is not None:
             ranks.connect(self._device)
+        # Ranks would have to capture their collectives too.
+        graphed = self._device.type == "cuda" and ranks is None and os.environ.get("QUIRE_GRAPHS") != "0"
+        self._num_spare = 1 if graphed else 0
         budget = self._measure(config, max_model_len)
         self.num_blocks = num_blocks(config, max_model_len, one_block, budget)
         if ranks is not None:
             self.num_blocks = ranks.least(self.num_blocks)
         with allocating("kv_cache_memory_bytes"):
-            self._kv = KVCache(shape, self.num_blocks, config.block_size, self._dtype, self._device)
+            self._kv = KVCache(shape, self.num_blocks, config.block_size, self._dtype, self._device, self._num_spare)
+        self._graphs = self._capture(self._kv, config, max_model_len)
         num_host_blocks = int(config.swap_space * 2**30) // one_block
         with allocating("swap_space"):
             self._swapper = Swapper(self._kv, num_host_blocks) if num_host_blocks else None
@@ -135,6 +141,9 @@ class TorchRunner(Runner):
         order = order_spans(plan.spans)
         spans = [plan.spans[i] for i in order]
         work = work_of(spans, self._kv.block_size, self._model.shape.rope_switch, plan)
+        if self._graphs is not None and self._graphs.takes(spans):
+            self._copy(work, self._kv)
+            return self._replay(self._graphs, plan.spans)
         results = dict(zip(order, self._run(work, spans, self._kv), strict=True))
         return [results[i] for i in range(len(order))]
 
@@ -171,14 +180,35 @@ class TorchRunner(Runner):
         size = max(1, _SCORED_BYTES // (4 * self._model.shape.vocab_size))
         yield from (slice(begin, min(begin + size, num_rows)) for begin in range(start, num_rows, size))
 
+    @torch.inference_mode()
+    def _replay(self, graphs: DecodeGraphs, spans: list[Span]) -> list[Sampled]:
+        """A decoding step by its graph; one result a span, in order."""
+        logits = graphs.run(spans)
+        choosing = [i for i, span in enumerate(spans) if span.samples]
+        if len(choosing) < len(spans):
+            logits = logits[torch.tensor(choosing, device=logits.device)]
+        rows = [Row(spans[i].sequence, spans[i].end) for i in choosing]
+        results = dict(zip(choosing, self._sampler(logits, rows) if rows else [], strict=True))
+        return [results.get(i, Sampled([])) for i in range(len(spans))]
+
+    def _capture(self, kv: KVCache, config: EngineConfig, max_model_len: int) -> DecodeGraphs | None:
+        """Graphs of decoding steps over `kv`, if this runner has any."""
+        if not self._num_spare:
+            return None
+        with torch.inference_mode():
+            return DecodeGraphs(self._model, kv, config.max_num_seqs, max_model_len)
+
     def _forward(self, work: Work, kv: KVCache) -> tuple[Batch, Tensor | None]:
         """Copy what is to be copied, then compute; hidden states of the tokens whose logits are wanted."""
+        self._copy(work, kv)
+        batch = build_batch(work, kv, self._num_slots, self._device)
+        return batch, self._model(batch, kv)
+
+    def _copy(self, work: Work, kv: KVCache) -> None:
         if self._swapper is not None:
             self._swapper.carry(work.swap_outs, work.swap_ins)
         if work.copies:
             kv.copy([copy.source for copy in work.copies], [copy.destination for copy in work.copies])
-        batch = build_batch(work, kv, self._num_slots, self._device)
-        return batch, self._model(batch, kv)
 
     def _score(self, spans: list[Span], parts: Iterator[Tensor]) -> list[list[Logprob]]:
         """Log probabilities of prompt tokens, a part of the rows at a time."""
@@ -198,6 +228,13 @@ class TorchRunner(Runner):
         if self._device.type == "cpu":
             # Ranks take theirs of the same memory.
             return Budget(available_memory() // config.tensor_parallel_size + weights + lora, weights, lora, 0)
+        # On a cache of one block: graphs have the cache's address in them, so these are captured again on the real one,
+        # in as much memory.
+        tiny = KVCache(self._model.shape, 1, config.block_size, self._dtype, self._device, self._num_spare)
+        graphs = self._capture(tiny, config, max_model_len)
+        graph_bytes = 0 if graphs is None else graphs.num_bytes
+        del graphs, tiny
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         self._run_largest_steps(config, max_model_len)
         peak = torch.cuda.max_memory_allocated(self._device)
@@ -205,7 +242,7 @@ class TorchRunner(Runner):
         free, total = torch.cuda.mem_get_info(self._device)
         foreign = total - free - torch.cuda.memory_reserved(self._device)
         share = int(total * config.gpu_memory_utilization)
-        return Budget(share, weights, lora, peak - weights - lora + foreign)
+        return Budget(share, weights, lora, peak - weights - lora + foreign, graph_bytes)
 
     def _measure_swap(self, config: EngineConfig, max_model_len: int) -> SwapSpace:
         """What the scheduler weighs swapping by; a CPU computes a shorter prompt for it than a GPU."""

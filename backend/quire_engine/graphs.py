@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DecodeGraphs: decoding steps as CUDA graphs, one per size of batch. Used on CUDA devices only.
+
+This has never run on a GPU. What is tested is everything but the capture: which sizes there are, what the host sends,
+and, with a recording that runs the step again instead of replaying it, that tokens come out the same.
+
+A graph has its memory's addresses built in, so everything that a step reads lies in tensors that stay: block tables by
+row of `SequenceState`, of which a step sends only what is new, and three numbers per sequence. Rows beyond the batch
+are filled with a sequence of nobody's, whose token goes to the cache's spare block.
+"""
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quire_engine import request
+from quire_engine.batch import Batch
+from quire_engine.kv import KVCache
+from quire_engine.models.causal import CausalLM
+from quire_engine.request import BlockId
+from quire_engine.step import Span
+from quire_kernels import AttentionBatch, SequenceState, StepInputs, prepare_inputs
+
+logger = logging.getLogger(__name__)
+
+Step = Callable[[], Tensor]
+"""Computes a step from tensors that stay; returns logits, [size, vocab_size], which the next run may overwrite."""
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Sizes of batch that get a graph: 1, 2, 4, 8, then quarters of a doubling, so that at most a fifth is padding.
+
+    21 sizes up to 256, where every multiple of 8 would be 35, and twice the seconds and memory.
+    """
+    sizes = [1, 2, 4, 8]
+    base = 8
+    while base < max_num_seqs:
+        # Multiples of 2 at least: below 16 a quarter of a doubling would be.
+        sizes += [base + base * quarter // 4 for quarter in (1, 2, 3, 4)]
+        base *= 2
+    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+
+
+@dataclass(slots=True)
+class _Resident:
+    """What the device has of a sequence."""
+
+    row: int
+    table: list[BlockId] = field(default_factory=list)
+    """The sequence's own list, which grows in place and is another one after each preemption."""
+    num_sent: int = 0
+    """Blocks of it that are on the device."""
+
+
+class ResidentTables:
+    """Which rows of the device's block tables belong to whom, and what they lack. Pure bookkeeping."""
+
+    def __init__(self, num_rows: int) -> None:
+        """`num_rows`: no step has more sequences."""
+        self._num_rows = num_rows
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._residents: weakref.WeakKeyDictionary[request.Sequence, _Resident] = weakref.WeakKeyDictionary()
+
+    def rows(self, spans: Sequence[Span]) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """The row of each span's sequence, and the (row, column, block) entries to write first."""
+        rows: list[int] = []
+        entries: list[tuple[int, int, int]] = []
+        for span in spans:
+            resident = self._residents.get(span.sequence) or self._admit(span.sequence, spans)
+            table = span.sequence.block_table
+            if resident.table is not table:
+                resident.table, resident.num_sent = table, 0
+            new = range(resident.num_sent, len(table))
+            entries += [(resident.row, column, table[column]) for column in new]
+            resident.num_sent = len(table)
+            rows.append(resident.row)
+        return rows, entries
+
+    def _admit(self, sequence: request.Sequence, spans: Sequence[Span]) -> _Resident:
+        if not self._free:
+            # Rows of sequences that are over, and of those that do not run now.
+            running = {span.sequence for span in spans}
+            kept = {s: resident for s, resident in self._residents.items() if s in running}
+            taken = {resident.row for resident in kept.values()}
+            self._free = [row for row in range(self._num_rows - 1, -1, -1) if row not in taken]
+            self._residents = weakref.WeakKeyDictionary(kept)
+        resident = self._residents[sequence] = _Resident(self._free.pop())
+        return resident
+
+
+class DecodeGraphs:
+    """Runs steps in which every sequence has one token and none has an adapter."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv: KVCache,
+        max_num_seqs: int,
+        max_model_len: int,
+        record: Callable[[Step], Step] | None = None,
+    ) -> None:
+        """`kv` has a spare block; `record` makes a step that can be run again, None: by a CUDA graph."""
+        self._model, self._kv = model, kv
+        self._device = kv.layers[0].device
+        max_blocks = -(-max_model_len // kv.block_size)
+        # Room for sequences that are over, or wait after a preemption, so that rows are seldom looked for.
+        self._num_rows = 2 * max_num_seqs
+        self._tables = ResidentTables(self._num_rows)
+        self._state = SequenceState.empty(self._num_rows + 1, max_blocks, self._device)
+        self._state.tables[self._num_rows] = kv.num_blocks
+        self._inputs = torch.zeros((3, max_num_seqs), dtype=torch.int64, device=self._device)
+        """Rows, positions and tokens, as the host sends them."""
+        self._inputs[0] = self._num_rows
+        self.sizes = graph_sizes(max_num_seqs)
+        start, before = time.perf_counter(), self._reserved()
+        record = record or GraphRecorder(self._device)
+        # The largest first: the others then find room in the memory that it has taken.
+        self._steps = {size: record(self._step(size, max_blocks)) for size in reversed(self.sizes)}
+        self.num_bytes = self._reserved() - before
+        """Of the device's memory that the graphs keep; 0 where that is not known."""
+        logger.info(
+            "graphs captured num=%d bytes=%d seconds=%.1f", len(self.sizes), self.num_bytes, time.perf_counter() - start
+        )
+
+    def takes(self, spans: Sequence[Span]) -> bool:
+        """Whether `run` can compute this step."""
+        if len(spans) > self.sizes[-1] or self._model.shape.rope_switch is not None:
+            return False
+        return all(span.length == 1 and span.slot is None and not span.scored for span in spans)
+
+    def run(self, spans: Sequence[Span]) -> Tensor:
+        """Logits of each span's token, [len(spans), vocab_size]; the next run overwrites them."""
+        size = next(size for size in self.sizes if size >= len(spans))
+        rows, entries = self._tables.rows(spans)
+        if entries:
+            row, column, block = self._send(list(zip(*entries, strict=True)))
+            self._state.tables.index_put_((row, column), block)
+        padding = size - len(spans)
+        sent = self._send(
+            [
+                rows + [self._num_rows] * padding,
+                [span.start for span in spans] + [0] * padding,
+                [span.sequence.tokens(span.start, span.end)[0] for span in spans] + [0] * padding,
+            ]
+        )
+        self._inputs[:, :size].copy_(sent)
+        return self._steps[size]()[: len(spans)]
+
+    def _send(self, numbers: Sequence[Sequence[int]]) -> Tensor:
+        """To the device, behind the step that may still be running."""
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        if self._device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def _step(self, size: int, max_blocks: int) -> Step:
+        rows, positions, tokens = (row[:size] for row in self._inputs)
+        query_starts = torch.arange(size + 1, dtype=torch.int32, device=self._device)
+        inputs = StepInputs.empty(size, size, max_blocks, self._device)
+
+        def step() -> Tensor:
+            self._state.lengths.index_copy_(0, rows, positions.to(torch.int32))
+            prepare_inputs(rows, query_starts, tokens, self._state, self._kv.block_size, inputs)
+            # Made in each run: what it plans for its layers belongs to this run.
+            attention = AttentionBatch(query_starts, inputs.context_lengths, inputs.block_tables, tuple, 1, 1)
+            batch = Batch(
+                token_ids=inputs.token_ids,
+                positions=inputs.positions,
+                beyond_switch=None,
+                addresses=inputs.addresses,
+                attention=attention,
+                adapters=None,
+                logit_rows=None,
+                num_logits=size,
+            )
+            hidden = self._model(batch, self._kv)
+            assert hidden is not None
+            return self._model.project(hidden, batch)
+
+        return step
+
+    def _reserved(self) -> int:
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
+
+
+class GraphRecorder:
+    """Captures steps in CUDA graphs that share one pool of memory: no two of them run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, step: Step) -> Step:
+        """Run the step until its kernels are compiled and its libraries have their workspaces, then capture it."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            logits = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding steps over memory that stays: everything but the capture, which only a GPU can do."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from support.tiny import VOCAB, make_checkpoint
+
+from quire_engine.engine import Engine
+from quire_engine.graphs import DecodeGraphs, ResidentTables, graph_sizes
+from quire_engine.kv import KVCache
+from quire_engine.request import Sequence
+from quire_engine.runner import TorchRunner
+from quire_engine.step import Span
+from quire_kernels import paged_attention
+from quire_spec.config import EngineConfig
+from quire_spec.messages import Generate
+from quire_spec.sampling import SamplingParams
+
+CONFIG = EngineConfig(
+    model="m", dtype="float32", max_model_len=96, block_size=8, max_num_seqs=6, max_num_batched_tokens=40,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 8, 64, 200, 256])
+def test_sizes_rise_to_the_largest_batch_and_pad_little(most):
+    sizes = graph_sizes(most)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == most
+    assert all(after / before <= 1.25 for before, after in itertools.pairwise(sizes) if before >= 8)
+
+
+def test_two_hundred_and_fifty_six_sequences_need_few_graphs():
+    assert len(graph_sizes(256)) == 24
+
+
+def _sequence(blocks):
+    made = Sequence(0, [1, 2, 3], SamplingParams(), seed=0, max_output_tokens=50)
+    made.block_table = blocks
+    return made
+
+
+def _rows(tables, *sequences):
+    return tables.rows([Span(sequence, 2, 1, None) for sequence in sequences])
+
+
+def test_only_new_blocks_are_sent():
+    tables, first, second = ResidentTables(4), _sequence([5, 6]), _sequence([7])
+    rows, entries = _rows(tables, first, second)
+    assert entries == [(rows[0], 0, 5), (rows[0], 1, 6), (rows[1], 0, 7)]
+    assert _rows(tables, second, first) == (rows[::-1], [])
+    first.block_table += [9]
+    assert _rows(tables, first) == (rows[:1], [(rows[0], 2, 9)])
+
+
+def test_a_preempted_sequence_sends_its_new_table():
+    tables, sequence = ResidentTables(2), _sequence([5, 6])
+    (row,), _ = _rows(tables, sequence)
+    sequence.block_table = []
+    sequence.block_table = [3, 4]
+    assert _rows(tables, sequence) == ([row], [(row, 0, 3), (row, 1, 4)])
+
+
+def test_rows_of_those_that_do_not_run_are_taken_over():
+    tables, kept, gone = ResidentTables(3), _sequence([1]), [_sequence([i]) for i in range(2, 4)]
+    (row, *others), _ = _rows(tables, kept, *gone)
+    new = [_sequence([8]), _sequence([9])]
+    rows, entries = _rows(tables, kept, *new)
+    assert rows[0] == row
+    assert sorted(rows[1:]) == sorted(others)
+    assert [block for _, _, block in entries] == [8, 9]
+    # One of those comes back.
+    (again,), entries = _rows(tables, gone[0])
+    assert entries == [(again, 0, 2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+class _Replays:
+    """A recording that runs the step again each time, and counts."""
+
+    def __init__(self):
+        self.num = 0
+
+    def __call__(self, step):
+        def replay():
+            self.num += 1
+            return step()
+
+        return replay
+
+
+def _answers(folder, monkeypatch, replays):
+    """Tokens of nine requests, which come in two waves, with more than the blocks can hold at once."""
+    # The gathering form wants groups that the host has made; a step of a graph has none.
+    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
+    monkeypatch.setattr(TorchRunner, "_capture", lambda self, kv, config, max_model_len: None)
+    config = dataclasses.replace(CONFIG, model=str(folder), kv_cache_memory_bytes=13 * 8 * 2 * 2 * 2 * 16 * 4)
+    engine = Engine.from_config(config)
+    runner = engine._runner
+    if replays is not None:
+        shape = runner._model.shape
+        runner._kv = KVCache(shape, runner.num_blocks, 8, torch.float32, torch.device("cpu"), num_spare=1)
+        runner._graphs = DecodeGraphs(runner._model, runner._kv, 6, 96, record=replays)
+    prompts = [
+        torch.randint(VOCAB, (3 + 7 * i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(9)
+    ]
+    params = [{"temperature": t, "seed": 3, "max_tokens": 20, "ignore_eos": True} for t in (0.0, 1.0, 0.0)]
+    found: dict[int, list[int]] = {}
+    for wave in (range(4), range(4, 9)):
+        for i in wave:
+            engine.add(Generate(i, prompts[i], params[i % 3]))
+        for _ in range(1000 if 8 in wave else 12):
+            for result in engine.step().results if engine.has_work else []:
+                assert result.error_code is None, result.error
+                found.setdefault(result.id, []).extend(result.token_ids)
+    assert not engine.has_work
+    return found, engine.stats().num_preemptions
+
+
+def test_the_same_tokens_as_without(folder, monkeypatch):
+    replays = _Replays()
+    expected, _ = _answers(folder, monkeypatch, None)
+    found, num_preemptions = _answers(folder, monkeypatch, replays)
+    assert found == expected
+    assert replays.num > 20
+    assert num_preemptions > 0
+
+
+def test_steps_of_more_than_a_token_are_left_to_others(folder):
+    graphs = DecodeGraphs.__new__(DecodeGraphs)
+    graphs.sizes = (1, 2)
+    graphs._model = type("Model", (), {"shape": type("Shape", (), {"rope_switch": None})})
+    sequence = _sequence([0])
+    one, two = Span(sequence, 2, 1, None), Span(sequence, 1, 2, None)
+    assert graphs.takes([one, one])
+    assert not graphs.takes([one, two])
+    assert not graphs.takes([one, one, one])
+    assert not graphs.takes([dataclasses.replace(one, slot=0)])
