@@ -25,6 +25,7 @@ examples:
   quire plan -f llmservice.yaml --gpu NVIDIA-L4      does it fit, and how does it run?
   quire render -f llmservice.yaml            the Kubernetes objects that it becomes
   quire serve -f llmservice.yaml             run it on this machine
+  quire operate                              look after all LLMServices of a cluster
   quire serve --help                         how to reach what runs
 
 All fields of the file, with their units, defaults and reasons: kubectl explain llmservice.spec --recursive"""
@@ -121,6 +122,16 @@ def _parser() -> argparse.ArgumentParser:
     options.add_render_options(render)
     render.set_defaults(run=_render)
 
+    operate = commands.add_parser(
+        "operate",
+        help="look after the LLMServices of a cluster",
+        description=options.OPERATE,
+        epilog=options.OPERATE_EXAMPLES,
+        formatter_class=style,
+    )
+    options.add_operate_options(operate)
+    operate.set_defaults(run=_operate)
+
     serve = commands.add_parser(
         "serve", help="run an LLMService here", description=_SERVE, epilog=_SERVE_EXAMPLES, formatter_class=style
     )
@@ -193,6 +204,12 @@ def _plan(given: argparse.Namespace) -> int:
 
 def _render(given: argparse.Namespace) -> int:
     from quire_operator.render import command
+
+    return command.run(given)
+
+
+def _operate(given: argparse.Namespace) -> int:
+    from quire_operator.reconcile import command
 
     return command.run(given)
 

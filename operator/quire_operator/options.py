@@ -39,6 +39,62 @@ Secrets are printed too. What is left out, and why, goes to standard error.
 Without an operator, apply the Job and what is before it first: pods do not wait for the model, and take their GPUs."""
 
 
+OPERATE = """\
+Look after the LLMServices of a cluster: make the Kubernetes objects of each, keep them as they should be, and say in
+its status how it is. Runs until it is stopped; what serves goes on serving meanwhile. charts/quire installs it."""
+
+OPERATE_EXAMPLES = """\
+examples:
+  helm install quire charts/quire                          the usual way: in the cluster, with the rights that it needs
+  quire operate --log-format text                          from here, as whoever your kubeconfig says you are
+  quire operate --namespace team-a --namespace team-b      these namespaces only
+  curl -s localhost:8080/health/live                       200, or 503 and what hangs
+  curl -s localhost:8080/metrics                           quire_operator_*: passes, errors, writes, queue, watches
+
+It logs in as the pod that it runs in, or by --kubeconfig, KUBECONFIG or ~/.kube/config. Run one at a time; for more,
+give each --lease. From outside of the cluster it reaches no pods: adapters are not pushed then.
+Exit status 0: stopped by SIGTERM or SIGINT, 1: something ended that must not; start it again."""
+
+
+def add_operate_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `quire operate`."""
+    parser.add_argument(
+        "-n",
+        "--namespace",
+        dest="namespaces",
+        action="append",
+        default=[],
+        metavar="NAMESPACE",
+        help="namespace to look after; repeatable (default: all)",
+    )
+    parser.add_argument("--kubeconfig", metavar="FILE", help="cluster and user (default: as described below)")
+    parser.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: its current one)")
+    for device in ("gpu", "cpu"):
+        parser.add_argument(
+            f"--{device}-image",
+            default=f"quire:{device}",
+            metavar="IMAGE",
+            help=f"image of pods of device {device.upper()} whose spec names none (default: quire:{device})",
+        )
+    parser.add_argument(
+        "--workers", type=int, default=8, metavar="N", help="services that are worked on at a time (default: 8)"
+    )
+    parser.add_argument(
+        "--resync",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="look at each service at least so often, changed or not (default: 600)",
+    )
+    parser.add_argument("--host", default="0.0.0.0", help="address of health and metrics (default: all)")
+    parser.add_argument("--port", type=port_or_any, default=8080, help="their port; 0: a free one (default: 8080)")
+    parser.add_argument("--lease", metavar="NAME", help="wait for this Lease, in our namespace, and hold it")
+    parser.add_argument("--log-format", choices=("json", "text"), default="json", help="form of the log")
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="least level"
+    )
+
+
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """The options of `quire plan`."""
     parser.add_argument("-f", "--file", required=True, help="the LLMService; - is standard input")
@@ -96,6 +152,11 @@ def port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 1 to 65535")
     return int(text)
+
+
+def port_or_any(text: str) -> int:
+    """A port's number, or 0."""
+    return 0 if text == "0" else port(text)
 
 
 def _volume(text: str) -> tuple[str, Path]:

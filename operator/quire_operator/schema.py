@@ -32,6 +32,17 @@ def complete(schema: Schema, value: Any) -> Any:
     return value
 
 
+def sparse(schema: Schema, value: Any) -> Any:
+    """The value without what `complete` would fill in again: fields that are their default, at every depth. A copy."""
+    if isinstance(value, Mapping):
+        fields, rest = schema.get("properties", {}), schema.get("additionalProperties", {})
+        kept = {key: (sparse(fields.get(key, rest), item), fields.get(key, {})) for key, item in value.items()}
+        return {key: item for key, (item, field) in kept.items() if "default" not in field or item != field["default"]}
+    if isinstance(value, list):
+        return [sparse(schema.get("items", {}), item) for item in value]
+    return value
+
+
 def problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[Problem]:
     """What is structurally wrong with a completed value; `path` is where it stands in its document."""
     for error in _validator(schema).iter_errors(value):

@@ -112,6 +112,8 @@ class Verdict:
     unplannable: Unplannable | None = None
     pending: str = ""
     """What planning waits for, in a sentence; empty: for nothing."""
+    retry: bool = False
+    """Nobody will say when that is there: it has to be tried again and again."""
 
 
 def pod_of(body: Body) -> Pod:

@@ -11,6 +11,7 @@ from typing import Any
 from quire_operator.service import LLMService
 
 MANAGER = "quire-operator"
+INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
 SERVER, DOWNLOAD = "server", "model-download"
 
@@ -38,22 +39,42 @@ def engine(service: LLMService, content: str) -> str:
 
 def catalogue(service: LLMService) -> str:
     """The ConfigMap of adapters.json: its content changes, the pods stay."""
-    return f"{service.name}-adapters"
+    return catalogue_of(service.name)
 
 
 def admin_key(service: LLMService) -> str:
     """The Secret with the key of the admin port."""
-    return f"{service.name}-admin"
+    return admin_key_of(service.name)
+
+
+def admin_key_of(service: str) -> str:
+    """The same by the service's name."""
+    return f"{service}-admin"
 
 
 def credentials(service: LLMService) -> str:
     """The Secret with copies of the Secrets that sources name."""
-    return f"{service.name}-credentials"
+    return credentials_of(service.name)
+
+
+def credentials_of(service: str) -> str:
+    """The same by the service's name."""
+    return f"{service}-credentials"
+
+
+def catalogue_of(service: str) -> str:
+    """The ConfigMap of adapters.json by the service's name."""
+    return f"{service}-adapters"
 
 
 def model_claim(service: LLMService) -> str:
     """The PersistentVolumeClaim of downloaded models."""
-    return f"{service.name}-models"
+    return model_claim_of(service.name)
+
+
+def model_claim_of(service: str) -> str:
+    """The same by the service's name."""
+    return f"{service}-models"
 
 
 def download(service: LLMService, content: str) -> str:
@@ -63,7 +84,7 @@ def download(service: LLMService, content: str) -> str:
 
 def selector(service: LLMService, component: str) -> dict[str, str]:
     """Labels by which pods are found; a Deployment's can never change."""
-    return {"app.kubernetes.io/name": "quire", "app.kubernetes.io/instance": service.name, COMPONENT: component}
+    return {"app.kubernetes.io/name": "quire", INSTANCE: service.name, COMPONENT: component}
 
 
 def labels(service: LLMService, component: str) -> dict[str, str]:

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m quire_server.read_model`: tells what a plan needs of a model on a volume, in a termination message.
+
+A Job of the operator runs it: a claim can be read from a pod only. The message is JSON, compressed, since Kubernetes
+keeps 4096 bytes of it: config.json, and of the weights the total of the index or the end of the last tensor.
+"""
+
+import argparse
+import base64
+import gzip
+import json
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire_spec.errors import ConfigError
+
+EXIT_WRONG = 2
+"""Running again changes nothing until somebody changes the files."""
+MAX_MESSAGE = 4096
+_MAX_JSON_BYTES = 64 * 2**20
+_MAX_HEADER_BYTES = 100 * 2**20
+_UNREAD = ("id2label", "label2id", "_name_or_path", "transformers_version")
+"""Of config.json: names of classes and notes, which can be long and say nothing about memory."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the message; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m quire_server.read_model", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder with config.json")
+    parser.add_argument("--into", type=Path, default=Path("/dev/termination-log"), metavar="FILE", help="the message")
+    args = parser.parse_args(argv)
+    try:
+        said, code = message(args.model), 0
+    except ConfigError as error:
+        said, code = str(error)[:MAX_MESSAGE], EXIT_WRONG
+    print(said, file=sys.stderr)
+    args.into.write_text(said)
+    return code
+
+
+def message(folder: Path) -> str:
+    """What Checkpoint.from_files takes, as compressed JSON in base64.
+
+    Raises:
+        ConfigError: there is no config.json, a file is not what its name says, or config.json is too large to be told.
+    """
+    config = _json(folder / "config.json")
+    if config is None:
+        raise ConfigError(f"{folder}: there is no config.json; give the folder of a Hugging Face model")
+    if isinstance(config, dict):
+        config = {key: value for key, value in config.items() if key not in _UNREAD}
+    index = _json(folder / "model.safetensors.index.json")
+    facts = {
+        "config": config,
+        "index": None if index is None else {"metadata": {"total_size": _part(_part(index, "metadata"), "total_size")}},
+        "header": None if index is not None else _header(folder / "model.safetensors"),
+    }
+    packed = gzip.compress(json.dumps(facts, separators=(",", ":")).encode(), mtime=0)
+    text = base64.b64encode(packed).decode()
+    if len(text) > MAX_MESSAGE:
+        raise ConfigError(
+            f"{folder}/config.json: takes {len(text)} bytes compressed, and {MAX_MESSAGE} can be told; remove from it "
+            "what transformers does not need"
+        )
+    return text
+
+
+def _json(path: Path) -> Any:
+    """A parsed file; None: there is none."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_JSON_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    if len(data) > _MAX_JSON_BYTES:
+        raise ConfigError(f"{path}: more than {_MAX_JSON_BYTES} bytes")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from error
+
+
+def _header(path: Path) -> Any:
+    """The header of a safetensors file with the tensor alone that ends last; None: there is no file."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= _MAX_HEADER_BYTES:
+                raise ConfigError(f"{path}: does not begin like a safetensors file")
+            header = json.loads(file.read(length))
+            last = max((t for name, t in header.items() if name != "__metadata__"), key=lambda t: t["data_offsets"][1])
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError, IndexError) as error:
+        raise ConfigError(f"{path}: its header names no tensors with offsets; save it as safetensors") from error
+    return {"last": {"data_offsets": last["data_offsets"]}}
+
+
+def _part(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applier: brings a service's objects to what is wanted, writing only what differs, and takes away what is not wanted.
+
+An object of somebody else is never touched: nothing is written when one has the name of one of ours.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire_operator.kube import kinds
+from quire_operator.kube.client import MANAGER, Client
+from quire_operator.kube.errors import Busy, Forbidden, Rejected
+from quire_operator.kube.kinds import Kind, kind_of
+from quire_operator.reconcile.cache import Cache, Entry, Key, controller, entry_of
+from quire_operator.reconcile.compare import holds
+from quire_operator.reconcile.pinned import config_maps
+from quire_operator.reconcile.secrets import SecretStore
+from quire_operator.render import names
+from quire_spec import names as spec_names
+
+Manifest = dict[str, Any]
+
+APPLIED = f"{spec_names.API_GROUP}/applied"
+"""Annotation with the digest of what was applied: it tells what a later release no longer sets."""
+
+_NEEDED = (kinds.SERVICE_ACCOUNT, kinds.SECRET, kinds.CONFIG_MAP, kinds.CLAIM, kinds.JOB)
+"""Pods cannot start without these: when one is refused, the Deployment is not touched."""
+
+
+class Conflict(Exception):
+    """An object of somebody else has the name of one of ours; the message says which, whose, and what to do."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of applying."""
+
+    rejected: list[str] = field(default_factory=list)
+    """What the API server refused, and why."""
+    forbidden: bool = False
+    """Among it is something that a Role or a quota forbids: it is worth trying again."""
+    conflict: str = ""
+    deployment: Mapping[str, Any] | None = None
+    """As it is now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """An object that is as it was wanted."""
+
+    digest: str
+    """Of what was wanted."""
+    uid: str
+    content: str
+    """Entry.content of what it led to."""
+
+
+class Applier:
+    """Writes the objects of services."""
+
+    def __init__(
+        self, client: Client, cache: Cache, secrets: SecretStore, wrote: Callable[[Kind, str], None] = lambda k, v: None
+    ) -> None:
+        """`wrote` is told of each write: the kind, and apply or delete."""
+        self._client, self._cache, self._secrets, self._wrote = client, cache, secrets, wrote
+        self._done: dict[Key, dict[tuple[str, str], _Done]] = {}
+
+    async def apply(self, key: Key, uid: str, manifests: Iterable[Manifest]) -> Outcome:
+        """Have all of these there; `uid` is the service's.
+
+        Raises:
+            ApiError: the API server does not answer, or somebody else was faster; the rest is left for another time.
+        """
+        outcome = Outcome()
+        try:
+            wanted = [(m, await self._found(key, uid, m)) for m in map(_stamped, manifests)]
+        except Conflict as error:
+            outcome.conflict = str(error)
+            return outcome
+        for manifest, found in wanted:
+            kind = kind_of(manifest)
+            if kind is kinds.DEPLOYMENT and outcome.rejected:
+                break
+            try:
+                await self._settle(key, kind, manifest, found)
+            except (Rejected, Forbidden) as error:
+                outcome.rejected.append(str(error))
+                outcome.forbidden = outcome.forbidden or isinstance(error, Forbidden)
+                if kind in _NEEDED or kind is kinds.DEPLOYMENT:
+                    break
+        deployment = self._cache.get(kinds.DEPLOYMENT, *key)
+        outcome.deployment = deployment.body() if deployment else None
+        return outcome
+
+    async def prune(self, key: Key, uid: str, manifests: Iterable[Manifest]) -> None:
+        """Delete what the service owns and does not want any more; raises ApiError.
+
+        ConfigMaps that a ReplicaSet or a pod still mounts stay: an old pod that starts again needs its own.
+        """
+        kept = {(m["kind"], m["metadata"]["name"]) for m in manifests}
+        used: set[str] = set()
+        for entry in self._cache.of(key, kinds.POD, kinds.REPLICA_SET):
+            spec = entry.body().get("spec", {})
+            used |= config_maps(spec if entry.kind is kinds.POD else spec.get("template", {}).get("spec", {}))
+        for entry in list(self._cache.of(key, *kinds.CHILDREN)):
+            if entry.owner != uid or entry.deleting or (entry.kind.name, entry.name) in kept:
+                continue
+            if entry.kind is kinds.CONFIG_MAP and entry.name in used:
+                continue
+            await self._delete(entry.kind, entry.namespace, entry.name, entry.uid)
+        await self._prune_credentials(key, uid, kept)
+
+    def drop(self, key: Key) -> None:
+        """Forget a service that is gone."""
+        self._done.pop(key, None)
+
+    async def _found(self, key: Key, uid: str, manifest: Manifest) -> Mapping[str, Any] | Entry | None:
+        """The object of a manifest's name, if it is there and ours.
+
+        Raises:
+            Conflict: it is somebody else's.
+            Busy: it is going.
+        """
+        kind, name = kind_of(manifest), manifest["metadata"]["name"]
+        if kind is kinds.SECRET:
+            body = (await self._secrets.get(key[0], name)).body
+        else:
+            entry = self._cache.get(kind, key[0], name)
+            if entry is not None and entry.key == key and entry.owner in (uid, ""):
+                if entry.deleting:
+                    raise Busy(f"{kind.name} {key[0]}/{name} is being deleted; it is made again once it is gone")
+                return entry
+            body = await self._client.find(kind, key[0], name)
+        if body is not None:
+            await self._check_owner(key, uid, kind, body)
+            if kind is not kinds.SECRET:
+                self._cache.put(kind, body)
+                return entry_of(kind, body)
+        return body
+
+    async def _check_owner(self, key: Key, uid: str, kind: Kind, body: Mapping[str, Any]) -> None:
+        meta = body["metadata"]
+        labels = meta.get("labels") or {}
+        mine = labels.get("app.kubernetes.io/managed-by") == MANAGER and labels.get(names.INSTANCE) == key[1]
+        owner = controller(body)
+        if mine and owner in (uid, ""):
+            return
+        owners = [o for o in meta.get("ownerReferences") or () if o.get("uid") == owner]
+        if mine and owners and owners[0].get("kind") == kinds.LLM_SERVICE.name and owners[0].get("name") == key[1]:
+            # Of a service of the same name that is gone; nothing but the garbage collector would come for it.
+            await self._delete(kind, key[0], meta["name"], meta["uid"])
+            raise Busy(f"{kind.name} {key[0]}/{meta['name']} is of a deleted {kinds.LLM_SERVICE.name}; it goes first")
+        whose = (
+            f"belongs to {owners[0].get('kind')} {owners[0].get('name')!r}" if owners else "was made by somebody else"
+        )
+        raise Conflict(
+            f"{kind.name} {meta['name']!r} in namespace {key[0]!r} {whose}, and is left alone; delete it, or give the "
+            f"{kinds.LLM_SERVICE.name} another name"
+        )
+
+    async def _settle(self, key: Key, kind: Kind, manifest: Manifest, found: Mapping[str, Any] | Entry | None) -> None:
+        """Apply a manifest unless what is there is as it says."""
+        meta = manifest["metadata"]
+        place = (kind.name, meta["name"])
+        if isinstance(found, Entry):
+            digest = meta["annotations"][APPLIED]
+            done = self._done.get(key, {}).get(place)
+            if done is not None:
+                if done == _Done(digest, found.uid, found.content):
+                    return
+            elif holds(manifest, found.body()):
+                self._remember(key, place, _Done(digest, found.uid, found.content))
+                return
+            body = await self._write(kind, manifest, found.uid)
+            self._remember(key, place, _Done(digest, body["metadata"]["uid"], entry_of(kind, body).content))
+        elif found is None:
+            body = await self._write(kind, manifest, None)
+            if kind is not kinds.SECRET:
+                applied = meta["annotations"][APPLIED]
+                self._remember(key, place, _Done(applied, body["metadata"]["uid"], entry_of(kind, body).content))
+        elif not holds(manifest, found) or set(manifest["data"]) != set(found.get("data") or ()):
+            await self._write(kind, manifest, found["metadata"]["uid"])
+
+    async def _write(self, kind: Kind, manifest: Manifest, uid: str | None) -> dict[str, Any]:
+        condition = {"uid": uid} if uid else {}
+        body = await self._client.apply(kind, {**manifest, "metadata": {**manifest["metadata"], **condition}})
+        self._wrote(kind, "apply")
+        if kind is kinds.SECRET:
+            self._secrets.put(body["metadata"]["namespace"], body["metadata"]["name"], body)
+        else:
+            self._cache.put(kind, body)
+        return body
+
+    async def _delete(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
+        await self._client.delete(kind, namespace, name, uid)
+        self._wrote(kind, "delete")
+        if kind is kinds.SECRET:
+            self._secrets.put(namespace, name, None)
+
+    async def _prune_credentials(self, key: Key, uid: str, kept: set[tuple[str, str]]) -> None:
+        name = names.credentials_of(key[1])
+        if (kinds.SECRET.name, name) in kept:
+            return
+        body = (await self._secrets.get(key[0], name)).body
+        if body is not None and controller(body) == uid:
+            await self._delete(kinds.SECRET, key[0], name, body["metadata"]["uid"])
+
+    def _remember(self, key: Key, place: tuple[str, str], done: _Done) -> None:
+        self._done.setdefault(key, {})[place] = done
+
+
+def _stamped(manifest: Manifest) -> Manifest:
+    """With the digest of what is applied; not a Secret, whose digest would help to guess it."""
+    if manifest["kind"] == kinds.SECRET.name:
+        return manifest
+    text = json.dumps(manifest, separators=(",", ":"), sort_keys=True).encode()
+    meta = manifest["metadata"]
+    annotations = {**meta.get("annotations", {}), APPLIED: hashlib.blake2b(text, digest_size=12).hexdigest()}
+    return {**manifest, "metadata": {**meta, "annotations": annotations}}

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""children(): the manifests that are applied for a service now: what desired() renders, less what this cluster lacks,
+with pods that are to be left alone as they are, and nothing that waits for a download. Pure.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire_operator.kube.kinds import DISCOVERED, Kind, kind_of
+from quire_operator.plan.plan import Plan
+from quire_operator.reconcile.pinned import Pinned
+from quire_operator.render import names
+from quire_operator.render.cluster import OPTIONAL, Cluster
+from quire_operator.render.desired import desired
+from quire_operator.service import LLMService
+
+Manifest = dict[str, Any]
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What children depend on beside the service and its plan."""
+
+    uid: str
+    admin_key: str
+    credentials: Mapping[str, Mapping[str, str]]
+    offered: frozenset[Kind]
+    operator: Mapping[str, Any] | None = None
+    """NetworkPolicy peer that the operator is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Objects that are there, by what they mean for others."""
+
+    deployment: Body | None = None
+    claim: Body | None = None
+    jobs: Mapping[str, Body] | None = None
+    """Download Jobs by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """What is to be applied."""
+
+    manifests: tuple[Manifest, ...]
+    left_out: tuple[str, ...]
+    """Kinds that the spec asks for and the API server does not have."""
+    job: str | None
+    """Name of the download Job; None: nothing is downloaded before pods start."""
+    held: bool
+    """The Deployment stays on the previous model until the new one is there."""
+
+
+def children(service: LLMService, digest: str, plan: Plan, around: Around, live: Live) -> Children:
+    """What is to be applied for a service; `digest` is its spec_digest. Raises as `desired`."""
+    offers = {kind.name for kind in around.offered}
+    cluster = Cluster(
+        admin_key=around.admin_key,
+        offers=frozenset(offers & set(OPTIONAL)),
+        credentials=around.credentials,
+        operator=around.operator,
+        owner_uid=around.uid,
+    )
+    found = desired(service, plan, cluster)
+    lacking = [m["kind"] for m in found.manifests if kind_of(m) in DISCOVERED and kind_of(m) not in around.offered]
+    manifests = [m for m in found.manifests if m["kind"] not in lacking]
+    job = _download_job(manifests)
+    pods = Pinned.of(digest, plan, manifests)
+    before = Pinned.read(live.deployment)
+    serves = before is not None and (live.deployment or {}).get("spec", {}).get("replicas", 1) > 0
+    there = job is None or _succeeded((live.jobs or {}).get(job))
+    same = before is not None and (before.spec, before.plan) == (pods.spec, pods.plan)
+    held = serves and not there and not same
+    if before is not None and (held or (same and service.spec.rollout.updatePolicy != "Auto")):
+        pods = before
+    replicas = service.spec.replicas if there or serves else 0
+    ready = [_settled(service, manifest, replicas, live) for manifest in pods.into(manifests)]
+    return Children(tuple(ready), (*found.left_out, *lacking), job, held)
+
+
+def _settled(service: LLMService, manifest: Manifest, replicas: int, live: Live) -> Manifest:
+    """With what the cluster has decided already."""
+    if manifest["kind"] == "Deployment":
+        return {**manifest, "spec": {**manifest["spec"], "replicas": replicas}}
+    if manifest["kind"] == "PersistentVolumeClaim" and live.claim is not None:
+        return _claim(service, manifest, live.claim["spec"])
+    return manifest
+
+
+def _claim(service: LLMService, manifest: Manifest, there: Body) -> Manifest:
+    """A claim can hardly be changed: what the spec does not pin stays as it is."""
+    cache, spec = service.spec.cache, dict(manifest["spec"])
+    if not cache.accessModes:
+        spec["accessModes"] = there["accessModes"]
+    if not cache.storageClassName and "storageClassName" in there:
+        spec["storageClassName"] = there["storageClassName"]
+    if not cache.size:
+        spec["resources"] = {"requests": {"storage": there["resources"]["requests"]["storage"]}}
+    return {**manifest, "spec": spec}
+
+
+def _download_job(manifests: list[Manifest]) -> str | None:
+    jobs = [m for m in manifests if m["kind"] == "Job" and m["metadata"]["labels"][names.COMPONENT] == names.DOWNLOAD]
+    return jobs[0]["metadata"]["name"] if jobs else None
+
+
+def _succeeded(job: Body | None) -> bool:
+    conditions = (job or {}).get("status", {}).get("conditions") or ()
+    return any(c["type"] == "Complete" and c["status"] == "True" for c in conditions)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quire operate`: the operator as a process: login, lease, kopf, controller, port, a clean end. Called by cli.py."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from quire_operator.kube.client import Client
+from quire_operator.kube.login import Login
+from quire_operator.reconcile import log as logs
+from quire_operator.reconcile.controller import Controller, Settings
+from quire_operator.reconcile.health import serving
+from quire_operator.reconcile.lease import Lease
+from quire_spec.errors import ConfigError, QuireError
+
+log = logging.getLogger(__name__)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Look after LLMServices until SIGTERM or SIGINT; returns the exit status."""
+    try:
+        # Imported here: people who only plan need not have it.
+        import kopf  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"quire operate needs {error.name}; pip install 'quire-llm[operator]'") from error
+    logs.set_up(options.log_format, options.log_level)
+    login = Login.find(options.kubeconfig, options.context)
+    try:
+        asyncio.run(operate(login, options))
+    except QuireError as error:
+        log.error("operator ends error=%s", error)
+        return 1
+    return 0
+
+
+async def operate(login: Login, options: argparse.Namespace) -> None:
+    """Run until a signal comes.
+
+    Raises:
+        QuireError: a part ended that must not; the process is to be started again.
+    """
+    from quire_operator import handlers
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    settings = Settings(
+        namespaces=tuple(options.namespaces),
+        workers=options.workers,
+        images={"GPU": options.gpu_image, "CPU": options.cpu_image},
+        operator=peer(login),
+        resync_s=options.resync,
+    )
+    async with Client(login) as client, contextlib.AsyncExitStack() as stack:
+        held: asyncio.Task[None] | None = None
+        controller = Controller(client, settings)
+        port = await stack.enter_async_context(serving(controller, options.host, options.port))
+        log.info("serving health and metrics port=%d server=%s", port, login.server)
+        if options.lease:
+            lease = Lease(client, login.namespace, options.lease, f"{socket.gethostname()}-{os.getpid()}")
+            if not await _unless(stop, lease.acquire()):
+                return
+            held = asyncio.create_task(lease.hold())
+        failed = await stack.enter_async_context(controller.running())
+        watching = asyncio.create_task(handlers.watch(login, controller.cache, settings.namespaces, stop))
+        stopped = asyncio.create_task(stop.wait())
+        parts = [part for part in (failed, watching, stopped, held) if part is not None]
+        done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        early = not stop.is_set()
+        stop.set()
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(10):
+                await watching
+        for part in (*done, held):
+            if part is not None and part not in done:
+                part.cancel()
+        for part in done:
+            if part.exception() is not None:
+                raise part.exception()  # type: ignore[misc]
+        if early:
+            raise QuireError("the watch of LLMServices ended by itself")
+
+
+async def _unless(stop: asyncio.Event, work: Any) -> bool:
+    """Do the work, unless stop is set before; whether it was done."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not task.done():
+        task.cancel()
+        return False
+    await task
+    return True
+
+
+def peer(login: Login) -> Mapping[str, Any] | None:
+    """The operator as a peer of NetworkPolicies; None outside of a cluster."""
+    if login.token_file is None:
+        return None
+    return {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": login.namespace}},
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "quire-operator"}},
+    }

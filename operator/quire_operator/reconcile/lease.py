@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lease: lets one of several operators work. Whoever holds it renews it; who cannot renew it ends before it runs out.
+
+Optional: one replica with strategy Recreate needs none, and serving goes on while no operator runs.
+Source: the rules of client-go's leader election, https://pkg.go.dev/k8s.io/client-go/tools/leaderelection.
+"""
+
+import asyncio
+import logging
+from datetime import UTC, datetime
+from typing import Any
+
+from quire_operator.kube import kinds
+from quire_operator.kube.client import Client
+from quire_operator.kube.errors import ApiError, Stale
+from quire_spec.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+
+class LeaseLost(Unavailable):
+    """The lease could not be renewed in time: another operator may be working."""
+
+
+class Lease:
+    """A coordination.k8s.io Lease."""
+
+    def __init__(self, client: Client, namespace: str, name: str, holder: str, seconds: float = 15.0) -> None:
+        """`seconds` is how long it lasts without being renewed; it is renewed three times in that time."""
+        self._client, self._namespace, self._name = client, namespace, name
+        self._holder, self._seconds = holder, seconds
+        self._seen: tuple[str, float] = ("", float("-inf"))
+
+    async def acquire(self) -> None:
+        """Return once it is ours."""
+        told = False
+        while True:
+            try:
+                if await self._try():
+                    log.info("lease is held name=%s holder=%s", self._name, self._holder)
+                    return
+                if not told:
+                    log.info("another operator works; waiting lease=%s", self._name)
+                    told = True
+            except ApiError as error:
+                log.warning("lease was not read error=%s", error)
+            await asyncio.sleep(self._seconds / 3)
+
+    async def hold(self) -> None:
+        """Renew it for ever.
+
+        Raises:
+            LeaseLost: it is not ours any more, or may soon not be.
+        """
+        clock = asyncio.get_running_loop().time
+        renewed = clock()
+        while True:
+            await asyncio.sleep(self._seconds / 3)
+            try:
+                if not await self._try():
+                    raise LeaseLost(f"lease {self._namespace}/{self._name}: somebody else holds it")
+                renewed = clock()
+            except ApiError as error:
+                log.warning("lease was not renewed error=%s", error)
+            if clock() - renewed > self._seconds * 2 / 3:
+                raise LeaseLost(f"lease {self._namespace}/{self._name}: not renewed for {clock() - renewed:.0f} s")
+
+    async def _try(self) -> bool:
+        found = await self._client.find(kinds.LEASE, self._namespace, self._name)
+        clock = asyncio.get_running_loop().time()
+        try:
+            if found is None:
+                await self._client.create(kinds.LEASE, self._body(0, None))
+                return True
+            spec = found["spec"]
+            # By our own clock since its version changed last: other machines' clocks may be wrong.
+            version = found["metadata"]["resourceVersion"]
+            if self._seen[0] != version:
+                self._seen = (version, clock)
+            over = clock - self._seen[1] > self._seconds
+            if spec.get("holderIdentity") not in (self._holder, "", None) and not over:
+                return False
+            turns = spec.get("leaseTransitions", 0) + (spec.get("holderIdentity") != self._holder)
+            await self._client.replace(kinds.LEASE, self._body(turns, version))
+            return True
+        except Stale:
+            return False
+
+    def _body(self, turns: int, version: str | None) -> dict[str, Any]:
+        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        return {
+            "apiVersion": kinds.LEASE.api_version,
+            "kind": kinds.LEASE.name,
+            "metadata": {
+                "name": self._name,
+                "namespace": self._namespace,
+                **({"resourceVersion": version} if version else {}),
+            },
+            "spec": {
+                "holderIdentity": self._holder,
+                "leaseDurationSeconds": max(1, int(self._seconds)),
+                "renewTime": now,
+                "leaseTransitions": turns,
+            },
+        }

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models: what a plan needs to know of each service's model, from the hub, a bucket, a web server or a claim.
+
+Read once for a source and then remembered: a plan is pinned anyway, and a branch that moves must restart nobody.
+"""
+
+import asyncio
+import base64
+import gzip
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire_operator.kube import kinds
+from quire_operator.kube.client import Client
+from quire_operator.kube.kinds import Kind
+from quire_operator.plan.checkpoint import Checkpoint
+from quire_operator.plan.files import files_of, read_checkpoint
+from quire_operator.reconcile.cache import Cache, Key, controller
+from quire_operator.render import names, reader
+from quire_operator.service import LLMService
+from quire_spec.catalogue import PvcSource, SecretRef
+from quire_spec.document import compact, to_json
+from quire_spec.errors import ConfigError, Unavailable
+
+Secrets = Mapping[str, Mapping[str, str]]
+"""Values of Secrets by name and key."""
+
+_MOST = 4096
+_PARALLEL = 4
+"""Threads that read at a time: each read is a few round trips."""
+_AGAIN_S = 120.0
+"""After a Job that found no model, until another one looks: files may be on their way to the claim."""
+
+
+class Waiting(Exception):
+    """Not known yet; the message says what is waited for."""
+
+
+class Models:
+    """Checkpoints by source."""
+
+    def __init__(
+        self, client: Client, cache: Cache, wake: Callable[[Key, float], None], wrote: Callable[[Kind, str], None]
+    ) -> None:
+        """`wake` has a service looked at again after so many seconds; `wrote` is told of writes."""
+        self._client, self._cache, self._wake, self._wrote = client, cache, wake, wrote
+        self._known: OrderedDict[tuple[str, str], Checkpoint] = OrderedDict()
+        self._failed: dict[tuple[str, str], tuple[float, str]] = {}
+        self._waiting: dict[tuple[str, str], set[Key]] = {}
+        self._threads = asyncio.Semaphore(_PARALLEL)
+
+    async def of(self, service: LLMService, uid: str, secrets: Secrets, image: str) -> Checkpoint:
+        """The model of a service; `image` is what a Job that reads a claim would run.
+
+        Raises:
+            Waiting: a Job reads it; `wake` comes when it has.
+            ConfigError: it is no model that can be served.
+            Unavailable, NotFound: the place does not answer, or does not let us in.
+            ApiError: the API server refuses a Job.
+        """
+        source = service.spec.model.source
+        place = (service.namespace or "", json.dumps(compact(to_json(source)), sort_keys=True))
+        if place not in self._known:
+            if source.pvc is not None:
+                found = await self._from_claim(place, service, uid, source.pvc, image)
+            else:
+                async with self._threads:
+                    found = await asyncio.to_thread(_read, service, secrets)
+            self._known[place] = found
+            while len(self._known) > _MOST:
+                self._known.popitem(last=False)
+        self._known.move_to_end(place)
+        return self._known[place]
+
+    async def _from_claim(
+        self, place: tuple[str, str], service: LLMService, uid: str, source: PvcSource, image: str
+    ) -> Checkpoint:
+        key = (service.namespace or "", service.name)
+        now = asyncio.get_running_loop().time()
+        failed_at, why = self._failed.get(place, (float("-inf"), ""))
+        if now - failed_at < _AGAIN_S:
+            self._wake(key, failed_at + _AGAIN_S - now)
+            raise ConfigError(why)
+        manifest = reader.job(service, source, image)
+        name, namespace = manifest["metadata"]["name"], key[0]
+        self._waiting.setdefault(place, set()).add(key)
+        entry = self._cache.get(kinds.JOB, namespace, name)
+        if entry is None:
+            await self._start(manifest, service, uid)
+            raise Waiting(f"Job {name} is to read config.json from claim {source.claimName}")
+        try:
+            found = _told(entry.body(), self._messages(entry.key, name), source)
+        except ConfigError as error:
+            self._failed[place] = (now, str(error))
+            await self._client.delete(kinds.JOB, namespace, name, entry.uid)
+            self._wake_all(place)
+            raise
+        if found is None:
+            raise Waiting(f"Job {name} reads config.json from claim {source.claimName}{self._trouble(entry.key, name)}")
+        # The Job stays until the plan that comes of it is in the cluster (prune takes it away), lest a restart of the
+        # operator in between has to start another one.
+        self._wake_all(place)
+        return found
+
+    async def _start(self, manifest: dict[str, Any], service: LLMService, uid: str) -> None:
+        owner = {"apiVersion": kinds.LLM_SERVICE.api_version, "kind": kinds.LLM_SERVICE.name, "name": service.name}
+        owned = {**owner, "uid": uid, "controller": True}
+        manifest["metadata"]["ownerReferences"] = [owned]
+        found = await self._client.find(kinds.JOB, service.namespace, manifest["metadata"]["name"])
+        if found is None:
+            found = await self._client.apply(kinds.JOB, manifest)
+            self._wrote(kinds.JOB, "apply")
+        elif found["metadata"].get("labels", {}).get(names.COMPONENT) != reader.READER:
+            raise ConfigError(f"Job {manifest['metadata']['name']} is not ours ({controller(found)}); delete it")
+        self._cache.put(kinds.JOB, found)
+
+    def _wake_all(self, place: tuple[str, str]) -> None:
+        """Look at all services that waited for a Job."""
+        for key in self._waiting.pop(place, set()):
+            self._wake(key, 0.0)
+
+    def _messages(self, key: Key, job: str) -> list[tuple[int, str]]:
+        """Exit codes and termination messages of the Job's pods."""
+        states = [
+            state
+            for pod in self._pods(key, job)
+            for container in pod.get("status", {}).get("containerStatuses") or ()
+            if (state := container.get("state", {}).get("terminated"))
+        ]
+        return [(state.get("exitCode", 1), state.get("message", "")) for state in states]
+
+    def _trouble(self, key: Key, job: str) -> str:
+        """Why a pod of the Job does not run, for the message."""
+        for pod in self._pods(key, job):
+            for condition in pod.get("status", {}).get("conditions") or ():
+                if condition["type"] == "PodScheduled" and condition["status"] == "False":
+                    return f"; its pod has no node: {condition.get('message', '')}"
+            for container in pod.get("status", {}).get("containerStatuses") or ():
+                waiting = container.get("state", {}).get("waiting", {})
+                if waiting.get("message"):
+                    return f"; its pod waits: {waiting.get('reason', '')}: {waiting['message']}"
+        return ""
+
+    def _pods(self, key: Key, job: str) -> list[dict[str, Any]]:
+        bodies = [entry.body() for entry in self._cache.of(key, kinds.POD)]
+        return [body for body in bodies if body["metadata"].get("labels", {}).get("job-name") == job]
+
+
+def _told(job: Mapping[str, Any], messages: list[tuple[int, str]], source: PvcSource) -> Checkpoint | None:
+    """What a Job found; None: nothing yet.
+
+    Raises:
+        ConfigError: it failed.
+    """
+    for code, message in messages:
+        if code == 0 and message:
+            return _unpacked(message)
+    where = f"spec.model.source.pvc: claim {source.claimName!r}, path {source.path!r}"
+    for code, message in messages:
+        if code == 2:
+            raise ConfigError(f"{where}: {message}")
+    conditions = job.get("status", {}).get("conditions") or ()
+    for condition in conditions:
+        if condition["type"] == "Failed" and condition["status"] == "True":
+            said = next((message for _, message in messages if message), condition.get("message", ""))
+            raise ConfigError(f"{where}: the Job that reads config.json failed: {said or condition.get('reason')}")
+    if any(c["type"] == "Complete" and c["status"] == "True" for c in conditions):
+        raise ConfigError(f"{where}: the Job that reads config.json ended without a word; is the image a Quire image?")
+    return None
+
+
+def _unpacked(message: str) -> Checkpoint:
+    try:
+        facts = json.loads(gzip.decompress(base64.b64decode(message)))
+        config, index, header = facts["config"], facts["index"], facts["header"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"the Job that reads config.json told {message[:80]!r}; is the image a Quire image?"
+        ) from error
+    return Checkpoint.from_files(config, index, header)
+
+
+def _read(service: LLMService, secrets: Secrets) -> Checkpoint:
+    def values(ref: SecretRef) -> Mapping[str, str]:
+        if ref.name not in secrets:
+            raise Unavailable(f"Secret {ref.name!r}: there is none in namespace {service.namespace!r}; make it")
+        return secrets[ref.name]
+
+    return read_checkpoint(files_of(service.spec.model.source, None, values))

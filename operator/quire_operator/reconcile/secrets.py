@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Secrets of a service: the key of its pods' admin port, made once, and copies of those that its sources name.
+
+Read by name and remembered for some minutes; never listed, never in a log, a status or an event.
+"""
+
+import asyncio
+import base64
+import binascii
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire_operator.kube import kinds
+from quire_operator.kube.client import Client
+from quire_operator.reconcile.cache import Key, controller
+from quire_operator.render import names
+from quire_operator.render.config import secret_refs
+from quire_operator.service import LLMService
+
+REMEMBER_S = 300.0
+"""A Secret that somebody changes reaches the pods within this time, and the kubelet's minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A Secret as it was read."""
+
+    read_at: float
+    body: Mapping[str, Any] | None
+    """None: there is none."""
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Its texts by key; what is not text is left out."""
+        found = {}
+        for key, text in ((self.body or {}).get("data") or {}).items():
+            try:
+                found[key] = base64.b64decode(text).decode()
+            except (binascii.Error, UnicodeDecodeError):
+                continue
+        return found
+
+
+class SecretStore:
+    """Secrets by namespace and name."""
+
+    def __init__(self, client: Client, remember_s: float = REMEMBER_S) -> None:
+        self._client, self._remember_s = client, remember_s
+        self._kept: dict[tuple[str, str], Kept] = {}
+        self._keys: dict[Key, tuple[str, str]] = {}
+
+    async def get(self, namespace: str, name: str, max_age_s: float | None = None) -> Kept:
+        """A Secret, at most so old, or as old as is remembered by default; raises ApiError."""
+        now = asyncio.get_running_loop().time()
+        kept = self._kept.get((namespace, name))
+        if kept is None or now - kept.read_at > (self._remember_s if max_age_s is None else max_age_s):
+            kept = Kept(now, await self._client.find(kinds.SECRET, namespace, name))
+            self._kept[namespace, name] = kept
+        return kept
+
+    async def credentials(self, service: LLMService) -> dict[str, dict[str, str]]:
+        """The values of the Secrets that a service's sources name, no more keys than they use; raises ApiError.
+
+        One that is missing is left out: whoever needs it says so.
+        """
+        found: dict[str, dict[str, str]] = {}
+        for ref in secret_refs(service):
+            values = (await self.get(service.namespace or "", ref.name)).values
+            wanted = {k: v for k, v in values.items() if ref.key in (None, k)}
+            if wanted:
+                found.setdefault(ref.name, {}).update(wanted)
+        return found
+
+    async def admin_key(self, key: Key, uid: str) -> str:
+        """The key of the pods' admin port: the one that is there, else a new one; raises ApiError.
+
+        The same for ever once made, also when the Secret is deleted by hand: pods that run know no other.
+        """
+        known_uid, value = self._keys.get(key, ("", ""))
+        if known_uid != uid:
+            kept = await self.get(key[0], names.admin_key_of(key[1]))
+            # Not that of a service of the same name which is gone.
+            mine = kept.body is not None and controller(kept.body) in (uid, "")
+            value = (kept.values.get(names.ADMIN_KEY) if mine else None) or secrets.token_urlsafe(32)
+            self._keys[key] = (uid, value)
+        return value
+
+    def put(self, namespace: str, name: str, body: Mapping[str, Any] | None) -> None:
+        """What a write was answered with."""
+        self._kept[namespace, name] = Kept(asyncio.get_running_loop().time(), body)
+
+    def drop(self, key: Key) -> None:
+        """Forget a service that is gone."""
+        self._keys.pop(key, None)
+        for name in (names.admin_key_of(key[1]), names.credentials_of(key[1])):
+            self._kept.pop((key[0], name), None)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Job that reads config.json and the size of the weights of a model that is on a claim, which only a pod can see.
+
+It tells them in its container's termination message (quire_server.read_model): that is in the pod's status, so the
+operator needs no right to read logs. Services whose Job would be the same share it.
+"""
+
+from typing import Any
+
+from quire_operator.render import names
+from quire_operator.render.merge import merge
+from quire_operator.service import LLMService
+from quire_spec.catalogue import PvcSource
+
+READER = "model-reader"
+"""Component label of the Job and its pod."""
+_RETRIES = 2
+_DEADLINE_S = 600
+"""An image of some gigabytes is pulled in that time; a claim that does not exist is not waited for for ever."""
+_PLACEMENT = (
+    "affinity", "imagePullSecrets", "nodeSelector", "priorityClassName", "schedulerName", "securityContext",
+    "tolerations",
+)  # fmt: skip
+
+
+def job(service: LLMService, source: PvcSource, image: str) -> dict[str, Any]:
+    """The Job, of the image of the pods that serve; it runs where they may."""
+    spec, gpu = service.spec, service.spec.gpu
+    folder = f"{names.CLAIMS_DIR}/{source.claimName}"
+    made = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "restartPolicy": "Never",
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": spec.security.runAsUser,
+            "runAsGroup": spec.security.fsGroup,
+            "fsGroup": spec.security.fsGroup,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        **({"imagePullSecrets": list(spec.runtime.imagePullSecrets)} if spec.runtime.imagePullSecrets else {}),
+        **({"nodeSelector": dict(gpu.nodeSelector)} if gpu and gpu.nodeSelector else {}),
+        **({"tolerations": list(gpu.tolerations)} if gpu and gpu.tolerations else {}),
+        "containers": [
+            {
+                "name": "read",
+                "image": image,
+                "command": ["tini", "--", "python3", "-m", "quire_server.read_model"],
+                "args": [f"--model={folder}/{source.path}".rstrip("/")],
+                "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "capabilities": {"drop": ["ALL"]},
+                    "privileged": False,
+                    "readOnlyRootFilesystem": True,
+                },
+                "volumeMounts": [{"name": "claim", "mountPath": folder, "readOnly": True}],
+            }
+        ],
+        "volumes": [
+            {"name": "claim", "persistentVolumeClaim": {"claimName": source.claimName, "readOnly": True}},
+        ],
+    }
+    asked = service.spec.podTemplate.get("spec", {})
+    pod: dict[str, Any] = merge(made, {key: asked[key] for key in _PLACEMENT if key in asked})
+    meta = names.meta(service, f"quire-read-{names.digest(pod)}", READER)
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": meta,
+        "spec": {
+            "backoffLimit": _RETRIES,
+            "activeDeadlineSeconds": _DEADLINE_S,
+            "template": {"metadata": {"labels": names.labels(service, READER)}, "spec": pod},
+        },
+    }

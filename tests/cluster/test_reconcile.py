@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reconciler against a real API server, with real controllers and a node without a kubelet."""
+
+import pytest
+from support.kubelet import Kubelet
+from support.operating import CHILDREN, Operating, children, claim, llm_service, reads_models
+from support.pod import eventually
+
+API, KIND = "quire.dev/v1alpha1", "LLMService"
+ADAPTER = {"name": "pirate", "source": {"pvc": {"claimName": "models", "path": "pirate"}}}
+
+
+@pytest.fixture(scope="module")
+def kubelet(cluster):
+    cluster.needs_controllers()
+    with Kubelet(cluster, "node-reconcile") as node:
+        reads_models(node)
+        yield node
+
+
+@pytest.fixture
+def namespace(namespace, cluster):
+    """With the claim that the model is on."""
+    cluster.apply(claim(), namespace)
+    return namespace
+
+
+@pytest.fixture
+def operating(cluster, namespace, kubelet):
+    """An operator and a service that it has made."""
+    with Operating(cluster, namespace) as operating:
+        cluster.apply(llm_service(), namespace)
+        operating.settles()
+        yield operating
+
+
+def test_a_service_becomes_its_objects_and_its_status_says_so(operating, cluster, namespace):
+    for (version, kind), name in CHILDREN.items():
+        body = cluster.get(version, kind, name, namespace)
+        assert body is not None, kind
+        (owner,) = body["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["name"], owner["controller"]) == (KIND, "tales", True)
+        assert body["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "quire-operator"
+    service = cluster.get(API, KIND, "tales", namespace)
+    assert "finalizers" not in service["metadata"] and "annotations" not in service["metadata"]
+    status = service["status"]
+    assert status["observedGeneration"] == service["metadata"]["generation"]
+    assert status["plan"]["maxModelLen"]["value"] == 2048
+    eventually(lambda: operating.condition("Available").get("status") == "True", 20, "Available")
+    # Nobody answers on the admin port of these pods, so nothing more is claimed.
+    assert operating.condition("Ready")["status"] != "True"
+    reasons = {
+        e["reason"] for e in cluster.items("events.k8s.io/v1", "Event", namespace) if e["regarding"]["kind"] == KIND
+    }
+    assert "Fits" in reasons
+    assert cluster.items("batch/v1", "Job", namespace) == [], "the Job that read the claim is not needed any more"
+
+
+def test_what_is_as_it_should_be_is_not_written(operating, cluster, namespace):
+    eventually(lambda: operating.condition("Available").get("status") == "True", 20, "Available")
+    operating.touch()
+    before = list(operating.writes)
+    versions = [body["metadata"]["resourceVersion"] for body in everything(cluster, namespace)]
+    for _ in range(3):
+        operating.touch()
+    assert operating.writes == before
+    # Neither does a new operator write, which has nothing to remember.
+    operating.stop()
+    with Operating(cluster, namespace) as second:
+        second.settles()
+        assert second.writes == []
+    assert [body["metadata"]["resourceVersion"] for body in everything(cluster, namespace)] == versions
+
+
+def test_children_that_somebody_edits_or_deletes_come_back(operating, cluster, namespace):
+    edits = {
+        "ServiceAccount": {"automountServiceAccountToken": True},
+        "ConfigMap": {"data": {"adapters.json": "{}"}},
+        "NetworkPolicy": {"spec": {"ingress": [{}]}},
+        "Service": {"spec": {"selector": {"app.kubernetes.io/instance": "another"}}},
+        "Deployment": {"spec": {"replicas": 7, "template": {"spec": {"terminationGracePeriodSeconds": 1}}}},
+    }
+    wanted = children(cluster, namespace)
+    for (version, kind), name in CHILDREN.items():
+        if kind in edits:
+            cluster.merge(version, kind, name, edits[kind], namespace)
+            eventually(lambda: children(cluster, namespace) == wanted, 15, f"{kind} edited")
+    for (version, kind), name in CHILDREN.items():
+        if kind != "Secret":
+            uid = cluster.get(version, kind, name, namespace)["metadata"]["uid"]
+            cluster.delete(version, kind, name, namespace)
+            eventually(lambda: uid_of(cluster, version, kind, name, namespace) not in (None, uid), 15, f"{kind} back")  # noqa: B023
+    eventually(lambda: children(cluster, namespace) == wanted, 15, "all as before")
+
+
+def test_the_admin_key_comes_back_as_it_was(cluster, namespace, kubelet):
+    with Operating(cluster, namespace, {"remember_secrets_s": 0.1}) as operating:
+        cluster.apply(llm_service(), namespace)
+        operating.settles()
+        before = operating.child("Secret", "tales-admin")["data"]
+        cluster.delete("v1", "Secret", "tales-admin", namespace)
+        eventually(lambda: operating.touch() or operating.child("Secret", "tales-admin"), 15, "Secret back")
+        assert operating.child("Secret", "tales-admin")["data"] == before
+    with Operating(cluster, namespace) as second:
+        second.settles()
+        assert second.child("Secret", "tales-admin")["data"] == before
+
+
+def test_two_operators_agree(operating, cluster, namespace):
+    with Operating(cluster, namespace) as other:
+        cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2, "adapters": [ADAPTER]}}, namespace)
+        operating.settles()
+        other.settles()
+        eventually(lambda: operating.status().get("replicas") == 2, 20, "two pods")
+        eventually(lambda: quiet(operating, other), 20, "both quiet")
+
+
+def test_edits_take_effect_and_only_those_of_pods_restart_them(operating, cluster, namespace):
+    template = operating.child("Deployment")["spec"]["template"]
+    cluster.merge(API, KIND, "tales", {"spec": {"adapters": [ADAPTER], "replicas": 3}}, namespace)
+    operating.settles()
+    assert "pirate" in operating.child("ConfigMap", "tales-adapters")["data"]["adapters.json"]
+    deployment = operating.child("Deployment")
+    assert deployment["spec"]["replicas"] == 3
+    assert deployment["spec"]["template"] == template, "adapters on a claim that is mounted already restart nothing"
+    cluster.merge(API, KIND, "tales", {"spec": {"engine": {"maxModelLen": 1024}}}, namespace)
+    operating.settles()
+    assert operating.child("Deployment")["spec"]["template"] != template
+    assert operating.status()["plan"]["maxModelLen"] == {"value": 1024, "from": "Spec", "why": "pinned in the spec"}
+
+
+def test_what_is_not_wanted_any_more_goes(operating, cluster, namespace):
+    first = engine_maps(cluster, namespace)
+    off = {"networking": {"networkPolicy": {"enabled": False}}}
+    cluster.merge(API, KIND, "tales", {"spec": {"engine": {"maxModelLen": 512}, **off}}, namespace)
+    operating.settles()
+    eventually(lambda: operating.child("NetworkPolicy") is None, 15, "NetworkPolicy gone")
+    # Pods of the first template may still start again, as long as there is a ReplicaSet of it.
+    assert first < engine_maps(cluster, namespace)
+    old = [rs for rs in cluster.items("apps/v1", "ReplicaSet", namespace) if not rs["spec"]["replicas"]]
+    if not old:
+        eventually(
+            lambda: any(not rs["spec"]["replicas"] for rs in cluster.items("apps/v1", "ReplicaSet", namespace)),
+            20,
+            "rolled",
+        )
+    for found in cluster.items("apps/v1", "ReplicaSet", namespace):
+        if not found["spec"]["replicas"]:
+            cluster.delete("apps/v1", "ReplicaSet", found["metadata"]["name"], namespace)
+    eventually(lambda: not first & engine_maps(cluster, namespace), 20, "the old engine map gone")
+    assert len(engine_maps(cluster, namespace)) == 1
+
+
+def test_what_only_looks_like_a_child_is_not_pruned(operating, cluster, namespace):
+    labels = {"app.kubernetes.io/managed-by": "quire-operator", "app.kubernetes.io/instance": "tales"}
+    foreign = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "mine", "labels": labels}, "data": {}}
+    cluster.apply(foreign, namespace)
+    cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
+    operating.settles()
+    operating.touch()
+    assert cluster.get("v1", "ConfigMap", "mine", namespace) is not None
+
+
+def test_an_object_of_somebody_else_is_left_alone(cluster, namespace, kubelet):
+    spec = {"ports": [{"port": 80, "protocol": "TCP"}], "selector": {"app": "theirs"}}
+    cluster.apply({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "tales"}, "spec": spec}, namespace)
+    with Operating(cluster, namespace) as operating:
+        cluster.apply(llm_service(), namespace)
+        eventually(lambda: operating.condition("ConfigValid").get("reason") == "Conflict", 20, "Conflict")
+        said = operating.condition("ConfigValid")["message"]
+        assert "Service 'tales'" in said and "somebody else" in said and "delete it" in said
+        assert cluster.get("v1", "Service", "tales", namespace)["spec"]["selector"] == {"app": "theirs"}
+        assert operating.child("Deployment") is None
+        cluster.delete("v1", "Service", "tales", namespace)
+        cluster.merge(API, KIND, "tales", {"spec": {"replicas": 1}, "metadata": {"annotations": {"a": "b"}}}, namespace)
+        operating.settles()
+        assert operating.child("Deployment") is not None
+
+
+def test_a_spec_that_cannot_be_used_leaves_the_last_good_children(operating, cluster, namespace):
+    wanted = children(cluster, namespace)
+    wrong = {"spec": {"model": {"source": {"path": "/models/here"}}, "replicas": 5}}
+    cluster.merge(API, KIND, "tales", wrong | {"spec": {"model": {"source": {"pvc": None, "path": "/m"}}}}, namespace)
+    eventually(lambda: operating.condition("ConfigValid").get("status") == "False", 15, "ConfigValid")
+    assert "spec.model.source" in operating.condition("ConfigValid")["message"]
+    assert operating.condition("Ready")["status"] == "False"
+    operating.touch()
+    assert children(cluster, namespace) == wanted
+    status = operating.status()
+    assert status["observedGeneration"] == 2 and status["plan"]["maxModelLen"]["value"] == 2048
+
+
+def test_what_does_not_fit_leaves_the_last_good_children(operating, cluster, namespace):
+    wanted = children(cluster, namespace)
+    cluster.merge(API, KIND, "tales", {"spec": {"runtime": {"memory": "64Mi"}}}, namespace)
+    eventually(lambda: operating.condition("Planned").get("reason") == "DoesNotFit", 15, "DoesNotFit")
+    assert children(cluster, namespace) == wanted
+    cluster.merge(API, KIND, "tales", {"spec": {"runtime": {"memory": None}}}, namespace)
+    eventually(lambda: operating.condition("Planned").get("status") == "True", 15, "Planned again")
+
+
+def test_paused_is_hands_off(operating, cluster, namespace):
+    cluster.merge(API, KIND, "tales", {"spec": {"paused": True, "replicas": 4}}, namespace)
+    eventually(lambda: operating.status().get("observedGeneration") == 2, 15, "status written")
+    cluster.merge("apps/v1", "Deployment", "tales", {"spec": {"replicas": 2}}, namespace)
+    operating.touch()
+    assert operating.child("Deployment")["spec"]["replicas"] == 2
+    cluster.merge(API, KIND, "tales", {"spec": {"paused": False}}, namespace)
+    eventually(lambda: operating.child("Deployment")["spec"]["replicas"] == 4, 15, "back at work")
+
+
+def test_scale_is_followed_and_nobody_quarrels(operating, cluster, namespace):
+    path = cluster.path(API, KIND, namespace, "tales") + "/scale"
+    cluster.request("PATCH", path, {"spec": {"replicas": 3}}, "application/merge-patch+json")
+    eventually(lambda: operating.child("Deployment")["spec"]["replicas"] == 3, 15, "Deployment follows")
+    eventually(lambda: operating.status().get("replicas") == 3, 20, "three pods")
+    seen = set()
+    for _ in range(3):
+        operating.touch()
+        seen.add(operating.child("Deployment")["spec"]["replicas"])
+    assert seen == {3}
+    scale = cluster.request("GET", path)
+    assert scale["status"]["replicas"] == 3
+    selector = scale["status"]["selector"]
+    assert len(cluster.items("v1", "Pod", namespace, labelSelector=selector)) == 3
+
+
+def test_a_service_that_is_made_again_gets_children_of_its_own(operating, cluster, namespace):
+    before = operating.child("Deployment")["metadata"]["uid"]
+    key = operating.child("Secret", "tales-admin")["data"]
+    cluster.delete(API, KIND, "tales", namespace)
+    cluster.apply(llm_service(replicas=2), namespace)
+
+    def again():
+        body = operating.child("Deployment")
+        service = cluster.get(API, KIND, "tales", namespace)
+        return (
+            body is not None
+            and body["metadata"]["uid"] != before
+            and body["metadata"]["ownerReferences"][0]["uid"] == service["metadata"]["uid"]
+        )
+
+    eventually(again, 60, "children of the new service")
+    operating.settles()
+    assert operating.child("Secret", "tales-admin")["data"] != key
+
+
+def test_a_service_deleted_while_no_operator_runs_is_collected(operating, cluster, namespace):
+    operating.stop()
+    cluster.delete(API, KIND, "tales", namespace)
+    assert cluster.get(API, KIND, "tales", namespace) is None, "nothing holds it back"
+    eventually(lambda: children(cluster, namespace) == [], 90, "garbage collected")
+    with Operating(cluster, namespace) as second:
+        second.touch()
+        assert second.writes == []
+
+
+def everything(cluster, namespace):
+    return [cluster.get(version, kind, name, namespace) for (version, kind), name in CHILDREN.items()] + [
+        cluster.get(API, KIND, "tales", namespace)
+    ]
+
+
+def uid_of(cluster, version, kind, name, namespace):
+    return (cluster.get(version, kind, name, namespace) or {"metadata": {"uid": None}})["metadata"]["uid"]
+
+
+def engine_maps(cluster, namespace):
+    found = cluster.items("v1", "ConfigMap", namespace, labelSelector="app.kubernetes.io/instance=tales")
+    return {body["metadata"]["name"] for body in found if "-engine-" in body["metadata"]["name"]}
+
+
+def quiet(*operators):
+    """Whether nobody writes while each looks twice."""
+    before = [len(o.writes) for o in operators]
+    for _ in range(2):
+        for operating in operators:
+            operating.touch()
+    return [len(o.writes) for o in operators] == before

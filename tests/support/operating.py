@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's controller beside a test: in a thread with an event loop, against a real API server.
+
+LLMServices come from a Watch of ours instead of kopf's, so that a test can have many and end each in a moment; kopf's
+part is tested with the operator as a process (tests/cluster/test_operate.py).
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from support.cluster import Cluster
+from support.kubelet import Container, Kubelet
+from support.pod import eventually
+
+from quire_operator.kube import kinds
+from quire_operator.kube.client import Client
+from quire_operator.kube.login import Login
+from quire_operator.kube.watch import Watch
+from quire_operator.reconcile.controller import Controller, Settings
+from quire_operator.render.reader import READER
+from quire_server.read_model import message
+
+Manifest = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "examples/models/tiny"
+CLAIM = {"pvc": {"claimName": "models", "path": "tiny"}}
+COMPONENT = "app.kubernetes.io/component"
+
+CHILDREN = {
+    ("v1", "ServiceAccount"): "tales",
+    ("v1", "Secret"): "tales-admin",
+    ("v1", "ConfigMap"): "tales-adapters",
+    ("networking.k8s.io/v1", "NetworkPolicy"): "tales",
+    ("v1", "Service"): "tales",
+    ("apps/v1", "Deployment"): "tales",
+}
+"""One of each kind that an API server of any age has."""
+
+
+def llm_service(name: str = "tales", /, **spec: Any) -> Manifest:
+    """An LLMService on a CPU whose model is on a claim."""
+    made = {"device": "CPU", "model": {"source": CLAIM}, "observability": {"podMonitor": "None"}, **spec}
+    return {"apiVersion": "quire.dev/v1alpha1", "kind": "LLMService", "metadata": {"name": name}, "spec": made}
+
+
+def claim(name: str = "models") -> Manifest:
+    """The claim that models are on."""
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": spec}
+
+
+def reads_models(kubelet: Kubelet, model: Path = TINY) -> None:
+    """Have pods of the Jobs that read a claim find this model."""
+    told = Container(exit_code=0, reason="Completed", message=message(model))
+    kubelet.behave(lambda pod: pod["metadata"]["labels"].get(COMPONENT) == READER, told)
+
+
+@dataclass
+class Operating:
+    """A controller for one namespace. A context manager; leaving it is as abrupt as a kill."""
+
+    cluster: Cluster
+    namespace: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Settings."""
+    kubeconfig: Path | None = None
+    make_client: Callable[[Login], Client] = Client
+    writes: list[tuple[str, str]] = field(default_factory=list)
+    """Kind and verb of each write."""
+    failure: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        self._ready, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="operator", daemon=True)
+        self._thread.start()
+        assert self._ready.wait(30) and self.failure is None, self.failure
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it; whatever it is doing stays half done."""
+        self._stop.set()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    async def _run(self) -> None:
+        try:
+            async with self.make_client(Login.find(str(self.kubeconfig or self.cluster.kubeconfig))) as client:
+                settings = Settings(namespaces=(self.namespace,), **{"resync_s": 3600.0, **self.settings})
+                self.controller = controller = Controller(client, settings)
+                counted = controller.metrics.wrote
+
+                def wrote(kind: kinds.Kind, verb: str) -> None:
+                    self.writes.append((kind.name, verb))
+                    counted(kind, verb)
+
+                controller.metrics.wrote = wrote  # type: ignore[method-assign]
+                controller.reconciler._parts.wrote = wrote
+                controller.reconciler._parts.applier._wrote = wrote
+                async with controller.running() as failed:
+                    services = Watch(client, kinds.LLM_SERVICE, controller.cache, self.namespace)
+                    watching = asyncio.create_task(services.run())
+                    self._ready.set()
+                    while not self._stop.is_set() and not failed.done():
+                        await asyncio.sleep(0.02)
+                    watching.cancel()
+                    if failed.done():
+                        self.failure = failed.exception()
+        except BaseException as error:
+            self.failure = error
+            raise
+        finally:
+            self._ready.set()
+
+    # What tests ask
+
+    def status(self, name: str = "tales") -> Manifest:
+        """The status of a service; empty while there is none."""
+        found = self.cluster.get("quire.dev/v1alpha1", "LLMService", name, self.namespace) or {}
+        return dict(found.get("status", {}))
+
+    def condition(self, kind: str, name: str = "tales") -> Manifest:
+        """A condition; empty while there is none."""
+        return next((c for c in self.status(name).get("conditions", []) if c["type"] == kind), {})
+
+    def child(self, kind: str, name: str = "tales") -> Manifest | None:
+        """A child by kind."""
+        version = next((v for v, k in CHILDREN if k == kind), "v1")
+        return self.cluster.get(version, kind, name, self.namespace)
+
+    def settles(self, name: str = "tales", timeout: float = 30) -> None:
+        """Wait until the newest spec is applied, judged and written down, and nothing is left to be done."""
+
+        def settled() -> bool:
+            body = self.cluster.get("quire.dev/v1alpha1", "LLMService", name, self.namespace)
+            assert body is not None
+            status = body.get("status", {})
+            memory = self.controller.reconciler._memory.get((self.namespace, name))
+            return (
+                status.get("observedGeneration") == body["metadata"]["generation"]
+                and memory is not None
+                and memory.applied == body["metadata"]["generation"]
+                and self.idle()
+            )
+
+        try:
+            eventually(settled, timeout, f"{name} settled")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.status(name).get('conditions')}") from error
+
+    def idle(self) -> bool:
+        """Whether nothing is due or being worked on."""
+        queue = self.controller.queue
+        now = queue._clock()
+        return not queue._running and all(due > now + 0.5 for due in list(queue._due.values()))
+
+    def touch(self, name: str = "tales") -> None:
+        """Have a service looked at now, as a resync does."""
+        controller = self.controller
+        asyncio.run_coroutine_threadsafe(self._add((self.namespace, name)), self._loop()).result(5)
+        eventually(self.idle, 10, "the resync to be over")
+        assert controller is self.controller
+
+    async def _add(self, key: tuple[str, str]) -> None:
+        self.controller.queue.add(key)
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return self.controller._tasks[0].get_loop()
+
+
+def deployed(found: Manifest | None) -> bool:
+    """Whether an object is there and not on its way out."""
+    return found is not None and "deletionTimestamp" not in found["metadata"]
+
+
+def without_traces(body: Manifest) -> Manifest:
+    """An object less what no two runs have in common: uids, versions, times, addresses, the random key."""
+    meta = {k: v for k, v in body["metadata"].items() if k in ("name", "labels", "annotations")}
+    owners = [{k: v for k, v in o.items() if k != "uid"} for o in body["metadata"].get("ownerReferences", [])]
+    rest = {k: v for k, v in body.items() if k not in ("metadata", "status", "secrets")}
+    if body["kind"] == "Secret":
+        rest["data"] = sorted(rest["data"])
+    if body["kind"] == "Service":
+        rest["spec"] = {k: v for k, v in rest["spec"].items() if not k.startswith("clusterIP")}
+    if body["kind"] == "Deployment":
+        meta["annotations"] = {k: v for k, v in meta["annotations"].items() if not k.startswith("deployment.k")}
+    meta.get("annotations", {}).pop("quire.dev/applied", None)  # the namespace is in it
+    return {**rest, "metadata": {**meta, "ownerReferences": owners}}
+
+
+def children(cluster: Cluster, namespace: str, service: str = "tales") -> list[Manifest]:
+    """All children of a service, in order, without traces."""
+    selector = f"app.kubernetes.io/managed-by=quire-operator,app.kubernetes.io/instance={service}"
+    found = []
+    for version, kind in (*CHILDREN, ("batch/v1", "Job"), ("v1", "PersistentVolumeClaim")):
+        for body in cluster.items(version, kind, namespace, labelSelector=selector):
+            found.append(without_traces({**body, "kind": kind, "apiVersion": version}))
+    return sorted(found, key=lambda body: (body["kind"], body["metadata"]["name"]))
