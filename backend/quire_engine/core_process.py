@@ -28,7 +28,7 @@ def main(args: process.Arguments) -> None:
     """Load, then serve."""
     path = args.socket(CORE_SOCKET)
     steps = StepThread()
-    engine = steps.do(lambda: Engine.from_config(args.config))
+    engine = steps.do(lambda: Engine.from_config(args.config, on_lost=_lost))
     log_memory(engine)
     # The model's objects live as long as the process: no collection needs to look at them again, in the middle of a
     # step.
@@ -54,6 +54,12 @@ def log_memory(engine: Engine) -> None:
         *(memory.num_blocks, memory.block_size, memory.num_blocks * memory.block_size),
         *(engine.max_model_len, memory.device, memory.dtype),
     )
+
+
+def _lost(why: str) -> None:
+    """At once, also when no step runs that would notice: the supervisor starts all again."""
+    _log.error("engine lost: ending this process why=%s", why)
+    process.leave(process.EXIT_DEFECT)
 
 
 async def _serve(engine: Engine, steps: StepThread, path: Path) -> None:

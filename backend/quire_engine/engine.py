@@ -20,7 +20,7 @@ from quire_engine.checkpoint import Checkpoint
 from quire_engine.hub import resolve_model
 from quire_engine.request import Logprob, Sequence
 from quire_engine.scheduler import Scheduler
-from quire_engine.step import Runner, Sampled, SlotLoad, StepPlan
+from quire_engine.step import Runner, RunnerLost, Sampled, SlotLoad, StepPlan
 from quire_spec.capability import DTYPE_BYTES
 from quire_spec.config import EngineConfig
 from quire_spec.errors import Code, ConfigError, Internal, InvalidArgument, QuireError
@@ -68,17 +68,23 @@ class Engine:
         self._failed: list[SequenceResult] = []
 
     @classmethod
-    def from_config(cls, config: EngineConfig, *, progress: bool = False) -> Self:
+    def from_config(
+        cls, config: EngineConfig, *, progress: bool = False, on_lost: Callable[[str], None] | None = None
+    ) -> Self:
         """Find the model, load it, and lay out the device's memory. `progress` shows bars on stderr.
+
+        With a tensor_parallel_size, other processes share the layers; when one of them ends, all do, `on_lost(why)` is
+        called in a thread of its own, and each step raises RunnerLost.
 
         Raises:
             ConfigError: the model cannot be found or served, or does not fit; the message says what to change.
         """
         checkpoint = Checkpoint.load(resolve_model(config.model, config.revision, progress))
         check_max_model_len(config, checkpoint.shape)
-        from quire_engine.runner import TorchRunner  # here, so that importing the engine costs no torch
+        # Here, so that importing the engine costs no torch.
+        from quire_engine.executor import open_runner
 
-        runner = TorchRunner(config, checkpoint.shape, checkpoint.folder, progress=progress)
+        runner = open_runner(config, checkpoint.shape, checkpoint.folder, progress=progress, on_lost=on_lost)
         engine = cls(config, checkpoint, runner, runner.memory)
         effective = config.to_json() | {"max_model_len": engine.max_model_len, "dtype": engine.memory.dtype}
         logger.info("engine config %s", " ".join(f"{name}={value!r}" for name, value in effective.items()))
@@ -138,7 +144,11 @@ class Engine:
         self._drop_copies()
 
     def step(self) -> StepResult:
-        """Run at most one step; also reports sequences that failed since the last one."""
+        """Run at most one step; also reports sequences that failed since the last one.
+
+        Raises:
+            RunnerLost: no step can run any more; make a new engine.
+        """
         plan = self._scheduler.schedule(self._clock())
         if self._load_slots() and plan is None:
             plan = self._scheduler.schedule(self._clock())
@@ -247,6 +257,9 @@ class Engine:
     def _run(self, plan: StepPlan) -> list[SequenceResult]:
         try:
             sampled = self._runner.execute(plan)
+        except RunnerLost:
+            self._scheduler.fail(plan)
+            raise
         except Exception as error:  # whatever a device throws costs this step's sequences, never the engine
             logger.exception("step failed num_sequences=%d", len(plan.spans))
             reason = f"the step failed: {type(error).__name__}: {str(error)[:200]}"

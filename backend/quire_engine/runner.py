@@ -18,6 +18,7 @@ from torch import Tensor
 from quire_engine.batch import Batch, build_batch
 from quire_engine.device import available_memory, give_back_memory, open_device, resolve_dtype, set_threads
 from quire_engine.graphs import DecodeGraphs
+from quire_engine.group import Group
 from quire_engine.kv import KVCache, block_bytes
 from quire_engine.layers import Placement
 from quire_engine.logprobs import logprobs_of
@@ -62,10 +63,12 @@ class TorchRunner(Runner):
         folder: Path,
         *,
         ranks: Ranks | None = None,
+        group: Group | None = None,
         progress: bool = False,
     ) -> None:
-        """`ranks`: those that share the layers, this one among them; None: there is one."""
-        self._ranks = ranks
+        """`ranks`: those that share the layers, this one among them; None: there is one. `group`: the others, for
+        rank 0 to tell them what to do."""
+        self._group = group
         self._device = open_device(config, 0 if ranks is None else ranks.shard.rank)
         self._dtype = resolve_dtype(config, shape.dtype)
         self._sampler = Sampler()
@@ -141,10 +144,15 @@ class TorchRunner(Runner):
         order = order_spans(plan.spans)
         spans = [plan.spans[i] for i in order]
         work = work_of(spans, self._kv.block_size, self._model.shape.rope_switch, plan)
-        if self._graphs is not None and self._graphs.takes(spans):
+        if self._group is not None:
+            with self._group.step(work):
+                found = self._run(work, spans, self._kv)
+        elif self._graphs is not None and self._graphs.takes(spans):
             self._copy(work, self._kv)
             return self._replay(self._graphs, plan.spans)
-        results = dict(zip(order, self._run(work, spans, self._kv), strict=True))
+        else:
+            found = self._run(work, spans, self._kv)
+        results = dict(zip(order, found, strict=True))
         return [results[i] for i in range(len(order))]
 
     @torch.inference_mode()

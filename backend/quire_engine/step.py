@@ -11,6 +11,7 @@ from typing import Protocol
 
 from quire_engine.request import BlockId, Logprob, Sequence, SlotId
 from quire_engine.swap import SwapSpace
+from quire_spec.errors import Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,12 @@ class Sampled:
     """The same for the prompt tokens after each of `Span.scored`; None unless the request asks."""
 
 
+class RunnerLost(Unavailable):
+    """What the runner computes with is gone for good: no step can run any more."""
+
+
 class Runner(Protocol):
-    """Carries out steps. One implementation runs on this process's device; others will drive ranks."""
+    """Carries out steps, on one device or on several that share the model's layers."""
 
     swap_space: SwapSpace
     """Host memory for blocks of preempted sequences."""
@@ -126,6 +131,7 @@ class Runner(Protocol):
         """Run `plan`; one result per span, in order.
 
         Raises:
+            RunnerLost: neither this step nor any other can run; whoever owns the engine starts again.
             RuntimeError: the device failed; nothing of this step can be used.
         """
         ...

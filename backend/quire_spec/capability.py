@@ -15,7 +15,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 SCHEDULING_POLICIES = ("fcfs", "priority")
 KV_CACHE_DTYPES = ("auto",)
 QUANTIZATIONS: tuple[str, ...] = ()
-TENSOR_PARALLEL_SIZES = (1,)
+TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 LORA_RANKS = (8, 16, 32, 64, 128, 256)
 SPECULATION = False
 

@@ -106,7 +106,10 @@ def test_what_does_not_fit_says_what_would(configs):
     done = quire("plan", "-f", LLAMA, "--model-config", configs / "70b.json", "-o", "json")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("spec.gpu: NVIDIA-L4: the model does not fit with a context of 4096 tokens; ")
-    assert done.stderr.splitlines()[-1] == "The smallest that would do: 1 x NVIDIA-B200."
+    assert done.stderr.splitlines()[-1] == (
+        "The smallest that would do: 1 x NVIDIA-B200, or 2 x NVIDIA-H100-80GB-HBM3, or 4 x NVIDIA-A40, "
+        "or 8 x NVIDIA-GeForce-RTX-5090."
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The core process with a second rank: it serves, is idle when idle, and both end when one does."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.llama import greedy, make_llama
+from support.pod import Pod, eventually
+from support.ranks import rank_processes
+
+from quire_spec.messages import Events
+
+ENDLESS = {"temperature": 0, "max_tokens": 1000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def pod(model: Path, tmp_path: Path) -> Iterator[Pod]:
+    config = {"model": str(model), "dtype": "float32", "kv_cache_memory_bytes": 8 * 2**20, "tensor_parallel_size": 2}
+    with Pod(tmp_path, **config) as made:
+        yield made.start("text", "core")
+
+
+def test_it_serves_takes_no_processor_time_when_idle_and_ends_with_a_rank(pod: Pod, model: Path):
+    with pod.peer("text", "frontend") as client:
+        events = client.generate([1, 2, 3], temperature=0, max_tokens=12)
+    assert [i for event in events for i in event.token_ids] == greedy(model, [1, 2, 3], 12)
+    with pod.peer("core", "supervisor") as supervisor:
+        memory = supervisor.call("status")["memory"]
+    assert memory["tensor_parallel_size"] == 2
+    assert "rank serves rank=1 size=2" in pod.log("core")
+    core = psutil.Process(pod.processes["core"].pid)
+    both = [core, *rank_processes(core.pid)]
+    assert len(both) == 2
+    time.sleep(1.5)
+    before = [process.cpu_times() for process in both]
+    time.sleep(1.0)
+    after = [process.cpu_times() for process in both]
+    assert sum(a.user + a.system - b.user - b.system for a, b in zip(after, before, strict=True)) <= 0.03
+
+    open_request_ends(pod, both[1])
+    assert pod.processes["core"].wait(10) == 70
+    assert "rank 1 of 2 ended: killed by SIGKILL" in pod.log("core")
+
+
+def test_a_killed_core_leaves_no_rank(pod: Pod):
+    core = psutil.Process(pod.processes["core"].pid)
+    (rank,) = rank_processes(core.pid)
+    open_request_ends(pod, core)
+    # An orphan now, for which nobody here can wait.
+    eventually(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 10)
+
+
+def open_request_ends(pod: Pod, victim: psutil.Process) -> None:
+    """A request that runs when a process is killed gets UNAVAILABLE, and soon."""
+    with pod.peer("text", "frontend") as client:
+        request = client.submit([1, 2, 3], **ENDLESS)
+        first = client.receive()
+        assert isinstance(first, Events) and first.events[0].token_ids
+        victim.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        assert client.collect([request])[request][-1].error_code == "UNAVAILABLE"
+        assert time.monotonic() - killed < 5

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose layers several ranks share give what one gives, and end together."""
+
+import dataclasses
+import gc
+import random
+import signal
+import time
+
+import psutil
+import pytest
+from support.pod import eventually
+from support.ranks import engine_of, rank_processes
+from support.tiny import VOCAB, make_checkpoint
+
+from quire_engine.engine import Engine
+from quire_engine.llm import LLM
+from quire_engine.member import RankProcess
+from quire_engine.step import RunnerLost
+from quire_engine.swap import SwapSpace
+from quire_spec.config import EngineConfig
+from quire_spec.errors import ConfigError
+from quire_spec.messages import Generate
+from quire_spec.sampling import SamplingParams
+from quire_spec.shape import ModelShape
+from quire_spec.sizing import kv_block_bytes
+
+GREEDY = {"temperature": 0.0, "max_tokens": 18, "logprobs": 2}
+DRAWN = {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "max_tokens": 18}
+# Prompts in chunks beside decoding sequences, blocks that run out, prefixes that are found again.
+SCARCE = {"block_size": 8, "max_num_seqs": 12, "max_num_batched_tokens": 40, "max_model_len": 128}
+NUM_BLOCKS = 17
+FAMILIES = ["llama", "qwen2", "opt", "phi3", "gemma2"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: make_checkpoint(tmp_path_factory.mktemp(name), name) for name in FAMILIES}
+
+
+def _config(folder, size, **changes):
+    shape = ModelShape.load(folder)
+    local = kv_block_bytes(shape, SCARCE["block_size"], 4) // shape.num_kv_heads * max(1, shape.num_kv_heads // size)
+    config = EngineConfig(model=str(folder), dtype="float32", kv_cache_memory_bytes=NUM_BLOCKS * local, **SCARCE)
+    config = dataclasses.replace(config, tensor_parallel_size=size, **changes)
+    config.validate()
+    return config
+
+
+def _requests():
+    """Greedy ones, ones that draw and ones that ask for their prompt's probabilities; some begin alike."""
+    rng = random.Random(5)
+    stem = [rng.randrange(VOCAB) for _ in range(30)]
+    for i in range(9):
+        prompt = (stem if i % 3 == 1 else []) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
+        params = (GREEDY, GREEDY, DRAWN)[i % 3] | ({"prompt_logprobs": 1} if i % 5 == 0 else {})
+        yield Generate(i, prompt, params | {"seed": i})
+
+
+def _generate(engine):
+    """Tokens and log probabilities of all requests, which arrive a few a step."""
+    waiting = list(_requests())
+    tokens: dict[int, list[int]] = {request.id: [] for request in waiting}
+    logprobs: list[float] = []
+    while waiting or engine.has_work:
+        for request in waiting[:4]:
+            engine.add(request)
+        del waiting[:4]
+        for result in engine.step().results:
+            assert not result.error
+            tokens[result.id] += result.token_ids
+            for entries in (*(result.logprobs or []), *(result.prompt_logprobs or [])):
+                logprobs += [entries[0][1]] if entries else []
+        engine.check_integrity()
+    return tokens, logprobs
+
+
+# The others, and other sizes, take another path in the model, not in the engine: test_shard.py has them all.
+@pytest.mark.parametrize(("name", "size"), [("opt", 2), ("phi3", 4), ("gemma2", 2)])
+def test_ranks_give_what_one_gives(folders, name, size, monkeypatch):
+    monkeypatch.setattr(SwapSpace, "pays", lambda *_: True)
+    alone = Engine.from_config(_config(folders[name], 1, swap_space=0.0001))
+    engine = engine_of(_config(folders[name], size, swap_space=0.0001))
+    expected, found = _generate(alone), _generate(engine)
+    assert found[0] == expected[0]
+    assert found[1] == pytest.approx(expected[1], abs=1e-4)
+    stats = engine.stats()
+    assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0 and stats.num_swapped_in_blocks > 0
+    assert engine.memory.num_blocks == NUM_BLOCKS and engine.memory.tensor_parallel_size == size
+    assert engine.memory.weights_bytes < 0.75 * alone.memory.weights_bytes
+
+
+def _outputs(llm):
+    """The same requests through LLM; all at once."""
+    prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in _requests()]
+    made = llm.generate(prompts, [SamplingParams(**request.params) for request in _requests()], use_tqdm=False)
+    return [output.outputs[0].token_ids for output in made]
+
+
+def _llm(folder, size):
+    config = _config(folder, size).to_json()
+    return LLM(config.pop("model"), **config)
+
+
+def test_processes_give_what_one_gives_and_go_with_their_engine(folders):
+    """With tied embeddings."""
+    expected = _outputs(_llm(folders["qwen2"], 1))
+    llm = _llm(folders["qwen2"], 2)
+    assert len(rank_processes()) == 1
+    assert _outputs(llm) == expected
+    assert llm.engine.stats().num_preemptions > 0 and llm.engine.stats().prefix_cache_hits > 0
+    del llm
+    gc.collect()
+    eventually(lambda: rank_processes() == [])
+
+
+def test_processes_give_what_one_gives_until_one_is_killed(folders):
+    """Four ranks, two of them with the same KV head."""
+    expected = _outputs(_llm(folders["llama"], 1))
+    llm = _llm(folders["llama"], 4)
+    assert _outputs(llm) == expected
+    ranks = rank_processes()
+    assert len(ranks) == 3
+    ranks[1].send_signal(signal.SIGKILL)
+    with pytest.raises(RunnerLost, match=r"ended: killed by SIGKILL; .* start again"):
+        while True:
+            _outputs(llm)
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    # An engine that is lost stays so, and its state can still be looked at.
+    with pytest.raises(RunnerLost):
+        _outputs(llm)
+    llm.engine.check_integrity()
+
+
+def test_the_owner_is_told_at_once_when_a_rank_dies(folders):
+    why: list[str] = []
+    engine = Engine.from_config(_config(folders["llama"], 2), on_lost=why.append)
+    (rank,) = rank_processes()
+    rank.send_signal(signal.SIGKILL)
+    eventually(lambda: len(why) == 1 and "rank 1 of 2 ended: killed by SIGKILL" in why[0])
+    assert not engine.has_work
+
+
+def test_a_rank_that_hangs_is_found_and_killed(folders):
+    engine = engine_of(_config(folders["llama"], 2), start=RankProcess, timeout_s=2.0)
+    (rank,) = rank_processes()
+    engine.add(Generate(1, [1, 2, 3], GREEDY))
+    engine.step()
+    rank.suspend()
+    start = time.monotonic()
+    with pytest.raises(RunnerLost, match="a step failed in rank 0"):
+        engine.step()
+    assert 1.5 < time.monotonic() - start < 10
+    assert psutil.wait_procs([rank], timeout=10)[1] == []
+
+
+def test_what_one_rank_refuses_is_said_and_nothing_is_left(folders, monkeypatch):
+    with pytest.raises(ConfigError, match=r"^max_model_len: a sequence of 128 tokens does not fit"):
+        Engine.from_config(dataclasses.replace(_config(folders["llama"], 2), kv_cache_memory_bytes=1000))
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 8: 4 attention heads are not a multiple of 8; use 4"):
+        Engine.from_config(_config(folders["llama"], 8))
+    assert rank_processes() == []
+
+
+def test_a_rank_that_cannot_load_says_why(folders, tmp_path):
+    """Rank 0 finds its weights; the other, which comes later, does not."""
+
+    def start(ends):
+        (folders["llama"] / "model.safetensors").rename(tmp_path / "hidden")
+        return RankProcess(ends)
+
+    with pytest.raises(ConfigError, match="found neither"):
+        engine_of(_config(folders["llama"], 2), start=start)
+    (tmp_path / "hidden").rename(folders["llama"] / "model.safetensors")
+    eventually(lambda: rank_processes() == [])
+
+
+def test_control_c_waits_for_the_end_of_a_step(folders):
+    engine = engine_of(_config(folders["llama"], 2))
+    expected = _generate(engine)
+    model = engine._runner._model
+
+    class Interrupted:
+        shape = model.shape
+        project = model.project
+
+        def __call__(self, batch, kv):
+            signal.raise_signal(signal.SIGINT)
+            return model(batch, kv)
+
+    engine._runner._model = Interrupted()
+    engine.add(Generate(100, [1, 2, 3], GREEDY))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.abort([100])
+    engine._runner._model = model
+    assert _generate(engine)[0] == expected[0]

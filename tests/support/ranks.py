@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks for tests: as threads, which start at once, with the same ring, sockets and gloo; and as processes, to find."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from quire_engine.checkpoint import Checkpoint
+from quire_engine.engine import Engine
+from quire_engine.executor import open_runner
+from quire_engine.follower import Follower
+from quire_engine.member import Ends
+from quire_spec.config import EngineConfig
+
+
+class ThreadRank:
+    """A Member that is a thread. What ends a process's step with it, gloo's error, ends its step too."""
+
+    def __init__(self, ends: Ends) -> None:
+        own = Ends(*(os.dup(fd) for fd in (ends.control, ends.memory, ends.bell)))
+        self._follower = Follower(own, on_gone=self.kill)
+        self._how = "returned"
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._follower.run()
+        except Exception as error:
+            self._how = repr(error)
+        self._follower.hang_up()
+
+    def kill(self) -> None:
+        self._follower.stop()
+
+    def join(self) -> str:
+        self._thread.join()
+        return self._how
+
+
+def engine_of(config: EngineConfig, **how: Any) -> Engine:
+    """An engine whose ranks are threads; `how` goes to open_runner."""
+    checkpoint = Checkpoint.load(Path(config.model))
+    runner = open_runner(config, checkpoint.shape, checkpoint.folder, **({"start": ThreadRank} | how))
+    return Engine(config, checkpoint, runner, runner.memory)
+
+
+def rank_processes(pid: int | None = None) -> list[psutil.Process]:
+    """The ranks that a process, by default this one, has started."""
+    children = psutil.Process(pid).children()
+    return [child for child in children if any("rank_process" in word for word in child.cmdline())]
