@@ -35,8 +35,8 @@ class Batch:
     num_logits: int
 
 
-def build_batch(work: Work, cache: KVCache, num_slots: int, device: torch.device) -> Batch:
-    """The batch of a step, the blocks that it begins to fill cleared; `num_slots`: adapter slots there are."""
+def build_batch(work: Work, cache: KVCache, device: torch.device) -> Batch:
+    """The batch of a step, the blocks that it begins to fill cleared."""
     starts, lengths, num_tokens = work.starts, work.lengths, len(work.token_ids)
     tables = cache.tables(work.blocks, [start + length for start, length in zip(starts, lengths, strict=True)])
     rows, positions = _positions(starts, lengths)
@@ -51,7 +51,7 @@ def build_batch(work: Work, cache: KVCache, num_slots: int, device: torch.device
         beyond_switch=None if long is None else long.to(device, non_blocking=True),
         addresses=addresses.to(device, non_blocking=True),
         attention=plan_attention(starts, lengths, tables, cache.layers[0], device),
-        adapters=plan_adapters(segments, num_tokens, num_slots, device) if segments else None,
+        adapters=plan_adapters(segments, num_tokens, device) if segments else None,
         logit_rows=None if all_rows else torch.tensor(work.logit_rows, device=device),
         num_logits=len(work.logit_rows),
     )

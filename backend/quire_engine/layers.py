@@ -13,10 +13,19 @@ import torch
 from torch import Tensor
 
 from quire_engine.batch import Batch
-from quire_engine.lora import SlotWeights
 from quire_engine.part import Part, Target
 from quire_engine.ranks import Ranks
-from quire_kernels import Arena, gated, linear, pack_weight, paged_attention, rms_norm, rotate_and_write
+from quire_kernels import (
+    Arena,
+    LinearSlots,
+    adapted_linear,
+    gated,
+    linear,
+    pack_weight,
+    paged_attention,
+    rms_norm,
+    rotate_and_write,
+)
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import linears
 
@@ -68,15 +77,14 @@ class Linear:
         out_features = sum(slices.values())
         self.weight = place.empty(out_features, in_features) if weight is None else weight
         self.bias = place.empty(out_features) if bias else None
-        self.adapters: SlotWeights | None = None
+        self.adapters: LinearSlots | None = None
 
     def __call__(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """[num_tokens, in_features] to [num_tokens, out_features of all slices], adapters of the batch included; with a
         residual stream, added to it in place."""
-        out = linear(x, self.weight, self.bias, residual)
-        if batch.adapters is not None and self.adapters is not None:
-            self.adapters.add(out, x, batch.adapters)
-        return out
+        if batch.adapters is None or self.adapters is None:
+            return linear(x, self.weight, self.bias, residual)
+        return adapted_linear(x, self.weight, self.bias, residual, self.adapters, batch.adapters)
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """The checkpoint's tensors under `prefix`, each as the rows of the merged parameter that it fills."""
@@ -109,10 +117,11 @@ class SummedLinear(Linear):
 
     def __call__(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """See Linear."""
-        out = linear(x, self.weight, None)
-        if batch.adapters is not None and self.adapters is not None:
+        if batch.adapters is None or self.adapters is None:
+            out = linear(x, self.weight, None)
+        else:
             # B is linear: the ranks' deltas, each of its part of A x, add up too.
-            self.adapters.add(out, x, batch.adapters)
+            out = adapted_linear(x, self.weight, None, None, self.adapters, batch.adapters)
         self._ranks.sum(out)
         if self.bias is not None:
             out.add_(self.bias)

@@ -22,7 +22,7 @@ from quire_engine.group import Group
 from quire_engine.kv import KVCache, block_bytes
 from quire_engine.layers import Placement
 from quire_engine.logprobs import logprobs_of
-from quire_engine.lora import AdapterSlots, SlotWeights
+from quire_engine.lora import AdapterSlots
 from quire_engine.memory import Budget, allocating, num_blocks
 from quire_engine.models import model_class
 from quire_engine.models.causal import CausalLM
@@ -35,6 +35,7 @@ from quire_engine.swap import SwapSpace
 from quire_engine.swapper import Swapper
 from quire_engine.weights import load_weights
 from quire_engine.work import Work, order_spans, work_of
+from quire_kernels import LoraSlots, PackedAdapter, Site
 from quire_spec.config import EngineConfig
 from quire_spec.sampling import SamplingParams
 from quire_spec.shape import ModelShape
@@ -72,7 +73,6 @@ class TorchRunner(Runner):
         self._device = open_device(config, 0 if ranks is None else ranks.shard.rank)
         self._dtype = resolve_dtype(config, shape.dtype)
         self._sampler = Sampler()
-        self._num_slots = config.max_loras if config.enable_lora else 0
         if ranks is not None:
             shape = ranks.shard.local
         self._model = model_class(shape.architecture)(shape, Placement(self._dtype, self._device, ranks))
@@ -114,19 +114,19 @@ class TorchRunner(Runner):
         )
         logger.info("memory plan %s", " ".join(f"{f}={getattr(self.memory, f)}" for f in MemoryPlan.__slots__))
 
-    def pack(self, adapter: object) -> HostAdapter:
+    def pack(self, adapter: object) -> PackedAdapter:
         """An adapter as `hold` keeps it; see step.Runner."""
         assert self._slots is not None and isinstance(adapter, HostAdapter)
         return self._slots.pack(adapter)
 
     def host_bytes(self, packed: object) -> int:
         """Bytes of what `pack` made; see step.Runner."""
-        assert isinstance(packed, HostAdapter)
+        assert isinstance(packed, PackedAdapter)
         return packed.num_bytes
 
     def hold(self, digest: str, packed: object) -> None:
         """Keep an adapter in host memory; see step.Runner."""
-        assert self._slots is not None and isinstance(packed, HostAdapter)
+        assert self._slots is not None and isinstance(packed, PackedAdapter)
         self._slots.hold(digest, packed)
 
     def drop(self, digest: str) -> None:
@@ -209,7 +209,7 @@ class TorchRunner(Runner):
     def _forward(self, work: Work, kv: KVCache) -> tuple[Batch, Tensor | None]:
         """Copy what is to be copied, then compute; hidden states of the tokens whose logits are wanted."""
         self._copy(work, kv)
-        batch = build_batch(work, kv, self._num_slots, self._device)
+        batch = build_batch(work, kv, self._device)
         return batch, self._model(batch, kv)
 
     def _copy(self, work: Work, kv: KVCache) -> None:
@@ -294,9 +294,10 @@ def _dummy_span(start: int, length: int, kv: KVCache) -> Span:
 
 
 def _make_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> AdapterSlots:
-    weights = {}
-    like = torch.empty(0, dtype=dtype, device=device)
-    for layer, linear in model.linears():
-        slots = SlotWeights(linear.in_features, linear.slices, config.max_loras, config.max_lora_rank, like)
-        linear.adapters = weights[layer, slots.names[0]] = slots
-    return AdapterSlots(weights, pin=device.type == "cuda")
+    found = list(model.linears())
+    sites = [Site(linear.in_features, tuple(linear.slices.values())) for _, linear in found]
+    slots = LoraSlots(sites, config.max_loras, config.max_lora_rank, torch.empty(0, dtype=dtype, device=device))
+    for (_, linear), module in zip(found, slots.modules, strict=True):
+        linear.adapters = module
+    places = [[(layer, name) for name in linear.slices] for layer, linear in found]
+    return AdapterSlots(places, slots, pin=device.type == "cuda")

@@ -10,7 +10,8 @@ from quire_kernels.attention import AttentionBatch, SpanGroup, paged_attention, 
 from quire_kernels.dispatch import Op
 from quire_kernels.kv_write import write_kv
 from quire_kernels.linear import embedding, linear, looked_up, pack_weight
-from quire_kernels.lora import AdapterBatch, SlotRows, add_lora, plan_adapters
+from quire_kernels.lora import AdapterBatch, SlotRows, adapted_linear, add_lora, add_lora_rows, plan_adapters
+from quire_kernels.lora_slots import LinearSlots, LoraSlots, PackedAdapter, Site
 from quire_kernels.norm import add_rms_norm, rms_norm
 from quire_kernels.prepare import SequenceState, StepInputs, advance, prepare_inputs
 from quire_kernels.rope import apply_rope, rotate_and_write
@@ -21,12 +22,18 @@ __all__ = [
     "AdapterBatch",
     "Arena",
     "AttentionBatch",
+    "LinearSlots",
+    "LoraSlots",
     "Op",
+    "PackedAdapter",
     "SequenceState",
+    "Site",
     "SlotRows",
     "SpanGroup",
     "StepInputs",
+    "adapted_linear",
     "add_lora",
+    "add_lora_rows",
     "add_rms_norm",
     "advance",
     "apply_rope",

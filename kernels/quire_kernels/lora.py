@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter deltas over stacked slots: shrink to the adapters' ranks, expand into the base linear's output."""
+"""Adapter deltas over slots: shrink to the adapters' ranks, expand into the base linear's output.
 
+An adapter of rank r costs a linear of d inputs and D outputs, in a step, 2 r (d + D) operations a token, and r (d + D)
+elements read, however few its tokens are. On all linears of a 135M Llama that is 9.8 MB at rank 16. 64 sequences on 16
+of them: 156 MB and 0.62 GFLOP a step, beside 269 MB of weights and 17.2 GFLOP. On two Zen 5 cores that is 5.2 ms at the
+30 GB/s that memory gives, or 1.3 ms of vdpbf16ps at 466 GFLOP/s, where a step without adapters takes 58 ms. So it is
+bytes that count, unless they come while the base multiplies: see csrc/lora.cpp.
+"""
+
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quire_kernels import native
 from quire_kernels.dispatch import Op
+from quire_kernels.linear import linear
+from quire_kernels.lora_slots import LinearSlots
 
-# What one more product of a few rows costs, in operations of a large one: 34 us a pair, bf16, one Zen 5 core.
-PAIR_LAUNCH_FLOPS = 12e6
+TILE_ROWS = 8
+"""Rows of a tile, as csrc/tile.h has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,70 +33,132 @@ class SlotRows:
     end: int
 
 
+class _Rows(ctypes.Structure):
+    """QuireLoraRows of csrc/lora.cpp."""
+
+    _fields_ = (("tiles", ctypes.c_void_p), ("num_tiles", ctypes.c_int64), ("slots", ctypes.c_void_p))
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterBatch:
     """Which tokens of a step run with which adapter; made once a step by `plan_adapters`."""
 
     segments: tuple[SlotRows, ...]
-    foreign: Tensor
-    """[num_tokens, num_slots] bool: True where a token does not run with a slot."""
+    """Without overlap, ascending."""
+    slots: Tensor
+    """[num_tokens] int64, on the device: the slot of each token; -1: none."""
+    tiles: Tensor
+    """[num_tiles, 3] int64, on the host: slot, first token and the one after the last, of 8 tokens at most."""
+    native: _Rows
+    """The same for compiled forms; points into `slots` and `tiles`."""
 
 
-def plan_adapters(segments: Sequence[SlotRows], num_tokens: int, num_slots: int, device: torch.device) -> AdapterBatch:
-    """Describe a step's adapters to `add_lora`; segments do not overlap."""
-    foreign = torch.ones(num_tokens, num_slots, dtype=torch.bool)
+def plan_adapters(segments: Sequence[SlotRows], num_tokens: int, device: torch.device) -> AdapterBatch:
+    """Describe a step's adapters to the operations; segments ascend and do not overlap."""
+    slots = torch.full((num_tokens,), -1)
+    tiles = []
     for s in segments:
-        foreign[s.start : s.end, s.slot] = False
-    return AdapterBatch(tuple(segments), foreign.to(device))
+        slots[s.start : s.end] = s.slot
+        tiles += [(s.slot, at, min(at + TILE_ROWS, s.end)) for at in range(s.start, s.end, TILE_ROWS)]
+    table = torch.tensor(tiles, dtype=torch.int64).view(-1, 3)
+    rows = _Rows(table.data_ptr(), len(tiles), slots.data_ptr())
+    return AdapterBatch(tuple(segments), slots.to(device, non_blocking=True), table, rows)
 
 
 @Op
-def add_lora(
-    out: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], ranks: Sequence[Sequence[int]], batch: AdapterBatch
-) -> None:
+def add_lora(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
     """Add B (A x) of each token's adapter, slice by slice of a merged linear; scales are folded into B.
 
     Args:
         out: [num_tokens, out_features of all slices], the base linear's output; written in place.
         x: [num_tokens, in_features], dtype of out.
-        a: [num_slices, num_slots, max_rank, in_features], dtype of out; 0 past an adapter's rank.
-        b: one [num_slots, max_rank, out_features of the slice] per slice, likewise.
-        ranks: of each slice, by slot; 0 where the adapter leaves a slice alone.
+        adapters: the linear's matrices, by slot.
         batch: the tokens' slots; those of no segment are left as they are.
     """
     for s in batch.segments:
         column = 0
-        for i, rank in enumerate(ranks[s.slot]):
-            width = b[i].shape[2]
-            if rank:
-                shrunk = torch.mm(x[s.start : s.end], a[i, s.slot, :rank].t())
-                out[s.start : s.end, column : column + width].addmm_(shrunk, b[i][s.slot, :rank])
+        for i, width in enumerate(adapters.site.widths):
+            if pair := adapters.matrices(s.slot, i):
+                a, b = pair
+                shrunk = torch.mm(x[s.start : s.end], a.t())
+                out[s.start : s.end, column : column + width].addmm_(shrunk, b)
             column += width
 
 
 @add_lora.form("cpu")
-def _add_lora_cpu(
-    out: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], ranks: Sequence[Sequence[int]], batch: AdapterBatch
-) -> None:
-    num_pairs = sum(1 for s in batch.segments for rank in ranks[s.slot] if rank)
-    num_slices, num_slots, max_rank, in_features = a.shape
-    flops = 2 * x.shape[0] * num_slots * max_rank * (num_slices * in_features + out.shape[1])
-    if x.dtype == torch.bfloat16 and flops < num_pairs * PAIR_LAUNCH_FLOPS:
-        _all_slots(out, x, a, b, batch)
+def _add_compiled(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
+    if adapters.packed and out.is_contiguous():
+        _multiply(out, x, None, None, True, adapters, batch)
     else:
-        add_lora.reference(out, x, a, b, ranks, batch)
+        add_lora.reference(out, x, adapters, batch)
 
 
-def _all_slots(out: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], batch: AdapterBatch) -> None:
-    """Every token against every slot, what is not its own put to 0: two large products instead of many small ones.
+@Op
+def adapted_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: LinearSlots, batch: AdapterBatch
+) -> Tensor:
+    """`linear`, with the adapters of the batch; see there and `add_lora`.
 
-    64 tokens over 8 slots of rank 16, q, k and v of 576 to 960, bf16, one Zen 5 core: 0.2 ms against 0.8 ms.
+    Returns:
+        [num_tokens, out_features], dtype of x; or `residual`, to which all of it was added.
     """
-    shrunk = torch.mm(x, a.flatten(0, 2).t()).view(x.shape[0], *a.shape[:3])
-    # Not a product with 0: a foreign adapter's infinity must not become this token's NaN.
-    shrunk.masked_fill_(batch.foreign[:, None, :, None], 0)
-    column = 0
-    for i, slots in enumerate(b):
-        width = slots.shape[2]
-        out[:, column : column + width].addmm_(shrunk[:, i].flatten(1), slots.flatten(0, 1))
-        column += width
+    out = linear(x, weight, bias, residual)
+    add_lora(out, x, adapters, batch)
+    return out
+
+
+@adapted_linear.form("cpu")
+def _adapted_compiled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: LinearSlots, batch: AdapterBatch
+) -> Tensor:
+    # A weight in panels.
+    if not (adapters.packed and weight.dim() == 4):
+        return adapted_linear.reference(x, weight, bias, residual, adapters, batch)
+    out = x.new_empty(x.shape[0], weight.shape[0] * weight.shape[2]) if residual is None else residual
+    _multiply(out, x, weight, bias, residual is not None, adapters, batch)
+    return out
+
+
+def _multiply(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    add: bool,
+    adapters: LinearSlots,
+    batch: AdapterBatch,
+) -> None:
+    num_tokens, in_features = x.shape
+    # The compiled form takes them at their word.
+    assert x.dtype == out.dtype == adapters.slots.dtype and x.stride(1) == 1 and out.is_contiguous()
+    assert in_features == adapters.site.in_features and out.shape == (num_tokens, sum(adapters.site.widths))
+    assert len(batch.slots) == num_tokens
+    native.library().quire_adapted_linear(
+        x.data_ptr(),
+        x.stride(0),
+        None if weight is None else weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        num_tokens,
+        out.shape[1],
+        in_features,
+        add,
+        adapters.address,
+        ctypes.addressof(batch.native),
+    )
+
+
+@Op
+def add_lora_rows(out: Tensor, token_ids: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
+    """Add B A of each token's adapter to its row of the embedding.
+
+    Args:
+        out: [num_tokens, embedding_size], written in place.
+        token_ids: [num_tokens] int64.
+        adapters: the embedding's matrices, by slot.
+        batch: the tokens' slots; those of no segment are left as they are.
+    """
+    for s in batch.segments:
+        if pair := adapters.matrices(s.slot, 0):
+            a, b = pair
+            out[s.start : s.end].addmm_(a[token_ids[s.start : s.end]], b)

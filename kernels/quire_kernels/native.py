@@ -133,6 +133,8 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("quire_pack", p, p, n, n),
         ("quire_unpack_rows", p, p, p, n, n),
         ("quire_linear", p, n, p, p, p, n, n, n, n),
+        ("quire_pack_adapter", p, p, p, p, n, n, n),
+        ("quire_adapted_linear", p, n, p, p, p, n, n, n, n, p, p),
         ("quire_rms_norm", p, n, p, p, n, n, f),
         ("quire_silu_mul", p, p, n, n),
         ("quire_rotate_write", p, n, p, p, p, p, p, n, n, n, n, n),

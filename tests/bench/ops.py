@@ -12,8 +12,12 @@ import torch.nn.functional as F
 
 from quire_engine.device import keep_memory
 from quire_kernels import (
+    AdapterBatch,
+    LinearSlots,
+    LoraSlots,
+    Site,
     SlotRows,
-    add_lora,
+    adapted_linear,
     attention,
     keep_likely,
     linear,
@@ -55,14 +59,30 @@ def attention_row(dtype: torch.dtype, num_spans: int, context: int) -> None:
 
 
 def adapter_row(dtype: torch.dtype) -> None:
-    widths, num_slots, rank = (576, 192, 192), 8, 16
-    a = torch.randn(len(widths), num_slots, rank, 576, dtype=dtype)
-    b = [torch.randn(num_slots, rank, width, dtype=dtype) for width in widths]
-    ranks = [(rank,) * len(widths)] * num_slots
-    batch = plan_adapters([SlotRows(s, 8 * s, 8 * s + 8) for s in range(num_slots)], 64, num_slots, CPU)
-    x, out = torch.randn(64, 576, dtype=dtype), torch.zeros(64, sum(widths), dtype=dtype)
-    pairs = best_ms(lambda: add_lora.reference(out, x, a, b, ranks, batch))
-    report(f"8 adapters of rank 16 on q, k, v, {dtype}", pairs, best_ms(lambda: add_lora(out, x, a, b, ranks, batch)))
+    site, num_slots, rank = Site(576, (576, 192, 192)), 8, 16
+    slots = LoraSlots([site], num_slots, rank, torch.empty(0, dtype=dtype))
+    for slot in range(num_slots):
+        slots.write(slot, slots.pack([[(torch.randn(rank, 576), torch.randn(width, rank)) for width in site.widths]]))
+    batch = plan_adapters([SlotRows(s, 8 * s, 8 * s + 8) for s in range(num_slots)], 64, CPU)
+    weight, x = torch.randn(960, 576, dtype=dtype), torch.randn(64, 576, dtype=dtype)
+    packed, module = pack_weight(weight), slots.modules[0]
+    linears = best_ms(lambda: linear(x, packed, None))
+    here = best_ms(lambda: adapted_linear(x, packed, None, None, module, batch))
+    out = linear(x, packed, None)
+    report(f"8 adapters of rank 16 on q, k, v, {dtype}", best_ms(lambda: plain(out, x, module, batch)), here - linears)
+
+
+def plain(out: torch.Tensor, x: torch.Tensor, module: LinearSlots, batch: AdapterBatch) -> None:
+    """Pair by pair, as torch comes, on matrices that lie as torch likes them."""
+    pairs = MATRICES.setdefault(id(module), [[module.matrices(s.slot, i) for i in range(3)] for s in batch.segments])
+    for s, own in zip(batch.segments, pairs, strict=True):
+        column = 0
+        for a, b in own:
+            out[s.start : s.end, column : column + b.shape[1]].addmm_(x[s.start : s.end] @ a.t(), b)
+            column += b.shape[1]
+
+
+MATRICES: dict[int, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
 
 def sampling_row() -> None:

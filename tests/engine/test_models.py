@@ -69,7 +69,7 @@ def test_logits_equal_transformers(folder):
     kv = KVCache(model.shape, 12, 8, torch.float32, CPU)
     firsts = (0, 5, 6)
     spans = [_span(p, 0, len(p), first, 8) for p, first in zip(prompts, firsts, strict=True)]
-    logits = _logits(model, build_batch(work_of(spans, 8, model.shape.rope_switch), kv, 0, CPU), kv)
+    logits = _logits(model, build_batch(work_of(spans, 8, model.shape.rope_switch), kv, CPU), kv)
     for row, prompt in zip(logits, prompts, strict=True):
         expected = oracle(torch.tensor([prompt])).logits[0, -1]
         assert (row - expected).abs().max() < 2e-5 * expected.abs().max()
@@ -86,7 +86,7 @@ def test_half_types_are_as_exact_as_transformers(folder, dtype):
     model.pack()
     kv = KVCache(model.shape, 24 * 4, 8, dtype, CPU)
     spans = [_span(prompt, 0, 32, 4 * i, 8) for i, prompt in enumerate(prompts.tolist())]
-    logits = _logits(model, build_batch(work_of(spans, 8, model.shape.rope_switch), kv, 0, CPU), kv)
+    logits = _logits(model, build_batch(work_of(spans, 8, model.shape.rope_switch), kv, CPU), kv)
     assert logits.dtype == dtype
     assert (logits.float() - exact).norm() < 1.3 * theirs.norm()
 
@@ -96,7 +96,7 @@ def test_packing_changes_rounding_only(folder, monkeypatch):
     monkeypatch.setattr(sys.modules["quire_kernels.linear"], "MIN_PACKED", 0)
     model = _load(folder)
     kv = KVCache(model.shape, 4, 8, torch.float32, CPU)
-    batch = build_batch(work_of([_span(list(range(20)), 0, 20, 0, 8)], 8), kv, 0, CPU)
+    batch = build_batch(work_of([_span(list(range(20)), 0, 20, 0, 8)], 8), kv, CPU)
     before = _logits(model, batch, kv)
     model.pack()
     after = _logits(model, batch, kv)
@@ -107,7 +107,7 @@ def test_packing_changes_rounding_only(folder, monkeypatch):
 def test_a_chunk_in_the_midst_of_a_prompt_wants_no_logits(folder):
     model = _load(folder)
     kv = KVCache(model.shape, 4, 8, torch.float32, CPU)
-    assert model(build_batch(work_of([_span(list(range(20)), 0, 9, 0, 8)], 8), kv, 0, CPU), kv) is None
+    assert model(build_batch(work_of([_span(list(range(20)), 0, 9, 0, 8)], 8), kv, CPU), kv) is None
 
 
 @torch.inference_mode()
@@ -125,7 +125,7 @@ def test_memory_that_others_left_does_not_reach_a_sequence(folder):
         for kv in (clean, dirty):
             # Beside a longer one, so that its block table is padded.
             spans = [_span(tokens, start, length, 0, 8), _span([1] * 30, 0, 30, 3, 8)]
-            results.append(_logits(model, build_batch(work_of(spans, 8), kv, 0, CPU), kv))
+            results.append(_logits(model, build_batch(work_of(spans, 8), kv, CPU), kv))
         assert torch.equal(*results)
 
 

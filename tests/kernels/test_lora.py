@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter deltas of mixed batches against the product written out token by token."""
+"""Adapter deltas of mixed batches against the product written out token by token, in every form."""
 
 import pytest
 import torch
 
-from quire_kernels import SlotRows, add_lora, lora, plan_adapters
+from quire_kernels import (
+    LoraSlots,
+    Site,
+    SlotRows,
+    adapted_linear,
+    add_lora,
+    add_lora_rows,
+    native,
+    pack_weight,
+    plan_adapters,
+)
 
-WIDTHS = (12, 4, 4)
-NUM_SLOTS, MAX_RANK, IN = 4, 16, 20
-RANKS = [(16, 16, 16), (1, 1, 1), (8, 0, 3), (0, 0, 0)]
-NUM_TOKENS = 9
 CPU = torch.device("cpu")
+NUM_SLOTS, MAX_RANK = 5, 24
+RANKS = [(16, 16, 16), (1, 1, 1), (7, 0, 3), (0, 0, 0), (24, 17, 2)]
+SITES = {
+    "compiled": Site(20, (64, 32, 32)),
+    "too narrow to be compiled": Site(20, (12, 4, 4)),
+    "odd": Site(21, (64, 32, 32)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -18,66 +31,146 @@ def seed() -> None:
     torch.manual_seed(42)
 
 
-def _slots(dtype):
-    """Stacked slots, 0 past the ranks, and each slot's dense delta."""
-    a = torch.zeros(len(WIDTHS), NUM_SLOTS, MAX_RANK, IN, dtype=dtype)
-    b = [torch.zeros(NUM_SLOTS, MAX_RANK, width, dtype=dtype) for width in WIDTHS]
-    deltas = torch.zeros(NUM_SLOTS, sum(WIDTHS), IN, dtype=torch.float64)
-    for slot, ranks in enumerate(RANKS):
-        for i, rank in enumerate(ranks):
-            a[i, slot, :rank] = torch.randn(rank, IN) / 4
-            b[i][slot, :rank] = torch.randn(rank, WIDTHS[i]) / 4
-        dense = [b[i][slot].double().T @ a[i, slot].double() for i in range(len(WIDTHS))]
-        deltas[slot] = torch.cat(dense)
-    return a, b, deltas
+@pytest.fixture(autouse=True)
+def no_amx(monkeypatch):
+    """Panels also where oneDNN's products are faster."""
+    monkeypatch.setattr(native, "multiplies", lambda: True)
+
+
+def _slots(site, dtype, ranks=RANKS):
+    """Filled slots of one module, after others that were there before; and each slot's dense delta."""
+    slots = LoraSlots([Site(6, (32,)), site], NUM_SLOTS, MAX_RANK, torch.empty(0, dtype=dtype))
+    deltas = torch.zeros(NUM_SLOTS, sum(site.widths), site.in_features, dtype=torch.float64)
+    for slot, own in enumerate(ranks):
+        before = [(torch.randn(MAX_RANK, site.in_features), torch.randn(w, MAX_RANK)) for w in site.widths]
+        slots.write(slot, slots.pack([[None], before]))
+        pairs = [
+            (torch.randn(rank, site.in_features).to(dtype) / 4, torch.randn(width, rank).to(dtype) / 4)
+            for rank, width in zip(own, site.widths, strict=True)
+        ]
+        slots.write(slot, slots.pack([[None], [pair if pair[0].shape[0] else None for pair in pairs]]))
+        deltas[slot] = torch.cat([b.double() @ a.double() for a, b in pairs])
+    return slots.modules[1], deltas
 
 
 SEGMENTS = {
-    "one slot, all tokens": [SlotRows(2, 0, 9)],
-    "base tokens first": [SlotRows(0, 3, 5), SlotRows(1, 5, 6), SlotRows(3, 6, 9)],
-    "one token": [SlotRows(1, 4, 5)],
+    "one slot, all tokens": (9, [SlotRows(2, 0, 9)]),
+    "base tokens first": (9, [SlotRows(0, 3, 5), SlotRows(1, 5, 6), SlotRows(3, 6, 9)]),
+    "one token": (9, [SlotRows(1, 4, 5)]),
+    "every slot, across tiles": (61, [SlotRows(s, 5 + 11 * s, 16 + 11 * s) for s in (0, 1, 2, 3, 4)]),
+    "prompts": (530, [SlotRows(0, 17, 260), SlotRows(4, 260, 530)]),
+    "one token in all": (1, [SlotRows(4, 0, 1)]),
 }
 
 
-@pytest.fixture(params=["pair by pair", "all slots at once"])
-def form(request, monkeypatch):
-    monkeypatch.setattr(lora, "PAIR_LAUNCH_FLOPS", 0 if request.param == "pair by pair" else 1e12)
-
-
-@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS.keys())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_deltas(segments, dtype, form):
-    a, b, deltas = _slots(dtype)
-    x, base = torch.randn(NUM_TOKENS, IN, dtype=dtype), torch.randn(NUM_TOKENS, sum(WIDTHS), dtype=dtype)
-    expected = base.double()
+def _wanted(base, x, deltas, segments):
+    expected = base.double().clone()
     for s in segments:
         for token in range(s.start, s.end):
             expected[token] += deltas[s.slot] @ x[token].double()
-    out = base.clone()
-    add_lora(out, x, a, b, RANKS, plan_adapters(segments, NUM_TOKENS, NUM_SLOTS, CPU))
-    # bf16 rounds A x, then the sum: two roundings of 2^-9 of values up to 8.
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    return expected
+
+
+# bf16 rounds A x, then the sum: two roundings of 2^-9 of values up to 16.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-2}
+
+
+@pytest.mark.parametrize(("num_tokens", "segments"), SEGMENTS.values(), ids=SEGMENTS.keys())
+@pytest.mark.parametrize("site", SITES.values(), ids=SITES.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_deltas(num_tokens, segments, site, dtype, threads):
+    torch.set_num_threads(threads)
+    adapters, deltas = _slots(site, dtype)
+    batch = plan_adapters(segments, num_tokens, CPU)
+    x, base = torch.randn(num_tokens, site.in_features).to(dtype), torch.randn(num_tokens, sum(site.widths)).to(dtype)
+    expected, tolerance = _wanted(base, x, deltas, segments), TOLERANCE[dtype]
+    for form in (add_lora, add_lora.reference):
+        out = base.clone()
+        form(out, x, adapters, batch)
+        torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("num_tokens", "segments"), SEGMENTS.values(), ids=SEGMENTS.keys())
+@pytest.mark.parametrize("site", SITES.values(), ids=SITES.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linear_and_deltas_together(num_tokens, segments, site, dtype):
+    adapters, deltas = _slots(site, dtype)
+    batch = plan_adapters(segments, num_tokens, CPU)
+    width = sum(site.widths)
+    x, weight = (
+        torch.randn(num_tokens, site.in_features).to(dtype),
+        (torch.randn(width, site.in_features) / 4).to(dtype),
+    )
+    bias, residual = torch.randn(width).to(dtype), torch.randn(num_tokens, width).to(dtype)
+    base = x.double() @ weight.double().t() + bias.double()
+    tolerance = TOLERANCE[dtype]
+    for w in (weight, pack_weight(weight)):
+        out = adapted_linear(x, w, bias, None, adapters, batch)
+        wanted = _wanted(base, x, deltas, segments)
+        torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
+        stream = residual.clone()
+        assert adapted_linear(x, w, bias, stream, adapters, batch) is stream
+        torch.testing.assert_close(stream.double(), wanted + residual.double(), rtol=tolerance, atol=2 * tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_tokens_without_an_adapter_are_untouched(dtype, form):
-    a, b, _ = _slots(dtype)
-    base = torch.randn(NUM_TOKENS, sum(WIDTHS), dtype=dtype)
+def test_what_a_token_gets_does_not_depend_on_its_neighbours(dtype):
+    site = SITES["compiled"]
+    adapters, _ = _slots(site, dtype)
+    weight = pack_weight(torch.randn(128, 20).to(dtype))
+    x = torch.randn(40, 20).to(dtype)
+    segments = [SlotRows(0, 9, 20), SlotRows(4, 20, 33), SlotRows(1, 33, 40)]
+    together = adapted_linear(x, weight, None, None, adapters, plan_adapters(segments, 40, CPU))
+    for s in segments:
+        own = x[s.start : s.end]
+        batch = plan_adapters([SlotRows(s.slot, 0, len(own))], len(own), CPU)
+        alone = adapted_linear(own, weight, None, None, adapters, batch)
+        if dtype == torch.bfloat16 and adapters.packed:
+            assert torch.equal(alone, together[s.start : s.end])
+        else:
+            torch.testing.assert_close(alone, together[s.start : s.end], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("site", SITES.values(), ids=SITES.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_without_an_adapter_are_untouched(dtype, site):
+    adapters, _ = _slots(site, dtype)
+    base = torch.randn(9, sum(site.widths)).to(dtype)
     out = base.clone()
-    batch = plan_adapters([SlotRows(0, 3, 7)], NUM_TOKENS, NUM_SLOTS, CPU)
-    add_lora(out, torch.randn(NUM_TOKENS, IN, dtype=dtype), a, b, RANKS, batch)
+    add_lora(out, torch.randn(9, site.in_features).to(dtype), adapters, plan_adapters([SlotRows(0, 3, 7)], 9, CPU))
     assert torch.equal(out[:3], base[:3])
     assert torch.equal(out[7:], base[7:])
     assert not torch.equal(out[3:7], base[3:7])
 
 
+@pytest.mark.parametrize("site", SITES.values(), ids=SITES.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_overflowing_adapter_harms_its_own_tokens_only(dtype, form):
-    a, b, _ = _slots(dtype)
-    a[:, 0] = 3e38
-    out = torch.randn(NUM_TOKENS, sum(WIDTHS), dtype=dtype)
-    batch = plan_adapters([SlotRows(0, 0, 2), SlotRows(1, 2, 9)], NUM_TOKENS, NUM_SLOTS, CPU)
-    add_lora(out, torch.rand(NUM_TOKENS, IN, dtype=dtype) + 1, a, b, RANKS, batch)
+def test_an_overflowing_adapter_harms_its_own_tokens_only(dtype, site):
+    adapters, _ = _slots(site, dtype)
+    adapters.slots[0] = 3e38
+    out = torch.randn(9, sum(site.widths)).to(dtype)
+    x = (torch.rand(9, site.in_features) + 1).to(dtype)
+    add_lora(out, x, adapters, plan_adapters([SlotRows(0, 0, 2), SlotRows(1, 2, 9)], 9, CPU))
     assert not out[:2].isfinite().all()
     assert out[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_an_embedding(dtype):
+    site = Site(50, (32,), looked_up=True)
+    adapters, deltas = _slots(site, dtype, [(16,), (1,), (0,), (7,), (24,)])
+    segments = [SlotRows(0, 3, 5), SlotRows(2, 5, 6), SlotRows(4, 6, 9)]
+    ids, base = torch.randint(50, (9,)), torch.randn(9, 32).to(dtype)
+    expected = base.double().clone()
+    for s in segments:
+        expected[s.start : s.end] += deltas[s.slot].T[ids[s.start : s.end]]
+    add_lora_rows(base, ids, adapters, plan_adapters(segments, 9, CPU))
+    torch.testing.assert_close(base.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.skipif(native.load() is None, reason="compiled forms are for processors with AVX-512 BF16")
+def test_here_they_are_compiled():
+    assert _slots(SITES["compiled"], torch.bfloat16)[0].packed
+    assert not _slots(SITES["odd"], torch.bfloat16)[0].packed

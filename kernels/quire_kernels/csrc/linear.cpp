@@ -2,74 +2,16 @@
 // Matrix products of bfloat16 rows with a weight that is laid out once in panels.
 //
 // A panel holds 32 output columns: for every pair of inputs, the pair of each column side by side, which is what one
-// vdpbf16ps takes. A tile of up to 8 rows by 32 columns lives in 16 registers; per pair of inputs it costs 2 loads of
-// weights, 8 broadcasts and 16 products, so that products are the limit. While a tile is computed, the next panel
-// comes from memory, a share of it with each tile.
+// vdpbf16ps takes; tile.h multiplies them. While a tile is computed, the next panel comes from memory, a share of it
+// with each tile.
 
 #include <omp.h>
 
 #include <algorithm>
 
-#include "bf16.h"
+#include "tile.h"
 
 namespace quire {
-namespace {
-
-constexpr int64_t kColumns = 32;
-constexpr int64_t kTileRows = 8;
-// Rows whose inputs stay in the second-level cache while all panels go by.
-constexpr int64_t kBlockRows = 240;
-
-struct Tile {
-  const bf16* x;  // [rows, 2 * pairs], rows of ldx
-  int64_t ldx;
-  const bf16* panel;
-  int64_t pairs;
-  bf16* out;  // [rows, columns], rows of ldo
-  int64_t ldo;
-  const bf16* bias;  // of the panel, or null
-  bool add;  // to what is in out
-  const char* next;  // what to prefetch, in steps of `stride` bytes a pair; stride 0: nothing
-  int64_t stride;
-};
-
-inline void finish(__m512 v, bf16* out, const bf16* bias, bool add) {
-  if (bias) v = _mm512_add_ps(v, load(bias));
-  if (add) v = _mm512_add_ps(v, load(out));
-  store(out, v);
-}
-
-template <int R>
-void compute(const Tile& t) {
-  __m512 sums[R][2];
-  for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
-  const char* ahead = t.next;
-  for (int64_t i = 0; i < t.pairs; i++) {
-    const __m512bh left = (__m512bh)_mm512_loadu_si512(t.panel + i * 2 * kColumns);
-    const __m512bh right = (__m512bh)_mm512_loadu_si512(t.panel + i * 2 * kColumns + kColumns);
-    if (t.stride) {
-      _mm_prefetch(ahead, _MM_HINT_T0);
-      ahead += t.stride;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      const __m512bh x = pair(t.x + r * t.ldx + 2 * i);
-      sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, left);
-      sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, right);
-    }
-  }
-  for (int r = 0; r < R; r++) {
-    bf16* out = t.out + r * t.ldo;
-    finish(sums[r][0], out, t.bias, t.add);
-    finish(sums[r][1], out + kLanes, t.bias ? t.bias + kLanes : nullptr, t.add);
-  }
-}
-
-using Compute = void (*)(const Tile&);
-constexpr Compute kCompute[kTileRows + 1] = {nullptr,    compute<1>, compute<2>, compute<3>, compute<4>, compute<5>,
-                                             compute<6>, compute<7>, compute<8>};
-
-}  // namespace
 
 extern "C" {
 
@@ -111,7 +53,7 @@ void quire_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bi
         const int64_t share = k * kColumns * (int64_t)sizeof(bf16) / tiles;
         for (int64_t tile = 0; tile < tiles; tile++) {
           const int64_t r0 = rows * tile / tiles, r1 = rows * (tile + 1) / tiles;
-          kCompute[r1 - r0]({
+          kCompute<false>[r1 - r0]({
               x + (m0 + r0) * ldx,
               ldx,
               panel,

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+// A linear with the adapters of its tokens: shrink by tiles of one adapter's rows, then the base product with each
+// row's expand in the same registers.
+//
+// The sum of base and adapter is rounded once. Outputs are written once, by one thread, in one order: nothing is
+// cleared before, and what a token gets does not depend on who else is in the batch. Matrices have the rank that the
+// adapter has. With several adapters and few tokens of each they are read once and hardly used, so that memory is the
+// limit; but the base product leaves memory idle: while it runs, B of the next panel and A of the next linear come in.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "tile.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kLine = 64;  // bytes of a cache line
+
+// A matrix pair of a slot; `Entry` of lora.py.
+struct Entry {
+  int64_t a, b;  // elements from the slot's start
+  int64_t rank;  // 0: the adapter leaves the slice alone
+};
+
+}  // namespace
+
+extern "C" {
+
+// The adapters of a linear; `_Linear` of lora.py.
+struct QuireLoraLinear {
+  const bf16* slots;  // all slots of the model
+  int64_t slot_size;
+  const Entry* entries;  // [num_slots, num_slices], rows of `ld_entries`
+  int64_t ld_entries;
+  int64_t num_slices;
+  const int64_t* ends;  // of each slice, the panel after its last one
+  int64_t in_features;
+  int64_t max_rank;             // even
+  const QuireLoraLinear* next;  // computed after this one, or null
+};
+
+// Which rows run with which slot; `_Rows` of lora.py.
+struct QuireLoraRows {
+  const int64_t* tiles;  // [num_tiles, 3]: slot, first row, row after the last; at most 8 rows
+  int64_t num_tiles;
+  const int64_t* slots;  // of each row; -1: none
+};
+
+}  // extern "C"
+
+namespace {
+
+using Linear = QuireLoraLinear;
+using Rows = QuireLoraRows;
+
+inline const Entry& entry(const Linear& l, int64_t slot, int64_t slice) {
+  return l.entries[slot * l.ld_entries + slice];
+}
+
+inline int64_t pairs_of(int64_t rank) { return (rank + 1) / 2; }
+
+// A [in / 2, rank, 2] times R rows of x, up to 16 ranks of it from `first_rank`. Two sums a row: a product takes longer
+// than it takes to start the next one.
+template <int R>
+void shrink(const bf16* x, int64_t ldx, const bf16* a, int64_t rank, int64_t first_rank, int64_t pairs, bf16* out,
+            int64_t ldo) {
+  const int64_t num = std::min<int64_t>(kLanes, rank - first_rank);
+  const __mmask16 mask = first(num), stored = first(2 * pairs_of(num));
+  __m512 sums[R][2];
+  each<R>([&](auto r) { sums[r][0] = sums[r][1] = _mm512_setzero_ps(); });
+  a += 2 * first_rank;
+  int64_t i = 0;
+  for (; i + 2 <= pairs; i += 2, a += 4 * rank) {
+    const __m512bh even = (__m512bh)_mm512_maskz_loadu_epi32(mask, a);
+    const __m512bh odd = (__m512bh)_mm512_maskz_loadu_epi32(mask, a + 2 * rank);
+    each<R>([&](auto r) {
+      sums[r][0] = _mm512_dpbf16_ps(sums[r][0], pair(x + r * ldx + 2 * i), even);
+      sums[r][1] = _mm512_dpbf16_ps(sums[r][1], pair(x + r * ldx + 2 * i + 2), odd);
+    });
+  }
+  if (i < pairs) {
+    const __m512bh even = (__m512bh)_mm512_maskz_loadu_epi32(mask, a);
+    each<R>([&](auto r) { sums[r][0] = _mm512_dpbf16_ps(sums[r][0], pair(x + r * ldx + 2 * i), even); });
+  }
+  each<R>([&](auto r) { store(out + r * ldo + first_rank, _mm512_add_ps(sums[r][0], sums[r][1]), stored); });
+}
+
+using Shrink = void (*)(const bf16*, int64_t, const bf16*, int64_t, int64_t, int64_t, bf16*, int64_t);
+constexpr Shrink kShrink[kTileRows + 1] = {nullptr,   shrink<1>, shrink<2>, shrink<3>, shrink<4>,
+                                           shrink<5>, shrink<6>, shrink<7>, shrink<8>};
+
+// Cache lines of the matrices A that this thread's tiles of the next linear begin with, one after the other.
+class Ahead {
+ public:
+  Ahead(const Linear* linear, const Rows& rows, int64_t begin, int64_t end)
+      : linear_(linear), rows_(rows), tile_(begin), end_(end) {
+    if (linear_) find();
+  }
+
+  int64_t count() const {
+    int64_t lines = 0;
+    for (Ahead walk = *this; walk.at_; walk.step()) lines += (walk.stop_ - walk.at_ + kLine - 1) / kLine;
+    return lines;
+  }
+
+  // The next lines, up to `wanted` of one matrix; how many.
+  int64_t take(int64_t wanted, const char** from) {
+    *from = at_;
+    if (!at_ || !wanted) return 0;
+    const int64_t taken = std::min(wanted, (stop_ - at_ + kLine - 1) / kLine);
+    at_ += taken * kLine;
+    if (at_ >= stop_) step();
+    return taken;
+  }
+
+ private:
+  // On to the next matrix.
+  void step() {
+    slice_++;
+    find();
+  }
+
+  void find() {
+    for (; tile_ < end_; tile_++, slice_ = 0) {
+      const int64_t slot = rows_.tiles[3 * tile_];
+      if (slice_ == 0 && tile_ && rows_.tiles[3 * (tile_ - 1)] == slot) continue;
+      for (; slice_ < linear_->num_slices; slice_++) {
+        const Entry& e = entry(*linear_, slot, slice_);
+        if (!e.rank) continue;
+        at_ = (const char*)(linear_->slots + slot * linear_->slot_size + e.a);
+        stop_ = at_ + e.rank * linear_->in_features * (int64_t)sizeof(bf16);
+        return;
+      }
+    }
+    at_ = nullptr;
+  }
+
+  const Linear* linear_;
+  const Rows& rows_;
+  int64_t tile_, end_, slice_ = 0;
+  const char *at_ = nullptr, *stop_ = nullptr;
+};
+
+}  // namespace
+
+extern "C" {
+
+// A [rank, in] and B [out, rank], row by row, to A [in / 2, rank, 2] and B [out / 32, pairs of ranks, 32, 2].
+void quire_pack_adapter(const bf16* a, const bf16* b, bf16* packed_a, bf16* packed_b, int64_t rank, int64_t in,
+                        int64_t out) {
+  for (int64_t i = 0; i < in / 2; i++)
+    for (int64_t r = 0; r < rank; r++) __builtin_memcpy(packed_a + 2 * (i * rank + r), a + r * in + 2 * i, 4);
+  for (int64_t p = 0; p < out / kColumns; p++)
+    for (int64_t i = 0; i < pairs_of(rank); i++)
+      for (int64_t c = 0; c < kColumns; c++)
+        for (int64_t e = 0; e < 2; e++) {
+          const int64_t r = 2 * i + e;
+          *packed_b++ = r < rank ? b[(p * kColumns + c) * rank + r] : 0;
+        }
+}
+
+// out [m, n] = (add ? out : 0) + x [m, k] W^T + bias + each row's B (A x); x has rows of ldx. `packed` null: no product.
+void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m,
+                          int64_t n, int64_t k, int64_t add, const QuireLoraLinear* linear, const QuireLoraRows* rows) {
+  const Linear& l = *linear;
+  const int64_t panels = n / kColumns, pairs = packed ? k / 2 : 0, lds = l.num_slices * l.max_rank;
+  static thread_local std::vector<bf16> scratch;
+  if ((int64_t)scratch.size() < m * lds) scratch.resize(m * lds);
+  bf16* const shrunk = scratch.data();
+#pragma omp parallel
+  {
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int64_t first_tile = rows->num_tiles * thread / threads;
+    const int64_t last_tile = rows->num_tiles * (thread + 1) / threads;
+    for (int64_t tile = first_tile; tile < last_tile; tile++) {
+      const int64_t slot = rows->tiles[3 * tile], row = rows->tiles[3 * tile + 1], end = rows->tiles[3 * tile + 2];
+      for (int64_t s = 0; s < l.num_slices; s++) {
+        const Entry& e = entry(l, slot, s);
+        for (int64_t r = 0; r < e.rank; r += kLanes) {
+          kShrink[end - row](x + row * ldx, ldx, l.slots + slot * l.slot_size + e.a, e.rank, r, k / 2,
+                             shrunk + row * lds + s * l.max_rank, lds);
+        }
+      }
+    }
+    // Every thread has its own panels, whatever the rows: weights are read from memory once.
+    const int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
+    int64_t num_tiles = 0;
+    for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {
+      num_tiles += (end - begin) * ((std::min(kBlockRows, m - m0) + kTileRows - 1) / kTileRows);
+    }
+    Ahead ahead(l.next, *rows, first_tile, last_tile);
+    const int64_t share_ahead = num_tiles ? (ahead.count() + num_tiles - 1) / num_tiles : 0;
+#pragma omp barrier
+    Delta deltas[kBlockRows];
+    for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {
+      const int64_t count = std::min(kBlockRows, m - m0), tiles = (count + kTileRows - 1) / kTileRows;
+      int64_t slice = 0, slice_end = -1;
+      for (int64_t p = begin; p < end; p++) {
+        if (p >= slice_end) {
+          while (p >= l.ends[slice]) slice++;
+          slice_end = l.ends[slice];
+          const int64_t panel = p - (slice ? l.ends[slice - 1] : 0);
+          for (int64_t r = 0; r < count; r++) {
+            const int64_t slot = rows->slots[m0 + r];
+            const Entry e = slot < 0 ? Entry{0, 0, 0} : entry(l, slot, slice);
+            const int64_t rank_pairs = pairs_of(e.rank);
+            const bf16* b = slot < 0 ? nullptr : l.slots + slot * l.slot_size + e.b + panel * rank_pairs * 2 * kColumns;
+            const bool first_row = r == 0 || rows->slots[m0 + r - 1] != slot;
+            deltas[r] = {shrunk + (m0 + r) * lds + slice * l.max_rank, b, rank_pairs, first_row && e.rank};
+          }
+        } else {
+          for (int64_t r = 0; r < count; r++) deltas[r].panel += deltas[r].pairs * 2 * kColumns;
+        }
+        const bf16* panel = packed + p * k * kColumns;
+        const int64_t share = k * kColumns * (int64_t)sizeof(bf16) / tiles;
+        for (int64_t tile = 0; tile < tiles; tile++) {
+          const int64_t r0 = count * tile / tiles, r1 = count * (tile + 1) / tiles;
+          const char* also;
+          const int64_t num_lines = ahead.take(std::min(share_ahead, pairs), &also);
+          kCompute<true>[r1 - r0]({
+              x + (m0 + r0) * ldx,
+              ldx,
+              panel,
+              pairs,
+              out + (m0 + r0) * n + p * kColumns,
+              n,
+              bias ? bias + p * kColumns : nullptr,
+              add != 0,
+              (const char*)(panel + k * kColumns) + tile * share,
+              pairs && p + 1 < end ? share / pairs : 0,
+              deltas + r0,
+              also,
+              num_lines,
+          });
+        }
+      }
+    }
+  }
+}
+
+}  // extern "C"
+}  // namespace quire

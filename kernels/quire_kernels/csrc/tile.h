@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// A tile of a matrix product: up to 8 rows by one panel of 32 columns, in 16 registers; and what adapters add to it.
+//
+// Per pair of inputs it costs 2 loads of weights, 8 broadcasts and 16 products, so that products are the limit. While
+// a tile is computed, what comes next is fetched from memory.
+#pragma once
+
+#include <type_traits>
+
+#include "bf16.h"
+
+namespace quire {
+
+constexpr int64_t kColumns = 32;
+constexpr int64_t kTileRows = 8;
+// Rows whose inputs stay in the second-level cache while all panels go by.
+constexpr int64_t kBlockRows = 240;
+
+// What a row's adapter adds: its shrunk input times a panel of B.
+struct Delta {
+  const bf16* shrunk;  // [2 * pairs]
+  const bf16* panel;   // [pairs, 32, 2]; the next panel comes after it
+  int64_t pairs;       // of ranks; 0: the row has no adapter here
+  bool fetch;          // the next panel meanwhile
+};
+
+struct Tile {
+  const bf16* x;  // [rows, 2 * pairs], rows of ldx
+  int64_t ldx;
+  const bf16* panel;
+  int64_t pairs;
+  bf16* out;  // [rows, columns], rows of ldo
+  int64_t ldo;
+  const bf16* bias;  // of the panel, or null
+  bool add;          // to what is in out
+  const char* next;  // what to prefetch, in steps of `stride` bytes a pair; stride 0: nothing
+  int64_t stride;
+  const Delta* deltas = nullptr;  // of each row
+  const char* also = nullptr;     // further cache lines to prefetch, one a pair
+  int64_t num_lines = 0;
+};
+
+inline void finish(__m512 v, bf16* out, const bf16* bias, bool add) {
+  if (bias) v = _mm512_add_ps(v, load(bias));
+  if (add) v = _mm512_add_ps(v, load(out));
+  store(out, v);
+}
+
+template <bool kFetch>
+inline __attribute__((always_inline)) void add_delta(const Delta& d, __m512& left, __m512& right) {
+  const bf16* panel = d.panel;
+  const char* next = (const char*)(panel + d.pairs * 2 * kColumns);
+  for (int64_t i = 0; i < d.pairs; i++, panel += 2 * kColumns) {
+    const __m512bh x = pair(d.shrunk + 2 * i);
+    left = _mm512_dpbf16_ps(left, x, (__m512bh)_mm512_loadu_si512(panel));
+    right = _mm512_dpbf16_ps(right, x, (__m512bh)_mm512_loadu_si512(panel + kColumns));
+    if (kFetch) {
+      _mm_prefetch(next + i * 128, _MM_HINT_T0);
+      _mm_prefetch(next + i * 128 + 64, _MM_HINT_T0);
+    }
+  }
+}
+
+// `function` of 0 to N - 1 as constants: a loop that the compiler leaves one would put an array that it indexes, the
+// sums, into memory.
+template <int N, int I = 0, typename F>
+inline __attribute__((always_inline)) void each(F&& function) {
+  if constexpr (I < N) {
+    function(std::integral_constant<int, I>());
+    each<N, I + 1>(function);
+  }
+}
+
+template <int R, bool kAdapted>
+void compute(const Tile& t) {
+  __m512 sums[R][2];
+  for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+  const char *ahead = t.next, *also = t.also;
+  const int64_t num_lines = t.num_lines;
+  for (int64_t i = 0; i < t.pairs; i++) {
+    const __m512bh left = (__m512bh)_mm512_loadu_si512(t.panel + i * 2 * kColumns);
+    const __m512bh right = (__m512bh)_mm512_loadu_si512(t.panel + i * 2 * kColumns + kColumns);
+    if (t.stride) {
+      _mm_prefetch(ahead, _MM_HINT_T0);
+      ahead += t.stride;
+    }
+    if (kAdapted && i < num_lines) _mm_prefetch(also + 64 * i, _MM_HINT_T1);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const __m512bh x = pair(t.x + r * t.ldx + 2 * i);
+      sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, left);
+      sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, right);
+    }
+  }
+  each<R>([&](auto r) {
+    if constexpr (kAdapted) {
+      if (t.deltas[r].fetch) {
+        add_delta<true>(t.deltas[r], sums[r][0], sums[r][1]);
+      } else {
+        add_delta<false>(t.deltas[r], sums[r][0], sums[r][1]);
+      }
+    }
+    bf16* out = t.out + r * t.ldo;
+    finish(sums[r][0], out, t.bias, t.add);
+    finish(sums[r][1], out + kLanes, t.bias ? t.bias + kLanes : nullptr, t.add);
+  });
+}
+
+using Compute = void (*)(const Tile&);
+template <bool kAdapted>
+constexpr Compute kCompute[kTileRows + 1] = {
+    nullptr,
+    compute<1, kAdapted>,
+    compute<2, kAdapted>,
+    compute<3, kAdapted>,
+    compute<4, kAdapted>,
+    compute<5, kAdapted>,
+    compute<6, kAdapted>,
+    compute<7, kAdapted>,
+    compute<8, kAdapted>,
+};
+
+}  // namespace quire

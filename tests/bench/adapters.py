@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random LoRA adapters on every linear of a checkpoint, in PEFT's format, written without building the model.
+
+What they add is small beside the base, as a trained one's is, but enough to change what is generated.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ALPHA = 2
+"""A multiple of the rank: the scale of B A."""
+
+
+def make(checkpoint: Path, folder: Path, count: int, rank: int) -> list[Path]:
+    """`count` adapters of `rank` for a Llama checkpoint, each in a folder of its own under `folder`; those that are
+    there already are taken as they are."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    return [_make(config, folder / f"rank{rank}-{seed}", rank, seed) for seed in range(count)]
+
+
+def _make(shape: dict[str, Any], folder: Path, rank: int, seed: int) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    if (folder / "adapter_config.json").exists():  # the last file that is written
+        return folder
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(shape["num_hidden_layers"]):
+        for path, (d_in, d_out) in _linears(shape).items():
+            name = f"base_model.model.model.layers.{layer}.{path}"
+            for half, size in (("A", (rank, d_in)), ("B", (d_out, rank))):
+                spread = size[1] ** -0.5 / (1 if half == "A" else 4)
+                values = torch.randn(size, generator=draw) * spread
+                tensors[f"{name}.lora_{half}.weight"] = values.to(torch.bfloat16)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({path.rpartition(".")[2] for path in _linears(shape)})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": ALPHA * rank, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": targets}))
+    return folder
+
+
+def _linears(shape: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    q, kv = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
+    attention = {"q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden)}
+    mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+    return {f"self_attn.{n}": s for n, s in attention.items()} | {f"mlp.{n}": s for n, s in mlp.items()}
