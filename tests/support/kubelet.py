@@ -2,10 +2,11 @@
 """A node without a kubelet: its objects in the API server are written by a thread, and no container runs.
 
 Scheduler and controllers are real and see a node with GPUs; starting real containers is for the end-to-end tests,
-because GPUs cannot be had here and a pod takes seconds. Pods get addresses 127.0.0.x, where tests may serve (see
+because GPUs cannot be had here and a pod takes seconds. Pods get addresses 127.x.y.z, where tests may serve (see
 admin_port.py). Claims get a volume, as a storage class would make one.
 """
 
+import os
 import threading
 import time
 import traceback
@@ -59,6 +60,10 @@ class Kubelet:
     gpus: int = 8
     resource: str = "nvidia.com/gpu"
     labels: Mapping[str, str] = field(default_factory=lambda: dict(GPU_LABELS))
+    on_start: Callable[[Manifest, str], None] = lambda pod, address: None
+    """Called with a pod and its address before it is first said to run, and whenever its container starts anew."""
+    on_end: Callable[[Manifest], None] = lambda pod: None
+    """Called when a pod is being deleted."""
     errors: list[str] = field(default_factory=list)
     """What went wrong in the thread; checked at the end."""
 
@@ -68,6 +73,7 @@ class Kubelet:
         self._addresses: dict[str, str] = {}
         self._written: dict[str, Any] = {}
         self._started: dict[str, str] = {}
+        self._running: dict[str, str] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kubelet {self.name}", daemon=True)
         self._beaten = 0.0
@@ -94,14 +100,15 @@ class Kubelet:
         self._beat()
 
     def address(self, pod: Manifest) -> str:
-        """The pod's address, 127.0.0.x; its own for as long as it lives."""
+        """The pod's address on this machine; its own for as long as it lives."""
         uid = pod["metadata"]["uid"]
         with self._lock:
             if uid not in self._addresses:
                 taken = set(self._addresses.values())
-                self._addresses[uid] = next(
-                    a for i in range(2, 65000) if (a := f"127.0.{i // 250}.{i % 250 + 1}") not in taken
-                )
+                # Others may run these tests on the same machine.
+                net = f"127.{os.getpid() % 250 + 1}"
+                free = (f"{net}.{i // 250}.{i % 250 + 1}" for i in range(1, 62000))
+                self._addresses[uid] = next(address for address in free if address not in taken)
             return self._addresses[uid]
 
     # The node
@@ -167,12 +174,18 @@ class Kubelet:
         if "deletionTimestamp" in meta:
             with self._lock:
                 self._addresses.pop(meta["uid"], None)
+            if self._running.pop(meta["uid"], None) is not None:
+                self.on_end(pod)
             self._request("DELETE", path, gracePeriodSeconds=0)
             return
         address = self.address(pod)
         with self._lock:
             container = self._container(pod)
             started = self._started.setdefault(meta["uid"], _now())
+        runs = container.waiting is None and container.exit_code is None
+        if runs and self._running.get(meta["uid"]) != started:
+            self.on_start(pod, address)
+            self._running[meta["uid"]] = started
         status = _status(pod, container, address, started)
         if self._written.get(meta["uid"]) != status:
             self._request("PATCH", f"{path}/status", {"status": status}, _MERGE)

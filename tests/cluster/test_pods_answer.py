@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an edit of an LLMService to what its pods hold and its status says: real API server, scheduler and controllers,
+pods that answer on their admin port (support/fleet.py says what is scripted of them)."""
+
+import time
+
+import pytest
+from support.fleet import Fleet
+from support.kubelet import Kubelet
+from support.operating import Operating, claim, llm_service, reads_models
+from support.pod import eventually
+
+from quire_spec.catalogue import Catalogue
+
+API = ("quire.dev/v1alpha1", "LLMService")
+REACHED_S = 5.0
+"""Within which an edit of the adapters is on every ready pod."""
+SQL = {"name": "sql", "source": {"pvc": {"claimName": "models", "path": "sql"}}}
+PIRATE = {"name": "pirate", "source": {"pvc": {"claimName": "models", "path": "pirate"}}}
+
+
+@pytest.fixture(scope="module")
+def kubelet(cluster):
+    cluster.needs_controllers()
+    with Kubelet(cluster, "node-answering", gpus=2) as node:
+        reads_models(node)
+        yield node
+
+
+@pytest.fixture
+def fleet(kubelet):
+    with Fleet(kubelet) as fleet:
+        yield fleet
+
+
+class World:
+    """An operator, its pods, and one service."""
+
+    def __init__(self, cluster, namespace, operating, fleet):
+        self.cluster, self.namespace, self.operating, self.fleet = cluster, namespace, operating, fleet
+
+    def edit(self, **spec):
+        return self.cluster.merge(*API, "tales", {"spec": spec}, self.namespace)
+
+    def pods(self):
+        return self.fleet.of(self.namespace)
+
+    def conditions(self):
+        return {c["type"]: (c["status"], c["reason"]) for c in self.operating.status().get("conditions", [])}
+
+    def until(self, kind, status, reason=None, seconds=30.0):
+        """Until a condition is so for the newest generation; the seconds it took."""
+        begun = time.monotonic()
+
+        def so():
+            body = self.cluster.get(*API, "tales", self.namespace)
+            found = [c for c in body.get("status", {}).get("conditions", []) if c["type"] == kind]
+            newest = body["metadata"]["generation"]
+            self.last = found
+            return any(
+                c["status"] == status and c["observedGeneration"] == newest and reason in (None, c["reason"])
+                for c in found
+            )
+
+        try:
+            eventually(so, seconds, f"{kind}={status}/{reason}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.last}, {self.conditions()}") from error
+        return time.monotonic() - begun
+
+    def held(self):
+        """Adapters that each pod works on."""
+        return [[a.name for a in m.script.catalogue.adapters] for m in self.pods()]
+
+    def events(self):
+        found = self.cluster.items("events.k8s.io/v1", "Event", self.namespace)
+        return [(e["type"], e["reason"]) for e in found if e["regarding"]["kind"] == API[1]]
+
+
+@pytest.fixture
+def world(cluster, namespace, fleet):
+    """With a service of two ready pods and one adapter."""
+    cluster.apply(claim(), namespace)
+    with Operating(cluster, namespace) as operating:
+        cluster.apply(llm_service(replicas=2, adapters=[SQL]), namespace)
+        world = World(cluster, namespace, operating, fleet)
+        world.until("Ready", "True")
+        yield world
+
+
+def test_a_service_becomes_ready_and_says_with_what(world):
+    status = world.operating.status()
+    assert status["models"] == ["tales", "sql"]
+    assert status["adaptersReady"] == "1/1"
+    assert status["endpoints"]["http"] == f"http://tales.{world.namespace}.svc:8000"
+    assert (status["replicas"], status["readyReplicas"], status["updatedReplicas"]) == (2, 2, 2)
+    assert status["plan"]["measured"]["kvTokens"] == 160_000
+    assert "condition met" in world.cluster.kubectl(
+        "wait", "llm/tales", "--for=condition=Ready", "--timeout=5s", namespace=world.namespace
+    )
+    reasons = [reason for _, reason in world.events()]
+    assert {"Fits", "RolloutComplete", "Ready", "AdapterReady"} <= set(reasons)
+    assert len(reasons) == len(set(reasons)), "each once"
+
+
+def test_adapters_reach_every_pod_without_a_restart(world):
+    pods = {m.pod["metadata"]["uid"] for m in world.pods()}
+    world.edit(adapters=[SQL, PIRATE])
+    assert world.until("AdaptersReady", "True", seconds=REACHED_S) < REACHED_S
+    assert world.held() == [["sql", "pirate"]] * 2
+    moved = {**SQL, "source": {"pvc": {"claimName": "models", "path": "sql-v2"}}}
+    world.edit(adapters=[moved, PIRATE])
+    assert world.until("AdaptersReady", "True", seconds=REACHED_S) < REACHED_S
+    assert {m.script.catalogue.adapters[0].source.pvc.path for m in world.pods()} == {"sql-v2"}
+    world.edit(adapters=[PIRATE])
+    assert world.until("AdaptersReady", "True", seconds=REACHED_S) < REACHED_S
+    assert world.held() == [["pirate"]] * 2
+    assert world.operating.status()["models"] == ["tales", "pirate"]
+    assert {m.pod["metadata"]["uid"] for m in world.pods()} == pods
+    pushes = [len(m.script.pushes) for m in world.pods()]
+    world.edit(rollout={"drainSeconds": 60})
+    world.until("Ready", "True")
+    assert [len(m.script.pushes) for m in world.pods()] == pushes, "an edit of something else is not told to pods"
+
+
+def test_one_broken_adapter_blocks_neither_the_others_nor_the_pods(world):
+    for member in world.pods()[1:]:
+        member.script.failing["pirate"] = "rank 64 is more than maxRank 16"
+    world.edit(adapters=[SQL, PIRATE])
+    world.until("AdaptersReady", "False", "LoadFailed", REACHED_S)
+    status = world.operating.status()
+    broken = world.pods()[1].pod["metadata"]["name"]
+    assert status["adapters"][1]["message"] == f"pod {broken}: rank 64 is more than maxRank 16"
+    assert (status["adapters"][1]["ready"], status["adapters"][1]["total"]) == (1, 2)
+    assert status["models"] == ["tales", "sql"], "what one pod lacks is not called a model"
+    assert world.conditions()["Available"] == ("True", "MinimumReplicas")
+    assert world.conditions()["Ready"] == ("False", "LoadFailed")
+    assert ("Warning", "AdapterFailed") in world.events()
+
+
+def test_a_container_that_starts_anew_has_its_adapters_again(world, kubelet):
+    member = world.pods()[0]
+    before = member.script.started
+    # The ConfigMap reaches a pod up to two minutes late: it starts from an empty one.
+    member.script.restart(Catalogue())
+    kubelet.restart(member.pod)
+    eventually(lambda: member.script.started > before + 1, 10, "started anew")
+    member.script.restart(Catalogue())
+    world.operating.touch()
+    world.until("Ready", "True", seconds=15)
+    assert world.held() == [["sql"]] * 2
+
+
+def test_a_pod_that_hangs_keeps_the_others_from_nothing(world):
+    hanging, fine = world.pods()
+    hanging.script.hangs = True
+    world.edit(adapters=[SQL, PIRATE])
+    eventually(lambda: len(fine.script.catalogue.adapters) == 2, REACHED_S, "the other one told")
+    world.until("Ready", "Unknown", "PodsUnreachable", 20)
+    message = {c["type"]: c["message"] for c in world.operating.status()["conditions"]}["Ready"]
+    assert f"pod {hanging.pod['metadata']['name']} does not tell how it is: no answer within 10 s" in message
+    assert ("Warning", "PodsUnreachable") in world.events()
+    hanging.script.hangs = False
+    world.until("Ready", "True", seconds=20)
+    assert world.held() == [["sql", "pirate"]] * 2
+
+
+def test_what_a_pod_says_of_itself_counts_over_what_the_kubelet_says(world):
+    member = world.pods()[0]
+    member.script.reason_ = "core is restarting"
+    world.operating.touch()
+    world.until("Ready", "False", "PodsNotReady", 10)
+    assert world.operating.status()["readyReplicas"] == 1
+    member.script.reason_ = ""
+    world.until("Ready", "True", seconds=10)
+
+
+def test_a_plan_that_was_wrong_is_told(world):
+    for member in world.pods():
+        member.script.tokens = 16
+    world.operating.touch()
+    eventually(lambda: ("Warning", "PlanDiffers") in world.events(), 20, "told")
+    assert (
+        "fewer than the plan's" in {c["type"]: c["message"] for c in world.operating.status()["conditions"]}["Planned"]
+    )
+
+
+def test_an_image_is_changed_at_full_occupancy_and_ready_is_never_claimed_meanwhile(cluster, namespace, fleet):
+    """Both GPUs of the only node are taken: each new pod needs the one of an old one."""
+    cluster.apply(claim(), namespace)
+    with Operating(cluster, namespace) as operating:
+        gpu = {"product": "NVIDIA-L4", "count": 1}
+        cluster.apply(llm_service(device="GPU", gpu=gpu, replicas=2, runtime={"image": "quire:one"}), namespace)
+        world = World(cluster, namespace, operating, fleet)
+        world.until("Ready", "True")
+        old = {m.pod["metadata"]["uid"] for m in world.pods()}
+        # The new pods start and do not come up yet.
+        fleet.script = lambda pod: {"reason_": "core is starting"}
+        world.edit(runtime={"image": "quire:two"})
+        eventually(lambda: {m.pod["metadata"]["uid"] for m in world.pods()} - old, 30, "a new pod")
+        world.until("Ready", "False", "PodsNotReady")
+        assert world.conditions()["Available"] == ("True", "MinimumReplicas")
+        fleet.script = lambda pod: {}
+        for member in world.pods():
+            member.script.reason_ = ""
+        world.until("Ready", "True", seconds=60)
+        images = {m.pod["spec"]["containers"][0]["image"] for m in world.pods()}
+        assert images == {"quire:two"} and len(world.pods()) == 2
+        # One more than there are GPUs.
+        cluster.kubectl("scale", "llm", "tales", "--replicas=3", namespace=namespace)
+        world.until("Ready", "False", "InsufficientGPU")
+        message = {c["type"]: c["message"] for c in operating.status()["conditions"]}["Ready"]
+        assert "Insufficient nvidia.com/gpu" in message
+        assert ("Warning", "InsufficientGPU") in world.events()
+        assert operating.status()["readyReplicas"] == 2
