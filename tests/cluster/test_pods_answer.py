@@ -165,13 +165,13 @@ def test_a_pod_that_hangs_keeps_the_others_from_nothing(world):
     assert world.held() == [["sql", "pirate"]] * 2
 
 
-def test_what_a_pod_says_of_itself_counts_over_what_the_kubelet_says(world):
-    member = world.pods()[0]
-    member.script.reason_ = "core is restarting"
+def test_what_a_pod_says_of_itself_counts_over_what_the_kubelet_says(world, kubelet):
+    kubelet.probe = lambda pod: True
+    world.pods()[0].script.reason_ = "core is restarting"
     world.operating.touch()
     world.until("Ready", "False", "PodsNotReady", 10)
     assert world.operating.status()["readyReplicas"] == 1
-    member.script.reason_ = ""
+    world.pods()[0].script.reason_ = ""
     world.until("Ready", "True", seconds=10)
 
 

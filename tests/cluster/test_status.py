@@ -20,6 +20,10 @@ from support.observing import (
     with_adapter,
 )
 
+from quire_operator.kube.client import Client
+from quire_operator.kube.errors import Rejected, Stale
+from quire_operator.kube.kinds import LLM_SERVICE
+from quire_operator.kube.login import Login
 from quire_operator.plan.errors import Unplannable, Why
 from quire_operator.reconcile.observed import Observed, Verdict
 from quire_operator.reconcile.status import status
@@ -114,3 +118,24 @@ def test_kubectl_describe_reads_well(cluster, namespace, service):
     text = cluster.kubectl("describe", "llm", "s", namespace=namespace)
     for words in ("Message:", "1 of 2 adapters are on all 2 ready pods; sql: pod s-1: HTTP 404", "Kv Tokens", "Failed"):
         assert words in text, text
+
+
+async def test_what_is_taken_out_of_a_status_is_gone_and_another_service_does_not_get_it(cluster, namespace, service):
+    written = service(STATUSES["well"])
+    uid = cluster.get(*API, "s", namespace)["metadata"]["uid"]
+    less = written | {"plan": {k: v for k, v in written["plan"].items() if k not in ("measured", "gpu")}}
+    async with Client(Login.find(str(cluster.kubeconfig))) as client:
+
+        async def write(uid, found):
+            meta = {"name": "s", "namespace": namespace, "uid": uid}
+            manifest = {"apiVersion": API[0], "kind": API[1], "metadata": meta, "status": found}
+            return (await client.set_status(LLM_SERVICE, manifest))["status"]
+
+        # Server-side apply of API servers before 1.21 would leave null there, and refuse it.
+        assert await write(uid, less) == less
+        assert await write(uid, written) == written
+        with pytest.raises(Stale, match="another object has the name"):
+            await write("another", less)
+        with pytest.raises(Rejected, match=r"status\.models"):
+            await write(uid, less | {"models": 1})
+        assert cluster.get(*API, "s", namespace)["status"] == written

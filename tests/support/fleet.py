@@ -48,11 +48,12 @@ class Fleet:
     def __enter__(self) -> Self:
         self._keys = tempfile.TemporaryDirectory(prefix="quire-fleet-")
         self._ports.__enter__()
-        self._kubelet.on_start, self._kubelet.on_end = self._start, self._end
+        self._kubelet.on_start, self._kubelet.probe, self._kubelet.on_end = self._start, self._probe, self._end
         return self
 
     def __exit__(self, *_: object) -> None:
         self._kubelet.on_start, self._kubelet.on_end = (lambda pod, address: None), (lambda pod: None)
+        self._kubelet.probe = lambda pod: True
         self._ports.__exit__()
         self._keys.cleanup()
 
@@ -78,6 +79,11 @@ class Fleet:
         self._ports.open(script, address, self._key_file(pod), port)
         with self._lock:
             self._members[meta["uid"]] = Member(pod, script, address, port)
+
+    def _probe(self, pod: Manifest) -> bool:
+        with self._lock:
+            member = self._members.get(pod["metadata"]["uid"])
+        return member is None or not member.script.reason_
 
     def _end(self, pod: Manifest) -> None:
         with self._lock:

@@ -62,6 +62,8 @@ class Kubelet:
     labels: Mapping[str, str] = field(default_factory=lambda: dict(GPU_LABELS))
     on_start: Callable[[Manifest, str], None] = lambda pod, address: None
     """Called with a pod and its address before it is first said to run, and whenever its container starts anew."""
+    probe: Match = lambda pod: True
+    """The readiness probe of pods that run."""
     on_end: Callable[[Manifest], None] = lambda pod: None
     """Called when a pod is being deleted."""
     errors: list[str] = field(default_factory=list)
@@ -186,6 +188,8 @@ class Kubelet:
         if runs and self._running.get(meta["uid"]) != started:
             self.on_start(pod, address)
             self._running[meta["uid"]] = started
+        if runs and container.ready:
+            container = replace(container, ready=self.probe(pod))
         status = _status(pod, container, address, started)
         if self._written.get(meta["uid"]) != status:
             self._request("PATCH", f"{path}/status", {"status": status}, _MERGE)

@@ -277,7 +277,7 @@ class Reconciler:
             "metadata": {"name": entry.name, "namespace": entry.namespace, "uid": entry.uid},
             "status": found,
         }
-        body = await parts.client.apply(kinds.LLM_SERVICE, manifest, "status")
+        body = await parts.client.set_status(kinds.LLM_SERVICE, manifest)
         parts.wrote(kinds.LLM_SERVICE, "status")
         parts.cache.put(kinds.LLM_SERVICE, body)
         for event in events(previous, found):
