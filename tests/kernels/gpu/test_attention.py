@@ -39,7 +39,7 @@ def test_head_sizes(head_dim):
     _check(*make_batch([(40, 1), (3, 30), (70, 1)], head_dim=head_dim, heads=(4, 2)))
 
 
-@pytest.mark.parametrize("block_size", [8, 32, 64, 128])
+@pytest.mark.parametrize("block_size", [8, 32, 128])
 def test_block_sizes(block_size):
     _check(*make_batch([(130, 1), (100, 30), (7, 1)], block_size=block_size, heads=(4, 2)))
 
@@ -61,7 +61,7 @@ def test_soft_caps(window):
     _check(4 * queries, cache, batch, window=window, softcap=2.0)
 
 
-@pytest.mark.parametrize("workers", [1, 3, 40])
+@pytest.mark.parametrize("workers", [1, 40])
 def test_any_number_of_workers(workers, monkeypatch):
     """One worker cuts nothing; forty leave most pairs in parts, some of them in more parts than are merged at once."""
     monkeypatch.setattr(gpu, "num_workers", lambda device: workers)

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine on the card, with random weights made there, no checkpoint and no network; and peers, where importable.
+
+All requests are greedy and ignore end-of-sequence tokens, so every engine makes the same number of tokens.
+"""
+
+import gc
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from card import Card
+from measure import kv_use, measure, percentile
+from record import Record
+from workload import Request
+
+from quire_engine import runner as runner_module
+from quire_engine.checkpoint import Checkpoint
+from quire_engine.engine import Engine
+from quire_engine.part import Target, whole
+from quire_spec.config import EngineConfig
+from quire_spec.messages import Generate
+from quire_spec.shape import ModelShape
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": 128256,
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "hidden_act": "silu", "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}  # fmt: skip
+TINY = LLAMA_8B | {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "torch_dtype": "float32",
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+SPREAD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests of one measurement."""
+
+    what: str
+    sizes: tuple[tuple[int, int], ...]
+    """Tokens of each prompt and output."""
+    rate: float | None = None
+    """Arrivals a second; None: all at once."""
+
+    def requests(self, vocab_size: int) -> list[Request]:
+        """Prompts of random tokens, the same for every engine."""
+        draw = random.Random(self.what)
+        return [Request(draw.choices(range(vocab_size), k=prompt), output) for prompt, output in self.sizes]
+
+    def offsets(self) -> list[float] | None:
+        """When each arrives: a Poisson process."""
+        if self.rate is None:
+            return None
+        draw = random.Random(f"arrivals {self.what}")
+        return list(accumulate((draw.expovariate(self.rate) for _ in self.sizes[1:]), initial=0.0))
+
+
+def loads(card: Card, quick: bool) -> list[Load]:
+    """Throughput at three proportions of prompt and output, and of a mix like ShareGPT's."""
+    if not card.is_gpu:
+        return [Load("12 in, 6 out", ((12, 6),) * 3), Load("at 20 a second", ((9, 4),) * 3, rate=20.0)]
+    if quick:
+        return [Load("1000 in, 128 out, 256 requests", ((1000, 128),) * 256)]
+    draw = random.Random(5)
+    mix = tuple((_log_normal(draw, 220, 1.0, 2048), _log_normal(draw, 200, 0.8, 1024)) for _ in range(1024))
+    return [
+        Load("1000 in, 1000 out, 512 requests", ((1000, 1000),) * 512),
+        Load("128 in, 2048 out, 256 requests", ((128, 2048),) * 256),
+        Load("2048 in, 128 out, 512 requests", ((2048, 128),) * 512),
+        Load("a mix like ShareGPT's, 1,024 requests", mix),
+        *(Load(f"the mix at {rate} requests a second", mix[: 20 * rate], float(rate)) for rate in (4, 16, 32)),
+    ]
+
+
+def _log_normal(draw: random.Random, median: int, sigma: float, most: int) -> int:
+    return max(4, min(most, round(draw.lognormvariate(0.0, sigma) * median)))
+
+
+def make_engine(card: Card, **settings: Any) -> Engine:
+    """An engine of random weights, normally distributed, norms around 1."""
+    model = LLAMA_8B if card.is_gpu else TINY
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(model | settings.pop("model_config", {})))
+        shape = ModelShape.load(folder)
+        config = EngineConfig(model="random", device=card.device.type, **settings)
+        with mock.patch.object(runner_module, "load_weights", _fill):
+            runner = runner_module.TorchRunner(config, shape, folder)
+    return Engine(config, Checkpoint(folder, shape, frozenset(), "random"), runner, runner.memory)
+
+
+def settings(card: Card) -> dict[str, Any]:
+    """Of the engine that is measured."""
+    if card.is_gpu:
+        return {"dtype": "bfloat16", "max_model_len": 8192, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+    return {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
+
+
+def _fill(folder: Path, tensors: Iterable[tuple[str, Target]], **_: Any) -> None:
+    with torch.inference_mode():
+        torch.manual_seed(0)
+        for name, target in tensors:
+            tensor = whole(target).tensor
+            tensor.normal_(1.0 if "norm" in name else 0.0, SPREAD)
+
+
+def check_graphs(card: Card) -> tuple[int, int]:
+    """Of greedy tokens in float32 by a small model: how many differ with graphs and own forms from the references
+    without graphs, and how many there are."""
+    small = {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 2000, "num_attention_heads": 8}
+    small |= {"num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1024}
+    load = Load("check", tuple((5 + 37 * i % 200, 24) for i in range(20)) if card.is_gpu else ((9, 4), (17, 3)))
+    found = []
+    for plain in (True, False):
+        engine = make_engine(
+            card,
+            **(settings(card) | {"dtype": "float32", "max_model_len": 512 if card.is_gpu else 64}),
+            model_config=small if card.is_gpu else {},
+            kv_cache_memory_bytes=1 << (30 if card.is_gpu else 20),
+        )
+        with _references() if plain else mock.patch.dict({}):
+            if plain:
+                engine._runner._graphs = None  # type: ignore[attr-defined]
+            found.append(drive(engine, load)["token_ids"])
+        close(engine)
+    pairs = [(a, b) for one, other in zip(*found, strict=True) for a, b in zip(one, other, strict=True)]
+    return sum(a != b for a, b in pairs), len(pairs)
+
+
+def _references() -> Any:
+    """All operations by their references, on every device."""
+    import contextlib
+
+    import quire_kernels
+    from quire_kernels.dispatch import operations
+
+    stack = contextlib.ExitStack()
+    for op in operations(vars(quire_kernels)):
+        stack.enter_context(mock.patch.dict(op.forms, {"cuda": op.reference}))
+    return stack
+
+
+def drive(engine: Engine, load: Load) -> dict[str, Any]:
+    """Put a load on an idle engine; see measure.py for what comes back."""
+    requests, offsets = load.requests(engine.shape.vocab_size), load.offsets() or [0.0] * len(load.sizes)
+    params = [{"temperature": 0.0, "max_tokens": request.num_output_tokens, "ignore_eos": True} for request in requests]
+    record, kv, num_added, steps = Record(), [], 0, []
+    while num_added < len(requests) or engine.has_work:
+        while num_added < len(requests) and offsets[num_added] <= record.now():
+            engine.add(Generate(num_added, requests[num_added].prompt_token_ids, params[num_added]))
+            num_added += 1
+        if not engine.has_work:
+            time.sleep(max(0.0, offsets[num_added] - record.now()))
+            continue
+        result = engine.step()
+        for each in result.results:
+            if each.error_code is not None:
+                raise RuntimeError(f"request {each.id}: {each.error}")
+            record.take(each.id, each.token_ids)
+        kv.append((record.now(), result.stats.num_running, result.stats.num_used_blocks))
+        steps.append((record.now(), len(result.results)))
+    return record.reply() | {"kv": kv, "steps": steps}
+
+
+def close(engine: Engine) -> None:
+    """Give the device's memory back."""
+    del engine._runner
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def numbers(engine: Engine, load: Load) -> dict[str, Any]:
+    """Throughput, latencies and unused memory of one load."""
+    reply, requests = drive(engine, load), load.requests(engine.shape.vocab_size)
+    found = measure(requests, load.offsets(), reply)
+    samples = kv_use(requests, reply)
+    block_size = engine.config.block_size
+    held, used = sum(s["num_blocks"] for s in samples) * block_size, sum(s["num_tokens"] for s in samples)
+    return {"what": load.what, **found, "kv_waste": 1 - used / held if held else None}
+
+
+def decode_rate(engine: Engine, num_seqs: int, prompt: int, output: int) -> dict[str, Any]:
+    """Output tokens a second while all sequences decode."""
+    reply = drive(engine, Load(f"decode of {num_seqs}", ((prompt, output),) * num_seqs))
+    first = max(events[0][0] for events in reply["events"])
+    last = min(events[-1][0] for events in reply["events"])
+    tokens = sum(count for events in reply["events"] for at, count in events if first < at <= last)
+    gaps = [b - a for (a, _), (b, n) in pairwise(reply["steps"]) if first < b <= last and n == num_seqs]
+    return {
+        "what": f"{num_seqs} sequences, {prompt} in, {output} out, while all decode",
+        "output_tokens_per_s": tokens / (last - first) if last > first else None,
+        "step_ms": {"median": 1e3 * statistics.median(gaps), "p99": 1e3 * percentile(gaps, 99)} if gaps else None,
+    }
+
+
+def idle_per_step(engine: Engine, num_seqs: int, prompt: int, num_steps: int) -> dict[str, Any]:
+    """Time a step in which the device does nothing, from a trace of decoding steps."""
+    from torch.profiler import ProfilerActivity, profile
+
+    vocab, draw = engine.shape.vocab_size, random.Random(9)
+    for i in range(num_seqs):
+        params = {"temperature": 0.0, "max_tokens": num_steps + 20, "ignore_eos": True}
+        engine.add(Generate(i, draw.choices(range(vocab), k=prompt), params))
+    seen: set[int] = set()
+    while len(seen) < num_seqs:
+        seen |= {result.id for result in engine.step().results}
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    with profile(activities=activities) as trace:
+        for _ in range(num_steps):
+            engine.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    engine.abort(range(num_seqs))
+    while engine.has_work:
+        engine.step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        trace.export_chrome_trace(str(path))
+        busy, idle = busy_and_idle(json.loads(path.read_text())["traceEvents"])
+    found = {"what": f"{num_seqs} sequences at {prompt}"}
+    return found | {"busy_ms": busy / num_steps / 1e3, "idle_ms": idle / num_steps / 1e3}
+
+
+def busy_and_idle(events: Iterable[dict[str, Any]]) -> tuple[float, float]:
+    """Microseconds in which a device works, and in which it waits between its first and its last work."""
+    work = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event
+    )
+    busy, end = 0.0, work[0][0] if work else 0.0
+    for start, stop in work:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return busy, end - work[0][0] - busy if work else 0.0
+
+
+def peers(card: Card, some: Sequence[Load]) -> Iterator[dict[str, Any]]:
+    """The same loads on others that can be imported; what cannot is said."""
+    for name, run in (("transformers", _transformers), ("vllm", _vllm)):
+        try:
+            yield from ({"engine": name, **found} for found in run(card, some))
+        except Exception as error:  # another's library: whatever it is, the rest is measured
+            yield {"engine": name, "left_out": f"{type(error).__name__}: {str(error)[:300]}"}
+        gc.collect()
+        if card.is_gpu:
+            torch.cuda.empty_cache()
+
+
+def _transformers(card: Card, some: Sequence[Load]) -> Iterator[dict[str, Any]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    made = {k: v for k, v in (LLAMA_8B if card.is_gpu else TINY).items() if k not in ("architectures", "torch_dtype")}
+    dtype = torch.bfloat16 if card.is_gpu else torch.float32
+    # Its steps run in a thread of their own, which is not in our inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        with torch.device(card.device):
+            model = LlamaForCausalLM(LlamaConfig(**made)).to(dtype).eval()
+        yield from _batches(model, made["vocab_size"], some)
+
+
+def _batches(model: Any, vocab_size: int, some: Sequence[Load]) -> Iterator[dict[str, Any]]:
+    from transformers import GenerationConfig
+
+    for load in some:
+        requests = load.requests(vocab_size)
+        [most] = {request.num_output_tokens for request in requests}
+        config = GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        prompts = [request.prompt_token_ids for request in requests]
+        model.generate_batch(inputs=prompts[:4], generation_config=config)
+        start = time.perf_counter()
+        outputs = model.generate_batch(inputs=prompts, generation_config=config)
+        seconds = time.perf_counter() - start
+        tokens = sum(len(output.generated_tokens) for output in outputs.values())
+        if tokens != sum(request.num_output_tokens for request in requests):
+            raise RuntimeError(f"{tokens} tokens came of {load.what}")
+        yield {"what": load.what, "output_tokens_per_s": tokens / seconds}
+
+
+def _vllm(card: Card, some: Sequence[Load]) -> Iterator[dict[str, Any]]:
+    import vllm
+
+    if not card.is_gpu:
+        raise RuntimeError("rehearsed on the GPU only: it takes minutes to start on a CPU")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
+        llm = vllm.LLM(
+            folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=8192, max_num_seqs=256,
+            max_num_batched_tokens=8192, dtype="bfloat16",
+        )  # fmt: skip
+        for load in some:
+            requests = load.requests(LLAMA_8B["vocab_size"])
+            params = [
+                vllm.SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False)
+                for _, n in requests
+            ]
+            prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+            start = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - start
+            tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+            yield {"what": load.what, "output_tokens_per_s": tokens / seconds}

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of gpu.py as tables for docs/benchmarks.md. What was not measured is left out."""
+
+from typing import Any
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """All tables that the results have."""
+    about = results["about"]
+    parts = ["### " + about["card"], ", ".join(f"{k} {v}" for k, v in about.items() if k not in ("card", "command"))]
+    parts.append(f"`{about['command']}`")
+    if limits := results.get("limits"):
+        copy, matrix = limits["copy_bytes_per_s"] / 1e12, limits["matrix_flops_per_s"] / 1e12
+        parts.append(
+            f"Measured limits: copy {copy:.2f} TB/s (read and written bytes), bf16 product {matrix:.0f} TFLOP/s."
+        )
+    if gate := results.get("gate"):
+        parts.append(_gate(gate))
+    for name in ("kernels", "tune"):
+        if rows := results.get(name):
+            parts.append(_kernels(sorted(rows, key=lambda r: -r["fraction"])[:20] if name == "tune" else rows))
+    if engine := results.get("engine"):
+        parts += _engine(engine)
+    if rows := results.get("peers"):
+        cells = [
+            (r["engine"], r.get("what", "-"), _number(r.get("output_tokens_per_s"), r.get("left_out"))) for r in rows
+        ]
+        parts.append(_table(("engine", "load", "output tokens/s"), cells))
+    return "\n\n".join(parts) + "\n"
+
+
+def _gate(gate: dict[str, Any]) -> str:
+    error = gate.get("eight_bit_error") or {}
+    text = f"Gate: {gate['num'] - len(gate['bad'])} of {gate['num']} comparisons good."
+    if error:
+        text += (
+            f" Attention over an e4m3 cache: relative error {error['own']:.4f} (reference {error['reference']:.4f})."
+        )
+    return text
+
+
+def _kernels(rows: list[dict[str, Any]]) -> str:
+    cells = [
+        (
+            row["what"],
+            f"{row['seconds'] * 1e6:,.1f}",
+            f"{row['bytes'] / row['seconds'] / 1e9:,.0f}",
+            f"{row['flops'] / row['seconds'] / 1e12:,.0f}" if row["flops"] else "-",
+            f"{row['fraction']:.1%}",
+        )
+        for row in rows
+    ]
+    return _table(("kernel", "us", "GB/s", "TFLOP/s", "of the limit"), cells)
+
+
+def _engine(engine: dict[str, Any]) -> list[str]:
+    parts = []
+    if "start_s" in engine:
+        parts.append(f"Start: {engine['start_s']:.1f} s, graphs {engine.get('graph_bytes', 0) / 2**20:,.0f} MiB.")
+    cells = [
+        (
+            found["what"],
+            _number(found["output_tokens_per_s"]),
+            f"{found['fraction']:.1%}" if "fraction" in found else "-",
+        )
+        for found in (engine.get("single"), engine.get("decode"))
+        if found
+    ]
+    if cells:
+        parts.append(_table(("decoding", "output tokens/s", "of the bandwidth"), cells))
+    if idle := engine.get("idle"):
+        parts.append(f"Device per step, {idle['what']}: busy {idle['busy_ms']:.2f} ms, idle {idle['idle_ms']:.2f} ms.")
+    rows = [
+        (
+            load["what"],
+            _number(load["output_tokens_per_s"]),
+            *(f"{load[k][p]:.1f}" if load[k] else "-" for k in ("ttft_ms", "itl_ms") for p in ("p50", "p99")),
+            f"{load['kv_waste']:.1%}" if load["kv_waste"] is not None else "-",
+        )
+        for load in engine.get("loads", [])
+    ]
+    if rows:
+        header = ("load", "output tokens/s", "TTFT p50, ms", "p99", "ITL p50, ms", "p99", "KV not filled")
+        parts.append(_table(header, rows))
+    return parts
+
+
+def _number(value: float | None, otherwise: str | None = None) -> str:
+    return otherwise or "-" if value is None else f"{value:,.0f}"
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|---|" + "--:|" * (len(header) - 1)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every form in the kernel language compiles for a Hopper GPU in bfloat16, and fits there; that needs no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "support/compiled.py"
+MAX_SHARED = 227 << 10
+MAX_STACK = 64
+"""Bytes that a thread may spill: a few registers."""
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_all_compile(kernels):
+    names = {kernel["name"] for kernel in kernels}
+    assert names == {
+        "_attend", "_combine", "_plan", "_rms_norm", "_gated", "_rotate_write", "_write", "_choose", "_most_likely",
+        "_uniforms", "_penalized", "_scatter", "_prepare", "_advance",
+    }  # fmt: skip
+
+
+def test_they_fit(kernels):
+    too_large = [k for k in kernels if k["shared"] > MAX_SHARED or k["stack"] > MAX_STACK]
+    assert not too_large
+
+
+def test_long_spans_use_the_matrix_units_of_hopper(kernels):
+    decode, decode_of_eight_bits, prefill, mixed = (k for k in kernels if k["name"] == "_attend")
+    assert prefill["matrix"]
+    assert mixed["matrix"]
+    # A tile of 16 rows is too small for them; three workers share a multiprocessor.
+    assert 3 * decode["shared"] <= MAX_SHARED
+    assert decode_of_eight_bits["shared"] <= decode["shared"]

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile every form of the kernel language for a Hopper GPU, which takes none: what it needs there, as JSON.
+
+Run in a process of its own, `python tests/support/compiled.py`: forms are called with bfloat16 tensors on the CPU, in
+the shapes of Llama-3.1-8B, and each launch compiles its kernel and does nothing more.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from support.spans import make_batch
+
+import quire_kernels as ops
+from quire_kernels.gpu import attention
+
+BF16 = torch.bfloat16
+found: list[dict[str, Any]] = []
+
+
+class Hopper:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    kernel = _run(self, *args, grid=grid, warmup=True, **options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found.append(
+        {
+            "name": kernel.metadata.name,
+            "shared": kernel.metadata.shared,
+            "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
+            "stack": int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
+            "matrix": "wgmma" in kernel.asm["ptx"],
+        }
+    )
+
+
+def _call_all() -> None:
+    own = lambda op: op.named("cuda", "own")  # noqa: E731
+    attention.num_workers = lambda device: 3 * 132  # type: ignore[assignment]
+    for spans in ([(1500, 1)] * 3, [(0, 700)], [(1500, 1), (0, 700)]):
+        queries, cache, batch = make_batch(spans, heads=(32, 8), head_dim=128, dtype=BF16)
+        own(ops.paged_attention)(queries, cache, batch, 0.1)
+        if len(spans) == 3:
+            own(ops.paged_attention)(queries, cache.to(torch.float8_e4m3fn), batch, 0.1)
+    x, weight = torch.randn(5, 4096, dtype=BF16), torch.randn(4096, dtype=BF16)
+    own(ops.rms_norm)(x, weight, 1e-5)
+    own(ops.add_rms_norm)(x, x.clone(), weight, 1e-5)
+    own(ops.silu_mul)(x)
+    qkv, angles = torch.randn(5, 48, 128, dtype=BF16), torch.randn(5, 128, dtype=BF16)
+    own(ops.rotate_and_write)(qkv, angles, angles, cache, torch.arange(5), 32)
+    own(ops.write_kv)(qkv[:, 32:40], qkv[:, 40:], cache, torch.arange(5))
+    logits, numbers, floats = torch.randn(5, 128256, dtype=BF16), torch.arange(5), torch.ones(5)
+    own(ops.choose)(logits, floats, numbers, floats, floats, numbers, numbers)
+    own(ops.most_likely)(logits)
+    own(ops.uniform)(numbers, numbers)
+    listed = torch.zeros(5, 300, dtype=torch.int64)
+    own(ops.penalize)(logits.float(), numbers, listed, listed > 0, listed.int(), floats, floats, floats)
+    state, out = (made(8, *rest, torch.device("cpu")) for made, *rest in (
+        (ops.SequenceState.empty, 512), (ops.StepInputs.empty, 5, 512),
+    ))  # fmt: skip
+    starts = torch.arange(6, dtype=torch.int32)
+    own(ops.prepare_inputs)(numbers, starts, numbers, state, 16, out)
+    own(ops.advance)(numbers, starts, numbers, state)
+
+
+if __name__ == "__main__":
+    driver.set_active(Hopper())
+    _run, JITFunction.run = JITFunction.run, _compile
+    _call_all()
+    print(json.dumps(found))
