@@ -191,7 +191,7 @@ def test_rbac_names_verbs_and_resources(objects):
         assert "*" not in (group, resource, verb)
         assert resource not in ("pods/exec", "pods/log", "roles", "rolebindings", "clusterroles", "*")
     granted = rules(one(objects, "ClusterRole", "quire"))
-    assert {verb for _, resource, verb in granted if resource == "llmservices"} == {"get", "list", "watch"}
+    assert {verb for _, resource, verb in granted if resource == "llmservices"} == {"list", "watch"}
     assert {verb for _, resource, verb in granted if resource == "pods"} == {"list", "watch"}
     assert {verb for _, resource, verb in granted if resource == "secrets"} == {"get", "create", "patch", "delete"}
     assert rules(one(objects, "ClusterRole", "quire-nodes")) == {("", "nodes", "list")}

@@ -5,7 +5,7 @@ roles, and any write to an LLMService but its status. */}}
 {{- define "quire.rules" -}}
 - apiGroups: [quire.dev]
   resources: [llmservices]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 - apiGroups: [quire.dev]
   resources: [llmservices/status]
   verbs: [patch]
@@ -14,7 +14,8 @@ roles, and any write to an LLMService but its status. */}}
 - apiGroups: [quire.dev]
   resources: [llmservices/finalizers]
   verbs: [update]
-# What an LLMService becomes. `create` and `patch` are both needed for server-side apply.
+# What an LLMService becomes. `create` and `patch` are both needed for server-side apply, `get` for what is there under a
+# name already, `delete` for what is not wanted any more and for what a deleted LLMService of the same name left.
 - apiGroups: [""]
   resources: [configmaps, persistentvolumeclaims, serviceaccounts, services]
   verbs: [get, list, watch, create, patch, delete]

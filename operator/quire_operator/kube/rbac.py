@@ -33,7 +33,7 @@ class Rule:
 _OWNED = ("create", "delete", "get", "list", "patch", "watch")
 
 RULES: tuple[Rule, ...] = (
-    Rule(kinds.LLM_SERVICE, ("get", "list", "watch")),
+    Rule(kinds.LLM_SERVICE, ("list", "watch")),
     Rule(kinds.LLM_SERVICE, ("patch",), "status"),
     # Owner references that block deletion need it where the API server checks them (OpenShift does).
     Rule(kinds.LLM_SERVICE, ("update",), "finalizers"),

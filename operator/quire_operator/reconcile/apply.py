@@ -76,7 +76,7 @@ class Applier:
         """
         outcome = Outcome()
         try:
-            wanted = [(m, await self._found(key, uid, m)) for m in map(_stamped, manifests)]
+            wanted = await self._all_found(key, uid, manifests)
         except Conflict as error:
             outcome.conflict = str(error)
             return outcome
@@ -116,6 +116,21 @@ class Applier:
     def drop(self, key: Key) -> None:
         """Forget a service that is gone."""
         self._done.pop(key, None)
+
+    async def _all_found(
+        self, key: Key, uid: str, manifests: Iterable[Manifest]
+    ) -> list[tuple[Manifest, Mapping[str, Any] | Entry | None]]:
+        """Each manifest with what is there; raises as `_found`, Busy after all were looked at: what a deleted service
+        left goes in one pass, not one object a pass with a growing wait between them."""
+        wanted, busy = [], None
+        for manifest in map(_stamped, manifests):
+            try:
+                wanted.append((manifest, await self._found(key, uid, manifest)))
+            except Busy as error:
+                busy = busy or error
+        if busy is not None:
+            raise busy
+        return wanted
 
     async def _found(self, key: Key, uid: str, manifest: Manifest) -> Mapping[str, Any] | Entry | None:
         """The object of a manifest's name, if it is there and ours.

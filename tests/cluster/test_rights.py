@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator as the chart's own ServiceAccount: all that it asks for is granted, and nothing is granted in vain.
+
+What it asked for is what the API server wrote into its audit log, so this wants a control plane of our own.
+"""
+
+import contextlib
+import functools
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+from cluster import processes
+from cluster.control_plane import AUDIT_LOG
+from support.chart import CHART, ROOT, helm
+from support.cluster import running
+from support.kubelet import Kubelet
+from support.operating import claim, llm_service, reads_models
+from support.pod import eventually
+
+from quire_operator.kube import rbac
+
+API, KIND = "quire.dev/v1alpha1", "LLMService"
+SYSTEM, ACCOUNT = "quire-system", "system:serviceaccount:quire-system:quire"
+VALUES = {"operator": {"lease": True, "logFormat": "text"}}
+
+SINCE = {"poddisruptionbudgets": (1, 21), "horizontalpodautoscalers": (1, 23)}
+"""Kinds, in the version that the operator asks for, that an older API server lacks."""
+UNSEEN = {("quire.dev", "llmservices/finalizers", "update")}
+"""Checked by an admission plugin of the API server that is off by default, not by a request."""
+OPTIONAL = {
+    "podmonitors": ("monitoring.coreos.com", "v1", "PodMonitor"),
+    "scaledobjects": ("keda.sh", "v1alpha1", "ScaledObject"),
+    "inferencepools": ("inference.networking.k8s.io", "v1", "InferencePool"),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A cluster with the chart on it, the optional kinds, and a node."""
+    with running(tmp_path_factory.mktemp("rights")) as cluster:
+        if cluster.programs is None:
+            pytest.skip("reads the API server's audit log, which a cluster that was given does not show")
+        cluster.needs_controllers()
+        for plural, (group, version, kind) in OPTIONAL.items():
+            cluster.apply(definition(plural, group, version, kind))
+        values = cluster.folder / "values.yaml"
+        values.write_text(yaml.safe_dump(VALUES))
+        where = ["-n", SYSTEM, "--create-namespace", "--kubeconfig", cluster.kubeconfig, "-f", values]
+        helm("install", "quire", CHART, *where)
+        with Kubelet(cluster, "node-rights") as node:
+            reads_models(node)
+            yield cluster
+
+
+def definition(plural, group, version, kind):
+    """A definition that takes anything: whose kind it is matters here, not what is in it."""
+    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    served = {"name": version, "served": True, "storage": True, "schema": schema}
+    names = {"plural": plural, "singular": kind.lower(), "kind": kind, "listKind": f"{kind}List"}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}", "annotations": {"api-approved.kubernetes.io": "unapproved, a test"}},
+        "spec": {"group": group, "scope": "Namespaced", "names": names, "versions": [served]},
+    }
+
+
+@contextlib.contextmanager
+def operating(cluster):
+    """`quire operate` with the arguments of the chart's Deployment, as its ServiceAccount."""
+    (container,) = cluster.get("apps/v1", "Deployment", "quire", SYSTEM)["spec"]["template"]["spec"]["containers"]
+    config = yaml.safe_load(cluster.token_kubeconfig(SYSTEM, "quire").read_text())
+    config["contexts"][0]["context"]["namespace"] = SYSTEM
+    file = cluster.folder / "operator.kubeconfig"
+    file.write_text(yaml.safe_dump(config))
+    argv = [str(Path(sys.executable).with_name("quire")), *container["args"]]
+    argv += [f"--kubeconfig={file}", "--host=127.0.0.1", "--port=0", "--resync=5"]
+    log = cluster.folder / "operator.log"
+    with log.open("w") as output, subprocess.Popen(argv, stdout=output, stderr=output) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+            ended = process.wait(20)
+        assert ended == 0, log.read_text()[-3000:]
+
+
+class Models(http.server.SimpleHTTPRequestHandler):
+    """Says nothing: whoever wants the head of a file only hangs up."""
+
+    def log_message(self, *_):
+        pass
+
+    def copyfile(self, source, outputfile):
+        with contextlib.suppress(ConnectionError):
+            super().copyfile(source, outputfile)
+
+
+@pytest.fixture(scope="module")
+def models():
+    """URL of the folder examples/models."""
+    handler = functools.partial(Models, directory=ROOT / "examples/models")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def asked(cluster):
+    """Every (group, resource, verb) that the operator asked for, with the status codes of the answers."""
+    found = {}
+    for line in (cluster.folder / "control-plane" / AUDIT_LOG).read_text().splitlines():
+        with contextlib.suppress(ValueError):  # the last line may be half written
+            event = json.loads(line)
+            if event["user"]["username"] == ACCOUNT and "objectRef" in event:
+                ref = event["objectRef"]
+                resource = "/".join(filter(None, (ref["resource"], ref.get("subresource"))))
+                code = event.get("responseStatus", {}).get("code", 0)
+                # Applying an object that is not there takes the right to create it, and is written down as a patch.
+                verbs = {event["verb"], "create"} if code == 201 else {event["verb"]}
+                for verb in verbs:
+                    found.setdefault((ref.get("apiGroup", ""), resource, verb), set()).add(code)
+    return found
+
+
+def granted(cluster):
+    """The same, of the roles that the chart made for it."""
+    found = set()
+    for kind, name, namespace in (
+        ("ClusterRole", "quire", None),
+        ("ClusterRole", "quire-nodes", None),
+        ("Role", "quire-lease", SYSTEM),
+    ):
+        for rule in cluster.get("rbac.authorization.k8s.io/v1", kind, name, namespace)["rules"]:
+            found |= {(g, r, v) for g in rule["apiGroups"] for r in rule["resources"] for v in rule["verbs"]}
+    return found
+
+
+def test_the_roles_are_the_operators_own_table(cluster):
+    wanted = set()
+    for rule in rbac.RULES:
+        said = rule.to_json()
+        wanted |= {(said["apiGroups"][0], said["resources"][0], verb) for verb in said["verbs"]}
+    assert granted(cluster) == wanted
+
+
+def test_everything_is_granted_and_nothing_in_vain(cluster, models):
+    with cluster.namespace() as namespace:
+        # Watches are written down when they end, so it is read after the operator; before the namespace ends, which
+        # refuses events from then on.
+        with operating(cluster):
+            live(cluster, namespace, models)
+        used = asked(cluster)
+    refused = {what: codes for what, codes in used.items() if codes & {401, 403}}
+    assert refused == {}
+    assert set(used) <= granted(cluster)
+    unused = granted(cluster) - set(used) - UNSEEN
+    unused = {what for what in unused if cluster.version >= SINCE.get(what[1], (0, 0))}
+    assert not unused, sorted(unused)
+
+
+def live(cluster, namespace, models):
+    """The whole life of two services, with all that they can have."""
+    everything = {
+        "replicas": 2,
+        "adapters": [{"name": "a", "source": {"http": {"url": f"{models}/a", "headersSecretRef": {"name": "web"}}}}],
+        "autoscaling": {"kind": "ScaledObject", "maxReplicas": 3, "prometheusAddress": "http://prometheus:9090"},
+        "observability": {"podMonitor": "Auto"},
+        "networking": {"inferencePool": {"endpointPicker": {"name": "picker"}}},
+    }
+    cluster.apply(claim(), namespace)
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "web"}, "stringData": {"Authorization": "x"}}
+    cluster.apply(secret, namespace)
+    cluster.apply(llm_service(**everything), namespace)
+    downloaded = {"model": {"source": {"http": {"url": f"{models}/tiny"}}}, "cache": {"deletionPolicy": "Delete"}}
+    cluster.apply(llm_service("fetched", **downloaded), namespace)
+    gpu = {"device": "GPU", "model": {"source": {"http": {"url": f"{models}/tiny"}}}, "cache": {"mode": "EmptyDir"}}
+    cluster.apply(llm_service("on-gpu", **gpu, autoscaling={"maxReplicas": 2}), namespace)
+    for name in ("tales", "fetched", "on-gpu"):
+        available(cluster, namespace, name)
+    # Then without most of it.
+    less = {
+        "replicas": 1,
+        "adapters": None,
+        "autoscaling": None,
+        "observability": {"podMonitor": "None"},
+        "networking": {"inferencePool": None, "networkPolicy": {"enabled": False}},
+        "engine": {"maxModelLen": 256},
+    }
+    cluster.merge(API, KIND, "tales", {"spec": less}, namespace)
+    cluster.merge(API, KIND, "fetched", {"spec": {"cache": {"mode": "EmptyDir"}}}, namespace)
+    cluster.merge(API, KIND, "on-gpu", {"spec": {"autoscaling": None}}, namespace)
+    gone = [("networking.k8s.io/v1", "NetworkPolicy", "tales"), ("v1", "Secret", "tales-credentials")]
+    gone += [(f"{group}/{version}", kind, "tales") for group, version, kind in OPTIONAL.values()]
+    gone += [("v1", "PersistentVolumeClaim", "fetched-models")]
+    for version, kind, name in gone:
+        absent(cluster, namespace, version, kind, name)
+    # Pods of the first template could come back as long as there is a ReplicaSet of it, and would read its engine map.
+    first = empty_set(cluster, namespace)
+    cluster.delete("apps/v1", "ReplicaSet", first["metadata"]["name"], namespace)
+    name = next(v["configMap"]["name"] for v in first["spec"]["template"]["spec"]["volumes"] if v["name"] == "engine")
+    absent(cluster, namespace, "v1", "ConfigMap", name)
+    # A service that is made again before the garbage collector has come, which is stopped meanwhile.
+    old = cluster.get("apps/v1", "Deployment", "on-gpu", namespace)["metadata"]["uid"]
+    with halted(cluster, "kube-controller-manager"):
+        cluster.delete(API, KIND, "on-gpu", namespace)
+        cluster.apply(llm_service("on-gpu", **gpu), namespace)
+        eventually(lambda: made_again(cluster, namespace, old), 90, "on-gpu is made again")
+
+
+def made_again(cluster, namespace, old):
+    found = cluster.get("apps/v1", "Deployment", "on-gpu", namespace)
+    return found and found["metadata"]["uid"] != old
+
+
+@contextlib.contextmanager
+def halted(cluster, program):
+    """Without a program of the control plane for a while."""
+    (pid,) = [p.pid for p in processes.running(cluster.folder / "control-plane") if p.name == program]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def available(cluster, namespace, name):
+    def found():
+        conditions = (cluster.get(API, KIND, name, namespace) or {}).get("status", {}).get("conditions", [])
+        return any(c["type"] == "Available" and c["status"] == "True" for c in conditions)
+
+    eventually(found, 90, f"{name} available")
+
+
+def absent(cluster, namespace, version, kind, name):
+    eventually(lambda: cluster.get(version, kind, name, namespace) is None, 60, f"{kind} {name} gone")
+
+
+def empty_set(cluster, namespace):
+    """The ReplicaSet of `tales` whose pods were replaced."""
+    selector = "app.kubernetes.io/instance=tales"
+
+    def found():
+        sets = cluster.items("apps/v1", "ReplicaSet", namespace, labelSelector=selector)
+        return next((rs for rs in sets if len(sets) > 1 and not rs["spec"]["replicas"]), None)
+
+    return eventually(found, 60, "pods are replaced")
