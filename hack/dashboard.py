@@ -12,6 +12,8 @@ from typing import Any
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _PODS = 'namespace=~"$namespace",pod=~"$pod"'
 _MODEL = f'{_PODS},model_name=~"$model"'
+_ANY = ""
+"""The operator is in a namespace of its own, so the choice of namespace and pod does not touch it."""
 _RATE = "$__rate_interval"
 _ADAPTERS_SHOWN = 10
 
@@ -198,6 +200,51 @@ ROWS: tuple[tuple[str, Sequence[Panel]], ...] = (
             ),
         ),
     ),
+    (
+        "Operator",
+        (
+            (
+                "Passes over services",
+                "By result. Many errors for long: see the operator's log.",
+                "ops",
+                [(_rate("quire_operator_reconcile_total", _ANY, "result"), "{{result}}")],
+            ),
+            (
+                "Time of a pass",
+                "From its turn to its last write.",
+                "s",
+                _quantiles("quire_operator_reconcile_seconds", _ANY),
+            ),
+            (
+                "Waiting services",
+                "Whose turn has come, and for how long the oldest of them waits.",
+                "short",
+                [
+                    (f"sum(quire_operator_queue_depth{{{_ANY}}})", "waiting"),
+                    (f"max(quire_operator_queue_age_seconds{{{_ANY}}})", "oldest, s"),
+                    (f"sum(quire_operator_services{{{_ANY}}})", "LLMServices"),
+                ],
+            ),
+            (
+                "Writes to the API server",
+                "By kind. None while nothing changes.",
+                "ops",
+                [(_rate("quire_operator_writes_total", _ANY, "kind, verb"), "{{kind}} {{verb}}")],
+            ),
+            (
+                "Visits to pods",
+                "By outcome.",
+                "ops",
+                [(_rate("quire_operator_pod_visits_total", _ANY, "outcome"), "{{outcome}}")],
+            ),
+            (
+                "Silence of watches",
+                "Since the API server last said something; minutes at most, or the operator is restarted.",
+                "s",
+                [(f"max by (kind) (quire_operator_watch_age_seconds{{{_ANY}}})", "{{kind}}")],
+            ),
+        ),
+    ),
 )
 
 
@@ -207,7 +254,7 @@ def dashboard() -> dict[str, Any]:
         "title": "Quire",
         "uid": "quire",
         "tags": ["quire", "llm"],
-        "description": "LLMServices: traffic, latency, adapters, engine.",
+        "description": "LLMServices: traffic, latency, adapters, engine; and the operator.",
         "schemaVersion": 39,
         "editable": True,
         "refresh": "30s",
