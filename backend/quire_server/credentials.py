@@ -9,9 +9,8 @@ import json
 import re
 from pathlib import Path
 
-from quire_server.places import AccessDenied
 from quire_spec.catalogue import SecretRef
-from quire_spec.errors import InvalidArgument
+from quire_spec.errors import AccessDenied, InvalidArgument
 
 _PART = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._]{0,251}[A-Za-z0-9])?|[A-Za-z0-9_]")
 _MAX_BYTES = 64 * 1024

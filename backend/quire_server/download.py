@@ -22,12 +22,12 @@ from typing import Any
 from quire_server.background import in_thread
 from quire_server.cache import Partial
 from quire_server.output import set_up_logging
-from quire_server.places import AccessDenied, Place
+from quire_server.places import Place
 from quire_server.sources import SourceOptions, Sources
 from quire_server.transfer import DigestMismatch, Transfer
 from quire_spec.catalogue import Source
 from quire_spec.document import from_json
-from quire_spec.errors import ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
+from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
 from quire_spec.outcome import Outcome, Result
 
 log = logging.getLogger(__name__)

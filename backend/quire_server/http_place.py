@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 from yarl import URL
 
-from quire_server.places import AccessDenied, Opened
-from quire_spec.errors import InvalidArgument, NotFound, Unavailable
+from quire_server.places import Opened
+from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
 
 _READ_BYTES = 2**20
 _MAX_REDIRECTS = 5

@@ -16,8 +16,8 @@ from yarl import URL
 
 from quire_server.background import in_thread
 from quire_server.http_place import HttpReader
-from quire_server.places import AccessDenied, Opened
-from quire_spec.errors import InvalidArgument, NotFound, Unavailable
+from quire_server.places import Opened
+from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -19,10 +19,6 @@ from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 _READ_BYTES = 4 * 2**20
 
 
-class AccessDenied(Unavailable):
-    """The place does not let us in: no Secret, a wrong one, or one that lacks access. Right once that is put right."""
-
-
 @dataclass(frozen=True, slots=True)
 class Opened:
     """A file that is being read."""

@@ -12,8 +12,8 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 from obstore.store import S3Store
 
-from quire_server.places import AccessDenied, Opened
-from quire_spec.errors import InvalidArgument, NotFound, QuireError, Unavailable
+from quire_server.places import Opened
+from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, QuireError, Unavailable
 
 _READ_BYTES = 4 * 2**20
 _DEFAULT_REGION = "us-east-1"

@@ -9,6 +9,7 @@ writes a message that says what was asked, what was found and what to do.
     |   +-- ConfigError     a configuration file or field is wrong
     +-- NotFound            no model, adapter or file of that name
     +-- Unavailable         right, but not now: queue full, engine restarting, draining
+    |   +-- AccessDenied    a place of files does not let us in: no Secret, a wrong one, or one that lacks access
     +-- Cancelled           the client went away or cancelled
     +-- Internal            our fault
 """
@@ -52,6 +53,10 @@ class Unavailable(QuireError):
     """Right, but not now; try again."""
 
     code = Code.UNAVAILABLE
+
+
+class AccessDenied(Unavailable):
+    """A place of files does not let us in; right once the Secret is."""
 
 
 class Cancelled(QuireError):

@@ -13,7 +13,7 @@ from quire_operator.plan.checkpoint import SizeFrom
 from quire_operator.plan.files import FolderFiles, files_of, read_checkpoint
 from quire_operator.plan.remote import HttpFiles, HubFiles, S3Files
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretRef, Source
-from quire_spec.errors import ConfigError, NotFound, Unavailable
+from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HEADER = json.dumps({"__metadata__": {"format": "pt"}, "w": {"dtype": "BF16", "data_offsets": [0, 5_000_000]}}).encode()
@@ -129,9 +129,9 @@ async def test_hub(hub):
 
 
 async def test_hub_errors(hub):
-    with pytest.raises(NotFound, match="no such repository, or it is private and the token is missing"):
+    with pytest.raises(AccessDenied, match="no such repository, or it is private and the token is missing"):
         await load(repo(hub, token="wrong"))
-    with pytest.raises(NotFound, match="no such repository"):
+    with pytest.raises(AccessDenied, match="no such repository"):
         await load(repo(hub, "org/other"))
     with pytest.raises(NotFound, match=r"'v9'.*has no such revision"):
         await load(repo(hub, revision="v9"))

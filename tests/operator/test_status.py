@@ -382,6 +382,19 @@ def test_a_refused_token_names_its_secret():
     )
 
 
+@pytest.mark.parametrize("result", [Result.AUTH_FAILED, Result.NOT_FOUND, Result.UNREACHABLE])
+def test_a_model_that_cannot_be_read_for_the_plan(result):
+    spec = "model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hf, key: token}}}}"
+    verdict = Verdict(pending="hub repository 'o/m': why", unread=result)
+    found = of(Observed(), verdict, service=wanted(spec))
+    assert judged(found)["Ready"] == judged(found)["ModelCached"] == ("False", result.value)
+    assert judged(found)["Planned"] == ("Unknown", "Planning")
+    message = condition(found, "Ready")["message"]
+    assert message.startswith("hub repository 'o/m': why") and message.endswith("it is tried again")
+    assert ("check Secret 'hf', key 'token'" in message) == (result is Result.AUTH_FAILED)
+    assert found["cache"] == {"state": "Failed"}
+
+
 def test_a_model_that_each_pod_downloads():
     service = wanted("replicas: 2\nlora: {maxLoaded: 0}\ncache: {mode: EmptyDir}")
     found = of(healthy(service, job=None), service=service)

@@ -17,7 +17,7 @@ from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, 
 from obstore.store import S3Store
 
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source
-from quire_spec.errors import ConfigError, NotFound, Unavailable
+from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
 
 _MAX_REDIRECTS = 5
 _TIMEOUT = httpx.Timeout(30.0, connect=15.0)
@@ -71,8 +71,9 @@ class HubFiles:
             code = answer.headers.get("X-Error-Code", "")
             if answer.status_code == 404 and code in ("", "EntryNotFound"):
                 return None
-            if code in ("RepoNotFound", "RevisionNotFound", "GatedRepo"):
-                raise NotFound(f"{where}: {_HUB_ERRORS[code]}")
+            if code in _HUB_ERRORS:
+                # To whoever may not know, the hub says of a private repository that there is none.
+                raise (NotFound if answer.status_code == 404 else AccessDenied)(f"{where}: {_HUB_ERRORS[code]}")
             return _body(answer, start, max_bytes, where)
 
 
@@ -103,7 +104,7 @@ class S3Files:
         except (FileNotFoundError, NotFoundError):
             return None
         except (PermissionDeniedError, UnauthenticatedError) as error:
-            raise Unavailable(f"{where}: access denied; the Secret is missing, wrong, or lacks access") from error
+            raise AccessDenied(f"{where}: access denied; the Secret is missing, wrong, or lacks access") from error
         except (BaseError, OSError, ValueError) as error:
             # Further lines are obstore's debug output.
             raise Unavailable(f"{where}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
@@ -150,7 +151,7 @@ def _body(answer: httpx.Response, start: int, max_bytes: int, where: str) -> byt
     if answer.status_code == 416:
         return b""
     if answer.status_code in (401, 403):
-        raise Unavailable(f"{where}: HTTP {answer.status_code}; the Secret is missing, wrong, or lacks access")
+        raise AccessDenied(f"{where}: HTTP {answer.status_code}; the Secret is missing, wrong, or lacks access")
     if answer.status_code not in (200, 206):
         raise Unavailable(f"{where}: HTTP {answer.status_code} {answer.reason_phrase}".rstrip())
     skip = start if answer.status_code == 200 else 0

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire_operator.reconcile.conditions import Condition, Reason, Type
-from quire_operator.reconcile.observed import Body, Observed, Pod
+from quire_operator.reconcile.observed import Body, Observed, Pod, Verdict
 from quire_operator.render import model
 from quire_operator.service import LLMService
 from quire_spec.catalogue import Source
@@ -15,8 +15,14 @@ DOWNLOAD = "download"
 """Name of the container that downloads."""
 
 
-def judge(service: LLMService, observed: Observed, previous: Mapping[str, Any]) -> tuple[Condition, dict[str, Any]]:
+def judge(
+    service: LLMService, verdict: Verdict, observed: Observed, previous: Mapping[str, Any]
+) -> tuple[Condition, dict[str, Any]]:
     """The condition ModelCached, and status.cache; `previous` is the status before."""
+    if verdict.unread is not None:
+        # No Job is made before there is a plan; what kept the plan from being made would keep it, too.
+        reason, message = _explained(service, verdict.unread, verdict.pending)
+        return _condition(False, reason, f"{message}; it is tried again"), {"state": "Failed"}
     mode = model.mode(service)
     if mode == "PVC":
         return _of_job(service, observed, previous)
@@ -78,10 +84,14 @@ def _failure(service: LLMService, pods: list[Pod], last: Outcome | None) -> tupl
         ended = pods[-1].ended if pods else None
         words = f"{ended.reason} (exit code {ended.exit_code}) {ended.message}" if ended else "no pod of it is left"
         return Reason.DOWNLOAD_FAILED, f"{_what(service.spec.model.source)}: {words}"
-    reason = Reason(last.result.value)
-    if last.result is Result.AUTH_FAILED:
-        return reason, f"{last.message}; {_secret(service.spec.model.source)}"
-    return reason, last.message
+    return _explained(service, last.result, last.message)
+
+
+def _explained(service: LLMService, result: Result, message: str) -> tuple[Reason, str]:
+    reason = Reason(result.value)
+    if result is Result.AUTH_FAILED:
+        return reason, f"{message}; {_secret(service.spec.model.source)}"
+    return reason, message
 
 
 def _waits(observed: Observed, pods: list[Pod], last: Outcome | None) -> str:

@@ -22,7 +22,7 @@ from quire_operator.render import names, reader
 from quire_operator.service import LLMService
 from quire_spec.catalogue import PvcSource, SecretRef
 from quire_spec.document import compact, to_json
-from quire_spec.errors import ConfigError, Unavailable
+from quire_spec.errors import AccessDenied, ConfigError
 
 Secrets = Mapping[str, Mapping[str, str]]
 """Values of Secrets by name and key."""
@@ -185,7 +185,7 @@ def _unpacked(message: str) -> Checkpoint:
 def _read(service: LLMService, secrets: Secrets) -> Checkpoint:
     def values(ref: SecretRef) -> Mapping[str, str]:
         if ref.name not in secrets:
-            raise Unavailable(f"Secret {ref.name!r}: there is none in namespace {service.namespace!r}; make it")
+            raise AccessDenied(f"Secret {ref.name!r}: there is none in namespace {service.namespace!r}; make it")
         return secrets[ref.name]
 
     return read_checkpoint(files_of(service.spec.model.source, None, values))

@@ -11,6 +11,7 @@ from typing import Any
 from quire_operator.plan.errors import Unplannable
 from quire_operator.plan.plan import Plan
 from quire_operator.render import names
+from quire_spec.outcome import Result
 from quire_spec.status import PodStatus
 
 Body = Mapping[str, Any]
@@ -112,6 +113,8 @@ class Verdict:
     unplannable: Unplannable | None = None
     pending: str = ""
     """What planning waits for, in a sentence; empty: for nothing."""
+    unread: Result | None = None
+    """Why the model could not be read for it, beside `pending`; None: it could, or nobody tried."""
     retry: bool = False
     """Nobody will say when that is there: it has to be tried again and again."""
 

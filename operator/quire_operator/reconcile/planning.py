@@ -23,7 +23,8 @@ from quire_operator.reconcile.models import Models, Secrets, Waiting
 from quire_operator.reconcile.observed import Verdict
 from quire_operator.reconcile.pinned import Pinned
 from quire_operator.service import Device, LLMService
-from quire_spec.errors import ConfigError, NotFound, Unavailable
+from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
+from quire_spec.outcome import Result
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Planning:
         except ConfigError as error:
             return Verdict(plan=stored, invalid=str(error))
         except (Unavailable, NotFound) as error:
-            return Verdict(plan=stored, pending=str(error), retry=True)
+            return Verdict(plan=stored, pending=str(error), unread=_unread(error), retry=True)
 
     def _current(self, service: LLMService, stored: Plan | None) -> bool:
         """Whether this release would leave the plan alone."""
@@ -123,6 +124,13 @@ def _fits(stored: Plan | None, gpu: Gpu | None) -> bool:
     if stored is None or stored.gpu is None or gpu is None:
         return stored is not None and stored.gpu is None and gpu is None
     return stored.gpu.product in (gpu.product, *gpu.others) and stored.gpu.visibleMiB <= gpu.visible_bytes // MIB
+
+
+def _unread(error: Unavailable | NotFound) -> Result:
+    """The same reasons as of a download: it would fail in the same way."""
+    if isinstance(error, AccessDenied):
+        return Result.AUTH_FAILED
+    return Result.NOT_FOUND if isinstance(error, NotFound) else Result.UNREACHABLE
 
 
 def _replan(service: LLMService) -> bool:

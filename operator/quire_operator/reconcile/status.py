@@ -75,11 +75,12 @@ def _read(
 ) -> _Found:
     spec = service.spec
     config, planned = _config(verdict, observed), _planned(verdict)
-    cached, cache = model_cache.judge(service, observed, previous)
+    cached, cache = model_cache.judge(service, verdict, observed, previous)
     gpu = spec.gpu.resourceName if spec.gpu else "nvidia.com/gpu"
     found = rollout(observed, generation, spec.replicas, gpu if spec.device is Device.GPU else None)
     loaded = adapters.judge(service.catalogue(), observed.pods, ready_pods(observed))
-    blocker = _blocker(service, [config, planned, cached])
+    # A model that cannot be read is what planning waits for.
+    blocker = _blocker(service, [config, cached, planned] if verdict.unread else [config, planned, cached])
     progressing = _progressing(blocker, found)
     plan = _plan(verdict.plan, observed, found, previous)
     if note := _drift_note(plan):

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that has to be downloaded: what the status says on the way, and that no pod takes a GPU before it is there.
+
+The pods of Jobs end as a test says (support/kubelet.py); what their program does is in tests/server/test_download.py.
+"""
+
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from support.fleet import Fleet
+from support.kubelet import Container, Kubelet
+from support.operating import TINY, Operating, llm_service
+from support.pod import eventually
+
+from quire_spec.outcome import Outcome, Result
+
+API = ("quire.dev/v1alpha1", "LLMService")
+COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
+
+
+class Place:
+    """A web server with the tiny model, which may ask for a header."""
+
+    def __init__(self):
+        self.secret = ""
+        place = self
+
+        class Handler(SimpleHTTPRequestHandler):
+            def do_GET(self):
+                if place.secret and self.headers.get("X-Key") != place.secret:
+                    self.send_error(401)
+                else:
+                    super().do_GET()
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(TINY)))
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.fixture(scope="module")
+def place():
+    place = Place()
+    yield place
+    place.server.shutdown()
+    place.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def kubelet(cluster):
+    cluster.needs_controllers()
+    with Kubelet(cluster, "node-downloading") as node, Fleet(node):
+        yield node
+
+
+def downloads(kubelet, namespace, container):
+    """What the download Job's pods of a namespace do from now on."""
+
+    def match(pod):
+        meta = pod["metadata"]
+        return meta["namespace"] == namespace and meta["labels"].get("app.kubernetes.io/component") == "model-download"
+
+    kubelet.behave(match, container)
+
+
+def ended(result, **fields):
+    outcome = Outcome(result, **{"bytes": 1000, **fields})
+    code = 0 if result is Result.DOWNLOADED else 1
+    return Container(exit_code=code, message=outcome.dump())
+
+
+def message(operating, kind):
+    return operating.condition(kind)["message"]
+
+
+def says(operating, kind, status, reason, seconds=30):
+    def so():
+        found = operating.condition(kind)
+        return (found.get("status"), found.get("reason")) == (status, reason)
+
+    try:
+        eventually(so, seconds, f"{kind}={status}/{reason}")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {operating.status().get('conditions')}") from error
+
+
+def test_no_pod_before_the_model_is_there_and_every_step_is_told(cluster, namespace, kubelet, place):
+    downloads(kubelet, namespace, Container())
+    with Operating(cluster, namespace) as operating:
+        cluster.apply(llm_service(model={"source": {"http": {"url": place.url}}}), namespace)
+        says(operating, "ModelCached", "False", "Downloading")
+        assert operating.condition("Ready")["reason"] == "Downloading"
+        assert operating.child("Deployment")["spec"]["replicas"] == 0
+        assert operating.status()["cache"]["state"] == "Downloading"
+        # The token is refused; the Job tries again after 10 s, when somebody has put that right.
+        why = "http://models/config.json: HTTP 401; the source's secret is missing, wrong, or lacks access"
+        downloads(kubelet, namespace, ended(Result.AUTH_FAILED, message=why))
+        says(operating, "ModelCached", "False", "AuthFailed")
+        assert message(operating, "ModelCached") == (
+            f"{why}; no Secret is named; set spec.model.source.http.headersSecretRef; it is tried again"
+        )
+        assert operating.status()["cache"] == {"state": "Failed", "bytes": "1000"}
+        downloads(kubelet, namespace, ended(Result.DOWNLOADED, bytes=2**20, revision=COMMIT))
+        says(operating, "ModelCached", "True", "Downloaded")
+        assert operating.status()["cache"] == {"state": "Ready", "bytes": str(2**20), "revision": COMMIT}
+        says(operating, "Ready", "True", "Ready")
+        reasons = [e["reason"] for e in cluster.items("events.k8s.io/v1", "Event", namespace)]
+        assert {"Downloading", "AuthFailed", "Downloaded"} <= set(reasons)
+        assert reasons.count("AuthFailed") == 1
+
+
+def test_a_place_that_refuses_us_is_told_before_there_is_a_plan(cluster, namespace, kubelet, place):
+    place.secret = "s3cr3t-of-the-place"
+    with Operating(cluster, namespace, {"remember_secrets_s": 0.1}) as operating:
+        http = {"url": place.url, "headersSecretRef": {"name": "models"}}
+        cluster.apply(llm_service(model={"source": {"http": http}}), namespace)
+        says(operating, "ModelCached", "False", "AuthFailed")
+        assert "Secret 'models': there is none in namespace" in message(operating, "ModelCached")
+        assert operating.condition("Ready")["reason"] == "AuthFailed"
+        for value, words in (("wrong", "HTTP 401"), ("s3cr3t-of-the-place", "")):
+            secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "models"}}
+            cluster.apply(secret | {"stringData": {"X-Key": value}}, namespace)
+            if words:
+                eventually(lambda w=words: w in message(operating, "ModelCached"), 60, words)
+                assert "check Secret 'models'" in message(operating, "ModelCached")
+        says(operating, "Planned", "True", "Fits", 60)
+        text = cluster.kubectl("get", "llm,events", "-o", "yaml", namespace=namespace)
+        assert place.secret not in text and "wrong, or lacks" not in operating.condition("Ready")["message"]
+    place.secret = ""
