@@ -166,12 +166,7 @@ class Engine:
                 cannot be served; the message says why.
         """
         self._check_takes_adapters(path)
-        import torch
-
-        from quire_engine.peft import read_adapter
-
-        host = read_adapter(path, self.shape, self.config.max_lora_rank, getattr(torch, self.memory.dtype))
-        return self._runner.pack(host)
+        return self._runner.read(path)
 
     def add_adapter(self, digest: str, path: Path, host: object, pinned: bool | None = None) -> None:
         """Register what `read_adapter` read, under its content digest.

@@ -13,15 +13,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from quire_engine.loader import give_way
 from quire_engine.member import MAX_CALL_BYTES, Ends
 from quire_engine.ranks import Ranks
+from quire_engine.request import SlotId
 from quire_engine.ring import Bell, Ring
 from quire_engine.runner import TorchRunner
+from quire_engine.step import SlotLoad
 from quire_engine.work import decode
 from quire_spec.config import EngineConfig
-from quire_spec.errors import QuireError
+from quire_spec.errors import Internal, QuireError
 from quire_spec.shape import ModelShape
 from quire_spec.shard import Shard
+
+_ADAPTER_CALLS = ("read", "fill", "forget")
+_MAX_ERROR = MAX_CALL_BYTES // 16
+"""Characters; a reply is one packet, and JSON may need six bytes for one."""
 
 _log = logging.getLogger("quire.rank")
 
@@ -36,6 +43,7 @@ class Follower:
         self._bell = Bell(ends.bell)
         self._on_gone = on_gone
         self._calls: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._runner: TorchRunner | None = None
         self._open = True
 
     def run(self) -> None:
@@ -62,6 +70,7 @@ class Follower:
         except QuireError as error:
             self._answer(call, error)
             raise
+        self._runner = runner
         self._answer(call)
         call = self._next("serve")
         ring = Ring(self._memory, call["num_elements"])
@@ -85,8 +94,33 @@ class Follower:
 
     def _listen(self) -> None:
         while frame := self._receive():
-            self._calls.put(json.loads(frame))
+            call = json.loads(frame)
+            if call["call"] in _ADAPTER_CALLS:
+                # A thread for each, as in rank 0 (loader.py): a disk that hangs holds up nobody else.
+                threading.Thread(target=self._do, args=(call,), name="adapter", daemon=True).start()
+            else:
+                self._calls.put(call)
         self._on_gone()
+
+    def _do(self, call: dict[str, Any]) -> None:
+        """Carry an adapter; what goes wrong with it is rank 0's to say."""
+        give_way()
+        runner, key, failure = self._runner, str(call["key"]), None
+        assert runner is not None, "adapters come when steps do"
+        try:
+            if call["call"] == "read":
+                runner.hold(key, runner.read(Path(call["path"])))
+            elif call["call"] == "fill":
+                runner.load(SlotLoad(key, SlotId(call["slot"])))()
+            else:
+                runner.drop(key)
+        except QuireError as error:
+            failure = error
+        except Exception as error:
+            _log.exception("adapter failed call=%s", call["call"])
+            failure = Internal(f"{type(error).__name__}: {error}")
+        if call["id"] is not None:
+            self._answer(call, failure)
 
     def _receive(self) -> bytes:
         try:
@@ -101,5 +135,5 @@ class Follower:
         return call
 
     def _answer(self, call: dict[str, Any], error: QuireError | None = None) -> None:
-        said = None if error is None else [error.code.value, str(error)]
+        said = None if error is None else [error.code.value, str(error)[:_MAX_ERROR]]
         self._control.send(json.dumps({"id": call["id"], "error": said}).encode())

@@ -114,6 +114,13 @@ class Group:
         """The same without the wait: `end` takes the number."""
         return self._send({"call": name, **args}, set(self._numbers))
 
+    def tell(self, name: str, **args: Any) -> None:
+        """Have every other rank do something that nobody waits for; nothing if they are gone. From any thread."""
+        frame = json.dumps({"id": None, "call": name, **args}).encode()
+        for control in self._sockets.values():
+            with suppress(OSError):
+                control.send(frame)
+
     def end(self, number: int) -> None:
         """Wait until all ranks have done what was begun; raises as `call`."""
         self._wait(number)

@@ -39,11 +39,11 @@ class Loader:
 
     async def _do(self, turn: asyncio.Semaphore, work: Callable[[], T]) -> T:
         async with turn:
-            with ThreadPoolExecutor(1, "adapter", initializer=_give_way) as thread:
+            with ThreadPoolExecutor(1, "adapter", initializer=give_way) as thread:
                 return await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
-def _give_way() -> None:
+def give_way() -> None:
     """Have this thread, and no other, run where steps leave a core free, and on one core only."""
     import torch  # here, so that importing the core's sockets costs no torch
 

@@ -20,6 +20,7 @@ from quire_engine.peft_config import PeftConfig
 from quire_engine.tensor_file import DTYPES, TensorFile, open_tensors
 from quire_spec.errors import InvalidArgument
 from quire_spec.shape import ModelShape
+from quire_spec.shard import Shard
 from quire_spec.sizing import linears, lora_slot_bytes
 
 CONFIG_FILE = "adapter_config.json"
@@ -49,8 +50,12 @@ class HostAdapter:
         return HostAdapter(self.rank, {k: (a.pin_memory(), b.pin_memory()) for k, (a, b) in self.pairs.items()})
 
 
-def read_adapter(folder: Path, shape: ModelShape, max_rank: int, dtype: torch.dtype) -> HostAdapter:
+def read_adapter(
+    folder: Path, shape: ModelShape, max_rank: int, dtype: torch.dtype, shard: Shard | None = None
+) -> HostAdapter:
     """Read and check an adapter's folder; its scales are folded into B before conversion to `dtype`.
+
+    `shard`: keep what this rank needs; all of it is checked, so that all ranks find the same wrong.
 
     Raises:
         InvalidArgument: it is not an adapter for this model, or one that cannot be served; the message says why.
@@ -60,7 +65,7 @@ def read_adapter(folder: Path, shape: ModelShape, max_rank: int, dtype: torch.dt
         path = _find_weights(folder)
         _check_size(path, shape, max_rank)
         with open_tensors(path) as file:
-            return _read(file, config, shape, dtype)
+            return _read(file, config, shape, dtype, shard)
     except SafetensorError as error:
         raise InvalidArgument(f"adapter {str(folder)!r}: {WEIGHTS_FILE} is not a safetensors file: {error}") from error
     except OSError as error:
@@ -97,7 +102,9 @@ def _check_size(path: Path, shape: ModelShape, max_rank: int) -> None:
         )
 
 
-def _read(file: TensorFile, config: PeftConfig, shape: ModelShape, dtype: torch.dtype) -> HostAdapter:
+def _read(
+    file: TensorFile, config: PeftConfig, shape: ModelShape, dtype: torch.dtype, shard: Shard | None
+) -> HostAdapter:
     halves = _halves(file.keys(), shape)
     _check_targets(halves, config, shape)
     sizes = linears(shape)
@@ -114,8 +121,15 @@ def _read(file: TensorFile, config: PeftConfig, shape: ModelShape, dtype: torch.
             # One pass, and both are NaN if any is: `isfinite` takes sixty times as long.
             if not all(map(math.isfinite, torch.aminmax(tensor))):
                 raise InvalidArgument(f"{name} holds NaN or infinity, or overflows {dtype}, its scale applied")
-        pairs[module.layer, module.target] = (a, b)
+        pairs[module.layer, module.target] = (a, b) if shard is None else _part(a, b, module.path, shard)
     return HostAdapter(max(a.shape[0] for a, _ in pairs.values()), pairs)
+
+
+def _part(a: Tensor, b: Tensor, path: str, shard: Shard) -> tuple[Tensor, Tensor]:
+    """What a rank needs of a linear's A [rank, in_features] and B [out_features, rank]: copies, so that it keeps no
+    more than that."""
+    (columns,) = shard.inputs(path)
+    return a[:, columns.start : columns.stop].clone(), torch.cat([b[r.start : r.stop] for r in shard.outputs(path)])
 
 
 @dataclass(frozen=True, slots=True)

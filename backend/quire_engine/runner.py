@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from quire_engine.lora import AdapterSlots
 from quire_engine.memory import Budget, allocating, num_blocks
 from quire_engine.models import model_class
 from quire_engine.models.causal import CausalLM
-from quire_engine.peft import HostAdapter
+from quire_engine.peft import HostAdapter, read_adapter
 from quire_engine.ranks import Ranks
 from quire_engine.request import BlockId, Logprob, Sequence
 from quire_engine.sampler import Row, Sampler
@@ -73,6 +74,8 @@ class TorchRunner(Runner):
         self._device = open_device(config, 0 if ranks is None else ranks.shard.rank)
         self._dtype = resolve_dtype(config, shape.dtype)
         self._sampler = Sampler()
+        shard = None if ranks is None else ranks.shard
+        self._read = partial(read_adapter, shape=shape, max_rank=config.max_lora_rank, dtype=self._dtype, shard=shard)
         if ranks is not None:
             shape = ranks.shard.local
         self._model = model_class(shape.architecture)(shape, Placement(self._dtype, self._device, ranks))
@@ -114,13 +117,17 @@ class TorchRunner(Runner):
         )
         logger.info("memory plan %s", " ".join(f"{f}={getattr(self.memory, f)}" for f in MemoryPlan.__slots__))
 
-    def pack(self, adapter: object) -> PackedAdapter:
-        """An adapter as `hold` keeps it; see step.Runner."""
-        assert self._slots is not None and isinstance(adapter, HostAdapter)
+    def read(self, path: Path) -> PackedAdapter:
+        """Read an adapter's folder; see step.Runner."""
+        return self.pack(self._read(path))
+
+    def pack(self, adapter: HostAdapter) -> PackedAdapter:
+        """An adapter, as it was read, as `hold` keeps it."""
+        assert self._slots is not None
         return self._slots.pack(adapter)
 
     def host_bytes(self, packed: object) -> int:
-        """Bytes of what `pack` made; see step.Runner."""
+        """Bytes of what `read` made; see step.Runner."""
         assert isinstance(packed, PackedAdapter)
         return packed.num_bytes
 

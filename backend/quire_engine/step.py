@@ -7,6 +7,7 @@ spans of a step are flattened into one batch.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from quire_engine.request import BlockId, Logprob, Sequence, SlotId
@@ -104,16 +105,20 @@ class Runner(Protocol):
     swap_space: SwapSpace
     """Host memory for blocks of preempted sequences."""
 
-    def pack(self, adapter: object) -> object:
-        """An adapter as it was read (peft.HostAdapter) in the form that `hold` keeps. Slow, and for any thread."""
+    def read(self, path: Path) -> object:
+        """Read an adapter's folder, to the form that `hold` keeps. Slow, and for any thread.
+
+        Raises:
+            InvalidArgument: it is not an adapter for this model, or one that cannot be served; the message says why.
+        """
         ...
 
     def host_bytes(self, packed: object) -> int:
-        """Bytes of what `pack` made."""
+        """Bytes of what `read` made."""
         ...
 
     def hold(self, digest: str, packed: object) -> None:
-        """Keep what `pack` made in host memory, under the adapter's content digest."""
+        """Keep what `read` made in host memory, under the adapter's content digest."""
         ...
 
     def drop(self, digest: str) -> None:

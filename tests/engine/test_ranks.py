@@ -10,20 +10,21 @@ import time
 import psutil
 import pytest
 from support.pod import eventually
-from support.ranks import engine_of, rank_processes
-from support.tiny import VOCAB, make_checkpoint
+from support.ranks import ThreadRank, engine_of, rank_processes
+from support.tiny import VOCAB, make_adapter, make_checkpoint
 
 from quire_engine.engine import Engine
 from quire_engine.llm import LLM
 from quire_engine.member import RankProcess
+from quire_engine.outputs import LoRARequest
 from quire_engine.step import RunnerLost
 from quire_engine.swap import SwapSpace
 from quire_spec.config import EngineConfig
-from quire_spec.errors import ConfigError
+from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.messages import Generate
 from quire_spec.sampling import SamplingParams
 from quire_spec.shape import ModelShape
-from quire_spec.sizing import kv_block_bytes
+from quire_spec.sizing import kv_block_bytes, lora_slot_bytes
 
 GREEDY = {"temperature": 0.0, "max_tokens": 18, "logprobs": 2}
 DRAWN = {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "max_tokens": 18}
@@ -36,6 +37,19 @@ FAMILIES = ["llama", "qwen2", "opt", "phi3", "gemma2"]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return {name: make_checkpoint(tmp_path_factory.mktemp(name), name) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def adapters(folders, tmp_path_factory):
+    """For two families: one of all linears, one of some of what is split by output, one of what is split by input."""
+    kinds = {
+        "llama": ({}, {"r": 4, "target_modules": ["k_proj", "up_proj"]}, {"r": 2, "target_modules": ["down_proj"]}),
+        "phi3": ({}, {"r": 4, "target_modules": ["qkv_proj"]}, {"r": 2, "target_modules": ["o_proj"]}),
+    }
+    return {
+        name: [make_adapter(folders[name], tmp_path_factory.mktemp(name), i, **kind) for i, kind in enumerate(made)]
+        for name, made in kinds.items()
+    }
 
 
 def _config(folder, size, **changes):
@@ -57,15 +71,16 @@ def _requests():
         yield Generate(i, prompt, params | {"seed": i})
 
 
-def _generate(engine):
-    """Tokens and log probabilities of all requests, which arrive a few a step."""
-    waiting = list(_requests())
+def _generate(engine, adapter=lambda i: None):
+    """Tokens and log probabilities of all requests, which arrive a few a step; `adapter` names that of each."""
+    waiting = [dataclasses.replace(request, adapter=adapter(request.id)) for request in _requests()]
     tokens: dict[int, list[int]] = {request.id: [] for request in waiting}
     logprobs: list[float] = []
     while waiting or engine.has_work:
         for request in waiting[:4]:
             engine.add(request)
         del waiting[:4]
+        engine.fetch()
         for result in engine.step().results:
             assert not result.error
             tokens[result.id] += result.token_ids
@@ -90,24 +105,58 @@ def test_ranks_give_what_one_gives(folders, name, size, monkeypatch):
     assert engine.memory.weights_bytes < 0.75 * alone.memory.weights_bytes
 
 
-def _outputs(llm):
-    """The same requests through LLM; all at once."""
+@pytest.mark.parametrize(("name", "size"), [("llama", 4), ("phi3", 2)])
+def test_adapters_of_all_kinds_and_none_in_one_batch(folders, adapters, name, size):
+    """More adapters than copies in host memory and than slots: they come and go."""
+    lora = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
+    found = []
+    for ranks in (1, size):
+        followers: list[ThreadRank] = []
+
+        def start(ends, followers=followers):
+            followers.append(ThreadRank(ends))
+            return followers[-1]
+
+        engine = engine_of(_config(folders[name], ranks, **lora), start=start)
+        for i, path in enumerate(adapters[name]):
+            engine.add_adapter(f"d{i}", path, engine.read_adapter(path), pinned=False)
+        found.append(_generate(engine, lambda i: None if i % 4 == 3 else f"d{i % 4}")[0])
+        assert engine.stats().num_adapter_evictions > 0
+        with pytest.raises(InvalidArgument, match=r"adapter_config.json is missing"):
+            engine.read_adapter(folders[name] / "none")
+        slots = engine.memory.lora_bytes
+        assert len(followers) == ranks - 1
+        gc.collect()
+        # What rank 0 has forgotten, the others forget a moment later.
+        for follower in followers:
+            eventually(lambda follower=follower: len(follower.held) == 2)
+    assert found[0] == found[1]
+    base = _generate(engine_of(_config(folders[name], 1)))[0]
+    assert {i for i in base if base[i] == found[1][i]} == {3, 7}
+    assert slots < lora_slot_bytes(ModelShape.load(folders[name]), 8, 4) * 2
+
+
+def _outputs(llm, adapter=None):
+    """The same requests through LLM; all at once, and two with an adapter if there is one."""
     prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in _requests()]
-    made = llm.generate(prompts, [SamplingParams(**request.params) for request in _requests()], use_tqdm=False)
+    params = [SamplingParams(**request.params) for request in _requests()]
+    loras = None if adapter is None else [LoRARequest("one", 1, str(adapter)) if i % 4 == 3 else None for i in range(9)]
+    made = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
     return [output.outputs[0].token_ids for output in made]
 
 
-def _llm(folder, size):
-    config = _config(folder, size).to_json()
+def _llm(folder, size, **changes):
+    config = _config(folder, size, **changes).to_json()
     return LLM(config.pop("model"), **config)
 
 
-def test_processes_give_what_one_gives_and_go_with_their_engine(folders):
-    """With tied embeddings."""
-    expected = _outputs(_llm(folders["qwen2"], 1))
-    llm = _llm(folders["qwen2"], 2)
+def test_processes_give_what_one_gives_and_go_with_their_engine(folders, tmp_path):
+    """With tied embeddings, and an adapter beside none."""
+    adapter = make_adapter(folders["qwen2"], tmp_path)
+    expected = _outputs(_llm(folders["qwen2"], 1, enable_lora=True), adapter)
+    llm = _llm(folders["qwen2"], 2, enable_lora=True)
     assert len(rank_processes()) == 1
-    assert _outputs(llm) == expected
+    assert _outputs(llm, adapter) == expected
     assert llm.engine.stats().num_preemptions > 0 and llm.engine.stats().prefix_cache_hits > 0
     del llm
     gc.collect()
@@ -178,7 +227,7 @@ def test_a_rank_that_cannot_load_says_why(folders, tmp_path):
 def test_control_c_waits_for_the_end_of_a_step(folders):
     engine = engine_of(_config(folders["llama"], 2))
     expected = _generate(engine)
-    model = engine._runner._model
+    model = engine._runner._own._model
 
     class Interrupted:
         shape = model.shape
@@ -188,10 +237,10 @@ def test_control_c_waits_for_the_end_of_a_step(folders):
             signal.raise_signal(signal.SIGINT)
             return model(batch, kv)
 
-    engine._runner._model = Interrupted()
+    engine._runner._own._model = Interrupted()
     engine.add(Generate(100, [1, 2, 3], GREEDY))
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     engine.abort([100])
-    engine._runner._model = model
+    engine._runner._own._model = model
     assert _generate(engine)[0] == expected[0]

@@ -26,6 +26,13 @@ class ThreadRank:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    @property
+    def held(self) -> set[str]:
+        """Keys of the adapters in host memory."""
+        runner = self._follower._runner
+        assert runner is not None and runner._slots is not None
+        return set(runner._slots._host)
+
     def _run(self) -> None:
         try:
             self._follower.run()

@@ -4,6 +4,7 @@
 import hashlib
 import random
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from quire_engine.step import Sampled, SlotLoad, Span, StepPlan
 from quire_engine.swap import SwapSpace
@@ -42,8 +43,8 @@ class TokenRunner:
         """Per step, its spans: (sequence id, start, length)."""
         self._failures = failures
 
-    def pack(self, adapter: object) -> object:
-        return adapter
+    def read(self, path: Path) -> object:
+        return path
 
     def host_bytes(self, packed: object) -> int:
         # Some are larger than others; tests that count copies only set no bound.
