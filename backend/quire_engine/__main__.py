@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ examples:
   the cost of parameters: penalties and log probabilities for every request
     python -m quire_engine bench --model examples/models/tiny --param repetition_penalty=1.1 --param logprobs=5
 
+  where the time goes: a trace of 100 steps, to be opened in a browser at ui.perfetto.dev
+    python -m quire_engine bench --model examples/models/tiny --profile trace.json
+
   any setting of the engine, by its name in engine.json
     python -m quire_engine bench --model org/name --device cuda --set max_num_seqs=256 --set block_size=32
 """
@@ -75,9 +79,11 @@ def _generate(args: argparse.Namespace) -> None:
     llm, each = _load(args), [lora for _, lora in jobs]
     if args.chat:
         messages = [[{"role": "user", "content": prompt}] for prompt, _ in jobs]
-        outputs = llm.chat(messages, params, sys.stderr.isatty(), each)
+        with _traced(llm, args):
+            outputs = llm.chat(messages, params, sys.stderr.isatty(), each)
     else:
-        outputs = llm.generate([prompt for prompt, _ in jobs], params, sys.stderr.isatty(), each)
+        with _traced(llm, args):
+            outputs = llm.generate([prompt for prompt, _ in jobs], params, sys.stderr.isatty(), each)
     show = _as_json if args.output == "json" else _as_text
     for output in outputs:
         print(show(output))
@@ -96,12 +102,19 @@ def _bench(args: argparse.Namespace) -> None:
     )
     if args.warmup:
         bench.run(llm.engine, replace(load, num_prompts=min(4, load.num_prompts), rate=None, seed=load.seed + 1))
-    report = bench.run(llm.engine, load, progress=sys.stderr.isatty())
+    with _traced(llm, args):
+        report = bench.run(llm.engine, load, progress=sys.stderr.isatty())
     if args.output == "json":
         print(json.dumps({"engine": _settings(llm), "load": to_json(load), "report": to_json(report)}))
     else:
         print(" ".join(f"{name}={value}" for name, value in _settings(llm).items()))
         print(bench.format_report(report))
+
+
+def _traced(llm: LLM, args: argparse.Namespace) -> AbstractContextManager[None]:
+    from quire_engine.trace import traced  # imports torch, which --help does not need
+
+    return traced(llm.engine, args.profile)
 
 
 def _settings(llm: LLM) -> dict[str, Any]:
@@ -243,6 +256,12 @@ def _add_engine(parser: argparse.ArgumentParser, lora: str) -> None:
     parser.add_argument("--lora", action="append", default=[], metavar="NAME=DIR", help=lora)
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="any setting of engine.json; repeatable"
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="trace the first 100 steps: what ran when, for chrome://tracing or ui.perfetto.dev",
     )
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of what is printed")
 

@@ -34,6 +34,7 @@ from quire_engine.sampler import Row, Sampler
 from quire_engine.step import Runner, Sampled, SlotLoad, Span, StepPlan
 from quire_engine.swap import SwapSpace
 from quire_engine.swapper import Swapper
+from quire_engine.trace import stretch
 from quire_engine.weights import load_weights
 from quire_engine.work import Work, order_spans, work_of
 from quire_kernels import LoraSlots, PackedAdapter, Site
@@ -148,6 +149,10 @@ class TorchRunner(Runner):
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Run a step; see step.Runner."""
+        with stretch(f"step of {sum(s.length for s in plan.spans)} tokens of {len(plan.spans)} sequences"):
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> list[Sampled]:
         order = order_spans(plan.spans)
         spans = [plan.spans[i] for i in order]
         work = work_of(spans, self._kv.block_size, self._model.shape.rope_switch, plan)
@@ -198,7 +203,8 @@ class TorchRunner(Runner):
     @torch.inference_mode()
     def _replay(self, graphs: DecodeGraphs, spans: list[Span]) -> list[Sampled]:
         """A decoding step by its graph; one result a span, in order."""
-        logits = graphs.run(spans)
+        with stretch("graph"):
+            logits = graphs.run(spans)
         choosing = [i for i, span in enumerate(spans) if span.samples]
         if len(choosing) < len(spans):
             logits = logits[torch.tensor(choosing, device=logits.device)]
@@ -216,8 +222,10 @@ class TorchRunner(Runner):
     def _forward(self, work: Work, kv: KVCache) -> tuple[Batch, Tensor | None]:
         """Copy what is to be copied, then compute; hidden states of the tokens whose logits are wanted."""
         self._copy(work, kv)
-        batch = build_batch(work, kv, self._device)
-        return batch, self._model(batch, kv)
+        with stretch("inputs"):
+            batch = build_batch(work, kv, self._device)
+        with stretch("model"):
+            return batch, self._model(batch, kv)
 
     def _copy(self, work: Work, kv: KVCache) -> None:
         if self._swapper is not None:

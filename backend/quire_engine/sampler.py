@@ -18,6 +18,7 @@ from quire_engine.logprobs import logprobs_of
 from quire_engine.request import Logprob, Sequence
 from quire_engine.step import Sampled
 from quire_engine.tally import Tally
+from quire_engine.trace import stretch
 from quire_kernels import choose, most_likely
 
 # float32 logits worked on at a time: what a core's share of the cache holds, and below the size at which the C library
@@ -58,7 +59,8 @@ class Sampler:
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             choice = self._choice(start, logits, rows[part])
-            sampled += choice(logits[part], rows[part], None if mask is None else mask[part])
+            with stretch("sampler"):
+                sampled += choice(logits[part], rows[part], None if mask is None else mask[part])
         # So that no sequence of an earlier, larger batch is kept alive.
         self._choices = {start: choice for start, choice in self._choices.items() if start < len(rows)}
         return sampled

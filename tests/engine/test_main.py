@@ -152,3 +152,29 @@ def test_help_teaches_with_examples(command: str) -> None:
         [sys.executable, "-m", "quire_engine", command, "--help"], capture_output=True, text=True, check=True
     )
     assert "examples:" in run.stdout and f"python -m quire_engine {command} --model examples/models/tiny" in run.stdout
+
+
+@pytest.mark.parametrize("command", ["bench", "generate"])
+def test_profile_writes_a_trace_that_names_what_steps_do(
+    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire_engine.trace.MAX_STEPS", 3)
+    options = {
+        "bench": ["--num-prompts=2", "--input-len=5", "--output-len=6", "--no-warmup"],
+        "generate": ["--prompt=the fox", "--max-tokens=6"],
+    }
+    trace = tmp_path / "trace.json"
+    assert main([command, *settings(model), *options[command], f"--profile={trace}"]) == 0
+    names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+    steps = [name for name in names if name.startswith("step of")]
+    # Six steps run, the first three are traced.
+    assert len(steps) == 3
+    assert steps[0].startswith("step of 10 tokens of 2" if command == "bench" else "step of ")
+    assert {"inputs", "model", "sampler"} <= set(names)
+
+
+def test_a_trace_that_cannot_be_written_is_refused_first(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *settings(model), "--input-len=5", f"--profile={tmp_path}/none/trace.json"]) == 1
+    assert "--profile: " in capsys.readouterr().err
