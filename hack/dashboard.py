@@ -142,6 +142,38 @@ ROWS: tuple[tuple[str, Sequence[Panel]], ...] = (
                 ],
             ),
             (
+                "Wait to run by adapter, p95",
+                "Long beside a short load: the slots are what is waited for.",
+                "s",
+                [
+                    (
+                        _top(
+                            "histogram_quantile(0.95, sum by (le, adapter) (rate("
+                            f"quire_adapter_queue_seconds_bucket{{{_MODEL}}}[{_RATE}])))"
+                        ),
+                        "{{adapter}}",
+                    )
+                ],
+            ),
+            (
+                "Loads, p95",
+                "From disk to host memory, and from there to a slot.",
+                "s",
+                [
+                    (
+                        "histogram_quantile(0.95, sum by (le, to) (rate("
+                        f"quire_adapter_load_seconds_bucket{{{_MODEL}}}[{_RATE}])))",
+                        "{{to}}",
+                    )
+                ],
+            ),
+            (
+                "Requests refused for a limit",
+                "Of the adapter: spec.adapters[].limits.",
+                "reqps",
+                [(_top(_rate("quire_adapter_requests_limited_total", by="adapter")), "{{adapter}}")],
+            ),
+            (
                 "Pods that have it in a slot",
                 "By adapter.",
                 "short",

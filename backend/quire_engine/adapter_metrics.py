@@ -8,9 +8,15 @@ from collections.abc import Collection, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from quire_spec.messages import AdapterMove
+
 MAX_ADAPTER_LABELS = 100
-"""Adapters with series of their own; the others share "other". Each costs about 30 lines of a scrape, most of them
+"""Adapters with series of their own; the others share "other". Each costs about 60 lines of a scrape, most of them
 buckets, and a thousand adapters would make the scrape larger than the traffic it describes."""
+
+# Coarse: these are seen beside the time to the first token, to tell what it went to.
+_QUEUE_BUCKETS = (0.01, 0.1, 0.5, 1.0, 2.5, 10.0, 60.0)
+_LOAD_BUCKETS = (0.005, 0.025, 0.1, 0.5, 2.5, 10.0)
 
 OTHER = "other"
 
@@ -34,6 +40,26 @@ class AdapterMetrics:
             buckets=tuple(first_token_buckets),
             registry=registry,
         )
+        self._limited = Counter(
+            "quire_adapter_requests_limited", "Requests refused for a limit of the adapter.", names, registry=registry
+        )
+        self._evictions = Counter(
+            "quire_adapter_evictions", "Times that the adapter lost its slot to another one.", names, registry=registry
+        )
+        self._queue = Histogram(
+            "quire_adapter_queue_seconds",
+            "From a request's arrival to its first step, the wait for its adapter included.",
+            names,
+            buckets=_QUEUE_BUCKETS,
+            registry=registry,
+        )
+        self._load = Histogram(
+            "quire_adapter_load_seconds",
+            "Time in which the adapter came from disk to host memory (to: host), and from there to a slot (to: slot).",
+            [*names, "to"],
+            buckets=_LOAD_BUCKETS,
+            registry=registry,
+        )
         self._residency = Gauge(
             "quire_adapter_slot_residency", "1 while the adapter is in a device slot.", names, registry=registry
         )
@@ -42,6 +68,24 @@ class AdapterMetrics:
         """A request was admitted."""
         if adapter is not None:
             self._requests.labels(self._model, self._labels.label(adapter)).inc()
+
+    def limited(self, adapter: str | None) -> None:
+        """A request was refused because of a limit of its adapter."""
+        if adapter is not None:
+            self._limited.labels(self._model, self._labels.label(adapter)).inc()
+
+    def started(self, adapter: str | None, seconds: float) -> None:
+        """A request ran for the first time, `seconds` after it came."""
+        if adapter is not None:
+            self._queue.labels(self._model, self._labels.label(adapter)).observe(seconds)
+
+    def moved(self, adapter: str, move: AdapterMove) -> None:
+        """An adapter came to host memory or to a slot, or lost its slot."""
+        label = self._labels.label(adapter)
+        if move.place == "evicted":
+            self._evictions.labels(self._model, label).inc()
+        else:
+            self._load.labels(self._model, label, move.place).observe(move.seconds)
 
     def first_token(self, adapter: str | None, seconds: float) -> None:
         """A request got its first token, `seconds` after it came."""
@@ -57,8 +101,13 @@ class AdapterMetrics:
         """The adapters that requests can name from now on; the series of others go."""
         for name in self._labels.keep(names):
             self._resident.discard(name)
-            for metric in (self._requests, self._tokens, self._first_token, self._residency):
+            for metric in (
+                *(self._requests, self._tokens, self._first_token, self._residency),
+                *(self._limited, self._evictions, self._queue),
+            ):
                 metric.remove(self._model, name)
+            for place in ("host", "slot"):
+                self._load.remove(self._model, name, place)
 
     def slots(self, names: Collection[str]) -> None:
         """Names of the adapters that are in a device slot now."""

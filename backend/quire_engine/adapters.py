@@ -181,6 +181,11 @@ class AdapterRegistry:
         """Bytes of host memory that copies take, those that are being read included."""
         return sum(map(self._bytes, (*self._host, *self._asked)))
 
+    @property
+    def num_host(self) -> int:
+        """Adapters in host memory."""
+        return len(self._host)
+
     def take_dropped(self) -> list[str]:
         """Adapters whose host copies were given up since the last call."""
         dropped, self._dropped = self._dropped, []

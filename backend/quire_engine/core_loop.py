@@ -126,7 +126,7 @@ class CoreLoop:
         self._count_failures(result)
 
     def _report(self, results: list[SequenceResult]) -> None:
-        self._send(StepResult(results, [], self._engine.stats()))
+        self._send(StepResult(results, [], self._engine.stats(), self._engine.take_moves()))
 
     def _send(self, result: StepResult) -> None:
         self._stale = False

@@ -141,8 +141,8 @@ class CoreServer:
     async def _load_adapter(self, args: dict[str, Any]) -> dict[str, Any]:
         digest, path = _text(args, "digest"), Path(_text(args, "path"))
         pinned = bool(args.get("pinned", False))
-        host = await self._read(digest, path)
-        await self._do(lambda: self._engine.add_adapter(digest, path, host, pinned))
+        host, read_s = await self._read(digest, path)
+        await self._do(lambda: self._engine.add_adapter(digest, path, host, pinned, read_s))
         _log.info("adapter loaded digest=%s pinned=%s", digest, pinned)
         return {}
 
@@ -164,8 +164,8 @@ class CoreServer:
     async def _read_again(self, digest: str, path: Path) -> None:
         """Supply the host copy of an adapter that sequences wait for."""
         try:
-            host = await self._read(digest, path)
-            await self._do(lambda: self._engine.add_adapter(digest, path, host))
+            host, read_s = await self._read(digest, path)
+            await self._do(lambda: self._engine.add_adapter(digest, path, host, None, read_s))
         except QuireError as error:
             _log.error("adapter cannot be read again digest=%s error=%s", digest, error)
             failure = error
@@ -183,9 +183,12 @@ class CoreServer:
             )
         await self._do(lambda: self._engine.slot_loaded(load, failure))
 
-    async def _read(self, digest: str, path: Path) -> object:
+    async def _read(self, digest: str, path: Path) -> tuple[object, float]:
+        """What `add_adapter` takes, and the seconds that it took."""
+        begun = self._event_loop.time()
         try:
-            return await self._loader.read(lambda: self._engine.read_adapter(path))
+            host = await self._loader.read(lambda: self._engine.read_adapter(path))
+            return host, self._event_loop.time() - begun
         except QuireError:
             raise
         except Exception as error:

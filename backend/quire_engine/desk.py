@@ -7,7 +7,7 @@ to the core, every request ends exactly once and nothing of it stays in the core
 """
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,7 +20,10 @@ from quire_engine.quota import Quotas
 from quire_engine.text import Tokenizer
 from quire_spec.catalogue import AdapterLimits
 from quire_spec.errors import Code, Internal, QuireError, Unavailable
-from quire_spec.messages import Abort, Event, Message, SequenceResult, StepResult, Submit
+from quire_spec.messages import Abort, AdapterMove, Event, Message, SequenceResult, StepResult, Submit
+
+_MAX_EARLY = 256
+"""Moves of adapters that have no name yet, kept for when they get one."""
 
 
 class Frontend(Protocol):
@@ -58,6 +61,7 @@ class Desk:
         """Adapter names by digest."""
         self._slots: list[str] = []
         self._quotas = Quotas()
+        self._early: deque[AdapterMove] = deque(maxlen=_MAX_EARLY)
 
     @property
     def num_open(self) -> int:
@@ -82,8 +86,13 @@ class Desk:
             raise Internal(f"Submit with id {submit.id!r}, which is open already or no integer")
         try:
             admitted = self._admission.admit(submit, self.num_queued)
-            self._quotas.check(admitted.adapter, self._clock())
         except QuireError as error:
+            self._refuse(frontend, submit.id, error)
+            return None
+        try:
+            self._quotas.check(admitted.adapter, self._clock())
+        except Unavailable as error:
+            self._metrics.by_adapter.limited(admitted.adapter)
             self._refuse(frontend, submit.id, error)
             return None
         generation = Generation(self._next_id, submit, admitted, self._clock())
@@ -145,6 +154,8 @@ class Desk:
         if aborted:
             self._send(Abort(aborted))
         self._metrics.stats(step.stats)
+        for move in step.moves:
+            self._moved(move)
         if step.stats.slot_adapters != self._slots:
             self._slots = step.stats.slot_adapters
             self._metrics.by_adapter.slots([name for d in self._slots for name in self._names.get(d, [])])
@@ -170,6 +181,9 @@ class Desk:
             self._names.setdefault(digest, []).append(name)
         self._metrics.by_adapter.catalogue(adapters)
         self._slots = []
+        early, self._early = self._early, deque(maxlen=_MAX_EARLY)
+        for move in early:
+            self._moved(move)
 
     def drain(self, on_empty: Callable[[], None]) -> None:
         """Refuse new requests from now on; call `on_empty` when no request is open."""
@@ -194,10 +208,18 @@ class Desk:
         self._metrics.refused(error.code)
         frontend.post(Event(client_id, error_code=error.code, error=str(error)))
 
+    def _moved(self, move: AdapterMove) -> None:
+        names = self._names.get(move.digest, [])
+        if not names:
+            # The core has an adapter before anyone is told its name.
+            self._early.append(move)
+        for name in names:
+            self._metrics.by_adapter.moved(name, move)
+
     def _start(self, generation: Generation, now: float) -> None:
         generation.started = True
         self.num_queued -= 1
-        self._metrics.started(now - generation.arrival)
+        self._metrics.started(generation.adapter, now - generation.arrival)
 
     def _take_result(self, result: SequenceResult, now: float) -> list[int]:
         """Pass a result on. Returns the sequences that are over here while the engine core still runs them."""

@@ -24,7 +24,7 @@ from quire_engine.step import Runner, RunnerLost, Sampled, SlotLoad, StepPlan
 from quire_spec.capability import DTYPE_BYTES
 from quire_spec.config import EngineConfig
 from quire_spec.errors import Code, ConfigError, Internal, InvalidArgument, QuireError
-from quire_spec.messages import Generate, SequenceResult, Stats, StepResult
+from quire_spec.messages import AdapterMove, Generate, SequenceResult, Stats, StepResult
 from quire_spec.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import lora_slot_bytes
@@ -64,6 +64,9 @@ class Engine:
         self.carry: Callable[[SlotLoad, Callable[[], None]], None] = self._carry_now
         """Has an adapter copied into a slot: by default at once; an owner with threads has the work done in another one
         and then calls `slot_loaded`."""
+        self._begun: dict[SlotLoad, float] = {}
+        """When copies into slots were asked for."""
+        self._moves: list[AdapterMove] = []
         # Ended without a step; reported with the next one.
         self._failed: list[SequenceResult] = []
 
@@ -156,7 +159,12 @@ class Engine:
         self._drop_copies()
         results += self._failed
         self._failed = []
-        return StepResult(results, plan.started if plan is not None else [], self.stats())
+        return StepResult(results, plan.started if plan is not None else [], self.stats(), self.take_moves())
+
+    def take_moves(self) -> list[AdapterMove]:
+        """What became of adapters since the last call."""
+        moves, self._moves = self._moves, []
+        return moves + [AdapterMove("evicted", digest) for digest in self._adapters.slots.take_evicted()]
 
     def read_adapter(self, path: Path) -> object:
         """Read an adapter's folder; what `add_adapter` takes. Slow, and safe to call from any thread.
@@ -168,11 +176,14 @@ class Engine:
         self._check_takes_adapters(path)
         return self._runner.read(path)
 
-    def add_adapter(self, digest: str, path: Path, host: object, pinned: bool | None = None) -> None:
+    def add_adapter(
+        self, digest: str, path: Path, host: object, pinned: bool | None = None, read_s: float = 0.0
+    ) -> None:
         """Register what `read_adapter` read, under its content digest.
 
         `pinned` None answers `take_fetches` for an adapter that is registered (or was, until a moment ago), and
-        registers an unknown one; True or False registers in any case, also one that is being removed.
+        registers an unknown one; True or False registers in any case, also one that is being removed. `read_s`: seconds
+        that reading took.
 
         Raises:
             InvalidArgument: the engine has no adapter slots, or all of them are pinned already.
@@ -182,6 +193,7 @@ class Engine:
         self._drop_copies()
         if keep:
             self._runner.hold(digest, host)
+            self._moves.append(AdapterMove("host", digest, read_s))
         self._scheduler.wake()
 
     def remove_adapter(self, digest: str) -> None:
@@ -198,6 +210,9 @@ class Engine:
     def slot_loaded(self, load: SlotLoad, error: QuireError | None = None) -> None:
         """Work that `carry` was given is done, or has failed: then the sequences that wait for it fail with `error`."""
         self._adapters.slots.loaded(load, error is None)
+        begun = self._begun.pop(load)
+        if error is None:
+            self._moves.append(AdapterMove("slot", load.digest, self._clock() - begun))
         if error is not None:
             self._fail_waiting(load.digest, error)
         self._scheduler.wake()
@@ -243,6 +258,8 @@ class Engine:
             waiting_adapters=self._adapters.waiting(),
             num_adapter_evictions=self._adapters.slots.num_evictions,
             slot_adapters=self._adapters.slots.adapters(),
+            num_host_adapters=self._adapters.num_host,
+            host_adapter_bytes=self._adapters.host_bytes,
         )
 
     def check_integrity(self) -> None:
@@ -269,6 +286,7 @@ class Engine:
         """Have adapters copied into slots; whether sequences may run now that could not before."""
         loads = self._adapters.slots.take_loads()
         for load in loads:
+            self._begun[load] = self._clock()
             self.carry(load, self._runner.load(load))
         return bool(loads) and not self._scheduler.stalled
 

@@ -8,7 +8,14 @@ core's own numbers come with every step (Stats). The desk calls this at most onc
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from quire_engine.adapter_metrics import AdapterMetrics
 from quire_spec.config import EngineConfig
@@ -33,6 +40,10 @@ _REQUEST_BUCKETS = (
 _CACHE_LABELS = (
     *("model_name", "block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks"),
 )
+
+
+# When each series began: a line for each, and Prometheus keeps its own time.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Metrics:
@@ -61,9 +72,10 @@ class Metrics:
         """A request was not admitted."""
         self._refused.labels(self._model, code).inc()
 
-    def started(self, queued_s: float) -> None:
+    def started(self, adapter: str | None, queued_s: float) -> None:
         """A request ran for the first time, after waiting `queued_s`."""
         self._queue_time.observe(queued_s)
+        self.by_adapter.started(adapter, queued_s)
 
     def first_token(self, adapter: str | None, seconds: float) -> None:
         """A request got its first token, `seconds` after it came."""
@@ -104,8 +116,10 @@ class Metrics:
         """The engine core came or went; a new one counts from zero."""
         self._core.set(connected)
         self._stats = Stats()
-        for gauge in (self._kv_usage, self._running, self._waiting, self._swapped, self._host_usage):
+        used = (self._kv_usage, self._host_usage, self._host_adapters, self._host_adapter_bytes)
+        for gauge in (*used, self._running, self._waiting, self._swapped):
             gauge.set(0)
+        self.by_adapter.slots(())
 
     def stats(self, stats: Stats) -> None:
         """The engine core's numbers after a step."""
@@ -116,6 +130,8 @@ class Metrics:
         self._waiting.set(stats.num_waiting)
         self._swapped.set(stats.num_swapped)
         self._host_usage.set(stats.num_used_host_blocks / stats.num_host_blocks if stats.num_host_blocks else 0.0)
+        self._host_adapters.set(stats.num_host_adapters)
+        self._host_adapter_bytes.set(stats.host_adapter_bytes)
         self._kv_usage.set(stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
         for name, counter in self._core_counters.items():
             counter.inc(max(0, getattr(stats, name) - getattr(last, name)))
@@ -140,6 +156,8 @@ class Metrics:
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them.")
         self._swapped = self._gauge("vllm:num_requests_swapped", "Requests that wait with their KV in host memory.")
         self._host_usage = self._gauge("vllm:cpu_cache_usage_perc", "Share of the swap space in use; 1 is all of it.")
+        self._host_adapters = self._gauge("quire_host_adapters", "Adapters in host memory.")
+        self._host_adapter_bytes = self._gauge("quire_host_adapter_bytes", "Bytes of the adapters in host memory.")
         self._core = self._gauge("quire_core_connected", "1 while the engine core is there.")
         info = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         about = "Adapters that run and that requests wait for, by name; the value is the time in Unix seconds."
@@ -158,7 +176,6 @@ class Metrics:
             "num_swapped_out_blocks": self._counter("quire_swapped_out_blocks", "KV blocks copied to host memory."),
             "num_swapped_in_blocks": self._counter("quire_swapped_in_blocks", "KV blocks copied back."),
             "num_steps": self._counter("quire_steps", "Steps of the engine."),
-            "num_adapter_evictions": self._counter("quire_adapter_evictions", "Adapters that lost their slot."),
         }
         self._finished = Counter(
             "vllm:request_success",

@@ -70,6 +70,7 @@ class SlotTable:
         self._loads: list[SlotLoad] = []
         self.num_evictions = 0
         """Adapters that lost their slot, or the host copy that goes with it, to another one."""
+        self._evicted: list[str] = []
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -170,7 +171,9 @@ class SlotTable:
         """Empty the slot of an idle adapter, if it has one. `evict`: to make room, not because nobody wants it."""
         slot = self._slot_of.pop(digest, None)
         if slot is not None:
-            self.num_evictions += evict
+            if evict:
+                self.num_evictions += 1
+                self._evicted.append(digest)
             state = self._slots[slot]
             assert state.num_running == 0
             begun = state.loading and all(load.slot != slot for load in self._loads)
@@ -181,6 +184,11 @@ class SlotTable:
         """Copies into slots that are to be made now; each is answered by `loaded`."""
         loads, self._loads = self._loads, []
         return loads
+
+    def take_evicted(self) -> list[str]:
+        """Adapters that lost their slot since the last call."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
 
     def loaded(self, load: SlotLoad, done: bool = True) -> None:
         """A copy into a slot is made, or has failed: then the slot is empty."""

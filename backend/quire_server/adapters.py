@@ -143,10 +143,6 @@ class AdapterBoard:
         live = {e.name: e.live.digest for e in self._wanted() if e.live is not None}
         return {name for name, digest in live.items() if digest in core.adapters and text.aliases.get(name) == digest}
 
-    def load_seconds(self) -> dict[str, float]:
-        """How long the core took to load each adapter last."""
-        return {e.name: e.load_s for e in self._wanted() if e.load_s is not None}
-
     def digests(self) -> set[str]:
         """Digests that are wanted or stood for now."""
         return {x.digest for entry in self._entries.values() for x in (entry.fetched, entry.live) if x}
@@ -256,10 +252,8 @@ class AdapterBoard:
         core, text, server = self._links.need()
         pinned = self._pinned(fetched.digest)
         async with self._loads:
-            begun = asyncio.get_running_loop().time()
             if core.adapters.get(fetched.digest) != pinned:
                 await core.load(fetched.digest, fetched.folder, pinned)
-                entry.load_s = asyncio.get_running_loop().time() - begun
         self._aliases[entry.name] = fetched.digest
         entry.live = fetched
         await text.publish(self._aliases, self._limits())

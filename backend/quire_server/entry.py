@@ -37,8 +37,6 @@ class Entry:
     blocked: bool = False
     """Wrong in itself: nothing is tried until the catalogue changes."""
     failures: int = 0
-    load_s: float | None = None
-    """Seconds that the core took to load it last."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     fetching: "asyncio.Task[Fetched] | None" = None
     fetching_from: Source | None = None

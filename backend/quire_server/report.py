@@ -36,18 +36,16 @@ def ready(settings: Settings, status: PodStatus, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def own_metrics(status: PodStatus, load_seconds: Mapping[str, float]) -> str:
+def own_metrics(status: PodStatus) -> str:
     """The supervisor's own metrics."""
     states = Counter(a.state for a in status.adapters)
     restarts = {f'process="{name}"': p.restarts for name, p in status.processes.items()}
-    loads = {f'adapter="{name}"': seconds for name, seconds in load_seconds.items()}
     families = [
         _family("quire_ready", "gauge", "1 when this pod is ready.", {"": int(status.ready)}),
         _family("quire_process_restarts_total", "counter", "Restarts of a process of this pod.", restarts),
         _family(
             "quire_adapters", "gauge", "Adapters by state.", {f'state="{s.value}"': states[s] for s in AdapterState}
         ),
-        _family("quire_adapter_load_seconds", "gauge", "Time the core took to load an adapter last.", loads),
     ]
     return "".join(families)
 

@@ -83,7 +83,7 @@ class Supervisor:
     async def metrics(self) -> str:
         """Text's metrics, the server's own, and the supervisor's."""
         text, server = await asyncio.gather(self._text_metrics(), self._server_metrics())
-        return report.joined(text, server, report.own_metrics(self.status(), self._board.load_seconds()))
+        return report.joined(text, server, report.own_metrics(self.status()))
 
     def apply(self, catalogue: Catalogue) -> None:
         """Take a new catalogue; raises Stale or ConfigError."""

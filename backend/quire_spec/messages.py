@@ -157,6 +157,20 @@ class Stats:
     num_adapter_evictions: int = 0
     slot_adapters: list[str] = field(default_factory=list)
     """Digests of the adapters in device slots."""
+    num_host_adapters: int = 0
+    """Adapters in host memory."""
+    host_adapter_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMove:
+    """An adapter has come to host memory or to a slot, or has lost its slot to another one."""
+
+    place: str
+    """host, slot or evicted."""
+    digest: str
+    seconds: float = 0.0
+    """That it took to come, waiting for others included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +181,8 @@ class StepResult:
     started: list[int]
     """Sequences that this step ran for the first time: they no longer count as queued."""
     stats: Stats
+    moves: list[AdapterMove] = field(default_factory=list)
+    """Since the step before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +211,8 @@ _TYPES: dict[str, type[Any]] = {
 }
 
 # Looked up once: frames are made thousands of times a second.
-_FIELDS = {
-    cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in (*_TYPES.values(), Event, SequenceResult, Stats)
-}
+_INNER = (Event, SequenceResult, Stats, AdapterMove)
+_FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in (*_TYPES.values(), *_INNER)}
 
 _DEFAULTS = [f.default for f in dataclasses.fields(SequenceResult)][2:]
 
@@ -208,7 +223,8 @@ def payload_of(message: Message) -> list[Any]:
         return ["Events", [_values(event) for event in message.events]]
     if isinstance(message, StepResult):
         results = [_result_values(result) for result in message.results]
-        return ["StepResult", results, message.started, _values(message.stats)]
+        moves = [[_values(move) for move in message.moves]] if message.moves else []
+        return ["StepResult", results, message.started, _values(message.stats), *moves]
     return [type(message).__name__, *_values(message)]
 
 
@@ -223,7 +239,9 @@ def message_from(payload: Any) -> Message:
         if name == "Events":
             return Events([Event(*event) for event in values[0]])
         if name == "StepResult":
-            return StepResult([SequenceResult(*r) for r in values[0]], values[1], Stats(*values[2]))
+            results, started, stats, *moves = values
+            moved = [AdapterMove(*move) for move in moves[0]] if moves else []
+            return StepResult([SequenceResult(*r) for r in results], started, Stats(*stats), moved)
         message: Message = _TYPES[name](*values)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise Internal(f"not a message: {str(payload)[:80]!r}") from error

@@ -64,7 +64,7 @@ def use(metrics: Metrics) -> None:
     metrics.by_adapter.catalogue(["sql"])
     metrics.by_adapter.admitted("sql")
     metrics.prompt_tokens(7)
-    metrics.started(0.2)
+    metrics.started("sql", 0.2)
     metrics.first_token("sql", 0.03)
     metrics.tokens("sql", 1)
     metrics.next_token(0.02)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/metrics.md lists what a running pod exports: every series of ours, with its kind, labels and meaning."""
+
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.service import ROOT
+
+pytestmark = pytest.mark.server
+
+PAGE = ROOT / "docs/metrics.md"
+ROW = re.compile(r"^\| `(?P<name>[\w:]+)` \| (?P<kind>\w+) \| (?P<labels>.*?) \| (?P<about>.+) \|$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def families(service):
+    """By the name that queries use, after traffic that gives every labelled family a sample."""
+    service.generate("sql", "Once upon a time", max_tokens=4, ignore_eos=True)
+    service.generate("pirate", "Once upon a time", max_tokens=4, ignore_eos=True)
+    service.generate("tales", "Once upon a time", lora_name="nobody")
+    found = text_string_to_metric_families(service.metrics())
+    ours = [family for family in found if family.name.startswith(("vllm:", "quire_"))]
+    return {family.name + ("_total" if family.type == "counter" else ""): family for family in ours}
+
+
+def test_the_page_has_every_series_and_no_other(families):
+    rows = {row["name"]: row for row in ROW.finditer(PAGE.read_text())}
+    assert sorted(rows) == sorted(families)
+    for name, family in families.items():
+        row = rows[name]
+        assert (row["kind"], row["about"]) == (family.type, family.documentation), name
+        if family.samples:
+            labels = set().union(*(sample.labels for sample in family.samples)) - {"le"}
+            assert {label.strip("` ") for label in row["labels"].split(",") if label.strip()} == labels, name
+
+
+def test_endpoint_pickers_find_what_they_read(families):
+    """Gateway API endpoint pickers take the newest sample of vllm:lora_requests_info, and the names in its labels."""
+    (sample,) = families["vllm:lora_requests_info"].samples
+    assert set(sample.labels) == {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
+    assert sample.labels["max_lora"] == "4", "as in the example"
+    assert sample.value > 1.7e9, "Unix seconds"
+    for name in ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
+        (sample,) = families[name].samples
+        assert sample.labels == {"model_name": "tales"}
+    (sample,) = families["vllm:cache_config_info"].samples
+    assert {"block_size", "num_gpu_blocks"} <= set(sample.labels)
+
+
+def test_numbers_of_an_adapter_are_there_after_its_first_request(families):
+    def value(name, **labels):
+        family = families[name]
+        matching = [s.value for s in family.samples if labels.items() <= s.labels.items() and "le" not in s.labels]
+        return matching[0] if matching else None
+
+    of = {"adapter": "sql", "model_name": "tales"}
+    assert value("quire_adapter_requests_total", **of) >= 1
+    assert value("quire_adapter_tokens_total", **of) >= 4
+    assert value("quire_adapter_slot_residency", **of) == 1
+    for name, more in (("queue", {}), ("time_to_first_token", {}), ("load", {"to": "host"}), ("load", {"to": "slot"})):
+        name = f"quire_adapter_{name}_seconds"
+        assert [
+            s for s in families[name].samples if s.name == f"{name}_count" and (of | more).items() <= s.labels.items()
+        ]
+    assert value("quire_host_adapters") >= 2
+    assert value("quire_host_adapter_bytes") > 0
