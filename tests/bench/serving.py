@@ -147,7 +147,7 @@ def circumstances() -> dict[str, Any]:
     cpu = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().replace("\t", "").splitlines() if line)
     return {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-        "command": shlex.join(["python", "tests/bench/serving.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"tests/bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown",
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "nvidia-pytriton")},
         "machine": {

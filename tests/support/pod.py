@@ -119,11 +119,13 @@ def text_of(events: list[Event]) -> str:
 class Pod:
     """Both processes in one run folder. Ends what is left of them on exit."""
 
-    def __init__(self, folder: Path, **config: Any) -> None:
+    def __init__(self, folder: Path, num_threads: int | None = 1, **config: Any) -> None:
+        """`num_threads`: that compute; None: as many as by itself."""
         self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
         (folder / "engine.json").write_text(json.dumps(config))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._env = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
 
     def __enter__(self) -> Self:
         return self
@@ -139,7 +141,7 @@ class Pod:
             with (self.folder / f"{name}.log").open("ab") as log:
                 argv = [sys.executable, "-m", f"quire_engine.{name}_process", "--engine"]
                 argv += [str(self.folder / "engine.json"), "--served-name", "base", "--run-dir", str(self.folder)]
-                self.processes[name] = subprocess.Popen(argv, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+                self.processes[name] = subprocess.Popen(argv, stderr=log, env=os.environ | self._env)
         for name in names:
             eventually(lambda name=name: self._serves(name), what=f"{name}:\n{self.log(name)}")
         if "text" in self.processes and "core" in self.processes:
