@@ -25,7 +25,8 @@ def families(service):
 
 
 def test_the_page_has_every_series_and_no_other(families):
-    rows = {row["name"]: row for row in ROW.finditer(PAGE.read_text())}
+    # The operator's are held to its registry in tests/operator/test_docs.py.
+    rows = {row["name"]: row for row in ROW.finditer(PAGE.read_text()) if not row["name"].startswith("quire_operator")}
     assert sorted(rows) == sorted(families)
     for name, family in families.items():
         row = rows[name]

@@ -20,6 +20,7 @@ from quire_operator.engine_config import engine_config
 from quire_operator.plan.gpu import resolve
 from quire_operator.plan.inputs import Inputs
 from quire_operator.plan.planner import make_plan
+from quire_operator.reconcile.metrics import Metrics
 from quire_operator.render.cluster import Cluster
 from quire_operator.render.desired import desired
 from quire_operator.service import Device, LLMService
@@ -147,6 +148,16 @@ def check_helm(words):
         for part in assignment.partition("=")[0].split("."):
             assert isinstance(value, dict) and (part in value or value == {}), f"no value {assignment}"
             value = value.get(part, {})
+
+
+def test_the_operators_metrics_are_all_there():
+    wanted = set()
+    for collector in Metrics().registry._collector_to_names:
+        name = collector._name + ("_total" if collector._type == "counter" else "")
+        labels = ", ".join(f"`{label}`" for label in collector._labelnames)
+        wanted.add(f"| `{name}` | {collector._type} | {labels} | {collector._documentation} |")
+    found = re.findall(r"^\| `quire_operator_.*$", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    assert set(found) == wanted
 
 
 # The migration.
