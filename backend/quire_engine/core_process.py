@@ -42,10 +42,11 @@ def log_memory(engine: Engine) -> None:
     memory, shape, config = engine.memory, engine.shape, engine.config
     element = DTYPE_BYTES[memory.dtype]
     slots = config.max_loras * sizing.lora_slot_bytes(shape, config.max_lora_rank, element) if config.enable_lora else 0
+    kv_element = element if config.kv_cache_dtype == "auto" else 1
     planned = {
         "weights": (sizing.weights_bytes(shape, element), memory.weights_bytes),
         "lora": (slots, memory.lora_bytes),
-        "kv": (memory.num_blocks * sizing.kv_block_bytes(shape, memory.block_size, element), memory.kv_bytes),
+        "kv": (memory.num_blocks * sizing.kv_block_bytes(shape, memory.block_size, kv_element), memory.kv_bytes),
     }
     for part, (plan, measured) in planned.items():
         _log.info("memory part=%s planned_gib=%.3f measured_gib=%.3f", part, plan / _GIB, measured / _GIB)

@@ -61,6 +61,11 @@ def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
+def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Type of the KV cache of a model that computes in `dtype`."""
+    return dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+
+
 def available_memory() -> int:
     """Bytes of host memory that this process could take now: the machine's, or less if its control group has less."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from quire_kernels import Arena
+from quire_kernels import Arena, movable
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import kv_block_bytes
 
@@ -44,8 +44,10 @@ class KVCache:
         # Not cleared here: on a CPU, pages cost memory only once they are written.
         size = (shape.num_layers, 2, num_blocks + num_spare, block_size, shape.num_kv_heads, shape.head_dim)
         on_cpu = device.type == "cpu"
-        self._data = Arena().empty(size, dtype) if on_cpu else torch.empty(size, dtype=dtype, device=device)
-        self.layers: tuple[Tensor, ...] = tuple(self._data)
+        typed = Arena().empty(size, dtype) if on_cpu else torch.empty(size, dtype=dtype, device=device)
+        # The same memory: torch moves 8-bit floats on no device.
+        self._data = movable(typed)
+        self.layers: tuple[Tensor, ...] = tuple(typed)
         """Per layer [2, num_blocks, block_size, num_kv_heads, head_dim]: keys at 0, values at 1."""
 
     @property

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from quire_engine.batch import Batch, build_batch
-from quire_engine.device import available_memory, give_back_memory, open_device, resolve_dtype, set_threads
+from quire_engine.device import (
+    available_memory,
+    give_back_memory,
+    open_device,
+    resolve_cache_dtype,
+    resolve_dtype,
+    set_threads,
+)
 from quire_engine.graphs import DecodeGraphs
 from quire_engine.group import Group
 from quire_engine.kv import KVCache, block_bytes
@@ -74,6 +81,7 @@ class TorchRunner(Runner):
         self._group = group
         self._device = open_device(config, 0 if ranks is None else ranks.shard.rank)
         self._dtype = resolve_dtype(config, shape.dtype)
+        self._cache_dtype = resolve_cache_dtype(config, self._dtype)
         self._sampler = Sampler()
         shard = None if ranks is None else ranks.shard
         self._read = partial(read_adapter, shape=shape, max_rank=config.max_lora_rank, dtype=self._dtype, shard=shard)
@@ -87,7 +95,7 @@ class TorchRunner(Runner):
             give_back_memory()
             set_threads(self._model.num_bytes, config.tensor_parallel_size)
         max_model_len = config.max_model_len or shape.max_position_embeddings
-        one_block = block_bytes(shape, config.block_size, self._dtype)
+        one_block = block_bytes(shape, config.block_size, self._cache_dtype)
         if ranks is not None:
             ranks.connect(self._device)
         # Ranks would have to capture their collectives too.
@@ -98,7 +106,9 @@ class TorchRunner(Runner):
         if ranks is not None:
             self.num_blocks = ranks.least(self.num_blocks)
         with allocating("kv_cache_memory_bytes"):
-            self._kv = KVCache(shape, self.num_blocks, config.block_size, self._dtype, self._device, self._num_spare)
+            self._kv = KVCache(
+                shape, self.num_blocks, config.block_size, self._cache_dtype, self._device, self._num_spare
+            )
         self._graphs = self._capture(self._kv, config, max_model_len)
         num_host_blocks = int(config.swap_space * 2**30) // one_block
         with allocating("swap_space"):
@@ -253,7 +263,7 @@ class TorchRunner(Runner):
             return Budget(available_memory() // config.tensor_parallel_size + weights + lora, weights, lora, 0)
         # On a cache of one block: graphs have the cache's address in them, so these are captured again on the real one,
         # in as much memory.
-        tiny = KVCache(self._model.shape, 1, config.block_size, self._dtype, self._device, self._num_spare)
+        tiny = KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device, self._num_spare)
         graphs = self._capture(tiny, config, max_model_len)
         graph_bytes = 0 if graphs is None else graphs.num_bytes
         del graphs, tiny
@@ -273,7 +283,7 @@ class TorchRunner(Runner):
             return SwapSpace()
         most = config.max_num_batched_tokens if self._device.type == "cuda" else _CPU_MEASURED_TOKENS
         num_tokens = min(most, max(max_model_len - 1, 1))
-        kv = KVCache(self._model.shape, 1, config.block_size, self._dtype, self._device)
+        kv = KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device)
         span = _dummy_span(0, num_tokens, kv)
 
         work = work_of([span], kv.block_size)
@@ -291,7 +301,7 @@ class TorchRunner(Runner):
 
         Their KV cache is one block that stands in for all: what is computed is of no interest.
         """
-        kv = KVCache(self._model.shape, 1, config.block_size, self._dtype, self._device)
+        kv = KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device)
         room = max(max_model_len - 1, 1)
         even, more = divmod(config.max_num_batched_tokens, config.max_num_seqs)
         many = [_dummy_span(0, min(even + (i < more), room), kv) for i in range(config.max_num_seqs)]

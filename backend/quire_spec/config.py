@@ -91,7 +91,8 @@ class EngineConfig:
     quicker than to compute them again, as measured at start. Off by default: it is memory that a pod has to ask for."""
 
     kv_cache_dtype: str = "auto"
-    """Type of the KV cache; auto is dtype."""
+    """Type of the KV cache; auto is dtype. fp8 or fp8_e4m3 holds twice the tokens of a 16-bit one, rounded to 4 bits of
+    precision: attention's output is then off by about 3 %, on keys and values of normal distribution."""
 
     quantization: str | None = None
     """Weight quantization of the checkpoint."""

@@ -8,7 +8,7 @@ from quire_kernels.activation import ACTIVATIONS, gated, silu_mul
 from quire_kernels.arena import Arena
 from quire_kernels.attention import AttentionBatch, SpanGroup, paged_attention, plan_attention
 from quire_kernels.dispatch import Op
-from quire_kernels.kv_write import write_kv
+from quire_kernels.kv_write import movable, write_kv
 from quire_kernels.linear import embedding, linear, looked_up, pack_weight
 from quire_kernels.lora import AdapterBatch, SlotRows, adapted_linear, add_lora, add_lora_rows, plan_adapters
 from quire_kernels.lora_slots import LinearSlots, LoraSlots, PackedAdapter, Site
@@ -45,6 +45,7 @@ __all__ = [
     "linear",
     "looked_up",
     "most_likely",
+    "movable",
     "pack_weight",
     "paged_attention",
     "penalize",

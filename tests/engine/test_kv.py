@@ -9,6 +9,7 @@ from quire_engine.kv import KVCache
 from quire_engine.request import BlockId
 from quire_engine.step import HostCopy
 from quire_engine.swapper import Swapper
+from quire_kernels import movable
 from quire_spec.shape import ModelShape
 
 SHAPE = ModelShape.from_config(
@@ -39,11 +40,11 @@ def cache(num_blocks: int, device: str, dtype: torch.dtype = torch.float32, seed
 
 def contents(made: KVCache) -> torch.Tensor:
     """[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], on the CPU."""
-    return torch.stack(made.layers).movedim(2, 0).cpu().clone()
+    return torch.stack([movable(layer) for layer in made.layers]).movedim(2, 0).cpu().clone()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("at_once", [1, 3, 100])
 def test_what_one_cache_exports_another_takes(device, dtype, at_once, monkeypatch):
     made, other = cache(12, device, dtype), cache(9, device, dtype, seed=1)

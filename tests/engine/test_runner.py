@@ -297,6 +297,25 @@ def test_the_largest_steps_take_the_whole_budget(engine_runner):
     assert seen == [(64, 64, 8), (64, 64, 127)]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_eight_bit_cache_takes_less_and_costs_little(dtype, folder, shape):
+    """Log probabilities of a prompt that is read in two parts, so that the second one reads the cache."""
+    found = []
+    for kv_cache_dtype in ("auto", "fp8"):
+        made = TorchRunner(dataclasses.replace(CONFIG, dtype=dtype, kv_cache_dtype=kv_cache_dtype), shape, folder)
+        sequence = Blocks().sequence(_prompt(60), prompt_logprobs=0)
+        made.execute(StepPlan([Span(sequence, 0, 40, None)]))
+        [sampled] = made.execute(StepPlan([Span(sequence, 40, 20, None)]))
+        found.append(torch.tensor([entries[0].logprob for entries in sampled.prompt_logprobs]))
+        one = made.memory.kv_bytes // made.num_blocks
+        assert one == kv_block_bytes(
+            shape, 8, 1 if kv_cache_dtype == "fp8" else torch.finfo(getattr(torch, dtype)).bits // 8
+        )
+    error = (found[1] - found[0]).norm() / found[0].norm()
+    # 3 % of attention's output a layer, of two layers; weights of this model are ten times as wide as a trained one's.
+    assert 1e-4 < error < 0.15
+
+
 def test_auto_dtype(monkeypatch):
     config = dataclasses.replace(CONFIG, dtype="auto")
     monkeypatch.setattr(device, "_has_bf16", lambda: True)
