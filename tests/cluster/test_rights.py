@@ -51,13 +51,17 @@ def cluster(tmp_path_factory):
         cluster.needs_controllers()
         for plural, (group, version, kind) in OPTIONAL.items():
             cluster.apply(definition(plural, group, version, kind))
-        values = cluster.folder / "values.yaml"
-        values.write_text(yaml.safe_dump(VALUES))
-        where = ["-n", SYSTEM, "--create-namespace", "--kubeconfig", cluster.kubeconfig, "-f", values]
-        helm("install", "quire", CHART, *where)
+        install(cluster, "install", VALUES)
         with Kubelet(cluster, "node-rights") as node:
             reads_models(node)
             yield cluster
+
+
+def install(cluster, command, values):
+    file = cluster.folder / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    more = ["--create-namespace"] if command == "install" else []
+    helm(command, "quire", CHART, "-n", SYSTEM, "--kubeconfig", cluster.kubeconfig, "-f", file, *more)
 
 
 def definition(plural, group, version, kind):
@@ -165,6 +169,23 @@ def test_everything_is_granted_and_nothing_in_vain(cluster, models):
     unused = granted(cluster) - set(used) - UNSEEN
     unused = {what for what in unused if cluster.version >= SINCE.get(what[1], (0, 0))}
     assert not unused, sorted(unused)
+
+
+def test_named_namespaces_take_no_right_beyond_them(cluster):
+    """Installed with watchNamespaces, and without the right to read nodes: no ClusterRole is left for the operator."""
+    with cluster.namespace() as namespace:
+        cluster.apply(llm_service("elsewhere"), "default")
+        install(cluster, "upgrade", {"watchNamespaces": [namespace], "rbac": {"readNodes": False}})
+        for name in ("quire", "quire-nodes"):
+            absent(cluster, None, "rbac.authorization.k8s.io/v1", "ClusterRole", name)
+        before = asked(cluster)
+        with operating(cluster):
+            cluster.apply(claim(), namespace)
+            cluster.apply(llm_service(), namespace)
+            available(cluster, namespace, "tales")
+        refused = {what: codes for what, codes in asked(cluster).items() if codes & {401, 403}}
+        assert refused == {what: codes for what, codes in before.items() if codes & {401, 403}}
+        assert not cluster.get(API, KIND, "elsewhere", "default").get("status"), "nobody looks after it"
 
 
 def live(cluster, namespace, models):
