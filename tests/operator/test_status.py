@@ -319,7 +319,7 @@ def downloading(number=1):
 def test_a_model_that_is_there():
     found = of(healthy(job_pods=(ended_download(Result.DOWNLOADED, "0e9e39f"),)))
     assert found["cache"] == {"state": "Ready", "bytes": str(3 * 2**30), "revision": "0e9e39f"}
-    assert condition(found, "ModelCached")["message"] == "3.00 GiB are there, revision 0e9e39f"
+    assert condition(found, "ModelCached")["message"] == "all files are there, 3.00 GiB, revision 0e9e39f"
     later = of(healthy(), previous=found, now=LATER)
     assert later["cache"] == found["cache"], "the Job's pod is gone, what it said is not"
 

@@ -93,7 +93,8 @@ def _condition(entries: list[dict[str, Any]], num_ready: int, wanted: Mark, read
         return make(None, Reason.NO_READY_PODS, "no pod is ready")
     if silent := [pod for pod in ready_pods if pod.report is None]:
         return make(None, Reason.PODS_UNREACHABLE, _unreachable(silent))
-    counts = f"{num_ready} of {len(entries)} adapters are on all {len(ready_pods)} ready pods"
+    where = f"all {len(ready_pods)} ready pods" if len(ready_pods) > 1 else "the one ready pod"
+    counts = f"{num_ready} of {len(entries)} adapters are on {where}"
     failed = [entry for entry in entries if entry["state"] == "Failed"]
     if failed:
         causes = "; ".join(f"{entry['name']}: {entry['message']}" for entry in failed[:3] if "message" in entry)

@@ -118,10 +118,9 @@ def _cache(state: str, outcome: Outcome | None) -> dict[str, Any]:
 
 
 def _there(cache: Mapping[str, Any]) -> str:
-    size = (
-        f"{int(cache['bytes']) / 2**30:.2f} GiB are there" if str(cache.get("bytes", "")).isdigit() else "it is there"
-    )
-    return f"{size}, revision {cache['revision']}" if cache.get("revision") else size
+    size = str(cache.get("bytes", ""))
+    parts = ["all files are there", *([f"{int(size) / 2**30:.2f} GiB"] if size.isdigit() else [])]
+    return ", ".join([*parts, *([f"revision {cache['revision']}"] if cache.get("revision") else [])])
 
 
 def _what(source: Source) -> str:
