@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must hold of every status, whatever Deployment, pods and generations come together: drawn at random."""
 
+import json
 from dataclasses import replace
 from datetime import timedelta
 
@@ -30,7 +31,7 @@ from quire_operator.reconcile.conditions import Reason
 from quire_operator.reconcile.events import events
 from quire_operator.reconcile.observed import Verdict
 from quire_operator.reconcile.status import status
-from quire_spec.status import AdapterState
+from quire_spec.status import AdapterState, AdapterStatus, MemoryPlan
 
 SERVICE = wanted()
 WANTED = SERVICE.spec.replicas
@@ -201,6 +202,39 @@ def test_every_status_is_whole_and_stable(verdict, seen, verdict_before, seen_be
     if told["Ready"][0] == "True":
         assert all(told[kind][0] == "True" for kind in ("ConfigValid", "Planned", "ModelCached", "Available"))
         assert told["AdaptersReady"][0] == "True" and told["Progressing"] == ("False", "RolloutComplete")
+
+
+odd_text = st.text(max_size=80) | st.sampled_from(["\ud800", "x" * 5000, "\x00", "a\n b"])
+odd_number = st.integers(-(10**30), 10**30)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_pod_that_says_anything_at_all_does_not_break_the_status(data):
+    adapters = [
+        AdapterStatus(
+            name, data.draw(st.sampled_from(AdapterState)), "", data.draw(odd_text), None, data.draw(odd_text)
+        )
+        for name in ("sql", "support", data.draw(odd_text))
+    ]
+    memory = MemoryPlan(1, 1, 1, data.draw(odd_number), data.draw(odd_number), 1, "", "")
+    said = report(
+        SERVICE,
+        reason=data.draw(odd_text),
+        ready=data.draw(st.booleans()),
+        core_started_at=data.draw(odd_text),
+        memory=memory,
+        adapters=adapters,
+        models=data.draw(st.lists(odd_text, max_size=5)) * data.draw(st.sampled_from([1, 500])),
+    )
+    pods = (pod("s-0", said), pod("s-1", said, report_error=data.draw(odd_text), ready=data.draw(st.booleans())))
+    found = status(SERVICE, GENERATION, good, healthy(SERVICE, pods=pods), {}, NOW)
+    assert faults(found) == []
+    text = json.dumps(found, ensure_ascii=False)
+    assert text.encode().decode() == text
+    plan = found["plan"].get("measured", {})
+    assert all(value < 2**63 for key, value in plan.items() if key != "at")
+    assert status(SERVICE, GENERATION, good, healthy(SERVICE, pods=pods), found, NOW) == found
 
 
 @settings(max_examples=30)

@@ -14,11 +14,14 @@ from typing import Any
 from quire_operator.reconcile.conditions import Condition, Reason, Type, short
 from quire_operator.reconcile.observed import Pod
 from quire_spec.catalogue import Catalogue, Mark
+from quire_spec.names import MAX_MODEL_NAME, MODEL_NAME
 from quire_spec.status import AdapterState, AdapterStatus, PodStatus
 
 MAX_FAILURES = 10
 """Adapters whose errors are told; the counts are of all."""
 _MAX_ERROR = 512
+_MAX_MODELS = 1025
+_MAX_DIGEST = 71
 _BEHIND = ("Failed", "Pending", "Fetching", "Loading", "Ready")
 """States from farthest behind."""
 
@@ -79,8 +82,14 @@ def models(ready_pods: Sequence[Pod]) -> list[str]:
     """Names that every ready pod answers to; none while a ready pod does not tell."""
     if not ready_pods or any(pod.report is None for pod in ready_pods):
         return []
-    named = [pod.report.models for pod in ready_pods if pod.report]
-    return [name for name in named[0] if all(name in others for others in named[1:])]
+    first, *others = [pod.report.models for pod in ready_pods if pod.report]
+    common = set(first).intersection(*others)
+    # As many and as long as the schema takes: a pod with a broken tongue must not keep the status from being written.
+    return [name for name in dict.fromkeys(first) if name in common and _is_name(name)][:_MAX_MODELS]
+
+
+def _is_name(name: str) -> bool:
+    return len(name) <= MAX_MODEL_NAME and MODEL_NAME.fullmatch(name) is not None
 
 
 def _condition(entries: list[dict[str, Any]], num_ready: int, wanted: Mark, ready_pods: Sequence[Pod]) -> Condition:
@@ -158,7 +167,7 @@ def _digest(name: str, pods: Sequence[Pod], by_name: dict[str, dict[str, Adapter
 def _digests(name: str, pods: Sequence[Pod], by_name: dict[str, dict[str, AdapterStatus]]) -> Iterator[str]:
     for pod in pods:
         status = by_name[pod.uid].get(name)
-        if status is not None and status.digest:
+        if status is not None and status.digest and len(status.digest) <= _MAX_DIGEST and status.digest.isascii():
             yield status.digest
 
 

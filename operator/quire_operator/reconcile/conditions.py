@@ -130,6 +130,8 @@ def _message(condition: Condition) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
+    # What is no text in UTF-8 would come back from the API server as something else, and differ for ever.
+    text = text.encode(errors="replace").decode()
     return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
 
 

@@ -182,6 +182,8 @@ def drift(plan: Mapping[str, Any]) -> float | None:
     return measured / plan["kvTokens"] - 1 if measured is not None and plan.get("kvTokens") else None
 
 
+_MOST = 2**31
+"""Blocks, and tokens of one, that nobody has; an API server takes no integer beyond 64 bits."""
 DRIFT = 0.10
 """Beyond this the plan was wrong enough to tell somebody."""
 
@@ -208,11 +210,12 @@ def _plan(plan: Plan | None, observed: Observed, found: Rollout, previous: Mappi
 
 def _measured(observed: Observed) -> dict[str, Any] | None:
     """What the engine of the pod with the least room found."""
-    reports = [pod.report for pod in ready_pods(observed) if pod.report and pod.report.memory]
+    memories = [(p.report.memory, p.report.core_started_at) for p in ready_pods(observed) if p.report]
     found = [
-        (r.memory.num_blocks * r.memory.block_size, r.memory.num_blocks, _time(r.core_started_at))
-        for r in reports if r.memory
-    ]  # fmt: skip
+        (memory.num_blocks * memory.block_size, memory.num_blocks, _time(started_at))
+        for memory, started_at in memories
+        if memory and 0 < memory.num_blocks < _MOST and 0 < memory.block_size < _MOST
+    ]
     if not found:
         return None
     tokens, blocks, at = min(found)
