@@ -27,6 +27,8 @@ from quire_spec.errors import Unavailable
 log = logging.getLogger(__name__)
 
 _LOCKED_PAUSE_S = 0.2
+_MAX_CHANGES = 3
+"""Times that a source may change while it is read, before whoever writes there is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +90,7 @@ class Fetcher:
             return record
         try:
             for name in ADAPTER_FILES:
-                with silence(place.where(name)):
-                    async with asyncio.timeout(SILENCE_S):
-                        version = await place.version(name)
+                version = await self._version(place, name)
                 if version is None or version != record.versions.get(name):
                     return None
         except Unavailable as error:
@@ -99,10 +99,32 @@ class Fetcher:
 
     async def _bring_all(self, place: Place, key: str) -> Record:
         async with self._partial(key) as partial:
-            for name in ADAPTER_FILES:
-                await self._transfer.bring(place, partial, name)
-                await self._transfer.verify(place, partial, name)
-            return await in_thread(self._cache.commit, key, partial)
+            stale = list(ADAPTER_FILES)
+            for _ in range(_MAX_CHANGES):
+                for name in stale:
+                    await self._transfer.bring(place, partial, name)
+                    await self._transfer.verify(place, partial, name)
+                if not (stale := await self._stale(place, partial)):
+                    return await in_thread(self._cache.commit, key, partial)
+                for name in stale:
+                    partial.drop(name)
+        raise Unavailable(
+            f"{place.where(stale[0])}: it changed while it was read, {_MAX_CHANGES} times; write a new adapter beside "
+            "the old one, and put it in its place by renaming"
+        )
+
+    async def _stale(self, place: Place, partial: Partial) -> list[str]:
+        """Files that are not any more what was read of them: two files of two adapters may fit each other by form."""
+        if place.fixed:
+            return []
+        noted = partial.versions()
+        found = {name: await self._version(place, name) for name in ADAPTER_FILES if noted.get(name) is not None}
+        return [name for name, version in found.items() if version not in (None, noted[name])]
+
+    async def _version(self, place: Place, name: str) -> str | None:
+        with silence(place.where(name)):
+            async with asyncio.timeout(SILENCE_S):
+                return await place.version(name)
 
     def _limit(self, name: str) -> tuple[int, str]:
         if name == WEIGHTS_FILE:

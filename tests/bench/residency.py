@@ -43,10 +43,10 @@ round. The wrong adapter's output would differ nearly always."""
 
 
 @contextlib.contextmanager
-def core(folder: Path, model: str, **config: Any) -> Iterator[Pod]:
-    """A running core, with as many threads as one that serves."""
+def core(folder: Path, args: argparse.Namespace, model: str, **config: Any) -> Iterator[Pod]:
+    """A running core."""
     os.environ.pop("OMP_NUM_THREADS", None)
-    with Pod(folder, num_threads=None, **config_of(model, **config)) as pod:
+    with Pod(folder, num_threads=args.threads, **config_of(model, **config)) as pod:
         yield pod.start("core")
 
 
@@ -60,7 +60,7 @@ def register(pod: Pod, folders: Sequence[Path], names: Sequence[str], pinned: bo
 def itl(args: argparse.Namespace, folder: Path, model: str, folders: list[Path]) -> dict[str, Any]:
     """Pairs of runs with the same requests; in one of each pair, the short ones are of adapters that must be loaded."""
     resident, cold = [f"r{i}" for i in range(NUM_RESIDENT)], [f"c{i}" for i in range(NUM_FOLDERS - NUM_RESIDENT)]
-    with core(folder, model, max_cpu_loras=NUM_SLOTS) as pod:
+    with core(folder, args, model, max_cpu_loras=NUM_SLOTS) as pod:
         register(pod, folders, resident, pinned=True)
         register(pod, folders[NUM_RESIDENT:], cold)
         alone = {name: send(pod, [_short(0.0, name)])[0].token_ids for name in (*resident, *cold)}
@@ -130,7 +130,7 @@ def zipf(args: argparse.Namespace, folder: Path, model: str, folders: list[Path]
     """A closed loop of clients that each ask an adapter drawn by Zipf's law."""
     names = [f"z{i}" for i in range(args.registered)]
     draw = random.Random(args.seed)
-    with core(folder, model, max_cpu_loras=4 * NUM_SLOTS) as pod:
+    with core(folder, args, model, max_cpu_loras=4 * NUM_SLOTS) as pod:
         register(pod, folders, names)
         asked = draw.choices(names, zipf_weights(len(names), 1.0), k=args.zipf_requests)
         asks = [
@@ -247,8 +247,9 @@ def table(results: dict[str, Any]) -> str:
     head, *body = rows
     lines = [f"| {' | '.join(head)} |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in body)]
     machine = results["machine"]
+    threads = f"{results['threads']} computing" if results["threads"] else "as many threads as by itself"
     return (
-        f"{machine['cpu']}, {machine['num_cpus']} CPUs, load {machine['load'][0]:.1f} before and "
+        f"{machine['cpu']}, {machine['num_cpus']} CPUs ({threads}), load {machine['load'][0]:.1f} before and "
         f"{machine['load'][-1]:.1f} after; {results['when']}; commit {results['commit']}; medians of "
         f"{results['runs']} runs (least-most).\n\n" + "\n".join(lines)
     )
@@ -269,6 +270,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--registered", type=int, default=1000, metavar="N", help="adapters of zipf (default 1000)")
     add("--zipf-requests", type=int, default=600, metavar="N", help="requests of zipf (default 600)")
     add("--clients", type=int, default=32, metavar="N", help="of zipf, each with one request at a time (default 32)")
+    add(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="that the core of itl and zipf computes with (default: as many as by itself); with one less than there "
+        "are cores, loads have a core of their own, as beside a GPU",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of prompts, arrivals and adapters (default 0)")
     add("-o", "--output", type=Path, metavar="FILE", help="write everything as JSON")
     add("--markdown", type=Path, metavar="FILE", help="put the table between the marks of this document")
@@ -285,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     model = checkpoint.cached(args.shape)
     folders = adapters.make(model, Path(tempfile.gettempdir()) / f"quire-bench-{os.getuid()}-adapters", NUM_FOLDERS, 16)
-    results: dict[str, Any] = {**circumstances(), "runs": args.runs}
+    results: dict[str, Any] = {**circumstances(), "runs": args.runs, "threads": args.threads}
     try:
         for part in args.parts:
             say(part)

@@ -14,6 +14,7 @@ from support.sources import Bucket, Files, Hub, serve
 from quire_server.cache import Cache
 from quire_server.fetcher import Fetcher
 from quire_server.sources import SourceOptions
+from quire_server.transfer import Transfer
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretRef, Source
 from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
@@ -120,6 +121,40 @@ async def test_a_file_that_links_out_of_its_folder_is_refused(tmp_path):
     async with fetcher(tmp_path, allow_paths=True) as f:
         with pytest.raises(InvalidArgument, match="leads out of"):
             await f.fetch(Source(path=str(folder)))
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["written over", "renamed"])
+async def test_a_folder_that_changes_while_it_is_read_is_read_again(tmp_path, monkeypatch, in_place):
+    """The config of one adapter and the weights of another may fit by form, and be an adapter that nobody made."""
+    folder = folder_with(tmp_path / "a")
+    new = {CONFIG_FILE: b'{"r": 8, "lora_alpha": 1}', WEIGHTS_FILE: WEIGHTS[::-1]}
+    bring, num_changes = Transfer.bring, iter([1] if in_place else [1, 1])
+
+    async def changed_between(self, place, partial, name):
+        await bring(self, place, partial, name)
+        if name == CONFIG_FILE and next(num_changes, None):
+            for file, data in new.items():
+                target = folder / file if in_place else folder / "new"
+                target.write_bytes(data)
+                target.rename(folder / file)
+
+    monkeypatch.setattr(Transfer, "bring", changed_between)
+    async with fetcher(tmp_path, allow_paths=True) as f:
+        assert content(await f.fetch(Source(path=str(folder)))) == new
+
+
+async def test_a_folder_that_never_rests_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    folder, bring = folder_with(tmp_path / "a"), Transfer.bring
+
+    async def changed_after(self, place, partial, name):
+        await bring(self, place, partial, name)
+        (folder / name).write_bytes((folder / name).read_bytes() + b" ")
+
+    monkeypatch.setattr(Transfer, "bring", changed_after)
+    async with fetcher(tmp_path, allow_paths=True) as f:
+        with pytest.raises(Unavailable, match="it changed while it was read, 3 times; write a new adapter beside"):
+            await f.fetch(Source(path=str(folder)))
+    assert not list((tmp_path / "cache/adapters").iterdir())
 
 
 async def test_a_fifo_is_refused_and_hangs_nobody(tmp_path):
@@ -295,7 +330,8 @@ async def test_secret_headers_go_to_the_first_origin_only(tmp_path, web):
             await f.fetch(Source(http=HttpSource(web.url, headersSecretRef=SecretRef("../mine"))))
         with pytest.raises(Unavailable, match="mount the Secret"):
             await f.fetch(Source(http=HttpSource(web.url, headersSecretRef=SecretRef("other"))))
-    assert seen == ["s3cr3t", "s3cr3t"]
+    # Each file once to be read, and once to see that it is still the same.
+    assert seen == ["s3cr3t"] * 4
     assert all("X-Key" not in r.headers for r in web.requests)
     await front.close()
 

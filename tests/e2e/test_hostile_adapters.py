@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders made to break an engine: each is refused in a sentence that says why, while everybody else is served."""
+
+import json
+import math
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.service import EXAMPLES
+
+pytestmark = pytest.mark.server
+
+PIRATE = EXAMPLES / "adapters/pirate"
+STORY = "Once upon a time"
+GREEDY = {"temperature": 0.0, "max_tokens": 12}
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def _nan(folder):
+    tensors = load_file(folder / WEIGHTS)
+    next(iter(tensors.values()))[0, 0] = math.nan
+    save_file(tensors, folder / WEIGHTS)
+
+
+def _header(folder, head, rest=b""):
+    (folder / WEIGHTS).write_bytes(len(head).to_bytes(8, "little") + head + rest)
+
+
+def _names(folder):
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    _header(folder, json.dumps({"\x1b[2J" + "a" * 60 + str(i): entry for i in range(40_000)}).encode())
+
+
+def _pickle(folder):
+    (folder / WEIGHTS).unlink()
+    torch.save({"code": os.system}, folder / "adapter_model.bin")
+
+
+def _link(folder):
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).symlink_to("/etc/passwd")
+
+
+def _fifo(folder):
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
+
+
+HOSTILE = {
+    "truncated": (lambda f: os.truncate(f / WEIGHTS, 50_000), "is not a safetensors file"),
+    "empty": (lambda f: os.truncate(f / WEIGHTS, 0), "is not a safetensors file"),
+    "nan": (_nan, "holds NaN or infinity"),
+    "giant-header": (lambda f: (f / WEIGHTS).write_bytes((100 * 2**30).to_bytes(8, "little") + b"{}"), "claims a head"),
+    "giant-file": (lambda f: os.truncate(f / WEIGHTS, 100 * 2**30), "the limit is"),
+    "names": (_names, "is not a LoRA matrix"),
+    "nested": (lambda f: _header(f, b"[" * 100_000), "is not a safetensors file"),
+    "pickle": (_pickle, WEIGHTS),
+    "link": (_link, "leads out of"),
+    "fifo": (_fifo, "not a regular file"),
+    "config-nested": (lambda f: (f / CONFIG).write_text("[" * 100_000), f"{CONFIG} is not"),
+    "config-expression": (
+        lambda f: (f / CONFIG).write_text(
+            json.dumps(json.loads((f / CONFIG).read_text()) | {"rank_pattern": {r"([\w.]+)+x": 1}})
+        ),
+        "repeated group",
+    ),
+}
+"""What is done to a good adapter, and what its error says."""
+
+
+def test_hostile_folders_are_refused_and_disturb_nobody(service, tmp_path):
+    before = service.status()
+    good = {name: {"name": name, "source": {"path": str(EXAMPLES / "adapters" / name)}} for name in ("pirate", "sql")}
+    expected = service.text("pirate", STORY, **GREEDY)
+    pids = {name: service.pid(name) for name in ("core", "text", "server")}
+    hostile = []
+    for name, (spoil, _) in HOSTILE.items():
+        shutil.copytree(PIRATE, tmp_path / name)
+        spoil(tmp_path / name)
+        hostile.append({"name": name, "source": {"path": str(tmp_path / name)}})
+    try:
+        answer = service.put_adapters({"generation": before["generation"] + 1, "adapters": [*good.values(), *hostile]})
+        assert answer.status == 202
+        for name, (_, said) in HOSTILE.items():
+            service.wait(lambda name=name: service.adapter(name).get("state") == "Failed", 60, f"{name} is refused")
+            error = service.adapter(name)["error"]
+            assert said in error, (name, error)
+            assert len(error) < 600 and error.isprintable() and "Traceback" not in error, (name, error)
+            assert service.text("pirate", STORY, **GREEDY) == expected
+            assert service.generate("tales", STORY, lora_name=name, max_tokens=1).status == 400
+        assert pids == {name: service.pid(name) for name in pids}
+    finally:
+        service.put_adapters({"generation": before["generation"] + 2, "adapters": list(good.values())})
+        service.wait(lambda: len(service.status()["adapters"]) == 2, 30, "rid of them")
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".", "..", "a\x00b", "a" * 64, "tales"])
+def test_names_that_are_paths_are_refused_as_a_whole(service, name):
+    entry = {"name": name, "source": {"path": str(PIRATE)}}
+    answer = service.put_adapters({"generation": service.status()["generation"] + 1, "adapters": [entry]})
+    assert answer.status == 400, answer
+    assert len(service.status()["adapters"]) == 2
