@@ -35,7 +35,7 @@ Step = Callable[[], Tensor]
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Sizes of batch that get a graph: 1, 2, 4, 8, then quarters of a doubling, so that at most a fifth is padding.
 
-    21 sizes up to 256, where every multiple of 8 would be 35, and twice the seconds and memory.
+    24 sizes up to 256.
     """
     sizes = [1, 2, 4, 8]
     base = 8
