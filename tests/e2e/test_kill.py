@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from support.ranks import rank_processes
 from support.service import Service, Stream, example, run, serving
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
@@ -57,6 +58,28 @@ def test_kill(own, victim):
     assert seen.unready, "the health port never said that it was not ready"
     own.wait(lambda: own.health()[0] == 200, 30, "ready")
     assert own.status()["processes"]["core" if victim == "core" else "server"]["state"] == "Ready"
+
+
+def test_kill_a_rank_that_shares_the_layers(tmp_path):
+    """The core goes with it, and the supervisor brings both back; adapters too."""
+    document = example()
+    document["spec"]["engine"]["tensorParallelSize"] = 2
+    with serving(document, tmp_path) as service:
+        core = service.pid("core")
+        (rank,) = rank_processes(core)
+        stream = Stream()
+
+        async def scenario() -> None:
+            task = asyncio.create_task(service.http_stream("pirate", STORY, into=stream, **LONG))
+            while not stream.pieces:
+                await asyncio.sleep(0.02)
+            rank.kill()
+            await asyncio.wait_for(task, 20)
+
+        asyncio.run(scenario())
+        assert stream.error is not None and "UNAVAILABLE" in stream.error
+        service.wait(lambda: answers(service), 90, "serving all three models again")
+        assert service.pid("core") != core and not rank.is_running()
 
 
 def test_kill_an_idle_stub_heals_that_model_alone(own):

@@ -279,12 +279,6 @@ RULES = [
         "spec.engine.gpuMemoryUtilization",
     ),
     (
-        "engine.tensorParallelSize must be 1 or absent",
-        {"spec.engine.tensorParallelSize": 1, "spec.device": "CPU"},
-        {"spec.engine.tensorParallelSize": 2, "spec.device": "CPU"},
-        "spec.engine.tensorParallelSize",
-    ),
-    (
         "engine.tensorParallelSize must not exceed gpu.count",
         {"spec.engine.tensorParallelSize": 2, "spec.gpu.count": 2},
         {"spec.engine.tensorParallelSize": 4, "spec.gpu.count": 2},

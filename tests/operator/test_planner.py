@@ -464,3 +464,16 @@ def test_swap_space_is_asked_for_and_taken_from_a_limit():
     limit = "runtime: {memory: 40Gi}\nlora: {maxLoaded: 0}"
     without, with_it = plan("qwen", None, limit), plan("qwen", None, f"{limit}\nengine: {{swapSpace: 2Gi}}")
     assert without.bytes.kv - with_it.bytes.kv == 2 * GIB
+
+
+def test_processes_that_share_the_layers_on_a_cpu_share_its_memory():
+    spec = "lora: {maxLoaded: 0}\nruntime: {memory: 8Gi}\nengine: {tensorParallelSize: %d}"
+    one, two = (plan("qwen-0.5b", None, spec % size) for size in (1, 2))
+    assert (one.tensorParallelSize.value, two.tensorParallelSize.value) == (1, 2)
+    assert two.bytes.weights == pytest.approx(one.bytes.weights / 2, abs=2**20)
+    assert two.hostBytes.model == 2 * two.bytes.total
+    assert two.hostBytes.processes == one.hostBytes.processes + 256 * 2**20
+    # Each part of each process is rounded up to MiB.
+    assert two.hostBytes.needed <= two.hostBytes.total + 6 * 2**20
+    with pytest.raises(Unplannable, match="Size: 4: 14 attention heads are not a multiple of 4; use 1 or 2"):
+        plan("qwen-0.5b", None, spec % 4)

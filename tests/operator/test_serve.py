@@ -259,6 +259,12 @@ def test_what_the_engine_refuses_is_said_in_the_words_of_the_resource(folder, mo
     )
 
 
+def test_processes_share_the_layers_on_a_cpu_when_asked(folder):
+    spec = "{device: CPU, model: {source: {path: models/tiny}}, engine: {tensorParallelSize: 2}}"
+    engine = launch(folder, spec).engine
+    assert (engine.device, engine.tensor_parallel_size) == ("cpu", 2)
+
+
 def test_the_run_folder_is_private(folder):
     write(launch(folder, TALES, run_dir=folder / "run"))
     assert (folder / "run").stat().st_mode & 0o777 == 0o700

@@ -123,12 +123,13 @@ def _smaller(inputs: Inputs) -> str:
 
 def _cpu_does_not_fit(inputs: Inputs, tried: list[Way]) -> str:
     nearest = max(tried, key=lambda w: (w.kv_bytes, -w.max_num_seqs))
-    host, costs = host_of(inputs, 0), nearest.costs
-    kv = _least_kv_bytes(inputs, 1)
+    host, costs, tp = host_of(inputs, 0), nearest.costs, nearest.tp
+    kv = _least_kv_bytes(inputs, tp)
     if inputs.engine.kvCacheMemory is not None:
         kv = max(kv, nearest.kv_bytes)
     rows = {
-        "weights": costs.weights, "step": costs.activations, "adapter slots": costs.lora, "least KV cache": kv,
+        "weights": tp * costs.weights, "step": tp * costs.activations, "adapter slots": tp * costs.lora,
+        "least KV cache": tp * kv,
         "adapter copies": host.lora_copies, "processes": host.processes, "models' processes": host.stubs,
         "shared memory": host.shared_memory,
     }  # fmt: skip

@@ -21,6 +21,8 @@ _PROMPTS_SHM = 64 * MIB
 """Requests and answers on their way between the server and its stubs."""
 _PROCESSES_CPU = GIB
 """Supervisor, server, text with a large vocabulary, and the core without what the plan counts by itself."""
+_PROCESSES_FURTHER_CPU = 256 * MIB
+"""For each further process that shares the layers on a CPU: 200 measured, without what the plan counts by itself."""
 _PROCESSES_GPU = 8 * GIB
 """The same with CUDA's libraries, pinned buffers and loading; an estimate that no GPU has confirmed yet."""
 _PROCESSES_FURTHER_GPU = 2 * GIB
@@ -50,13 +52,18 @@ class Host:
         return self.processes + self.stubs + self.lora_copies + self.shared_memory + self.swap
 
 
-def host(num_gpus: int, adapters: bool, lora_copies: int, shm_limit: int, swap_space: int = 0) -> Host:
-    """A pod's host memory with `num_gpus` GPUs (0: a CPU), without what a CPU holds of the model."""
+def host(
+    num_gpus: int, adapters: bool, lora_copies: int, shm_limit: int, swap_space: int = 0, num_ranks: int = 1
+) -> Host:
+    """A pod's host memory with `num_gpus` GPUs (0: a CPU, shared by `num_ranks` processes), without what a CPU holds of
+    the model."""
     stubs = 1 + (names.MAX_EXPOSED_ADAPTERS if adapters else 0)
-    processes = _PROCESSES_CPU if num_gpus == 0 else _PROCESSES_GPU + (num_gpus - 1) * _PROCESSES_FURTHER_GPU
+    processes = _PROCESSES_GPU + (num_gpus - 1) * _PROCESSES_FURTHER_GPU
+    if num_gpus == 0:
+        processes = _PROCESSES_CPU + (num_ranks - 1) * _PROCESSES_FURTHER_CPU
     # GPUs talk through it and may fill it; stubs alone do not.
     used = shm_limit if num_gpus > 1 else min(shm_limit, stubs * _STUB_SHM + _PROMPTS_SHM)
-    return Host(processes, stubs * _STUB, lora_copies, used, swap_space * max(1, num_gpus))
+    return Host(processes, stubs * _STUB, lora_copies, used, swap_space * max(num_ranks, num_gpus))
 
 
 def shared_memory(num_gpus: int) -> int:
@@ -78,7 +85,9 @@ def host_of(inputs: Inputs, num_gpus: int) -> Host:
     lora = inputs.lora
     limit = shared_memory(num_gpus) if inputs.shared_memory is None else inputs.shared_memory
     swap = inputs.engine.swapSpace
-    return host(num_gpus, lora.maxLoaded > 0, _copies(inputs), limit, 0 if swap is None else num_bytes(swap))
+    swap_bytes = 0 if swap is None else num_bytes(swap)
+    num_ranks = 1 if inputs.gpu is not None else inputs.engine.tensorParallelSize or 1
+    return host(num_gpus, lora.maxLoaded > 0, _copies(inputs), limit, swap_bytes, num_ranks)
 
 
 def _copies(inputs: Inputs) -> int:

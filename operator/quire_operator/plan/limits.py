@@ -17,21 +17,22 @@ MIN_DEFAULT_LENGTH = 4096
 
 
 def tp_allowed(inputs: Inputs) -> list[int]:
-    """Numbers of GPUs that the spec, the model and the engine allow.
+    """Numbers of GPUs that the spec, the model and the engine allow; of processes on a CPU, where more than one is
+    never better by itself and has to be asked for.
 
     Raises:
         Unplannable: the pinned one is not among them.
     """
-    if inputs.gpu is None:
-        return [1]
     pinned = inputs.engine.tensorParallelSize
+    if pinned is None and inputs.gpu is None:
+        return [1]
     if pinned is None:
         return [tp for tp in TP_SIZES if not why_not(inputs, tp)]
     field = f"spec.engine.tensorParallelSize: {pinned}"
     if why := why_not_shared(inputs.model.shape, pinned):
         possible = " or ".join(str(tp) for tp in TP_SIZES if not why_not_shared(inputs.model.shape, tp))
         raise Unplannable(Why.DOES_NOT_FIT, f"{field}: {why}; use {possible}")
-    if inputs.gpu.per_node is not None and pinned > inputs.gpu.per_node:
+    if inputs.gpu is not None and inputs.gpu.per_node is not None and pinned > inputs.gpu.per_node:
         fix = (
             f"nodes with {inputs.gpu.name} have {inputs.gpu.per_node} GPUs, and layers are shared on one node; lower it"
         )

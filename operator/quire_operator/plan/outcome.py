@@ -49,7 +49,7 @@ def plan_of(inputs: Inputs, found: Way, images: Mapping[str, str]) -> Plan:
             engine.maxNumBatchedTokens, found.max_num_batched_tokens, _why_budget(inputs, found)
         ),
         bytes=device,
-        hostBytes=_host_bytes(inputs, count, device),
+        hostBytes=_host_bytes(inputs, count, device, found.tp),
         sharedMemory=Planned(
             quantity(up(shm)),
             Origin.COMPUTED if inputs.shared_memory is None else Origin.SPEC,
@@ -84,14 +84,14 @@ def _device_bytes(inputs: Inputs, found: Way) -> DeviceBytes:
     return used if inputs.gpu is None else replace(used, reserve=down(inputs.gpu.visible_bytes) - used.total)
 
 
-def _host_bytes(inputs: Inputs, num_gpus: int, device: DeviceBytes) -> HostBytes:
+def _host_bytes(inputs: Inputs, num_gpus: int, device: DeviceBytes, tp: int) -> HostBytes:
     host = host_of(inputs, num_gpus)
     needed = HostBytes(
         processes=up(host.processes),
         stubs=up(host.stubs),
         loraCopies=up(host.lora_copies),
         sharedMemory=up(host.shared_memory),
-        model=0 if num_gpus else device.total,
+        model=0 if num_gpus else device.total * tp,
         total=0,
         swap=up(host.swap),
     )

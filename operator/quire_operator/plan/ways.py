@@ -82,7 +82,7 @@ def way(inputs: Inputs, tp: int, tokens: int, seqs: int) -> Way:
         lora=memory.lora_bytes(shape, inputs.lora.maxLoaded, inputs.lora.maxRank, element),
     )
     share = _utilization(inputs, tp)
-    kv_bytes = _kv_bytes(inputs, costs, share, seqs, memory.token_bytes(shape, element, tp))
+    kv_bytes = _kv_bytes(inputs, tp, costs, share, seqs, memory.token_bytes(shape, element, tp))
     kv_tokens = max(0, kv_bytes // memory.token_bytes(shape, element, tp))
     return Way(tp, tokens, seqs, share, costs, kv_bytes, kv_tokens, _length(inputs, kv_tokens))
 
@@ -104,26 +104,27 @@ def _utilization(inputs: Inputs, tp: int) -> int:
     return memory.utilization(inputs.model.shape, inputs.gpu.visible_bytes, tp)
 
 
-def _kv_bytes(inputs: Inputs, costs: Costs, share: int, seqs: int, per_token: int) -> int:
-    """Bytes left for the KV cache; those pinned for it where they are left, else what they lack, negative."""
+def _kv_bytes(inputs: Inputs, tp: int, costs: Costs, share: int, seqs: int, per_token: int) -> int:
+    """Bytes left for the KV cache on each device, or for each process of a CPU; those pinned for it where they are
+    left, else what they lack, negative."""
     pinned = None if inputs.engine.kvCacheMemory is None else num_bytes(inputs.engine.kvCacheMemory)
     if inputs.gpu is not None:
         left = inputs.gpu.visible_bytes * share // 1000 - costs.total
     elif inputs.memory_limit is not None:
-        left = (inputs.memory_limit - host_of(inputs, 0).total - costs.total) // MIB * MIB
+        left = ((inputs.memory_limit - host_of(inputs, 0).total) // tp - costs.total) // MIB * MIB
     else:
-        left = pinned or _cpu_kv_bytes(inputs, seqs, per_token)
+        left = pinned or _cpu_kv_bytes(inputs, tp, seqs, per_token)
     if pinned is None:
         return left
     return pinned if pinned <= left else left - pinned
 
 
-def _cpu_kv_bytes(inputs: Inputs, seqs: int, per_token: int) -> int:
+def _cpu_kv_bytes(inputs: Inputs, tp: int, seqs: int, per_token: int) -> int:
     """A KV cache on a CPU of unknown memory: room for all sequences, bounded, but never less than one of them."""
     length = _whole(limits.length_limit(inputs))
     wanted = max(length * inputs.engine.minConcurrency, seqs * min(MEAN_SEQUENCE, length)) * per_token
     least = length if inputs.engine.maxModelLen else _whole(limits.least_length(inputs)) * inputs.engine.minConcurrency
-    return -(-max(min(wanted, CPU_KV_BYTES), least * per_token) // MIB) * MIB
+    return -(-max(min(wanted, CPU_KV_BYTES // tp), least * per_token) // MIB) * MIB
 
 
 def _whole(num_tokens: int) -> int:
