@@ -19,6 +19,7 @@ from quire_engine.step_thread import StepThread
 from quire_spec import sizing
 from quire_spec.capability import DTYPE_BYTES
 from quire_spec.names import CORE_SOCKET
+from quire_spec.shard import Shard
 
 _log = logging.getLogger("quire.core")
 _GIB = 2**30
@@ -38,13 +39,14 @@ def main(args: process.Arguments) -> None:
 
 
 def log_memory(engine: Engine) -> None:
-    """Log what the planner's arithmetic says of the engine's memory beside what the engine measured."""
-    memory, shape, config = engine.memory, engine.shape, engine.config
+    """Log what the planner's arithmetic says of a rank's memory beside what the engine measured."""
+    memory, config = engine.memory, engine.config
+    shape = Shard(engine.shape, 0, config.tensor_parallel_size).local
     element = DTYPE_BYTES[memory.dtype]
     slots = config.max_loras * sizing.lora_slot_bytes(shape, config.max_lora_rank, element) if config.enable_lora else 0
     kv_element = element if config.kv_cache_dtype == "auto" else 1
     planned = {
-        "weights": (sizing.weights_bytes(shape, element), memory.weights_bytes),
+        "weights": (sizing.weights_bytes(engine.shape, element) // config.tensor_parallel_size, memory.weights_bytes),
         "lora": (slots, memory.lora_bytes),
         "kv": (memory.num_blocks * sizing.kv_block_bytes(shape, memory.block_size, kv_element), memory.kv_bytes),
     }

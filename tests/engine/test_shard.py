@@ -53,7 +53,7 @@ def _logits(model, prompt):
     with torch.inference_mode():
         for start, length in ((0, 19), (19, len(prompt) - 19)):
             work = work_of([Span(sequence, start, length, None)], 8, model.shape.rope_switch)
-            batch = build_batch(work, kv, 0, CPU)
+            batch = build_batch(work, kv, CPU)
             found.append(model.project(model(batch, kv), batch))
     return torch.cat(found)
 
