@@ -17,7 +17,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from record import Record  # noqa: E402
 
-from quire_engine import LLM, SamplingParams  # noqa: E402
+from quire_engine import LLM, LoRARequest, SamplingParams  # noqa: E402
 from quire_spec.messages import StepResult  # noqa: E402
 
 _PAGE_BYTES = 4096
@@ -41,11 +41,15 @@ class Offline:
         """The engine's measured memory plan, dtype included."""
         return dataclasses.asdict(self._llm.engine.memory)
 
-    def run(self, requests: list[tuple[list[int], int]], offsets: None) -> dict[str, Any]:
-        """See measure.py; all requests at once."""
+    def run(
+        self, requests: list[tuple[list[int], int]], offsets: None, adapters: list[str | None] | None = None
+    ) -> dict[str, Any]:
+        """See measure.py; all requests at once. `adapters`: each one's folder, None: the base model."""
+        loras = adapters and [path and LoRARequest(path, 1 + i, path) for i, path in enumerate(adapters)]
         params = [SamplingParams(temperature=0.0, max_tokens=num, ignore_eos=True) for _, num in requests]
         self._record, self._kv = Record(), list[tuple[float, int, int]]()
-        outputs = self._llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
+        prompts = [prompt for prompt, _ in requests]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
         own = {"seconds": self._record.now(), "token_ids": [output.outputs[0].token_ids for output in outputs]}
         return self._record.reply() | own | {"kv": self._kv}
 

@@ -40,24 +40,35 @@ def text(results: dict[str, Any]) -> str:
     """Everything that is worth reading."""
     parts = [_heading(results)]
     for head, rows in _tables(results):
-        lines = [head, *rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-        parts.append("")
-        for first, *others in (head, rule, *rows):
-            cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
-            parts.append("| " + " | ".join(cells) + " |")
+        parts += ["", table(head, rows)]
+    return "\n".join(parts)
+
+
+def table(head: list[str], rows: Rows) -> str:
+    """One table, its first column to the left."""
+    lines = [head, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    parts = []
+    for first, *others in (head, rule, *rows):
+        cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
+        parts.append("| " + " | ".join(cells) + " |")
     return "\n".join(parts)
 
 
 def write_markdown(results: dict[str, Any], path: Path) -> None:
-    """Replace what stands between the two marks in `path`; a file that does not exist is made."""
-    old = path.read_text() if path.exists() else f"{BEGIN}\n{END}\n"
-    before, begin, rest = old.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"--markdown: {path} has no lines {BEGIN!r} and {END!r}; add them where the tables belong")
-    path.write_text(f"{before}{BEGIN}\n\n```\n{results['command']}\n```\n\n{text(results)}\n\n{END}{after}")
+    """Put the report between the two marks in `path`."""
+    put(path, BEGIN, END, f"```\n{results['command']}\n```\n\n{text(results)}")
+
+
+def put(path: Path, begin: str, end: str, content: str) -> None:
+    """Replace what stands between two marks in `path`; a file that does not exist is made."""
+    old = path.read_text() if path.exists() else f"{begin}\n{end}\n"
+    before, found_begin, rest = old.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise SystemExit(f"--markdown: {path} has no lines {begin!r} and {end!r}; add them where the tables belong")
+    path.write_text(f"{before}{begin}\n\n{content}\n\n{end}{after}")
 
 
 def _heading(results: dict[str, Any]) -> str:

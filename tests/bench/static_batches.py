@@ -8,6 +8,8 @@ continuous batching does; only the tokens that were asked for count.
 import json
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import child
@@ -19,12 +21,20 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 
 class StaticBatches:
-    """One loaded model; `settings`: model, dtype, batch."""
+    """One loaded model; `settings`: model, dtype, batch, and folders of adapters for `adapted` and `worst_gap`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=settings["dtype"]).eval()
         self._model.generation_config.eos_token_id = None  # ignore_eos
         self._batch = settings["batch"]
+        self._adapters: Sequence[str] = settings.get("adapters", ())
+        if self._adapters:
+            from peft import PeftModel
+
+            first, *others = self._adapters
+            self._model = PeftModel.from_pretrained(self._model, first, adapter_name=_name(first)).eval()
+            for folder in others:
+                self._model.load_adapter(folder, adapter_name=_name(folder))
 
     def about(self) -> dict[str, Any]:
         """What decides its speed."""
@@ -37,11 +47,21 @@ class StaticBatches:
             token_ids += self._generate(requests[at : at + self._batch])
         return {"seconds": time.perf_counter() - start, "token_ids": token_ids, "events": None}
 
+    def adapted(self, requests: list[tuple[list[int], int]], adapters: list[str]) -> list[list[int]]:
+        """What each request's adapter generates, not merged, one request at a time."""
+        found = []
+        for request, folder in zip(requests, adapters, strict=True):
+            self._model.set_adapter(_name(folder))
+            found += self._generate([request])
+        return found
+
     @torch.inference_mode()
-    def worst_gap(self, prompt: list[int], output: list[int]) -> float:
+    def worst_gap(self, prompt: list[int], output: list[int], adapter: str | None = None) -> float:
         """How far the tokens of `output` fall short of the likeliest ones at worst, in standard deviations of the
         logits at their position: 0 for greedy output of this very model, a little more with another rounding, about 4
         for a token at random."""
+        if adapter is not None:
+            self._model.set_adapter(_name(adapter))
         logits = self._model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
         taken = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
         return float(((logits.amax(-1) - taken) / logits.std(-1)).max())
@@ -55,6 +75,11 @@ class StaticBatches:
         return [row[width : width + num].tolist() for row, (_, num) in zip(out, requests, strict=True)]
 
 
+def _name(folder: str) -> str:
+    """What peft calls an adapter; it takes no dots or slashes."""
+    return Path(folder).name
+
+
 if __name__ == "__main__":
     static = StaticBatches(json.loads(sys.argv[1]))
-    child.serve(answers, about=static.about, run=static.run, worst_gap=static.worst_gap)
+    child.serve(answers, about=static.about, run=static.run, adapted=static.adapted, worst_gap=static.worst_gap)

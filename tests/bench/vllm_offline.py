@@ -22,6 +22,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import vllm  # noqa: E402
 from record import Record  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
 
 
@@ -35,14 +36,21 @@ class Offline:
         """Its version, and what decides its speed."""
         return {"version": vllm.__version__} | {k: v for k, v in os.environ.items() if k.startswith(("VLLM", "LD_PRE"))}
 
-    def run(self, requests: list[tuple[list[int], int]], offsets: list[float] | None) -> dict[str, Any]:
-        """See measure.py."""
+    def run(
+        self,
+        requests: list[tuple[list[int], int]],
+        offsets: list[float] | None,
+        adapters: list[str | None] | None = None,
+    ) -> dict[str, Any]:
+        """See measure.py. `adapters`: each request's folder, None: the base model; not at a rate."""
+        ids = {path: 1 + i for i, path in enumerate(dict.fromkeys(filter(None, adapters or [])))}
+        loras = adapters and [path and LoRARequest(path, ids[path], path) for path in adapters]
         params = [SamplingParams(temperature=0.0, max_tokens=num, ignore_eos=True) for _, num in requests]
         prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt, _ in requests]
         if offsets is not None:
             return self._pace(prompts, params, offsets)
         record = Record()
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
         token_ids = [list(output.outputs[0].token_ids) for output in outputs]
         return {"seconds": record.now(), "token_ids": token_ids, "events": None}
 
