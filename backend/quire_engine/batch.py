@@ -4,7 +4,8 @@
 All spans are flattened into one batch, tokens of one adapter side by side, so that an adapter's delta works on a slice.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +34,16 @@ class Batch:
     """[num_logits] int64: tokens whose logits are wanted, first those that choose the next token of each span, then
     those that tell how likely prompt tokens are; None: all, in order."""
     num_logits: int
+    logit_slots: tuple[int, ...] = ()
+    """Of each token whose logits are wanted: the slot of its adapter, -1 without; empty when no span has one."""
+
+    def of_logits(self, rows: slice) -> "Batch":
+        """The batch of some of the tokens whose logits are wanted, for the output projection."""
+        if self.adapters is None or (self.logit_rows is None and rows == slice(self.num_logits)):
+            return self
+        slots, device = self.logit_slots[rows], self.token_ids.device
+        segments = _runs(slots, [1] * len(slots))
+        return replace(self, adapters=plan_adapters(segments, len(slots), device) if segments else None)
 
 
 def build_batch(work: Work, cache: KVCache, device: torch.device) -> Batch:
@@ -42,7 +53,7 @@ def build_batch(work: Work, cache: KVCache, device: torch.device) -> Batch:
     rows, positions = _positions(starts, lengths)
     addresses = cache.addresses(tables, rows, positions)
     cache.clear_started(addresses)
-    segments = _segments(work)
+    segments = _runs(work.slots, work.lengths)
     long = torch.tensor(work.beyond_switch, dtype=torch.bool)[rows] if work.beyond_switch else None
     all_rows = work.logit_rows == list(range(num_tokens))
     return Batch(
@@ -54,6 +65,7 @@ def build_batch(work: Work, cache: KVCache, device: torch.device) -> Batch:
         adapters=plan_adapters(segments, num_tokens, device) if segments else None,
         logit_rows=None if all_rows else torch.tensor(work.logit_rows, device=device),
         num_logits=len(work.logit_rows),
+        logit_slots=tuple(torch.tensor(work.slots)[rows][work.logit_rows].tolist()) if segments else (),
     )
 
 
@@ -66,15 +78,15 @@ def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
     return rows, torch.arange(len(rows)) + shifts[rows]
 
 
-def _segments(work: Work) -> list[SlotRows]:
-    """Tokens by adapter slot."""
+def _runs(slots: Sequence[int], lengths: Sequence[int]) -> list[SlotRows]:
+    """Tokens by adapter slot, from the slot and the length of each span."""
     segments: list[SlotRows] = []
     end = 0
-    for slot, length in zip(work.slots, work.lengths, strict=True):
+    for slot, length in zip(slots, lengths, strict=True):
         start, end = end, end + length
         if slot < 0:
             continue
-        if segments and segments[-1].slot == slot:
+        if segments and (segments[-1].slot, segments[-1].end) == (slot, start):
             start = segments.pop().start
         segments.append(SlotRows(slot, start, end))
     return segments

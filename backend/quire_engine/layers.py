@@ -82,7 +82,7 @@ class Linear:
     def __call__(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """[num_tokens, in_features] to [num_tokens, out_features of all slices], adapters of the batch included; with a
         residual stream, added to it in place."""
-        if batch.adapters is None or self.adapters is None:
+        if batch.adapters is None or self.adapters is None or not self.adapters.concern(batch.adapters):
             return linear(x, self.weight, self.bias, residual)
         return adapted_linear(x, self.weight, self.bias, residual, self.adapters, batch.adapters)
 
@@ -117,7 +117,7 @@ class SummedLinear(Linear):
 
     def __call__(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """See Linear."""
-        if batch.adapters is None or self.adapters is None:
+        if batch.adapters is None or self.adapters is None or not self.adapters.concern(batch.adapters):
             out = linear(x, self.weight, None)
         else:
             # B is linear: the ranks' deltas, each of its part of A x, add up too.

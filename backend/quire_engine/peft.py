@@ -18,17 +18,23 @@ from torch import Tensor
 
 from quire_engine.peft_config import PeftConfig
 from quire_engine.tensor_file import DTYPES, TensorFile, open_tensors
+from quire_engine.weights import equals_checkpoint
 from quire_spec.errors import InvalidArgument
 from quire_spec.shape import ModelShape
 from quire_spec.shard import Shard
-from quire_spec.sizing import linears, lora_slot_bytes
+from quire_spec.sizing import linears, lora_slot_bytes, vocabulary
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 # What a file may hold beside its tensors: names, shapes and metadata.
 _MAX_HEADER_BYTES = 8 << 20
-_KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]{1,200})\.lora_(?P<half>[AB])\.weight")
+_KEY = re.compile(
+    r"base_model\.model\.(?P<module>[\w.]{1,200})\."
+    r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<looked_up>[AB])|(?P<base>base_layer)\.weight)"
+)
+OUTSIDE = -1
+"""The layer of what is in none: the embedding and the output projection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,8 @@ class HostAdapter:
     rank: int
     """Largest of its ranks."""
     pairs: Mapping[tuple[int, str], tuple[Tensor, Tensor]]
-    """(layer, target) to A [rank, in_features] and B [out_features, rank], the scale folded into B."""
+    """(layer, target), the layer OUTSIDE for embed_tokens and lm_head,
+    to A [rank, in_features] and B [out_features, rank], the scale folded into B."""
 
     @property
     def num_bytes(self) -> int:
@@ -51,11 +58,17 @@ class HostAdapter:
 
 
 def read_adapter(
-    folder: Path, shape: ModelShape, max_rank: int, dtype: torch.dtype, shard: Shard | None = None
+    folder: Path,
+    shape: ModelShape,
+    max_rank: int,
+    dtype: torch.dtype,
+    shard: Shard | None = None,
+    checkpoint: Path | None = None,
 ) -> HostAdapter:
     """Read and check an adapter's folder; its scales are folded into B before conversion to `dtype`.
 
-    `shard`: keep what this rank needs; all of it is checked, so that all ranks find the same wrong.
+    `shard`: keep what this rank needs; all of it is checked, so that all ranks find the same wrong. `checkpoint`: the
+    base model's folder. PEFT saves the embedding itself beside an adapter of it: that must be what the checkpoint has.
 
     Raises:
         InvalidArgument: it is not an adapter for this model, or one that cannot be served; the message says why.
@@ -65,7 +78,7 @@ def read_adapter(
         path = _find_weights(folder)
         _check_size(path, shape, max_rank)
         with open_tensors(path) as file:
-            return _read(file, config, shape, dtype, shard)
+            return _read(file, config, shape, dtype, shard, checkpoint)
     except SafetensorError as error:
         raise InvalidArgument(f"adapter {str(folder)!r}: {WEIGHTS_FILE} is not a safetensors file: {error}") from error
     except OSError as error:
@@ -89,6 +102,8 @@ def _check_size(path: Path, shape: ModelShape, max_rank: int) -> None:
     """Refuse a file, or a header, that is larger than any adapter of this engine, before either is read."""
     size = path.stat().st_size
     most = lora_slot_bytes(shape, max_rank, torch.float32.itemsize) + _MAX_HEADER_BYTES
+    # The base's embedding and output projection, as PEFT saves them beside adapters of them.
+    most += 2 * shape.vocab_size * shape.embedding_size * torch.float32.itemsize
     if size > most:
         raise InvalidArgument(
             f"{WEIGHTS_FILE} has {size} bytes; rank {max_rank} on every linear of this model takes at most {most}; "
@@ -103,16 +118,24 @@ def _check_size(path: Path, shape: ModelShape, max_rank: int) -> None:
 
 
 def _read(
-    file: TensorFile, config: PeftConfig, shape: ModelShape, dtype: torch.dtype, shard: Shard | None
+    file: TensorFile,
+    config: PeftConfig,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    shard: Shard | None,
+    checkpoint: Path | None,
 ) -> HostAdapter:
-    halves = _halves(file.keys(), shape)
+    halves, copies = _halves(file.keys(), shape)
     _check_targets(halves, config, shape)
-    sizes = linears(shape)
+    sizes = linears(shape) | vocabulary(shape)
+    _check_outside(halves, config, shape, shard)
     for module, names in halves.items():
         d_in, d_out = sizes[module.path]
         rank = config.rank(module.name)
         _check_tensor(file, names["A"], (rank, d_in))
         _check_tensor(file, names["B"], (d_out, rank))
+    for module, name in copies.items():
+        _check_copy(file, name, module, shape, checkpoint)
     pairs = {}
     for module, names in halves.items():
         a = file.get_tensor(names["A"]).to(dtype)
@@ -134,13 +157,13 @@ def _part(a: Tensor, b: Tensor, path: str, shard: Shard) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A linear that adapters can change."""
+    """A linear that adapters can change, or the embedding."""
 
     name: str
     """Its path in the model, as rank_pattern knows it."""
     layer: int
     path: str
-    """Its path in the layer."""
+    """Its path in the layer; its name, where it is in none."""
 
     @property
     def target(self) -> str:
@@ -155,30 +178,39 @@ def _modules(shape: ModelShape) -> dict[str, _Module]:
         for layer in range(shape.num_layers)
         for path in shape.family.linears
     )
-    return {module.name: module for module in found}
+    parent = shape.family.layers.removesuffix("layers")
+    outside = (_Module(f"{parent}embed_tokens", OUTSIDE, "embed_tokens"), _Module("lm_head", OUTSIDE, "lm_head"))
+    return {module.name: module for module in (*found, *outside)}
 
 
-def _halves(keys: list[str], shape: ModelShape) -> dict[_Module, dict[str, str]]:
-    """Each adapted module's A and B by name.
+def _halves(keys: list[str], shape: ModelShape) -> tuple[dict[_Module, dict[str, str]], dict[_Module, str]]:
+    """Each adapted module's A and B by name, and copies of the base's weights of those outside the layers.
 
     Raises:
         InvalidArgument: a tensor is none of ours, half a pair is missing, or there is none at all.
     """
     modules = _modules(shape)
     halves: dict[_Module, dict[str, str]] = {}
+    copies: dict[_Module, str] = {}
     for key in sorted(keys):
         match = _KEY.fullmatch(key)
         module = modules.get(match["module"]) if match else None
         if match is None or module is None:
             raise InvalidArgument(_stranger(key, shape))
-        halves.setdefault(module, {})[match["half"]] = key
+        if match["base"] and module.layer == OUTSIDE:
+            copies[module] = key
+            continue
+        half = match["looked_up" if module.path == "embed_tokens" else "half"]
+        if half is None:
+            raise InvalidArgument(_stranger(key, shape))
+        halves.setdefault(module, {})[half] = key
     if not halves:
         raise InvalidArgument(f"{WEIGHTS_FILE} holds no tensor")
     for names in halves.values():
         if len(names) == 1:
             (half, key), other = next(iter(names.items())), {"A": "B", "B": "A"}
             raise InvalidArgument(f"tensor {key!r} is there and its lora_{other[half]} is not")
-    return halves
+    return halves, copies
 
 
 def _stranger(key: str, shape: ModelShape) -> str:
@@ -190,7 +222,7 @@ def _stranger(key: str, shape: ModelShape) -> str:
     paths = ", ".join(shape.family.linears)
     return (
         f"tensor {key[:200]!r} is not a LoRA matrix of a linear; those of {shape.architecture} are {paths}, "
-        f"named base_model.model.{layers}.N.PATH.lora_A|B.weight"
+        f"named base_model.model.{layers}.N.PATH.lora_A|B.weight; beside them lm_head and embed_tokens can be adapted"
     )
 
 
@@ -198,7 +230,34 @@ def _check_targets(halves: Mapping[_Module, Any], config: PeftConfig, shape: Mod
     """Refuse a file that lacks tensors of modules that its config says were trained: it is cut or mixed up."""
     for module in _modules(shape).values():
         if module.target in config.full_targets and module not in halves:
-            raise InvalidArgument(f"target_modules has {module.target}, and layer {module.layer} has no tensors for it")
+            where = "the file" if module.layer == OUTSIDE else f"layer {module.layer}"
+            raise InvalidArgument(f"target_modules has {module.target}, and {where} has no tensors for it")
+
+
+def _check_outside(halves: Mapping[_Module, Any], config: PeftConfig, shape: ModelShape, shard: Shard | None) -> None:
+    outside = [module.target for module in halves if module.layer == OUTSIDE]
+    if outside and shard is not None:
+        raise InvalidArgument(
+            f"target_modules has {outside[0]}, which is not supported with a tensor_parallel_size; train it without"
+        )
+    if config.ensure_weight_tying and shape.tie_word_embeddings and outside:
+        raise InvalidArgument(
+            f"ensure_weight_tying True is not supported with {outside[0]} adapted: embedding and output "
+            "projection would share one adapter; train it without"
+        )
+
+
+def _check_copy(file: TensorFile, name: str, module: _Module, shape: ModelShape, checkpoint: Path | None) -> None:
+    """Refuse a copy of the base's weight that is another than the base's: a grown or a trained one."""
+    _check_tensor(file, name, (shape.vocab_size, shape.embedding_size))
+    own = f"{module.name}.weight"
+    if own == "lm_head.weight" and shape.tie_word_embeddings:
+        own = f"{shape.family.layers.removesuffix('layers')}embed_tokens.weight"
+    if checkpoint is None or not equals_checkpoint(checkpoint, own, file.get_tensor(name)):
+        raise InvalidArgument(
+            f"{name} differs from the base model's {own}: rows were trained or added; only adapters of it are "
+            "supported (PEFT: save_embedding_layers=False leaves it out)"
+        )
 
 
 def _check_tensor(file: TensorFile, name: str, wanted: tuple[int, int]) -> None:

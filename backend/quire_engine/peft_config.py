@@ -18,13 +18,13 @@ from quire_spec.errors import InvalidArgument
 # Where training began or ended, of which the saved tensors are the result; or how files were handled.
 IGNORED = frozenset(
     {
-        "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+        "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config",
         "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform",
         "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
         "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
     }
 )  # fmt: skip
-READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"})
+READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "ensure_weight_tying"})
 # Refused unless absent, null, false or empty.
 REFUSED = {
     "alora_invocation_tokens": "the adapter applies to a part of the tokens only",
@@ -59,6 +59,8 @@ class PeftConfig:
     rank_pattern: Mapping[str, int]
     """Rank of modules whose path ends in a match of the key; the first key that matches counts."""
     alpha_pattern: Mapping[str, float]
+    ensure_weight_tying: bool
+    """Embedding and output projection, where they are one, share their adapter."""
     full_targets: frozenset[str]
     """Names of modules that were adapted in every layer."""
 
@@ -78,6 +80,7 @@ class PeftConfig:
             use_rslora=_flag("use_rslora", values.get("use_rslora")),
             rank_pattern=_pattern("rank_pattern", values.get("rank_pattern"), _positive_int),
             alpha_pattern=_pattern("alpha_pattern", values.get("alpha_pattern"), _number),
+            ensure_weight_tying=_flag("ensure_weight_tying", values.get("ensure_weight_tying")),
             full_targets=_full_targets(values),
         )
         largest = max(config.r, *config.rank_pattern.values(), 0)

@@ -34,7 +34,7 @@ from quire_engine.lora import AdapterSlots
 from quire_engine.memory import Budget, allocating, num_blocks
 from quire_engine.models import model_class
 from quire_engine.models.causal import CausalLM
-from quire_engine.peft import HostAdapter, read_adapter
+from quire_engine.peft import OUTSIDE, HostAdapter, read_adapter
 from quire_engine.ranks import Ranks
 from quire_engine.request import BlockId, Logprob, Sequence
 from quire_engine.sampler import Row, Sampler
@@ -84,7 +84,8 @@ class TorchRunner(Runner):
         self._cache_dtype = resolve_cache_dtype(config, self._dtype)
         self._sampler = Sampler()
         shard = None if ranks is None else ranks.shard
-        self._read = partial(read_adapter, shape=shape, max_rank=config.max_lora_rank, dtype=self._dtype, shard=shard)
+        read = partial(read_adapter, shape=shape, max_rank=config.max_lora_rank, dtype=self._dtype)
+        self._read = partial(read, shard=shard, checkpoint=folder)
         if ranks is not None:
             shape = ranks.shard.local
         self._model = model_class(shape.architecture)(shape, Placement(self._dtype, self._device, ranks))
@@ -183,7 +184,7 @@ class TorchRunner(Runner):
         batch, hidden = self._forward(work, self._kv)
         if hidden is not None:
             for rows in self._parts(work):
-                self._model.project(hidden[rows], batch)
+                self._model.project(hidden[rows], batch.of_logits(rows))
 
     @torch.inference_mode()
     def _run(self, work: Work, spans: list[Span], kv: KVCache) -> list[Sampled]:
@@ -191,7 +192,7 @@ class TorchRunner(Runner):
         batch, hidden = self._forward(work, kv)
         if hidden is None:
             return [Sampled([]) for _ in spans]
-        parts = (self._model.project(hidden[rows], batch) for rows in self._parts(work))
+        parts = (self._model.project(hidden[rows], batch.of_logits(rows)) for rows in self._parts(work))
         rows = [Row(span.sequence, span.end) for span in spans if span.samples]
         sampled = iter(self._sampler(next(parts), rows) if rows else [])
         results = [next(sampled) if span.samples else Sampled([]) for span in spans]
@@ -321,8 +322,17 @@ def _dummy_span(start: int, length: int, kv: KVCache) -> Span:
 def _make_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> AdapterSlots:
     found = list(model.linears())
     sites = [Site(linear.in_features, tuple(linear.slices.values())) for _, linear in found]
-    slots = LoraSlots(sites, config.max_loras, config.max_lora_rank, torch.empty(0, dtype=dtype, device=device))
-    for (_, linear), module in zip(found, slots.modules, strict=True):
-        linear.adapters = module
     places = [[(layer, name) for name in linear.slices] for layer, linear in found]
+    # Ranks that share the vocabulary take no adapters of it.
+    if model.ranks is None:
+        tokens, size = model.embed_tokens.shape
+        # In the order in which a step computes them.
+        sites = [Site(tokens, (size,), looked_up=True), *sites, Site(size, (tokens,))]
+        places = [[(OUTSIDE, "embed_tokens")], *places, [(OUTSIDE, "lm_head")]]
+    slots = LoraSlots(sites, config.max_loras, config.max_lora_rank, torch.empty(0, dtype=dtype, device=device))
+    modules = list(slots.modules)
+    if model.ranks is None:
+        model.embedding_adapters, model.lm_head.adapters = modules.pop(0), modules.pop()
+    for (_, linear), module in zip(found, modules, strict=True):
+        linear.adapters = module
     return AdapterSlots(places, slots, pin=device.type == "cuda")

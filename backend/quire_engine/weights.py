@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from tqdm import tqdm
 
 from quire_engine.part import Part, Target, whole
@@ -50,6 +51,25 @@ def load_weights(
     with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
         for path in sorted({where[name] for name in targets}):
             _load_file(path, {name: t for name, t in targets.items() if where[name] == path}, bar)
+
+
+def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
+    """Whether a tensor is the checkpoint's of that name, as far as the narrower of the two types can tell.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read, or has no such tensor.
+    """
+    where = _locate(folder)
+    outer = "" if any(key.startswith("model.") for key in where) else "model."
+    key = name.removeprefix(outer)
+    if key not in where:
+        raise ConfigError(f"{folder}: {key} missing; config.json does not fit this checkpoint, or it is cut")
+    with _open(where[key]) as file:
+        own = file.get_tensor(key)
+    if own.shape != tensor.shape:
+        return False
+    narrow = min(own.dtype, tensor.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(own.to(narrow), tensor.to(narrow))
 
 
 def _locate(folder: Path) -> dict[str, Path]:

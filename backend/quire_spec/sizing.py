@@ -13,8 +13,11 @@ def kv_block_bytes(shape: ModelShape, block_size: int, element_bytes: int) -> in
 
 
 def lora_slot_bytes(shape: ModelShape, max_rank: int, element_bytes: int) -> int:
-    """Bytes of one adapter slot: A and B of every linear of every layer, at the largest rank."""
-    return max_rank * shape.num_layers * element_bytes * sum(d_in + d_out for d_in, d_out in linears(shape).values())
+    """Bytes of one adapter slot: A and B of every linear of every layer, of the embedding and of the output projection,
+    at the largest rank. Ranks are even in memory, and every matrix begins at a multiple of 32 elements."""
+    rank = max_rank + max_rank % 2
+    sizes = [*linears(shape).values()] * shape.num_layers + [*vocabulary(shape).values()]
+    return element_bytes * sum(-(-rank * size // 32) * 32 for pair in sizes for size in pair)
 
 
 def weights_bytes(shape: ModelShape, element_bytes: int) -> int:
@@ -24,6 +27,12 @@ def weights_bytes(shape: ModelShape, element_bytes: int) -> int:
     positions = shape.num_learnt_positions * shape.hidden_size
     projections = 0 if shape.embedding_size == shape.hidden_size else 2 * shape.embedding_size * shape.hidden_size
     return (shape.num_layers * per_layer + embeddings + positions + projections) * element_bytes
+
+
+def vocabulary(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Input and output size of the modules outside the layers that adapters can change, by their names."""
+    hidden, tokens = shape.embedding_size, shape.vocab_size
+    return {"embed_tokens": (tokens, hidden), "lm_head": (hidden, tokens)}
 
 
 def linears(shape: ModelShape) -> dict[str, tuple[int, int]]:

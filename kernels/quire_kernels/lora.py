@@ -45,6 +45,8 @@ class AdapterBatch:
 
     segments: tuple[SlotRows, ...]
     """Without overlap, ascending."""
+    users: frozenset[int]
+    """Slots of the segments."""
     slots: Tensor
     """[num_tokens] int64, on the device: the slot of each token; -1: none."""
     tiles: Tensor
@@ -62,7 +64,9 @@ def plan_adapters(segments: Sequence[SlotRows], num_tokens: int, device: torch.d
         tiles += [(s.slot, at, min(at + TILE_ROWS, s.end)) for at in range(s.start, s.end, TILE_ROWS)]
     table = torch.tensor(tiles, dtype=torch.int64).view(-1, 3)
     rows = _Rows(table.data_ptr(), len(tiles), slots.data_ptr())
-    return AdapterBatch(tuple(segments), slots.to(device, non_blocking=True), table, rows)
+    return AdapterBatch(
+        tuple(segments), frozenset(s.slot for s in segments), slots.to(device, non_blocking=True), table, rows
+    )
 
 
 @Op

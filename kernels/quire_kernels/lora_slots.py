@@ -9,12 +9,16 @@ both, `LinearSlots`.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quire_kernels import native
 from quire_kernels.arena import Arena
+
+if TYPE_CHECKING:
+    from quire_kernels.lora import AdapterBatch
 
 ALIGNMENT = 32
 """Elements that every matrix begins at a multiple of: a cache line of bfloat16."""
@@ -90,6 +94,8 @@ class LinearSlots:
         self.host_entries = host_entries
         """The same on the host; one tensor where that is the device."""
         self.max_rank = max_rank
+        self.users: set[int] = set()
+        """Slots whose adapter changes the module."""
         self.packed = _packs(site, slots)
         """Whether matrices lie as the compiled form reads them."""
         if self.packed:
@@ -107,6 +113,10 @@ class LinearSlots:
                 None,
             )
             self.address = ctypes.addressof(self.native)
+
+    def concern(self, batch: "AdapterBatch") -> bool:
+        """Whether an adapter of the batch changes this module."""
+        return not self.users.isdisjoint(batch.users)
 
     def precede(self, other: "LinearSlots") -> None:
         """Say which module is computed next: its A comes from memory while this one multiplies."""
@@ -183,6 +193,8 @@ class LoraSlots:
     def write(self, slot: int, adapter: PackedAdapter) -> None:
         """Fill a slot, which no operation may read meanwhile."""
         self._host_entries[:, slot] = adapter.entries
+        for module, used in zip(self.modules, adapter.entries[:, :, 2].any(1).tolist(), strict=True):
+            (module.users.add if used else module.users.discard)(slot)
         self._slots[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
         if self._entries is not self._host_entries:
             self._entries[:, slot].copy_(adapter.entries, non_blocking=True)

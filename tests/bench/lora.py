@@ -193,7 +193,8 @@ def text(results: dict[str, Any]) -> str:
         f"{machine['cpu']}, {machine['num_cpus']} CPUs ({', '.join(machine['flags'])}), load {machine['load'][0]:.1f} "
         f"before and {machine['load'][1]:.1f} after; {versions}; {results['when']};\ncommit {results['commit']}.\n"
         f"{results['adapters']} adapters of rank {results['rank']} on all linears; {work['requests']} requests, "
-        f"prompts of {'-'.join(map(str, work['prompt_tokens']))} and outputs of {'-'.join(map(str, work['output_tokens']))} "
+        f"prompts of {'-'.join(map(str, work['prompt_tokens']))} and outputs of "
+        f"{'-'.join(map(str, work['output_tokens']))} "
         f"tokens, greedy, all at once; medians of {work['runs']} alternating runs.\nChecked: in float32, outputs of "
         f"{NUM_CHECKED} adapters equal peft's; those measured are within {results['gap']:.2f} deviations of its logits."
     )

@@ -300,6 +300,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {".*k_proj": 40},
     },
     "the mlp of one layer": {"r": 3, "target_modules": ["gate_proj", "up_proj", "down_proj"], "layers_to_transform": 1},
+    "the vocabulary": {"r": 6, "target_modules": ["embed_tokens", "v_proj", "lm_head"], "use_rslora": True},
     "keys, small": {"r": 1, "target_modules": ["k_proj", "o_proj", "up_proj"], "lora_alpha": 4},
 }
 
@@ -331,7 +332,7 @@ class AdapterCase(NamedTuple):
 
 @pytest.fixture(scope="module")
 def adapter_cases(tmp_path_factory):
-    """By checkpoint, five adapters and the base, and what peft makes of six prompts with each, the same six for all."""
+    """By checkpoint, six adapters and the base, and what peft makes of six prompts with each, the same six for all."""
 
     @functools.cache
     def make(checkpoint: str) -> AdapterCase:
@@ -351,7 +352,7 @@ def adapter_cases(tmp_path_factory):
 
 
 def _adapted_engine(case: AdapterCase, **changes: Any) -> Engine:
-    defaults = {"enable_lora": True, "max_loras": 5, "max_lora_rank": 16, "block_size": 8}
+    defaults = {"enable_lora": True, "max_loras": 6, "max_lora_rank": 16, "block_size": 8}
     engine = Engine.from_config(_config(case.folder, **(defaults | changes)))
     for name, path in case.adapters.items():
         if name is not None:
@@ -370,8 +371,8 @@ def test_each_adapter_changes_the_output(adapter_cases):
 ADAPTER_SCENARIOS: dict[str, dict[str, Any]] = {
     "side by side": {},
     "in chunks": {"max_num_batched_tokens": 40},
-    "two slots for five": {"max_loras": 2},
-    "one slot for five": {"max_loras": 1, "enable_prefix_caching": False},
+    "two slots for six": {"max_loras": 2},
+    "one slot for six": {"max_loras": 1, "enable_prefix_caching": False},
     "preempted": {"num_blocks": MAX_MODEL_LEN // 8 + 4},
     "preempted, two slots": {"num_blocks": MAX_MODEL_LEN // 8 + 4, "max_loras": 2, "enable_prefix_caching": False},
 }

@@ -121,8 +121,6 @@ MADE_BY_PEFT = {
     "PiSSA": ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base model's weights"),
     "OLoRA": ({"init_lora_weights": "olora"}, "init_lora_weights 'olora' changes the base model's weights"),
     "more layers": ({"layer_replication": [[0, 2], [1, 2]]}, "'layer_replication' .* other layers than the base"),
-    "the head": ({"target_modules": ["q_proj", "lm_head"]}, r"'base_model.model.lm_head\.\S+' is not a LoRA matrix"),
-    "the embedding": ({"target_modules": ["embed_tokens"]}, r"embed_tokens\.\S+' is not a LoRA matrix"),
     "part of the tokens": ({"alora_invocation_tokens": [5], "task_type": "CAUSAL_LM"}, "'alora_invocation_tokens'"),
     "too large a rank": ({"r": 17}, "rank 17 exceeds max_lora_rank 16; raise it or train a smaller one"),
     "too large a rank somewhere": ({"rank_pattern": {"q_proj": 32}}, "rank 32 exceeds max_lora_rank 16"),

@@ -49,7 +49,7 @@ def test_a_plan_that_people_can_read(configs):
     assert sum(map(float, rows.values())) == pytest.approx(21.87, abs=0.03)
     for letter, size in rows.items():
         assert drawn.count(letter) / (len(drawn) - 2) == pytest.approx(float(size) / 21.87, abs=0.02)
-    assert re.search(r"^maxModelLen +12288  Computed  259\d\d KV tokens for 2 requests", done.stdout, re.M)
+    assert re.search(r"^maxModelLen +12288  Computed  253\d\d KV tokens for 2 requests", done.stdout, re.M)
     assert "It fits, but LowConcurrency" in done.stdout
     assert "\x1b" not in done.stdout
     assert max(map(len, lines)) <= 100

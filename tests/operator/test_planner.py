@@ -316,10 +316,14 @@ def test_a_kv_cache_on_a_cpu_that_is_too_small_is_said():
     assert plan("qwen", None, f"engine: {{kvCacheMemory: {needed}Mi}}\nlora: {{maxLoaded: 0}}")
 
 
+# One copy of an adapter of rank 16 of everything that one can change; sums are in whole MiB.
+SLOT = 80 * 2**20 + 2 * 16 * 2 * (MODELS["8b"].shape.vocab_size + 4096)
+
+
 def test_stubs_copies_and_shared_memory_are_counted():
     none, some = plan("8b", H100), plan("8b", H100, "lora: {maxLoaded: 8, maxRank: 16, maxCached: 32}")
     assert none.hostBytes.loraCopies == 0
-    assert some.hostBytes.loraCopies == 32 * 80 * 2**20
+    assert some.hostBytes.loraCopies == -(-32 * SLOT // 2**20) * 2**20
     assert some.hostBytes.stubs == 65 * none.hostBytes.stubs
     assert some.sharedMemory.value == "1024Mi"
     two = plan("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 2}")
@@ -445,13 +449,16 @@ def test_a_header_begins_with_its_length():
 
 def test_a_bound_in_bytes_of_adapters_copies_is_what_is_asked_for():
     by_number, by_bytes = "lora: {maxCached: 32}", "lora: {maxCachedMemory: 1Gi}"
-    assert plan("8b", H100, by_number).hostBytes.loraCopies == 32 * 80 * 2**20
+    assert plan("8b", H100, by_number).hostBytes.loraCopies == -(-32 * SLOT // 2**20) * 2**20
     assert plan("8b", H100, by_bytes).hostBytes.loraCopies == GIB
-    assert plan("8b", H100, "lora: {maxCached: 32, maxCachedMemory: 9Gi}").hostBytes.loraCopies == 32 * 80 * 2**20
+    assert (
+        plan("8b", H100, "lora: {maxCached: 32, maxCachedMemory: 9Gi}").hostBytes.loraCopies
+        == -(-32 * SLOT // 2**20) * 2**20
+    )
     assert plan("8b", H100, "lora: {maxCached: 32, maxCachedMemory: 1Gi}").hostBytes.loraCopies == GIB
-    why, text = refused("8b", H100, "lora: {maxCachedMemory: 639Mi}")
+    why, text = refused("8b", H100, "lora: {maxCachedMemory: 704Mi}")
     assert why is Why.DOES_NOT_FIT
-    assert text.startswith("spec.lora.maxCachedMemory: 639Mi: 8 adapters of rank 16 take 640Mi; raise it, or lower ")
+    assert text.startswith("spec.lora.maxCachedMemory: 704Mi: 8 adapters of rank 16 take 705Mi; raise it, or lower ")
 
 
 def test_swap_space_is_asked_for_and_taken_from_a_limit():

@@ -147,8 +147,17 @@ def test_llama_8b():
     assert kv_block_bytes(shape, 16, 2) == 16 * 131_072
     # Published: 8,030,261,248 parameters, of which 32 x 2 + 1 norms of 4096 are not linears or embeddings.
     assert weights_bytes(shape, 2) == 2 * (8_030_261_248 - 65 * 4096)
-    # Sum of (in + out) over the seven linears is 81,920 a layer: 80 MiB at rank 16.
-    assert lora_slot_bytes(shape, 16, 2) == 80 * 2**20
+    # Sum of (in + out) over the seven linears is 81,920 a layer: 80 MiB at rank 16; and 132,352 of the embedding, as of
+    # the output projection.
+    assert lora_slot_bytes(shape, 16, 2) == 80 * 2**20 + 2 * 16 * 2 * 132_352
+
+
+def test_a_slot_has_an_even_rank_and_whole_cache_lines():
+    shape = ModelShape.from_config(LLAMA_8B)
+    assert lora_slot_bytes(shape, 15, 2) == lora_slot_bytes(shape, 16, 2)
+    odd = ModelShape.from_config(LLAMA_8B | {"vocab_size": 1001})
+    even = ModelShape.from_config(LLAMA_8B | {"vocab_size": 1008})
+    assert lora_slot_bytes(odd, 2, 2) == lora_slot_bytes(even, 2, 2)
 
 
 # What is published as the number of parameters, and how many of them are in norms and biases, which are not counted.
@@ -183,4 +192,6 @@ def test_heads_of_their_own_width():
 
 def test_adapters_of_fused_linears():
     # qkv (3072 + 9216), o (2 x 3072), gate and up (3072 + 16384), down (8192 + 3072), 32 layers.
-    assert lora_slot_bytes(ModelShape.from_config(PHI3_MINI), 16, 2) == 16 * 32 * 2 * (12288 + 6144 + 19456 + 11264)
+    assert lora_slot_bytes(ModelShape.from_config(PHI3_MINI), 16, 2) == 16 * 32 * 2 * (
+        12288 + 6144 + 19456 + 11264
+    ) + 2 * 16 * 2 * (32064 + 3072)

@@ -149,7 +149,7 @@ def make_adapter(checkpoint: Path, folder: Path, seed: int = 0, **config: Any) -
         model = get_peft_model(load_oracle(checkpoint), LoraConfig(**(defaults | config)))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "lora_B" in name:
+                if "lora_B" in name or "lora_embedding_A" in name:  # what PEFT starts at 0
                     parameter.copy_(torch.randn_like(parameter) * 0.1)
         model.save_pretrained(folder)
     return folder

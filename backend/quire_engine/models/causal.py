@@ -12,7 +12,7 @@ from quire_engine.kv import KVCache
 from quire_engine.layers import Linear, Placement
 from quire_engine.part import Target
 from quire_engine.vocabulary import embed, embedding_target, num_rows, output_projection
-from quire_kernels import Arena, embedding, looked_up
+from quire_kernels import Arena, LinearSlots, add_lora_rows, embedding, looked_up
 from quire_spec.shape import ModelShape
 
 
@@ -42,6 +42,7 @@ class CausalLM(ABC):
         self.ranks = place.ranks
         self.embed_tokens = place.empty(num_rows(shape, place), shape.embedding_size)
         self.lm_head = output_projection(shape, place, self.embed_tokens if shape.tie_word_embeddings else None)
+        self.embedding_adapters: LinearSlots | None = None
         self.build(place)
         self.num_bytes = sum(tensor.nbytes for _, tensor in self.tensors())
         """Bytes of all parameters on this rank."""
@@ -67,13 +68,17 @@ class CausalLM(ABC):
 
     @abstractmethod
     def project(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """What the last layer gave for some tokens, [num_rows, hidden_size], to logits [num_rows, vocab_size]."""
+        """What the last layer gave for some tokens, [num_rows, hidden_size], to logits [num_rows, vocab_size]; `batch`:
+        of these tokens, see Batch.of_logits."""
 
     def embed(self, batch: Batch) -> Tensor:
         """[num_tokens, embedding_size], a tensor of its own."""
         if self.ranks is not None:
             return embed(batch.token_ids, self.embed_tokens, self.ranks)
-        return embedding(batch.token_ids, self.embed_tokens)
+        found, slots = embedding(batch.token_ids, self.embed_tokens), self.embedding_adapters
+        if batch.adapters is not None and slots is not None and slots.concern(batch.adapters):
+            add_lora_rows(found, batch.token_ids, slots, batch.adapters)
+        return found
 
     def linears(self) -> Iterator[tuple[int, Linear]]:
         """The linears that adapters can change, each with its layer."""
