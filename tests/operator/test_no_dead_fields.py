@@ -215,7 +215,7 @@ def test_what_restarts_pods_is_what_the_reference_says(before):
         rendered = (
             pod_template(found) != pod_template(text)
             for made, text in zip(BASES, before, strict=True)
-            for changed, _ in islice(variants(made, path, node), 3)
+            for changed, _ in islice(variants(made, path, node), 2)
             if (found := outputs(changed)) not in (None, text) and found.startswith("[")
         )
         # What is refused in every one of these services restarts nothing here.
