@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean cluster-tools cluster-up cluster-down
+.PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e
 # A Kubernetes for tests and for people: hack/cluster.
 CLUSTER = PYTHONPATH=hack $(BIN)/python -m cluster
 
@@ -32,6 +32,15 @@ cluster-tools: dev-env ## find, download or build the programs of Kubernetes for
 
 cluster-up: dev-env ## a Kubernetes of one node on this machine, without Docker (as root on Debian; else no node)
 	@$(CLUSTER) up
+
+cluster-images: dev-env ## build this checkout's images for it (make cluster-load puts them on its node)
+	@$(CLUSTER) images
+
+cluster-load: dev-env
+	@$(CLUSTER) load
+
+e2e: cluster-tools cluster-images ## real pods: the chart, an LLMService, tokens, on a node of its own (needs root on Debian)
+	@QUIRE_PODS=1 $(BIN)/python -m pytest -q --durations=10 tests/pods
 
 cluster-down: dev-env ## end it, with everything that ran on it
 	@$(CLUSTER) down

@@ -14,7 +14,13 @@ up() {
     command -v "$program" > /dev/null || { echo "kind.sh: $program is not installed" >&2; exit 1; }
   done
   mkdir -p "$(dirname "$kubeconfig")"
-  kind get clusters | grep -qx quire || kind create cluster --name quire --kubeconfig "$kubeconfig"
+  kind get clusters | grep -qx quire || kind create cluster --name quire --kubeconfig "$kubeconfig" --config - << EOF
+kind: Cluster
+apiVersion: kind.x-k8s.io/v1alpha4
+nodes:
+- role: control-plane
+  extraMounts: [{hostPath: $PWD/examples, containerPath: /examples, readOnly: true}]
+EOF
   docker build -f operator/Dockerfile -t localhost/quire-operator:e2e .
   docker build -f backend/Dockerfile --target cpu -t localhost/quire:e2e .
   kind load docker-image --name quire localhost/quire-operator:e2e localhost/quire:e2e
@@ -23,7 +29,7 @@ up() {
 
 case ${1:-up} in
   up) up ;;
-  e2e) up && QUIRE_TEST_KUBECONFIG=$kubeconfig .venv/bin/python -m pytest -q tests/pods --run-pods ;;
+  e2e) up && QUIRE_PODS=1 QUIRE_TEST_KUBECONFIG=$kubeconfig .venv/bin/python -m pytest -q tests/pods ;;
   down) kind delete cluster --name quire ;;
   *) sed -n '3,8s/^# //p' "$0"; exit 2 ;;
 esac

@@ -4,14 +4,13 @@
 tools           find Kubernetes' programs on this machine, or download or build them; says where they are
 up              start a cluster of one node (without root: a control plane, no node) and say how to use it
 down            end it and remove everything of it, also after a crash
-load ARCHIVE    put the images of an archive (podman save, docker save) on its node
-"""
+load ARCHIVE"""
 
 import argparse
 import sys
 from pathlib import Path
 
-from cluster import local, network, tools
+from cluster import images, local, network, tools
 from cluster.control_plane import StartError
 
 
@@ -25,11 +24,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=["tools", "up", "down", "load"])
-    parser.add_argument("archive", nargs="?", type=Path, help="of load")
+    parser.add_argument("command", choices=["tools", "up", "down", "images", "load"])
+    parser.add_argument("archive", nargs="?", type=Path, help="of load: from docker save, podman save")
     options = parser.parse_args()
-    if (options.command == "load") != (options.archive is not None):
-        parser.error("load takes an archive, and nothing else does")
+    if options.archive and options.command != "load":
+        parser.error("only load takes an archive")
     try:
         _run(options.command, options.archive)
     except (tools.Unavailable, StartError, network.LinkError) as error:
@@ -45,8 +44,12 @@ def _run(command: str, archive: Path | None) -> None:
         say(f"up; to use it:\n\n  export KUBECONFIG={local.up(say)}\n  kubectl get nodes\n  make cluster-down\n")
     elif command == "down":
         say("down, and nothing is left" if local.down() else "there was none")
-    elif archive:
-        local.load(archive)
+    elif command == "images":
+        say(f"images: {', '.join(map(str, images.build(say)))}")
+    else:
+        for file in [archive] if archive else images.built():
+            say(f"loading {file.name}")
+            local.load(file)
 
 
 if __name__ == "__main__":

@@ -38,14 +38,14 @@ def build(cache: Path, say: tools.Say) -> None:
     Raises:
         Unavailable: this is no Debian, something is missing, or the build failed; its log is kept and named.
     """
-    mirror = _mirror()
+    site = mirror()
     _check(cache, say)
     work, log = cache / "build", cache / "build.log"
     shutil.rmtree(work, ignore_errors=True)
     log.unlink(missing_ok=True)
     started = time.monotonic()
     try:
-        _Build(work, log, say).run(mirror)
+        _Build(work, log, say).run(site)
         tools.keep(work / "out", NAME)
         log.unlink()
         say(f"built in {time.monotonic() - started:.0f} s")
@@ -150,8 +150,8 @@ class _Build:
             raise tools.Unavailable(f"build from Debian's source: {' '.join(argv)[:80]} failed; see {self.log}")
 
 
-def _mirror() -> str:
-    """The mirror that apt uses for Debian."""
+def mirror() -> str:
+    """The mirror that apt uses for Debian; raises Unavailable."""
     if shutil.which("apt-get") is None or platform.machine() not in _MACHINES:
         raise tools.Unavailable("build from Debian's source: this is no Debian with apt-get on x86_64 or aarch64")
     asked = ["apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages", "Origin: Debian"]
@@ -163,14 +163,7 @@ def _mirror() -> str:
 
 def _check(cache: Path, say: tools.Say) -> None:
     """Programs and space; what is missing is installed where that is allowed."""
-    missing = sorted({package for command, package in _COMMANDS.items() if shutil.which(command) is None})
-    if missing and os.geteuid() == 0:
-        say(f"installing {', '.join(missing)}")
-        subprocess.run(["apt-get", "-qq", "update"], check=False)
-        subprocess.run(["apt-get", "-qq", "install", "--yes", "--no-install-recommends", *missing], check=False)
-        missing = sorted({package for command, package in _COMMANDS.items() if shutil.which(command) is None})
-    if missing:
-        raise tools.Unavailable(f"build from Debian's source: missing {', '.join(missing)}; apt-get install them")
+    tools.install(_COMMANDS, say)
     free = shutil.disk_usage(cache).free
     if free < NEEDED_BYTES:
         raise tools.Unavailable(

@@ -7,7 +7,6 @@ left but empty control groups, which `stop` takes away. Needs root, and Debian's
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from cluster import cgroups, network, processes
 from cluster.control_plane import NODE_NAME, ControlPlane, StartError
-from cluster.tools import NODE, Say, Unavailable
+from cluster.tools import NODE, Say, Unavailable, install
 
 PROCESS = "node"
 READY_S = 90.0
@@ -58,29 +57,15 @@ class Node:
         self.run("ctr", "--namespace=k8s.io", "images", "import", str(archive))
 
 
-def missing() -> list[str]:
-    """Debian's packages that are not there."""
-    return sorted({package for program, package in PACKAGES.items() if shutil.which(program) is None})
-
-
 def prepare(say: Say) -> None:
     """Install what is missing.
 
     Raises:
-        Unavailable: this is no Debian, or not root; the message says what is missing.
+        Unavailable: not root, or packages are missing and cannot be installed.
     """
     if os.geteuid() != 0:
         raise Unavailable("a node needs root: mounts, network and control groups")
-    if packages := missing():
-        if shutil.which("apt-get") is None:
-            raise Unavailable(f"a node needs {', '.join(packages)} (names of Debian's packages)")
-        say(f"installing {', '.join(packages)}")
-        quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        install = ["apt-get", "-qq", "install", "--yes", "--no-install-recommends", *packages]
-        subprocess.run(["apt-get", "-qq", "update"], env=quiet, check=False)
-        done = subprocess.run(install, env=quiet, capture_output=True, text=True, check=False)
-        if missing():
-            raise Unavailable(f"apt-get could not install {', '.join(missing())}: {done.stderr[-500:]}")
+    install(PACKAGES, say)
 
 
 def start(plane: ControlPlane, pause: Path, dies_with_us: bool = False) -> Node:

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +94,30 @@ def make(say: Say) -> Tools:
     if found := find():
         return found
     raise Unavailable("\n  - ".join(["there is no way here to get Kubernetes' programs", *reasons]))
+
+
+def install(programs: Mapping[str, str], say: Say) -> None:
+    """Install the Debian packages of those programs (program: package) that are not there.
+
+    Raises:
+        Unavailable: they cannot be installed here; the message names them.
+    """
+    missing = _packages(programs)
+    if not missing:
+        return
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        raise Unavailable(f"missing: {', '.join(missing)}; install these packages of Debian, or run this as root there")
+    say(f"installing {', '.join(missing)}")
+    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    subprocess.run(["apt-get", "-qq", "update"], env=quiet, check=False)
+    command = ["apt-get", "-qq", "install", "--yes", "--no-install-recommends", *missing]
+    done = subprocess.run(command, env=quiet, capture_output=True, text=True, check=False)
+    if left := _packages(programs):
+        raise Unavailable(f"apt-get could not install {', '.join(left)}: {done.stderr[-500:]}")
+
+
+def _packages(programs: Mapping[str, str]) -> list[str]:
+    return sorted({package for program, package in programs.items() if shutil.which(program) is None})
 
 
 def keep(work: Path, name: str) -> None:

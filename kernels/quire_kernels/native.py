@@ -158,7 +158,8 @@ def _cache_folder() -> Path:
             status = folder.stat()
         except OSError:
             continue
-        if status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        ours = status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if ours and os.access(folder, os.R_OK | os.X_OK):
             return folder
     raise BuildError("no folder to build into that only this user can write to; set QUIRE_NATIVE_CACHE to one")
 

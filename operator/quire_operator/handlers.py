@@ -74,6 +74,8 @@ async def _operate(login: Login, told: Told, namespaces: tuple[str, ...], over: 
         registry=registry(login, told),
         settings=settings(),
         standalone=True,  # never pauses because another operator announces itself
+        # By default the name of the user, which a container's user 1000 does not have. Nobody sees it: see above.
+        identity="quire-operator",  # type: ignore[arg-type]  # a NewType of str that kopf does not export
         clusterwide=not namespaces,
         namespaces=list(namespaces),
         stop_flag=over,

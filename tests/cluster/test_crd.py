@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.cluster import CRD_FILE, ROOT, ApiError
+from support.rules import RULES, UPDATES, patched
 
 API = ("quire.dev/v1alpha1", "LLMService")
 EXAMPLES = sorted(p for p in (ROOT / "examples").glob("*.yaml") if "kind: LLMService" in p.read_text())
@@ -71,6 +72,31 @@ def test_what_the_schema_refuses(cluster, namespace, spec, says):
         cluster.request("POST", cluster.path(*API, namespace), changed(**spec), dryRun="All")
     assert refused.value.status == 422
     assert says in refused.value.message
+
+
+@pytest.mark.parametrize(("words", "good", "bad"), [r[:3] for r in RULES], ids=[f"{i}" for i, _ in enumerate(RULES)])
+def test_what_a_rule_refuses_in_the_servers_own_cel(cluster, namespace, words, good, bad):
+    cluster.needs(1, 25, "CEL")
+    cluster.request("POST", cluster.path(*API, namespace), patched(good), dryRun="All")
+    with pytest.raises(ApiError) as refused:
+        cluster.request("POST", cluster.path(*API, namespace), patched(bad), dryRun="All")
+    assert refused.value.status == 422
+    assert words in refused.value.message
+
+
+@pytest.mark.parametrize(("words", "good", "bad"), UPDATES, ids=[u[0] for u in UPDATES])
+def test_what_a_rule_refuses_of_an_update(cluster, namespace, words, good, bad):
+    cluster.needs(1, 25, "CEL")
+    for i, (old, new) in enumerate([*good, *bad]):
+        name = f"update-{i}"
+        cluster.apply(patched({"metadata.name": name, "spec.cache": old}), namespace)
+        later = {"spec": {"cache": {**dict.fromkeys(old), **new}}}
+        if i < len(good):
+            cluster.merge(*API, name, later, namespace)
+            continue
+        with pytest.raises(ApiError) as refused:
+            cluster.merge(*API, name, later, namespace)
+        assert words in refused.value.message
 
 
 def test_an_unknown_field_is_refused_by_name(cluster, namespace):

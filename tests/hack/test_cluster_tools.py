@@ -146,7 +146,7 @@ def test_what_cannot_be_had_is_said_with_every_reason(tmp_path):
 def test_too_little_space_is_said_before_the_build(cache, monkeypatch):
     monkeypatch.setattr(debian, "NEEDED_BYTES", 2**60)
     monkeypatch.setattr(debian, "_COMMANDS", {})
-    monkeypatch.setattr(debian, "_mirror", lambda: "http://127.0.0.1:9")
+    monkeypatch.setattr(debian, "mirror", lambda: "http://127.0.0.1:9")
     cache.mkdir()
     with pytest.raises(tools.Unavailable, match="GiB free at"):
         debian.build(cache, print)

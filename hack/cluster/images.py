@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The images of this checkout, built from its Dockerfiles by buildah, without a registry and without Docker.
+
+The base image that the Dockerfiles want, Python on Debian, is made by mmdebstrap from the mirror that apt uses. It also
+gets what this machine's pip is told: index, folders of wheels, certificates, and the CPU build of torch where there is
+one. The Dockerfiles themselves are unchanged. Layers are kept in the cache: the second build takes what changed.
+"""
+
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster import debian, tools
+
+ROOT = Path(__file__).resolve().parents[2]
+OPERATOR = "localhost/quire-operator:e2e"
+SERVER = "localhost/quire:e2e"
+_BUILDS = {
+    OPERATOR: ["--file=operator/Dockerfile"],
+    SERVER: ["--file=backend/Dockerfile", "--target=cpu"],
+}
+PACKAGES = {"buildah": "buildah", "mmdebstrap": "mmdebstrap"}
+_BASE_PACKAGES = (
+    "ca-certificates", "python3", "python3-pip", "python3-venv", "python-is-python3", "libpython3.11",
+)  # fmt: skip
+_DIGITS = 12
+"""Of an image's digest, in the name of its archive."""
+_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Pip:
+    """What pip has to be told in the base image."""
+
+    config: str
+    """Content of pip.conf."""
+    constraints: str
+    volumes: tuple[str, ...]
+    """Folders of this machine that it names: buildah's --volume."""
+
+
+def build(say: tools.Say) -> list[Path]:
+    """Build both images; their archives, for Node.load.
+
+    Raises:
+        Unavailable: no Debian, not root, or a build failed; the log is named.
+    """
+    tools.install(PACKAGES, say)
+    folder = tools.cache() / "images"
+    folder.mkdir(parents=True, exist_ok=True)
+    pip = told()
+    buildah = _Buildah(folder, say)
+    base = _base(buildah, pip)
+    archives = []
+    for name, flags in _BUILDS.items():
+        say(f"building {name}")
+        buildah.run(
+            *("build", "--isolation=chroot", "--network=host", "--layers", "--pull-never"),
+            *(f"--volume={volume}" for volume in pip.volumes),
+            *(f"--build-arg=PYTHON_IMAGE={base}", f"--tag={name}", *flags, str(ROOT)),
+        )
+        archives.append(_archive(buildah, name))
+    return archives
+
+
+def built() -> list[Path]:
+    """The archives that `build` made last.
+
+    Raises:
+        Unavailable: there are none.
+    """
+    folder = tools.cache() / "images"
+    archives = [file for name in _BUILDS for file in folder.glob(f"{_stem(name)}-{'?' * _DIGITS}.tar")]
+    if len(archives) < len(_BUILDS):
+        raise tools.Unavailable("the images are not built: make cluster-images")
+    return archives
+
+
+def told() -> Pip:
+    """What this machine's pip is told, for use in an image: folders it names become mounts."""
+    from bootstrap import torch_requirement
+
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    listed = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=True).stdout
+    kept = {"index-url", "extra-index-url", "find-links", "trusted-host", "timeout", "proxy"}
+    found = dict(re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", listed, re.MULTILINE))
+    lines, volumes = ["[global]", "break-system-packages = true", "constraint = /etc/pip-constraints.txt"], []
+    if _CERTIFICATES.exists():
+        lines.append(f"cert = {_CERTIFICATES}")
+    for key, value in sorted(found.items()):
+        if key not in kept:
+            continue
+        words = value.replace("\\n", " ").split()
+        for i, word in enumerate(words):
+            path = Path(word.removeprefix("file://"))
+            if path.is_absolute() and path.exists():
+                # A simple index refers to files beside it: mount the folder above.
+                top = path.parent if word.startswith("file://") else path
+                inside = f"/run/pip/{key}-{i}"
+                volumes.append(f"{top}:{inside}:ro")
+                words[i] = word.replace(str(top), inside)
+        lines.append(f"{key} = {' '.join(words)}")
+    return Pip("\n".join(lines) + "\n", f"{torch_requirement(pip) or ''}\n", tuple(volumes))
+
+
+class _Buildah:
+    """buildah with a storage of our own, apart from whatever else this machine builds."""
+
+    def __init__(self, folder: Path, say: tools.Say) -> None:
+        self.folder, self.say, self.log = folder, say, folder / "build.log"
+        self.log.unlink(missing_ok=True)
+        # In a mount namespace of its own: a build leaves dozens of mounts when it is killed.
+        self._argv = ["unshare", "--mount", "--", "buildah"]
+        self._argv += [f"--root={folder}/store", f"--runroot={folder}/run", "--storage-driver=overlay"]
+
+    def run(self, command: str, *arguments: str) -> str:
+        """What a command prints; its progress goes to the log."""
+        with self.log.open("ab") as log:
+            done = subprocess.run(
+                [*self._argv, command, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                check=False,
+            )
+            log.write(done.stdout.encode())
+        if done.returncode:
+            last = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+            raise tools.Unavailable(f"buildah {command} failed; {self.log} ends with:\n{last}")
+        return done.stdout.strip()
+
+    def has(self, name: str) -> bool:
+        """Whether the image is there."""
+        return bool(self.run("images", "--quiet", "--filter", f"reference={name}"))
+
+
+def _base(buildah: _Buildah, pip: Pip) -> str:
+    """The image that stands in for python:3.11-slim-bookworm."""
+    certificates = _CERTIFICATES.read_bytes() if _CERTIFICATES.exists() else b""
+    key = repr((_BASE_PACKAGES, pip.config, pip.constraints)).encode() + certificates
+    name = f"localhost/quire-base:{hashlib.sha256(key).hexdigest()[:12]}"
+    if buildah.has(name):
+        return name
+    buildah.say("making the base image from Debian's packages")
+    with tempfile.TemporaryDirectory(dir=buildah.folder) as temporary:
+        work = Path(temporary)
+        debootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(_BASE_PACKAGES)}"]
+        with buildah.log.open("ab") as log:
+            subprocess.run(
+                [*debootstrap, debian.SUITE, str(work / "base.tar"), debian.mirror()],
+                stdout=log,
+                stderr=log,
+                check=True,
+            )
+        (work / "pip.conf").write_text(pip.config)
+        (work / "constraints").write_text(pip.constraints)
+        container = buildah.run("from", "scratch")
+        buildah.run("add", "--quiet", container, str(work / "base.tar"), "/")
+        buildah.run("copy", "--quiet", container, str(work / "pip.conf"), "/etc/pip.conf")
+        buildah.run("copy", "--quiet", container, str(work / "constraints"), "/etc/pip-constraints.txt")
+        if certificates:
+            buildah.run("copy", "--quiet", container, str(_CERTIFICATES), str(_CERTIFICATES))
+        buildah.run("config", f"--env=PATH={_PATH}", container)
+        buildah.run("commit", "--quiet", "--rm", container, name)
+    return name
+
+
+def _archive(buildah: _Buildah, name: str) -> Path:
+    """The image as a file, which is made anew when the image has changed."""
+    identity = buildah.run("images", "--quiet", "--no-trunc", "--filter", f"reference={name}").removeprefix("sha256:")
+    stem = _stem(name)
+    file = buildah.folder / f"{stem}-{identity[:_DIGITS]}.tar"
+    if not file.exists():
+        for old in buildah.folder.glob(f"{stem}-{'?' * _DIGITS}.tar"):
+            old.unlink()
+        partial = file.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        buildah.run("push", "--quiet", name, f"docker-archive:{partial}:{name}")
+        partial.rename(file)
+    return file
+
+
+def _stem(name: str) -> str:
+    return name.rpartition("/")[2].partition(":")[0]

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make cluster-up` and `make cluster-down`, as people run them: a node that runs pods, and an end that leaves nothing.
+
+Runs before the tests that share a cluster: a machine has one node at a time.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import yaml
+from cluster import archive, local, processes, tools
+from cluster.control_plane import NODE_NAME
+from support.cluster import GIVEN, ROOT
+from support.pod import eventually
+from support.pods import nothing_left
+
+POD = f"""
+apiVersion: v1
+kind: Pod
+metadata: {{name: hello}}
+spec:
+  containers:
+  - name: hello
+    image: {archive.BUSYBOX}
+    command: [/bin/busybox, sh, -c, "echo hello; /bin/busybox sleep 600"]
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of its own, with the programs that were found: the cluster of whoever works here is left alone."""
+    if os.environ.get(GIVEN):
+        pytest.skip(f"{GIVEN} is set: tests run on that cluster and start none")
+    found = tools.find()
+    assert found is not None, "make e2e brings them"
+    (tmp_path / found.folder.name).symlink_to(found.folder)
+    monkeypatch.setenv("QUIRE_CLUSTER_CACHE", str(tmp_path))
+    yield tmp_path
+    local.down()
+
+
+def run(*arguments):
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "hack")}
+    argv = [sys.executable, "-m", "cluster", *map(str, arguments)]
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_up_a_pod_and_down_after_a_crash(cache):
+    up = run("up")
+    assert up.returncode == 0, up.stderr
+    folder = cache / "up"
+    kubeconfig = folder / "admin.kubeconfig"
+    assert f"export KUBECONFIG={kubeconfig}" in up.stdout
+
+    again = run("up")
+    assert again.returncode == 1
+    assert "make cluster-down ends it" in again.stderr
+
+    loaded = run("load", archive.busybox(cache / "busybox.tar"))
+    assert loaded.returncode == 0, loaded.stderr
+
+    def kubectl(*arguments, stdin=None):
+        argv = [tools.find().path("kubectl"), f"--kubeconfig={kubeconfig}", *arguments]
+        return subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=60, check=False).stdout
+
+    assert NODE_NAME in kubectl("get", "nodes")
+    # A namespace's ServiceAccount comes some time after it, and pods are refused until then.
+    eventually(lambda: "default" in kubectl("get", "serviceaccounts"), 30, "the ServiceAccount")
+    assert kubectl("create", "--filename=-", stdin=yaml.safe_dump(yaml.safe_load(POD)))
+    eventually(lambda: kubectl("logs", "hello") == "hello\n", 60, "the pod's word")
+
+    for process in processes.running(folder):
+        if process.name == "kube-apiserver":
+            os.kill(process.pid, signal.SIGKILL)
+    down = run("down")
+    assert down.returncode == 0, down.stderr
+    nothing_left(folder)
+    assert not folder.exists()
+    assert "there was none" in run("down").stdout

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job on a cluster: the chart, an LLMService, tokens; then adapters, replicas, a crash, and the end.
+
+The tests are one story and run in order, on one service.
+"""
+
+import json
+import re
+import time
+
+import pytest
+import yaml
+from cluster import images
+from support.chart import CHART, helm
+from support.cluster import ROOT
+from support.pod import eventually
+from support.pods import Door, container, door, examples_volume, pods, ready, story
+
+API = ("quire.dev/v1alpha1", "LLMService")
+SYSTEM = "quire-system"
+SQL = {"name": "sql", "source": {"pvc": {"claimName": "examples", "path": "adapters/sql"}}}
+STORY, QUESTION = "Once upon a time", "Question: list the names of customers in Paris\nSQL:"
+KILL = """
+import os, pathlib
+for process in pathlib.Path("/proc").glob("[0-9]*"):
+    parent = (process / "stat").read_text().rpartition(") ")[2].split()[1]
+    if parent == "1" and b"quire_server" in (process / "cmdline").read_bytes():
+        os.kill(int(process.name), 9)
+"""
+CHILDREN = (
+    ("apps/v1", "Deployment"), ("batch/v1", "Job"), ("v1", "ConfigMap"), ("v1", "Secret"), ("v1", "Service"),
+    ("v1", "ServiceAccount"), ("v1", "PersistentVolumeClaim"), ("networking.k8s.io/v1", "NetworkPolicy"), ("v1", "Pod"),
+)  # fmt: skip
+
+
+def image(name):
+    """As the chart's values say it."""
+    registry, repository, tag = re.fullmatch(r"(.+)/(.+):(.+)", name).groups()
+    return registry, {"repository": repository, "tag": tag}
+
+
+@pytest.fixture(scope="module")
+def operator(cluster, tmp_path_factory):
+    """The chart, installed; the namespace of its Deployment `quire`."""
+    registry, operator = image(images.OPERATOR)
+    values = {"image": {"registry": registry, "operator": operator, "cpu": image(images.SERVER)[1]}}
+    file = tmp_path_factory.mktemp("chart") / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    where = ["-n", SYSTEM, "--kubeconfig", cluster.kubeconfig]
+    helm("install", "quire", CHART, "--create-namespace", "-f", file, *where)
+    try:
+        cluster.kubectl("rollout", "status", "deployment/quire", "--timeout=55s", namespace=SYSTEM)
+    except AssertionError as error:
+        raise AssertionError(story(cluster, SYSTEM)) from error
+    yield SYSTEM
+    helm("uninstall", "quire", *where)
+
+
+@pytest.fixture(scope="module")
+def namespace(cluster, operator):
+    """With examples/kind/tales.yaml, applied by kubectl and Ready."""
+    with cluster.namespace("tales") as name:
+        examples_volume(cluster, name)
+        cluster.kubectl("apply", f"--filename={ROOT}/examples/kind/tales.yaml", namespace=name)
+        try:
+            eventually(lambda: condition(cluster, name, "Ready") == "True", 300, "Ready")
+        except AssertionError as error:
+            status = json.dumps(service(cluster, name).get("status", {}), indent=1)
+            raise AssertionError(f"{status}\n{story(cluster, name)}\n{story(cluster, SYSTEM)}") from error
+        yield name
+
+
+def service(cluster, namespace):
+    return cluster.get(*API, "tales", namespace)
+
+
+def condition(cluster, namespace, kind):
+    """Its status, once it is about the spec as it is now."""
+    found = service(cluster, namespace)
+    conditions = {c["type"]: c for c in found.get("status", {}).get("conditions", [])}
+    current = conditions.get(kind, {}).get("observedGeneration") == found["metadata"]["generation"]
+    return conditions[kind]["status"] if current else None
+
+
+def answers(cluster, namespace, model, prompt):
+    """What each pod answers by itself; None for one that does not have the model."""
+    return [answer(pod, model, prompt) for pod in pods(cluster, namespace)]
+
+
+def answer(pod, model, prompt):
+    ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
+    try:
+        return Door(pod["status"]["podIP"], ports).text(model, prompt)
+    except Exception as error:  # the client's errors have no common type that says which
+        if "unknown model" in str(error) or "not found" in str(error) or "UNAVAILABLE" in str(error):
+            return None
+        raise
+
+
+def runs(cluster, namespace):
+    """Which containers run: a restart or another pod changes it."""
+    return sorted((p["metadata"]["uid"], container(p)["restartCount"]) for p in pods(cluster, namespace))
+
+
+def test_base_and_adapter_answer_through_the_service(cluster, namespace):
+    with door(cluster, namespace) as clients:
+        plain, pirate = clients.text("tales", STORY), clients.text("pirate", STORY)
+    assert plain
+    assert pirate
+    assert plain != pirate
+    status = service(cluster, namespace)["status"]
+    assert sorted(status["models"]) == ["pirate", "tales"]
+    assert status["replicas"] == 1
+    assert status["plan"]
+
+
+def test_kubectl_shows_it(cluster, namespace):
+    head, row = cluster.kubectl("get", "llm", "tales", namespace=namespace).splitlines()
+    shown = dict(zip(head.split(), re.split(r"\s{2,}", row), strict=False))
+    assert (shown["NAME"], shown["READY"]) == ("tales", "True")
+
+
+def test_an_adapter_is_added_by_an_edit_within_5_s_and_nothing_restarts(cluster, namespace):
+    before = runs(cluster, namespace)
+    patch = json.dumps([{"op": "add", "path": "/spec/adapters/-", "value": SQL}])
+    cluster.kubectl("patch", "llm", "tales", "--type=json", f"--patch={patch}", namespace=namespace)
+    edited = time.monotonic()
+    eventually(lambda: all(answers(cluster, namespace, "sql", QUESTION)), 30, "every pod answers as sql")
+    took = time.monotonic() - edited
+    eventually(lambda: condition(cluster, namespace, "AdaptersReady") == "True", 10, "AdaptersReady")
+    assert "sql" in service(cluster, namespace)["status"]["models"]
+    assert runs(cluster, namespace) == before
+    assert took < 5
+
+
+def test_kubectl_scale_brings_a_second_pod_with_every_adapter(cluster, namespace):
+    first = runs(cluster, namespace)
+    cluster.kubectl("scale", "llm/tales", "--replicas=2", namespace=namespace)
+    eventually(lambda: sum(map(ready, pods(cluster, namespace))) == 2, 240, "two ready pods")
+    eventually(lambda: condition(cluster, namespace, "Ready") == "True", 30, "Ready")
+    assert first[0] in runs(cluster, namespace)
+    assert len(set(answers(cluster, namespace, "sql", QUESTION))) == 1
+    assert None not in answers(cluster, namespace, "pirate", STORY)
+    scale = cluster.request("GET", cluster.path(*API, namespace, "tales") + "/scale")
+    assert (scale["spec"]["replicas"], scale["status"]["replicas"]) == (2, 2)
+    assert cluster.items("v1", "Pod", namespace, labelSelector=scale["status"]["selector"])
+
+
+def test_adapters_are_back_after_the_container_is_killed(cluster, namespace):
+    """The supervisor is killed, as the kernel does for memory; tini ends too, and the kubelet starts the container."""
+    victim = pods(cluster, namespace)[0]
+    name, count = victim["metadata"]["name"], container(victim)["restartCount"]
+    cluster.kubectl("exec", name, "--", "python3", "-c", KILL, namespace=namespace)
+
+    def again():
+        pod = cluster.get("v1", "Pod", name, namespace)
+        return container(pod)["restartCount"] == count + 1 and ready(pod) and pod
+
+    pod = eventually(again, 240, "the container runs again")
+    eventually(lambda: answer(pod, "sql", QUESTION) and answer(pod, "pirate", STORY), 10, "its adapters")
+    eventually(lambda: condition(cluster, namespace, "Ready") == "True", 40, "Ready")
+
+
+def test_everything_goes_with_the_service_while_the_operator_is_down(cluster, namespace, operator):
+    cluster.needs_controllers()
+    owner = "app.kubernetes.io/instance=tales"
+
+    def left():
+        found = {kind: cluster.items(version, kind, namespace, labelSelector=owner) for version, kind in CHILDREN}
+        return [(kind, thing["metadata"]["name"]) for kind, things in found.items() for thing in things]
+
+    assert {"Deployment", "Service", "ConfigMap", "Secret", "Pod"} <= {kind for kind, _ in left()}
+    cluster.kubectl("scale", "deployment/quire", "--replicas=0", namespace=operator)
+    eventually(lambda: not cluster.items("v1", "Pod", operator), 60, "the operator's end")
+    cluster.kubectl("delete", "llm", "tales", "--wait=true", namespace=namespace)
+    # A pod drains for a minute at most; the collector of 1.20 looks every 30 s.
+    eventually(lambda: left() == [], 200, f"the end of {left()}")
+    claims = [c["metadata"]["name"] for c in cluster.items("v1", "PersistentVolumeClaim", namespace)]
+    assert claims == ["examples"]

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quire render | kubectl apply`: what is rendered runs, without an operator."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import images
+from support.cluster import ROOT
+from support.pod import eventually
+from support.pods import KIND, door, examples_volume, pods, ready, story
+
+
+@pytest.fixture(scope="module")
+def namespace(cluster):
+    """With the rendered objects of examples/kind/tales.yaml, and a ready pod."""
+    quire = str(Path(sys.executable).with_name("quire"))
+    argv = [
+        quire,
+        "render",
+        f"--file={KIND}/tales.yaml",
+        f"--volume=examples={ROOT}/examples",
+        f"--image={images.SERVER}",
+    ]
+    rendered = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    with cluster.namespace("rendered") as name:
+        examples_volume(cluster, name)
+        cluster.kubectl("apply", "--filename=-", namespace=name, stdin=rendered)
+        try:
+            eventually(lambda: any(map(ready, pods(cluster, name))), 300, "a ready pod")
+        except AssertionError as error:
+            raise AssertionError(story(cluster, name)) from error
+        yield name
+
+
+def test_the_pod_is_as_restricted_as_rendered(cluster, namespace):
+    """The kernel's word, not the manifest's."""
+    inside = cluster.kubectl("exec", "deploy/tales", "--", "cat", "/proc/self/status", namespace=namespace)
+    status = dict(line.split(":\t", 1) for line in inside.splitlines() if ":\t" in line)
+    assert status["Uid"].split() == ["1000"] * 4
+    assert int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0
+    assert status["NoNewPrivs"] == "1"
+    assert status["Seccomp"] == "2"
+    with pytest.raises(AssertionError, match="Read-only file system"):
+        cluster.kubectl("exec", "deploy/tales", "--", "touch", "/opt/x", namespace=namespace)
+
+
+def test_base_and_adapter_answer_through_the_service(cluster, namespace):
+    with door(cluster, namespace) as service:
+        plain = service.text("tales", "Once upon a time")
+        pirate = service.text("pirate", "Once upon a time")
+    assert plain
+    assert pirate
+    assert plain != pirate
