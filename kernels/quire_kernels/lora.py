@@ -51,6 +51,8 @@ class AdapterBatch:
     """[num_tokens] int64, on the device: the slot of each token; -1: none."""
     tiles: Tensor
     """[num_tiles, 3] int64, on the host: slot, first token and the one after the last, of 8 tokens at most."""
+    device_tiles: Tensor
+    """The same on the device."""
     native: _Rows
     """The same for compiled forms; points into `slots` and `tiles`."""
 
@@ -64,9 +66,9 @@ def plan_adapters(segments: Sequence[SlotRows], num_tokens: int, device: torch.d
         tiles += [(s.slot, at, min(at + TILE_ROWS, s.end)) for at in range(s.start, s.end, TILE_ROWS)]
     table = torch.tensor(tiles, dtype=torch.int64).view(-1, 3)
     rows = _Rows(table.data_ptr(), len(tiles), slots.data_ptr())
-    return AdapterBatch(
-        tuple(segments), frozenset(s.slot for s in segments), slots.to(device, non_blocking=True), table, rows
-    )
+    users = frozenset(s.slot for s in segments)
+    on_device, its_tiles = slots.to(device, non_blocking=True), table.to(device, non_blocking=True)
+    return AdapterBatch(tuple(segments), users, on_device, table, its_tiles, rows)
 
 
 @Op
@@ -95,6 +97,9 @@ def _add_compiled(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterB
         _multiply(out, x, None, None, True, adapters, batch)
     else:
         add_lora.reference(out, x, adapters, batch)
+
+
+add_lora.form_in("cuda", "own", "quire_kernels.gpu.lora")
 
 
 @Op
