@@ -247,11 +247,12 @@ def table(results: dict[str, Any]) -> str:
     head, *body = rows
     lines = [f"| {' | '.join(head)} |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in body)]
     machine = results["machine"]
+    runs = f"; medians of {results['runs']} runs (least-most)" if {"itl", "change"} & set(results) else ""
     threads = f"{results['threads']} computing" if results["threads"] else "as many threads as by itself"
     return (
         f"{machine['cpu']}, {machine['num_cpus']} CPUs ({threads}), load {machine['load'][0]:.1f} before and "
-        f"{machine['load'][-1]:.1f} after; {results['when']}; commit {results['commit']}; medians of "
-        f"{results['runs']} runs (least-most).\n\n" + "\n".join(lines)
+        f"{machine['load'][-1]:.1f} after; {results['when']}; commit {results['commit']}"
+        f"{runs}.\n\n" + "\n".join(lines)
     )
 
 
