@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PEFT's LoraConfig, field by field: with the field set, logits equal those of an unmerged `PeftModel`, or the adapter
+is refused with the field's name. docs/adapters.md shows the same table, and is checked against it."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from peft import LoraConfig
+from support.tiny import load_adapted_oracle, make_adapter, make_checkpoint
+
+from quire_engine.engine import Engine
+from quire_engine.peft import CONFIG_FILE
+from quire_spec.config import EngineConfig
+from quire_spec.errors import InvalidArgument
+from quire_spec.messages import Generate
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/adapters.md"
+PROMPT = [(7 * i + 3) % 320 for i in range(24)]
+
+
+class Row(NamedTuple):
+    """A field, set to something else than what it is when it is left out."""
+
+    field: str
+    verdict: str
+    config: dict[str, Any]
+    """For PEFT to make the adapter with."""
+    written: Mapping[str, Any] = MappingProxyType({})
+    """Put into adapter_config.json afterwards, where PEFT cannot make it here: with a library or model of its own."""
+
+
+def _honoured(field: str, **config: Any) -> Row:
+    return Row(field, "honoured", config)
+
+
+def _refused(field: str, **config: Any) -> Row:
+    return Row(field, "refused", config)
+
+
+def _ignored(field: str, value: Any) -> Row:
+    return Row(field, "no effect", {}, {field: value})
+
+
+ROWS = [
+    _honoured("r", r=3),
+    _honoured("lora_alpha", lora_alpha=5),
+    _honoured("target_modules", target_modules=["q_proj", "down_proj"]),
+    _honoured("target_modules", target_modules=r".*\.1\.mlp\.(up|down)_proj"),
+    _honoured("target_modules", target_modules="all-linear"),
+    _honoured("target_modules", target_modules=["embed_tokens", "k_proj"]),
+    _honoured("target_modules", target_modules=["lm_head", "k_proj"]),
+    _honoured("exclude_modules", exclude_modules=["gate_proj"]),
+    _honoured("exclude_modules", exclude_modules=r".*\.0\..*"),
+    _honoured("use_rslora", use_rslora=True, lora_alpha=3),
+    _honoured("rank_pattern", rank_pattern={"q_proj": 4, r"model.layers.1.mlp.\w+_proj": 16}),
+    _honoured("alpha_pattern", alpha_pattern={r"(k|v)_proj": 1, "^model.layers.0.self_attn.o_proj": 64}),
+    _honoured("layers_to_transform", target_modules=["o_proj"], layers_to_transform=[1]),
+    _honoured("layers_pattern", target_modules=["o_proj"], layers_to_transform=[0], layers_pattern="layers"),
+    _honoured("lora_dropout", lora_dropout=0.5),
+    _honoured("bias", bias="none"),
+    _honoured("init_lora_weights", init_lora_weights=False),
+    _honoured("init_lora_weights", init_lora_weights="gaussian"),
+    _honoured("init_lora_weights", init_lora_weights="orthogonal"),
+    _honoured("task_type", task_type=None),
+    _honoured("inference_mode", inference_mode=True),
+    _honoured("revision", revision="main"),
+    _honoured("ensure_weight_tying", ensure_weight_tying=False),
+    _ignored("peft_type", "LORA"),
+    _ignored("peft_version", "0.0.1"),
+    _ignored("auto_mapping", {"base_model_class": "LlamaForCausalLM"}),
+    _ignored("base_model_name_or_path", "somebody/else"),
+    _ignored("fan_in_fan_out", True),
+    _ignored("megatron_config", {"tensor_model_parallel_size": 1}),
+    _ignored("megatron_core", "megatron.core"),
+    _ignored("loftq_config", {"loftq_bits": 4}),
+    _ignored("eva_config", {"rho": 2.0}),
+    _ignored("corda_config", {"corda_method": "kpm"}),
+    _ignored("lora_ga_config", {"direction": "ArB2r"}),
+    _ignored("qalora_group_size", 8),
+    _ignored("runtime_config", {"ephemeral_gpu_offload": False}),
+    _refused("bias", bias="lora_only"),
+    _refused("bias", bias="all"),
+    _refused("modules_to_save", target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    _refused("init_lora_weights", init_lora_weights="pissa"),
+    _refused("init_lora_weights", init_lora_weights="olora"),
+    _refused("use_dora", use_dora=True),
+    _refused("lora_bias", target_modules=["q_proj"], lora_bias=True),
+    _refused("trainable_token_indices", trainable_token_indices=[1, 2]),
+    _refused("layer_replication", layer_replication=[[0, 2], [1, 2]]),
+    _refused("alora_invocation_tokens", alora_invocation_tokens=[5]),
+    *(Row("init_lora_weights", "refused", {}, {"init_lora_weights": v}) for v in ("loftq", "corda", "lora_ga", "new")),
+    Row("peft_type", "refused", {}, {"peft_type": "IA3"}),
+    Row("target_parameters", "refused", {}, {"target_parameters": ["experts.down_proj"]}),
+    Row("use_qalora", "refused", {}, {"use_qalora": True}),
+    Row("use_bdlora", "refused", {}, {"use_bdlora": {"n_blocks": 2}}),
+    Row("kasa_config", "refused", {}, {"kasa_config": {"beta": 1}}),
+    Row("arrow_config", "refused", {}, {"arrow_config": {"top_k": 3}}),
+    Row("velora_config", "refused", {}, {"velora_config": {"num_groups": 4}}),
+    Row("monteclora_config", "refused", {}, {"monteclora_config": {"n_samples": 2}}),
+]
+
+
+@pytest.fixture(scope="module", params=["llama", "llama-head_dim"], ids=["untied", "tied"])
+def served(request, tmp_path_factory):
+    """A checkpoint and the engine that serves it; embedding and output projection are one in the second."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+    config = {"model": str(folder), "device": "cpu", "dtype": "float32", "enable_lora": True, "max_lora_rank": 16}
+    return folder, Engine.from_config(EngineConfig.from_json(config | {"max_model_len": 128, "max_loras": 2}))
+
+
+def _adapter(row: Row, checkpoint: Path, folder: Path) -> Path:
+    make_adapter(checkpoint, folder, **row.config)
+    path = folder / CONFIG_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **row.written}))
+    return folder
+
+
+def _names(rows: list[Row]) -> list[str]:
+    return [f"{row.field}={row.written.get(row.field, row.config.get(row.field))}" for row in rows]
+
+
+SERVED = [row for row in ROWS if row.verdict != "refused"]
+REFUSED = [row for row in ROWS if row.verdict == "refused"]
+
+
+@pytest.mark.parametrize("row", SERVED, ids=_names(SERVED))
+def test_logits_equal_peft(row, served, tmp_path):
+    checkpoint, engine = served
+    folder = _adapter(row, checkpoint, tmp_path / "adapter")
+    if row.verdict == "no effect":  # PEFT itself reads none of it when it applies the adapter, or cannot here
+        oracle = load_adapted_oracle(checkpoint, _adapter(Row(row.field, "", {}), checkpoint, tmp_path / "plain"))
+    else:
+        oracle = load_adapted_oracle(checkpoint, folder)
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
+        with oracle.disable_adapter():
+            base = oracle(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
+    assert (expected - base).abs().max() > 1e-2, "an adapter that is left out would not be missed"
+    digest = str(folder)
+    engine.add_adapter(digest, folder, engine.read_adapter(folder), pinned=False)
+    engine.add(Generate(1, PROMPT, {"temperature": 0.0, "max_tokens": 1, "logprobs": 20}, digest))
+    found = []
+    while engine.has_work:
+        found += [entries for result in engine.step().results for entries in result.logprobs]
+    engine.remove_adapter(digest)
+    assert len(found) == 1
+    assert [int(entry[0]) for entry in found[0][1:]] == expected.topk(20).indices.tolist()
+    assert max(abs(entry[1] - expected[int(entry[0])].item()) for entry in found[0]) < 1e-4
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=_names(REFUSED))
+def test_refused_by_name(row, served, tmp_path):
+    checkpoint, engine = served
+    with pytest.raises(InvalidArgument, match=rf"\b{row.field}\b"):
+        engine.read_adapter(_adapter(row, checkpoint, tmp_path))
+
+
+def test_shared_adapters_of_tied_weights_are_refused(served, tmp_path):
+    checkpoint, engine = served
+    row = Row("ensure_weight_tying", "", {"target_modules": ["embed_tokens", "q_proj"]}, {"ensure_weight_tying": True})
+    folder = _adapter(row, checkpoint, tmp_path)
+    if not engine.shape.tie_word_embeddings:
+        assert engine.read_adapter(folder)
+        return
+    with pytest.raises(InvalidArgument, match="ensure_weight_tying True is not supported with embed_tokens adapted"):
+        engine.read_adapter(folder)
+
+
+def test_every_field_of_this_peft_has_a_row():
+    assert {field.name for field in dataclasses.fields(LoraConfig)} == {row.field for row in ROWS}
+
+
+def test_the_documentation_shows_this_table():
+    shown: dict[str, set[str]] = {}
+    for line in DOCUMENT.read_text().splitlines():
+        if cells := re.fullmatch(r"\| `(\w+)` \| ([^|]+) \| [^|]+ \|", line):
+            shown.setdefault(cells[1], set()).update(each.strip() for each in cells[2].split(","))
+    tested: dict[str, set[str]] = {}
+    for row in ROWS:
+        tested.setdefault(row.field, set()).add(row.verdict)
+    # The one that depends on the model.
+    tested["ensure_weight_tying"].add("refused")
+    assert shown == tested
