@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
+_PREFIX = "quire-"
 _GONE_S = 10.0
 
 
 def name(folder: Path) -> str:
     """Of the tree of the cluster in `folder`."""
-    return f"quire-{hashlib.sha256(str(folder).encode()).hexdigest()[:10]}"
+    return f"{_PREFIX}{hashlib.sha256(str(folder).encode()).hexdigest()[:10]}"
 
 
 def make(folder: Path) -> None:
@@ -22,6 +23,13 @@ def make(folder: Path) -> None:
         if (tree / "cgroup.controllers").exists() and tree.parent == _ROOT:  # version 2: children get what is named
             wanted = (tree / "cgroup.controllers").read_text().split()
             (tree / "cgroup.subtree_control").write_text(" ".join(f"+{controller}" for controller in wanted))
+
+
+def sweep() -> None:
+    """Take away the trees of clusters that were killed and never taken down; call it where no node runs."""
+    for hierarchy in _hierarchies():
+        for tree in hierarchy.glob(f"{_PREFIX}*"):
+            _try_remove_tree(tree)
 
 
 def exist(folder: Path) -> bool:
@@ -34,27 +42,33 @@ def remove(folder: Path) -> None:
     deadline = time.monotonic() + _GONE_S
     while left := [tree for tree in _trees(folder) if tree.exists()]:
         for tree in left:
-            for group in sorted((g for g in tree.rglob("*") if g.is_dir()), reverse=True):
-                _try_remove(group)
-            _try_remove(tree)
+            _try_remove_tree(tree)
         if time.monotonic() > deadline:
             raise TimeoutError(f"control groups are still in use: {', '.join(map(str, left))}")
         time.sleep(0.02)
 
 
 def _trees(folder: Path) -> Iterator[Path]:
+    for hierarchy in _hierarchies():
+        yield hierarchy / name(folder)
+
+
+def _hierarchies() -> Iterator[Path]:
+    """The one of version 2, or those of version 1."""
     if not _ROOT.is_dir():
         return
     if (_ROOT / "cgroup.controllers").exists():
-        yield _ROOT / name(folder)
+        yield _ROOT
         return
     for hierarchy in sorted(_ROOT.iterdir()):
         if hierarchy.is_dir() and not hierarchy.is_symlink() and (hierarchy / "cgroup.procs").exists():
-            yield hierarchy / name(folder)
+            yield hierarchy
 
 
-def _try_remove(group: Path) -> None:
-    try:
-        group.rmdir()
-    except OSError:
-        pass  # busy: the next round
+def _try_remove_tree(tree: Path) -> None:
+    """Children first; what is busy stays for the next time."""
+    for group in [*sorted((g for g in tree.rglob("*") if g.is_dir()), reverse=True), tree]:
+        try:
+            group.rmdir()
+        except OSError:
+            pass

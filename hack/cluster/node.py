@@ -79,6 +79,7 @@ def start(plane: ControlPlane, pause: Path, dies_with_us: bool = False) -> Node:
         plane.tools.path(name)
     if network.connected():
         raise Unavailable("another cluster has a node on this machine; stop it first (make cluster-down)")
+    cgroups.sweep()
     cgroups.make(plane.folder)
     unshare = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
     which = [str(plane.tools.folder), "v" + ".".join(map(str, plane.tools.version))]

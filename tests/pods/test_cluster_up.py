@@ -11,12 +11,22 @@ import sys
 
 import pytest
 import yaml
-from cluster import archive, local, processes, tools
+from cluster import archive, cgroups, local, network, processes, tools
 from cluster.control_plane import NODE_NAME
 from support.cluster import GIVEN, ROOT
 from support.pod import eventually
 from support.pods import nothing_left
 
+STARTER = """
+import sys, time
+from pathlib import Path
+from cluster import archive, control_plane, network, node, tools
+folder = Path(sys.argv[1])
+plane = control_plane.start(folder, tools.find(), network.HOST, dies_with_us=True)
+node.start(plane, archive.pause(folder / "pause.tar"), dies_with_us=True)
+print("started", flush=True)
+time.sleep(600)
+"""
 POD = f"""
 apiVersion: v1
 kind: Pod
@@ -42,10 +52,29 @@ def cache(tmp_path, monkeypatch):
     local.down()
 
 
+def environment():
+    return os.environ | {"PYTHONPATH": str(ROOT / "hack")}
+
+
 def run(*arguments):
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "hack")}
     argv = [sys.executable, "-m", "cluster", *map(str, arguments)]
-    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_killed_test_run_leaves_nothing_that_the_next_one_trips_over(cache, tmp_path):
+    """As when CI is cut off: the node and the control plane end with their starter."""
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(folder)], env=environment(), stdout=subprocess.PIPE
+    ) as run:
+        try:
+            assert run.stdout.readline() == b"started\n"
+        finally:
+            run.kill()
+    eventually(lambda: not [*processes.running(folder)] and not network.connected(), 20, "their end")
+    cgroups.sweep()
+    nothing_left(folder)
 
 
 def test_up_a_pod_and_down_after_a_crash(cache):
