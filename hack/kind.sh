@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # A kind cluster with the images of this checkout, where there is Docker: hack/kind.sh [up|e2e|down]
-#   up     cluster "quire" with both images loaded (default); then: helm install quire charts/quire
+#   up     cluster "quire" with both images loaded (default); prints how to go on
 #   e2e    up, and the tests of `make e2e` against it
 #   down   delete the cluster
 # No machine with Docker has run this script yet; `make e2e` runs the same tests on a node of its own.
@@ -25,6 +25,8 @@ EOF
   docker build -f backend/Dockerfile --target cpu -t localhost/quire:e2e .
   kind load docker-image --name quire localhost/quire-operator:e2e localhost/quire:e2e
   echo "export KUBECONFIG=$kubeconfig"
+  echo "helm install quire charts/quire -n quire-system --create-namespace --wait" \
+    "--set image.registry=localhost,image.operator.tag=e2e,image.cpu.tag=e2e"
 }
 
 case ${1:-up} in
