@@ -12,11 +12,12 @@ from dataclasses import replace
 
 import pytest
 from support.observing import pod
-from support.supervised import adapter_folder, supervised
+from support.supervised import adapter_folder, started, supervised
 
 from quire_operator.reconcile.adapters import judge
 from quire_operator.reconcile.pods import AdapterPusher
 from quire_spec.catalogue import Adapter, Catalogue, Source
+from quire_spec.document import to_json
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
 
@@ -129,3 +130,17 @@ async def test_a_container_that_starts_anew_is_told_what_its_file_does_not_say(t
                 await operator.until(wanted, True, REACHED_S)
             finally:
                 await operator.pusher.close()
+
+
+def test_a_pod_is_not_ready_before_it_holds_its_adapters_nor_after_its_core_died(tmp_path):
+    one = adapter_folder(tmp_path / "one")
+    first = to_json(catalogue(1, sql=one))
+    with started(tmp_path / "pod", first, load_s=1.0) as container:
+        for _ in range(2):
+            container.wait(lambda: "adapters are being loaded: sql" in str(container.health()[1]), 30, "holding")
+            assert container.adapter("sql")["state"] == "Loading"
+            container.wait_ready(30)
+            assert container.adapter("sql")["state"] == "Ready"
+            assert container.generate("sql", "x", max_tokens=2).status == 200, "no 404 from a ready pod"
+            os.kill(container.pid("core"), signal.SIGKILL)
+        assert container.stop() == 0
