@@ -154,11 +154,12 @@ def test_a_container_that_starts_anew_has_its_adapters_again(world, kubelet):
 def test_a_pod_that_hangs_keeps_the_others_from_nothing(world):
     hanging, fine = world.pods()
     hanging.script.hangs = True
-    world.edit(adapters=[SQL, PIRATE])
-    eventually(lambda: len(fine.script.catalogue.adapters) == 2, REACHED_S, "the other one told")
+    world.operating.touch()
     world.until("Ready", "Unknown", "PodsUnreachable", 20)
     message = {c["type"]: c["message"] for c in world.operating.status()["conditions"]}["Ready"]
-    assert f"pod {hanging.pod['metadata']['name']} does not tell how it is: no answer within 10 s" in message
+    assert f"pod {hanging.pod['metadata']['name']} does not tell how it is: no answer within 4 s" in message
+    world.edit(adapters=[SQL, PIRATE])
+    eventually(lambda: len(fine.script.catalogue.adapters) == 2, REACHED_S, "the other one told")
     assert ("Warning", "PodsUnreachable") in world.events()
     hanging.script.hangs = False
     world.until("Ready", "True", seconds=20)

@@ -14,6 +14,7 @@ from aiohttp import web
 from support.admin_port import AdminPorts, ScriptedPod
 from support.observing import pod, starting, wanted
 
+from quire_operator.reconcile import pods
 from quire_operator.reconcile.pods import AdapterPusher, Exchange
 from quire_spec.document import to_json
 
@@ -38,7 +39,7 @@ def key_file(tmp_path):
 @pytest.fixture
 async def pusher():
     told = []
-    made = AdapterPusher(connect_s=0.3, total_s=1.0, observe=lambda exchange, _: told.append(exchange))
+    made = AdapterPusher(connect_s=0.3, total_s=1.0, suspect_s=0.3, observe=lambda exchange, _: told.append(exchange))
     made.told = told
     yield made
     await made.close()
@@ -167,22 +168,38 @@ async def test_nobody_listens(pusher):
 
 
 async def test_hanging_pods_hold_up_nobody(serve):
-    told = []
-    pusher = AdapterPusher(max_pods=4, connect_s=0.3, total_s=1.0, observe=lambda e, _: told.append(e))
+    pusher = AdapterPusher(max_pods=4, total_s=2.0, suspect_s=0.5)
     try:
-        hanging = [serve(f"h-{i}", hangs=True)[1] for i in range(20)]
+        hanging = [serve(f"h-{i}", hangs=True)[1] for i in range(16)]
         good = [serve(f"g-{i}")[1] for i in range(4)]
         begun = time.monotonic()
         found = await pusher.refresh([*hanging, *good], CATALOGUE, KEY)
-        assert time.monotonic() - begun < 2
-        assert all("no answer within 1 s" in p.report_error for p in found[:20])
-        # The first time they took all turns; from then on they are known for it.
+        assert time.monotonic() - begun < 4, "all at once"
+        assert {p.report_error for p in found} == {"no answer within 2 s", "not asked: too many pods do not answer"}
+        # Now four are known for it, and do not take turns of others any more.
+        hanging = [p for p in found if "no answer" in p.report_error]
+        assert len(hanging) == 4
         begun = time.monotonic()
-        healthy = asyncio.create_task(pusher.refresh(good, CATALOGUE, KEY))
         suspects = asyncio.create_task(pusher.refresh(hanging, CATALOGUE, KEY))
-        assert all(p.report is not None for p in await healthy)
-        assert time.monotonic() - begun < 0.7, "they are not waited for"
-        await suspects
+        await asyncio.sleep(0)
+        assert all(p.report is not None for p in await pusher.refresh(good, CATALOGUE, KEY))
+        assert not suspects.done(), "they are not waited for"
+        assert all("no answer within 2 s" in p.report_error for p in await suspects), "in the same words"
+        assert time.monotonic() - begun < 2, "nor for long where they are of one service"
+    finally:
+        await pusher.close()
+
+
+async def test_a_pod_that_is_slow_and_not_hung_is_heard_again(serve, monkeypatch):
+    pusher = AdapterPusher(total_s=1.0, suspect_s=0.1)
+    monkeypatch.setattr(pods, "_FULL_AGAIN_S", 0.5)
+    scripted, seen = serve(hangs=True)
+    try:
+        assert (await one(pusher, seen)).report is None
+        scripted.hangs, scripted.delay_s = False, 0.15
+        assert (await one(pusher, seen)).report is None, "it has a tenth of a second now"
+        await asyncio.sleep(0.5)
+        assert (await one(pusher, seen)).report is not None
     finally:
         await pusher.close()
 

@@ -35,6 +35,8 @@ class ScriptedPod:
     reason_: str = ""
     """Why it is not ready."""
     hangs: bool = False
+    delay_s: float = 0.0
+    """Before each answer."""
     breaks: bool = False
     """GET /status is an internal error."""
     refuses: bool = False
@@ -128,6 +130,7 @@ class AdminPorts:
 
         @web.middleware
         async def hold_up(request: web.Request, handler: Any) -> web.StreamResponse:
+            await asyncio.sleep(pod.delay_s)
             while pod.hangs:
                 await asyncio.sleep(0.02)
             answer: web.StreamResponse = await handler(request)
