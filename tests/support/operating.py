@@ -104,7 +104,7 @@ class Operating:
                 controller.reconciler._parts.wrote = wrote
                 controller.reconciler._parts.applier._wrote = wrote
                 async with controller.running() as failed:
-                    services = Watch(client, kinds.LLM_SERVICE, controller.cache, self.namespace)
+                    services = Watch(client, kinds.LLM_SERVICE, controller.cache, self.namespace, "", settings.patience)
                     watching = asyncio.create_task(services.run())
                     self._ready.set()
                     while not self._stop.is_set() and not failed.done():

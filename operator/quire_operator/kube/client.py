@@ -7,6 +7,7 @@ Applying is server-side apply by one field manager, forced: fields that we set a
 import asyncio
 import json
 import logging
+import random
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ _PAGE = 500
 _CONNECT_S = 10.0
 _MAX_CONNECTIONS = 32
 _CLOSE_S = 0.1
+_TWICE = ("GET", "PATCH", "DELETE")
+"""Requests that may be sent again when the answer is lost; patches are applies here, deletes name a uid."""
+_RETRY_S = (0.2, 1.0)
+_MOST_RETRY_S = 2.0
+"""A server that wants a longer pause gets it from the work queue, which does something else meanwhile."""
 
 Body = dict[str, Any]
 
@@ -174,7 +180,26 @@ class Client:
         content_type: str = _JSON,
         accept: str = _JSON,
     ) -> Body:
-        """One request; the parsed answer."""
+        """One request; the parsed answer. Where there is none, or a server's error, it is sent again if it may be."""
+        for wait in (*_RETRY_S, None):
+            try:
+                return await self._request(method, path, body, params, content_type, accept)
+            except Busy as error:
+                wanted = error.retry_after_s or 0.0
+                if wait is None or wanted > _MOST_RETRY_S or method not in _TWICE:
+                    raise
+                await asyncio.sleep(max(wanted, wait * random.uniform(0.5, 1.0)))
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        params: Mapping[str, str] | None,
+        content_type: str,
+        accept: str,
+    ) -> Body:
         data = None if body is None else json.dumps(body, separators=(",", ":"))
         headers = {"Accept": accept, **({"Content-Type": content_type} if data is not None else {})}
         asked = f"{method} {path}"
@@ -202,9 +227,11 @@ class Client:
 
     @asynccontextmanager
     async def watch(
-        self, kind: Kind, namespace: str | None, version: str, labels: str, timeout_s: float
+        self, kind: Kind, namespace: str | None, version: str, labels: str, timeout_s: float, answer_s: float = 30.0
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """The lines of a watch from a resource version on; the server ends it after `timeout_s`.
+
+        It begins to answer within `answer_s`.
 
         Raises:
             ApiError: it was refused. What breaks it later comes from the iterator, as aiohttp raises it.
@@ -221,7 +248,11 @@ class Client:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         headers = {"Accept": _JSON, **await self.login.headers()}
         try:
-            answer = await self._watches.get(self.login.server + path, params=params, headers=headers, timeout=timeout)
+            # aiohttp has no limit for the time between request and answer alone.
+            async with asyncio.timeout(answer_s):
+                answer = await self._watches.get(
+                    self.login.server + path, params=params, headers=headers, timeout=timeout
+                )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Busy(f"{asked}: no answer ({type(error).__name__}: {error})") from error
         try:
@@ -231,6 +262,9 @@ class Client:
                 _parsed(asked, answer, await answer.read())
             yield _lines(answer.content)
         finally:
+            # Ending TLS politely takes a turn of the other side, which may be gone.
+            if answer.connection is not None and answer.connection.transport is not None:
+                answer.connection.transport.abort()
             answer.close()
 
 

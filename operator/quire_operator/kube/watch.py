@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import random
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -66,8 +67,8 @@ class Watch:
         self.kind, self.namespace, self.labels = kind, namespace, labels
         self.synced = asyncio.Event()
         """Set once the first list is in."""
-        self.heard_at = asyncio.get_running_loop().time()
-        """When the API server said something last, by the event loop's clock."""
+        self.heard_at = time.monotonic()
+        """When the API server said something last."""
         self._client, self._sink, self._patience = client, sink, patience or Patience()
         self._version = ""
         """Where to go on from; empty: list first."""
@@ -75,7 +76,7 @@ class Watch:
     @property
     def age_s(self) -> float:
         """Seconds since anything was heard."""
-        return asyncio.get_running_loop().time() - self.heard_at
+        return time.monotonic() - self.heard_at
 
     async def run(self) -> None:
         """Never returns; ends by cancellation."""
@@ -109,7 +110,9 @@ class Watch:
         patience = self._patience
         server_s = patience.server_s * random.uniform(1.0, 1.1)
         async with (
-            self._client.watch(self.kind, self.namespace, self._version, self.labels, server_s) as lines,
+            self._client.watch(
+                self.kind, self.namespace, self._version, self.labels, server_s, patience.inactivity_s
+            ) as lines,
             contextlib.aclosing(_timed(lines, patience.inactivity_s)) as timed,
         ):
             self._heard()
@@ -129,7 +132,7 @@ class Watch:
         self._version = body["metadata"]["resourceVersion"]
 
     def _heard(self) -> None:
-        self.heard_at = asyncio.get_running_loop().time()
+        self.heard_at = time.monotonic()
 
     def _backoff(self, failures: int) -> float:
         return random.uniform(0.5, 1.0) * min(self._patience.max_backoff_s, 0.5 * 2.0 ** min(failures, 10))

@@ -113,6 +113,10 @@ class Applier:
             await self._delete(entry.kind, entry.namespace, entry.name, entry.uid)
         await self._prune_credentials(key, uid, kept)
 
+    def num_done(self, key: Key) -> int:
+        """Objects of a service that were found or made as they should be."""
+        return len(self._done.get(key, ()))
+
     def drop(self, key: Key) -> None:
         """Forget a service that is gone."""
         self._done.pop(key, None)

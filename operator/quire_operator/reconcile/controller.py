@@ -156,11 +156,12 @@ class Controller:
     async def _work(self) -> None:
         while True:
             key = await self.queue.get()
-            begun = time.monotonic()
+            begun, before = time.monotonic(), self.reconciler.num_writes(key)
             try:
                 again = await self.reconciler.reconcile(key)
             except ApiError as error:
-                wait = self.queue.failed(key, error.retry_after_s or 0.0)
+                further = self.reconciler.num_writes(key) > before
+                wait = self.queue.failed(key, error.retry_after_s or 0.0, anew=further)
                 self._count("error", begun, type(error).__name__)
                 log.warning("pass failed service=%s/%s wait_s=%.1f error=%s", *key, wait, error)
                 continue

@@ -35,7 +35,7 @@ class Pinned:
     """Plan.inputsHash."""
     template: Manifest
     engine: Manifest
-    """The ConfigMap of engine.json, without owner."""
+    """The ConfigMap of engine.json, without owner and namespace."""
 
     @classmethod
     def of(cls, service_digest: str, plan: Plan, manifests: Iterable[Manifest]) -> Self:
@@ -47,7 +47,8 @@ class Pinned:
         template = deployment["spec"]["template"]
         used = config_maps(template["spec"])
         engine = next(m for m in by_kind["ConfigMap"] if m.get("immutable") and m["metadata"]["name"] in used)
-        return cls(service_digest, plan.inputsHash, template, {k: engine[k] for k in sorted(engine)})
+        meta = {key: engine["metadata"][key] for key in ("name", "labels")}
+        return cls(service_digest, plan.inputsHash, template, {**engine, "metadata": meta})
 
     @classmethod
     def read(cls, deployment: Mapping[str, Any] | None) -> Self | None:
@@ -82,9 +83,7 @@ class Pinned:
                     "spec": {**manifest["spec"], "template": self.template},
                 }
             elif manifest["kind"] == "ConfigMap" and manifest.get("immutable"):
-                owners = manifest["metadata"].get("ownerReferences", [])
-                meta = {**self.engine["metadata"], **({"ownerReferences": owners} if owners else {})}
-                manifest = {**self.engine, "metadata": meta}
+                manifest = {**self.engine, "metadata": {**manifest["metadata"], **self.engine["metadata"]}}
             result.append(manifest)
         return result
 

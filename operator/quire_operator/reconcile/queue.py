@@ -92,13 +92,13 @@ class Queue(Generic[K]):
         if again_s is not None:
             self.add(key, again_s)
 
-    def failed(self, key: K, least_s: float = 0.0) -> float:
-        """A key could not be worked on; seconds until it is tried again.
+    def failed(self, key: K, least_s: float = 0.0, anew: bool = False) -> float:
+        """A key could not be worked on; seconds until it is tried again, the first of them if `anew`: it got further.
 
         Something that adds it before then shortens that, but not to less than `least_s` or a few seconds: an attempt
         that fails half way changes objects, and the news of those must not bring the next attempt at once.
         """
-        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        failures = self._failures[key] = 1 if anew else self._failures.get(key, 0) + 1
         wait = min(MOST_S, FIRST_S * 2.0 ** min(failures - 1, 16)) * (0.8 + 0.4 * self._jitter())
         wait = max(wait, least_s)
         self._release(key)

@@ -19,7 +19,7 @@ from quire_operator.engine_config import EngineRefuses
 from quire_operator.kube import kinds
 from quire_operator.kube.client import Client
 from quire_operator.kube.discovery import Discovery
-from quire_operator.kube.errors import ApiError, Missing
+from quire_operator.kube.errors import ApiError, Missing, Stale
 from quire_operator.kube.kinds import Kind
 from quire_operator.reconcile import children as children_of
 from quire_operator.reconcile.apply import Applier, Outcome
@@ -146,6 +146,10 @@ class Reconciler:
         self._memory.pop(key, None)
         self._parts.applier.drop(key)
         self._parts.secrets.drop(key)
+
+    def num_writes(self, key: Key) -> int:
+        """Objects of a service that were written; one that grows shows progress."""
+        return self._parts.applier.num_done(key)
 
     async def _converge(
         self, key: Key, wanted: Wanted, previous: Mapping[str, Any], memory: Memory
@@ -277,7 +281,12 @@ class Reconciler:
             "metadata": {"name": entry.name, "namespace": entry.namespace, "uid": entry.uid},
             "status": found,
         }
-        body = await parts.client.set_status(kinds.LLM_SERVICE, manifest)
+        try:
+            body = await parts.client.set_status(kinds.LLM_SERVICE, manifest)
+        except (Missing, Stale):
+            # Deleted, or made again, and nobody told us: a watch that lists again does not say what has gone.
+            await self._read_again(entry)
+            raise
         parts.wrote(kinds.LLM_SERVICE, "status")
         parts.cache.put(kinds.LLM_SERVICE, body)
         for event in events(previous, found):
@@ -286,6 +295,14 @@ class Reconciler:
                 parts.wrote(kinds.EVENT, "create")
             except ApiError as error:
                 log.warning("event was not written reason=%s error=%s", event.reason, error)
+
+    async def _read_again(self, entry: Entry) -> None:
+        body = await self._parts.client.find(kinds.LLM_SERVICE, entry.namespace, entry.name)
+        gone = {"metadata": {"namespace": entry.namespace, "name": entry.name, "uid": entry.uid}}
+        if body is None or body["metadata"]["uid"] != entry.uid:
+            self._parts.cache.remove(kinds.LLM_SERVICE, gone)
+        if body is not None:
+            self._parts.cache.put(kinds.LLM_SERVICE, body)
 
     def _again(
         self, verdict: Verdict, outcome: Outcome, observed: Observed, found: Mapping[str, Any], memory: Memory

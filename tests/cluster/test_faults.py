@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may go wrong between operator and API server: kills at every write, lost answers, storms of errors, dead
+connections. Whatever it was, the same objects come of it.
+"""
+
+import random
+
+import pytest
+from support.api_proxy import ApiProxy, Fault
+from support.kubelet import Kubelet
+from support.operating import Operating, children, claim, llm_service, reads_models
+from support.pod import eventually
+
+from quire_operator.kube.client import Client
+from quire_operator.kube.watch import Patience
+
+API, KIND = "quire.dev/v1alpha1", "LLMService"
+SPEC = {"replicas": 2, "adapters": [{"name": "a", "source": {"pvc": {"claimName": "models", "path": "a"}}}]}
+
+
+class Killed(BaseException):
+    """The operator's process is gone."""
+
+
+def dies_at(write: int, sent: bool):
+    """A Client whose process ends at its N-th write: before it is sent, or before the answer is there."""
+
+    class Dying(Client):
+        num_writes = 0
+
+        async def request(self, method, path, body=None, **options):
+            if method == "GET":
+                return await super().request(method, path, body, **options)
+            self.num_writes += 1
+            if self.num_writes >= write:
+                if sent and self.num_writes == write:
+                    await super().request(method, path, body, **options)
+                raise Killed
+            return await super().request(method, path, body, **options)
+
+    return Dying
+
+
+@pytest.fixture(scope="module")
+def kubelet(cluster):
+    cluster.needs_controllers()
+    with Kubelet(cluster, "node-faults") as node:
+        reads_models(node)
+        yield node
+
+
+@pytest.fixture(scope="module")
+def reference(cluster, kubelet):
+    """What comes of it when nothing goes wrong, and in how many writes, events aside."""
+    with cluster.namespace() as namespace, Operating(cluster, namespace) as operating:
+        cluster.apply(claim(), namespace)
+        cluster.apply(llm_service(**SPEC), namespace)
+        operating.settles()
+        eventually(lambda: operating.condition("Available").get("status") == "True", 20, "Available")
+        return children(cluster, namespace), len(operating.writes)
+
+
+def test_killed_at_every_write_and_started_again(cluster, namespace, kubelet, reference):
+    """Each life makes one write, whose answer it does not live to see; the next goes on from there."""
+    wanted, _ = reference
+    cluster.apply(claim(), namespace)
+    cluster.apply(llm_service(**SPEC), namespace)
+    lives = 0
+    while children(cluster, namespace) != wanted:
+        lives += 1
+        assert lives < 60, "it makes no way"
+        with Operating(cluster, namespace, make_client=dies_at(1, sent=True)) as operating:
+            eventually(lambda: operating.failure or children(cluster, namespace) == wanted, 30, "end of this life")
+            assert operating.failure is None or isinstance(operating.failure, Killed)
+    assert lives > len(wanted), "each of the objects took a life at least"
+    with Operating(cluster, namespace) as operating:
+        operating.settles()
+    assert children(cluster, namespace) == wanted
+
+
+def test_killed_at_the_nth_write_for_every_n(cluster, kubelet, reference):
+    """One life that ends at its N-th write, and one that lives."""
+    wanted, num_writes = reference
+    died = 0
+    for write in range(1, num_writes + 1):
+        with cluster.namespace() as namespace:
+            cluster.apply(claim(), namespace)
+            cluster.apply(llm_service(**SPEC), namespace)
+            with Operating(cluster, namespace, make_client=dies_at(write, sent=write % 2 == 0)) as first:
+                eventually(lambda: ended(first), 30, "its end")
+                died += first.failure is not None
+            with Operating(cluster, namespace) as second:
+                second.settles()
+            assert children(cluster, namespace) == wanted, f"killed at write {write}"
+    assert died > len(wanted)
+
+
+def ended(operating):
+    """Whether it was killed, or came so far that nothing more is to be written."""
+    return operating.failure or operating.condition("Available").get("status") == "True"
+
+
+def test_storms_of_errors_pass(cluster, namespace, kubelet, reference, tmp_path):
+    """A third of all requests fails, each in one of five ways, while a service is made."""
+    wanted, _ = reference
+    chance = random.Random(7)
+    ways = [Fault(429, {"Retry-After": "1"}), Fault(500), Fault(503), Fault(504, sent=True)]
+
+    def fault(method, number):
+        if chance.random() > 1 / 3:
+            return None
+        return chance.choice(ways if method == "GET" else [*ways, Fault(409)])
+
+    cluster.apply(claim(), namespace)
+    with (
+        ApiProxy(cluster, tmp_path) as proxy,
+        Operating(
+            cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"patience": Patience(max_backoff_s=1)}
+        ) as operating,
+    ):
+        eventually(operating.controller.started.is_set, 20, "started")
+        proxy.fault = fault
+        cluster.apply(llm_service(**SPEC), namespace)
+        eventually(lambda: children(cluster, namespace) == wanted, 90, "all children")
+        assert proxy.num_faults > len(wanted)
+        proxy.fault = lambda method, number: None
+        operating.settles(timeout=90)
+    assert children(cluster, namespace) == wanted
+
+
+def test_a_dead_connection_is_noticed(cluster, namespace, kubelet, tmp_path):
+    """Packets vanish, nothing is closed: watches are cut for their silence, and what was missed is seen."""
+    cluster.apply(claim(), namespace)
+    patience = Patience(inactivity_s=2.0, max_backoff_s=0.5)
+    with (
+        ApiProxy(cluster, tmp_path) as proxy,
+        Operating(cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"patience": patience}) as operating,
+    ):
+        cluster.apply(llm_service(), namespace)
+        operating.settles()
+        assert operating.controller.trouble() == ""
+        proxy.swallow()
+        cluster.merge(API, KIND, "tales", {"spec": {"replicas": 3}}, namespace)
+        cluster.delete("networking.k8s.io/v1", "NetworkPolicy", "tales", namespace)
+        eventually(lambda: "nothing heard of" in operating.controller.trouble(), 20, "liveness says so")
+        assert operating.child("Deployment")["spec"]["replicas"] == 1
+        proxy.let_through()
+        eventually(lambda: operating.child("Deployment")["spec"]["replicas"] == 3, 60, "the edit seen")
+        eventually(lambda: operating.child("NetworkPolicy"), 60, "the policy back")
+        eventually(lambda: operating.controller.trouble() == "", 20, "well again")
+
+
+def test_a_watch_that_is_too_old_lists_again(cluster, namespace, kubelet, tmp_path):
+    cluster.apply(claim(), namespace)
+    patience = Patience(inactivity_s=1.0, max_backoff_s=0.5)
+    with (
+        ApiProxy(cluster, tmp_path) as proxy,
+        Operating(cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"patience": patience}) as operating,
+    ):
+        cluster.apply(llm_service(), namespace)
+        operating.settles()
+        proxy.fault = lambda method, number: Fault(410) if number % 3 == 0 and method == "GET" else None
+        cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
+        cluster.delete("v1", "ConfigMap", "tales-adapters", namespace)
+        eventually(lambda: operating.child("Deployment")["spec"]["replicas"] == 2, 60, "the edit seen")
+        eventually(lambda: operating.child("ConfigMap", "tales-adapters"), 60, "the map back")

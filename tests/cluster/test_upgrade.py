@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A new release of the operator, and models that are on their way: who keeps serving meanwhile, and with what."""
+
+import http.server
+import threading
+from functools import partial
+
+import pytest
+from support.kubelet import DONE, Container, Kubelet
+from support.operating import TINY, Operating, claim, llm_service, reads_models
+from support.pod import eventually
+
+from quire_operator.plan import outcome, planner
+from quire_operator.reconcile import planning
+from quire_operator.render import pod
+
+API, KIND = "quire.dev/v1alpha1", "LLMService"
+DOWNLOAD = "model-download"
+
+
+@pytest.fixture(scope="module")
+def kubelet(cluster):
+    cluster.needs_controllers()
+    with Kubelet(cluster, "node-upgrade") as node:
+        reads_models(node)
+        yield node
+
+
+@pytest.fixture
+def new_release(monkeypatch):
+    """One that plans otherwise, renders pods otherwise, and has other images."""
+
+    def begin():
+        for module in (planner, planning, outcome):
+            monkeypatch.setattr(module, "VERSION", 99)
+        monkeypatch.setattr(pod, "_STARTUP_PERIOD_S", 7)
+        return {"images": {"GPU": "quire:next-gpu", "CPU": "quire:next-cpu"}}
+
+    return begin
+
+
+def test_an_upgrade_of_the_operator_restarts_nobody(cluster, namespace, kubelet, new_release):
+    cluster.apply(claim(), namespace)
+    with Operating(cluster, namespace) as old:
+        cluster.apply(llm_service(), namespace)
+        old.settles()
+        before = old.child("Deployment")
+    settings = new_release()
+    with Operating(cluster, namespace, settings) as new:
+        new.settles()
+        assert [write for write in new.writes if write[0] not in (KIND, "Event")] == []
+        # Neither when something else of the service changes, nor when somebody edits the pods by hand.
+        cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2, "disruption": {"pdb": "None"}}}, namespace)
+        new.settles()
+        theirs = {"spec": {"template": {"spec": {"containers": [{"name": "server", "image": "theirs"}]}}}}
+        path = cluster.path("apps/v1", "Deployment", namespace, "tales")
+        cluster.request("PATCH", path, theirs, "application/strategic-merge-patch+json")
+        eventually(lambda: new.child("Deployment")["spec"]["template"] == before["spec"]["template"], 20, "as it was")
+        assert new.child("Deployment")["spec"]["replicas"] == 2
+        assert new.status()["plan"]["plannerVersion"] == 1
+        # The first change of the pods brings the new release's.
+        cluster.merge(API, KIND, "tales", {"spec": {"engine": {"maxModelLen": 1024}}}, namespace)
+        new.settles()
+        (server,) = new.child("Deployment")["spec"]["template"]["spec"]["containers"]
+        assert (server["image"], server["startupProbe"]["periodSeconds"]) == ("quire:next-cpu", 7)
+        assert new.status()["plan"]["plannerVersion"] == 99
+
+
+def test_who_asks_for_it_is_upgraded(cluster, namespace, kubelet, new_release):
+    cluster.apply(claim(), namespace)
+    with Operating(cluster, namespace) as old:
+        cluster.apply(llm_service(rollout={"updatePolicy": "Auto"}), namespace)
+        old.settles()
+    with Operating(cluster, namespace, new_release()) as new:
+        eventually(lambda: image(new) == "quire:next-cpu", 30, "the new release's image")
+        new.settles()
+
+
+def test_pods_wait_for_the_first_model_and_serve_the_old_one_until_the_next_is_there(cluster, namespace, kubelet):
+    slow = Container()
+    kubelet.behave(lambda body: of_download(body, namespace, "/a"), slow)
+    with files() as url, Operating(cluster, namespace) as operating:
+        cluster.apply(llm_service(model={"source": {"http": {"url": f"{url}/a"}}}), namespace)
+        operating.settles()
+        deployment = operating.child("Deployment")
+        assert deployment["spec"]["replicas"] == 0, "no pod takes a GPU before there is a model"
+        assert operating.condition("ModelCached")["status"] == "False"
+        kubelet.behave(lambda body: of_download(body, namespace, "/a"), DONE)
+        eventually(lambda: operating.child("Deployment")["spec"]["replicas"] == 1, 30, "a pod")
+        eventually(lambda: operating.condition("Available").get("status") == "True", 30, "Available")
+        operating.settles()
+        template = operating.child("Deployment")["spec"]["template"]
+
+        kubelet.behave(lambda body: of_download(body, namespace, "/b"), slow)
+        cluster.merge(API, KIND, "tales", {"spec": {"model": {"source": {"http": {"url": f"{url}/b"}}}}}, namespace)
+        eventually(
+            lambda: len(jobs(cluster, namespace)) == 1 and not done(jobs(cluster, namespace)[0]), 30, "the second Job"
+        )
+        eventually(lambda: operating.status().get("observedGeneration") == 2, 20, "judged")
+        operating.touch()
+        deployment = operating.child("Deployment")
+        assert (deployment["spec"]["replicas"], deployment["spec"]["template"]) == (1, template)
+        assert operating.condition("Ready")["status"] != "True"
+        cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
+        eventually(lambda: operating.child("Deployment")["spec"]["replicas"] == 2, 20, "scaled meanwhile")
+
+        kubelet.behave(lambda body: of_download(body, namespace, "/b"), DONE)
+        eventually(lambda: operating.child("Deployment")["spec"]["template"] != template, 30, "the new model")
+        operating.settles()
+
+
+def test_an_image_is_changed_where_every_gpu_is_taken(cluster, namespace, kubelet):
+    cluster.apply(claim(), namespace)
+    with Kubelet(cluster, "node-full", gpus=2) as full, Operating(cluster, namespace) as operating:
+        reads_models(full)
+        gpu = {"product": "NVIDIA-L4", "nodeSelector": {"kubernetes.io/hostname": "node-full"}}
+        cluster.apply(llm_service(device="GPU", gpu=gpu, replicas=2), namespace)
+        operating.settles()
+        eventually(lambda: ready(cluster, namespace) == ["quire:gpu"] * 2, 40, "two pods on two GPUs")
+        cluster.merge(API, KIND, "tales", {"spec": {"runtime": {"image": "quire:other"}}}, namespace)
+        eventually(lambda: ready(cluster, namespace) == ["quire:other"] * 2, 60, "both replaced")
+
+
+class files:
+    """Two models on a web server."""
+
+    def __enter__(self) -> str:
+        class Handler(http.server.SimpleHTTPRequestHandler):
+            def translate_path(self, path: str) -> str:
+                return str(TINY / path.rpartition("/")[2])
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler))
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def image(operating):
+    return operating.child("Deployment")["spec"]["template"]["spec"]["containers"][0]["image"]
+
+
+def of_download(body, namespace, which):
+    labels = body["metadata"]["labels"]
+    here = body["metadata"]["namespace"] == namespace and labels.get("app.kubernetes.io/component") == DOWNLOAD
+    return here and any(f'{which}"' in text for text in body["spec"]["containers"][0]["args"])
+
+
+def jobs(cluster, namespace):
+    return cluster.items("batch/v1", "Job", namespace, labelSelector=f"app.kubernetes.io/component={DOWNLOAD}")
+
+
+def done(job):
+    return bool(job.get("status", {}).get("conditions"))
+
+
+def ready(cluster, namespace):
+    pods = cluster.items("v1", "Pod", namespace, labelSelector="app.kubernetes.io/component=server")
+    return [
+        p["spec"]["containers"][0]["image"]
+        for p in pods
+        if any(c["type"] == "Ready" and c["status"] == "True" for c in p["status"].get("conditions", []))
+        and "deletionTimestamp" not in p["metadata"]
+    ]
