@@ -106,7 +106,7 @@ def test_storms_of_errors_pass(cluster, namespace, kubelet, reference, tmp_path)
     chance = random.Random(7)
     ways = [Fault(429, {"Retry-After": "1"}), Fault(500), Fault(503), Fault(504, sent=True)]
 
-    def fault(method, number):
+    def fault(method, path):
         if chance.random() > 1 / 3:
             return None
         return chance.choice(ways if method == "GET" else [*ways, Fault(409)])
@@ -123,7 +123,7 @@ def test_storms_of_errors_pass(cluster, namespace, kubelet, reference, tmp_path)
         cluster.apply(llm_service(**SPEC), namespace)
         eventually(lambda: children(cluster, namespace) == wanted, 90, "all children")
         assert proxy.num_faults > len(wanted)
-        proxy.fault = lambda method, number: None
+        proxy.fault = lambda method, path: None
         operating.settles(timeout=90)
     assert children(cluster, namespace) == wanted
 
@@ -159,7 +159,8 @@ def test_a_watch_that_is_too_old_lists_again(cluster, namespace, kubelet, tmp_pa
     ):
         cluster.apply(llm_service(), namespace)
         operating.settles()
-        proxy.fault = lambda method, number: Fault(410) if number % 3 == 0 and method == "GET" else None
+        chance = random.Random(3)
+        proxy.fault = lambda method, path: Fault(410) if "watch=true" in path and chance.random() < 0.5 else None
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
         cluster.delete("v1", "ConfigMap", "tales-adapters", namespace)
         eventually(lambda: operating.child("Deployment")["spec"]["replicas"] == 2, 60, "the edit seen")

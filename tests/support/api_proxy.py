@@ -2,7 +2,6 @@
 """A proxy before the API server that answers in its place, or swallows everything, when a test says so."""
 
 import asyncio
-import itertools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,8 +34,8 @@ class ApiProxy:
 
     cluster: Cluster
     folder: Path
-    fault: Callable[[str, int], Fault | None] = lambda method, number: None
-    """What happens to a request, by its method and number; set it at any time."""
+    fault: Callable[[str, str], Fault | None] = lambda method, path: None
+    """What happens to a request, by its method, path and query; set it at any time."""
     num_faults: int = 0
 
     def __enter__(self) -> Self:
@@ -78,7 +77,6 @@ class ApiProxy:
 
     async def _run(self) -> None:
         login = Login.find(str(self.cluster.kubeconfig))
-        self._numbers = itertools.count()
         connector = aiohttp.TCPConnector(ssl=login.tls, limit=0)
         async with aiohttp.ClientSession(login.server, connector=connector, headers=await login.headers()) as session:
             self._session = session
@@ -96,7 +94,7 @@ class ApiProxy:
         await asyncio.sleep(0.1)
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
-        fault = self.fault(request.method, next(self._numbers))
+        fault = self.fault(request.method, request.path_qs)
         await self._gate()
         if fault and not fault.sent:
             return self._answer(fault)

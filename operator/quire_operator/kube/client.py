@@ -195,7 +195,7 @@ class Client:
         self,
         method: str,
         path: str,
-        body: Mapping[str, Any] | None,
+        body: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
         params: Mapping[str, str] | None,
         content_type: str,
         accept: str,

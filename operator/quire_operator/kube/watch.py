@@ -82,20 +82,21 @@ class Watch:
         """Never returns; ends by cancellation."""
         failures = 0
         while True:
+            began = time.monotonic()
             try:
                 if not self._version:
                     await self._list()
                 await self._stream()
                 failures = 0
-            except Expired:
-                self._version = ""
-                log.info("watch lists again kind=%s namespace=%s", self.kind.name, self.namespace or "all")
             except (ApiError, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                failures += 1
+                if isinstance(error, Expired):
+                    self._version = ""
+                lasted = time.monotonic() - began > self._patience.max_backoff_s
+                failures = 1 if lasted else failures + 1
                 wait = max(getattr(error, "retry_after_s", None) or 0.0, self._backoff(failures))
                 log.warning(
                     "watch was cut kind=%s namespace=%s wait_s=%.1f error=%s",
-                    self.kind.name, self.namespace or "all", wait, error or type(error).__name__,
+                    self.kind.name, self.namespace or "all", wait, str(error) or type(error).__name__,
                 )  # fmt: skip
                 await asyncio.sleep(wait)
 

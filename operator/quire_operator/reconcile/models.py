@@ -14,6 +14,7 @@ from typing import Any
 
 from quire_operator.kube import kinds
 from quire_operator.kube.client import Client
+from quire_operator.kube.errors import Stale
 from quire_operator.kube.kinds import Kind
 from quire_operator.plan.checkpoint import Checkpoint
 from quire_operator.plan.files import files_of, read_checkpoint
@@ -32,6 +33,10 @@ _PARALLEL = 4
 """Threads that read at a time: each read is a few round trips."""
 _AGAIN_S = 120.0
 """After a Job that found no model, until another one looks: files may be on their way to the claim."""
+
+
+_LOOK_S = 5.0
+"""Until a Job that another service started is in the cache."""
 
 
 class Waiting(Exception):
@@ -110,8 +115,13 @@ class Models:
         manifest["metadata"]["ownerReferences"] = [owned]
         found = await self._client.find(kinds.JOB, service.namespace, manifest["metadata"]["name"])
         if found is None:
-            found = await self._client.apply(kinds.JOB, manifest)
-            self._wrote(kinds.JOB, "apply")
+            try:
+                # Not applied: several services may want it at once, and the first of them has it.
+                found = await self._client.create(kinds.JOB, manifest)
+            except Stale as error:
+                self._wake((service.namespace or "", service.name), _LOOK_S)
+                raise Waiting(f"Job {manifest['metadata']['name']} is being started for another service") from error
+            self._wrote(kinds.JOB, "create")
         elif found["metadata"].get("labels", {}).get(names.COMPONENT) != reader.READER:
             raise ConfigError(f"Job {manifest['metadata']['name']} is not ours ({controller(found)}); delete it")
         self._cache.put(kinds.JOB, found)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator with a thousand LLMServices: how long until all objects are there, and what it costs to keep them.
+
+    python tests/bench/reconcile.py [--services 1000] [--quiet-seconds 60]
+
+A real API server with etcd and controllers, no kubelet: pods stay pending, so that nothing of them is measured. The
+model of all services is on one claim; the Job that reads its config.json is one for all, and this script says what its
+pod would (no kubelet runs it). The operator is `quire operate`, a process of its own.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.request import urlopen
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "hack")]
+
+from support.cluster import running  # noqa: E402
+from support.operating import CHILDREN, TINY, llm_service  # noqa: E402
+
+from quire_server.read_model import message  # noqa: E402
+
+API, KIND = "quire.dev/v1alpha1", "LLMService"
+NAMESPACE = "bench"
+_MERGE = "application/merge-patch+json"
+_BARS = {"seconds until all is there": 120, "writes/s when quiet": 2, "% of a core when quiet": 5, "RSS in MB": 250}
+
+
+def main() -> int:
+    """Run it; exit status 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--services", type=int, default=1000)
+    parser.add_argument("--quiet-seconds", type=float, default=60)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder, running(Path(folder)) as cluster:
+        cluster.install_crd()
+        cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+        begun = time.monotonic()
+        make(cluster, given.services)
+        print(f"{given.services} services applied in {time.monotonic() - begun:.1f} s")
+        return measured(cluster, Path(folder), given)
+
+
+def make(cluster, count: int) -> None:
+    """Apply the services, before the operator starts: it meets all of them at once."""
+    with ThreadPoolExecutor(8) as threads:
+        names = [f"s{number:04d}" for number in range(count)]
+        list(threads.map(lambda name: cluster.apply(llm_service(name), NAMESPACE), names))
+
+
+def measured(cluster, folder: Path, given: argparse.Namespace) -> int:
+    """Start the operator, wait, and print what was found."""
+    argv = [str(Path(sys.executable).with_name("quire")), "operate", f"--kubeconfig={cluster.kubeconfig}"]
+    argv += ["--host=127.0.0.1", "--port=18089", "--log-level=warning"]
+    with (folder / "operator.log").open("wb") as log:
+        begun = time.monotonic()
+        operator = subprocess.Popen(argv, stderr=log)
+    try:
+        tell_model(cluster, begun)
+        done = wait(cluster, given.services, begun)
+        cpu = cpu_seconds(operator.pid)
+        time.sleep(5)  # the last events of what was made
+        before, cpu_before, at = writes(), cpu_seconds(operator.pid), time.monotonic()
+        time.sleep(given.quiet_seconds)
+        lasted = time.monotonic() - at
+        found = {
+            "seconds until all is there": done,
+            "writes/s when quiet": (writes() - before) / lasted,
+            "% of a core when quiet": 100 * (cpu_seconds(operator.pid) - cpu_before) / lasted,
+            "RSS in MB": rss_mb(operator.pid),
+        }
+        latency = percentiles()
+    finally:
+        operator.send_signal(signal.SIGTERM)
+        operator.wait(30)
+    log = (folder / "operator.log").read_text()
+    print(
+        f"operator's processor time until then: {cpu:.1f} s; a pass: p50 {latency[0]} s, p99 {latency[1]} s (buckets)"
+    )
+    for name, value in found.items():
+        print(f"{name:<28} {value:8.2f}   bar {_BARS[name]}   {'held' if value < _BARS[name] else 'MISSED'}")
+    print(log[-2000:], file=sys.stderr)
+    return 0 if all(value < _BARS[name] for name, value in found.items()) else 1
+
+
+def tell_model(cluster, begun: float) -> None:
+    """Be the kubelet of the one pod that reads the claim."""
+    while True:
+        pods = cluster.items("v1", "Pod", NAMESPACE, labelSelector="app.kubernetes.io/component=model-reader")
+        if pods:
+            break
+        assert time.monotonic() - begun < 60, "no pod that reads the model"
+        time.sleep(0.1)
+    end = {"exitCode": 0, "message": message(TINY), "reason": "Completed"}
+    state = {
+        "name": "read",
+        "image": "",
+        "imageID": "",
+        "ready": False,
+        "restartCount": 0,
+        "state": {"terminated": end},
+    }
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pods[0]['metadata']['name']}/status"
+    cluster.request("PATCH", path, {"status": {"phase": "Succeeded", "containerStatuses": [state]}}, _MERGE)
+
+
+def wait(cluster, count: int, begun: float) -> float:
+    """Seconds until every service has all children and a current status."""
+    while True:
+        bodies = cluster.items(API, KIND, NAMESPACE)
+        current = sum(b.get("status", {}).get("observedGeneration") == b["metadata"]["generation"] for b in bodies)
+        planned = sum("plan" in b.get("status", {}) for b in bodies)
+        if current == planned == count and complete(cluster, count):
+            return time.monotonic() - begun
+        assert time.monotonic() - begun < 600, f"{current} of {count} current, {planned} planned"
+        time.sleep(1)
+
+
+def complete(cluster, count: int) -> bool:
+    """Whether each kind of child is there for each service."""
+    for version, kind in CHILDREN:
+        if kind == "Secret":
+            path = f"/api/v1/namespaces/{NAMESPACE}/secrets"
+            found = cluster.request("GET", path, labelSelector="app.kubernetes.io/managed-by=quire-operator")["items"]
+        else:
+            found = cluster.items(version, kind, NAMESPACE, labelSelector="app.kubernetes.io/managed-by=quire-operator")
+        if len(found) < count * (2 if kind in ("ConfigMap", "Service") else 1):
+            return False
+    return True
+
+
+def metrics() -> dict[str, float]:
+    """The operator's metrics, by name with labels."""
+    with urlopen("http://127.0.0.1:18089/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+def writes() -> float:
+    """Writes to the API server so far."""
+    return sum(value for name, value in metrics().items() if name.startswith("quire_operator_writes_total"))
+
+
+def percentiles() -> tuple[str, str]:
+    """Upper bounds of a pass's p50 and p99."""
+    prefix = 'quire_operator_reconcile_seconds_bucket{le="'
+    buckets = [(name[len(prefix) : -2], value) for name, value in metrics().items() if name.startswith(prefix)]
+    total = buckets[-1][1]
+    p50, p99 = (next(bound for bound, value in buckets if value >= share * total) for share in (0.5, 0.99))
+    return p50, p99
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_mb(pid: int) -> float:
+    """Resident memory of a process."""
+    line = next(li for li in Path(f"/proc/{pid}/status").read_text().splitlines() if li.startswith("VmRSS"))
+    return int(line.split()[1]) / 1000
+
+
+if __name__ == "__main__":
+    print(json.dumps({"command": sys.argv}))
+    sys.exit(main())
