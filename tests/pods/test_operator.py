@@ -150,7 +150,11 @@ def test_adapters_are_back_after_the_container_is_killed(cluster, namespace):
     """The supervisor is killed, as the kernel does for memory; tini ends too, and the kubelet starts the container."""
     victim = pods(cluster, namespace)[0]
     name, count = victim["metadata"]["name"], container(victim)["restartCount"]
-    cluster.kubectl("exec", name, "--", "python3", "-c", KILL, namespace=namespace)
+    try:
+        cluster.kubectl("exec", name, "--", "python3", "-c", KILL, namespace=namespace)
+    except AssertionError as ended:
+        # The container's end takes this process with it, if it comes first.
+        assert "exit code 137" in str(ended)
 
     def again():
         pod = cluster.get("v1", "Pod", name, namespace)
@@ -171,7 +175,8 @@ def test_everything_goes_with_the_service_while_the_operator_is_down(cluster, na
 
     assert {"Deployment", "Service", "ConfigMap", "Secret", "Pod"} <= {kind for kind, _ in left()}
     cluster.kubectl("scale", "deployment/quire", "--replicas=0", namespace=operator)
-    eventually(lambda: not cluster.items("v1", "Pod", operator), 60, "the operator's end")
+    # Its grace is 30 s, and what comes before and after is the kubelet's, on two busy cores.
+    eventually(lambda: not cluster.items("v1", "Pod", operator), 120, "the operator's end")
     cluster.kubectl("delete", "llm", "tales", "--wait=true", namespace=namespace)
     # A pod drains for a minute at most; the collector of 1.20 looks every 30 s.
     eventually(lambda: left() == [], 200, f"the end of {left()}")
