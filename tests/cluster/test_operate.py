@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quire operate` as a process: killed in the middle, started again, stopped politely; with kopf and its port."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+from support.kubelet import Kubelet
+from support.operating import CHILDREN, children, claim, llm_service, reads_models
+from support.pod import eventually
+
+API, KIND = "quire.dev/v1alpha1", "LLMService"
+
+
+@pytest.fixture(scope="module")
+def kubelet(cluster):
+    cluster.needs_controllers()
+    with Kubelet(cluster, "node-operate") as node:
+        reads_models(node)
+        yield node
+
+
+@contextmanager
+def operator(cluster, namespace, tmp_path, *flags):
+    """The process and its log file; killed at the end if it still runs."""
+    argv = [str(Path(sys.executable).with_name("quire")), "operate", f"--kubeconfig={cluster.kubeconfig}"]
+    argv += [f"--namespace={namespace}", "--host=127.0.0.1", "--port=0", *flags]
+    log = tmp_path / f"operator-{len(list(tmp_path.iterdir()))}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(argv, stderr=file, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    try:
+        yield process, log
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def get(log, path):
+    """Status and text of the operator's port."""
+    port = eventually(lambda: re.search(r"port=(\d+)", log.read_text()), 30, "port")[1]
+    try:
+        with urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_killed_in_the_middle_started_again_and_stopped(cluster, namespace, kubelet, tmp_path):
+    cluster.apply(claim(), namespace)
+    cluster.apply(llm_service(), namespace)
+    with operator(cluster, namespace, tmp_path) as (process, _):
+        eventually(lambda: children(cluster, namespace), 60, "the first child")
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(10) == -signal.SIGKILL
+    with operator(cluster, namespace, tmp_path) as (process, log):
+        done = lambda: len(children(cluster, namespace)) >= len(CHILDREN) + 2  # noqa: E731
+        eventually(done, 60, "all children")
+        eventually(lambda: status(cluster, namespace).get("plan"), 30, "a plan in the status")
+        assert get(log, "/health/live")[0] == 200 and get(log, "/health/ready")[0] == 200
+        assert 'quire_operator_writes_total{kind="Deployment"' in get(log, "/metrics")[1]
+        # An edit and a deletion come through kopf.
+        cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
+        deployment = lambda: cluster.get("apps/v1", "Deployment", "tales", namespace)  # noqa: E731
+        eventually(lambda: deployment()["spec"]["replicas"] == 2, 30, "the edit")
+        meta = cluster.get(API, KIND, "tales", namespace)["metadata"]
+        assert "finalizers" not in meta and "annotations" not in meta, "kopf leaves no traces"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0, log.read_text()
+    assert '"level": "error"' not in log.read_text()
+
+
+def test_two_with_a_lease_work_one_after_the_other(cluster, namespace, kubelet, tmp_path):
+    cluster.apply(claim(), namespace)
+    with operator(cluster, namespace, tmp_path, "--lease=operators") as (first, log):
+        eventually(lambda: "lease is held" in log.read_text(), 60, "the first holds it")
+        with operator(cluster, namespace, tmp_path, "--lease=operators") as (_, second_log):
+            eventually(lambda: "another operator works" in second_log.read_text(), 60, "the second waits")
+            assert get(second_log, "/health/ready")[0] == 503
+            first.send_signal(signal.SIGKILL)
+            eventually(lambda: "lease is held" in second_log.read_text(), 60, "the second takes over")
+            eventually(lambda: get(second_log, "/health/ready")[0] == 200, 60, "and works")
+
+
+def test_without_a_cluster_it_says_how_to_give_one(tmp_path):
+    argv = [str(Path(sys.executable).with_name("quire")), "operate"]
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("KUBE")} | {"HOME": str(tmp_path)}
+    done = subprocess.run(argv, capture_output=True, text=True, env=bare, timeout=60, check=False)
+    assert done.returncode == 1 and "--kubeconfig" in done.stderr
+
+
+def status(cluster, namespace):
+    return cluster.get(API, KIND, "tales", namespace).get("status", {})

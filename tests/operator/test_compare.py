@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When an object on the server is as it was wanted, and what pods are pinned by."""
+
+import copy
+
+import pytest
+from support.planning import plan, service
+
+from quire_operator import crd
+from quire_operator.reconcile.compare import holds
+from quire_operator.reconcile.pinned import ANNOTATION, PLAN, Pinned, spec_digest
+from quire_operator.render.cluster import Cluster
+from quire_operator.render.desired import desired
+from quire_operator.service import LLMService
+
+NO_LORA = "lora: {maxLoaded: 0}"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ({"a": 1}, {"a": 1, "defaulted": True}),
+        ({"memory": "1024Mi"}, {"memory": "1Gi"}),
+        ({"cpu": "1500m"}, {"cpu": "1.5"}),
+        ({"cpu": "2"}, {"cpu": 2}),
+        ({"egress": []}, {}),
+        ({"maxSurge": 0}, {}),
+        ({"containers": [{"name": "a", "image": "x"}]}, {"containers": [{"name": "b"}, {"name": "a", "image": "x"}]}),
+        ({"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]},) * 2,
+    ],
+)  # fmt: skip
+def test_what_a_server_does_by_itself_is_no_difference(wanted, found):
+    assert holds(wanted, found)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ({"a": 1}, {"a": 2}),
+        ({"a": {"b": 1}}, {}),
+        ({"memory": "1Gi"}, {"memory": "1G"}),
+        ({"args": ["a"]}, {"args": ["a", "b"]}),
+        ({"args": ["a", "b"]}, {"args": ["b", "a"]}),
+        ({"tolerations": [{"key": "a"}]}, {"tolerations": [{"key": "a"}, {"key": "b"}]}),
+        ({"containers": [{"name": "a", "image": "x"}]}, {"containers": [{"name": "a", "image": "y"}]}),
+        ({"ingress": [{"ports": [{"port": 1}]}]}, {"ingress": [{"ports": [{"port": 1}, {"port": 2}]}]}),
+        ({"egress": [{"ports": [{"port": 1}]}]}, {"egress": [{}]}),
+    ],
+)  # fmt: skip
+def test_what_somebody_changed_is_one(wanted, found):
+    assert not holds(wanted, found)
+
+
+def read(text, **status):
+    body = crd.check(text).body
+    return body, LLMService.from_body(body)
+
+
+def digest(**spec):
+    document = {
+        "apiVersion": "quire.dev/v1alpha1",
+        "kind": "LLMService",
+        "metadata": {"name": "s"},
+        "spec": {"device": "CPU", "model": {"source": {"pvc": {"claimName": "m", "path": "x"}}}, **spec},
+    }
+    return spec_digest(*read(document))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"replicas": 3},
+        {"adapters": [{"name": "a", "source": {"pvc": {"claimName": "m", "path": "a"}}}]},
+        {"disruption": {"pdb": "None"}},
+        {"networking": {"networkPolicy": {"enabled": False}}},
+        {"rollout": {"maxSurge": 1, "updatePolicy": "Auto"}},
+        {"cache": {"deletionPolicy": "Retain"}},
+        {"paused": True},
+        {"engine": {"prefixCaching": True}},  # its default
+        {"lora": {"maxLoaded": 8, "maxRank": 16}},  # their defaults
+    ],
+)
+def test_pods_are_not_pinned_by_what_they_do_not_follow_from(spec):
+    assert digest(**spec) == digest()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"engine": {"maxModelLen": 512}},
+        {"engine": {"prefixCaching": False}},
+        {"lora": {"maxLoaded": 4}},
+        {"runtime": {"image": "other"}},
+        {"rollout": {"drainSeconds": 90}},
+        {"security": {"runAsUser": 2000}},
+        {"podTemplate": {"spec": {"priorityClassName": "high"}}},
+        {"adapters": [{"name": "a", "source": {"pvc": {"claimName": "another", "path": "a"}}}]},
+        {"model": {"source": {"pvc": {"claimName": "m", "path": "y"}}}},
+    ],
+)
+def test_pods_are_pinned_by_what_they_follow_from(spec):
+    assert digest(**spec) != digest()
+
+
+def test_what_is_pinned_comes_back_as_it_was():
+    made = plan("qwen-0.5b", "NVIDIA-L4", NO_LORA)
+    manifests = list(desired(service(NO_LORA), made, Cluster(admin_key="k", owner_uid="u-1")).manifests)
+    pinned = Pinned.of("digest", made, manifests)
+    rendered = copy.deepcopy(manifests)
+    (deployment,) = [m for m in pinned.into(manifests) if m["kind"] == "Deployment"]
+    assert Pinned.read(deployment) == pinned
+    assert deployment["metadata"]["annotations"][PLAN] == made.inputsHash
+    assert manifests == rendered, "nothing given is changed"
+    assert Pinned.read({"metadata": {"annotations": {ANNOTATION: "by hand"}}}) is None
+    assert "u-1" not in str(pinned.engine), "an owner goes with its service"
