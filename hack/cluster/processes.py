@@ -25,8 +25,8 @@ if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
 """Runs before the program itself, and not between fork and exec: the tests' process has threads."""
-_started: list[subprocess.Popen[bytes]] = []
-"""By this process, and not waited for yet."""
+_started: dict[subprocess.Popen[bytes], tuple[Path, str]] = {}
+"""By this process, and not waited for yet; with folder and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,16 @@ def start(
     if dies_with_us:
         argv = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv]
     with (folder / f"{name}.log").open("ab") as log:
-        _started.append(
-            subprocess.Popen(
-                [*argv],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=marked,
-                start_new_session=True,
-            )
+        process = subprocess.Popen(
+            [*argv],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=marked,
+            start_new_session=True,
         )
-    return _started[-1]
+    _started[process] = folder, name
+    return process
 
 
 def running(folder: Path) -> Iterator[Process]:
@@ -90,6 +89,10 @@ def stop(folder: Path, name: str | None = None) -> None:
                 _signal(pid, number)
         time.sleep(0.02)
         _reap()
+    # A process loses its environment some time before it can be waited for.
+    for process, (where, started) in [*_started.items()]:
+        if where == folder and name in (None, started):
+            process.wait(STOP_S)
     _reap()
 
 
@@ -110,4 +113,4 @@ def _reap() -> None:
     """A child of ours stays a zombie until it is waited for."""
     for process in [*_started]:
         if process.poll() is not None:
-            _started.remove(process)
+            del _started[process]

@@ -58,4 +58,11 @@ def engine_of(config: EngineConfig, **how: Any) -> Engine:
 def rank_processes(pid: int | None = None) -> list[psutil.Process]:
     """The ranks that a process, by default this one, has started."""
     children = psutil.Process(pid).children()
-    return [child for child in children if any("rank_process" in word for word in child.cmdline())]
+    return [child for child in children if any("rank_process" in word for word in _command(child))]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # gone since, or dead and not waited for
+        return []
