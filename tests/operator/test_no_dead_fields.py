@@ -38,7 +38,7 @@ SOURCES = """
 """.replace("HEX", "0" * 64)
 
 COMMON = """
-lora: {maxLoaded: 4, maxRank: 16, maxCached: 8, maxCachedMemory: 640Mi}
+lora: {maxLoaded: 4, maxRank: 16, maxCached: 8, maxCachedMemory: 768Mi}
 engine: {prefixCaching: true, minConcurrency: 2, maxNumQueuedReqs: 9}
 replicas: 2
 cache: {mode: PVC, size: 40Gi, storageClassName: fast, accessModes: [ReadWriteMany], deletionPolicy: Delete}
