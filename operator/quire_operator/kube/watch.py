@@ -94,7 +94,10 @@ class Watch:
                 lasted = time.monotonic() - began > self._patience.max_backoff_s
                 failures = 1 if lasted else failures + 1
                 wait = max(getattr(error, "retry_after_s", None) or 0.0, self._backoff(failures))
-                log.warning(
+                # API servers before 1.25 send no bookmarks of a kind of which nothing ever happened.
+                silent = lasted and isinstance(error, TimeoutError)
+                log.log(
+                    logging.INFO if silent else logging.WARNING,
                     "watch was cut kind=%s namespace=%s wait_s=%.1f error=%s",
                     self.kind.name, self.namespace or "all", wait, str(error) or type(error).__name__,
                 )  # fmt: skip

@@ -4,9 +4,10 @@
 An object of somebody else is never touched: nothing is written when one has the name of one of ours.
 """
 
+import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +23,21 @@ from quire_operator.render import names
 from quire_spec import names as spec_names
 
 Manifest = dict[str, Any]
+Found = Mapping[str, Any] | Entry | None
+"""What is there by a manifest's name: an entry of the cache, the body of a Secret, or nothing."""
 
 APPLIED = f"{spec_names.API_GROUP}/applied"
 """Annotation with the digest of what was applied: it tells what a later release no longer sets."""
 
-_NEEDED = (kinds.SERVICE_ACCOUNT, kinds.SECRET, kinds.CONFIG_MAP, kinds.CLAIM, kinds.JOB)
-"""Pods cannot start without these: when one is refused, the Deployment is not touched."""
+_BEFORE_PODS = (
+    (
+        kinds.SERVICE_ACCOUNT, kinds.SECRET, kinds.CONFIG_MAP, kinds.CLAIM, kinds.NETWORK_POLICY, kinds.SERVICE,
+    ),
+    (kinds.JOB,),
+    (kinds.DEPLOYMENT,),
+)  # fmt: skip
+"""What is written together, and in which order; all other kinds come last. A refusal ends it: pods of a new Deployment
+would wait for what is not there."""
 
 
 class Conflict(Exception):
@@ -80,17 +90,15 @@ class Applier:
         except Conflict as error:
             outcome.conflict = str(error)
             return outcome
-        for manifest, found in wanted:
-            kind = kind_of(manifest)
-            if kind is kinds.DEPLOYMENT and outcome.rejected:
+        for wave in _waves(wanted):
+            settled = await _together(self._settle(key, manifest, found) for manifest, found in wave)
+            refused = [error for error in settled if isinstance(error, Rejected | Forbidden)]
+            if broken := [error for error in settled if error is not None and error not in refused]:
+                raise broken[0]
+            outcome.rejected += map(str, refused)
+            outcome.forbidden = outcome.forbidden or any(isinstance(error, Forbidden) for error in refused)
+            if refused:
                 break
-            try:
-                await self._settle(key, kind, manifest, found)
-            except (Rejected, Forbidden) as error:
-                outcome.rejected.append(str(error))
-                outcome.forbidden = outcome.forbidden or isinstance(error, Forbidden)
-                if kind in _NEEDED or kind is kinds.DEPLOYMENT:
-                    break
         deployment = self._cache.get(kinds.DEPLOYMENT, *key)
         outcome.deployment = deployment.body() if deployment else None
         return outcome
@@ -121,22 +129,17 @@ class Applier:
         """Forget a service that is gone."""
         self._done.pop(key, None)
 
-    async def _all_found(
-        self, key: Key, uid: str, manifests: Iterable[Manifest]
-    ) -> list[tuple[Manifest, Mapping[str, Any] | Entry | None]]:
-        """Each manifest with what is there; raises as `_found`, Busy after all were looked at: what a deleted service
-        left goes in one pass, not one object a pass with a growing wait between them."""
-        wanted, busy = [], None
-        for manifest in map(_stamped, manifests):
-            try:
-                wanted.append((manifest, await self._found(key, uid, manifest)))
-            except Busy as error:
-                busy = busy or error
-        if busy is not None:
-            raise busy
-        return wanted
+    async def _all_found(self, key: Key, uid: str, manifests: Iterable[Manifest]) -> list[tuple[Manifest, Found]]:
+        """Each manifest with what is there; raises as `_found`, after all were looked at: what a deleted service left
+        goes in one pass, not one object a pass with a growing wait between them."""
+        stamped = [_stamped(manifest) for manifest in manifests]
+        found: list[Any] = await _together(self._found(key, uid, manifest) for manifest in stamped)
+        errors = [each for each in found if isinstance(each, BaseException)]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, Busy)), errors[0])
+        return list(zip(stamped, found, strict=True))
 
-    async def _found(self, key: Key, uid: str, manifest: Manifest) -> Mapping[str, Any] | Entry | None:
+    async def _found(self, key: Key, uid: str, manifest: Manifest) -> Found:
         """The object of a manifest's name, if it is there and ours.
 
         Raises:
@@ -180,9 +183,9 @@ class Applier:
             f"{kinds.LLM_SERVICE.name} another name"
         )
 
-    async def _settle(self, key: Key, kind: Kind, manifest: Manifest, found: Mapping[str, Any] | Entry | None) -> None:
+    async def _settle(self, key: Key, manifest: Manifest, found: Found) -> None:
         """Apply a manifest unless what is there is as it says."""
-        meta = manifest["metadata"]
+        kind, meta = kind_of(manifest), manifest["metadata"]
         place = (kind.name, meta["name"])
         if isinstance(found, Entry):
             digest = meta["annotations"][APPLIED]
@@ -229,6 +232,19 @@ class Applier:
 
     def _remember(self, key: Key, place: tuple[str, str], done: _Done) -> None:
         self._done.setdefault(key, {})[place] = done
+
+
+def _waves(wanted: Iterable[tuple[Manifest, Found]]) -> list[list[tuple[Manifest, Found]]]:
+    order = {kind: number for number, wave in enumerate(_BEFORE_PODS) for kind in wave}
+    waves: list[list[tuple[Manifest, Found]]] = [[] for _ in range(len(_BEFORE_PODS) + 1)]
+    for manifest, found in wanted:
+        waves[order.get(kind_of(manifest), -1)].append((manifest, found))
+    return waves
+
+
+async def _together(requests: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results of requests made at once, or their errors; all have ended then, so that none writes later."""
+    return await asyncio.gather(*requests, return_exceptions=True)
 
 
 def _stamped(manifest: Manifest) -> Manifest:

@@ -67,7 +67,7 @@ async def operate(login: Login, options: argparse.Namespace) -> None:
             lease = Lease(client, login.namespace, options.lease, f"{socket.gethostname()}-{os.getpid()}")
             if not await _unless(stop, lease.acquire()):
                 return
-            held = asyncio.create_task(lease.hold())
+            held = await stack.enter_async_context(lease.held())
         failed = await stack.enter_async_context(controller.running())
         watching = asyncio.create_task(handlers.watch(login, controller.cache, settings.namespaces, stop))
         stopped = asyncio.create_task(stop.wait())
@@ -78,9 +78,6 @@ async def operate(login: Login, options: argparse.Namespace) -> None:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(10):
                 await watching
-        for part in (*done, held):
-            if part is not None and part not in done:
-                part.cancel()
         for part in done:
             if part.exception() is not None:
                 raise part.exception()  # type: ignore[misc]

@@ -19,6 +19,8 @@ _MAX_ADAPTERS = 10
 """Events about adapters for one change; a catalogue has up to 1024."""
 _QUIET = frozenset({Reason.ACCEPTED, Reason.PLANNING, Reason.NO_ADAPTERS, Reason.LOADING, Reason.NO_READY_PODS})
 """Reasons that are no news by themselves: others tell the same, or what comes of it will be told."""
+_QUIET_AT_FIRST = frozenset({Reason.ON_CLAIM, Reason.UPDATING})
+"""Of a new service these are no news either: the plan is told, and the Deployment tells of its pods."""
 _BLOCKERS = (Type.CONFIG_VALID, Type.PLANNED, Type.MODEL_CACHED)
 
 
@@ -56,6 +58,8 @@ def _of_conditions(before: Mapping[str, Any], after: Mapping[str, Any]) -> Itera
         if not new or (old.get("status"), old.get("reason")) == (new["status"], new["reason"]):
             continue
         if new["reason"] in _QUIET and not (kind is Type.AVAILABLE and old.get("status") == "True"):
+            continue
+        if not old and new["reason"] in _QUIET_AT_FIRST:
             continue
         if not _told_elsewhere(kind, new, after):
             yield _event(_is_bad(kind, old, new), new["reason"], f"{kind.value}: {new['message']}")

@@ -6,7 +6,9 @@ Source: the rules of client-go's leader election, https://pkg.go.dev/k8s.io/clie
 """
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -46,6 +48,17 @@ class Lease:
                 log.warning("lease was not read error=%s", error)
             await asyncio.sleep(self._seconds / 3)
 
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[asyncio.Task[None]]:
+        """Renew it as long as the context lasts, then give it back; the task ends with LeaseLost as `hold` does."""
+        task = asyncio.create_task(self.hold())
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self._release()
+
     async def hold(self) -> None:
         """Renew it for ever.
 
@@ -64,6 +77,16 @@ class Lease:
                 log.warning("lease was not renewed error=%s", error)
             if clock() - renewed > self._seconds * 2 / 3:
                 raise LeaseLost(f"lease {self._namespace}/{self._name}: not renewed for {clock() - renewed:.0f} s")
+
+    async def _release(self) -> None:
+        """Let the next one work at once; where this fails it runs out."""
+        try:
+            found = await self._client.find(kinds.LEASE, self._namespace, self._name)
+            if found is not None and found["spec"].get("holderIdentity") == self._holder:
+                turns, version = found["spec"].get("leaseTransitions", 0), found["metadata"]["resourceVersion"]
+                await self._client.replace(kinds.LEASE, self._body(turns, version, holder=""))
+        except ApiError as error:
+            log.warning("lease was not given back error=%s", error)
 
     async def _try(self) -> bool:
         found = await self._client.find(kinds.LEASE, self._namespace, self._name)
@@ -86,7 +109,7 @@ class Lease:
         except Stale:
             return False
 
-    def _body(self, turns: int, version: str | None) -> dict[str, Any]:
+    def _body(self, turns: int, version: str | None, holder: str | None = None) -> dict[str, Any]:
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         return {
             "apiVersion": kinds.LEASE.api_version,
@@ -97,7 +120,7 @@ class Lease:
                 **({"resourceVersion": version} if version else {}),
             },
             "spec": {
-                "holderIdentity": self._holder,
+                "holderIdentity": self._holder if holder is None else holder,
                 "leaseDurationSeconds": max(1, int(self._seconds)),
                 "renewTime": now,
                 "leaseTransitions": turns,
