@@ -5,7 +5,6 @@ Applying is server-side apply by one field manager, forced: fields that we set a
 """
 
 import asyncio
-import json
 import logging
 import random
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+import orjson
 
 from quire_operator.kube.errors import ApiError, Busy, Missing, Rejected, Stale, Undeclared, from_answer
 from quire_operator.kube.kinds import Kind
@@ -200,7 +200,7 @@ class Client:
         content_type: str,
         accept: str,
     ) -> Body:
-        data = None if body is None else json.dumps(body, separators=(",", ":"))
+        data = None if body is None else orjson.dumps(body)
         headers = {"Accept": accept, **({"Content-Type": content_type} if data is not None else {})}
         asked = f"{method} {path}"
         for last in (False, True):
@@ -285,7 +285,7 @@ def without(value: Any, fields: Collection[tuple[str, ...]]) -> Any:
 
 def _parsed(asked: str, answer: aiohttp.ClientResponse, text: bytes) -> Body:
     try:
-        body: Any = json.loads(text) if text else {}
+        body: Any = orjson.loads(text) if text else {}
     except ValueError:
         body = text.decode(errors="replace")[:200]
     if answer.status >= 300:

@@ -7,7 +7,6 @@ says nothing for a while is cut here, since a dead connection says nothing eithe
 
 import asyncio
 import contextlib
-import json
 import logging
 import random
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import aiohttp
+import orjson
 
 from quire_operator.kube.client import Client, error_of
 from quire_operator.kube.errors import ApiError, Expired
@@ -123,7 +123,7 @@ class Watch:
             async for line in timed:
                 self._heard()
                 if line:
-                    self._take(json.loads(line))
+                    self._take(orjson.loads(line))
 
     def _take(self, event: dict[str, Any]) -> None:
         what, body = event["type"], event["object"]

@@ -6,10 +6,11 @@ would take 60 MB. What no pass reads is dropped before that, above all metadata.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import orjson
 
 from quire_operator.kube import kinds
 from quire_operator.kube.client import MANAGER
@@ -55,7 +56,7 @@ class Entry:
 
     def body(self) -> dict[str, Any]:
         """The object, trimmed; a new copy each time."""
-        body: dict[str, Any] = json.loads(self.raw)
+        body: dict[str, Any] = orjson.loads(self.raw)
         return body
 
 
@@ -183,7 +184,7 @@ def _older(version: str, known: str) -> bool:
 
 
 def _dumped(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
 def _digest(data: bytes) -> str:

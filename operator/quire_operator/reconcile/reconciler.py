@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -195,7 +195,8 @@ class Reconciler:
             # A kind that was there is gone; what is offered is asked anew, and the next pass leaves it out.
             await parts.discovery.offered(anew=True)
             raise
-        memory.children = found
+        # Without the manifests: a thousand services' would be 50 MB.
+        memory.children = replace(found, manifests=())
         if outcome.conflict or outcome.rejected:
             return outcome
         await parts.applier.prune(key, wanted.uid, found.manifests)
