@@ -17,8 +17,6 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kLine = 64;  // bytes of a cache line
-
 // A matrix pair of a slot; `Entry` of lora.py.
 struct Entry {
   int64_t a, b;  // elements from the slot's start
@@ -59,6 +57,8 @@ using Rows = QuireLoraRows;
 inline const Entry& entry(const Linear& l, int64_t slot, int64_t slice) {
   return l.entries[slot * l.ld_entries + slice];
 }
+
+constexpr int64_t kMaxTiles = kBlockRows / kTileRows;
 
 inline int64_t pairs_of(int64_t rank) { return (rank + 1) / 2; }
 
@@ -106,12 +106,11 @@ class Ahead {
     return lines;
   }
 
-  // The next lines, up to `wanted` of one matrix; how many.
-  int64_t take(int64_t wanted, const char** from) {
-    *from = at_;
-    if (!at_ || !wanted) return 0;
-    const int64_t taken = std::min(wanted, (stop_ - at_ + kLine - 1) / kLine);
-    at_ += taken * kLine;
+  // The next lines, up to `wanted` of one matrix.
+  Run take(int64_t wanted) {
+    if (!at_ || !wanted) return {at_, 0};
+    const Run taken = {at_, std::min(wanted, (stop_ - at_ + kLine - 1) / kLine)};
+    at_ += taken.lines * kLine;
     if (at_ >= stop_) step();
     return taken;
   }
@@ -142,6 +141,63 @@ class Ahead {
   const Rows& rows_;
   int64_t tile_, end_, slice_ = 0;
   const char *at_ = nullptr, *stop_ = nullptr;
+};
+
+// Panels of the matrices B that the rows of a block need for one panel of outputs. They are fetched a panel ahead, each
+// with the tile that has the first row of its slot.
+class Coming {
+ public:
+  Coming(const Rows& rows, int64_t m0, int64_t count, int64_t tiles) {
+    for (int64_t tile = 0, n = 0; tile < tiles; tile++) {
+      first_[tile] = n;
+      for (int64_t r = m0 + count * tile / tiles; r < m0 + count * (tile + 1) / tiles; r++) {
+        if (rows.slots[r] >= 0 && (r == m0 || rows.slots[r - 1] != rows.slots[r])) slots_[n++] = rows.slots[r];
+      }
+      slots_[n++] = -1;  // of A
+      first_[tile + 1] = n;
+    }
+    num_ = first_[tiles];
+  }
+
+  // On to a panel of a linear, or to none.
+  void go(const Linear* linear, int64_t panel) {
+    if (linear && linear == linear_ && panel == panel_ + 1 && panel < slice_end_) {
+      for (int64_t i = 0; i < num_; i++) runs_[i].from += runs_[i].lines * kLine;
+    } else {
+      find(linear, panel);
+    }
+    linear_ = linear;
+    panel_ = panel;
+  }
+
+  // Of a tile, followed by lines of something else.
+  int64_t of(int64_t tile, const Run& also, const Run** runs) {
+    const int64_t last = first_[tile + 1] - 1;
+    runs_[last] = also;
+    *runs = runs_ + first_[tile];
+    return last + 1 - first_[tile];
+  }
+
+ private:
+  void find(const Linear* linear, int64_t panel) {
+    int64_t slice = 0;
+    while (linear && panel >= linear->ends[slice]) slice++;
+    const int64_t at = linear ? panel - (slice ? linear->ends[slice - 1] : 0) : 0;
+    slice_end_ = linear ? linear->ends[slice] : 0;
+    for (int64_t i = 0; i < num_; i++) {
+      runs_[i] = {nullptr, 0};
+      if (!linear || slots_[i] < 0) continue;
+      const Entry& e = entry(*linear, slots_[i], slice);
+      const int64_t size = pairs_of(e.rank) * 2 * kColumns;
+      runs_[i] = {(const char*)(linear->slots + slots_[i] * linear->slot_size + e.b + at * size),
+                  size * (int64_t)sizeof(bf16) / kLine};
+    }
+  }
+
+  int64_t slots_[kBlockRows + kMaxTiles], first_[kMaxTiles + 1], num_;
+  Run runs_[kBlockRows + kMaxTiles];
+  const Linear* linear_ = nullptr;
+  int64_t panel_ = 0, slice_end_ = 0;
 };
 
 }  // namespace
@@ -198,7 +254,15 @@ void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const 
     for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {
       const int64_t count = std::min(kBlockRows, m - m0), tiles = (count + kTileRows - 1) / kTileRows;
       int64_t slice = 0, slice_end = -1;
+      Coming coming(*rows, m0, count, tiles);
       for (int64_t p = begin; p < end; p++) {
+        if (p + 1 < end) {
+          coming.go(linear, p + 1);
+        } else if (m0 + count < m) {
+          coming.go(nullptr, 0);
+        } else {
+          coming.go(l.next, l.next ? l.next->ends[l.next->num_slices - 1] * thread / threads : 0);
+        }
         if (p >= slice_end) {
           while (p >= l.ends[slice]) slice++;
           slice_end = l.ends[slice];
@@ -208,8 +272,7 @@ void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const 
             const Entry e = slot < 0 ? Entry{0, 0, 0} : entry(l, slot, slice);
             const int64_t rank_pairs = pairs_of(e.rank);
             const bf16* b = slot < 0 ? nullptr : l.slots + slot * l.slot_size + e.b + panel * rank_pairs * 2 * kColumns;
-            const bool first_row = r == 0 || rows->slots[m0 + r - 1] != slot;
-            deltas[r] = {shrunk + (m0 + r) * lds + slice * l.max_rank, b, rank_pairs, first_row && e.rank};
+            deltas[r] = {shrunk + (m0 + r) * lds + slice * l.max_rank, b, rank_pairs};
           }
         } else {
           for (int64_t r = 0; r < count; r++) deltas[r].panel += deltas[r].pairs * 2 * kColumns;
@@ -218,8 +281,8 @@ void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const 
         const int64_t share = k * kColumns * (int64_t)sizeof(bf16) / tiles;
         for (int64_t tile = 0; tile < tiles; tile++) {
           const int64_t r0 = count * tile / tiles, r1 = count * (tile + 1) / tiles;
-          const char* also;
-          const int64_t num_lines = ahead.take(std::min(share_ahead, pairs), &also);
+          const Run* runs;
+          const int64_t num_runs = coming.of(tile, ahead.take(std::min(share_ahead, pairs)), &runs);
           kCompute<true>[r1 - r0]({
               x + (m0 + r0) * ldx,
               ldx,
@@ -232,8 +295,8 @@ void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const 
               (const char*)(panel + k * kColumns) + tile * share,
               pairs && p + 1 < end ? share / pairs : 0,
               deltas + r0,
-              also,
-              num_lines,
+              runs,
+              num_runs,
           });
         }
       }

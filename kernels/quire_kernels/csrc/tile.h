@@ -5,6 +5,7 @@
 // a tile is computed, what comes next is fetched from memory.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "bf16.h"
@@ -13,6 +14,7 @@ namespace quire {
 
 constexpr int64_t kColumns = 32;
 constexpr int64_t kTileRows = 8;
+constexpr int64_t kLine = 64;  // bytes of a cache line
 // Rows whose inputs stay in the second-level cache while all panels go by.
 constexpr int64_t kBlockRows = 240;
 
@@ -21,7 +23,12 @@ struct Delta {
   const bf16* shrunk;  // [2 * pairs]
   const bf16* panel;   // [pairs, 32, 2]; the next panel comes after it
   int64_t pairs;       // of ranks; 0: the row has no adapter here
-  bool fetch;          // the next panel meanwhile
+};
+
+// Cache lines to fetch from memory, one after the other.
+struct Run {
+  const char* from;
+  int64_t lines;
 };
 
 struct Tile {
@@ -36,29 +43,14 @@ struct Tile {
   const char* next;  // what to prefetch, in steps of `stride` bytes a pair; stride 0: nothing
   int64_t stride;
   const Delta* deltas = nullptr;  // of each row
-  const char* also = nullptr;     // further cache lines to prefetch, one a pair
-  int64_t num_lines = 0;
+  const Run* runs = nullptr;      // further cache lines to prefetch, one a pair: more at once than a core keeps in
+  int64_t num_runs = 0;           // flight would hold up the products
 };
 
 inline void finish(__m512 v, bf16* out, const bf16* bias, bool add) {
   if (bias) v = _mm512_add_ps(v, load(bias));
   if (add) v = _mm512_add_ps(v, load(out));
   store(out, v);
-}
-
-template <bool kFetch>
-inline __attribute__((always_inline)) void add_delta(const Delta& d, __m512& left, __m512& right) {
-  const bf16* panel = d.panel;
-  const char* next = (const char*)(panel + d.pairs * 2 * kColumns);
-  for (int64_t i = 0; i < d.pairs; i++, panel += 2 * kColumns) {
-    const __m512bh x = pair(d.shrunk + 2 * i);
-    left = _mm512_dpbf16_ps(left, x, (__m512bh)_mm512_loadu_si512(panel));
-    right = _mm512_dpbf16_ps(right, x, (__m512bh)_mm512_loadu_si512(panel + kColumns));
-    if (kFetch) {
-      _mm_prefetch(next + i * 128, _MM_HINT_T0);
-      _mm_prefetch(next + i * 128 + 64, _MM_HINT_T0);
-    }
-  }
 }
 
 // `function` of 0 to N - 1 as constants: a loop that the compiler leaves one would put an array that it indexes, the
@@ -71,35 +63,61 @@ inline __attribute__((always_inline)) void each(F&& function) {
   }
 }
 
+// Adds to the sums of rows I to I + N - 1; those of one adapter together, so that its panel is loaded once.
+template <int I, int N, int R>
+inline __attribute__((always_inline)) void add_deltas(const Delta* deltas, __m512 (&sums)[R][2]) {
+  bool together = true;
+  for (int r = I + 1; r < I + N; r++) together &= deltas[r].panel == deltas[I].panel;
+  if (N == 1 || together) {
+    const bf16* panel = deltas[I].panel;
+    const int64_t pairs = deltas[I].pairs;
+    for (int64_t i = 0; i < pairs; i++, panel += 2 * kColumns) {
+      const __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
+      const __m512bh right = (__m512bh)_mm512_loadu_si512(panel + kColumns);
+      each<N>([&](auto n) {
+        const __m512bh x = pair(deltas[I + n].shrunk + 2 * i);
+        sums[I + n][0] = _mm512_dpbf16_ps(sums[I + n][0], x, left);
+        sums[I + n][1] = _mm512_dpbf16_ps(sums[I + n][1], x, right);
+      });
+    }
+  } else if constexpr (N > 1) {
+    add_deltas<I, N / 2>(deltas, sums);
+    add_deltas<I + N / 2, N - N / 2>(deltas, sums);
+  }
+}
+
 template <int R, bool kAdapted>
 void compute(const Tile& t) {
   __m512 sums[R][2];
   for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
-  const char *ahead = t.next, *also = t.also;
-  const int64_t num_lines = t.num_lines;
-  for (int64_t i = 0; i < t.pairs; i++) {
+  const char* ahead = t.next;
+  int64_t i = 0;
+  const auto product = [&]() __attribute__((always_inline)) {
     const __m512bh left = (__m512bh)_mm512_loadu_si512(t.panel + i * 2 * kColumns);
     const __m512bh right = (__m512bh)_mm512_loadu_si512(t.panel + i * 2 * kColumns + kColumns);
     if (t.stride) {
       _mm_prefetch(ahead, _MM_HINT_T0);
       ahead += t.stride;
     }
-    if (kAdapted && i < num_lines) _mm_prefetch(also + 64 * i, _MM_HINT_T1);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const __m512bh x = pair(t.x + r * t.ldx + 2 * i);
       sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, left);
       sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, right);
     }
-  }
-  each<R>([&](auto r) {
-    if constexpr (kAdapted) {
-      if (t.deltas[r].fetch) {
-        add_delta<true>(t.deltas[r], sums[r][0], sums[r][1]);
-      } else {
-        add_delta<false>(t.deltas[r], sums[r][0], sums[r][1]);
+  };
+  if constexpr (kAdapted) {
+    for (const Run *run = t.runs, *last = run + t.num_runs; run < last; run++) {
+      const char* line = run->from;
+      for (const int64_t stop = std::min(i + run->lines, t.pairs); i < stop; i++, line += kLine) {
+        _mm_prefetch(line, _MM_HINT_T1);
+        product();
       }
     }
+  }
+  for (; i < t.pairs; i++) product();
+  if constexpr (kAdapted) add_deltas<0, R>(t.deltas, sums);
+  each<R>([&](auto r) {
     bf16* out = t.out + r * t.ldo;
     finish(sums[r][0], out, t.bias, t.add);
     finish(sums[r][1], out + kLanes, t.bias ? t.bias + kLanes : nullptr, t.add);
