@@ -58,39 +58,56 @@ inline const Entry& entry(const Linear& l, int64_t slot, int64_t slice) {
   return l.entries[slot * l.ld_entries + slice];
 }
 
+constexpr int64_t kMostSlices = 3;  // shrunk at once: q, k and v
 constexpr int64_t kMaxTiles = kBlockRows / kTileRows;
 
 inline int64_t pairs_of(int64_t rank) { return (rank + 1) / 2; }
 
-// A [in / 2, rank, 2] times R rows of x, up to 16 ranks of it from `first_rank`. Two sums a row: a product takes longer
-// than it takes to start the next one.
-template <int R>
-void shrink(const bf16* x, int64_t ldx, const bf16* a, int64_t rank, int64_t first_rank, int64_t pairs, bf16* out,
-            int64_t ldo) {
-  const int64_t num = std::min<int64_t>(kLanes, rank - first_rank);
+// What is shrunk at once: rows of x, and matrices A [in / 2, rank, 2] of one rank, up to 16 ranks of each.
+struct Shrinking {
+  const bf16* x;
+  int64_t ldx;
+  const bf16* a[kMostSlices];
+  int64_t rank, first_rank, pairs;
+  bf16* out[kMostSlices];  // rows of ldo
+  int64_t ldo;
+};
+
+// R rows by S matrices: x is read once for all of them. A single matrix gets two sums a row: a product takes longer than
+// it takes to start the next one.
+template <int R, int S>
+void shrink(const Shrinking& t) {
+  constexpr int kSums = S == 1 ? 2 : 1;
+  const int64_t num = std::min<int64_t>(kLanes, t.rank - t.first_rank);
   const __mmask16 mask = first(num), stored = first(2 * pairs_of(num));
-  __m512 sums[R][2];
-  each<R>([&](auto r) { sums[r][0] = sums[r][1] = _mm512_setzero_ps(); });
-  a += 2 * first_rank;
-  int64_t i = 0;
-  for (; i + 2 <= pairs; i += 2, a += 4 * rank) {
-    const __m512bh even = (__m512bh)_mm512_maskz_loadu_epi32(mask, a);
-    const __m512bh odd = (__m512bh)_mm512_maskz_loadu_epi32(mask, a + 2 * rank);
+  __m512 sums[R][S][kSums];
+  each<R * S * kSums>([&](auto i) { sums[i / (S * kSums)][i / kSums % S][i % kSums] = _mm512_setzero_ps(); });
+  const auto product = [&](int64_t i, auto sum) __attribute__((always_inline)) {
+    const int64_t at = 2 * (i * t.rank + t.first_rank);
+    __m512bh a[S];
+    each<S>([&](auto s) { a[s] = (__m512bh)_mm512_maskz_loadu_epi32(mask, t.a[s] + at); });
     each<R>([&](auto r) {
-      sums[r][0] = _mm512_dpbf16_ps(sums[r][0], pair(x + r * ldx + 2 * i), even);
-      sums[r][1] = _mm512_dpbf16_ps(sums[r][1], pair(x + r * ldx + 2 * i + 2), odd);
+      const __m512bh x = pair(t.x + r * t.ldx + 2 * i);
+      each<S>([&](auto s) { sums[r][s][sum] = _mm512_dpbf16_ps(sums[r][s][sum], x, a[s]); });
     });
-  }
-  if (i < pairs) {
-    const __m512bh even = (__m512bh)_mm512_maskz_loadu_epi32(mask, a);
-    each<R>([&](auto r) { sums[r][0] = _mm512_dpbf16_ps(sums[r][0], pair(x + r * ldx + 2 * i), even); });
-  }
-  each<R>([&](auto r) { store(out + r * ldo + first_rank, _mm512_add_ps(sums[r][0], sums[r][1]), stored); });
+  };
+  int64_t i = 0;
+  for (; i + kSums <= t.pairs; i += kSums) each<kSums>([&](auto sum) { product(i + sum, sum); });
+  if (i < t.pairs) product(i, std::integral_constant<int, 0>());
+  each<R>([&](auto r) {
+    each<S>([&](auto s) {
+      __m512 sum = sums[r][s][0];
+      if constexpr (kSums == 2) sum = _mm512_add_ps(sum, sums[r][s][1]);
+      store(t.out[s] + r * t.ldo + t.first_rank, sum, stored);
+    });
+  });
 }
 
-using Shrink = void (*)(const bf16*, int64_t, const bf16*, int64_t, int64_t, int64_t, bf16*, int64_t);
-constexpr Shrink kShrink[kTileRows + 1] = {nullptr,   shrink<1>, shrink<2>, shrink<3>, shrink<4>,
-                                           shrink<5>, shrink<6>, shrink<7>, shrink<8>};
+using Shrink = void (*)(const Shrinking&);
+template <int S>
+constexpr Shrink kShrinkRows[kTileRows + 1] = {nullptr,      shrink<1, S>, shrink<2, S>, shrink<3, S>, shrink<4, S>,
+                                               shrink<5, S>, shrink<6, S>, shrink<7, S>, shrink<8, S>};
+constexpr const Shrink* kShrink[kMostSlices + 1] = {nullptr, kShrinkRows<1>, kShrinkRows<2>, kShrinkRows<3>};
 
 // Cache lines of the matrices A that this thread's tiles of the next linear begin with, one after the other.
 class Ahead {
@@ -233,12 +250,14 @@ void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const 
     const int64_t last_tile = rows->num_tiles * (thread + 1) / threads;
     for (int64_t tile = first_tile; tile < last_tile; tile++) {
       const int64_t slot = rows->tiles[3 * tile], row = rows->tiles[3 * tile + 1], end = rows->tiles[3 * tile + 2];
-      for (int64_t s = 0; s < l.num_slices; s++) {
-        const Entry& e = entry(l, slot, s);
-        for (int64_t r = 0; r < e.rank; r += kLanes) {
-          kShrink[end - row](x + row * ldx, ldx, l.slots + slot * l.slot_size + e.a, e.rank, r, k / 2,
-                             shrunk + row * lds + s * l.max_rank, lds);
+      Shrinking t = {x + row * ldx, ldx, {}, 0, 0, k / 2, {}, lds};
+      for (int64_t s = 0, num = 0; s < l.num_slices; s += num) {
+        t.rank = entry(l, slot, s).rank;
+        for (num = 0; num < kMostSlices && s + num < l.num_slices && entry(l, slot, s + num).rank == t.rank; num++) {
+          t.a[num] = l.slots + slot * l.slot_size + entry(l, slot, s + num).a;
+          t.out[num] = shrunk + row * lds + (s + num) * l.max_rank;
         }
+        for (t.first_rank = 0; t.first_rank < t.rank; t.first_rank += kLanes) kShrink[num][end - row](t);
       }
     }
     // Every thread has its own panels, whatever the rows: weights are read from memory once.
