@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What adapters cost: a batch of many against the same engine's base, and against vLLM with the same adapters.
 
-Every round runs each row once, one engine at a time, the others stopped; ratios are of runs of the same round. No
-speed is reported unless the adapters' outputs are right: in float32 token for token peft's, unmerged, and as measured
-within the rounding of peft's logits. residency.py measures what loading adapters costs.
+Every round runs each row once, one engine at a time, the others stopped, in another order each time, after a short run
+that wakes it; ratios are of runs of the same round. No speed is reported unless the adapters' outputs are right: in
+float32 token for token peft's, unmerged, and as measured within the rounding of peft's logits. residency.py measures
+what loading adapters costs.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from workload import Request, Workload
 BEGIN, END = "<!-- results of tests/bench/lora.py: begin -->", "<!-- results of tests/bench/lora.py: end -->"
 NUM_CHECKED = 4
 NUM_CHECKED_TOKENS = 16
+NUM_WAKING_TOKENS = 4
 WARM_UP = -1
 
 EXAMPLES = """\
@@ -168,7 +170,10 @@ def _rounds(
 ) -> list[dict[str, Any]]:
     runs = []
     for round in tqdm(range(num_runs), unit="round", dynamic_ncols=True):
-        for row in rows:
+        # Each comes first in its turn, and none begins cold: its process was stopped while the others ran.
+        turn = round % len(rows)
+        for row in (*rows[turn:], *rows[:turn]):
+            _run(row, running, folders, [Request(p, NUM_WAKING_TOKENS) for p, _ in work.requests(WARM_UP - 1 - round)])
             found = _run(row, running, folders, work.requests(round))
             del found["token_ids"]
             runs.append(found | {"round": round})
