@@ -128,7 +128,7 @@ def _read(
     halves, copies = _halves(file.keys(), shape)
     _check_targets(halves, config, shape)
     sizes = linears(shape) | vocabulary(shape)
-    _check_outside(halves, config, shape, shard)
+    _check_outside(halves, config, shape)
     for module, names in halves.items():
         d_in, d_out = sizes[module.path]
         rank = config.rank(module.name)
@@ -151,8 +151,20 @@ def _read(
 def _part(a: Tensor, b: Tensor, path: str, shard: Shard) -> tuple[Tensor, Tensor]:
     """What a rank needs of a linear's A [rank, in_features] and B [out_features, rank]: copies, so that it keeps no
     more than that."""
+    if path == "embed_tokens":
+        return _own_tokens(a.t(), shard).t(), b
+    if path == "lm_head":
+        return a, _own_tokens(b, shard)
     (columns,) = shard.inputs(path)
     return a[:, columns.start : columns.stop].clone(), torch.cat([b[r.start : r.stop] for r in shard.outputs(path)])
+
+
+def _own_tokens(rows: Tensor, shard: Shard) -> Tensor:
+    """The rows of a rank's tokens; those of the last rank that are no token's are 0."""
+    tokens = shard.vocab
+    own = rows.new_zeros(shard.vocab_rows, rows.shape[1])
+    own[: len(tokens)] = rows[tokens.start : tokens.stop]
+    return own
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +246,8 @@ def _check_targets(halves: Mapping[_Module, Any], config: PeftConfig, shape: Mod
             raise InvalidArgument(f"target_modules has {module.target}, and {where} has no tensors for it")
 
 
-def _check_outside(halves: Mapping[_Module, Any], config: PeftConfig, shape: ModelShape, shard: Shard | None) -> None:
+def _check_outside(halves: Mapping[_Module, Any], config: PeftConfig, shape: ModelShape) -> None:
     outside = [module.target for module in halves if module.layer == OUTSIDE]
-    if outside and shard is not None:
-        raise InvalidArgument(
-            f"target_modules has {outside[0]}, which is not supported with a tensor_parallel_size; train it without"
-        )
     if config.ensure_weight_tying and shape.tie_word_embeddings and outside:
         raise InvalidArgument(
             f"ensure_weight_tying True is not supported with {outside[0]} adapted: embedding and output "

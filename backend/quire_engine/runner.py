@@ -323,16 +323,13 @@ def _make_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, devic
     found = list(model.linears())
     sites = [Site(linear.in_features, tuple(linear.slices.values())) for _, linear in found]
     places = [[(layer, name) for name in linear.slices] for layer, linear in found]
-    # Ranks that share the vocabulary take no adapters of it.
-    if model.ranks is None:
-        tokens, size = model.embed_tokens.shape
-        # In the order in which a step computes them.
-        sites = [Site(tokens, (size,), looked_up=True), *sites, Site(size, (tokens,))]
-        places = [[(OUTSIDE, "embed_tokens")], *places, [(OUTSIDE, "lm_head")]]
+    tokens, size = model.embed_tokens.shape
+    # In the order in which a step computes them.
+    sites = [Site(tokens, (size,), looked_up=True), *sites, Site(size, (tokens,))]
+    places = [[(OUTSIDE, "embed_tokens")], *places, [(OUTSIDE, "lm_head")]]
     slots = LoraSlots(sites, config.max_loras, config.max_lora_rank, torch.empty(0, dtype=dtype, device=device))
     modules = list(slots.modules)
-    if model.ranks is None:
-        model.embedding_adapters, model.lm_head.adapters = modules.pop(0), modules.pop()
+    model.embedding_adapters, model.lm_head.adapters = modules.pop(0), modules.pop()
     for (_, linear), module in zip(found, modules, strict=True):
         linear.adapters = module
     return AdapterSlots(places, slots, pin=device.type == "cuda")

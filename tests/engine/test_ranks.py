@@ -41,9 +41,11 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapters(folders, tmp_path_factory):
-    """For two families: one of all linears, one of some of what is split by output, one of what is split by input."""
+    """For two families: one of all linears, one of some of what is split by output or by vocabulary, one of what is
+    split by input."""
+    outside = ["k_proj", "up_proj", "embed_tokens", "lm_head"]
     kinds = {
-        "llama": ({}, {"r": 4, "target_modules": ["k_proj", "up_proj"]}, {"r": 2, "target_modules": ["down_proj"]}),
+        "llama": ({}, {"r": 4, "target_modules": outside}, {"r": 2, "target_modules": ["down_proj"]}),
         "phi3": ({}, {"r": 4, "target_modules": ["qkv_proj"]}, {"r": 2, "target_modules": ["o_proj"]}),
     }
     return {

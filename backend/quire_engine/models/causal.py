@@ -12,7 +12,7 @@ from quire_engine.kv import KVCache
 from quire_engine.layers import Linear, Placement
 from quire_engine.part import Target
 from quire_engine.vocabulary import embed, embedding_target, num_rows, output_projection
-from quire_kernels import Arena, LinearSlots, add_lora_rows, embedding, looked_up
+from quire_kernels import Arena, LinearSlots, looked_up
 from quire_spec.shape import ModelShape
 
 
@@ -73,12 +73,7 @@ class CausalLM(ABC):
 
     def embed(self, batch: Batch) -> Tensor:
         """[num_tokens, embedding_size], a tensor of its own."""
-        if self.ranks is not None:
-            return embed(batch.token_ids, self.embed_tokens, self.ranks)
-        found, slots = embedding(batch.token_ids, self.embed_tokens), self.embedding_adapters
-        if batch.adapters is not None and slots is not None and slots.concern(batch.adapters):
-            add_lora_rows(found, batch.token_ids, slots, batch.adapters)
-        return found
+        return embed(batch, self.embed_tokens, self.embedding_adapters, self.ranks)
 
     def linears(self) -> Iterator[tuple[int, Linear]]:
         """The linears that adapters can change, each with its layer."""
