@@ -3,18 +3,22 @@
 
 The base image that the Dockerfiles want, Python on Debian, is made by mmdebstrap from the mirror that apt uses. It also
 gets what this machine's pip is told: index, folders of wheels, certificates, and the CPU build of torch where there is
-one. The Dockerfiles themselves are unchanged. Layers are kept in the cache: the second build takes what changed.
+one. The Dockerfiles themselves are unchanged. Layers are kept in the cache: the second build takes what changed. Those
+that the newest builds do not use are removed.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import debian, tools
+from cluster import debian, layers, tools
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATOR = "localhost/quire-operator:e2e"
@@ -53,18 +57,35 @@ def build(say: tools.Say) -> list[Path]:
     tools.install(PACKAGES, say)
     folder = tools.cache() / "images"
     folder.mkdir(parents=True, exist_ok=True)
-    pip = told()
-    buildah = _Buildah(folder, say)
+    with _alone(folder, say):
+        return _build(_Buildah(folder, say), told(), say)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, say: tools.Say) -> Iterator[None]:
+    """One build at a time: another one's layers must not be taken for old ones while it uses them."""
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another build of images")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(buildah: "_Buildah", pip: "Pip", say: tools.Say) -> list[Path]:
     base = _base(buildah, pip)
-    archives = []
+    archives, used = [], {buildah.identity(base)[: layers.DIGITS]}
     for name, flags in _BUILDS.items():
         say(f"building {name}")
-        buildah.run(
+        said = buildah.run(
             *("build", "--isolation=chroot", "--network=host", "--layers", "--pull-never"),
             *(f"--volume={volume}" for volume in pip.volumes),
             *(f"--build-arg=PYTHON_IMAGE={base}", f"--tag={name}", *flags, str(ROOT)),
         )
+        used |= layers.used(said)
         archives.append(_archive(buildah, name))
+    _prune(buildah, used)
     return archives
 
 
@@ -135,9 +156,21 @@ class _Buildah:
             raise tools.Unavailable(f"buildah {command} failed; {self.log} ends with:\n{last}")
         return done.stdout.strip()
 
-    def has(self, name: str) -> bool:
-        """Whether the image is there."""
-        return bool(self.run("images", "--quiet", "--filter", f"reference={name}"))
+    def identity(self, name: str) -> str:
+        """Of an image, in hexadecimal digits; empty when it is not there."""
+        return self.run("images", "--quiet", "--no-trunc", "--filter", f"reference={name}").removeprefix("sha256:")
+
+
+def _prune(buildah: _Buildah, used: set[str]) -> None:
+    """Remove old layers; what keeps them from going must not keep the images from being used."""
+    if not all(buildah.identity(name)[: layers.DIGITS] in used for name in _BUILDS):
+        buildah.say(f"old layers are kept: buildah did not say which are new; see {buildah.log}")
+        return
+    try:
+        if removed := layers.prune(buildah.run, buildah.folder / "builds.json", used):
+            buildah.say(f"removed {removed} layers of older builds")
+    except tools.Unavailable as error:
+        buildah.say(f"old layers are kept: {error}")
 
 
 def _base(buildah: _Buildah, pip: Pip) -> str:
@@ -145,7 +178,7 @@ def _base(buildah: _Buildah, pip: Pip) -> str:
     certificates = _CERTIFICATES.read_bytes() if _CERTIFICATES.exists() else b""
     key = repr((_BASE_PACKAGES, pip.config, pip.constraints)).encode() + certificates
     name = f"localhost/quire-base:{hashlib.sha256(key).hexdigest()[:12]}"
-    if buildah.has(name):
+    if buildah.identity(name):
         return name
     buildah.say("making the base image from Debian's packages")
     with tempfile.TemporaryDirectory(dir=buildah.folder) as temporary:
@@ -173,7 +206,7 @@ def _base(buildah: _Buildah, pip: Pip) -> str:
 
 def _archive(buildah: _Buildah, name: str) -> Path:
     """The image as a file, which is made anew when the image has changed."""
-    identity = buildah.run("images", "--quiet", "--no-trunc", "--filter", f"reference={name}").removeprefix("sha256:")
+    identity = buildah.identity(name)
     stem = _stem(name)
     file = buildah.folder / f"{stem}-{identity[:_DIGITS]}.tar"
     if not file.exists():

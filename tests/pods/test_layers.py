@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of the layers of image builds, with the real buildah and images of a few bytes. Needs no node."""
+
+import shutil
+
+import pytest
+from cluster import images, layers, tools
+
+DOCKERFILE = """
+FROM scratch AS made
+COPY first /first
+COPY second /second
+FROM scratch
+COPY --from=made /second /second
+COPY third /third
+"""
+
+
+@pytest.fixture
+def buildah(tmp_path):
+    """With a storage of its own."""
+    tools.install(images.PACKAGES, print)
+    folder = tmp_path / "images"
+    folder.mkdir()
+    made = images._Buildah(folder, print)
+    yield made
+    made.run("rmi", "--all", "--force")
+    shutil.rmtree(folder)
+
+
+def test_layers_go_that_the_newest_builds_do_not_use(buildah, tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "BUILDS", 2)
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "Dockerfile").write_text(DOCKERFILE)
+    file = tmp_path / "builds.json"
+
+    def build(second):
+        for name, content in (("first", "1"), ("second", second), ("third", "3")):
+            (sources / name).write_text(content)
+        said = buildah.run("build", "--isolation=chroot", "--layers", "--tag=localhost/layers:test", str(sources))
+        return said, layers.used(said), layers.prune(buildah.run, file, layers.used(said))
+
+    def there():
+        return {
+            image[:11]
+            for image in buildah.run("images", "--all", "--quiet", "--no-trunc").replace("sha256:", "").split()
+        }
+
+    _, a, removed = build("a")
+    assert (len(a), removed) == (4, 0) and a == there()
+    _, b, removed = build("b")
+    assert removed == 0 and there() == a | b and len(a & b) == 1, "the first step is one for both"
+    _, c, removed = build("c")
+    assert removed == 3 and there() == b | c, "what only the oldest used is gone"
+    said, again, removed = build("b")
+    assert again == b and removed == 0 and said.count("Using cache") == 4, "the other one takes no step anew"
+    _, d, _ = build("d")
+    assert there() == b | d, "the one used longest ago goes first"
