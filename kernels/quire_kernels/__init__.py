@@ -10,11 +10,20 @@ from quire_kernels.attention import AttentionBatch, SpanGroup, paged_attention, 
 from quire_kernels.dispatch import Op
 from quire_kernels.kv_write import movable, write_kv
 from quire_kernels.linear import embedding, linear, looked_up, pack_weight
-from quire_kernels.lora import AdapterBatch, SlotRows, adapted_linear, add_lora, add_lora_rows, plan_adapters
+from quire_kernels.lora import (
+    AdapterBatch,
+    SlotRows,
+    adapted_linear,
+    add_lora,
+    add_lora_rows,
+    plan_adapters,
+    route_adapters,
+)
 from quire_kernels.lora_slots import LinearSlots, LoraSlots, PackedAdapter, Site
 from quire_kernels.norm import add_rms_norm, rms_norm
 from quire_kernels.prepare import SequenceState, StepInputs, advance, prepare_inputs
 from quire_kernels.rope import apply_rope, rotate_and_write
+from quire_kernels.routing import Routing, route
 from quire_kernels.sampling import choose, draw, keep_likely, most_likely, penalize, uniform
 
 __all__ = [
@@ -26,6 +35,7 @@ __all__ = [
     "LoraSlots",
     "Op",
     "PackedAdapter",
+    "Routing",
     "SequenceState",
     "Site",
     "SlotRows",
@@ -54,6 +64,8 @@ __all__ = [
     "prepare_inputs",
     "rms_norm",
     "rotate_and_write",
+    "route",
+    "route_adapters",
     "silu_mul",
     "uniform",
     "write_kv",

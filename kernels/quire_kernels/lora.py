@@ -9,8 +9,8 @@ bytes that count, unless they come while the base multiplies: see csrc/lora.cpp.
 """
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from quire_kernels import native
 from quire_kernels.dispatch import Op
 from quire_kernels.linear import linear
 from quire_kernels.lora_slots import LinearSlots
+from quire_kernels.routing import Routing, route
 
 TILE_ROWS = 8
-"""Rows of a tile, as csrc/tile.h has them."""
+"""Rows of a tile of compiled forms, as csrc/tile.h has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,34 +42,57 @@ class _Rows(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AdapterBatch:
-    """Which tokens of a step run with which adapter; made once a step by `plan_adapters`."""
+    """Which tokens of a step run with which adapter; made once a step, by `plan_adapters` or `route_adapters`."""
 
-    segments: tuple[SlotRows, ...]
-    """Without overlap, ascending."""
-    users: frozenset[int]
-    """Slots of the segments."""
     slots: Tensor
     """[num_tokens] int64, on the device: the slot of each token; -1: none."""
-    tiles: Tensor
-    """[num_tiles, 3] int64, on the host: slot, first token and the one after the last, of 8 tokens at most."""
-    device_tiles: Tensor
-    """The same on the device."""
-    native: _Rows
+    segments: tuple[SlotRows, ...] = ()
+    """Without overlap, ascending; empty where only the device knows the slots."""
+    users: frozenset[int] | None = None
+    """Slots of the segments; None: only the device knows the slots, so every module has to be computed."""
+    routing: Routing | None = None
+    """Tiles for forms of CUDA devices; None elsewhere."""
+    tiles: Tensor | None = None
+    """[num_tiles, 3] int64, for compiled forms: slot, first token and the one after the last, of 8 tokens at most."""
+    native: _Rows | None = None
     """The same for compiled forms; points into `slots` and `tiles`."""
+
+    def parts(self) -> Iterator[tuple[int, slice | Tensor]]:
+        """Slots and their tokens; waits for the device where only that knows them."""
+        if self.users is not None:
+            yield from ((s.slot, slice(s.start, s.end)) for s in self.segments)
+            return
+        for slot in self.slots.unique().tolist():
+            if slot >= 0:
+                yield slot, (self.slots == slot).nonzero()[:, 0]
 
 
 def plan_adapters(segments: Sequence[SlotRows], num_tokens: int, device: torch.device) -> AdapterBatch:
     """Describe a step's adapters to the operations; segments ascend and do not overlap."""
-    slots = torch.full((num_tokens,), -1)
-    tiles = []
+    slots, users = torch.full((num_tokens,), -1), frozenset(s.slot for s in segments)
     for s in segments:
         slots[s.start : s.end] = s.slot
-        tiles += [(s.slot, at, min(at + TILE_ROWS, s.end)) for at in range(s.start, s.end, TILE_ROWS)]
+    if device.type == "cuda":
+        routing = Routing.empty(num_tokens, max(users, default=0) + 1, device)
+        routed = route_adapters(slots.to(device, non_blocking=True), routing)
+        return replace(routed, segments=tuple(segments), users=users)
+    tiles = [
+        (s.slot, at, min(at + TILE_ROWS, s.end)) for s in segments for at in range(s.start, s.end, TILE_ROWS)
+    ]  # fmt: skip
     table = torch.tensor(tiles, dtype=torch.int64).view(-1, 3)
     rows = _Rows(table.data_ptr(), len(tiles), slots.data_ptr())
-    users = frozenset(s.slot for s in segments)
-    on_device, its_tiles = slots.to(device, non_blocking=True), table.to(device, non_blocking=True)
-    return AdapterBatch(tuple(segments), users, on_device, table, its_tiles, rows)
+    return AdapterBatch(slots, tuple(segments), users, tiles=table, native=rows)
+
+
+def route_adapters(slots: Tensor, routing: Routing) -> AdapterBatch:
+    """Describe adapters whose slots only the device knows; nothing of it waits for the device.
+
+    Args:
+        slots: [num_tokens] int64, in any order; -1: none.
+        routing: written to; see `route`.
+    """
+    route(slots, routing)
+    return AdapterBatch(slots, routing=routing)
 
 
 @Op
@@ -81,19 +105,24 @@ def add_lora(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch)
         adapters: the linear's matrices, by slot.
         batch: the tokens' slots; those of no segment are left as they are.
     """
-    for s in batch.segments:
+    for slot, rows in batch.parts():
         column = 0
         for i, width in enumerate(adapters.site.widths):
-            if pair := adapters.matrices(s.slot, i):
+            if pair := adapters.matrices(slot, i):
                 a, b = pair
-                shrunk = torch.mm(x[s.start : s.end], a.t())
-                out[s.start : s.end, column : column + width].addmm_(shrunk, b)
+                _add_product(out[:, column : column + width], rows, torch.mm(x[rows], a.t()), b)
             column += width
+
+
+def _add_product(out: Tensor, rows: slice | Tensor, left: Tensor, right: Tensor) -> None:
+    part = out[rows].addmm_(left, right)
+    if isinstance(rows, Tensor):  # a copy
+        out[rows] = part
 
 
 @add_lora.form("cpu")
 def _add_compiled(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
-    if adapters.packed and out.is_contiguous():
+    if adapters.packed and out.is_contiguous() and batch.native is not None:
         _multiply(out, x, None, None, True, adapters, batch)
     else:
         add_lora.reference(out, x, adapters, batch)
@@ -121,7 +150,7 @@ def _adapted_compiled(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: LinearSlots, batch: AdapterBatch
 ) -> Tensor:
     # A weight in panels.
-    if not (adapters.packed and weight.dim() == 4):
+    if not (adapters.packed and weight.dim() == 4 and batch.native is not None):
         return adapted_linear.reference(x, weight, bias, residual, adapters, batch)
     out = x.new_empty(x.shape[0], weight.shape[0] * weight.shape[2]) if residual is None else residual
     _multiply(out, x, weight, bias, residual is not None, adapters, batch)
@@ -141,7 +170,7 @@ def _multiply(
     # The compiled form takes them at their word.
     assert x.dtype == out.dtype == adapters.slots.dtype and x.stride(1) == 1 and out.is_contiguous()
     assert in_features == adapters.site.in_features and out.shape == (num_tokens, sum(adapters.site.widths))
-    assert len(batch.slots) == num_tokens
+    assert batch.native is not None and len(batch.slots) == num_tokens
     native.library().quire_adapted_linear(
         x.data_ptr(),
         x.stride(0),
@@ -167,7 +196,10 @@ def add_lora_rows(out: Tensor, token_ids: Tensor, adapters: LinearSlots, batch: 
         adapters: the embedding's matrices, by slot.
         batch: the tokens' slots; those of no segment are left as they are.
     """
-    for s in batch.segments:
-        if pair := adapters.matrices(s.slot, 0):
+    for slot, rows in batch.parts():
+        if pair := adapters.matrices(slot, 0):
             a, b = pair
-            out[s.start : s.end].addmm_(a[token_ids[s.start : s.end]], b)
+            _add_product(out, rows, a[token_ids[rows]], b)
+
+
+add_lora_rows.form_in("cuda", "own", "quire_kernels.gpu.lora")

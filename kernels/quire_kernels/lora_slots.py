@@ -94,8 +94,9 @@ class LinearSlots:
         self.host_entries = host_entries
         """The same on the host; one tensor where that is the device."""
         self.max_rank = max_rank
-        self.users: set[int] = set()
-        """Slots whose adapter changes the module."""
+        self.users = set(range(len(slots)))
+        """Slots whose adapter changes the module, and those that are not filled yet: a step that is run to measure its
+        memory computes the module for them."""
         self.packed = _packs(site, slots)
         """Whether matrices lie as the compiled form reads them."""
         if self.packed:
@@ -115,8 +116,8 @@ class LinearSlots:
             self.address = ctypes.addressof(self.native)
 
     def concern(self, batch: "AdapterBatch") -> bool:
-        """Whether an adapter of the batch changes this module."""
-        return not self.users.isdisjoint(batch.users)
+        """Whether an adapter of the batch changes this module, or could."""
+        return batch.users is None or not self.users.isdisjoint(batch.users)
 
     def precede(self, other: "LinearSlots") -> None:
         """Say which module is computed next: its A comes from memory while this one multiplies."""

@@ -58,6 +58,7 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> 
             "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
             "stack": int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
             "matrix": "wgmma" in kernel.asm["ptx"],
+            "wide_copies": kernel.asm["ptx"].count("cp.async.cg.shared.global [ %"),
         }
     )
 
@@ -89,6 +90,26 @@ def _call_all() -> None:
     starts = torch.arange(6, dtype=torch.int32)
     own(ops.prepare_inputs)(numbers, starts, numbers, state, 16, out)
     own(ops.advance)(numbers, starts, numbers, state)
+    _call_lora(own)
+
+
+def _call_lora(own: Any) -> None:
+    """q, k and v, and the embedding, at 256 tokens of 32 slots."""
+    sites = [ops.Site(4096, (4096, 1024, 1024)), ops.Site(128256, (4096,), looked_up=True)]
+    slots = torch.arange(256) % 32
+    for max_rank in (16, 64, 128):
+        of_linear, of_rows = (
+            ops.LinearSlots(
+                site, torch.empty(32, 1 << 12, dtype=BF16), *[torch.zeros(32, 3, 3, dtype=torch.int64)] * 2, max_rank
+            )
+            for site in sites
+        )
+        batch = ops.AdapterBatch(slots, routing=ops.Routing.empty(256, 32, slots.device))
+        x, out = torch.randn(256, 4096, dtype=BF16), torch.randn(256, 6144, dtype=BF16)
+        own(ops.add_lora)(out, x, of_linear, batch)
+        if max_rank == 16:
+            own(ops.route)(slots, batch.routing)
+            own(ops.add_lora_rows)(x, slots, of_rows, batch)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter deltas in two launches a linear, all its slices together: shrink into planes, expand into the base's output.
 
-The inputs of a linear are split between programs, each of which writes a plane of its own of A x; expand adds the
-planes up in their order. So nothing is cleared before, nothing is added atomically, and the result is the same every
-time. Loops go to the rank that an adapter has. Never run on a GPU yet: tested in the interpreter.
+A program takes a tile of `Routing`: up to 16 tokens of one adapter, wherever they are in the batch. The inputs of a
+linear are split between programs, each of which writes a plane of its own of A x; expand adds the planes up in their
+order. So nothing is cleared before, nothing is added atomically, and the result is the same every time. Grids and
+constants follow from the sizes of the step and of the slots alone, so a captured step serves whatever the slots hold
+later: programs read an adapter's rank on the device, and loop to it. Never run on a GPU yet: tested in the interpreter.
 """
 
 import torch
@@ -12,62 +14,124 @@ import triton.language as tl
 from torch import Tensor
 
 from quire_kernels.lora import AdapterBatch
-from quire_kernels.lora_slots import LinearSlots
+from quire_kernels.lora_slots import ALIGNMENT, LinearSlots
+from quire_kernels.routing import ROUTED_ROWS, Routing
 
-_ROWS = 16
-"""Rows of a tile: 8 at most are tokens (lora.TILE_ROWS), and a matrix product takes no fewer than 16."""
-_RANKS = 16
-_INPUTS = 64
-_COLUMNS = 64
-_SPLIT = 512
-"""Inputs of one program: a decoding step has few tokens, and would keep few processors busy by them alone."""
+_NARROW = 16
+"""Ranks that a program takes at a time where the adapter has no more: a matrix product takes no fewer."""
+_WIDEST = 64
+"""The same for adapters of higher rank, as far as slots have room for them: inputs are read once for all of these."""
+_INPUTS = 128
+_COLUMNS = 128
+_PROGRAMS = 264
+"""Of shrink, at least where a step has tokens for it: two for each of 132 multiprocessors. Inputs are split no further,
+since expand reads all planes again for each block of columns."""
+_MIN_SHARE = 512
+"""Inputs below which they are not split."""
+_EXPANDING = 1056
+"""Programs of expand beyond which one takes several blocks of columns: it reads its planes once for all of them."""
+_MOST_BLOCKS = 16
 
 
 def add_lora(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
-    """See lora.add_lora. Reads each adapter's matrices once a tile of 8 tokens; the planes, float32 [num_splits,
-    num_tokens, num_slices, max_rank], are written and read once."""
+    """See lora.add_lora.
+
+    Reads an adapter's matrices once for each tile of its tokens, from memory the first time. The planes, float32
+    [num_splits, num_tokens, num_slices, rank], are written once, and read once for up to 16 blocks of 128 columns.
+    """
     num_tokens, in_features = x.shape
-    widths = adapters.site.widths
-    assert x.stride(1) == out.stride(1) == 1 and len(widths) <= 3
-    num_splits = triton.cdiv(in_features, _SPLIT)
-    planes = x.new_empty((num_splits, num_tokens, len(widths), adapters.max_rank), dtype=torch.float32)
-    num_tiles = batch.tiles.shape[0]
-    tiles = batch.device_tiles
-    shared = (
-        tiles,
+    routing, num_slices = _routing(batch), len(adapters.site.widths)
+    assert x.stride(1) == out.stride(1) == 1 and num_slices <= 3
+    share = _share(in_features, len(routing.slots) * num_slices)
+    # Each adapter writes and reads as many columns as it has ranks: the others cost nothing but their place.
+    ld_planes = -(-adapters.max_rank // _NARROW) * _NARROW
+    num_splits = triton.cdiv(in_features, share)
+    planes = x.new_empty((num_splits, num_tokens, num_slices, ld_planes), dtype=torch.float32)
+    _shrink[(len(routing.slots), num_splits, num_slices)](
+        x,
+        x.stride(0),
+        routing.slots,
+        routing.rows,
         adapters.slots,
         adapters.slots.stride(0),
         adapters.entries,
         adapters.entries.stride(0),
         planes,
         planes.stride(0),
-        adapters.max_rank,
-    )
-    _shrink[(num_tiles, num_splits)](
-        x,
-        x.stride(0),
-        *shared,
+        planes.stride(1),
+        ld_planes,
         in_features,
-        SLICES=len(widths),
-        SPLIT=_SPLIT,
-        ROWS=_ROWS,
-        RANKS=_RANKS,
+        share,
+        **_constants(adapters),
         INPUTS=_INPUTS,
+        num_warps=4,
+        num_stages=4,
     )
-    first, second, third = (*widths, 0, 0)[:3]
-    blocks = [triton.cdiv(width, _COLUMNS) for width in (first, second, third)]
-    _expand[(num_tiles, sum(blocks))](
+    _launch_expand(out, planes, planes.stride(0), planes.stride(1), num_splits, adapters, routing, looked_up=False)
+
+
+def add_lora_rows(out: Tensor, token_ids: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
+    """See lora.add_lora_rows. One launch; reads a row of A for each token and B once for each tile."""
+    assert out.stride(1) == 1
+    _launch_expand(out, token_ids, 0, 0, 1, adapters, _routing(batch), looked_up=True)
+
+
+def _routing(batch: AdapterBatch) -> Routing:
+    assert batch.routing is not None, "plan_adapters makes one for CUDA devices"
+    return batch.routing
+
+
+def _constants(adapters: LinearSlots) -> dict[str, int]:
+    widest = min(_WIDEST, max(_NARROW, triton.next_power_of_2(adapters.max_rank)))
+    return {"ALIGNMENT": ALIGNMENT, "ROWS": ROUTED_ROWS, "NARROW": _NARROW, "WIDE": widest}
+
+
+def _share(in_features: int, num_programs: int) -> int:
+    """Inputs of a program of shrink, where there would be so many programs if they were not split."""
+    most = triton.cdiv(in_features, _MIN_SHARE)
+    return triton.cdiv(triton.cdiv(in_features, min(most, triton.cdiv(_PROGRAMS, num_programs))), _INPUTS) * _INPUTS
+
+
+def _launch_expand(
+    out: Tensor,
+    source: Tensor,
+    plane_size: int,
+    ld_source: int,
+    num_splits: int,
+    adapters: LinearSlots,
+    routing: Routing,
+    looked_up: bool,
+) -> None:
+    """`source`: planes, or token ids whose rows of A are read."""
+    first, second, third = (*adapters.site.widths, 0, 0)[:3]
+    num_tiles = len(routing.slots)
+    num_blocks = sum(triton.cdiv(width, _COLUMNS) for width in adapters.site.widths)
+    blocks = min(_MOST_BLOCKS, triton.cdiv(num_tiles * num_blocks, _EXPANDING))
+    num_programs = sum(triton.cdiv(width, blocks * _COLUMNS) for width in adapters.site.widths)
+    _expand[(num_tiles, num_programs)](
         out,
         out.stride(0),
-        *shared,
+        routing.slots,
+        routing.rows,
+        adapters.slots,
+        adapters.slots.stride(0),
+        adapters.entries,
+        adapters.entries.stride(0),
+        source,
+        plane_size,
+        ld_source,
+        ld_source // len(adapters.site.widths),
         num_splits,
         first,
         second,
         third,
-        SLICES=len(widths),
-        ROWS=_ROWS,
-        RANKS=_RANKS,
+        blocks * _COLUMNS,
+        **_constants(adapters),
+        MANY=adapters.max_rank > _WIDEST,
         COLUMNS=_COLUMNS,
+        LOOKED_UP=looked_up,
+        num_warps=4,
+        num_stages=3,
     )
 
 
@@ -75,99 +139,180 @@ def add_lora(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch)
 def _shrink(
     x_ptr,
     ld_x,
-    tiles_ptr,
+    tile_slots_ptr,
+    tile_rows_ptr,
     slots_ptr,
     slot_size,
     entries_ptr,
     ld_entries,
     planes_ptr,
     plane_size,
-    max_rank,
+    ld_planes,
+    slice_size,
     in_features,
-    SLICES: tl.constexpr,
-    SPLIT: tl.constexpr,
+    share,
+    ALIGNMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    NARROW: tl.constexpr,
+    WIDE: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    tile, split, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(tile_slots_ptr + tile).to(tl.int64)
+    if slot >= 0:
+        rows = tl.load(tile_rows_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        entry = entries_ptr + slot * ld_entries + index * 3
+        # Every matrix begins at such a multiple; without it, loads would be of one element each.
+        a_ptr = slots_ptr + slot * slot_size + tl.multiple_of(tl.load(entry), ALIGNMENT)
+        rank = tl.load(entry + 2).to(tl.int32)
+        to = planes_ptr + split.to(tl.int64) * plane_size + rows * ld_planes + index * slice_size
+        first, last = split * share, min(split * share + share, in_features)
+        if rank <= NARROW:
+            if rank > 0:
+                _shrink_ranks(x_ptr, ld_x, rows, a_ptr, rank, 0, first, last, in_features, to, ROWS, NARROW, INPUTS)
+        else:
+            for of_rank in range(0, rank, WIDE):
+                _shrink_ranks(x_ptr, ld_x, rows, a_ptr, rank, of_rank, first, last, in_features, to, ROWS, WIDE, INPUTS)
+
+
+@triton.jit
+def _shrink_ranks(
+    x_ptr,
+    ld_x,
+    rows,
+    a_ptr,
+    rank,
+    first_rank,
+    first,
+    last,
+    in_features,
+    to,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    tile, split = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(tiles_ptr + 3 * tile)
-    rows = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, ROWS)
-    live = rows < tl.load(tiles_ptr + 3 * tile + 2)
-    ranks, inputs = tl.arange(0, RANKS), tl.arange(0, INPUTS)
-    for index in tl.static_range(SLICES):
-        entry = entries_ptr + slot * ld_entries + index * 3
-        a_ptr = slots_ptr + slot * slot_size + tl.load(entry)
-        rank = tl.load(entry + 2)
-        for first_rank in range(0, rank, RANKS):
-            of_rank = first_rank + ranks
-            total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
-            for at in range(split * SPLIT, min(split * SPLIT + SPLIT, in_features), INPUTS):
-                k = at + inputs
-                in_k = k < in_features
-                left = tl.load(x_ptr + rows[:, None] * ld_x + k[None, :], mask=live[:, None] & in_k[None, :], other=0.0)
-                right = tl.load(
-                    a_ptr + of_rank[None, :] * in_features + k[:, None],
-                    mask=(of_rank[None, :] < rank) & in_k[:, None],
-                    other=0.0,
-                )
-                total += tl.dot(left, right, input_precision="ieee")
-            to = planes_ptr + split * plane_size + (rows[:, None] * SLICES + index) * max_rank + of_rank[None, :]
-            tl.store(to, total, mask=live[:, None] & (of_rank[None, :] < rank))
+    ranks, live = first_rank + tl.arange(0, RANKS), rows >= 0
+    total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
+    for at in range(first, last, INPUTS):
+        k = at + tl.arange(0, INPUTS)
+        left = tl.load(
+            x_ptr + rows[:, None] * ld_x + k[None, :], mask=live[:, None] & (k[None, :] < in_features), other=0.0
+        )
+        right = tl.load(
+            a_ptr + ranks[None, :] * in_features + k[:, None],
+            mask=(ranks[None, :] < rank) & (k[:, None] < in_features),
+            other=0.0,
+        )
+        total += tl.dot(left, right, input_precision="ieee")
+    tl.store(to[:, None] + ranks[None, :], total, mask=live[:, None] & (ranks[None, :] < rank))
 
 
 @triton.jit
 def _expand(
     out_ptr,
     ld_out,
-    tiles_ptr,
+    tile_slots_ptr,
+    tile_rows_ptr,
     slots_ptr,
     slot_size,
     entries_ptr,
     ld_entries,
-    planes_ptr,
+    source_ptr,
     plane_size,
-    max_rank,
+    ld_source,
+    slice_size,
     num_splits,
     first_width,
     second_width,
     third_width,
-    SLICES: tl.constexpr,
+    share,
+    ALIGNMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    NARROW: tl.constexpr,
+    WIDE: tl.constexpr,
+    MANY: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOOKED_UP: tl.constexpr,
+):
+    tile, part = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(tile_slots_ptr + tile).to(tl.int64)
+    if slot >= 0:
+        # Parts of the first slice's columns, then the second's, then the third's.
+        of_first, of_second = tl.cdiv(first_width, share), tl.cdiv(second_width, share)
+        index = (part >= of_first).to(tl.int32) + (part >= of_first + of_second).to(tl.int32)
+        width = tl.where(index == 0, first_width, tl.where(index == 1, second_width, third_width))
+        start = tl.where(index == 0, 0, tl.where(index == 1, first_width, first_width + second_width))
+        before = tl.where(index == 0, 0, tl.where(index == 1, of_first, of_first + of_second))
+        first = (part - before) * share
+        last = min(first + share, width)
+        entry = entries_ptr + slot * ld_entries + index * 3
+        b_ptr = slots_ptr + slot * slot_size + tl.multiple_of(tl.load(entry + 1), ALIGNMENT)
+        rank = tl.load(entry + 2).to(tl.int32)
+        rows = tl.load(tile_rows_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        if LOOKED_UP:
+            tokens = tl.load(source_ptr + rows, mask=rows >= 0, other=0)
+            shrunk_ptr = slots_ptr + slot * slot_size + tl.load(entry) + tokens * rank
+        else:
+            shrunk_ptr = source_ptr + rows * ld_source + index * slice_size
+        to = out_ptr + rows * ld_out + start
+        if rank <= NARROW:
+            if rank > 0:
+                _expand_columns(
+                    shrunk_ptr, plane_size, num_splits, rows >= 0, b_ptr, rank, first, last, width, to,
+                    ROWS, NARROW, False, COLUMNS,
+                )  # fmt: skip
+        else:
+            _expand_columns(
+                shrunk_ptr, plane_size, num_splits, rows >= 0, b_ptr, rank, first, last, width, to,
+                ROWS, WIDE, MANY, COLUMNS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _expand_columns(
+    shrunk_ptr,
+    plane_size,
+    num_splits,
+    live,
+    b_ptr,
+    rank,
+    first,
+    last,
+    width,
+    to,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
+    MANY: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    tile, block = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(tiles_ptr + 3 * tile)
-    rows = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, ROWS)
-    live = rows < tl.load(tiles_ptr + 3 * tile + 2)
-    # Blocks of the first slice's columns, then the second's, then the third's.
-    first_blocks, second_blocks = tl.cdiv(first_width, COLUMNS), tl.cdiv(second_width, COLUMNS)
-    index = (block >= first_blocks).to(tl.int32) + (block >= first_blocks + second_blocks).to(tl.int32)
-    width = tl.where(index == 0, first_width, tl.where(index == 1, second_width, third_width))
-    start = tl.where(index == 0, 0, tl.where(index == 1, first_width, first_width + second_width))
-    before = tl.where(index == 0, 0, tl.where(index == 1, first_blocks, first_blocks + second_blocks))
-    columns = (block - before) * COLUMNS + tl.arange(0, COLUMNS)
-    entry = entries_ptr + slot * ld_entries + index * 3
-    b_ptr = slots_ptr + slot * slot_size + tl.load(entry + 1)
-    rank = tl.load(entry + 2)
-    if rank > 0:
-        ranks = tl.arange(0, RANKS)
-        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for first_rank in range(0, rank, RANKS):
-            of_rank = first_rank + ranks
-            wanted = live[:, None] & (of_rank[None, :] < rank)
-            at = planes_ptr + (rows[:, None] * SLICES + index) * max_rank + of_rank[None, :]
-            shrunk = tl.zeros((ROWS, RANKS), dtype=tl.float32)
-            for split in range(num_splits):
-                shrunk += tl.load(at + split * plane_size, mask=wanted, other=0.0)
-            right = tl.load(
-                b_ptr + of_rank[:, None] * width + columns[None, :],
-                mask=(of_rank[:, None] < rank) & (columns[None, :] < width),
-                other=0.0,
-            )
-            total += tl.dot(shrunk.to(right.dtype), right, input_precision="ieee")
-        to = out_ptr + rows[:, None] * ld_out + start + columns[None, :]
+    held = _sum_of_planes(shrunk_ptr, plane_size, num_splits, live, rank, 0, ROWS, RANKS).to(b_ptr.dtype.element_ty)
+    for at in range(first, last, COLUMNS):
+        columns = at + tl.arange(0, COLUMNS)
+        total = tl.dot(held, _part_of_b(b_ptr, rank, 0, width, columns, RANKS), input_precision="ieee")
+        if MANY:
+            for first_rank in range(RANKS, rank, RANKS):
+                left = _sum_of_planes(shrunk_ptr, plane_size, num_splits, live, rank, first_rank, ROWS, RANKS)
+                right = _part_of_b(b_ptr, rank, first_rank, width, columns, RANKS)
+                total += tl.dot(left.to(right.dtype), right, input_precision="ieee")
         mask = live[:, None] & (columns[None, :] < width)
-        base = tl.load(to, mask=mask, other=0.0)
-        tl.store(to, (base.to(tl.float32) + total).to(base.dtype), mask=mask)
+        base = tl.load(to[:, None] + columns[None, :], mask=mask, other=0.0)
+        tl.store(to[:, None] + columns[None, :], (base.to(tl.float32) + total).to(base.dtype), mask=mask)
+
+
+@triton.jit
+def _part_of_b(b_ptr, rank, first_rank, width, columns, RANKS: tl.constexpr):
+    ranks = first_rank + tl.arange(0, RANKS)
+    mask = (ranks[:, None] < rank) & (columns[None, :] < width)
+    return tl.load(b_ptr + ranks[:, None] * width + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _sum_of_planes(shrunk_ptr, plane_size, num_splits, live, rank, first_rank, ROWS: tl.constexpr, RANKS: tl.constexpr):
+    ranks = first_rank + tl.arange(0, RANKS)
+    wanted = live[:, None] & (ranks[None, :] < rank)
+    total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
+    at = shrunk_ptr[:, None] + ranks[None, :]
+    for _ in range(num_splits):
+        total += tl.load(at, mask=wanted, other=0.0).to(tl.float32)
+        at += plane_size
+    return total

@@ -1,41 +1,147 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter deltas in the kernel language, interpreted: they equal their reference on sizes that fill no tile."""
+"""Routing and adapter deltas in the kernel language, interpreted: they equal their references on sizes that fill no
+tile, with tokens in any order."""
+
+import dataclasses
 
 import pytest
 import torch
 from support.interpreter import own
 
-from quire_kernels import LoraSlots, Site, SlotRows, add_lora, plan_adapters
+from quire_kernels import LoraSlots, Routing, Site, SlotRows, add_lora, add_lora_rows, plan_adapters, route
+from quire_kernels.lora import AdapterBatch
+from quire_kernels.routing import max_tiles
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 8e-3}
 SITES = {
     "q, k and v": (Site(40, (70, 33, 33)), [(16, 16, 16), (1, 0, 7), (0, 0, 0), (24, 17, 2)]),
-    "one slice, several planes": (Site(1100, (65,)), [(16,), (3,), (0,), (24,)]),
+    "one slice, several planes": (Site(1100, (135,)), [(16,), (3,), (0,), (24,)]),
     "gate and up": (Site(64, (64, 64)), [(8, 8), (5, 24), (0, 2), (16, 0)]),
+    "ranks above what is multiplied at once": (Site(64, (40,)), [(70,), (64,), (130,), (16,)]),
 }
+SLOTS = torch.tensor([-1] * 3 + [0] * 9 + [1] + [2] * 2 + [3] * 20)
+
+
+def _shuffled():
+    """Tokens of all slots, in any order."""
+    return SLOTS[torch.randperm(len(SLOTS))]
+
+
+def _batch(slots):
+    """As it is on a GPU: nothing is known on the host."""
+    routing = Routing.empty(len(slots), 4, CPU)
+    own(route)(slots, routing)
+    return AdapterBatch(slots, routing=routing)
+
+
+def _filled(sites, index, ranks, dtype):
+    max_rank = max(24, *map(max, ranks))
+    slots = LoraSlots(sites, 4, max_rank, torch.empty(0, dtype=dtype))
+    site = sites[index]
+    for slot, each in enumerate(ranks):
+        pairs = [[None] for _ in sites]
+        pairs[index] = [
+            (torch.randn(r, site.in_features) / site.in_features**0.5, torch.randn(w, r) / 4) if r else None
+            for r, w in zip(each, site.widths, strict=True)
+        ]
+        slots.write(slot, slots.pack(pairs))
+    return slots.modules[index]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, 1), (1, 4), (16, 1), (17, 4), (300, 4), (1100, 70)])
+def test_routing(num_tokens, num_slots):
+    """More tokens and slots than a program takes at a time; slots without tokens; tokens without a slot."""
+    slots = torch.randint(-1, num_slots, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens))
+    slots[slots == 2] = -1
+    found, expected = (Routing.empty(num_tokens, num_slots, CPU) for _ in range(2))
+    for routing in (found, expected):
+        routing.slots.fill_(-7)
+        routing.rows.fill_(-7)
+    own(route)(slots, found)
+    route.reference(slots, expected)
+    used = expected.slots >= 0
+    assert torch.equal(found.counts, expected.counts)
+    assert torch.equal(found.slots, expected.slots)
+    assert torch.equal(found.rows[used], expected.rows[used])
+    # What the reference says, token by token.
+    wanted = {slot: (slots == slot).nonzero()[:, 0].tolist() for slot in range(num_slots)}
+    for slot, tokens in wanted.items():
+        rows = expected.rows[expected.slots == slot].flatten()
+        assert rows.tolist() == tokens + [-1] * (-len(tokens) % 16)
+    assert expected.slots[used].tolist() == sorted(expected.slots[used].tolist())
+
+
+def test_there_is_a_tile_for_every_token_whatever_the_slots():
+    for num_tokens in range(1, 70):
+        for num_slots in range(1, 6):
+            # Nearly empty tiles: a token in each slot, the rest in one.
+            worst = list(range(min(num_tokens, num_slots)))
+            worst += [0] * (num_tokens - len(worst))
+            routing = Routing.empty(num_tokens, num_slots, CPU)
+            route.reference(torch.tensor(worst), routing)
+            assert (routing.rows[routing.slots >= 0] >= 0).sum() == num_tokens
+    assert max_tiles(256, 32) == 46
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(("site", "ranks"), SITES.values(), ids=SITES.keys())
 def test_deltas(site, ranks, dtype):
     torch.manual_seed(42)
-    slots = LoraSlots([Site(6, (3,)), site], 4, 24, torch.empty(0, dtype=dtype))
-    for slot, each in enumerate(ranks):
-        pairs = [
-            (torch.randn(r, site.in_features) / site.in_features**0.5, torch.randn(w, r) / 4) if r else None
-            for r, w in zip(each, site.widths, strict=True)
-        ]
-        slots.write(slot, slots.pack([[None], pairs]))
-    segments = [SlotRows(0, 3, 12), SlotRows(1, 12, 13), SlotRows(2, 13, 15), SlotRows(3, 15, 35)]
-    batch, module = plan_adapters(segments, 35, CPU), slots.modules[1]
-    x, base = torch.randn(35, site.in_features).to(dtype), torch.randn(35, sum(site.widths)).to(dtype)
+    module, slots = _filled([Site(6, (3,)), site], 1, ranks, dtype), _shuffled()
+    batch, num_tokens = _batch(slots), len(slots)
+    x, base = (torch.randn(num_tokens, n).to(dtype) for n in (site.in_features, sum(site.widths)))
     found, expected = base.clone(), base.clone()
     own(add_lora)(found, x, module, batch)
     add_lora.reference(expected, x, module, batch)
-    assert torch.equal(found[:3], base[:3])
-    assert not torch.equal(found[3:], base[3:])
+    assert torch.equal(found[slots < 0], base[slots < 0])
+    assert not torch.equal(found[slots == 0], base[slots == 0])
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     again = base.clone()
     own(add_lora)(again, x, module, batch)
     assert torch.equal(again, found)
+
+
+def test_deltas_of_another_adapter_in_the_same_slot():
+    """As in a captured step: the same batch and memory, only the slot's content is another one."""
+    torch.manual_seed(42)
+    site = Site(40, (70, 33, 33))
+    slots = LoraSlots([site], 4, 24, torch.empty(0))
+    batch, x = _batch(torch.zeros(5, dtype=torch.int64)), torch.randn(5, 40)
+    found = []
+    for ranks in ((3, 0, 16), (24, 24, 24), (0, 0, 0)):
+        pairs = [
+            (torch.randn(r, 40), torch.randn(w, r)) if r else None for r, w in zip(ranks, site.widths, strict=True)
+        ]
+        slots.write(0, slots.pack([pairs]))
+        out, expected = torch.zeros(5, 136), torch.zeros(5, 136)
+        own(add_lora)(out, x, slots.modules[0], batch)
+        add_lora.reference(expected, x, slots.modules[0], batch)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
+        found.append(out)
+    assert found[0].any() and not found[2].any()
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_rows_of_an_embedding(dtype):
+    torch.manual_seed(42)
+    module = _filled([Site(50, (33,), looked_up=True)], 0, [(16,), (1,), (0,), (24,)], dtype)
+    slots = _shuffled()
+    ids, base = torch.randint(50, (len(slots),)), torch.randn(len(slots), 33).to(dtype)
+    found, expected = base.clone(), base.clone()
+    own(add_lora_rows)(found, ids, module, _batch(slots))
+    add_lora_rows.reference(expected, ids, module, _batch(slots))
+    assert not torch.equal(found, base)
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_the_reference_takes_tokens_in_any_order():
+    """With slots that only the device knows, it equals itself on the same tokens side by side."""
+    torch.manual_seed(42)
+    module = _filled([Site(40, (70, 33, 33))], 0, SITES["q, k and v"][1], torch.float32)
+    segments = [SlotRows(s, int((s > SLOTS).sum()), int((s >= SLOTS).sum())) for s in range(4)]
+    x, base, order = torch.randn(35, 40), torch.randn(35, 136), torch.randperm(35)
+    expected, found = base.clone(), base[order]
+    add_lora.reference(expected, x, module, plan_adapters(segments, 35, CPU))
+    add_lora.reference(found, x[order], module, dataclasses.replace(_batch(SLOTS[order]), routing=None))
+    torch.testing.assert_close(found, expected[order])
