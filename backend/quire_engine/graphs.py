@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DecodeGraphs: decoding steps as CUDA graphs, one per size of batch. Used on CUDA devices only.
+"""DecodeGraphs: decoding steps as CUDA graphs, by size of batch, with adapters and without. On CUDA devices only.
 
 This has never run on a GPU. What is tested is everything but the capture: which sizes there are, what the host sends,
 and, with a recording that runs the step again instead of replaying it, that tokens come out the same.
 
 A graph has its memory's addresses built in, so everything that a step reads lies in tensors that stay: block tables by
-row of `SequenceState`, of which a step sends only what is new, and three numbers per sequence. Rows beyond the batch
+row of `SequenceState`, of which a step sends only what is new, and four numbers per sequence. Rows beyond the batch
 are filled with a sequence of nobody's, whose token goes to the cache's spare block.
+
+Steps in which a sequence has an adapter have graphs of their own, so that the others launch nothing for it. Their
+kernels find each token's adapter on the device, in slots whose addresses stay when another adapter is copied into one.
 """
 
 import logging
@@ -24,7 +27,7 @@ from quire_engine.kv import KVCache
 from quire_engine.models.causal import CausalLM
 from quire_engine.request import BlockId
 from quire_engine.step import Span
-from quire_kernels import AttentionBatch, SequenceState, StepInputs, prepare_inputs
+from quire_kernels import AttentionBatch, Routing, SequenceState, StepInputs, prepare_inputs, route_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +35,22 @@ Step = Callable[[], Tensor]
 """Computes a step from tensors that stay; returns logits, [size, vocab_size], which the next run may overwrite."""
 
 
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Sizes of batch that get a graph: 1, 2, 4, 8, then quarters of a doubling, so that at most a fifth is padding.
+NUM_PARTS = 4
+NUM_ADAPTED_PARTS = 2
+"""Fewer sizes with adapters, so that they add no more than 60 % to the time that capturing takes. A row of padding
+reads no weights, next to no keys and no adapter, so it costs little where memory is the limit."""
 
-    24 sizes up to 256.
+
+def graph_sizes(max_num_seqs: int, num_parts: int = NUM_PARTS) -> tuple[int, ...]:
+    """Sizes of batch that get a graph: 1, 2, 4, 8, then parts of a doubling.
+
+    With 4 parts at most a fifth is padding, and there are 24 sizes up to 256; with 2 at most a third, and 14 sizes.
     """
     sizes = [1, 2, 4, 8]
     base = 8
     while base < max_num_seqs:
         # Multiples of 2 at least: below 16 a quarter of a doubling would be.
-        sizes += [base + base * quarter // 4 for quarter in (1, 2, 3, 4)]
+        sizes += [base + base * part // num_parts for part in range(1, num_parts + 1)]
         base *= 2
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
@@ -94,7 +103,7 @@ class ResidentTables:
 
 
 class DecodeGraphs:
-    """Runs steps in which every sequence has one token and none has an adapter."""
+    """Runs steps in which every sequence has one token, with any adapters."""
 
     def __init__(
         self,
@@ -102,9 +111,11 @@ class DecodeGraphs:
         kv: KVCache,
         max_num_seqs: int,
         max_model_len: int,
+        num_slots: int = 0,
         record: Callable[[Step], Step] | None = None,
     ) -> None:
-        """`kv` has a spare block; `record` makes a step that can be run again, None: by a CUDA graph."""
+        """`kv` has a spare block; `num_slots`: the model's for adapters; `record` makes a step that can be run again,
+        None: by a CUDA graph."""
         self._model, self._kv = model, kv
         self._device = kv.layers[0].device
         max_blocks = -(-max_model_len // kv.block_size)
@@ -113,29 +124,39 @@ class DecodeGraphs:
         self._tables = ResidentTables(self._num_rows)
         self._state = SequenceState.empty(self._num_rows + 1, max_blocks, self._device)
         self._state.tables[self._num_rows] = kv.num_blocks
-        self._inputs = torch.zeros((3, max_num_seqs), dtype=torch.int64, device=self._device)
-        """Rows, positions and tokens, as the host sends them."""
-        self._inputs[0] = self._num_rows
+        self._inputs = torch.zeros((4, max_num_seqs), dtype=torch.int64, device=self._device)
+        """Rows, positions, tokens and slots, as the host sends them."""
+        self._inputs[0], self._inputs[3] = self._num_rows, -1
+        self._num_slots = num_slots
         self.sizes = graph_sizes(max_num_seqs)
+        self.adapted_sizes = graph_sizes(max_num_seqs, NUM_ADAPTED_PARTS) if num_slots else ()
+        """Sizes of graphs for steps with adapters."""
         start, before = time.perf_counter(), self._reserved()
         record = record or GraphRecorder(self._device)
-        # The largest first: the others then find room in the memory that it has taken.
-        self._steps = {size: record(self._step(size, max_blocks)) for size in reversed(self.sizes)}
+        # The largest first, and with adapters: the others then find room in the memory that it has taken.
+        self._adapted_steps = {n: record(self._step(n, max_blocks, num_slots)) for n in reversed(self.adapted_sizes)}
+        self._steps = {n: record(self._step(n, max_blocks, 0)) for n in reversed(self.sizes)}
         self.num_bytes = self._reserved() - before
         """Of the device's memory that the graphs keep; 0 where that is not known."""
         logger.info(
-            "graphs captured num=%d bytes=%d seconds=%.1f", len(self.sizes), self.num_bytes, time.perf_counter() - start
+            "graphs captured num=%d adapted=%d bytes=%d seconds=%.1f",
+            len(self.sizes),
+            len(self.adapted_sizes),
+            self.num_bytes,
+            time.perf_counter() - start,
         )
 
     def takes(self, spans: Sequence[Span]) -> bool:
         """Whether `run` can compute this step."""
         if len(spans) > self.sizes[-1] or self._model.shape.rope_switch is not None:
             return False
-        return all(span.length == 1 and span.slot is None and not span.scored for span in spans)
+        return all(span.length == 1 and not span.scored and (span.slot is None or self._num_slots) for span in spans)
 
     def run(self, spans: Sequence[Span]) -> Tensor:
         """Logits of each span's token, [len(spans), vocab_size]; the next run overwrites them."""
-        size = next(size for size in self.sizes if size >= len(spans))
+        adapted = any(span.slot is not None for span in spans)
+        sizes, steps = (self.adapted_sizes, self._adapted_steps) if adapted else (self.sizes, self._steps)
+        size = next(size for size in sizes if size >= len(spans))
         rows, entries = self._tables.rows(spans)
         if entries:
             row, column, block = self._send(list(zip(*entries, strict=True)))
@@ -146,10 +167,11 @@ class DecodeGraphs:
                 rows + [self._num_rows] * padding,
                 [span.start for span in spans] + [0] * padding,
                 [span.sequence.tokens(span.start, span.end)[0] for span in spans] + [0] * padding,
+                [-1 if span.slot is None else span.slot for span in spans] + [-1] * padding,
             ]
         )
         self._inputs[:, :size].copy_(sent)
-        return self._steps[size]()[: len(spans)]
+        return steps[size]()[: len(spans)]
 
     def _send(self, numbers: Sequence[Sequence[int]]) -> Tensor:
         """To the device, behind the step that may still be running."""
@@ -158,10 +180,12 @@ class DecodeGraphs:
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
-    def _step(self, size: int, max_blocks: int) -> Step:
-        rows, positions, tokens = (row[:size] for row in self._inputs)
+    def _step(self, size: int, max_blocks: int, num_slots: int) -> Step:
+        """`num_slots`: of adapters, 0: without."""
+        rows, positions, tokens, slots = (row[:size] for row in self._inputs)
         query_starts = torch.arange(size + 1, dtype=torch.int32, device=self._device)
         inputs = StepInputs.empty(size, size, max_blocks, self._device)
+        routing = Routing.empty(size, num_slots, self._device) if num_slots else None
 
         def step() -> Tensor:
             self._state.lengths.index_copy_(0, rows, positions.to(torch.int32))
@@ -174,7 +198,7 @@ class DecodeGraphs:
                 beyond_switch=None,
                 addresses=inputs.addresses,
                 attention=attention,
-                adapters=None,
+                adapters=None if routing is None else route_adapters(slots, routing),
                 logit_rows=None,
                 num_logits=size,
             )

@@ -36,7 +36,7 @@ from quire_engine.models import model_class
 from quire_engine.models.causal import CausalLM
 from quire_engine.peft import OUTSIDE, HostAdapter, read_adapter
 from quire_engine.ranks import Ranks
-from quire_engine.request import BlockId, Logprob, Sequence
+from quire_engine.request import BlockId, Logprob, Sequence, SlotId
 from quire_engine.sampler import Row, Sampler
 from quire_engine.step import Runner, Sampled, SlotLoad, Span, StepPlan
 from quire_engine.swap import SwapSpace
@@ -228,7 +228,8 @@ class TorchRunner(Runner):
         if not self._num_spare:
             return None
         with torch.inference_mode():
-            return DecodeGraphs(self._model, kv, config.max_num_seqs, max_model_len)
+            num_slots = config.max_loras if self._slots is not None else 0
+            return DecodeGraphs(self._model, kv, config.max_num_seqs, max_model_len, num_slots)
 
     def _forward(self, work: Work, kv: KVCache) -> tuple[Batch, Tensor | None]:
         """Copy what is to be copied, then compute; hidden states of the tokens whose logits are wanted."""
@@ -298,25 +299,27 @@ class TorchRunner(Runner):
         return space
 
     def _run_largest_steps(self, config: EngineConfig, max_model_len: int) -> None:
-        """A step of as many prompts as may be, all sampled, and one of a chunk at the end of the longest context.
+        """A step of as many prompts as may be, all sampled, and one of a chunk at the end of the longest context; with
+        adapters, if there are slots for any, which are empty.
 
         Their KV cache is one block that stands in for all: what is computed is of no interest.
         """
         kv = KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device)
         room = max(max_model_len - 1, 1)
         even, more = divmod(config.max_num_batched_tokens, config.max_num_seqs)
-        many = [_dummy_span(0, min(even + (i < more), room), kv) for i in range(config.max_num_seqs)]
+        slots = [SlotId(i % config.max_loras) if self._slots is not None else None for i in range(config.max_num_seqs)]
+        many = [_dummy_span(0, min(even + (i < more), room), kv, slot) for i, slot in enumerate(slots)]
         chunk = min(config.max_num_batched_tokens, room)
-        for spans in (many, [_dummy_span(room - chunk, chunk, kv)]):
+        for spans in (many, [_dummy_span(room - chunk, chunk, kv, slots[0])]):
             self._run(work_of(spans, kv.block_size), spans, kv)
 
 
-def _dummy_span(start: int, length: int, kv: KVCache) -> Span:
+def _dummy_span(start: int, length: int, kv: KVCache, slot: SlotId | None = None) -> Span:
     """A span that samples, of a sequence whose blocks are all block 0."""
     params = SamplingParams(temperature=1.0, top_p=0.9, prompt_logprobs=1)
     sequence = Sequence(0, [0] * (start + length), params, seed=0, max_output_tokens=1)
     sequence.block_table = [BlockId(0)] * -(-(start + length) // kv.block_size)
-    return Span(sequence, start, length, None)
+    return Span(sequence, start, length, slot)
 
 
 def _make_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> AdapterSlots:

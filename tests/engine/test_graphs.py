@@ -3,21 +3,24 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
+from support.random_adapter import random_adapter
 from support.tiny import VOCAB, make_checkpoint
 
 from quire_engine.engine import Engine
-from quire_engine.graphs import DecodeGraphs, ResidentTables, graph_sizes
+from quire_engine.graphs import NUM_ADAPTED_PARTS, DecodeGraphs, ResidentTables, graph_sizes
 from quire_engine.kv import KVCache
 from quire_engine.request import Sequence
 from quire_engine.runner import TorchRunner
 from quire_engine.step import Span
-from quire_kernels import paged_attention
+from quire_kernels import paged_attention, route
 from quire_spec.config import EngineConfig
 from quire_spec.messages import Generate
 from quire_spec.sampling import SamplingParams
+from quire_spec.shape import ModelShape
 
 CONFIG = EngineConfig(
     model="m", dtype="float32", max_model_len=96, block_size=8, max_num_seqs=6, max_num_batched_tokens=40,
@@ -34,6 +37,9 @@ def test_sizes_rise_to_the_largest_batch_and_pad_little(most):
 
 def test_two_hundred_and_fifty_six_sequences_need_few_graphs():
     assert len(graph_sizes(256)) == 24
+    with_adapters = graph_sizes(256, NUM_ADAPTED_PARTS)
+    assert len(with_adapters) == 14
+    assert all(after / before <= 1.5 for before, after in itertools.pairwise(with_adapters) if before >= 8)
 
 
 def _sequence(blocks):
@@ -95,18 +101,27 @@ class _Replays:
         return replay
 
 
-def _answers(folder, monkeypatch, replays):
-    """Tokens of nine requests, which come in two waves, with more than the blocks can hold at once."""
+def _answers(folder, monkeypatch, replays, adapters=(), seen=None):
+    """Tokens of nine requests, which come in two waves, with more than the blocks can hold at once; `adapters`: of the
+    requests in turn, `seen`: takes the slots and adapters of each replayed step."""
     # The gathering form wants groups that the host has made; a step of a graph has none.
     monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
     monkeypatch.setattr(TorchRunner, "_capture", lambda self, kv, config, max_model_len: None)
     config = dataclasses.replace(CONFIG, model=str(folder), kv_cache_memory_bytes=13 * 8 * 2 * 2 * 2 * 16 * 4)
+    if adapters:
+        config = dataclasses.replace(config, enable_lora=True, max_loras=2, max_lora_rank=16)
     engine = Engine.from_config(config)
     runner = engine._runner
+    if adapters:
+        draw = torch.Generator().manual_seed(5)
+        for i, rank in enumerate((3, 16, 8)):
+            engine.add_adapter(f"adapter {i}", Path("not read"), random_adapter(runner, rank, draw))
     if replays is not None:
         shape = runner._model.shape
         runner._kv = KVCache(shape, runner.num_blocks, 8, torch.float32, torch.device("cpu"), num_spare=1)
-        runner._graphs = DecodeGraphs(runner._model, runner._kv, 6, 96, record=replays)
+        runner._graphs = DecodeGraphs(runner._model, runner._kv, 6, 96, 2 if adapters else 0, record=replays)
+        run, steps = runner._graphs.run, [] if seen is None else seen
+        runner._graphs.run = lambda spans: steps.append({(s.slot, s.sequence.adapter) for s in spans}) or run(spans)
     prompts = [
         torch.randint(VOCAB, (3 + 7 * i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(9)
     ]
@@ -114,7 +129,9 @@ def _answers(folder, monkeypatch, replays):
     found: dict[int, list[int]] = {}
     for wave in (range(4), range(4, 9)):
         for i in wave:
-            engine.add(Generate(i, prompts[i], params[i % 3]))
+            engine.add(
+                Generate(i, prompts[i], params[i % 3], adapter=adapters[i % len(adapters)] if adapters else None)
+            )
         for _ in range(1000 if 8 in wave else 12):
             for result in engine.step().results if engine.has_work else []:
                 assert result.error_code is None, result.error
@@ -132,9 +149,43 @@ def test_the_same_tokens_as_without(folder, monkeypatch):
     assert num_preemptions > 0
 
 
+def test_the_same_tokens_with_adapters(folder, monkeypatch):
+    """Three adapters take turns in two slots, beside sequences without: what a slot holds changes between replays."""
+    adapters, seen = (None, "adapter 0", "adapter 1", "adapter 2"), []
+    expected, _ = _answers(folder, monkeypatch, None, adapters)
+    found, num_preemptions = _answers(folder, monkeypatch, _Replays(), adapters, seen)
+    assert found == expected
+    assert num_preemptions > 0
+    assert found != _answers(folder, monkeypatch, None)[0]
+    assert any({None, 0, 1} <= {slot for slot, _ in step} for step in seen)
+    assert any(len(step) == 1 for step in seen)
+    held = {slot: {adapter for step in seen for at, adapter in step if at == slot} for slot in (0, 1)}
+    assert max(map(len, held.values())) > 1
+
+
+def test_a_step_without_adapters_launches_nothing_for_them(folder, monkeypatch):
+    """Its graph is one of those that were recorded without."""
+    routed, recorded = [], []
+    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
+    monkeypatch.setitem(route.forms, "cpu", lambda *args: routed.append(args) or route.reference(*args))
+    config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2)
+    runner = TorchRunner(config, ModelShape.load(folder), folder)
+    kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare=1)
+    graphs = DecodeGraphs(runner._model, kv, 6, 96, 2, record=lambda step: recorded.append(step) or step)
+    assert len(recorded) == len(graphs.sizes) + len(graphs.adapted_sizes)
+    one = Span(_sequence([0]), 2, 1, None)
+    base = graphs.run([one]).clone()
+    assert not routed
+    # Nothing was copied into the slot yet, so it changes nothing.
+    adapted = graphs.run([one, dataclasses.replace(one, sequence=_sequence([1]), slot=1)])
+    assert len(routed) == 1
+    assert routed[0][0].tolist() == [-1, 1]
+    torch.testing.assert_close(adapted, base.expand(2, -1))
+
+
 def test_steps_of_more_than_a_token_are_left_to_others(folder):
     graphs = DecodeGraphs.__new__(DecodeGraphs)
-    graphs.sizes = (1, 2)
+    graphs.sizes, graphs._num_slots = (1, 2), 0
     graphs._model = type("Model", (), {"shape": type("Shape", (), {"rope_switch": None})})
     sequence = _sequence([0])
     one, two = Span(sequence, 2, 1, None), Span(sequence, 1, 2, None)
@@ -142,3 +193,5 @@ def test_steps_of_more_than_a_token_are_left_to_others(folder):
     assert not graphs.takes([one, two])
     assert not graphs.takes([one, one, one])
     assert not graphs.takes([dataclasses.replace(one, slot=0)])
+    graphs._num_slots = 2
+    assert graphs.takes([one, dataclasses.replace(one, slot=0)])

@@ -288,13 +288,15 @@ def test_the_largest_steps_take_the_whole_budget(engine_runner):
         project = model.project
 
         def __call__(self, batch, kv):
-            seen.append((len(batch.token_ids), batch.num_logits, int(batch.attention.context_lengths.max())))
+            most = int(batch.attention.context_lengths.max())
+            seen.append((len(batch.token_ids), batch.num_logits, most, batch.adapters.users))
+            assert all(linear.adapters.concern(batch.adapters) for _, linear in model.linears())
             return model(batch, kv)
 
     engine_runner._model = Watch()
     engine_runner._run_largest_steps(CONFIG, 128)
     # Logits of all tokens: every span chooses one, and the rest are of prompts that ask how likely their tokens are.
-    assert seen == [(64, 64, 8), (64, 64, 127)]
+    assert seen == [(64, 64, 8, {0, 1}), (64, 64, 127, {0})]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -6,18 +6,35 @@ import dataclasses
 import pytest
 import torch
 from support.interpreter import own
+from support.random_adapter import random_adapter
 from support.tiny import VOCAB, make_checkpoint
 
+from quire_engine.graphs import DecodeGraphs
+from quire_engine.kv import KVCache
 from quire_engine.request import Sequence
 from quire_engine.runner import TorchRunner
 from quire_engine.step import Span, StepPlan
-from quire_kernels import choose, gated, most_likely, paged_attention, rms_norm, rotate_and_write
+from quire_engine.work import order_spans, work_of
+from quire_kernels import (
+    add_lora,
+    add_lora_rows,
+    choose,
+    gated,
+    most_likely,
+    paged_attention,
+    rms_norm,
+    rotate_and_write,
+    route,
+)
 from quire_spec.config import EngineConfig
 from quire_spec.sampling import SamplingParams
 from quire_spec.shape import ModelShape
 
 CONFIG = EngineConfig(model="m", dtype="float32", max_model_len=64, block_size=8, max_num_seqs=4)
 FORMS = (choose, most_likely, paged_attention, rms_norm, rotate_and_write, *map(gated, ("silu", "gelu_pytorch_tanh")))
+
+
+ADAPTER_FORMS = (add_lora, add_lora_rows, route)
 
 
 def _run(folder):
@@ -51,3 +68,41 @@ def test_equals_the_forms_for_cpus(name, tmp_path, monkeypatch):
     tokens, logprobs = _run(folder)
     assert tokens == expected[0]
     torch.testing.assert_close(logprobs, expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_of_a_graph_with_adapters(tmp_path, monkeypatch):
+    """Sequences of two adapters and of the base in one step, run as a graph has it: logits as in a step of the CPU's
+    forms, where the host sorts tokens by adapter."""
+    folder = make_checkpoint(tmp_path, "llama")
+    config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2, max_lora_rank=24)
+    runner = TorchRunner(config, ModelShape.load(folder), folder)
+    runner._kv = KVCache(runner._model.shape, 12, 8, torch.float32, torch.device("cpu"), num_spare=1)
+    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
+    graphs = DecodeGraphs(runner._model, runner._kv, 4, 64, 2, record=lambda step: step)
+    draw = torch.Generator().manual_seed(1)
+    spans = []
+    for id, slot in enumerate((1, None, 0)):
+        prompt = torch.randint(VOCAB, (9,), generator=draw).tolist()
+        sequence = Sequence(id, prompt, SamplingParams(), seed=3, max_output_tokens=9)
+        sequence.block_table = [4 * id, 4 * id + 1]
+        spans.append(Span(sequence, 8, 1, slot))
+    for ranks in ((24, 3), (2, 16)):
+        for slot, rank in enumerate(ranks):
+            runner._slots._slots.write(slot, random_adapter(runner, rank, draw))
+        runner.execute(StepPlan([Span(span.sequence, 0, 8, span.slot) for span in spans]))
+        expected = _logits(runner, spans)
+        with monkeypatch.context() as patched:
+            for op in ADAPTER_FORMS:
+                patched.setitem(op.forms, "cpu", own(op))
+            torch.testing.assert_close(graphs.run(spans), expected, rtol=1e-4, atol=1e-4)
+        for span, logits in zip(spans, expected, strict=True):
+            without = _logits(runner, [dataclasses.replace(span, slot=None)])
+            assert torch.allclose(logits, without, rtol=1e-2, atol=1e-2) == (span.slot is None)
+
+
+def _logits(runner, spans):
+    order = order_spans(spans)
+    work = work_of([spans[i] for i in order], 8)
+    batch, hidden = runner._forward(work, runner._kv)
+    logits = runner._model.project(hidden, batch.of_logits(slice(len(spans))))
+    return logits[torch.tensor(order).argsort()]

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter of random matrices on every module of a runner that takes any, embedding and output projection among
+them, made without a file."""
+
+import torch
+
+from quire_engine.peft import HostAdapter
+from quire_engine.runner import TorchRunner
+from quire_kernels import PackedAdapter
+
+
+def random_adapter(runner: TorchRunner, rank: int, draw: torch.Generator) -> PackedAdapter:
+    """Large enough that it changes what is generated."""
+    slots, pairs = runner._slots, {}
+    assert slots is not None
+    for places, module in zip(slots._places, slots._slots.modules, strict=True):
+        for place, width in zip(places, module.site.widths, strict=True):
+            a = torch.randn(rank, module.site.in_features, generator=draw)
+            pairs[place] = a / 4, torch.randn(width, rank, generator=draw) / 4
+    return runner.pack(HostAdapter(rank, pairs))
