@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything about speed on one GPU, in one command, on a machine with nothing but PyTorch and Triton.
 
-    python3 tests/bench/gpu.py -o results.json --markdown results.md       all of it, about 25 minutes
+    python3 tests/bench/gpu.py -o results.json --markdown results.md       all of it, about 30 minutes
     python3 tests/bench/gpu.py --quick                                     a first look, under three minutes
     python3 tests/bench/gpu.py --phases gate,limits,kernels                some of it, in this order
     python3 tests/bench/gpu.py --cpu-rehearsal                             all of its code on a CPU; times mean nothing
 
 Correctness comes first: nothing is timed unless every form equals its reference in float32, float16 and bfloat16, and
-the engine makes the same greedy tokens with and without graphs. Weights are random, in the shape of Llama-3.1-8B, and
-made on the device. The engine's phases need what the engine imports (tqdm, safetensors, huggingface_hub) besides.
-Results are written after each phase, so a run that is cut short keeps what it has.
+the engine makes the same greedy tokens with and without graphs, with adapters too. Weights are random, in the shape of
+Llama-3.1-8B, and made on the device. The engine's phases need what the engine imports (tqdm, safetensors,
+huggingface_hub) besides. Results are written after each phase, so a run that is cut short keeps what it has.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ import torch  # noqa: E402
 from card import Card  # noqa: E402
 from gpu_report import markdown  # noqa: E402
 
-PHASES = ("gate", "limits", "kernels", "engine", "peers", "tune")
+PHASES = ("gate", "limits", "kernels", "engine", "lora", "peers", "tune")
 QUICK = ("gate", "limits", "kernels", "engine")
 
 
@@ -110,10 +111,11 @@ class Bench:
 
     def _kernels(self) -> None:
         import gpu_kernels as kernels
+        import gpu_lora as lora
 
         shape = kernels.LLAMA_8B if self._card.is_gpu else kernels.TINY
         rows = self.results["kernels"] = []
-        for measure in (kernels.decode_rows, kernels.prefill_rows, kernels.fused_rows):
+        for measure in (kernels.decode_rows, kernels.prefill_rows, kernels.fused_rows, lora.kernel_rows):
             for row in measure(self._card, self._limits_found(), shape, self._quick):
                 self._keep(rows, row)
 
@@ -154,6 +156,24 @@ class Bench:
             found["loads"].append(self._say(engines.numbers, engine, load))
             self.write()
         engines.close(engine)
+
+    def _lora(self) -> None:
+        import gpu_engine as engines
+        import gpu_lora as lora
+
+        found = self.results["lora"] = {}
+        # Three adapters in turn on two slots, one of more ranks than are multiplied at once.
+        add = partial(lora.add_adapters, ranks=(4, 70, 16), everywhere=True)
+        other, all_tokens = engines.check_graphs(self._card, add)
+        found["check"] = {"other_tokens": other, "tokens": all_tokens}
+        if other:
+            raise RedGate(f"{other} of {all_tokens} greedy tokens of adapters differ between graphs and references")
+        found["rows"] = []
+        for row in lora.rows(self._card):
+            print(f"  {row}", flush=True)
+            found["rows"].append(row)
+            self.write()
+        found["ratios"] = lora.ratios(found["rows"])
 
     def _peers(self) -> None:
         import gpu_engine as engines

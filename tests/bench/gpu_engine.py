@@ -10,7 +10,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -118,24 +118,26 @@ def _fill(folder: Path, tensors: Iterable[tuple[str, Target]], **_: Any) -> None
             tensor.normal_(1.0 if "norm" in name else 0.0, SPREAD)
 
 
-def check_graphs(card: Card) -> tuple[int, int]:
+def check_graphs(card: Card, add: Callable[[Engine], Sequence[str]] | None = None) -> tuple[int, int]:
     """Of greedy tokens in float32 by a small model: how many differ with graphs and own forms from the references
-    without graphs, and how many there are."""
+    without graphs, and how many there are; `add`: registers adapters for the requests to take in turn."""
     small = {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 2000, "num_attention_heads": 8}
     small |= {"num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1024}
     load = Load("check", tuple((5 + 37 * i % 200, 24) for i in range(20)) if card.is_gpu else ((9, 4), (17, 3)))
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 128} if add is not None else {}
     found = []
     for plain in (True, False):
         engine = make_engine(
             card,
-            **(settings(card) | {"dtype": "float32", "max_model_len": 512 if card.is_gpu else 64}),
+            **(settings(card) | lora | {"dtype": "float32", "max_model_len": 512 if card.is_gpu else 64}),
             model_config=small if card.is_gpu else {},
             kv_cache_memory_bytes=1 << (30 if card.is_gpu else 20),
         )
         with _references() if plain else mock.patch.dict({}):
             if plain:
                 engine._runner._graphs = None  # type: ignore[attr-defined]
-            found.append(drive(engine, load)["token_ids"])
+            adapters = () if add is None else add(engine)
+            found.append(drive(engine, load, (*adapters, None) if adapters else ())["token_ids"])
         close(engine)
     pairs = [(a, b) for one, other in zip(*found, strict=True) for a, b in zip(one, other, strict=True)]
     return sum(a != b for a, b in pairs), len(pairs)
@@ -154,14 +156,15 @@ def _references() -> Any:
     return stack
 
 
-def drive(engine: Engine, load: Load) -> dict[str, Any]:
-    """Put a load on an idle engine; see measure.py for what comes back."""
+def drive(engine: Engine, load: Load, adapters: Sequence[str | None] = ()) -> dict[str, Any]:
+    """Put a load on an idle engine, its requests on the adapters in turn; see measure.py for what comes back."""
     requests, offsets = load.requests(engine.shape.vocab_size), load.offsets() or [0.0] * len(load.sizes)
     params = [{"temperature": 0.0, "max_tokens": request.num_output_tokens, "ignore_eos": True} for request in requests]
     record, kv, num_added, steps = Record(), [], 0, []
     while num_added < len(requests) or engine.has_work:
         while num_added < len(requests) and offsets[num_added] <= record.now():
-            engine.add(Generate(num_added, requests[num_added].prompt_token_ids, params[num_added]))
+            adapter = adapters[num_added % len(adapters)] if adapters else None
+            engine.add(Generate(num_added, requests[num_added].prompt_token_ids, params[num_added], adapter))
             num_added += 1
         if not engine.has_work:
             time.sleep(max(0.0, offsets[num_added] - record.now()))
@@ -194,9 +197,11 @@ def numbers(engine: Engine, load: Load) -> dict[str, Any]:
     return {"what": load.what, **found, "kv_waste": 1 - used / held if held else None}
 
 
-def decode_rate(engine: Engine, num_seqs: int, prompt: int, output: int) -> dict[str, Any]:
+def decode_rate(
+    engine: Engine, num_seqs: int, prompt: int, output: int, adapters: Sequence[str | None] = ()
+) -> dict[str, Any]:
     """Output tokens a second while all sequences decode."""
-    reply = drive(engine, Load(f"decode of {num_seqs}", ((prompt, output),) * num_seqs))
+    reply = drive(engine, Load(f"decode of {num_seqs}", ((prompt, output),) * num_seqs), adapters)
     first = max(events[0][0] for events in reply["events"])
     last = min(events[-1][0] for events in reply["events"])
     tokens = sum(count for events in reply["events"] for at, count in events if first < at <= last)

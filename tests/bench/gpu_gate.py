@@ -86,6 +86,8 @@ def check_all(card: Card, quick: bool, share: Share) -> Iterator[Finding]:
             for what, found, expected in _pairs(card, dtype) if share.index == 0 else ():
                 yield Finding(f"{what}, {str(dtype).removeprefix('torch.')}", error_of(found, expected), ERRORS[dtype])
             yield from _attention(card, dtype, quick, share)
+            if share.takes(share.num // 2):
+                yield from _lora(card, dtype)
     if share.takes(share.num - 1):
         yield from _sampling(card)
         yield from _prepare(card)
@@ -180,6 +182,47 @@ def attention_case(
     queries = card.random(sum(length for _, length in spans), heads[0], head_dim, dtype=dtype)
     starts, lengths = [s for s, _ in spans], [n for _, n in spans]
     return queries, cache, ops.plan_attention(starts, lengths, tables, cache, card.device)
+
+
+def _lora(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
+    """Tokens of several adapters in any order, ranks from 1 to above what is multiplied at once."""
+    features, widths, tokens = (4096, (4096, 1024, 1024), 300) if card.is_gpu else (70, (140, 33, 33), 20)
+    ranks = ((16, 16, 16), (1, 0, 7), (128, 40, 64), (0, 0, 0), (64, 24, 8))
+    sites = [ops.Site(features, widths), ops.Site(500, (features,), looked_up=True)]
+    like = torch.empty(0, dtype=dtype, device=card.device)
+    of_model = ops.LoraSlots(sites, len(ranks), 128, like)
+    for slot, own_ranks in enumerate(ranks):
+        pairs = [
+            [
+                (torch.randn(r, features) / features**0.5, torch.randn(w, r) / 4) if r else None
+                for r, w in zip(own_ranks, widths, strict=True)
+            ],
+            [(torch.randn(own_ranks[0], 500), torch.randn(features, own_ranks[0])) if own_ranks[0] else None],
+        ]
+        of_model.write(slot, of_model.pack(pairs))
+    slots = torch.randint(-1, len(ranks), (tokens,), device=card.device)
+    routing, expected_routing = (ops.Routing.empty(tokens, len(ranks), card.device) for _ in range(2))
+    own(ops.route)(slots, routing)
+    ops.route.reference(slots, expected_routing)
+    used = expected_routing.slots >= 0
+    for name in ("slots", "rows"):
+        one, other = (getattr(r, name) for r in (routing, expected_routing))
+        same = torch.equal(one[used], other[used]) and (name == "rows" or torch.equal(one, other))
+        yield Finding(f"route: {name}", float(not same), 0.0)
+    batch, kind = ops.AdapterBatch(slots, routing=routing), str(dtype).removeprefix("torch.")
+    x, base = card.random(tokens, features, dtype=dtype), card.random(tokens, sum(widths), dtype=dtype)
+    token_ids = torch.randint(500, (tokens,), device=card.device)
+    calls = {
+        "add_lora": (base, lambda op, out: op(out, x, of_model.modules[0], batch)),
+        "add_lora_rows": (x, lambda op, out: op(out, token_ids, of_model.modules[1], batch)),
+    }
+    for name, (start, call) in calls.items():
+        results = [start.clone() for _ in range(4)]
+        for form, out in zip([getattr(ops, name).reference] + [own(getattr(ops, name))] * 3, results, strict=True):
+            call(form, out)
+        yield Finding(f"{name}, {kind}", error_of(results[1], results[0]), ERRORS[dtype])
+        moved = any(not torch.equal(results[1], r) for r in results[2:])
+        yield Finding(f"{name}, {kind}, the same bits", float(moved), 0.0)
 
 
 def _sampling(card: Card) -> Iterator[Finding]:

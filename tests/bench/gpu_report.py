@@ -21,6 +21,8 @@ def markdown(results: dict[str, Any]) -> str:
             parts.append(_kernels(sorted(rows, key=lambda r: -r["fraction"])[:20] if name == "tune" else rows))
     if engine := results.get("engine"):
         parts += _engine(engine)
+    if lora := results.get("lora"):
+        parts += _lora(lora)
     if rows := results.get("peers"):
         cells = [
             (r["engine"], r.get("what", "-"), _number(r.get("output_tokens_per_s"), r.get("left_out"))) for r in rows
@@ -83,6 +85,19 @@ def _engine(engine: dict[str, Any]) -> list[str]:
         header = ("load", "output tokens/s", "TTFT p50, ms", "p99", "ITL p50, ms", "p99", "KV not filled")
         parts.append(_table(header, rows))
     return parts
+
+
+def _lora(lora: dict[str, Any]) -> list[str]:
+    rates = [
+        (row["row"], row["what"], _number(row["output_tokens_per_s"]), " ".join(map(_number, row["all"])))
+        for row in lora.get("rows", [])
+    ]
+    bars = [
+        (f"{r['of']} / {r['to']}", f"{r['ratio']:.3f}", f"{r['bar']:.2f}", f"{r['aim']:.2f}")
+        for r in lora.get("ratios", [])
+    ]
+    parts = [_table(("decoding", "load", "output tokens/s, median", "rounds"), rates)] if rates else []
+    return parts + ([_table(("ratio", "measured", "bar", "aim"), bars)] if bars else [])
 
 
 def _number(value: float | None, otherwise: str | None = None) -> str:

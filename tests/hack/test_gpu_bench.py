@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parents[1] / "bench"
-PHASES = "gate,limits,kernels,engine,tune"
+PHASES = "gate,limits,kernels,engine,lora,tune"
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,12 @@ def test_every_phase_leaves_results(run):
     assert results["gate"]["bad"] == []
     assert results["engine"]["check"] == {"other_tokens": 0, "tokens": 7}
     assert {row["what"] for row in results["engine"]["loads"]} == {"12 in, 6 out", "at 20 a second"}
+    assert results["lora"]["check"] == {"other_tokens": 0, "tokens": 7}
+    assert [row["row"] for row in results["lora"]["rows"]] == ["base, LoRA disabled", "base, LoRA enabled", "adapters"]
+    assert {(r["of"], r["bar"]) for r in results["lora"]["ratios"]} == {
+        ("adapters", 0.88),
+        ("base, LoRA enabled", 0.98),
+    }
 
 
 def test_an_eight_bit_cache_costs_little(run):

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters on the card: what a batch of many costs against the same engine's base, and their kernels by themselves."""
+
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import gpu_engine as engines
+import torch
+from card import Card
+from gpu_gate import own
+from gpu_kernels import Limits, Row, Shape
+
+import quire_kernels as ops
+from quire_engine.engine import Engine
+from quire_engine.peft import OUTSIDE, HostAdapter
+
+NUM_ADAPTERS, RANK, NUM_ROUNDS = 32, 16, 5
+BARS = (
+    ("adapters", "base, LoRA disabled", 0.88, 0.95),
+    ("base, LoRA enabled", "base, LoRA disabled", 0.98, 1.0),
+)
+"""What one row's tokens/s must be of another's, and should be."""
+
+
+def add_adapters(engine: Engine, ranks: Sequence[int], everywhere: bool) -> list[str]:
+    """Register random adapters, on every linear of every layer; `everywhere`: of embedding and output projection too.
+
+    Those of a rank have the same numbers: they lie in slots of their own, and cost what others would.
+    """
+    runner: Any = engine._runner
+    draw, made = torch.Generator().manual_seed(3), {}
+    for rank in set(ranks):
+        pairs = {}
+        for places, module in zip(runner._slots._places, runner._slots._slots.modules, strict=True):
+            for place, width in zip(places, module.site.widths, strict=True):
+                if everywhere or place[0] != OUTSIDE:
+                    features = module.site.in_features
+                    a, b = (torch.randn(shape, generator=draw) for shape in ((rank, features), (width, rank)))
+                    pairs[place] = a / features**0.5, b / 8
+        made[rank] = runner.pack(HostAdapter(rank, pairs))
+    names = [f"adapter {i} of rank {rank}" for i, rank in enumerate(ranks)]
+    for name, rank in zip(names, ranks, strict=True):
+        engine.add_adapter(name, Path("made here"), made[rank])
+    return names
+
+
+def rows(card: Card) -> Iterator[dict[str, Any]]:
+    """Decoding with every sequence on one of many adapters, and without; medians of rounds."""
+    num, ranks = (NUM_ADAPTERS, [RANK] * NUM_ADAPTERS) if card.is_gpu else (2, [4, 4])
+    lora = {"enable_lora": True, "max_loras": num, "max_lora_rank": max(ranks)}
+    engine = engines.make_engine(card, **engines.settings(card))
+    yield _row(card, engine, "base, LoRA disabled", ())
+    engines.close(engine)
+    engine = engines.make_engine(card, **(engines.settings(card) | lora))
+    names = add_adapters(engine, ranks, everywhere=False)
+    yield _row(card, engine, "base, LoRA enabled", ())
+    yield _row(card, engine, "adapters", names)
+    engines.close(engine)
+
+
+def _row(card: Card, engine: Engine, name: str, adapters: Sequence[str]) -> dict[str, Any]:
+    load = (256, 960, 120) if card.is_gpu else (3, 12, 6)
+    # Compiles, and fills the slots.
+    engines.decode_rate(engine, *load, adapters=adapters)
+    found = [engines.decode_rate(engine, *load, adapters=adapters) for _ in range(NUM_ROUNDS if card.is_gpu else 1)]
+    rates = [each["output_tokens_per_s"] for each in found if each["output_tokens_per_s"]]
+    num_bytes = engine._runner._graphs.num_bytes if card.is_gpu else 0  # type: ignore[attr-defined]
+    return {
+        "row": name,
+        "what": found[0]["what"],
+        "output_tokens_per_s": statistics.median(rates) if rates else None,
+        "all": rates,
+        "graph_bytes": num_bytes,
+    }
+
+
+def ratios(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each bar, and what was measured."""
+    rates = {row["row"]: row["output_tokens_per_s"] for row in found}
+    return [
+        {"of": of, "to": to, "bar": bar, "aim": aim, "ratio": rates[of] / rates[to]}
+        for of, to, bar, aim in BARS
+        if rates.get(of) and rates.get(to)
+    ]
+
+
+def kernel_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Iterator[Row]:
+    """Both launches of each linear, at a decoding step of many adapters and at a prompt of one; and the routing."""
+    num, rank, tokens = (NUM_ADAPTERS, RANK, 256) if card.is_gpu else (2, 4, 3)
+    kv = shape.kv_heads * shape.head_dim
+    sites = {
+        "q, k, v": ops.Site(shape.hidden, (shape.heads * shape.head_dim, kv, kv)),
+        "o": ops.Site(shape.heads * shape.head_dim, (shape.hidden,)),
+        "gate, up": ops.Site(shape.hidden, (shape.intermediate, shape.intermediate)),
+        "down": ops.Site(shape.intermediate, (shape.hidden,)),
+    }
+    slots = torch.arange(tokens, device=card.device) % num
+    routing = ops.Routing.empty(tokens, num, card.device)
+    seconds = card.seconds([functools.partial(own(ops.route), slots, routing)])
+    yield Row.of(f"route, {tokens} tokens to {num} slots", seconds, limits, 16.0 * tokens)
+    for name, site in list(sites.items())[: 1 if quick or not card.is_gpu else None]:
+        yield _kernel_row(card, limits, f"{num} adapters of rank {rank} on {name}", site, num, rank, slots)
+    if card.is_gpu and not quick:
+        prompt = torch.zeros(8192, dtype=torch.int64, device=card.device)
+        yield _kernel_row(
+            card, limits, f"a prompt's adapter of rank {rank} on q, k, v", sites["q, k, v"], 1, rank, prompt
+        )
+
+
+def _kernel_row(
+    card: Card, limits: Limits, what: str, site: ops.Site, num_slots: int, rank: int, slots: torch.Tensor
+) -> Row:
+    # The interpreter multiplies no bfloat16.
+    dtype = torch.bfloat16 if card.is_gpu else torch.float32
+    size, matrices, tokens = dtype.itemsize, rank * (len(site.widths) * site.in_features + sum(site.widths)), len(slots)
+    num_bytes = size * (num_slots * matrices + tokens * (site.in_features + 2 * sum(site.widths)))
+    sets = card.num_sets(num_bytes)
+    of_model = ops.LoraSlots([site] * sets, num_slots, rank, torch.empty(0, dtype=dtype, device=card.device))
+    pairs = [(torch.randn(rank, site.in_features), torch.randn(width, rank)) for width in site.widths]
+    packed = of_model.pack([pairs] * sets)
+    for slot in range(num_slots):
+        of_model.write(slot, packed)
+    routing = ops.Routing.empty(tokens, num_slots, card.device)
+    batch = ops.AdapterBatch(slots, routing=routing)
+    own(ops.route)(slots, routing)
+    calls: list[Callable[[], object]] = [
+        functools.partial(
+            own(ops.add_lora),
+            card.random(tokens, sum(site.widths), dtype=dtype),
+            card.random(tokens, site.in_features, dtype=dtype),
+            module,
+            batch,
+        )
+        for module in of_model.modules
+    ]
+    return Row.of(f"{what}, {tokens} tokens", card.seconds(calls), limits, num_bytes, 2.0 * tokens * matrices)
