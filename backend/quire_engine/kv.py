@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from quire_kernels import Arena, movable
+from quire_kernels import Arena, movable, reads_whole_blocks
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import kv_block_bytes
 
@@ -25,8 +25,9 @@ def block_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
 class KVCache:
     """Keys and values of `num_blocks` blocks.
 
-    Isolation: a block is cleared when its first token is written, and padding of a block table repeats a block of the
-    same sequence. So no sequence reads what another one left, not even under a mask, where NaN would still spread.
+    Isolation: where attention reads whole blocks, a block is cleared when its first token is written, and padding of a
+    block table repeats a block of the same sequence. So no sequence reads what another one left, not even under a mask,
+    where NaN would still spread.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class KVCache:
         self._data = movable(typed)
         self.layers: tuple[Tensor, ...] = tuple(typed)
         """Per layer [2, num_blocks, block_size, num_kv_heads, head_dim]: keys at 0, values at 1."""
+        self._clears = reads_whole_blocks(self.layers[0], shape.num_heads)
 
     @property
     def num_bytes(self) -> int:
@@ -127,7 +129,10 @@ class KVCache:
             yield torch.tensor(blocks[start:end], device=self._data.device), rows[start:end]
 
     def clear_started(self, addresses: Tensor) -> None:
-        """Clear the blocks whose first token is among `addresses` (on the CPU), before a step writes to them."""
+        """Clear the blocks whose first token is among `addresses` (on the CPU), before a step writes to them, unless
+        nobody reads further than was written."""
+        if not self._clears:
+            return
         started = addresses[addresses % self.block_size == 0] // self.block_size
         if len(started):
             self._data.index_fill_(2, started.to(self._data.device), 0)

@@ -183,6 +183,17 @@ def _group(
     return SpanGroup(rows, len(members), length, blocks, num_keys, positions, first_position, {})
 
 
+def reads_whole_blocks(cache: Tensor, num_heads: int) -> bool:
+    """Whether `paged_attention` may read a sequence's last block beyond its context: what is there has to be finite.
+
+    Args:
+        cache: as it takes it.
+        num_heads: query heads.
+    """
+    fits = cache.shape[4] in _HEAD_DIMS and num_heads <= _MAX_GROUP * cache.shape[3]
+    return not (cache.device.type == "cpu" and fits and native.suits(cache))
+
+
 @Op
 def paged_attention(
     queries: Tensor,
@@ -234,9 +245,10 @@ def _in_place(
     """Reads keys and values where they are; see csrc/attention.cpp."""
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = cache.shape[3]
-    fits = queries.stride(1) == head_dim and head_dim in _HEAD_DIMS and num_heads <= _MAX_GROUP * num_kv_heads
-    if not fits or not native.suits(queries, cache):
+    if reads_whole_blocks(cache, num_heads) or queries.dtype != cache.dtype:
         return _gathered(queries, cache, batch, scale, window, softcap)
+    if queries.stride(1) != head_dim or queries.stride(2) != 1:
+        queries = queries.contiguous()
     out = queries.new_empty(num_tokens, num_heads, head_dim)
     native.library().quire_attention(
         queries.data_ptr(),

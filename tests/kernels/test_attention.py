@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.spans import RAGGED, make_batch
 
-from quire_kernels import attention, paged_attention
+from quire_kernels import attention, paged_attention, reads_whole_blocks
 
 SCALE = 0.15
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -64,6 +64,23 @@ def test_blocks_that_have_left_the_window_are_not_read(spans, softcap):
     cache[:, batch.block_tables[:, 1 : first // 16]] = float("nan")
     found = paged_attention(queries, cache, batch, SCALE, 100, softcap)
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)], ids=str)
+@pytest.mark.parametrize("spans", RAGGED.values(), ids=RAGGED.keys())
+@pytest.mark.parametrize("window", [None, 20])
+def test_what_lies_past_a_context_is_not_read(spans, heads, window):
+    queries, cache, batch = make_batch(spans, dtype=torch.bfloat16, heads=heads)
+    if reads_whole_blocks(cache, heads[0]):
+        pytest.skip("no compiled kernels here: blocks are cleared instead")
+    expected = paged_attention(queries, cache, batch, SCALE, window)
+    tail = torch.ones(cache.shape[1:3], dtype=torch.bool)
+    for table, context in zip(batch.block_tables, batch.context_lengths.tolist(), strict=True):
+        keys = torch.arange(context)
+        tail[table[keys // cache.shape[2]], keys % cache.shape[2]] = False
+    assert tail.any()
+    cache[:, tail] = float("nan")
+    assert torch.equal(paged_attention(queries, cache, batch, SCALE, window), expected)
 
 
 def test_layers_of_different_windows_share_a_plan():

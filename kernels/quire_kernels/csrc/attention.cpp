@@ -11,6 +11,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <vector>
 
@@ -22,6 +23,7 @@ namespace {
 constexpr int64_t kChunk = 64;
 // Keys that are brought near at once: 384 KiB of the 135M Llama's, which a second-level cache holds.
 constexpr int64_t kTouched = 8 * kChunk;
+constexpr int64_t kFetchedByTile = 12, kFetchedByPair = 4;
 constexpr int64_t kMaxRows = 48;
 constexpr int64_t kMaxHeadDim = 256;
 constexpr float kLowest = -1e30f;
@@ -102,6 +104,46 @@ void touch(const Shape& s, const Keys& k) {
   asm volatile("" : : "v"(all));
 }
 
+// Keys and values of all heads that the thread's next item begins with: brought near while it computes this one, a few
+// cache lines at a time, for a core keeps no more in flight. 30 layers for 64 sequences of 72 tokens, the rest as above:
+// 7.3 ms instead of 9.8 ms, of which 5.2 ms are left where all is in the caches.
+class Fetch {
+ public:
+  Fetch(const Shape& s, const Keys& k) : s_(s), k_(k), key_(k.from), cache_(s.keys) { go(); }
+
+  inline void lines(int64_t count) {
+    for (; count > 0 && at_ < stop_; count--) {
+      _mm_prefetch(at_, _MM_HINT_T1);
+      at_ += 64;
+      if (at_ >= stop_) go();
+    }
+  }
+
+ private:
+  // On to the next block.
+  void go() {
+    if (key_ >= k_.to && cache_ == s_.keys) {
+      cache_ = s_.values;
+      key_ = k_.from;
+    }
+    if (key_ >= k_.to) {
+      at_ = stop_ = nullptr;
+      return;
+    }
+    const int64_t row = s_.kv_heads * s_.head_dim, within = key_ % s_.block_size;
+    const int64_t count = std::min(s_.block_size - within, k_.to - key_);
+    at_ = (const char*)(cache_ + (k_.table[key_ / s_.block_size] * s_.block_size + within) * row);
+    stop_ = at_ + count * row * (int64_t)sizeof(bf16);
+    key_ += count;
+  }
+
+  const Shape& s_;
+  const Keys k_;
+  int64_t key_;
+  const bf16* cache_;
+  const char *at_ = nullptr, *stop_ = nullptr;
+};
+
 // What a thread works in: 8 + 8 KiB of a chunk for a head_dim of 64, 12 + 12 + 6 KiB of scores and sums.
 struct alignas(64) Scratch {
   bf16 keys[kChunk / kLanes][kMaxHeadDim / 2][kLanes][2];
@@ -126,10 +168,11 @@ void find_rows(const Shape& s, Scratch& w, const Keys& k) {
   }
 }
 
-void transpose_keys(const Shape& s, Scratch& w, int64_t tiles) {
+void transpose_keys(const Shape& s, Scratch& w, int64_t tiles, Fetch& fetch) {
   const int64_t pairs = s.head_dim / 2;
   for (int64_t tile = 0; tile < tiles; tile++)
     for (int64_t p = 0; p < pairs; p += kLanes) {
+      fetch.lines(kFetchedByTile);
       const __mmask16 mask = first(pairs - p);
       __m512i r[16];
       for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(mask, w.key_rows[tile * kLanes + i] + 2 * p);
@@ -140,8 +183,9 @@ void transpose_keys(const Shape& s, Scratch& w, int64_t tiles) {
 
 // Values of two keys side by side, by pairs. The 32 dimensions of a register are split as the unpack instructions do, the
 // low halves of its four lanes first: `natural` puts them right at the end.
-void interleave_values(const Shape& s, Scratch& w, int64_t pairs) {
+void interleave_values(const Shape& s, Scratch& w, int64_t pairs, Fetch& fetch) {
   for (int64_t j = 0; j < pairs; j++) {
+    fetch.lines(kFetchedByPair);
     const bf16 *even = w.value_rows[2 * j], *odd = w.value_rows[2 * j + 1];
     int64_t d = 0;
     for (; d + 2 * kLanes <= s.head_dim; d += 2 * kLanes) {
@@ -284,11 +328,11 @@ Keys seen(const Shape& s, const Item& i) {
 }
 
 // One chunk of keys for the rows of one KV head, the first of them at `row`.
-void compute_chunk(const Shape& s, Scratch& w, const Item& item, int64_t row, const Keys& k) {
+void compute_chunk(const Shape& s, Scratch& w, const Item& item, int64_t row, const Keys& k, Fetch& fetch) {
   const int64_t group = s.heads / s.kv_heads, end = row + (item.end - item.begin) * group;
   const int64_t tiles = (k.to - k.from + kLanes - 1) / kLanes, pairs = tiles * kLanes / 2;
   find_rows(s, w, k);
-  transpose_keys(s, w, tiles);
+  transpose_keys(s, w, tiles, fetch);
   for (int64_t r = row; r < end;) {
     if (end - r >= 8) score_rows<8>(s, w, r, tiles), r += 8;
     else if (end - r >= 4) score_rows<4>(s, w, r, tiles), r += 4;
@@ -305,7 +349,7 @@ void compute_chunk(const Shape& s, Scratch& w, const Item& item, int64_t row, co
     else
       soften<true>(s, w, r, tiles, low, high);
   }
-  interleave_values(s, w, pairs);
+  interleave_values(s, w, pairs, fetch);
   for (int64_t r = row; r < end;) {
     if (end - r >= 4) weigh_rows<4>(s, w, r, pairs), r += 4;
     else if (end - r == 3) weigh_rows<3>(s, w, r, pairs), r += 3;
@@ -313,7 +357,7 @@ void compute_chunk(const Shape& s, Scratch& w, const Item& item, int64_t row, co
   }
 }
 
-void attend(const Shape& s, Scratch& w, const Item& item) {
+void attend(const Shape& s, Scratch& w, const Item& item, Fetch& fetch) {
   const int64_t group = s.heads / s.kv_heads, per_head = (item.end - item.begin) * group;
   const int64_t num_rows = per_head * (item.last - item.head);
   bf16* outs[kMaxRows];
@@ -330,7 +374,7 @@ void attend(const Shape& s, Scratch& w, const Item& item) {
     Keys k = {all.table, all.head, from, std::min(from + kChunk, all.to)};
     if (item.last - item.head > 1 && (from - all.from) % kTouched == 0)
       touch(s, {all.table, all.head, from, std::min(from + kTouched, all.to)});
-    for (int64_t h = 0; h < item.last - item.head; h++, k.head++) compute_chunk(s, w, item, h * per_head, k);
+    for (int64_t h = 0; h < item.last - item.head; h++, k.head++) compute_chunk(s, w, item, h * per_head, k, fetch);
   }
   for (int64_t r = 0; r < num_rows; r++) natural(s, w.sums[r], 1.f / w.total[r], outs[r]);
 }
@@ -360,10 +404,19 @@ void quire_attention(const bf16* queries, int64_t ldq, const bf16* keys, const b
     }
   }
   const int64_t size = work.size();
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t i = 0; i < size; i++) {
+  std::atomic<int64_t> taken{0};
+#pragma omp parallel
+  {
     static thread_local Scratch scratch;
-    attend(s, scratch, work[i]);
+    // One item ahead, to know whose keys to fetch.
+    for (int64_t i = taken++, next; i < size; i = next) {
+      next = taken++;
+      Keys keys = {nullptr, 0, 0, 0};
+      if (next < size) keys = seen(s, work[next]);
+      keys.to = std::min(keys.from + kTouched, keys.to);
+      Fetch fetch(s, keys);
+      attend(s, scratch, work[i], fetch);
+    }
   }
 }
 
