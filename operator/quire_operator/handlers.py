@@ -3,34 +3,41 @@
 
 Only on.event: no finalizer, so that deleting never waits for the operator; no annotations of kopf's; no handler state
 that an edit in the middle of something could lose. Imported by `quire operate` alone: kopf is 15 MB.
+
+kopf tells handlers of changes and of nothing else, so that an hour without one looks like an hour without a watch.
+What it hears is seen at the HTTP session, which is ours: each watch that the API server begins to answer. kopf begins
+one anew at least every _WATCH_S inactivities, and sooner where nothing comes.
 """
 
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import kopf
 
 from quire_operator.kube import kinds
+from quire_operator.kube.heard import Heard
 from quire_operator.kube.login import Login
-from quire_operator.kube.watch import Sink
+from quire_operator.kube.watch import Patience, Sink
 
 Told = Callable[[str | None, dict[str, Any]], None]
 """Called with what happened (None: it was there already) and the object."""
 
 _CONNECT_S, _REQUEST_S = 10.0, 30.0
-# Whole numbers: the API server takes no fraction.
-_SERVER_S, _CLIENT_S = 300, 330
-_INACTIVITY_S = 90.0
-"""As watch.Patience: bookmarks come after 60 to 75 s."""
+_LOGIN_AGAIN_S = 5.0
+"""After a login that failed, such as a plugin's; kopf would wait a minute."""
+_WATCH_S = 2.0
+"""How long a watch lasts, in inactivities: less than patience has (Patience.deaf_s)."""
 
 
-async def watch(login: Login, sink: Sink, namespaces: tuple[str, ...], stop: asyncio.Event) -> None:
+async def watch(login: Login, sink: Sink, heard: Sequence[Heard], patience: Patience, stop: asyncio.Event) -> None:
     """Tell `sink` of every LLMService that comes, changes or goes, until `stop` is set.
 
+    `heard` has an entry for each namespace to watch, or the one for all, and is told when something is heard of it.
     kopf runs in a thread with an event loop of its own: it takes the signals of its process, and ends what else runs
     in its loop.
 
@@ -52,7 +59,7 @@ async def watch(login: Login, sink: Sink, namespaces: tuple[str, ...], stop: asy
     def work() -> None:
         error: BaseException | None = None
         try:
-            asyncio.run(_operate(dataclasses.replace(login), told, namespaces, over))
+            asyncio.run(_operate(dataclasses.replace(login), told, heard, patience, over))
         except Exception as found:
             error = found
         loop.call_soon_threadsafe(end, error)
@@ -69,15 +76,16 @@ async def watch(login: Login, sink: Sink, namespaces: tuple[str, ...], stop: asy
     await ended
 
 
-async def _operate(login: Login, told: Told, namespaces: tuple[str, ...], over: threading.Event) -> None:
+async def _operate(login: Login, told: Told, heard: Sequence[Heard], patience: Patience, over: threading.Event) -> None:
+    namespaces = [each.namespace for each in heard if each.namespace is not None]
     await kopf.operator(
-        registry=registry(login, told),
-        settings=settings(),
+        registry=registry(login, told, listening(heard)),
+        settings=settings(patience),
         standalone=True,  # never pauses because another operator announces itself
         # By default the name of the user, which a container's user 1000 does not have. Nobody sees it: see above.
         identity="quire-operator",  # type: ignore[arg-type]  # a NewType of str that kopf does not export
         clusterwide=not namespaces,
-        namespaces=list(namespaces),
+        namespaces=namespaces,
         stop_flag=over,
     )
 
@@ -96,36 +104,54 @@ class _NoDifferences(kopf.DiffBaseStorage):
         raise AssertionError("no handler here needs anything stored")
 
 
-def settings() -> kopf.OperatorSettings:
+def settings(patience: Patience) -> kopf.OperatorSettings:
     """kopf's settings: bounded waits everywhere, and nothing that writes."""
     made = kopf.OperatorSettings()
     made.posting.enabled = False
     made.persistence.diffbase_storage = _NoDifferences()
     # The kind and the namespaces are known: no right to read definitions and namespaces is needed.
     made.scanning.disabled = True
-    made.watching.server_timeout = _SERVER_S
-    made.watching.client_timeout = _CLIENT_S
+    # A whole number: the API server takes no fraction.
+    made.watching.server_timeout = max(1, int(_WATCH_S * patience.inactivity_s))
+    made.watching.client_timeout = 1.1 * made.watching.server_timeout
     made.watching.connect_timeout = _CONNECT_S
     # A dead connection says nothing and does not end by itself (kopf issues 585, 955, 980).
-    made.watching.inactivity_timeout = _INACTIVITY_S
+    made.watching.inactivity_timeout = patience.inactivity_s
     made.watching.chunk_size = 500
     made.networking.request_timeout = _REQUEST_S
     made.networking.connect_timeout = _CONNECT_S
     return made
 
 
-def registry(login: Login, told: Told) -> kopf.OperatorRegistry:
-    """The handlers."""
+def listening(heard: Sequence[Heard]) -> aiohttp.TraceConfig:
+    """What a session of kopf's is to be made with, so that `heard` is told of what it hears."""
+    paths = {each.kind.path(each.namespace): each for each in heard}
+
+    async def answered(_: aiohttp.ClientSession, __: SimpleNamespace, params: aiohttp.TraceRequestEndParams) -> None:
+        # The server's own path may come before it.
+        for path, each in paths.items():
+            if params.response.status == 200 and params.url.path.endswith(path):
+                each.now()
+
+    made = aiohttp.TraceConfig()
+    made.on_request_end.append(answered)
+    return made
+
+
+def registry(login: Login, told: Told, trace: aiohttp.TraceConfig) -> kopf.OperatorRegistry:
+    """The handlers; `trace` sees the requests of kopf's sessions."""
     made = kopf.OperatorRegistry()
     kind = kinds.LLM_SERVICE
 
-    @kopf.on.login(registry=made)
+    @kopf.on.login(registry=made, backoff=_LOGIN_AGAIN_S)
     async def log_in(**_: Any) -> kopf.AiohttpSession:
         # Called again when the API server no longer takes what it got: the token of a pod is replaced every hour.
         login.forget()
         tls = login.tls if login.tls is not None else False
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=tls, limit=0), headers=dict(await login.headers())
+            connector=aiohttp.TCPConnector(ssl=tls, limit=0),
+            headers=dict(await login.headers()),
+            trace_configs=[trace],
         )
         return kopf.AiohttpSession(server=login.server, default_namespace=login.namespace, aiohttp_session=session)
 

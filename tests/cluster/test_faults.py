@@ -12,6 +12,7 @@ from support.operating import Operating, children, claim, llm_service, reads_mod
 from support.pod import eventually
 
 from quire_operator.kube.client import Client
+from quire_operator.kube.kinds import LLM_SERVICE
 from quire_operator.kube.watch import Patience
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
@@ -131,7 +132,7 @@ def test_storms_of_errors_pass(cluster, namespace, kubelet, reference, tmp_path)
 def test_a_dead_connection_is_noticed(cluster, namespace, kubelet, tmp_path):
     """Packets vanish, nothing is closed: watches are cut for their silence, and what was missed is seen."""
     cluster.apply(claim(), namespace)
-    patience = Patience(inactivity_s=2.0, max_backoff_s=0.5)
+    patience = Patience(inactivity_s=1.0, max_backoff_s=0.5)
     with (
         ApiProxy(cluster, tmp_path) as proxy,
         Operating(cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"patience": patience}) as operating,
@@ -147,6 +148,39 @@ def test_a_dead_connection_is_noticed(cluster, namespace, kubelet, tmp_path):
         proxy.let_through()
         eventually(lambda: operating.child("Deployment")["spec"]["replicas"] == 3, 60, "the edit seen")
         eventually(lambda: operating.child("NetworkPolicy"), 60, "the policy back")
+        eventually(lambda: operating.controller.trouble() == "", 20, "well again")
+
+
+def more_than(found, number):
+    """A check that a list has got longer."""
+    return lambda: len(found) > number
+
+
+def test_kopf_that_hears_nothing_more_is_noticed(cluster, namespace, kubelet, tmp_path):
+    """Its watch alone goes deaf, and new connections too; ours go on. Silence before that is no fault."""
+    path = f"/namespaces/{namespace}/llmservices"
+    begun = []
+    patience = Patience(inactivity_s=1.0, max_backoff_s=0.5)
+    settings = {"patience": patience}
+    cluster.apply(llm_service(paused=True), namespace)
+    with (
+        ApiProxy(cluster, tmp_path) as proxy,
+        Operating(cluster, namespace, kubeconfig=proxy.kubeconfig, settings=settings, kopf=True) as operating,
+    ):
+        proxy.fault = lambda method, asked: begun.append(asked) if path in asked and "watch=true" in asked else None
+        known = lambda: operating.controller.cache.get(LLM_SERVICE, namespace, "tales")  # noqa: E731
+        eventually(known, 20, "the service, by kopf")
+        while len(begun) < 5:  # longer than patience lasts
+            assert operating.controller.trouble() == ""
+            eventually(more_than(begun, len(begun)), 10, "the watch begun anew")
+        proxy.swallow(lambda asked: path in asked)
+        cluster.merge(API, KIND, "tales", {"spec": {"replicas": 3}}, namespace)
+        eventually(lambda: "nothing heard of llmservices" in operating.controller.trouble(), 20, "liveness says so")
+        others = [heard for heard in operating.controller.heard if heard.kind is not LLM_SERVICE]
+        assert others and all(heard.age_s < patience.deaf_s for heard in others)
+        assert known().body()["spec"].get("replicas", 1) == 1
+        proxy.let_through()
+        eventually(lambda: known().body()["spec"].get("replicas") == 3, 20, "the edit seen")
         eventually(lambda: operating.controller.trouble() == "", 20, "well again")
 
 

@@ -37,6 +37,8 @@ class ApiProxy:
     fault: Callable[[str, str], Fault | None] = lambda method, path: None
     """What happens to a request, by its method, path and query; set it at any time."""
     num_faults: int = 0
+    _lost: Callable[[str], bool] = lambda path: True
+    """Which requests are swallowed."""
 
     def __enter__(self) -> Self:
         self._ready, self._stop = threading.Event(), threading.Event()
@@ -52,8 +54,12 @@ class ApiProxy:
         self._stop.set()
         self._thread.join(20)
 
-    def swallow(self) -> None:
-        """From now on nothing gets through and nothing is closed, as behind a router that has lost its state."""
+    def swallow(self, only: Callable[[str], bool] = lambda path: True) -> None:
+        """From now on nothing gets through and nothing is closed, as behind a router that has lost its state.
+
+        `only` says of which requests that is true, by path and query.
+        """
+        self._lost = only
         self._open.clear()
 
     def let_through(self) -> None:
@@ -95,7 +101,7 @@ class ApiProxy:
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         fault = self.fault(request.method, request.path_qs)
-        await self._gate()
+        await self._gate(request)
         if fault and not fault.sent:
             return self._answer(fault)
         headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
@@ -111,16 +117,16 @@ class ApiProxy:
             )
             await response.prepare(request)
             async for chunk in answer.content.iter_any():
-                await self._gate()
+                await self._gate(request)
                 try:
                     await response.write(chunk)
                 except ConnectionResetError:
                     break  # a watch that was cut
             return response
 
-    async def _gate(self) -> None:
+    async def _gate(self, request: web.Request) -> None:
         """Whoever comes to it while it is closed never gets on."""
-        if not self._open.is_set():
+        if not self._open.is_set() and self._lost(request.path_qs):
             await asyncio.Event().wait()
 
     def _answer(self, fault: Fault) -> web.Response:

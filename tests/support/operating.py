@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator's controller beside a test: in a thread with an event loop, against a real API server.
 
-LLMServices come from a Watch of ours instead of kopf's, so that a test can have many and end each in a moment; kopf's
-part is tested with the operator as a process (tests/cluster/test_operate.py).
+LLMServices come from a Watch of ours instead of kopf's, so that a test can have many and end each in a moment, unless
+it asks for kopf; kopf's part is also tested with the operator as a process (tests/cluster/test_operate.py).
 """
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -16,8 +17,10 @@ from support.cluster import Cluster
 from support.kubelet import Container, Kubelet
 from support.pod import eventually
 
+from quire_operator import handlers
 from quire_operator.kube import kinds
 from quire_operator.kube.client import Client
+from quire_operator.kube.heard import Heard
 from quire_operator.kube.login import Login
 from quire_operator.kube.watch import Watch
 from quire_operator.reconcile.controller import Controller, Settings
@@ -69,6 +72,8 @@ class Operating:
     """Fields of Settings."""
     kubeconfig: Path | None = None
     make_client: Callable[[Login], Client] = Client
+    kopf: bool = False
+    """LLMServices come from kopf, as in an operator."""
     writes: list[tuple[str, str]] = field(default_factory=list)
     """Kind and verb of each write."""
     failure: BaseException | None = None
@@ -103,13 +108,11 @@ class Operating:
                 controller.metrics.wrote = wrote  # type: ignore[method-assign]
                 controller.reconciler._parts.wrote = wrote
                 controller.reconciler._parts.applier._wrote = wrote
-                async with controller.running() as failed:
-                    services = Watch(client, kinds.LLM_SERVICE, controller.cache, self.namespace, "", settings.patience)
-                    watching = asyncio.create_task(services.run())
+                watched = self._kopf(client.login, settings) if self.kopf else self._watched(client, settings)
+                async with watched, controller.running() as failed:
                     self._ready.set()
                     while not self._stop.is_set() and not failed.done():
                         await asyncio.sleep(0.02)
-                    watching.cancel()
                     if failed.done():
                         self.failure = failed.exception()
         except BaseException as error:
@@ -117,6 +120,29 @@ class Operating:
             raise
         finally:
             self._ready.set()
+
+    @asynccontextmanager
+    async def _watched(self, client: Client, settings: Settings) -> AsyncIterator[None]:
+        cache = self.controller.cache
+        services = Watch(client, kinds.LLM_SERVICE, cache, self.namespace, "", settings.patience)
+        self.controller.heard.append(services.heard)
+        watching = asyncio.create_task(services.run())
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+    @asynccontextmanager
+    async def _kopf(self, login: Login, settings: Settings) -> AsyncIterator[None]:
+        heard, stop = Heard(kinds.LLM_SERVICE, self.namespace), asyncio.Event()
+        self.controller.heard.append(heard)
+        cache, patience = self.controller.cache, settings.patience
+        watching = asyncio.create_task(handlers.watch(login, cache, [heard], patience, stop))
+        try:
+            yield
+        finally:
+            stop.set()
+            await watching
 
     # What tests ask
 

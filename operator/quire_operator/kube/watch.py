@@ -19,6 +19,7 @@ import orjson
 
 from quire_operator.kube.client import Client, error_of
 from quire_operator.kube.errors import ApiError, Expired
+from quire_operator.kube.heard import Heard
 from quire_operator.kube.kinds import Kind
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,11 @@ class Patience:
     max_backoff_s: float = 30.0
     """Between attempts that fail."""
 
+    @property
+    def deaf_s(self) -> float:
+        """Nothing heard for so long: cutting and connecting anew did not help."""
+        return 3 * self.inactivity_s
+
 
 class Watch:
     """A copy of one kind's objects, in one namespace or in all."""
@@ -67,16 +73,10 @@ class Watch:
         self.kind, self.namespace, self.labels = kind, namespace, labels
         self.synced = asyncio.Event()
         """Set once the first list is in."""
-        self.heard_at = time.monotonic()
-        """When the API server said something last."""
+        self.heard = Heard(kind, namespace)
         self._client, self._sink, self._patience = client, sink, patience or Patience()
         self._version = ""
         """Where to go on from; empty: list first."""
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since anything was heard."""
-        return time.monotonic() - self.heard_at
 
     async def run(self) -> None:
         """Never returns; ends by cancellation."""
@@ -107,7 +107,7 @@ class Watch:
         found = await self._client.list(self.kind, self.namespace, self.labels)
         self._sink.replace(self.kind, self.namespace, found.items)
         self._version = found.version
-        self._heard()
+        self.heard.now()
         self.synced.set()
 
     async def _stream(self) -> None:
@@ -119,9 +119,9 @@ class Watch:
             ) as lines,
             contextlib.aclosing(_timed(lines, patience.inactivity_s)) as timed,
         ):
-            self._heard()
+            self.heard.now()
             async for line in timed:
-                self._heard()
+                self.heard.now()
                 if line:
                     self._take(orjson.loads(line))
 
@@ -134,9 +134,6 @@ class Watch:
         elif what != "BOOKMARK":
             self._sink.put(self.kind, body)
         self._version = body["metadata"]["resourceVersion"]
-
-    def _heard(self) -> None:
-        self.heard_at = time.monotonic()
 
     def _backoff(self, failures: int) -> float:
         return random.uniform(0.5, 1.0) * min(self._patience.max_backoff_s, 0.5 * 2.0 ** min(failures, 10))

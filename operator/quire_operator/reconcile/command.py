@@ -11,7 +11,9 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from quire_operator.kube import kinds
 from quire_operator.kube.client import Client
+from quire_operator.kube.heard import Heard
 from quire_operator.kube.login import Login
 from quire_operator.reconcile import log as logs
 from quire_operator.reconcile.controller import Controller, Settings
@@ -68,8 +70,10 @@ async def operate(login: Login, options: argparse.Namespace) -> None:
             if not await _unless(stop, lease.acquire()):
                 return
             held = await stack.enter_async_context(lease.held())
+        heard = [Heard(kinds.LLM_SERVICE, namespace) for namespace in settings.namespaces or (None,)]
+        controller.heard += heard
         failed = await stack.enter_async_context(controller.running())
-        watching = asyncio.create_task(handlers.watch(login, controller.cache, settings.namespaces, stop))
+        watching = asyncio.create_task(handlers.watch(login, controller.cache, heard, settings.patience, stop))
         stopped = asyncio.create_task(stop.wait())
         parts = [part for part in (failed, watching, stopped, held) if part is not None]
         done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)

@@ -16,6 +16,7 @@ from quire_operator.kube import kinds
 from quire_operator.kube.client import Client
 from quire_operator.kube.discovery import Discovery
 from quire_operator.kube.errors import ApiError
+from quire_operator.kube.heard import Heard
 from quire_operator.kube.kinds import DISCOVERED, WATCHED, Kind
 from quire_operator.kube.watch import Patience, Watch
 from quire_operator.plan.planner import DEFAULT_IMAGES
@@ -84,6 +85,8 @@ class Controller:
         )
         self.reconciler = Reconciler(parts)
         self.watches: list[Watch] = []
+        self.heard: list[Heard] = []
+        """Of all kinds that are watched; whoever watches LLMServices adds theirs."""
         self._tasks: list[asyncio.Task[None]] = []
         self.started = asyncio.Event()
         """Set once all is known and workers work."""
@@ -113,6 +116,8 @@ class Controller:
     async def _run(self) -> None:
         offered = await self._first_offers()
         await self._watch([kind for kind in WATCHED if kind not in DISCOVERED or kind in offered])
+        for heard in self.heard:
+            heard.now()  # however long it took until there was an API server
         self.started.set()
         log.info("started workers=%d namespaces=%s", self.settings.workers, ",".join(self.settings.namespaces) or "all")
         for _ in range(self.settings.workers):
@@ -139,6 +144,7 @@ class Controller:
             self._spawn(watch.run())
         await asyncio.gather(*(watch.synced.wait() for watch in made))
         self.watches += made
+        self.heard += (watch.heard for watch in made)
 
     async def _watch_what_comes(self, watched: set[Kind]) -> None:
         """Optional kinds that somebody installs later."""
@@ -195,10 +201,11 @@ class Controller:
 
     def trouble(self) -> str:
         """Why this process should be restarted; empty: it need not be."""
-        most = 3 * self.settings.patience.inactivity_s
-        for watch in self.watches:
-            if watch.age_s > most:
-                return f"nothing heard of {watch.kind.plural} for {watch.age_s:.0f} s"
+        if not self.started.is_set():
+            return ""
+        for heard in self.heard:
+            if heard.age_s > self.settings.patience.deaf_s:
+                return f"nothing heard of {heard.kind.plural} for {heard.age_s:.0f} s"
         if self.queue.age_s > _STUCK_S:
             return f"a service waits since {self.queue.age_s:.0f} s"
         return ""
@@ -209,7 +216,7 @@ class Controller:
         self.metrics.queue_age.set(self.queue.age_s)
         self.metrics.services.set(len(self.cache.all(kinds.LLM_SERVICE)))
         ages: dict[str, float] = {}
-        for watch in self.watches:
-            ages[watch.kind.name] = max(ages.get(watch.kind.name, 0.0), watch.age_s)
+        for heard in self.heard:
+            ages[heard.kind.name] = max(ages.get(heard.kind.name, 0.0), heard.age_s)
         for name, age in ages.items():
             self.metrics.watch_age.labels(name).set(age)

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heard: since when the API server has said nothing of a kind. Whoever watches tells it, the operator's health asks."""
+
+import time
+
+from quire_operator.kube.kinds import Kind
+
+
+class Heard:
+    """When the API server last said something of a kind, in one namespace or in all. Safe to tell from any thread."""
+
+    def __init__(self, kind: Kind, namespace: str | None = None) -> None:
+        """`namespace` None: all."""
+        self.kind, self.namespace = kind, namespace
+        self._at = time.monotonic()
+
+    def now(self) -> None:
+        """It said something: objects, a bookmark, or that a watch begins."""
+        self._at = time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since anything was heard, or since there is somebody who listens."""
+        return time.monotonic() - self._at
