@@ -19,6 +19,7 @@ import orjson
 from quire_operator.kube.errors import ApiError, Busy, Missing, Rejected, Stale, Undeclared, from_answer
 from quire_operator.kube.kinds import Kind
 from quire_operator.kube.login import Login
+from quire_spec.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +205,7 @@ class Client:
         headers = {"Accept": accept, **({"Content-Type": content_type} if data is not None else {})}
         asked = f"{method} {path}"
         for last in (False, True):
-            who = await self.login.headers()
+            who = await self._who(asked)
             try:
                 async with self._session.request(
                     method,
@@ -220,10 +221,16 @@ class Client:
             self.heard_at = asyncio.get_running_loop().time()
             if answer.status == 401 and not last:
                 # Tokens of a ServiceAccount are replaced while they still hold, but clocks differ.
-                self.login.forget()
+                self.login.forget(who)
                 continue
             return _parsed(asked, answer, text)
         raise AssertionError("the second attempt returns or raises")
+
+    async def _who(self, asked: str) -> Mapping[str, str]:
+        try:
+            return await self.login.headers()
+        except Unavailable as error:
+            raise Busy(f"{asked}: not asked: {error}") from error
 
     @asynccontextmanager
     async def watch(
@@ -246,7 +253,8 @@ class Client:
         path = kind.path(namespace)
         asked = f"watch {path}"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-        headers = {"Accept": _JSON, **await self.login.headers()}
+        who = await self._who(asked)
+        headers = {"Accept": _JSON, **who}
         try:
             # aiohttp has no limit for the time between request and answer alone.
             async with asyncio.timeout(answer_s):
@@ -258,7 +266,7 @@ class Client:
         try:
             if answer.status != 200:
                 if answer.status == 401:
-                    self.login.forget()
+                    self.login.forget(who)
                 _parsed(asked, answer, await answer.read())
             yield _lines(answer.content)
         finally:

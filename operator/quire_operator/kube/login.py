@@ -7,25 +7,25 @@ token file, password and exec plugin are known; its auth-provider plugins went o
 
 import asyncio
 import base64
-import json
 import os
 import ssl
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from quire_operator.kube.plugin import Credential, Plugin
 from quire_spec.errors import ConfigError, Unavailable
 
 ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TOKEN_FILE_S = 60
 """Age at which a token file is read again; the kubelet writes a new one long before the old one ends."""
-_EXEC_TIMEOUT_S = 60
+_BEFORE_END_S = 60
+"""How long before its end a plugin's token is replaced."""
 
 
 @dataclass(slots=True)
@@ -41,30 +41,50 @@ class Login:
     fixed: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Headers that never change: a token or a password of the kubeconfig."""
     token_file: Path | None = None
-    plugin: Mapping[str, Any] | None = field(default=None, repr=False)
+    plugin: Plugin | None = field(default=None, repr=False)
     """A kubeconfig's exec entry."""
     _token: str = field(default="", repr=False)
     _read_at: float = field(default=float("-inf"), repr=False)
     _ends_at: float = field(default=float("inf"), repr=False)
+    _run: "asyncio.Task[Credential] | None" = field(default=None, init=False, repr=False, compare=False)
+    """The plugin that is running; a copy in another event loop has its own."""
 
     async def headers(self) -> Mapping[str, str]:
         """The headers of a request, with a token that holds.
 
         Raises:
-            ConfigError, Unavailable: the token cannot be had.
+            Unavailable: the token cannot be had now.
         """
-        if self.token_file is None and self.plugin is None:
+        if self.token_file is not None:
+            if time.monotonic() - self._read_at > _TOKEN_FILE_S:
+                self._token, self._read_at = _read_token(self.token_file), time.monotonic()
+        elif self.plugin is not None:
+            if not self._token or time.time() > self._ends_at - _BEFORE_END_S:
+                credential = await self._credential(self.plugin)
+                self._token, self._ends_at = credential.token, credential.ends_at
+        else:
             return self.fixed
-        now = time.monotonic()
-        if self.token_file is not None and now - self._read_at > _TOKEN_FILE_S:
-            self._token, self._read_at = self.token_file.read_text().strip(), now
-        if self.plugin is not None and (not self._token or time.time() > self._ends_at - _TOKEN_FILE_S):
-            self._token, self._ends_at = await _run_plugin(self.plugin)
         return {"Authorization": f"Bearer {self._token}"}
 
-    def forget(self) -> None:
-        """Get the token anew for the next request: the API server does not take this one."""
-        self._token, self._read_at, self._ends_at = "", float("-inf"), float("-inf")
+    def forget(self, refused: Mapping[str, str] | None = None) -> None:
+        """Get the token anew for the next request, since the API server does not take the one of these headers.
+
+        Where another one is here by now, which a request beside this one got, that stays. None: whichever it is.
+        """
+        if refused is None or refused.get("Authorization") == f"Bearer {self._token}":
+            self._token, self._read_at, self._ends_at = "", float("-inf"), float("-inf")
+
+    async def _credential(self, plugin: Plugin) -> Credential:
+        """What the plugin gives; requests come by the dozen, and one run, or its failure, is for all that wait."""
+        if self._run is None:
+            self._run = asyncio.create_task(plugin.credential(), name="exec plugin")
+            self._run.add_done_callback(self._ran)
+        return await asyncio.shield(self._run)
+
+    def _ran(self, run: "asyncio.Task[Credential]") -> None:
+        self._run = None
+        if not run.cancelled():
+            run.exception()  # whoever waited may have given up
 
     @classmethod
     def find(cls, kubeconfig: str | None = None, context: str | None = None) -> "Login":
@@ -105,17 +125,28 @@ class Login:
             cluster = _named(config, "clusters", "cluster", chosen["cluster"])
             user = _named(config, "users", "user", chosen["user"])
             server = cluster["server"].rstrip("/")
-        except (OSError, yaml.YAMLError, KeyError, TypeError, StopIteration) as error:
+            tls = _tls(cluster, user, path.parent) if server.startswith("https://") else None
+        # ssl's errors are OSErrors, and those of base64 ValueErrors.
+        except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"kubeconfig {path}: {error!r}; see kubectl config view --kubeconfig {path}") from error
-        tls = _tls(cluster, user, path.parent) if server.startswith("https://") else None
         return cls(
             server,
             tls,
             chosen.get("namespace", "default"),
             fixed=_fixed_headers(user),
             token_file=path.parent / user["tokenFile"] if "tokenFile" in user else None,
-            plugin=user.get("exec"),
+            plugin=Plugin.read(user["exec"], path) if user.get("exec") else None,
         )
+
+
+def _read_token(path: Path) -> str:
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        raise Unavailable(f"token file {path}: {error.strerror}") from error
+    if not token:
+        raise Unavailable(f"token file {path}: is empty")
+    return token
 
 
 def _named(config: Mapping[str, Any], section: str, field_name: str, name: str) -> Mapping[str, Any]:
@@ -152,32 +183,3 @@ def _tls(cluster: Mapping[str, Any], user: Mapping[str, Any], folder: Path) -> s
             pair.flush()
             context.load_cert_chain(pair.name)
     return context
-
-
-async def _run_plugin(plugin: Mapping[str, Any]) -> tuple[str, float]:
-    """Token and when it ends, from a program that prints an ExecCredential.
-
-    Source: https://kubernetes.io/docs/reference/access-authn-authz/authentication/#client-go-credential-plugins
-    """
-    asked = {"apiVersion": plugin["apiVersion"], "kind": "ExecCredential", "spec": {"interactive": False}}
-    extra = {entry["name"]: entry["value"] for entry in plugin.get("env") or ()}
-    environment = {**os.environ, **extra, "KUBERNETES_EXEC_INFO": json.dumps(asked)}
-    argv = [plugin["command"], *(plugin.get("args") or ())]
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *argv, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-        async with asyncio.timeout(_EXEC_TIMEOUT_S):
-            out, err = await process.communicate()
-        status = json.loads(out)["status"] if process.returncode == 0 else {}
-    except (OSError, TimeoutError, ValueError, KeyError) as error:
-        raise Unavailable(f"kubeconfig: {argv[0]} gave no credential ({error!r}); run it by hand") from error
-    if "token" not in status:
-        said = err.decode(errors="replace").strip()[-200:]
-        raise Unavailable(f"kubeconfig: {argv[0]} gave no token ({said or 'exit status'} {process.returncode})")
-    ends = status.get("expirationTimestamp")
-    return status["token"], _seconds(ends) if ends else float("inf")
-
-
-def _seconds(timestamp: str) -> float:
-    return datetime.fromisoformat(timestamp.replace("Z", "+00:00")).timestamp()

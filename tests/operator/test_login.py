@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who we are at the API server: tokens that are replaced in a file, and programs that print them."""
+
+import asyncio
+import json
+import time
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+from aiohttp import web
+
+from quire_operator.kube import login as logins
+from quire_operator.kube import plugin as plugins
+from quire_operator.kube.client import Client
+from quire_operator.kube.errors import Busy, Forbidden
+from quire_operator.kube.kinds import POD
+from quire_operator.kube.login import Login
+from quire_spec.errors import ConfigError, Unavailable
+
+V1 = "client.authentication.k8s.io/v1"
+
+
+def kubeconfig(folder, user, server="http://127.0.0.1:1"):
+    """A file whose one context has this user."""
+    config = {
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u", "namespace": "n"}}],
+        "clusters": [{"name": "k", "cluster": {"server": server}}],
+        "users": [{"name": "u", "user": user}],
+    }
+    (folder / "config").write_text(yaml.safe_dump(config))
+    return folder / "config"
+
+
+def plugin(folder, script, **entry):
+    """A user whose exec entry runs a shell script, which counts its runs in a file named runs."""
+    program = folder / "login"
+    program.write_text(f"#!/bin/sh\nprintf . >> '{folder}/runs'\n{script}\n")
+    program.chmod(0o755)
+    return {"exec": {"apiVersion": V1, "command": "./login", "interactiveMode": "Never", **entry}}
+
+
+def runs(folder):
+    """How often it was run."""
+    return len((folder / "runs").read_text()) if (folder / "runs").exists() else 0
+
+
+def prints(folder, token, **status):
+    """A script that prints a credential, which may be replaced later."""
+    (folder / "credential").write_text(json.dumps({"kind": "ExecCredential", "status": {"token": token, **status}}))
+    return f"cat '{folder}/credential'"
+
+
+def until(seconds):
+    """An expirationTimestamp."""
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@asynccontextmanager
+async def api_server(*tokens):
+    """Takes these tokens, which a test may replace; gives its URL and them.
+
+    Not a real one: that takes a token for ten minutes at least.
+    """
+    taken = list(tokens)
+
+    async def answer(request):
+        if request.headers.get("Authorization") not in [f"Bearer {token}" for token in taken]:
+            return web.json_response({"message": "Unauthorized"}, status=401)
+        return web.json_response({"metadata": {"resourceVersion": "1"}, "items": []})
+
+    app = web.Application()
+    app.add_routes([web.route("*", "/{path:.*}", answer)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", taken
+    finally:
+        await runner.cleanup()
+
+
+# Token files
+
+
+async def test_a_token_file_is_read_again_when_the_token_is_refused(tmp_path):
+    (tmp_path / "token").write_text("old\n")
+    async with api_server("old") as (server, taken):
+        login = Login.from_kubeconfig(kubeconfig(tmp_path, {"tokenFile": "token"}, server))
+        async with Client(login) as client:
+            await client.list(POD, "n")
+            # As the kubelet does; the file is not looked at for a minute.
+            (tmp_path / "token").write_text("new\n")
+            taken[:] = ["new"]
+            await client.list(POD, "n")
+            assert await login.headers() == {"Authorization": "Bearer new"}
+            taken.clear()
+            with pytest.raises(Forbidden, match="401 Unauthorized"):
+                await client.list(POD, "n")
+
+
+async def test_a_token_file_is_read_again_by_its_age(tmp_path, monkeypatch):
+    (tmp_path / "token").write_text("old")
+    login = Login.from_kubeconfig(kubeconfig(tmp_path, {"tokenFile": "token"}))
+    await login.headers()
+    (tmp_path / "token").write_text("new")
+    assert await login.headers() == {"Authorization": "Bearer old"}
+    monkeypatch.setattr(logins, "_TOKEN_FILE_S", -1)
+    assert await login.headers() == {"Authorization": "Bearer new"}
+
+
+async def test_a_watch_that_is_refused_has_the_token_read_again(tmp_path):
+    (tmp_path / "token").write_text("old")
+    async with api_server("new") as (server, _):
+        login = Login.from_kubeconfig(kubeconfig(tmp_path, {"tokenFile": "token"}, server))
+        async with Client(login) as client:
+            for said in ("refused", ""):
+                try:
+                    async with client.watch(POD, "n", "1", "", 1):
+                        found = ""
+                except Forbidden:
+                    found = "refused"
+                assert found == said
+                (tmp_path / "token").write_text("new")
+
+
+@pytest.mark.parametrize("text, words", [(None, "No such file"), ("\n", "is empty")])
+async def test_a_token_file_that_has_no_token_is_an_error_that_passes(tmp_path, text, words):
+    async with api_server("t") as (server, _):
+        login = Login.from_kubeconfig(kubeconfig(tmp_path, {"tokenFile": "token"}, server))
+        if text is not None:
+            (tmp_path / "token").write_text(text)
+        async with Client(login) as client:
+            with pytest.raises(Busy, match=f"pods: not asked: token file .*/token: {words}"):
+                await client.create(POD, {"metadata": {"namespace": "n"}})
+            (tmp_path / "token").write_text("t")
+            await client.list(POD, "n")
+
+
+# Plugins
+
+
+async def test_a_plugin_is_run_once_for_as_long_as_its_token_holds(tmp_path):
+    user = plugin(tmp_path, prints(tmp_path, "one", expirationTimestamp=until(3600)))
+    login = Login.from_kubeconfig(kubeconfig(tmp_path, user))
+    for _ in range(3):
+        assert await login.headers() == {"Authorization": "Bearer one"}
+    assert runs(tmp_path) == 1
+
+
+async def test_a_token_that_is_about_to_end_is_replaced(tmp_path):
+    user = plugin(tmp_path, prints(tmp_path, "one", expirationTimestamp=until(30)))
+    login = Login.from_kubeconfig(kubeconfig(tmp_path, user))
+    assert await login.headers() == {"Authorization": "Bearer one"}
+    prints(tmp_path, "two", expirationTimestamp=until(3600))
+    assert await login.headers() == {"Authorization": "Bearer two"}
+    assert await login.headers() == {"Authorization": "Bearer two"}
+    assert runs(tmp_path) == 2
+
+
+async def test_a_plugin_runs_once_for_all_requests_that_are_refused_at_once(tmp_path):
+    async with api_server("one") as (server, taken):
+        login = Login.from_kubeconfig(kubeconfig(tmp_path, plugin(tmp_path, prints(tmp_path, "one")), server))
+        async with Client(login) as client:
+            await asyncio.gather(*(client.list(POD, "n") for _ in range(10)))
+            assert runs(tmp_path) == 1
+            prints(tmp_path, "two")
+            taken[:] = ["two"]
+            await asyncio.gather(*(client.list(POD, "n") for _ in range(10)))
+            assert runs(tmp_path) == 2
+
+
+async def test_a_plugin_is_told_what_kubectl_tells_it(tmp_path):
+    script = (
+        f"""printf '%s %s %s' "$1" "$COLOUR" "$KUBERNETES_EXEC_INFO" > '{tmp_path}/asked'\n{prints(tmp_path, "t")}"""
+    )
+    user = plugin(tmp_path, script, args=["get-token"], env=[{"name": "COLOUR", "value": "blue"}])
+    await Login.from_kubeconfig(kubeconfig(tmp_path, user)).headers()
+    argument, colour, info = (tmp_path / "asked").read_text().split(" ", 2)
+    assert (argument, colour) == ("get-token", "blue")
+    assert json.loads(info) == {"apiVersion": V1, "kind": "ExecCredential", "spec": {"interactive": False}}
+
+
+@pytest.mark.parametrize(
+    "script, words",
+    [
+        ("echo 'run: aws sso login' >&2; exit 3", "exit status 3: run: aws sso login"),
+        ("exit 1", "exit status 1: nothing on its standard error"),
+        ("kill -9 $$", "exit status -9"),
+        ("echo Welcome", "what it prints is no ExecCredential"),
+        ("echo '[]'", "what it prints is no ExecCredential"),
+        ("""echo '{"status": null}'""", "what it prints is no ExecCredential"),
+        ("""echo '{"status": {"token": "t", "expirationTimestamp": "soon"}}'""", "what it prints is no ExecCredential"),
+        ("""echo '{"status": {"clientCertificateData": "x"}}'""", "its status has clientCertificateData; client"),
+        ("""echo '{"status": {"token": ""}}'""", "it gave no token"),
+    ],
+)
+async def test_a_plugin_that_fails_is_named_with_what_it_said(tmp_path, script, words):
+    login = Login.from_kubeconfig(kubeconfig(tmp_path, plugin(tmp_path, script)))
+    with pytest.raises(Unavailable) as caught:
+        await login.headers()
+    assert str(caught.value).startswith(f"kubeconfig: {tmp_path}/login gave no credential: ")
+    assert words in str(caught.value) and "run it by hand" in str(caught.value)
+    (tmp_path / "login").write_text(f"#!/bin/sh\n{prints(tmp_path, 't')}")
+    assert await login.headers() == {"Authorization": "Bearer t"}, "the next request tries anew"
+
+
+async def test_a_plugin_that_is_not_there_says_how_to_install_it(tmp_path):
+    user = {"exec": {"apiVersion": V1, "command": "no-such-plugin", "installHint": "see example.com/plugin"}}
+    login = Login.from_kubeconfig(kubeconfig(tmp_path, user))
+    with pytest.raises(
+        Unavailable, match=r"no-such-plugin gave no credential: No such file .*: see example\.com"
+    ):
+        await login.headers()
+
+
+async def test_a_plugin_that_hangs_is_ended_and_costs_all_that_wait_one_timeout(tmp_path, monkeypatch):
+    monkeypatch.setattr(plugins, "_TIMEOUT_S", 0.5)
+    user = plugin(tmp_path, f"echo $$ > '{tmp_path}/pid'; exec sleep 60")
+    login = Login.from_kubeconfig(kubeconfig(tmp_path, user))
+    begun = time.monotonic()
+    found = await asyncio.gather(*(login.headers() for _ in range(5)), return_exceptions=True)
+    assert time.monotonic() - begun < 2
+    assert all("no answer within 0.5 s" in str(error) for error in found) and runs(tmp_path) == 1
+    pid = (tmp_path / "pid").read_text().strip()
+    async with asyncio.timeout(5):
+        while Path(f"/proc/{pid}").exists():
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "entry, words",
+    [
+        ({"command": "x"}, "apiVersion"),
+        ({"apiVersion": V1}, "command"),
+        ({"apiVersion": V1, "command": "x", "env": [{"name": "A"}]}, "value"),
+        ({"apiVersion": V1, "command": "x", "interactiveMode": "Always"}, "interactiveMode: Always needs a terminal"),
+    ],
+)
+def test_an_exec_entry_that_cannot_be_used_is_refused_at_the_start(tmp_path, entry, words):
+    with pytest.raises(ConfigError, match=words):
+        Login.from_kubeconfig(kubeconfig(tmp_path, {"exec": entry}))
+
+
+# The rest of a kubeconfig
+
+
+@pytest.mark.parametrize(
+    "user, words",
+    [
+        ({"client-certificate": "no.crt", "client-key": "no.key"}, "No such file"),
+        ({"client-certificate-data": "eA=="}, "client-key-data"),
+        ({"client-certificate-data": "?", "client-key-data": "?"}, "Error"),
+    ],
+)
+def test_certificates_that_cannot_be_read_name_the_file(tmp_path, user, words):
+    with pytest.raises(ConfigError, match=f"kubeconfig .*/config: .*{words}.*see kubectl config view"):
+        Login.from_kubeconfig(kubeconfig(tmp_path, user, "https://127.0.0.1:1"))
