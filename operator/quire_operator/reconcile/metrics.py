@@ -35,9 +35,8 @@ class Metrics:
         self.watch_age = Gauge(
             "quire_operator_watch_age_seconds", "Since the API server last said something.", ["kind"], registry=here
         )
-        self.verified = Counter(
-            "quire_operator_verifications", "Comparisons of cache and API server.", ["result"], registry=here
-        )
+        told = "Comparisons of the cache with what the API server lists, a kind each: same, diverged, unknown."
+        self.verified = Counter("quire_operator_verifications", told, ["result"], registry=here)
 
     def wrote(self, kind: Kind, verb: str) -> None:
         """A write was made."""

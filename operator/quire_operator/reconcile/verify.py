@@ -62,30 +62,33 @@ class Verifier:
         """Never returns; ends by cancellation, or with Diverged."""
         while True:
             await asyncio.sleep(self._timing.verify_s)
-            try:
-                await self.verify()
-            except ApiError as error:
-                log.warning("cache was not verified error=%s", error)
+            await self.verify()
 
     async def verify(self) -> None:
-        """Compare all kinds once.
+        """Compare all kinds once, less those that the API server does not list now.
 
         Raises:
             Diverged: objects of some kind are missing or too old for good.
-            ApiError: the API server does not answer.
         """
         namespaces: tuple[str | None, ...] = self._timing.namespaces or (None,)
-        wanted = [(watch.kind, watch.namespace, SELECTOR) for watch in self._watches]
-        wanted += [(kinds.LLM_SERVICE, namespace, "") for namespace in namespaces]
+        wanted = [(kinds.LLM_SERVICE, namespace, "") for namespace in namespaces]
+        wanted += [(watch.kind, watch.namespace, SELECTOR) for watch in self._watches]
         for kind, namespace, labels in wanted:
-            behind = await self._behind(kind, namespace, labels)
-            if behind:
-                await asyncio.sleep(self._grace_s)
-                behind &= await self._behind(kind, namespace, labels, {place for place, _ in behind})
-            self._metrics.verified.labels("diverged" if behind else "same").inc()
-            if behind:
-                names = ", ".join("/".join(place) for place, _ in sorted(behind)[:5])
-                raise Diverged(f"the watch of {kind.plural} went deaf: {len(behind)} are not as listed: {names}")
+            try:
+                await self._verify(kind, namespace, labels)
+            except ApiError as error:
+                self._metrics.verified.labels("unknown").inc()
+                log.warning("cache was not verified kind=%s error=%s", kind.name, error)
+
+    async def _verify(self, kind: Kind, namespace: str | None, labels: str) -> None:
+        behind = await self._behind(kind, namespace, labels)
+        if behind:
+            await asyncio.sleep(self._grace_s)
+            behind &= await self._behind(kind, namespace, labels, {place for place, _ in behind})
+        self._metrics.verified.labels("diverged" if behind else "same").inc()
+        if behind:
+            names = ", ".join("/".join(place) for place, _ in sorted(behind)[:5])
+            raise Diverged(f"the watch of {kind.plural} went deaf: {len(behind)} are not as listed: {names}")
 
     async def _behind(
         self, kind: Kind, namespace: str | None, labels: str, only: set[Place] | None = None
