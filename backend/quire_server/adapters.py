@@ -41,7 +41,7 @@ HOLD_S = 120.0
 
 
 class Stale(InvalidArgument):
-    """A catalogue with a lower generation than the current one."""
+    """A catalogue with a lower generation than the current one, which it is not said to replace."""
 
 
 class _Superseded(Exception):
@@ -80,20 +80,21 @@ class AdapterBoard:
         """Digest of the catalogue that is worked on; empty before there is one."""
         return self._mark
 
-    def check(self, catalogue: Catalogue) -> None:
-        """Refuse a catalogue before anything of it is done.
+    def check(self, catalogue: Catalogue, replaces: str = "") -> None:
+        """Refuse a catalogue before anything of it is done; `replaces` is the digest of one that may be newer than it.
 
         Raises:
             ConfigError: an adapter has the base model's name. Stale: a newer catalogue is already here.
         """
         if any(adapter.name == self._served_name for adapter in catalogue.adapters):
             raise ConfigError(f"adapters: {self._served_name!r} is the base model's name; give the adapter another")
-        if self._catalogue is not None and catalogue.generation < self.generation:
+        replaced = replaces != "" and replaces == self._mark
+        if self._catalogue is not None and catalogue.generation < self.generation and not replaced:
             raise Stale(f"generation {catalogue.generation} is older than {self.generation}, which this pod works on")
 
-    def apply(self, catalogue: Catalogue) -> None:
-        """Work towards this catalogue from now on; raises as `check`."""
-        self.check(catalogue)
+    def apply(self, catalogue: Catalogue, replaces: str = "") -> None:
+        """Work towards this catalogue from now on; parameters and errors are those of `check`."""
+        self.check(catalogue, replaces)
         if catalogue == self._catalogue:
             return
         self._catalogue, self._mark = catalogue, catalogue.mark.digest

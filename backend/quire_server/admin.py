@@ -15,7 +15,7 @@ from typing import Protocol
 from aiohttp import web
 
 from quire_server.adapters import Stale
-from quire_spec.catalogue import Catalogue
+from quire_spec.catalogue import REPLACES, Catalogue
 from quire_spec.document import to_json
 from quire_spec.errors import Code, ConfigError, QuireError, Unavailable
 from quire_spec.status import PodStatus
@@ -50,8 +50,9 @@ class Supervised(Protocol):
         """All metrics in Prometheus's text format."""
         ...
 
-    def apply(self, catalogue: Catalogue) -> None:
-        """Take a new catalogue; raises Stale or ConfigError."""
+    def apply(self, catalogue: Catalogue, replaces: str = "") -> None:
+        """Take a new catalogue, in the place of the one with digest `replaces` even where that is newer; raises Stale
+        or ConfigError."""
         ...
 
 
@@ -104,7 +105,7 @@ class Admin:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"adapters: the body is not JSON: {error}") from error
         catalogue = Catalogue.from_json(document)
-        self._supervised.apply(catalogue)
+        self._supervised.apply(catalogue, request.headers.get(REPLACES, ""))
         log.info("catalogue taken generation=%d adapters=%d", catalogue.generation, len(catalogue.adapters))
         # Accepted, not done: GET /status tells how far it is.
         return web.json_response({"generation": catalogue.generation}, status=202)

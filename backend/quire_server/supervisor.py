@@ -85,9 +85,9 @@ class Supervisor:
         text, server = await asyncio.gather(self._text_metrics(), self._server_metrics())
         return report.joined(text, server, report.own_metrics(self.status()))
 
-    def apply(self, catalogue: Catalogue) -> None:
-        """Take a new catalogue; raises Stale or ConfigError."""
-        self._board.apply(catalogue)
+    def apply(self, catalogue: Catalogue, replaces: str = "") -> None:
+        """Take a new catalogue; parameters and errors are those of AdapterBoard.check."""
+        self._board.apply(catalogue, replaces)
 
     def _models(self) -> list[str]:
         """Server models that answer now."""

@@ -17,6 +17,12 @@ from quire_spec.document import compact, from_json, to_json
 from quire_spec.errors import ConfigError
 
 MAX_ADAPTERS = 4096
+REPLACES = "Quire-Replaces"
+"""Header of PUT /adapters: the digest of the catalogue that is to be replaced, even where that has a higher generation.
+
+For whoever has seen what the pod works on and knows that it is no later state of the same service but one that never
+was, as far as the cluster remembers: the service was restored from a backup, or made again.
+"""
 
 
 class Expose(StrEnum):
@@ -139,7 +145,7 @@ class Catalogue:
     """The adapters a pod should hold."""
 
     generation: int = 0
-    """Rises with every change; a document with a lower one is stale."""
+    """Rises with every change; a document with a lower one is stale, unless it says what it replaces (REPLACES)."""
     adapters: tuple[Adapter, ...] = ()
 
     @classmethod

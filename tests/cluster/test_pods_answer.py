@@ -5,6 +5,7 @@ pods that answer on their admin port (support/fleet.py says what is scripted of 
 import time
 
 import pytest
+from support.api_proxy import ApiProxy
 from support.fleet import Fleet
 from support.kubelet import Kubelet
 from support.operating import Operating, claim, llm_service, reads_models
@@ -149,6 +150,41 @@ def test_a_container_that_starts_anew_has_its_adapters_again(world, kubelet):
     world.operating.touch()
     world.until("Ready", "True", seconds=15)
     assert world.held() == [["sql"]] * 2
+
+
+def test_a_service_that_was_restored_from_a_backup_has_its_adapters_and_not_those_of_later(world):
+    """Its pods were told generations that the cluster has never heard of."""
+    pirate = Catalogue.from_json({"generation": 99, "adapters": [PIRATE]})
+    pods = {m.pod["metadata"]["uid"] for m in world.pods()}
+    for member in world.pods():
+        member.script.catalogue = pirate
+    world.operating.touch()
+    assert world.held() == [["sql"]] * 2
+    world.until("Ready", "True", seconds=REACHED_S)
+    world.edit(adapters=[SQL, PIRATE])
+    assert world.until("AdaptersReady", "True", seconds=REACHED_S) < REACHED_S
+    assert {m.pod["metadata"]["uid"] for m in world.pods()} == pods, "without a restart"
+
+
+def test_an_operator_that_is_behind_does_not_take_pods_back(cluster, namespace, fleet, tmp_path):
+    """It hears nothing of an edit that another one has told the pods already: it reads the service again."""
+    cluster.apply(claim(), namespace)
+    with (
+        ApiProxy(cluster, tmp_path) as proxy,
+        Operating(cluster, namespace, kubeconfig=proxy.kubeconfig) as operating,
+    ):
+        cluster.apply(llm_service(adapters=[SQL]), namespace)
+        world = World(cluster, namespace, operating, fleet)
+        world.until("Ready", "True")
+        (member,) = world.pods()
+        proxy.swallow(lambda asked: f"/namespaces/{namespace}/llmservices?watch=true" in asked)
+        edited = world.edit(adapters=[PIRATE])
+        told = {"generation": edited["metadata"]["generation"], "adapters": [PIRATE]}
+        member.script.catalogue = Catalogue.from_json(told)
+        member.script.pushes.clear()
+        operating.touch()
+        world.until("Ready", "True", seconds=REACHED_S)
+        assert world.held() == [["pirate"]] and member.script.pushes == []
 
 
 def test_a_pod_that_hangs_keeps_the_others_from_nothing(world):

@@ -211,9 +211,7 @@ async def test_a_plugin_that_fails_is_named_with_what_it_said(tmp_path, script, 
 async def test_a_plugin_that_is_not_there_says_how_to_install_it(tmp_path):
     user = {"exec": {"apiVersion": V1, "command": "no-such-plugin", "installHint": "see example.com/plugin"}}
     login = Login.from_kubeconfig(kubeconfig(tmp_path, user))
-    with pytest.raises(
-        Unavailable, match=r"no-such-plugin gave no credential: No such file .*: see example\.com"
-    ):
+    with pytest.raises(Unavailable, match=r"no-such-plugin gave no credential: No such file .*: see example\.com"):
         await login.headers()
 
 

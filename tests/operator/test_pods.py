@@ -106,13 +106,36 @@ async def test_a_pod_that_was_told_something_newer_in_between_is_no_failure(push
     scripted, seen = serve()
     told = scripted.apply
 
-    def apply(catalogue):
+    def apply(catalogue, replaces):
         scripted.catalogue = replace(CATALOGUE, generation=9, adapters=())
-        told(catalogue)
+        told(catalogue, replaces)
 
     scripted.apply = apply
     found = await one(pusher, seen)
     assert found.report.generation == 9 and found.report_error == "" and pusher.told == [Exchange.AHEAD]
+
+
+async def test_a_newer_catalogue_is_replaced_by_one_that_is_known_to_be_the_newest_there_is(pusher, serve):
+    scripted, seen = serve(catalogue=replace(CATALOGUE, generation=9, adapters=()))
+    (found,) = await pusher.refresh([seen], CATALOGUE, KEY, overrule=True)
+    assert found.report.generation == CATALOGUE.generation and scripted.catalogue == CATALOGUE
+    assert pusher.told == [Exchange.PUSHED]
+    await pusher.refresh([seen], CATALOGUE, KEY, overrule=True)
+    assert len(scripted.pushes) == 1
+
+
+async def test_one_that_comes_in_between_is_not_replaced(pusher, serve):
+    """The pod goes by the digest that it had when it was asked."""
+    scripted, seen = serve(catalogue=replace(CATALOGUE, generation=9, adapters=()))
+    told, other = scripted.apply, replace(CATALOGUE, generation=10, adapters=CATALOGUE.adapters[1:])
+
+    def apply(catalogue, replaces):
+        scripted.catalogue = other
+        told(catalogue, replaces)
+
+    scripted.apply = apply
+    (found,) = await pusher.refresh([seen], CATALOGUE, KEY, overrule=True)
+    assert scripted.catalogue == other and found.report.generation == 10 and pusher.told == [Exchange.AHEAD]
 
 
 async def test_a_container_that_starts_anew_is_told_again(pusher, serve):

@@ -403,6 +403,18 @@ async def test_catalogues_that_are_refused_change_nothing(world, one):
     assert world.board.generation == 5
 
 
+async def test_an_older_catalogue_is_taken_in_the_place_of_the_one_that_it_names(world, one):
+    world.want(5, a=one)
+    mark = world.board.mark
+    for replaces in ("sha256:0", ""):
+        with pytest.raises(Stale, match="2 is older than 5"):
+            world.board.apply(Catalogue(2), replaces)
+    world.board.apply(Catalogue(2), mark)
+    assert world.board.generation == 2 and world.board.statuses() == []
+    with pytest.raises(Stale, match="1 is older than 2"):
+        world.board.apply(Catalogue(1), mark)
+
+
 async def test_a_defect_fails_one_adapter_and_is_logged(world, one, two, monkeypatch, caplog):
     load = CoreLink.load
 

@@ -39,8 +39,8 @@ class Supervised:
             raise RuntimeError("secret detail")
         return "quire_ready 1\n"
 
-    def apply(self, catalogue):
-        if catalogue.generation < 3:
+    def apply(self, catalogue, replaces=""):
+        if catalogue.generation < 3 and replaces != "sha256:3":
             raise Stale("generation 1 is older than 3")
         self.taken.append(catalogue)
 
@@ -114,6 +114,12 @@ async def test_a_catalogue_is_taken(port):
     assert await port.ask("PUT", "/adapters", json=document) == (202, {"generation": 4})
     (catalogue,) = port.supervised.taken
     assert catalogue.adapters[0].source.path == "/a"
+
+
+async def test_an_older_catalogue_is_taken_where_it_says_what_it_replaces(port):
+    document = {"generation": 1, "adapters": []}
+    for digest, status in (("sha256:2", 409), ("sha256:3", 202)):
+        assert (await port.ask("PUT", "/adapters", json=document, headers={"Quire-Replaces": digest}))[0] == status
 
 
 @pytest.mark.parametrize(

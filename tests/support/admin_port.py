@@ -77,10 +77,10 @@ class ScriptedPod:
     async def metrics(self) -> str:
         return ""
 
-    def apply(self, catalogue: Catalogue) -> None:
+    def apply(self, catalogue: Catalogue, replaces: str = "") -> None:
         if self.refuses:
             raise RuntimeError("scripted")
-        if catalogue.generation < self.catalogue.generation:
+        if catalogue.generation < self.catalogue.generation and replaces != self.catalogue.mark.digest:
             raise Stale(f"generation {catalogue.generation} is older than {self.catalogue.generation}")
         self.pushes.append(catalogue)
         if not self.lies:

@@ -11,16 +11,16 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import aiohttp
 
-from quire_operator.reconcile.adapters import needs_push
+from quire_operator.reconcile.adapters import is_ahead, needs_push
 from quire_operator.reconcile.conditions import short
 from quire_operator.reconcile.observed import Pod
-from quire_spec.catalogue import Catalogue, Mark
+from quire_spec.catalogue import REPLACES, Catalogue, Mark
 from quire_spec.document import compact, from_json
 from quire_spec.errors import ConfigError
 from quire_spec.status import PodStatus
@@ -82,14 +82,17 @@ class AdapterPusher:
             timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=connect_s),
         )
 
-    async def refresh(self, pods: Iterable[Pod], catalogue: Catalogue | None, key: str) -> tuple[Pod, ...]:
+    async def refresh(
+        self, pods: Iterable[Pod], catalogue: Catalogue | None, key: str, overrule: bool = False
+    ) -> tuple[Pod, ...]:
         """The same pods in the same order, each with what its GET /status answered, or why it did not.
 
         Pods whose container runs are asked, all at once. One that works on other adapters than the catalogue's is told
-        them (PUT /adapters) and asked again; with None nobody is told anything. Takes 4 s at most, however many pods
+        them (PUT /adapters) and asked again; with None nobody is told anything. One that works on newer ones is told
+        only with `overrule`: the catalogue is known to be the newest there is. Takes 4 s at most, however many pods
         hang, and mostly 1 s where they have hung before; raises nothing for a pod.
         """
-        push = None if catalogue is None else _Push.of(catalogue)
+        push = None if catalogue is None else _Push.of(catalogue, overrule)
         return tuple(await asyncio.gather(*(self._visit(pod, push, key) for pod in pods)))
 
     async def close(self) -> None:
@@ -144,10 +147,15 @@ class _Push:
 
     mark: Mark
     body: bytes
+    overrule: bool
 
     @classmethod
-    def of(cls, catalogue: Catalogue) -> "_Push":
-        return cls(catalogue.mark, json.dumps(compact(catalogue.to_json()), separators=(",", ":")).encode())
+    def of(cls, catalogue: Catalogue, overrule: bool) -> "_Push":
+        return cls(catalogue.mark, json.dumps(compact(catalogue.to_json()), separators=(",", ":")).encode(), overrule)
+
+    def replaces(self, report: PodStatus) -> str:
+        """Digest of a newer catalogue that this one goes before; empty: none."""
+        return report.catalogue if self.overrule and is_ahead(report, self.mark) else ""
 
 
 class _Refusal(Exception):
@@ -173,10 +181,13 @@ class _Admin:
             _Refusal: no report that could be believed. TimeoutError, aiohttp.ClientError, OSError: no answer.
         """
         report = await self._status()
-        if push is None or not needs_push(report, push.mark):
+        if push is None:
+            return report, Exchange.ASKED, ""
+        replaces = push.replaces(report)
+        if not needs_push(report, push.mark) and not replaces:
             return report, Exchange.ASKED, ""
         try:
-            await self._put(push.body)
+            await self._put(push.body, {REPLACES: replaces} if replaces else {})
         except _Refusal as refusal:
             if refusal.exchange is Exchange.AHEAD:
                 return await self._status(), Exchange.AHEAD, ""
@@ -194,20 +205,19 @@ class _Admin:
         except (ValueError, RecursionError, ConfigError) as error:
             raise _Refusal(Exchange.FAILED, f"its status document cannot be read: {error}") from error
 
-    async def _put(self, body: bytes) -> None:
-        async with self._request("PUT", "/adapters", body) as answer:
+    async def _put(self, body: bytes, headers: Mapping[str, str]) -> None:
+        async with self._request("PUT", "/adapters", body, {"Content-Type": "application/json", **headers}) as answer:
             text = await _read(answer)
         if answer.status != 202:
             raise _refusal(answer.status, text, "PUT /adapters")
 
     @contextlib.asynccontextmanager
     async def _request(
-        self, method: str, path: str, body: bytes | None = None
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        kind = {"Content-Type": "application/json"} if body else {}
         # Redirects would carry the key to where they lead.
         async with self._session.request(
-            method, self._base + path, data=body, headers=self._headers | kind, allow_redirects=False
+            method, self._base + path, data=body, headers={**self._headers, **(headers or {})}, allow_redirects=False
         ) as answer:
             yield answer
 

@@ -22,6 +22,7 @@ from quire_operator.kube.discovery import Discovery
 from quire_operator.kube.errors import ApiError, Missing, Stale
 from quire_operator.kube.kinds import Kind
 from quire_operator.reconcile import children as children_of
+from quire_operator.reconcile.adapters import is_ahead
 from quire_operator.reconcile.apply import Applier, Outcome
 from quire_operator.reconcile.cache import Cache, Entry, Key
 from quire_operator.reconcile.children import Around, Children, Live
@@ -50,8 +51,10 @@ _FAILED_JOB_S = 300.0
 class Pods(Protocol):
     """Who talks to pods."""
 
-    async def refresh(self, pods: tuple[Pod, ...], catalogue: Catalogue | None, key: str) -> tuple[Pod, ...]:
-        """The pods with their reports."""
+    async def refresh(
+        self, pods: tuple[Pod, ...], catalogue: Catalogue | None, key: str, overrule: bool = False
+    ) -> tuple[Pod, ...]:
+        """The pods with their reports, told the catalogue where they need it; `overrule`: even in the place of a newer."""
         ...
 
 
@@ -229,7 +232,7 @@ class Reconciler:
         pods = tuple(pod_of(body) for body in serving)
         if any(pod.ip for pod in pods):
             secret = await self._parts.secrets.admin_key(key, wanted.uid)
-            pods = await self._parts.pods.refresh(pods, self._catalogue(key, wanted), secret)
+            pods = await self._ask(key, pods, wanted, secret)
         return Observed(
             deployment=deployment.body() if deployment else None,
             pods=pods,
@@ -241,6 +244,18 @@ class Reconciler:
             rejected="; ".join(outcome.rejected),
             conflict=outcome.conflict,
         )
+
+    async def _ask(self, key: Key, pods: tuple[Pod, ...], wanted: Wanted, secret: str) -> tuple[Pod, ...]:
+        """The pods with their reports, told the adapters where they need it."""
+        catalogue = self._catalogue(key, wanted)
+        found = await self._parts.pods.refresh(pods, catalogue, secret)
+        if catalogue is None or not any(pod.report and is_ahead(pod.report, catalogue.mark) for pod in found):
+            return found
+        # Either we are behind, or the service was restored from a backup and its pods are of a time that never was.
+        if not await self._is_newest(key, wanted):
+            return found
+        log.info("pods work on a catalogue that is no more service=%s/%s generation=%d", *key, wanted.generation)
+        return await self._parts.pods.refresh(pods, catalogue, secret, overrule=True)
 
     def _catalogue(self, key: Key, wanted: Wanted) -> Catalogue | None:
         """What pods are told: the spec's adapters, and of a spec that cannot be used or is paused nothing new."""
@@ -286,7 +301,7 @@ class Reconciler:
             body = await parts.client.set_status(kinds.LLM_SERVICE, manifest)
         except (Missing, Stale):
             # Deleted, or made again, and nobody told us: a watch that lists again does not say what has gone.
-            await self._read_again(entry)
+            await self._read_again((entry.namespace, entry.name), entry.uid)
             raise
         parts.wrote(kinds.LLM_SERVICE, "status")
         parts.cache.put(kinds.LLM_SERVICE, body)
@@ -297,13 +312,19 @@ class Reconciler:
             except ApiError as error:
                 log.warning("event was not written reason=%s error=%s", event.reason, error)
 
-    async def _read_again(self, entry: Entry) -> None:
-        body = await self._parts.client.find(kinds.LLM_SERVICE, entry.namespace, entry.name)
-        gone = {"metadata": {"namespace": entry.namespace, "name": entry.name, "uid": entry.uid}}
-        if body is None or body["metadata"]["uid"] != entry.uid:
+    async def _is_newest(self, key: Key, wanted: Wanted) -> bool:
+        body = await self._read_again(key, wanted.uid)
+        return body is not None and _identity(body) == (wanted.uid, wanted.generation)
+
+    async def _read_again(self, key: Key, uid: str) -> dict[str, Any] | None:
+        """The service as the API server has it now, of which the cache is told; None: it is gone."""
+        body = await self._parts.client.find(kinds.LLM_SERVICE, *key)
+        if body is None or body["metadata"]["uid"] != uid:
+            gone = {"metadata": {"namespace": key[0], "name": key[1], "uid": uid}}
             self._parts.cache.remove(kinds.LLM_SERVICE, gone)
         if body is not None:
             self._parts.cache.put(kinds.LLM_SERVICE, body)
+        return body
 
     def _again(
         self, verdict: Verdict, outcome: Outcome, observed: Observed, found: Mapping[str, Any], memory: Memory
