@@ -169,7 +169,7 @@ def test_one_operator_at_a_time_closed_down(objects):
     }
     assert {mount["name"] for mount in container(objects)["volumeMounts"]} == {"tmp"}
     assert container(objects)["resources"] == {
-        "requests": {"cpu": "100m", "memory": "128Mi"},
+        "requests": {"cpu": "100m", "memory": "192Mi"},
         "limits": {"memory": "512Mi"},
     }
 
