@@ -74,3 +74,9 @@ def from_answer(asked: str, status: int, body: Any, retry_after: str | None = No
     if status == 429 or status >= 500:
         return Busy(message, status, wait)
     return _BY_STATUS.get(status, Rejected)(message, status, wait)
+
+
+def error_of(event: Mapping[str, Any], asked: str) -> ApiError:
+    """The error that a watch's event of type ERROR carries."""
+    status = event["object"]
+    return from_answer(asked, int(status.get("code") or 500), status)

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import aiohttp
 import orjson
 
-from quire_operator.kube.client import Client, error_of
-from quire_operator.kube.errors import ApiError, Expired
+from quire_operator.kube.client import Client
+from quire_operator.kube.errors import ApiError, Expired, error_of
 from quire_operator.kube.heard import Heard
 from quire_operator.kube.kinds import Kind
 

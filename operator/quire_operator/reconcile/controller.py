@@ -24,10 +24,11 @@ from quire_operator.reconcile.apply import Applier
 from quire_operator.reconcile.cache import SELECTOR, Cache, Key
 from quire_operator.reconcile.metrics import Metrics
 from quire_operator.reconcile.models import Models
+from quire_operator.reconcile.parts import RESYNC_S, Parts, Pods
 from quire_operator.reconcile.planning import Planning
 from quire_operator.reconcile.pods import AdapterPusher
 from quire_operator.reconcile.queue import Queue
-from quire_operator.reconcile.reconciler import RESYNC_S, Parts, Pods, Reconciler
+from quire_operator.reconcile.reconciler import Reconciler
 from quire_operator.reconcile.secrets import REMEMBER_S, SecretStore
 from quire_operator.reconcile.verify import Verifier
 

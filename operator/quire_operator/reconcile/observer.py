@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observer: what one pass sees of a service: its objects from the cache, and what its pods say of themselves."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from quire_operator.kube import kinds
+from quire_operator.reconcile.adapters import is_ahead
+from quire_operator.reconcile.apply import Outcome
+from quire_operator.reconcile.cache import Key
+from quire_operator.reconcile.children import Children
+from quire_operator.reconcile.observed import Observed, Pod, pod_of
+from quire_operator.reconcile.parts import Parts
+from quire_operator.reconcile.service_store import ServiceStore
+from quire_operator.reconcile.wanted import Wanted
+from quire_operator.render import names
+
+log = logging.getLogger(__name__)
+
+
+class Observer:
+    """Looks at services."""
+
+    def __init__(self, parts: Parts, services: ServiceStore) -> None:
+        self._parts, self._services = parts, services
+
+    async def observe(
+        self, key: Key, wanted: Wanted, children: Children | None, applied: int, outcome: Outcome
+    ) -> Observed:
+        """All of it, with pods asked, and told their adapters where they need it.
+
+        `children` and `applied` (a generation) are of the last complete apply, `outcome` of this pass's.
+
+        Raises:
+            ApiError: the API server does not answer.
+        """
+        cache = self._parts.cache
+        bodies = [entry.body() for entry in cache.of(key, kinds.POD)]
+        serving = [body for body in bodies if _component(body) == names.SERVER]
+        job = children.job if children else None
+        jobs = [body for body in bodies if job and body["metadata"].get("labels", {}).get("job-name") == job]
+        deployment = cache.get(kinds.DEPLOYMENT, *key)
+        claim = cache.get(kinds.CLAIM, key[0], names.model_claim_of(key[1]))
+        job_entry = cache.get(kinds.JOB, key[0], job) if job else None
+        pods = tuple(pod_of(body) for body in serving)
+        if any(pod.ip for pod in pods):
+            secret = await self._parts.secrets.admin_key(key, wanted.uid)
+            pods = await self._ask(key, pods, wanted, secret)
+        return Observed(
+            deployment=deployment.body() if deployment else None,
+            pods=pods,
+            job=job_entry.body() if job_entry else None,
+            job_pods=tuple(pod_of(body) for body in jobs),
+            claim=claim.body() if claim else None,
+            applied=applied,
+            left_out=children.left_out if children else (),
+            rejected="; ".join(outcome.rejected),
+            conflict=outcome.conflict,
+        )
+
+    async def _ask(self, key: Key, pods: tuple[Pod, ...], wanted: Wanted, secret: str) -> tuple[Pod, ...]:
+        """The pods with their reports, told the adapters where they need it."""
+        catalogue = wanted.catalogue
+        found = await self._parts.pods.refresh(pods, catalogue, secret)
+        if catalogue is None or not any(pod.report and is_ahead(pod.report, catalogue.mark) for pod in found):
+            return found
+        # Either we are behind, or the service was restored from a backup and its pods are of a time that never was.
+        if not await self._services.is_newest(key, wanted):
+            return found
+        log.info("pods work on a catalogue that is no more service=%s/%s generation=%d", *key, wanted.generation)
+        return await self._parts.pods.refresh(pods, catalogue, secret, overrule=True)
+
+
+def _component(body: Mapping[str, Any]) -> str:
+    return str(body["metadata"].get("labels", {}).get(names.COMPONENT, ""))

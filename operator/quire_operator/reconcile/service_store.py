@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ServiceStore: LLMServices at the API server: their status and events are written, and they are read anew on doubt."""
+
+import logging
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from quire_operator.kube import kinds
+from quire_operator.kube.errors import ApiError, Missing, Stale
+from quire_operator.reconcile.cache import Entry, Key
+from quire_operator.reconcile.events import Event, events
+from quire_operator.reconcile.parts import Parts
+from quire_operator.reconcile.wanted import Wanted, identity
+
+log = logging.getLogger(__name__)
+
+
+class ServiceStore:
+    """What is read and written of services themselves, not of their children."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def write_status(self, entry: Entry, previous: Mapping[str, Any], found: dict[str, Any]) -> None:
+        """Replace the status, and tell what changed by it in events; a service that is another by now raises Stale.
+
+        Raises:
+            ApiError: the status was not written. Events that were not are no error.
+        """
+        parts = self._parts
+        manifest = {
+            "apiVersion": kinds.LLM_SERVICE.api_version,
+            "kind": kinds.LLM_SERVICE.name,
+            # The uid is a condition: a new service of the same name does not get the old one's status.
+            "metadata": {"name": entry.name, "namespace": entry.namespace, "uid": entry.uid},
+            "status": found,
+        }
+        try:
+            body = await parts.client.set_status(kinds.LLM_SERVICE, manifest)
+        except (Missing, Stale):
+            # Deleted, or made again, and nobody told us: a watch that lists again does not say what has gone.
+            await self._read((entry.namespace, entry.name), entry.uid)
+            raise
+        parts.wrote(kinds.LLM_SERVICE, "status")
+        parts.cache.put(kinds.LLM_SERVICE, body)
+        for event in events(previous, found):
+            try:
+                await parts.client.create(kinds.EVENT, _event_body(entry, event))
+                parts.wrote(kinds.EVENT, "create")
+            except ApiError as error:
+                log.warning("event was not written reason=%s error=%s", event.reason, error)
+
+    async def is_newest(self, key: Key, wanted: Wanted) -> bool:
+        """Whether the API server has no later generation; asks it, and tells the cache."""
+        body = await self._read(key, wanted.uid)
+        return body is not None and identity(body) == (wanted.uid, wanted.generation)
+
+    async def _read(self, key: Key, uid: str) -> dict[str, Any] | None:
+        """The service as the API server has it now, of which the cache is told; None: it is gone."""
+        body = await self._parts.client.find(kinds.LLM_SERVICE, *key)
+        if body is None or body["metadata"]["uid"] != uid:
+            gone = {"metadata": {"namespace": key[0], "name": key[1], "uid": uid}}
+            self._parts.cache.remove(kinds.LLM_SERVICE, gone)
+        if body is not None:
+            self._parts.cache.put(kinds.LLM_SERVICE, body)
+        return body
+
+
+def _event_body(entry: Entry, event: Event) -> dict[str, Any]:
+    regarding = {
+        "apiVersion": kinds.LLM_SERVICE.api_version,
+        "kind": kinds.LLM_SERVICE.name,
+        "name": entry.name,
+        "namespace": entry.namespace,
+        "uid": entry.uid,
+    }
+    return {
+        "apiVersion": kinds.EVENT.api_version,
+        "kind": kinds.EVENT.name,
+        # As others name theirs; a generateName may not end in a dot.
+        "metadata": {"name": f"{entry.name}.{time.time_ns():x}", "namespace": entry.namespace},
+        "eventTime": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "reportingController": f"{kinds.LLM_SERVICE.group}/operator",
+        "reportingInstance": "quire-operator",
+        "action": "Reconcile",
+        "reason": event.reason,
+        "type": event.type,
+        "note": event.message,
+        "regarding": regarding,
+    }

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wanted: what the spec of a stored LLMService says, as far as it can be read. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire_operator import crd
+from quire_operator.reconcile.pinned import spec_digest
+from quire_operator.service import LLMService
+from quire_spec.catalogue import Catalogue
+from quire_spec.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a spec says, as far as it can be read."""
+
+    uid: str
+    generation: int
+    service: LLMService | None
+    digest: str
+    """pinned.spec_digest."""
+    invalid: str
+    """Why it cannot be read; empty: it can."""
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Self:
+        """What a stored LLMService says; an old API server knows no rules and stores what breaks them."""
+        uid, generation = identity(body)
+        checked = crd.check(body)
+        if checked.problems:
+            return cls(uid, generation, None, "", "\n".join(map(str, checked.problems)))
+        try:
+            service = LLMService.from_body(checked.body)
+        except ConfigError as error:
+            return cls(uid, generation, None, "", str(error))
+        return cls(uid, generation, service, spec_digest(checked.body, service), "")
+
+    @property
+    def catalogue(self) -> Catalogue | None:
+        """What pods are told: the spec's adapters, and of a spec that cannot be used or is paused nothing new."""
+        if self.service is None or self.service.spec.paused:
+            return None
+        return self.service.catalogue()
+
+
+def identity(body: Mapping[str, Any]) -> tuple[str, int]:
+    """uid and generation of a stored LLMService."""
+    return body["metadata"]["uid"], body["metadata"].get("generation", 0)
