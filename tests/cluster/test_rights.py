@@ -26,6 +26,10 @@ from support.operating import claim, llm_service, reads_models
 from support.pod import eventually
 
 from quire_operator.kube import rbac
+from quire_operator.kube.client import Client
+from quire_operator.kube.errors import Missing, Stale
+from quire_operator.kube.kinds import LLM_SERVICE
+from quire_operator.kube.login import Login
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 SYSTEM, ACCOUNT = "quire-system", "system:serviceaccount:quire-system:quire"
@@ -169,6 +173,22 @@ def test_everything_is_granted_and_nothing_in_vain(cluster, models):
     unused = granted(cluster) - set(used) - UNSEEN
     unused = {what for what in unused if cluster.version >= SINCE.get(what[1], (0, 0))}
     assert not unused, sorted(unused)
+
+
+async def test_a_service_that_is_gone_or_another_by_now_is_told_by_the_rights_there_are(cluster):
+    """A status is not written to it, and it is read anew: without the right to get."""
+    login = Login.from_kubeconfig(cluster.token_kubeconfig(SYSTEM, "quire"))
+    with cluster.namespace() as namespace:
+        made = cluster.apply(llm_service(paused=True), namespace)
+        status = {"observedGeneration": 1}
+        async with Client(login) as client:
+            for name, uid, error in (("tales", "another", Stale), ("absent", "another", Missing)):
+                manifest = {"metadata": {"name": name, "namespace": namespace, "uid": uid}, "status": status}
+                with pytest.raises(error):
+                    await client.set_status(LLM_SERVICE, manifest)
+            found = await client.find_listed(LLM_SERVICE, namespace, "tales")
+            assert found["metadata"]["uid"] == made["metadata"]["uid"] and "status" not in found
+            assert await client.find_listed(LLM_SERVICE, namespace, "absent") is None
 
 
 def test_named_namespaces_take_no_right_beyond_them(cluster):

@@ -54,11 +54,25 @@ class Client(Session):
         except Missing:
             return None
 
+    async def find_listed(self, kind: Kind, namespace: str, name: str) -> Body | None:
+        """One object, or None, by the right to list alone; without apiVersion and kind."""
+        found = await self.list(kind, namespace, name=name)
+        return found.items[0] if found.items else None
+
     async def list(
-        self, kind: Kind, namespace: str | None = None, labels: str = "", metadata_only: bool = False
+        self,
+        kind: Kind,
+        namespace: str | None = None,
+        labels: str = "",
+        metadata_only: bool = False,
+        name: str = "",
     ) -> Listing:
-        """All objects of a kind in a namespace (None: in all), in pages; `labels` is a selector."""
-        params = {"limit": str(_PAGE), **({"labelSelector": labels} if labels else {})}
+        """All objects of a kind in a namespace (None: in all), in pages; `labels` is a selector, `name` of one only."""
+        params = {
+            "limit": str(_PAGE),
+            **({"labelSelector": labels} if labels else {}),
+            **({"fieldSelector": f"metadata.name={name}"} if name else {}),
+        }
         items: list[Body] = []
         while True:
             accept = f"{_METADATA_LIST},{_JSON}" if metadata_only else _JSON
@@ -106,8 +120,8 @@ class Client(Session):
             return await self.request("PATCH", path, patch, params={"fieldManager": MANAGER}, content_type=_JSON_PATCH)
         except Rejected as error:
             # A test that fails and a status that is wrong are both 422.
-            found = await self.get(kind, meta.get("namespace"), meta["name"])
-            if found["metadata"]["uid"] != meta["uid"]:
+            found = await self.find_listed(kind, meta["namespace"], meta["name"])
+            if found is None or found["metadata"]["uid"] != meta["uid"]:
                 raise Stale(f"{error} (another object has the name by now)", error.status) from error
             raise
 

@@ -59,7 +59,7 @@ class ServiceStore:
 
     async def _read(self, key: Key, uid: str) -> dict[str, Any] | None:
         """The service as the API server has it now, of which the cache is told; None: it is gone."""
-        body = await self._parts.client.find(kinds.LLM_SERVICE, *key)
+        body = await self._parts.client.find_listed(kinds.LLM_SERVICE, *key)
         if body is None or body["metadata"]["uid"] != uid:
             gone = {"metadata": {"namespace": key[0], "name": key[1], "uid": uid}}
             self._parts.cache.remove(kinds.LLM_SERVICE, gone)
