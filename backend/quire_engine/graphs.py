@@ -118,6 +118,7 @@ class DecodeGraphs:
         None: by a CUDA graph."""
         self._model, self._kv = model, kv
         self._device = kv.layers[0].device
+        start, before = time.perf_counter(), self._reserved()
         max_blocks = -(-max_model_len // kv.block_size)
         # Room for sequences that are over, or wait after a preemption, so that rows are seldom looked for.
         self._num_rows = 2 * max_num_seqs
@@ -131,13 +132,18 @@ class DecodeGraphs:
         self.sizes = graph_sizes(max_num_seqs)
         self.adapted_sizes = graph_sizes(max_num_seqs, NUM_ADAPTED_PARTS) if num_slots else ()
         """Sizes of graphs for steps with adapters."""
-        start, before = time.perf_counter(), self._reserved()
+        # Of the largest step; the others use the first rows, as no two run at once.
+        self._step_inputs = StepInputs.empty(max_num_seqs, max_num_seqs, max_blocks, self._device)
+        self._query_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=self._device)
         record = record or GraphRecorder(self._device)
+        # Kept, because a graph knows addresses only: what a step has allocated before must not be freed.
         # The largest first, and with adapters: the others then find room in the memory that it has taken.
-        self._adapted_steps = {n: record(self._step(n, max_blocks, num_slots)) for n in reversed(self.adapted_sizes)}
-        self._steps = {n: record(self._step(n, max_blocks, 0)) for n in reversed(self.sizes)}
+        self._adapted = {n: self._step(n, num_slots) for n in reversed(self.adapted_sizes)}
+        self._plain = {n: self._step(n, 0) for n in reversed(self.sizes)}
+        self._adapted_steps = {size: record(step) for size, step in self._adapted.items()}
+        self._steps = {size: record(step) for size, step in self._plain.items()}
         self.num_bytes = self._reserved() - before
-        """Of the device's memory that the graphs keep; 0 where that is not known."""
+        """Of the device's memory that the graphs keep, with what they read; 0 where that is not known."""
         logger.info(
             "graphs captured num=%d adapted=%d bytes=%d seconds=%.1f",
             len(self.sizes),
@@ -180,11 +186,11 @@ class DecodeGraphs:
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
-    def _step(self, size: int, max_blocks: int, num_slots: int) -> Step:
+    def _step(self, size: int, num_slots: int) -> Step:
         """`num_slots`: of adapters, 0: without."""
         rows, positions, tokens, slots = (row[:size] for row in self._inputs)
-        query_starts = torch.arange(size + 1, dtype=torch.int32, device=self._device)
-        inputs = StepInputs.empty(size, size, max_blocks, self._device)
+        query_starts = self._query_starts[: size + 1]
+        inputs = StepInputs(*(getattr(self._step_inputs, name)[:size] for name in StepInputs.__slots__))
         routing = Routing.empty(size, num_slots, self._device) if num_slots else None
 
         def step() -> Tensor:

@@ -2,7 +2,9 @@
 """Decoding steps over memory that stays: everything but the capture, which only a GPU can do."""
 
 import dataclasses
+import gc
 import itertools
+import weakref
 from pathlib import Path
 
 import pytest
@@ -181,6 +183,18 @@ def test_a_step_without_adapters_launches_nothing_for_them(folder, monkeypatch):
     assert len(routed) == 1
     assert routed[0][0].tolist() == [-1, 1]
     torch.testing.assert_close(adapted, base.expand(2, -1))
+
+
+def test_what_a_graph_reads_stays_allocated(folder):
+    """A graph has addresses and holds no tensor: the step that was recorded must live as long."""
+    config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2)
+    runner = TorchRunner(config, ModelShape.load(folder), folder)
+    kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare=1)
+    recorded = []
+    graphs = DecodeGraphs(runner._model, kv, 2, 96, 2, record=lambda step: recorded.append(weakref.ref(step)))
+    gc.collect()
+    assert len(recorded) == len(graphs.sizes) + len(graphs.adapted_sizes)
+    assert all(step() is not None for step in recorded)
 
 
 def test_steps_of_more_than_a_token_are_left_to_others(folder):
