@@ -111,6 +111,12 @@ async def test_adapters_reach_every_pod_and_come_back(tmp_path):
             # The same adapters under another generation are not looked at again.
             assert (await operator.look(replace(fourth, generation=9))).condition.holds is True
             assert [p.report.generation for p in operator.seen] == [4, 4]
+            # Unless the older one is all there is: the service was restored from a backup.
+            restored = catalogue(2, sql=one)
+            operator.seen = await operator.pusher.refresh(pods, restored, KEY, overrule=True)
+            assert [p.report.generation for p in operator.seen] == [2, 2]
+            await operator.until(restored, True, REACHED_S)
+            assert {p.report.adapters[0].digest for p in operator.seen} == set(old)
         finally:
             await operator.pusher.close()
 
