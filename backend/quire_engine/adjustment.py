@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire_engine.request import Sequence
 from quire_engine.tally import Tally
-from quire_kernels import penalize
+from quire_kernels import on_device, penalize
 
 _FORBIDDEN = float("-inf")
 
@@ -51,7 +51,7 @@ class Adjustment:
         if self._allowed:
             self._allowed.apply(logits)
         if forbidden:
-            where = torch.tensor(forbidden).to(self._device)
+            where = on_device(torch.tensor(forbidden), self._device)
             logits[where[:, 0], where[:, 1]] = _FORBIDDEN
         if self._bias:
             self._bias.apply(logits)
@@ -77,10 +77,10 @@ class _Allowed:
     """allowed_token_ids."""
 
     def __init__(self, rows: list[int], allowed: list[tuple[int, ...]], vocab_size: int, device: torch.device) -> None:
-        self._rows = torch.tensor(rows, device=device)
+        self._rows = on_device(rows, device)
         self._others = torch.ones((len(rows), vocab_size), dtype=torch.bool, device=device)
         for others, token_ids in zip(self._others, allowed, strict=True):
-            others[torch.tensor(token_ids, device=device)] = False
+            others[on_device(token_ids, device)] = False
 
     @classmethod
     def of(cls, sequences: Sequences[Sequence], vocab_size: int, device: torch.device) -> Self | None:
@@ -96,9 +96,8 @@ class _Bias:
 
     def __init__(self, entries: list[tuple[int, int, float]], device: torch.device) -> None:
         rows, tokens, biases = zip(*entries, strict=True)
-        self._rows = torch.tensor(rows, device=device)
-        self._tokens = torch.tensor(tokens, device=device)
-        self._biases = torch.tensor(biases, dtype=torch.float32, device=device)
+        self._rows, self._tokens = on_device(rows, device), on_device(tokens, device)
+        self._biases = on_device(torch.tensor(biases, dtype=torch.float32), device)
 
     @classmethod
     def of(cls, sequences: Sequences[Sequence], device: torch.device) -> Self | None:
@@ -115,14 +114,14 @@ class _Penalties:
 
     def __init__(self, wanted: dict[int, Sequence], device: torch.device, tally: Tally) -> None:
         self._tally = tally
-        self._rows = torch.tensor(list(wanted), device=device)
+        self._rows = on_device(list(wanted), device)
         # The tally keeps a row as long as the sequence lives, and this refers to it.
         self._sequences = list(wanted.values())
         self._tallied = [tally.row(s) for s in self._sequences]
         params = [s.params for s in self._sequences]
-        self._presence = torch.tensor([p.presence_penalty for p in params], device=device)
-        self._frequency = torch.tensor([p.frequency_penalty for p in params], device=device)
-        self._repetition = torch.tensor([p.repetition_penalty for p in params], device=device)
+        self._presence = on_device([p.presence_penalty for p in params], device)
+        self._frequency = on_device([p.frequency_penalty for p in params], device)
+        self._repetition = on_device([p.repetition_penalty for p in params], device)
 
     @classmethod
     def of(cls, sequences: Sequences[Sequence], device: torch.device, tally: Tally) -> Self | None:
@@ -131,7 +130,7 @@ class _Penalties:
 
     def apply(self, logits: Tensor) -> None:
         token_ids = self._tally.token_ids(self._tallied)
-        where = torch.tensor(self._tallied).to(logits.device)[:, None], token_ids
+        where = on_device(self._tallied, logits.device)[:, None], token_ids
         occurred = self._tally.in_prompt[where], self._tally.counts[where]
         penalize(logits, self._rows, token_ids, *occurred, self._presence, self._frequency, self._repetition)
 

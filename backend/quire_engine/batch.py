@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire_engine.kv import KVCache
 from quire_engine.work import Work
-from quire_kernels import AdapterBatch, AttentionBatch, SlotRows, plan_adapters, plan_attention
+from quire_kernels import AdapterBatch, AttentionBatch, SlotRows, on_device, plan_adapters, plan_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ def build_batch(work: Work, cache: KVCache, device: torch.device) -> Batch:
     long = torch.tensor(work.beyond_switch, dtype=torch.bool)[rows] if work.beyond_switch else None
     all_rows = work.logit_rows == list(range(num_tokens))
     return Batch(
-        token_ids=work.token_ids.to(device, non_blocking=True),
-        positions=positions.to(device, non_blocking=True),
-        beyond_switch=None if long is None else long.to(device, non_blocking=True),
-        addresses=addresses.to(device, non_blocking=True),
+        token_ids=on_device(work.token_ids, device),
+        positions=on_device(positions, device),
+        beyond_switch=None if long is None else on_device(long, device),
+        addresses=on_device(addresses, device),
         attention=plan_attention(starts, lengths, tables, cache.layers[0], device),
         adapters=plan_adapters(segments, num_tokens, device) if segments else None,
-        logit_rows=None if all_rows else torch.tensor(work.logit_rows, device=device),
+        logit_rows=None if all_rows else on_device(work.logit_rows, device),
         num_logits=len(work.logit_rows),
         logit_slots=tuple(torch.tensor(work.slots)[rows][work.logit_rows].tolist()) if segments else (),
     )

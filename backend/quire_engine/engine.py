@@ -11,8 +11,9 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
 from quire_engine.adapters import AdapterRegistry
 from quire_engine.blocks import BlockPool, ContentKey
@@ -20,7 +21,7 @@ from quire_engine.checkpoint import Checkpoint
 from quire_engine.hub import resolve_model
 from quire_engine.request import Logprob, Sequence
 from quire_engine.scheduler import Scheduler
-from quire_engine.step import Runner, RunnerLost, Sampled, SlotLoad, StepPlan
+from quire_engine.step import Flight, Runner, RunnerLost, Sampled, SlotLoad, StepPlan
 from quire_spec.capability import DTYPE_BYTES
 from quire_spec.config import EngineConfig
 from quire_spec.errors import Code, ConfigError, Internal, InvalidArgument, QuireError
@@ -69,6 +70,11 @@ class Engine:
         self._moves: list[AdapterMove] = []
         # Ended without a step; reported with the next one.
         self._failed: list[SequenceResult] = []
+        # Ids of sequences that began to run; reported with the next step's results.
+        self._started: list[int] = []
+        self._ahead = config.steps_ahead
+        # Begun while the one before it was in flight; None where steps are not begun ahead.
+        self._flight: Flight | None = None
 
     @classmethod
     def from_config(
@@ -95,7 +101,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Any sequence that is not over, or whose end was not reported yet."""
+        """Any sequence that is not over, or whose end was not reported yet, or a step in flight."""
         return self._scheduler.has_work or bool(self._failed)
 
     @property
@@ -147,19 +153,17 @@ class Engine:
         self._drop_copies()
 
     def step(self) -> StepResult:
-        """Run at most one step; also reports sequences that failed since the last one.
+        """Run at most one step, with the next one begun before it is over if steps are begun ahead; also reports
+        sequences that failed since the last one.
 
         Raises:
             RunnerLost: no step can run any more; make a new engine.
         """
-        plan = self._scheduler.schedule(self._clock())
-        if self._load_slots() and plan is None:
-            plan = self._scheduler.schedule(self._clock())
-        results = self._run(plan) if plan is not None else []
+        results = self._overlap() if self._ahead else self._run()
         self._drop_copies()
         results += self._failed
-        self._failed = []
-        return StepResult(results, plan.started if plan is not None else [], self.stats(), self.take_moves())
+        started, self._failed, self._started = self._started, [], []
+        return StepResult(results, started, self.stats(), self.take_moves())
 
     def take_moves(self) -> list[AdapterMove]:
         """What became of adapters since the last call."""
@@ -266,21 +270,68 @@ class Engine:
         """Raise Internal, with the counts, unless sequences, blocks and adapters agree."""
         self._scheduler.check_integrity()
 
-    def _run(self, plan: StepPlan) -> list[SequenceResult]:
+    def _run(self) -> list[SequenceResult]:
+        """Plan a step and run it."""
+        plan = self._plan()
+        return [] if plan is None else self._finish(Flight(plan, lambda: self._runner.execute(plan)))
+
+    def _overlap(self) -> list[SequenceResult]:
+        """Take what the step in flight computed, with the next one begun before."""
+        flight = self._flight or self._begin(self._plan())
+        self._flight = None
+        if flight is None:
+            return []
+        if not flight.failed:
+            following = self._scheduler.schedule_ahead(self._clock())
+            self._load_slots()
+            self._flight = self._begin(following)
+        return self._finish(flight)
+
+    def _plan(self) -> StepPlan | None:
+        plan = self._scheduler.schedule(self._clock())
+        if self._load_slots() and plan is None:
+            plan = self._scheduler.schedule(self._clock())
+        return plan
+
+    def _begin(self, plan: StepPlan | None) -> Flight | None:
+        """What is thrown here comes when it is the step's turn: the one before it goes on to its end."""
+        if plan is None:
+            return None
         try:
-            sampled = self._runner.execute(plan)
+            return Flight(plan, self._runner.begin(plan))
+        except BaseException as error:
+            return Flight(plan, partial(_throw, error), failed=True)
+
+    def _finish(self, flight: Flight) -> list[SequenceResult]:
+        """Wait for a step and take what it computed."""
+        self._started += flight.plan.started
+        try:
+            sampled = flight.outcome()
         except RunnerLost:
-            self._scheduler.fail(plan)
+            self._fail(flight)
             raise
         except Exception as error:  # whatever a device throws costs this step's sequences, never the engine
-            logger.exception("step failed num_sequences=%d", len(plan.spans))
+            logger.exception("step failed num_sequences=%d", len(flight.plan.spans))
             reason = f"the step failed: {type(error).__name__}: {str(error)[:200]}"
-            return [_failure(sequence, Internal.code, reason) for sequence in self._scheduler.fail(plan)]
+            return [_failure(sequence, Internal.code, reason) for sequence in self._fail(flight)]
         except BaseException:
             # Control-C in an offline run: the caller goes on with the engine, or could.
-            self._scheduler.fail(plan)
+            self._fail(flight)
             raise
-        return [_result(sequence, new) for sequence, new in self._scheduler.finish(plan, sampled)]
+        return [_result(sequence, new) for sequence, new in self._scheduler.finish(flight.plan, sampled)]
+
+    def _fail(self, flight: Flight) -> list[Sequence]:
+        """End the sequences of a step that failed, and those of the one that was begun on top of it."""
+        failed = self._scheduler.fail(flight.plan)
+        following, self._flight = self._flight, None
+        if following is not None:
+            self._started += following.plan.started
+            try:
+                following.outcome()
+            except Exception as error:  # nothing of it is of use, only that it is over
+                logger.info("the step after the one that failed: %s: %s", type(error).__name__, str(error)[:200])
+            failed += self._scheduler.fail(following.plan)
+        return failed
 
     def _load_slots(self) -> bool:
         """Have adapters copied into slots; whether sequences may run now that could not before."""
@@ -334,6 +385,10 @@ class Engine:
         if tokens and (largest := max(tokens)) >= self.shape.vocab_size:
             raise InvalidArgument(f"{name}: token id {largest} is outside the vocabulary of {self.shape.vocab_size}")
         return tokens.tolist()
+
+
+def _throw(error: BaseException) -> NoReturn:
+    raise error
 
 
 def _registry(config: EngineConfig, shape: ModelShape, memory: MemoryPlan) -> AdapterRegistry:

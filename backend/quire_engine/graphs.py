@@ -158,8 +158,9 @@ class DecodeGraphs:
             return False
         return all(span.length == 1 and not span.scored and (span.slot is None or self._num_slots) for span in spans)
 
-    def run(self, spans: Sequence[Span]) -> Tensor:
-        """Logits of each span's token, [len(spans), vocab_size]; the next run overwrites them."""
+    def run(self, spans: Sequence[Span], fill: Callable[[Tensor, Sequence[Span]], None] | None = None) -> Tensor:
+        """Logits of each span's token, [len(spans), vocab_size]; the next run overwrites them. `fill` puts in tokens
+        of which only the device knows, see Handover."""
         adapted = any(span.slot is not None for span in spans)
         sizes, steps = (self.adapted_sizes, self._adapted_steps) if adapted else (self.sizes, self._steps)
         size = next(size for size in sizes if size >= len(spans))
@@ -177,6 +178,8 @@ class DecodeGraphs:
             ]
         )
         self._inputs[:, :size].copy_(sent)
+        if fill is not None:
+            fill(self._inputs[2], spans)
         return steps[size]()[: len(spans)]
 
     def _send(self, numbers: Sequence[Sequence[int]]) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from quire_kernels import Arena, movable, reads_whole_blocks
+from quire_kernels import Arena, movable, on_device, reads_whole_blocks
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import kv_block_bytes
 
@@ -83,8 +83,8 @@ class KVCache:
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy blocks of all layers; no destination is a source."""
         device = self._data.device
-        contents = self._data.index_select(2, torch.tensor(sources, device=device))
-        self._data.index_copy_(2, torch.tensor(destinations, device=device), contents)
+        contents = self._data.index_select(2, on_device(sources, device))
+        self._data.index_copy_(2, on_device(destinations, device), contents)
 
     def host_blocks(self, num: int) -> Tensor:
         """Host memory for the contents of `num` blocks: [num, num_layers, 2, block_size, num_kv_heads, head_dim].
@@ -135,4 +135,4 @@ class KVCache:
             return
         started = addresses[addresses % self.block_size == 0] // self.block_size
         if len(started):
-            self._data.index_fill_(2, started.to(self._data.device), 0)
+            self._data.index_fill_(2, on_device(started, self._data.device), 0)

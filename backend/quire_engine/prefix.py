@@ -118,10 +118,11 @@ class PrefixCache:
         return self._key.root(sequence.adapter, sequence.cache_salt, beyond_switch=beyond)
 
     def _hash(self, sequence: Sequence, index: int) -> bytes:
-        """Content hash of full block `index`; those before it have theirs."""
+        """Content hash of full block `index`."""
         hashes = sequence.block_hashes
-        if index == len(hashes):
+        # Those before it have theirs, but for those that a fork shares with a leader whose step is in flight.
+        while index >= len(hashes):
             parent = hashes[-1] if hashes else self._root(sequence)
-            start = index * self._key.block_size
+            start = len(hashes) * self._key.block_size
             hashes.append(self._key.extend(parent, sequence.tokens(start, start + self._key.block_size)))
         return hashes[index]

@@ -10,6 +10,9 @@ from quire_spec.sampling import SamplingParams
 BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)
 
+PENDING = -1
+"""Stands in a sequence's output for the token that the step in flight will choose."""
+
 
 class Status(Enum):
     """Where a sequence is.
@@ -70,8 +73,9 @@ class Sequence:
 
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    """The last one may be PENDING, while the step after the one in flight is planned or in flight itself."""
     num_computed_tokens: int = 0
-    """Keys and values of tokens [0, num_computed_tokens) are in the blocks, those of the step in flight excluded."""
+    """Keys and values of tokens [0, num_computed_tokens) are in the blocks; not those of the last step in flight."""
     block_table: list[BlockId] = field(default_factory=list)
     """Block i holds tokens [i * block_size, (i + 1) * block_size)."""
     block_hashes: list[bytes] = field(default_factory=list)
@@ -106,6 +110,12 @@ class Sequence:
     def scoring(self) -> bool:
         """True while logits of its prompt are wanted, so that all of it has to be computed."""
         return self.params.prompt_logprobs is not None and self.num_scored_tokens < len(self.prompt_token_ids) - 1
+
+    @property
+    def needs_tokens(self) -> bool:
+        """True when a step of it needs the host to know the tokens before, or tells the host more than a token: then it
+        is not begun before the last one is over."""
+        return bool(self.bad_words) or self.params.logprobs is not None or self.scoring
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids [start, end) of prompt and output together."""

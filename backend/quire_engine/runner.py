@@ -27,6 +27,7 @@ from quire_engine.device import (
 )
 from quire_engine.graphs import DecodeGraphs
 from quire_engine.group import Group
+from quire_engine.handover import Handover
 from quire_engine.kv import KVCache, block_bytes
 from quire_engine.layers import Placement
 from quire_engine.logprobs import logprobs_of
@@ -44,7 +45,7 @@ from quire_engine.swapper import Swapper
 from quire_engine.trace import stretch
 from quire_engine.weights import load_weights
 from quire_engine.work import Work, order_spans, work_of
-from quire_kernels import LoraSlots, PackedAdapter, Site
+from quire_kernels import LoraSlots, PackedAdapter, Site, on_device
 from quire_spec.config import EngineConfig
 from quire_spec.sampling import SamplingParams
 from quire_spec.shape import ModelShape
@@ -83,6 +84,7 @@ class TorchRunner(Runner):
         self._dtype = resolve_dtype(config, shape.dtype)
         self._cache_dtype = resolve_cache_dtype(config, self._dtype)
         self._sampler = Sampler()
+        self._handover = Handover(self._device)
         shard = None if ranks is None else ranks.shard
         read = partial(read_adapter, shape=shape, max_rank=config.max_lora_rank, dtype=self._dtype)
         self._read = partial(read, shard=shard, checkpoint=folder)
@@ -178,6 +180,48 @@ class TorchRunner(Runner):
         results = dict(zip(order, found, strict=True))
         return [results[i] for i in range(len(order))]
 
+    def begin(self, plan: StepPlan) -> Callable[[], list[Sampled]]:
+        """Have a step run after those begun before; see step.Runner. Not for ranks."""
+        assert self._group is None
+        if any(span.sequence.needs_tokens for span in plan.spans):
+            sampled = self.execute(plan)
+            return lambda: sampled
+        with stretch(f"begin of {sum(s.length for s in plan.spans)} tokens of {len(plan.spans)} sequences"):
+            return self._begin(plan)
+
+    @torch.inference_mode()
+    def _begin(self, plan: StepPlan) -> Callable[[], list[Sampled]]:
+        """Queue a step, and wait for nothing."""
+        spans, graphs = plan.spans, self._graphs
+        logits: Tensor | None
+        if graphs is not None and graphs.takes(spans):
+            self._copy(plan, self._kv)
+            with stretch("graph"):
+                logits = graphs.run(spans, self._handover.fill)
+            choosing = [i for i, span in enumerate(spans) if span.samples]
+            if len(choosing) < len(spans):
+                logits = logits[on_device(choosing, self._device)]
+        else:
+            order = order_spans(spans)
+            ordered = [spans[i] for i in order]
+            work = work_of(ordered, self._kv.block_size, self._model.shape.rope_switch, plan)
+            batch, hidden = self._forward(work, self._kv, ordered)
+            whole = slice(batch.num_logits)
+            logits = None if hidden is None else self._model.project(hidden, batch.of_logits(whole))
+            choosing = [i for i in order if spans[i].samples]
+        rows = [Row(spans[i].sequence, spans[i].end) for i in choosing]
+        # A step that chooses nothing is waited for as well, so that no more than two are ever queued.
+        tokens = torch.empty(0, dtype=torch.int64, device=self._device)
+        if logits is not None:
+            tokens = self._sampler.tokens(logits, rows)
+        wait = self._handover.take([row.sequence for row in rows], tokens)
+
+        def outcome() -> list[Sampled]:
+            found = dict(zip(choosing, wait(), strict=True))
+            return [Sampled([found[i]] if i in found else []) for i in range(len(spans))]
+
+        return outcome
+
     @torch.inference_mode()
     def follow(self, work: Work) -> None:
         """Do what another rank than the first does of a step, which the first one runs at the same time."""
@@ -218,7 +262,7 @@ class TorchRunner(Runner):
             logits = graphs.run(spans)
         choosing = [i for i, span in enumerate(spans) if span.samples]
         if len(choosing) < len(spans):
-            logits = logits[torch.tensor(choosing, device=logits.device)]
+            logits = logits[on_device(choosing, self._device)]
         rows = [Row(spans[i].sequence, spans[i].end) for i in choosing]
         results = dict(zip(choosing, self._sampler(logits, rows) if rows else [], strict=True))
         return [results.get(i, Sampled([])) for i in range(len(spans))]
@@ -231,15 +275,18 @@ class TorchRunner(Runner):
             num_slots = config.max_loras if self._slots is not None else 0
             return DecodeGraphs(self._model, kv, config.max_num_seqs, max_model_len, num_slots)
 
-    def _forward(self, work: Work, kv: KVCache) -> tuple[Batch, Tensor | None]:
-        """Copy what is to be copied, then compute; hidden states of the tokens whose logits are wanted."""
+    def _forward(self, work: Work, kv: KVCache, pending: list[Span] | None = None) -> tuple[Batch, Tensor | None]:
+        """Copy what is to be copied, then compute; hidden states of the tokens whose logits are wanted. `pending`: the
+        spans, when there may be tokens that only the device knows."""
         self._copy(work, kv)
         with stretch("inputs"):
             batch = build_batch(work, kv, self._device)
+            if pending is not None:
+                self._handover.fill(batch.token_ids, pending)
         with stretch("model"):
             return batch, self._model(batch, kv)
 
-    def _copy(self, work: Work, kv: KVCache) -> None:
+    def _copy(self, work: Work | StepPlan, kv: KVCache) -> None:
         if self._swapper is not None:
             self._swapper.carry(work.swap_outs, work.swap_ins)
         if work.copies:

@@ -7,6 +7,7 @@ its sequence's seed and its position, and on nothing else: not on the batch, the
 sequence was preempted.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from quire_engine.request import Logprob, Sequence
 from quire_engine.step import Sampled
 from quire_engine.tally import Tally
 from quire_engine.trace import stretch
-from quire_kernels import choose, most_likely
+from quire_kernels import choose, most_likely, on_device
 
 # float32 logits worked on at a time: what a core's share of the cache holds, and below the size at which the C library
 # returns memory after each use (64 rows of 151,936 at once: softmax 18 ms instead of 4 ms, one Zen 5 core).
@@ -52,18 +53,30 @@ class Sampler:
             mask: [num_rows, vocab_size] bool, tokens that may be taken; None: all. It is for what is decided anew in
                 each step, such as a grammar, outside of it.
         """
-        # A GPU has no use for parts: each would end with its tokens on the host.
+        sampled: list[Sampled] = []
+        for part, choice, taken in self._taken(logits, rows, mask):
+            logprobs = choice.find_logprobs(logits[part], taken)
+            sampled += [Sampled([token], logprobs.get(i)) for i, token in enumerate(taken.tolist())]
+        return sampled
+
+    def tokens(self, logits: Tensor, rows: Rows[Row]) -> Tensor:
+        """The same tokens where they are made, [num_rows] int64 on the device: nothing waits for them. For rows whose
+        sequences ask for no log probabilities."""
+        taken = [of_part for _, _, of_part in self._taken(logits, rows, None)]
+        return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+    def _taken(self, logits: Tensor, rows: Rows[Row], mask: Tensor | None) -> Iterator[tuple[slice, "_Choice", Tensor]]:
+        """The tokens of a part of the rows after the other, and what chose them."""
+        # A GPU has no use for parts.
         on_cpu = logits.device.type == "cpu"
         size = max(1, _CHUNK_BYTES // (4 * logits.shape[1]) if on_cpu else len(rows))
-        sampled: list[Sampled] = []
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             choice = self._choice(start, logits, rows[part])
             with stretch("sampler"):
-                sampled += choice(logits[part], rows[part], None if mask is None else mask[part])
+                yield part, choice, choice(logits[part], rows[part], None if mask is None else mask[part])
         # So that no sequence of an earlier, larger batch is kept alive.
         self._choices = {start: choice for start, choice in self._choices.items() if start < len(rows)}
-        return sampled
 
     def _choice(self, start: int, logits: Tensor, rows: Rows[Row]) -> "_Choice":
         sequences = [row.sequence for row in rows]
@@ -90,31 +103,33 @@ class _Choice:
             return
         # A temperature that float32 rounds to 0 would be one of a greedy row.
         temperatures = [0.0 if p.greedy else max(p.temperature, 1e-6) for p in params]
-        self._temperatures = torch.tensor(temperatures, device=device)
-        self._seeds = torch.tensor([sequence.seed for sequence in sequences], device=device)
+        self._temperatures = on_device(temperatures, device)
+        self._seeds = on_device([sequence.seed for sequence in sequences], device)
         self._cuts = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params if not p.greedy)
-        self._top_k = torch.tensor([max(p.top_k, 0) for p in params], device=device)
-        self._top_p = torch.tensor([p.top_p for p in params], device=device)
-        self._min_p = torch.tensor([p.min_p for p in params], device=device)
+        self._top_k = on_device([max(p.top_k, 0) for p in params], device)
+        self._top_p = on_device([p.top_p for p in params], device)
+        self._min_p = on_device([p.min_p for p in params], device)
 
-    def __call__(self, logits: Tensor, rows: Rows[Row], mask: Tensor | None) -> list[Sampled]:
+    def __call__(self, logits: Tensor, rows: Rows[Row], mask: Tensor | None) -> Tensor:
+        """[num_rows] int64, on the device."""
         allowed = logits if mask is None else logits.masked_fill(~mask, float("-inf"))
         if self._adjustment is not None:
             allowed = self._adjustment(allowed, [row.position for row in rows])
         taken = most_likely(allowed) if self._all_greedy else self._draw(allowed, rows)
         if self._adjustment is not None:
             self._adjustment.count(taken)
-        logprobs = self._find_logprobs(logits, taken) if self._logprobs else {}
-        return [Sampled([token], logprobs.get(i)) for i, token in enumerate(taken.tolist())]
+        return taken
 
-    def _find_logprobs(self, logits: Tensor, taken: Tensor) -> dict[int, list[list[Logprob]]]:
+    def find_logprobs(self, logits: Tensor, taken: Tensor) -> dict[int, list[list[Logprob]]]:
         """By row, for those that ask: of the model's own distribution, before any parameter."""
-        index = torch.tensor(list(self._logprobs), device=self._device)
+        if not self._logprobs:
+            return {}
+        index = on_device(list(self._logprobs), self._device)
         found = logprobs_of(logits[index], taken[index], list(self._logprobs.values()))
         return {i: [entries] for i, entries in zip(self._logprobs, found, strict=True)}
 
     def _draw(self, logits: Tensor, rows: Rows[Row]) -> Tensor:
         """[num_rows] int64; greedy rows get their most likely token."""
-        positions = torch.tensor([row.position for row in rows], device=self._device)
+        positions = on_device([row.position for row in rows], self._device)
         limits = self._top_k, self._top_p, self._min_p
         return choose(logits, self._temperatures, *limits, self._seeds, positions, self._cuts, self._any_greedy)

@@ -3,7 +3,7 @@
 
 Torch-free and deterministic: the clock is passed in, block ids and slots come from blocks.py and adapters.py. The
 engine calls schedule(), has a runner carry the plan out, and calls finish() or fail(); between those two calls it may
-add and abort.
+add and abort. Between them it may also call schedule_ahead(), once: then two steps are in flight, which end in order.
 """
 
 import sys
@@ -14,6 +14,7 @@ from itertools import pairwise
 from quire_engine.adapters import AdapterRegistry
 from quire_engine.blocks import BlockPool, ContentKey
 from quire_engine.draft import Draft
+from quire_engine.foresight import foresee, settle, will_end
 from quire_engine.line import Line
 from quire_engine.prefix import Prefix, PrefixCache
 from quire_engine.request import FinishReason, Sequence, Status
@@ -53,6 +54,10 @@ class Scheduler:
     admission and the next preemption by growth. Whoever is preempted is not admitted again in the same step: what it
     gave up, less what was missing, is too little for it. (With nothing else running the reserve is not needed.)
 
+    Ahead. A step may be planned while the one before it is in flight, as if that were over (foresight.py). It takes
+    nothing from anybody: where it would have to preempt or to swap in, the step in flight is waited for. A sequence
+    that turns out to have ended, or is aborted, keeps its blocks and its adapter's slot until no step in flight has it.
+
     Raises:
         ConfigError: the pool is smaller than one sequence of `max_model_len` tokens.
     """
@@ -81,9 +86,14 @@ class Scheduler:
         self._waiting = Line()
         self._running = Line()
         self._room = Room(config.max_num_seqs, self._running, blocks, self.tables)
-        self._in_flight: StepPlan | None = None
-        # Ended while the step in flight may still write to their blocks.
-        self._aborted: list[Sequence] = []
+        # Two at most, the one that is computed first.
+        self._in_flight: list[StepPlan] = []
+        # Ended while a step in flight may still write to their blocks.
+        self._ended: list[Sequence] = []
+        # The step that is being planned comes after one in flight.
+        self._ahead = False
+        # The next one has to wait, so that somebody who could not start ahead can.
+        self._waits = False
         self.stalled = False
         """The last call of schedule() found nothing to run, and nothing has changed since."""
         self.num_preemptions = 0
@@ -97,13 +107,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Any sequence that is not over."""
-        return bool(self._sequences)
+        """Any sequence that is not over, or a step in flight."""
+        return bool(self._sequences or self._in_flight)
 
     @property
     def runnable(self) -> bool:
-        """Whether schedule() may find something to run; False until something changes once it did not."""
-        return bool(self._running or (self._waiting and not self.stalled))
+        """Whether a step is in flight or schedule() may find something to run; False until something changes once it
+        did not."""
+        return bool(self._running or self._in_flight or (self._waiting and not self.stalled))
 
     @property
     def num_running(self) -> int:
@@ -154,17 +165,9 @@ class Scheduler:
         self.stalled = False
 
     def abort(self, ids: Iterable[int]) -> None:
-        """End sequences, unknown ids ignored. Blocks that the step in flight may write go back after it."""
+        """End sequences, unknown ids ignored. Blocks that a step in flight may write go back after it."""
         for sequence_id in ids:
-            sequence = self._sequences.get(sequence_id)
-            if sequence is None:
-                continue
-            if self._in_flight is not None and sequence.status is Status.RUNNING:
-                del self._sequences[sequence_id]
-                self._running.remove(sequence)
-                sequence.status, sequence.finish_reason = Status.FINISHED, FinishReason.ABORT
-                self._aborted.append(sequence)
-            else:
+            if sequence := self._sequences.get(sequence_id):
                 self._end(sequence, FinishReason.ABORT)
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -172,19 +175,43 @@ class Scheduler:
 
         Decoding sequences come first and always get their token; what is left of the token budget goes to prompts.
         """
-        assert self._in_flight is None, "schedule() again before finish() or fail()"
+        assert not self._in_flight, "schedule() again before finish() or fail()"
+        self._waits = False
+        plan = self._plan(self._running.members(), now)
+        self.stalled = plan is None
+        return plan
+
+    def schedule_ahead(self, now: float) -> StepPlan | None:
+        """Plan the step after the one in flight, as if that were over; None when it has to be waited for first.
+
+        It is waited for when a block is missing, when somebody is to start who takes blocks or host memory from others
+        or gives some back, when a sequence needs to know its tokens, and always where keys may have to be rotated anew.
+        """
+        [before] = self._in_flight
+        if self._waits or self._switches or any(sequence.needs_tokens for sequence in self._running):
+            return None
+        foresee(before)
+        members = [sequence for sequence in self._running if not will_end(sequence)]
+        if sum(map(self.tables.lacks_block, members)) > self._blocks.num_free:
+            return None
+        self._ahead = True
+        plan = self._plan(members, now)
+        self._ahead = False
+        return plan
+
+    def _plan(self, members: list[Sequence], now: float) -> StepPlan | None:
+        """Plan a step; `members`: running sequences that go on."""
         self._adapters.begin_step(now)
         draft = Draft(self._max_num_batched_tokens)
-        self._prefill(draft, self._decode(draft), now)
-        self.stalled = not (draft.decodes or draft.prefills)
-        if self.stalled:
+        self._prefill(draft, self._decode(members, draft), now)
+        if not (draft.decodes or draft.prefills):
             return None
-        self.num_steps += 1
-        self._in_flight = draft.plan()
-        return self._in_flight
+        self._in_flight.append(draft.plan())
+        return self._in_flight[-1]
 
     def finish(self, plan: StepPlan, sampled: list[Sampled]) -> list[tuple[Sequence, Sampled]]:
-        """Take in what the step computed; returns the sequences with new tokens, and which of the tokens count."""
+        """Take in what the first step in flight computed; returns the sequences with new tokens, and which of the
+        tokens count."""
         assert len(sampled) == len(plan.spans)
         self._land(plan, failed=False)
         progress = []
@@ -192,6 +219,7 @@ class Scheduler:
             sequence = span.sequence
             if sequence.status is Status.FINISHED:
                 continue
+            settle(sequence)
             sequence.num_computed_tokens = span.end
             self.prefixes.publish(sequence)
             if result.prompt_logprobs:
@@ -201,16 +229,19 @@ class Scheduler:
                 progress.append((sequence, self._append(sequence, result)))
                 if self._switches and sequence.status is Status.RUNNING and self.prefixes.outgrown(sequence):
                     self._restart(sequence)
-        self._release_aborted()
+        self._release_ended()
         return progress
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
-        """The step in flight failed: end its sequences, and return them. Blocks computed before stay good."""
+        """The first step in flight failed: end its sequences, and return them. Blocks computed before stay good.
+
+        A step that was planned ahead of its end has failed with it: this is to be called again, for that one.
+        """
         self._land(plan, failed=True)
         failed = [span.sequence for span in plan.spans if span.sequence.status is not Status.FINISHED]
         for sequence in failed:
             self._end(sequence, FinishReason.ERROR)
-        self._release_aborted()
+        self._release_ended()
         return failed
 
     def fail_adapter(self, digest: str) -> list[Sequence]:
@@ -226,7 +257,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise Internal unless sequences, blocks and adapters agree."""
-        holders = [*self._running, *self._aborted]
+        holders = [*self._running, *self._ended]
         idle = [s for s in self._waiting if s.block_table or s.num_computed_tokens]
         split = Counter(s.id for s in (*self._waiting, *self._running)) == Counter(self._sequences.keys())
         ordered = all(a.rank < b.rank for line in (self._waiting, self._running) for a, b in pairwise(line))
@@ -237,7 +268,7 @@ class Scheduler:
             )
         self.tables.check_integrity(holders, self._waiting, self._in_flight)
         self._adapters.check_integrity(
-            Counter(s.adapter for s in (*self._sequences.values(), *self._aborted) if s.adapter is not None),
+            Counter(s.adapter for s in (*self._sequences.values(), *self._ended) if s.adapter is not None),
             Counter(s.adapter for s in holders if s.adapter is not None),
         )
 
@@ -252,13 +283,13 @@ class Scheduler:
                 )
         return leader
 
-    def _decode(self, draft: Draft) -> list[Sequence]:
-        """Plan the sequences that decode; returns those whose prompts are partly through.
+    def _decode(self, members: list[Sequence], draft: Draft) -> list[Sequence]:
+        """Plan those of `members` that decode; returns those whose prompts are partly through.
 
         Goes through them in order of rank, so that whoever is preempted has no span yet.
         """
         prefilling = []
-        for sequence in self._running.members():
+        for sequence in members:
             if sequence.status is not Status.RUNNING:
                 break
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
@@ -368,9 +399,14 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, prefix: Prefix, draft: Draft) -> bool:
         """Whether a sequence can start, if need be because less urgent ones are preempted."""
         leavers = self._room.leavers(sequence, prefix, draft)
-        for victim in leavers or ():
+        if leavers is None:
+            return False
+        if self._ahead and (leavers or prefix.host_blocks or sequence.needs_tokens):
+            self._waits = True
+            return False
+        for victim in leavers:
             self._preempt(victim, draft)
-        return leavers is not None
+        return True
 
     def _start(self, sequence: Sequence, prefix: Prefix, draft: Draft) -> None:
         sequence.status = Status.RUNNING
@@ -399,14 +435,19 @@ class Scheduler:
         return result
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence; what it holds goes back at once if no step is in flight."""
         del self._sequences[sequence.id]
-        if sequence.status is Status.RUNNING:
+        running = sequence.status is Status.RUNNING
+        sequence.status, sequence.finish_reason = Status.FINISHED, reason
+        if running:
             self._running.remove(sequence)
+            if self._in_flight:
+                self._ended.append(sequence)
+                return
             self._stop(sequence)
         else:
             self._waiting.remove(sequence)
             self.tables.forget(sequence)
-        sequence.status, sequence.finish_reason = Status.FINISHED, reason
         self._close(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
@@ -421,16 +462,22 @@ class Scheduler:
         self.stalled = False
 
     def _land(self, plan: StepPlan, failed: bool) -> None:
-        """The step in flight is over."""
-        assert plan is self._in_flight
-        self._in_flight = None
+        """The first step in flight is over."""
+        assert plan is self._in_flight[0]
+        del self._in_flight[0]
+        self.num_steps += 1
         self.tables.land(plan, failed)
 
-    def _release_aborted(self) -> None:
-        for sequence in self._aborted:
-            self._stop(sequence)
-            self._close(sequence)
-        self._aborted.clear()
+    def _release_ended(self) -> None:
+        """Give back what sequences held that are over, those that a step in flight has excepted."""
+        ended, self._ended = self._ended, []
+        in_flight = {span.sequence for plan in self._in_flight for span in plan.spans} if ended else set()
+        for sequence in ended:
+            if sequence in in_flight:
+                self._ended.append(sequence)
+            else:
+                self._stop(sequence)
+                self._close(sequence)
 
 
 def _awaited_leader(sequence: Sequence) -> Sequence | None:

@@ -95,6 +95,17 @@ class Sampled:
     """The same for the prompt tokens after each of `Span.scored`; None unless the request asks."""
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was begun."""
+
+    plan: StepPlan
+    outcome: Callable[[], list[Sampled]]
+    """Waits until it is over; then returns, or raises, as `Runner.execute`."""
+    failed: bool = False
+    """It could not even be begun: `outcome` raises."""
+
+
 class RunnerLost(Unavailable):
     """What the runner computes with is gone for good: no step can run any more."""
 
@@ -138,5 +149,13 @@ class Runner(Protocol):
         Raises:
             RunnerLost: neither this step nor any other can run; whoever owns the engine starts again.
             RuntimeError: the device failed; nothing of this step can be used.
+        """
+        ...
+
+    def begin(self, plan: StepPlan) -> Callable[[], list[Sampled]]:
+        """Have `plan` run after those that were begun before; returns what waits for it, and then returns or raises as
+        `execute`.
+
+        A token that is PENDING is the one that the step begun last chooses for the sequence.
         """
         ...

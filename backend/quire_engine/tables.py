@@ -26,7 +26,7 @@ class BlockTables:
         self._block_size = block_size
         self._swap = swap
         self._host = BlockPool(swap.num_blocks)
-        # What the step in flight reads or writes in host memory.
+        # What the step in flight reads or writes in host memory; one that is planned ahead does neither.
         self._returning: list[BlockId] = []
         self._leaving: list[request.Sequence] = []
         self.num_block_copies = 0
@@ -70,9 +70,13 @@ class BlockTables:
         self._returning += sequence.host_blocks
         sequence.host_blocks, sequence.num_swapped_tokens = [], 0
 
+    def lacks_block(self, sequence: request.Sequence) -> bool:
+        """Whether a sequence has no block for its next token."""
+        return sequence.num_computed_tokens == len(sequence.block_table) * self._block_size
+
     def grow(self, sequence: request.Sequence) -> bool:
         """Make sure that a sequence has a block for its next token; False if there is none."""
-        if sequence.num_computed_tokens == len(sequence.block_table) * self._block_size:
+        if self.lacks_block(sequence):
             if self._blocks.num_free == 0:
                 return False
             sequence.block_table += self._blocks.allocate(1)
@@ -132,9 +136,9 @@ class BlockTables:
         return totals
 
     def check_integrity(
-        self, holders: Sequence[request.Sequence], waiting: Iterable[request.Sequence], plan: StepPlan | None
+        self, holders: Sequence[request.Sequence], waiting: Iterable[request.Sequence], plans: Sequence[StepPlan]
     ) -> None:
-        """Raise Internal unless the pools are held by exactly these sequences and the step in flight, if any.
+        """Raise Internal unless the pools are held by exactly these sequences and the steps in flight.
 
         `holders` may have blocks, `waiting` may have places in host memory.
         """
@@ -142,10 +146,11 @@ class BlockTables:
         if short:
             raise Internal(f"block tables: sequences {short} lack blocks")
         self._host.check_integrity([*(s.host_blocks for s in waiting), self._returning])
-        copied = [copy.source for copy in plan.copies] if plan is not None else []
+        copied = [copy.source for plan in plans for copy in plan.copies]
         self._blocks.check_integrity([*(s.block_table for s in holders), copied])
-        if plan is not None:
-            self._check_writes(plan.spans, Counter(block for s in holders for block in s.block_table))
+        # What an earlier one writes may be read by the last one, which runs after it.
+        if plans:
+            self._check_writes(plans[-1].spans, Counter(block for s in holders for block in s.block_table))
 
     def _check_writes(self, spans: list[Span], num_holders: Counter[BlockId]) -> None:
         """Raise Internal if a span writes a block that anybody else reads, or may find in the cache."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire_engine.request import Sequence
+from quire_kernels import on_device
 
 
 class Tally:
@@ -42,13 +43,13 @@ class Tally:
     def token_ids(self, rows: list[int]) -> Tensor:
         """Tokens that the rows have had, [len(rows), most of them] int64, some of them twice."""
         most = max(self._num_listed[row] for row in rows)
-        return self._token_ids[torch.tensor(rows, device=self._token_ids.device), :most]
+        return self._token_ids[on_device(rows, self._token_ids.device), :most]
 
     def add(self, rows: list[int], token_ids: Tensor) -> None:
         """Count one more output token of each row, each row once; `token_ids`: [len(rows)] int64, on the device."""
         ends = [self._num_listed[row] for row in rows]
         self._widen(max(ends) + 1)
-        where = torch.tensor([rows, ends]).to(self.counts.device)
+        where = on_device(torch.tensor([rows, ends]), self.counts.device)
         self._token_ids[where[0], where[1]] = token_ids
         self.counts[where[0], token_ids] += 1
         for row in rows:
@@ -56,12 +57,12 @@ class Tally:
 
     def _begin(self, row: int, sequence: Sequence) -> None:
         device = self.counts.device
-        prompt = torch.tensor(sequence.prompt_token_ids, device=device)
-        output = torch.tensor(sequence.output_token_ids, dtype=torch.int64, device=device)
+        prompt = on_device(sequence.prompt_token_ids, device)
+        output = torch.tensor(sequence.output_token_ids, dtype=torch.int64)
         self.in_prompt[row] = False
         self.in_prompt[row, prompt] = True
-        self.counts[row] = output.bincount(minlength=self.counts.shape[1])
-        had = torch.tensor(sorted({*sequence.prompt_token_ids, *sequence.output_token_ids}), device=device)
+        self.counts[row] = on_device(output.bincount(minlength=self.counts.shape[1]), device)
+        had = on_device(sorted({*sequence.prompt_token_ids, *sequence.output_token_ids}), device)
         self._widen(len(had))
         self._token_ids[row] = had[0]
         self._token_ids[row, : len(had)] = had

@@ -70,6 +70,11 @@ class EngineConfig:
     """Devices that share each layer, on one machine; on CPUs, processes that share its cores. Settings that are bytes
     hold for each of them."""
 
+    async_scheduling: bool | None = None
+    """Plan and begin a step while the one before it computes, so that the device does not wait for the host; a request
+    that ends by its own tokens costs one token in vain. None: on a GPU, where it pays. No effect with a
+    tensor_parallel_size."""
+
     enable_lora: bool = False
     """Reserve adapter slots and accept adapters."""
 
@@ -109,6 +114,12 @@ class EngineConfig:
         if self.max_cpu_loras is not None:
             return self.max_cpu_loras
         return 4 * self.max_loras if self.cpu_lora_memory_bytes is None else sys.maxsize
+
+    @property
+    def steps_ahead(self) -> bool:
+        """Whether steps are begun while the one before them computes."""
+        wanted = self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
+        return wanted and self.tensor_parallel_size == 1
 
     @classmethod
     def from_json(cls, data: object) -> Self:

@@ -24,7 +24,6 @@ _NO_EFFECT = (
     "disable_custom_all_reduce",
     "max_parallel_loading_workers",
     "compilation_config",
-    "async_scheduling",
 )
 """Engine arguments of vLLM that change no output and that this engine decides itself."""
 _ONLY: dict[str, tuple[object, ...]] = {

@@ -25,6 +25,7 @@ from quire_kernels.prepare import SequenceState, StepInputs, advance, prepare_in
 from quire_kernels.rope import apply_rope, rotate_and_write
 from quire_kernels.routing import Routing, route
 from quire_kernels.sampling import choose, draw, keep_likely, most_likely, penalize, uniform
+from quire_kernels.transfer import on_device
 
 __all__ = [
     "ACTIVATIONS",
@@ -56,6 +57,7 @@ __all__ = [
     "looked_up",
     "most_likely",
     "movable",
+    "on_device",
     "pack_weight",
     "paged_attention",
     "penalize",

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire_kernels import native
 from quire_kernels.dispatch import Op
 from quire_kernels.kv_write import movable
+from quire_kernels.transfer import on_device
 
 # Keys that one batched call gathers, in bytes. 64 sequences of 1024 tokens, 3 KV heads of 64, bf16, one Zen 5 core:
 # 10.1 ms at 6 MiB and below, 15.5 ms at 24 MiB, where gathered keys leave the cache before they are read.
@@ -117,9 +118,9 @@ def plan_attention(
         return tuple(_group(m, starts, lengths, query_starts, block_tables, cache) for m in groupings)
 
     return AttentionBatch(
-        torch.tensor(query_starts, dtype=torch.int32, device=device),
-        torch.tensor(contexts, dtype=torch.int32, device=device),
-        block_tables.to(device),
+        on_device(torch.tensor(query_starts, dtype=torch.int32), device),
+        on_device(torch.tensor(contexts, dtype=torch.int32), device),
+        on_device(block_tables, device),
         group,
         min(lengths),
         max(lengths),

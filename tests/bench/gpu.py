@@ -150,7 +150,9 @@ class Bench:
         streamed = engine.memory.weights_bytes - engine.shape.vocab_size * engine.shape.hidden_size * 2
         found["single"]["fraction"] = rate and rate * streamed / bound
         found["decode"] = self._say(engines.decode_rate, engine, large, prompt, 3 * steps)
-        found["idle"] = self._say(engines.idle_per_step, engine, large, prompt, steps)
+        found["idle"] = [
+            self._say(engines.idle_per_step, engine, large, prompt, steps, ahead) for ahead in (False, True)
+        ]
         found["loads"] = []
         for load in engines.loads(self._card, self._quick):
             found["loads"].append(self._say(engines.numbers, engine, load))

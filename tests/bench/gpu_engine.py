@@ -10,6 +10,7 @@ import random
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -107,7 +108,8 @@ def settings(card: Card) -> dict[str, Any]:
     """Of the engine that is measured."""
     if card.is_gpu:
         return {"dtype": "bfloat16", "max_model_len": 8192, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
-    return {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
+    tiny = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
+    return tiny | {"async_scheduling": True}
 
 
 def _fill(folder: Path, tensors: Iterable[tuple[str, Target]], **_: Any) -> None:
@@ -119,8 +121,9 @@ def _fill(folder: Path, tensors: Iterable[tuple[str, Target]], **_: Any) -> None
 
 
 def check_graphs(card: Card, add: Callable[[Engine], Sequence[str]] | None = None) -> tuple[int, int]:
-    """Of greedy tokens in float32 by a small model: how many differ with graphs and own forms from the references
-    without graphs, and how many there are; `add`: registers adapters for the requests to take in turn."""
+    """Of greedy tokens in float32 by a small model: how many differ with graphs, own forms and steps begun ahead from
+    the references without graphs in steps that wait, and how many there are; `add`: registers adapters for the requests
+    to take in turn."""
     small = {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 2000, "num_attention_heads": 8}
     small |= {"num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1024}
     load = Load("check", tuple((5 + 37 * i % 200, 24) for i in range(20)) if card.is_gpu else ((9, 4), (17, 3)))
@@ -129,7 +132,12 @@ def check_graphs(card: Card, add: Callable[[Engine], Sequence[str]] | None = Non
     for plain in (True, False):
         engine = make_engine(
             card,
-            **(settings(card) | lora | {"dtype": "float32", "max_model_len": 512 if card.is_gpu else 64}),
+            **(
+                settings(card)
+                | lora
+                | {"dtype": "float32", "max_model_len": 512 if card.is_gpu else 64}
+                | ({"async_scheduling": False} if plain else {})
+            ),
             model_config=small if card.is_gpu else {},
             kv_cache_memory_bytes=1 << (30 if card.is_gpu else 20),
         )
@@ -213,17 +221,19 @@ def decode_rate(
     }
 
 
-def idle_per_step(engine: Engine, num_seqs: int, prompt: int, num_steps: int) -> dict[str, Any]:
-    """Time a step in which the device does nothing, from a trace of decoding steps."""
+def idle_per_step(engine: Engine, num_seqs: int, prompt: int, num_steps: int, ahead: bool) -> dict[str, Any]:
+    """Time a step in which the device does nothing, from a trace of decoding steps, begun ahead or not."""
     from torch.profiler import ProfilerActivity, profile
 
+    engine._ahead = ahead
     vocab, draw = engine.shape.vocab_size, random.Random(9)
     for i in range(num_seqs):
-        params = {"temperature": 0.0, "max_tokens": num_steps + 20, "ignore_eos": True}
+        params = {"temperature": 0.0, "max_tokens": 2 * num_steps + 20, "ignore_eos": True}
         engine.add(Generate(i, draw.choices(range(vocab), k=prompt), params))
     seen: set[int] = set()
     while len(seen) < num_seqs:
         seen |= {result.id for result in engine.step().results}
+    num_syncs = count_syncs(engine, num_steps)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
     with profile(activities=activities) as trace:
         for _ in range(num_steps):
@@ -237,8 +247,26 @@ def idle_per_step(engine: Engine, num_seqs: int, prompt: int, num_steps: int) ->
         path = Path(folder, "trace.json")
         trace.export_chrome_trace(str(path))
         busy, idle = busy_and_idle(json.loads(path.read_text())["traceEvents"])
-    found = {"what": f"{num_seqs} sequences at {prompt}"}
-    return found | {"busy_ms": busy / num_steps / 1e3, "idle_ms": idle / num_steps / 1e3}
+    found = {"what": f"{num_seqs} sequences at {prompt}, {'begun ahead' if ahead else 'waiting for each other'}"}
+    found |= {"busy_ms": busy / num_steps / 1e3, "idle_ms": idle / num_steps / 1e3}
+    return found | {"syncs_per_step": num_syncs / num_steps}
+
+
+def count_syncs(engine: Engine, num_steps: int) -> int:
+    """How often torch makes the host wait for the device in some steps, but for the event at the end of each."""
+    if not torch.cuda.is_available():
+        for _ in range(num_steps):
+            engine.step()
+        return 0
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(num_steps):
+                engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in seen)
 
 
 def busy_and_idle(events: Iterable[dict[str, Any]]) -> tuple[float, float]:

@@ -70,8 +70,11 @@ def _engine(engine: dict[str, Any]) -> list[str]:
     ]
     if cells:
         parts.append(_table(("decoding", "output tokens/s", "of the bandwidth"), cells))
-    if idle := engine.get("idle"):
-        parts.append(f"Device per step, {idle['what']}: busy {idle['busy_ms']:.2f} ms, idle {idle['idle_ms']:.2f} ms.")
+    parts += [
+        f"Device per step, {idle['what']}: busy {idle['busy_ms']:.2f} ms, idle {idle['idle_ms']:.2f} ms; the host "
+        f"waits for it {idle['syncs_per_step']:.1f} times on the way of a step."
+        for idle in engine.get("idle", [])
+    ]
     rows = [
         (
             load["what"],

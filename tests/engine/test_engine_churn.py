@@ -128,12 +128,15 @@ def wanted(request: Generate) -> list[int]:
     return expected_output(request.prompt_token_ids, num, request.adapter, frozenset({EOS}))
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_ten_thousand_requests_leave_nothing_behind(caching: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("caching", "ahead"), [(True, True), (False, False)])
+def test_ten_thousand_requests_leave_nothing_behind(
+    caching: bool, ahead: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.CRITICAL, "quire_engine.engine")  # hundreds of failed steps, each with a traceback
     draw = random.Random(11)
     # Room for some, and little gain for short ones: both ways of preemption happen.
-    world = World(14, draw, SwapSpace(9, 4.0, 1.0), enable_prefix_caching=caching, scheduling_policy="priority")
+    settings = {"enable_prefix_caching": caching, "async_scheduling": ahead, "scheduling_policy": "priority"}
+    world = World(14, draw, SwapSpace(9, 4.0, 1.0), **settings)
     engine, digests = world.engine, [f"sha256:{i}" for i in range(12)]
     asked: list[str] = []
     copies: list[tuple[SlotLoad, Callable[[], None]]] = []

@@ -106,6 +106,7 @@ def test_adapters_in_one_batch_equal_peft(world: World) -> None:
         # One slot and one host copy: every change of adapter waits for the one before, and reads from disk.
         {"max_loras": 1, "max_cpu_loras": 1},
         {"max_num_seqs": 1},
+        {"async_scheduling": True},
     ],
     ids=str,
 )
@@ -213,11 +214,13 @@ def test_logprobs_are_those_of_transformers(world: World) -> None:
     assert math.isclose(completion.cumulative_logprob, total)
 
 
-def test_stop_strings_and_stop_tokens_say_what_stopped(world: World) -> None:
-    [free] = world.llm.generate(TEXTS[0], GREEDY)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_stop_strings_and_stop_tokens_say_what_stopped(world: World, ahead: bool) -> None:
+    llm = world.load(async_scheduling=True) if ahead else world.llm
+    [free] = llm.generate(TEXTS[0], GREEDY)
     text, tokens = free.outputs[0].text, free.outputs[0].token_ids
     stop = text[4:6]
-    [by_string] = world.llm.generate(TEXTS[0], SamplingParams(temperature=0.0, max_tokens=24, stop=("\0no", stop)))
+    [by_string] = llm.generate(TEXTS[0], SamplingParams(temperature=0.0, max_tokens=24, stop=("\0no", stop)))
     completion = by_string.outputs[0]
     assert (completion.text, completion.finish_reason, completion.stop_reason) == (
         text[: text.index(stop)],
@@ -226,15 +229,15 @@ def test_stop_strings_and_stop_tokens_say_what_stopped(world: World) -> None:
     )
     assert completion.token_ids == tokens[: len(completion.token_ids)] and len(completion.token_ids) < len(tokens)
     params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(tokens[5],))
-    [by_token] = world.llm.generate(TEXTS[0], params)
+    [by_token] = llm.generate(TEXTS[0], params)
     end = tokens.index(tokens[5]) + 1
     assert by_token.outputs[0].token_ids == tokens[:end]
     assert (by_token.outputs[0].finish_reason, by_token.outputs[0].stop_reason) == ("stop", tokens[5])
     # With min_tokens the stop token is not even drawn before its time.
     params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(tokens[5],), min_tokens=10)
-    [later] = world.llm.generate(TEXTS[0], params)
+    [later] = llm.generate(TEXTS[0], params)
     assert len(later.outputs[0].token_ids) > 10 and tokens[5] not in later.outputs[0].token_ids[:10]
-    assert not world.llm.engine.has_work
+    assert not llm.engine.has_work
 
 
 def test_a_folder_without_tokenizer_takes_token_ids(world: World, tmp_path: Path) -> None:
@@ -281,7 +284,9 @@ def test_a_wrong_request_is_refused_before_anything_runs(world: World, arguments
 
 
 def test_unknown_settings_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'max_num_seq': this engine has no such argument; it has block_size,"):
+    with pytest.raises(
+        ConfigError, match="'max_num_seq': this engine has no such argument; it has async_scheduling, block_size,"
+    ):
         LLM(model="/nowhere", max_num_seq=3)
     with pytest.raises(ConfigError, match="'trust_remote_code': True is not supported by this engine; remove it"):
         LLM(model="/nowhere", trust_remote_code=True)

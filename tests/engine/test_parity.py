@@ -406,8 +406,8 @@ def test_equal_prompts_of_different_adapters_share_no_blocks(adapter_cases):
     assert engine.stats().prefix_cache_hits > 0
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_everything_at_once(adapter_cases, caching, monkeypatch):
+@pytest.mark.parametrize(("caching", "ahead"), [(True, False), (False, True)])
+def test_everything_at_once(adapter_cases, caching, ahead, monkeypatch):
     """Adapters, forks, priorities, swapping, preemption and aborts, in random order: what ends is right."""
     adapted, rng = adapter_cases("llama"), random.Random(8)
     monkeypatch.setattr(SwapSpace, "pays", lambda *_: rng.random() < 0.7)
@@ -416,6 +416,7 @@ def test_everything_at_once(adapter_cases, caching, monkeypatch):
         num_blocks=MAX_MODEL_LEN // 8 + 8,
         max_loras=2,
         enable_prefix_caching=caching,
+        async_scheduling=ahead,
         swap_space=0.001,
         max_num_batched_tokens=64,
         scheduling_policy="priority",

@@ -26,6 +26,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_loras=st.integers(1, 2),
         policy=st.sampled_from(["fcfs", "priority"]),
         swap=st.builds(SwapSpace, st.integers(0, 12), st.sampled_from([0.0, 5.0]), st.just(1.0)),
+        ahead=st.booleans(),
     )
     def start(
         self,
@@ -37,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_loras: int,
         policy: str,
         swap: SwapSpace,
+        ahead: bool,
     ) -> None:
         config = EngineConfig(
             "m",
@@ -47,7 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             scheduling_policy=policy,
         )
-        self.bench = Bench(config, 48 // block_size + spare, 48, "abc", max_loras, swap)
+        self.bench = Bench(config, 48 // block_size + spare, 48, "abc", max_loras, swap, ahead)
         self.jobs: dict[int, tuple[list[int], int, str | None]] = {}
         self.open: set[int] = set()
 
@@ -91,20 +93,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), fails=st.booleans())
     def step_with_aborts(self, data: st.DataObject, fails: bool) -> None:
-        plan = self.bench.schedule()
-        if plan is None:
+        flight = self.bench.depart()
+        if flight is None:
             assert not self.bench.scheduler.has_work
             return
-        sampled = self.bench.runner.execute(plan)
+        self.bench.follow()
         self.bench.scheduler.check_integrity()
         ids = sorted(self.open)
         self.drop_open(data.draw(st.lists(st.sampled_from(ids), max_size=2)) if ids else [])
         self.bench.scheduler.check_integrity()
         if fails:
-            self.drop_open([sequence.id for sequence in self.bench.scheduler.fail(plan)])
+            self.drop_open([sequence.id for sequence in self.bench.fail(flight)])
         else:
-            for sequence, result in self.bench.scheduler.finish(plan, sampled):
-                self.bench.outputs.setdefault(sequence.id, []).extend(result.token_ids)
+            self.bench.finish(flight)
         self.collect()
 
     def collect(self) -> None:

@@ -50,8 +50,9 @@ def config_of(model: Path, **more: object) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
-    lora = {"enable_lora": True, "max_loras": 2}
-    with Pod(tmp_path_factory.mktemp("run"), **config_of(model, **lora)) as pod:
+    # Steps that wait for each other, which is what a CPU does by default, are what all other pods of the tests have.
+    settings = {"enable_lora": True, "max_loras": 2, "async_scheduling": True}
+    with Pod(tmp_path_factory.mktemp("run"), **config_of(model, **settings)) as pod:
         yield pod.start("core", "text")
 
 

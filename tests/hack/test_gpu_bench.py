@@ -35,6 +35,8 @@ def test_every_phase_leaves_results(run):
         ("adapters", 0.88),
         ("base, LoRA enabled", 0.98),
     }
+    waiting, ahead = (idle["what"] for idle in results["engine"]["idle"])
+    assert (waiting, ahead) == ("3 sequences at 12, waiting for each other", "3 sequences at 12, begun ahead")
 
 
 def test_an_eight_bit_cache_costs_little(run):

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from quire_engine.request import PENDING, Sequence
 from quire_engine.step import Sampled, SlotLoad, Span, StepPlan
 from quire_engine.swap import SwapSpace
 from quire_spec.status import MemoryPlan
@@ -42,6 +43,8 @@ class TokenRunner:
         self.batches: list[list[tuple[int, int, int]]] = []
         """Per step, its spans: (sequence id, start, length)."""
         self._failures = failures
+        self._chosen: dict[Sequence, int] = {}
+        """The tokens of the last step, for those of the next one that are pending."""
 
     def read(self, path: Path) -> object:
         return path
@@ -62,8 +65,23 @@ class TokenRunner:
         self.slots.pop(load.slot, None)
         return lambda: self.slots.update({load.slot: load.digest})
 
+    def begin(self, plan: StepPlan) -> Callable[[], list[Sampled]]:
+        """As a device does: what fails shows when the outcome is taken, and spoils the steps begun meanwhile."""
+        try:
+            sampled = self.execute(plan)
+        except RuntimeError as error:
+            self._chosen, failure = {}, error
+
+            def fail() -> list[Sampled]:
+                raise failure
+
+            return fail
+        return lambda: sampled
+
     def execute(self, plan: StepPlan) -> list[Sampled]:
         assert plan.spans
+        if any(PENDING in self._ends(s) and s.sequence not in self._chosen for s in plan.spans):
+            raise RuntimeError("the device failed")
         self.batches.append([(s.sequence.id, s.start, s.length) for s in plan.spans])
         # A device fails before, in the midst of or after its writes.
         fail_at = self._fail_at(len(plan.spans))
@@ -80,7 +98,11 @@ class TokenRunner:
             self._write(span)
         if fail_at == len(plan.spans):
             raise RuntimeError("the device failed")
-        return [Sampled([self._next(span)] if span.samples else []) for span in plan.spans]
+        sampled = [Sampled([self._next(span)] if span.samples else []) for span in plan.spans]
+        self._chosen = {
+            span.sequence: s.token_ids[0] for span, s in zip(plan.spans, sampled, strict=True) if s.token_ids
+        }
+        return sampled
 
     def _fail_at(self, num_spans: int) -> int | None:
         if self._failures is None or self._failures.random() >= 0.005:
@@ -94,15 +116,26 @@ class TokenRunner:
         assert adapter == sequence.adapter, "the slot holds another adapter"
         self.num_computed += span.length
         size = self.block_size
-        for position, token in enumerate(sequence.tokens(span.start, span.end), span.start):
+        for position, token in enumerate(self._tokens(sequence, span.start, span.end), span.start):
             self.cells[sequence.block_table[position // size]][position % size] = (token, position, adapter)
 
     def _next(self, span: Span) -> int:
         sequence = span.sequence
         shown = [cell for block in sequence.block_table for cell in self.cells[block]][: span.end]
-        wanted = [(token, i, sequence.adapter) for i, token in enumerate(sequence.tokens(0, span.end))]
+        tokens = self._tokens(sequence, 0, span.end)
+        wanted = [(token, i, sequence.adapter) for i, token in enumerate(tokens)]
         assert shown == wanted, f"sequence {sequence.id}: its blocks hold something else"
-        return next_token(sequence.tokens(0, span.end), sequence.adapter)
+        return next_token(tokens, sequence.adapter)
+
+    def _tokens(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """A span's tokens, the pending one too."""
+        tokens = sequence.tokens(start, end)
+        assert PENDING not in tokens[:-1]
+        return [self._chosen[sequence] if token == PENDING else token for token in tokens]
+
+    @staticmethod
+    def _ends(span: Span) -> list[int]:
+        return span.sequence.tokens(span.end - 1, span.end)
 
 
 def next_token(tokens: list[int], adapter: str | None) -> int:

@@ -11,7 +11,7 @@ from quire_engine.adapters import AdapterRegistry
 from quire_engine.blocks import BlockPool, ContentKey
 from quire_engine.request import Sequence
 from quire_engine.scheduler import Scheduler
-from quire_engine.step import StepPlan
+from quire_engine.step import Flight, StepPlan
 from quire_engine.swap import SwapSpace
 from quire_spec.config import EngineConfig
 from quire_spec.sampling import SamplingParams
@@ -32,6 +32,8 @@ class Bench:
     adapters: str = ""
     max_loras: int = 2
     swap: SwapSpace = NO_SWAP
+    ahead: bool = False
+    """Begin each step, where that can be, while the one before it is in flight."""
     now: float = 0.0
     outputs: dict[int, list[int]] = field(default_factory=dict)
 
@@ -45,6 +47,8 @@ class Bench:
         key = ContentKey("m", "float32", self.config.block_size)
         self.scheduler = Scheduler(self.config, self.blocks, self.registry, key, self.max_model_len, self.swap)
         self.sequences: dict[int, Sequence] = {}
+        self.flight: Flight | None = None
+        """Begun ahead."""
 
     def add(self, prompt: list[int] | int, num_output: int = 4, **fields: Any) -> Sequence:
         """Queue a sequence; a number stands for that many prompt tokens of its own."""
@@ -59,13 +63,40 @@ class Bench:
 
     def step(self) -> list[tuple[int, int, int]]:
         """One step; returns its batch as (id, start, length), empty when nothing can run."""
-        plan = self.schedule()
-        if plan is None:
+        flight = self.depart()
+        if flight is None:
             return []
-        for sequence, sampled in self.scheduler.finish(plan, self.runner.execute(plan)):
+        batch = self.runner.batches[-1]
+        self.follow()
+        self.finish(flight)
+        return batch
+
+    def depart(self) -> Flight | None:
+        """The step that was begun ahead, or else one that is begun now; None when nothing can run."""
+        flight, self.flight = self.flight, None
+        if flight is None and (plan := self.schedule()):
+            flight = Flight(plan, self.runner.begin(plan))
+        return flight
+
+    def follow(self) -> None:
+        """Begin the next step."""
+        if self.ahead and (plan := self.scheduler.schedule_ahead(self.now)):
+            self.scheduler.check_integrity()
+            self.flight = Flight(plan, self.runner.begin(plan))
+        self._load()
+
+    def finish(self, flight: Flight) -> None:
+        """Take what a step computed."""
+        for sequence, sampled in self.scheduler.finish(flight.plan, flight.outcome()):
             self.outputs.setdefault(sequence.id, []).extend(sampled.token_ids)
         self.scheduler.check_integrity()
-        return self.runner.batches[-1]
+
+    def fail(self, flight: Flight) -> list[Sequence]:
+        """Have a step fail, and the one that was begun on top of it; the sequences that end."""
+        failed = self.scheduler.fail(flight.plan)
+        self.scheduler.check_integrity()
+        following, self.flight = self.flight, None
+        return failed + (self.scheduler.fail(following.plan) if following else [])
 
     def schedule(self) -> StepPlan | None:
         """Plan a step; loads of slots are done at once, before it if nothing could run without them."""
