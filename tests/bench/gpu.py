@@ -121,12 +121,13 @@ class Bench:
 
     def _tune(self) -> None:
         import gpu_kernels as kernels
+        import gpu_lora as lora
 
+        shape = kernels.LLAMA_8B if self._card.is_gpu else kernels.TINY
         rows = self.results["tune"] = []
-        for row in kernels.tune_rows(
-            self._card, self._limits_found(), kernels.LLAMA_8B if self._card.is_gpu else kernels.TINY
-        ):
-            self._keep(rows, row)
+        for measure in (kernels.tune_rows, lora.tune_rows):
+            for row in measure(self._card, self._limits_found(), shape):
+                self._keep(rows, row)
 
     def _engine(self) -> None:
         import gpu_engine as engines

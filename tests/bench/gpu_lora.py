@@ -4,8 +4,10 @@
 import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gpu_engine as engines
 import torch
@@ -16,6 +18,7 @@ from gpu_kernels import Limits, Row, Shape
 import quire_kernels as ops
 from quire_engine.engine import Engine
 from quire_engine.peft import OUTSIDE, HostAdapter
+from quire_kernels.gpu import lora as forms
 
 NUM_ADAPTERS, RANK, NUM_ROUNDS = 32, 16, 5
 BARS = (
@@ -89,25 +92,57 @@ def ratios(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def kernel_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Iterator[Row]:
     """Both launches of each linear, at a decoding step of many adapters and at a prompt of one; and the routing."""
-    num, rank, tokens = (NUM_ADAPTERS, RANK, 256) if card.is_gpu else (2, 4, 3)
-    kv = shape.kv_heads * shape.head_dim
-    sites = {
-        "q, k, v": ops.Site(shape.hidden, (shape.heads * shape.head_dim, kv, kv)),
-        "o": ops.Site(shape.heads * shape.head_dim, (shape.hidden,)),
-        "gate, up": ops.Site(shape.hidden, (shape.intermediate, shape.intermediate)),
-        "down": ops.Site(shape.intermediate, (shape.hidden,)),
-    }
+    num, rank, tokens = _batch(card)
     slots = torch.arange(tokens, device=card.device) % num
     routing = ops.Routing.empty(tokens, num, card.device)
     seconds = card.seconds([functools.partial(own(ops.route), slots, routing)])
     yield Row.of(f"route, {tokens} tokens to {num} slots", seconds, limits, 16.0 * tokens)
+    sites = _sites(shape)
     for name, site in list(sites.items())[: 1 if quick or not card.is_gpu else None]:
         yield _kernel_row(card, limits, f"{num} adapters of rank {rank} on {name}", site, num, rank, slots)
     if card.is_gpu and not quick:
-        prompt = torch.zeros(8192, dtype=torch.int64, device=card.device)
-        yield _kernel_row(
-            card, limits, f"a prompt's adapter of rank {rank} on q, k, v", sites["q, k, v"], 1, rank, prompt
-        )
+        for num_tokens in (256, 8192):
+            of_one = torch.zeros(num_tokens, dtype=torch.int64, device=card.device)
+            yield _kernel_row(card, limits, f"an adapter of rank {rank} on q, k, v", sites["q, k, v"], 1, rank, of_one)
+
+
+def tune_rows(card: Card, limits: Limits, shape: Shape) -> Iterator[Row]:
+    """Other sizes of tiles: what the constants of gpu/lora.py should be on this card."""
+    num, rank, tokens = _batch(card)
+    slots, sites = torch.arange(tokens, device=card.device) % num, _sites(shape)
+    shrinks = [
+        forms.Tiles(inputs=i, shrinking=p, shrink_stages=s)
+        for i in (64, 128, 256)
+        for p in (132, 264, 528)
+        for s in (3, 4, 6)
+    ]
+    expands = [
+        forms.Tiles(columns=c, expanding=p, expand_stages=s)
+        for c in (64, 128, 256)
+        for p in (528, 1056, 2112)
+        for s in (2, 3, 4)
+    ]
+    tried = {"down": shrinks, "gate, up": expands} if card.is_gpu else {"down": shrinks[:1]}
+    for name, all_tiles in tried.items():
+        for tiles in all_tiles:
+            sizes = ", ".join(f"{f.name} {getattr(tiles, f.name)}" for f in fields(tiles))
+            with mock.patch.object(forms, "TILES", tiles):
+                yield _kernel_row(card, limits, f"tune adapters on {name}: {sizes}", sites[name], num, rank, slots)
+
+
+def _batch(card: Card) -> tuple[int, int, int]:
+    """Adapters, their rank, and tokens of a decoding step."""
+    return (NUM_ADAPTERS, RANK, 256) if card.is_gpu else (2, 4, 3)
+
+
+def _sites(shape: Shape) -> dict[str, ops.Site]:
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return {
+        "q, k, v": ops.Site(shape.hidden, (q, kv, kv)),
+        "o": ops.Site(q, (shape.hidden,)),
+        "gate, up": ops.Site(shape.hidden, (shape.intermediate, shape.intermediate)),
+        "down": ops.Site(shape.intermediate, (shape.hidden,)),
+    }
 
 
 def _kernel_row(

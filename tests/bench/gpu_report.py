@@ -18,7 +18,7 @@ def markdown(results: dict[str, Any]) -> str:
         parts.append(_gate(gate))
     for name in ("kernels", "tune"):
         if rows := results.get(name):
-            parts.append(_kernels(sorted(rows, key=lambda r: -r["fraction"])[:20] if name == "tune" else rows))
+            parts.append(_kernels(_best(rows) if name == "tune" else rows))
     if engine := results.get("engine"):
         parts += _engine(engine)
     if lora := results.get("lora"):
@@ -39,6 +39,14 @@ def _gate(gate: dict[str, Any]) -> str:
             f" Attention over an e4m3 cache: relative error {error['own']:.4f} (reference {error['reference']:.4f})."
         )
     return text
+
+
+def _best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each kind of kernel, the ten fastest sizes."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda r: -r["fraction"]):
+        kinds.setdefault(row["what"].partition(":")[0], []).append(row)
+    return [row for kind in kinds.values() for row in kind[:10]]
 
 
 def _kernels(rows: list[dict[str, Any]]) -> str:

@@ -8,6 +8,8 @@ constants follow from the sizes of the step and of the slots alone, so a capture
 later: programs read an adapter's rank on the device, and loop to it. Never run on a GPU yet: tested in the interpreter.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -21,23 +23,38 @@ _NARROW = 16
 """Ranks that a program takes at a time where the adapter has no more: a matrix product takes no fewer."""
 _WIDEST = 64
 """The same for adapters of higher rank, as far as slots have room for them: inputs are read once for all of these."""
-_INPUTS = 128
-_COLUMNS = 128
-_PROGRAMS = 264
-"""Of shrink, at least where a step has tokens for it: two for each of 132 multiprocessors. Inputs are split no further,
-since expand reads all planes again for each block of columns."""
 _MIN_SHARE = 512
 """Inputs below which they are not split."""
-_EXPANDING = 1056
-"""Programs of expand beyond which one takes several blocks of columns: it reads its planes once for all of them."""
 _MOST_BLOCKS = 16
+"""Of columns, for a program of expand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sizes of both launches; what suits a card is measured by tests/bench/gpu.py."""
+
+    inputs: int = 128
+    """That a program of shrink multiplies at a time."""
+    columns: int = 128
+    """Of a block of expand's."""
+    shrinking: int = 264
+    """Programs of shrink, at least, where a step has tokens for so many: two for each of 132 multiprocessors. Inputs
+    are split no further, since expand reads all planes again for each of its programs."""
+    expanding: int = 1056
+    """Programs of expand beyond which one takes several blocks of columns: it reads its planes once for all of them."""
+    shrink_stages: int = 4
+    """Of the compiler's pipeline: 3 tiles of x and A are on their way while one is multiplied."""
+    expand_stages: int = 3
+
+
+TILES = Tiles()
 
 
 def add_lora(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
     """See lora.add_lora.
 
     Reads an adapter's matrices once for each tile of its tokens, from memory the first time. The planes, float32
-    [num_splits, num_tokens, num_slices, rank], are written once, and read once for up to 16 blocks of 128 columns.
+    [num_splits, num_tokens, num_slices, rank], are written once, and read once by each program of expand.
     """
     num_tokens, in_features = x.shape
     routing, num_slices = _routing(batch), len(adapters.site.widths)
@@ -63,9 +80,9 @@ def add_lora(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch)
         in_features,
         share,
         **_constants(adapters),
-        INPUTS=_INPUTS,
+        INPUTS=TILES.inputs,
         num_warps=4,
-        num_stages=4,
+        num_stages=TILES.shrink_stages,
     )
     _launch_expand(out, planes, planes.stride(0), planes.stride(1), num_splits, adapters, routing, looked_up=False)
 
@@ -88,8 +105,8 @@ def _constants(adapters: LinearSlots) -> dict[str, int]:
 
 def _share(in_features: int, num_programs: int) -> int:
     """Inputs of a program of shrink, where there would be so many programs if they were not split."""
-    most = triton.cdiv(in_features, _MIN_SHARE)
-    return triton.cdiv(triton.cdiv(in_features, min(most, triton.cdiv(_PROGRAMS, num_programs))), _INPUTS) * _INPUTS
+    num_splits = min(triton.cdiv(in_features, _MIN_SHARE), triton.cdiv(TILES.shrinking, num_programs))
+    return triton.cdiv(triton.cdiv(in_features, num_splits), TILES.inputs) * TILES.inputs
 
 
 def _launch_expand(
@@ -105,9 +122,9 @@ def _launch_expand(
     """`source`: planes, or token ids whose rows of A are read."""
     first, second, third = (*adapters.site.widths, 0, 0)[:3]
     num_tiles = len(routing.slots)
-    num_blocks = sum(triton.cdiv(width, _COLUMNS) for width in adapters.site.widths)
-    blocks = min(_MOST_BLOCKS, triton.cdiv(num_tiles * num_blocks, _EXPANDING))
-    num_programs = sum(triton.cdiv(width, blocks * _COLUMNS) for width in adapters.site.widths)
+    num_blocks = sum(triton.cdiv(width, TILES.columns) for width in adapters.site.widths)
+    share = min(_MOST_BLOCKS, triton.cdiv(num_tiles * num_blocks, TILES.expanding)) * TILES.columns
+    num_programs = sum(triton.cdiv(width, share) for width in adapters.site.widths)
     _expand[(num_tiles, num_programs)](
         out,
         out.stride(0),
@@ -125,13 +142,13 @@ def _launch_expand(
         first,
         second,
         third,
-        blocks * _COLUMNS,
+        share,
         **_constants(adapters),
         MANY=adapters.max_rank > _WIDEST,
-        COLUMNS=_COLUMNS,
+        COLUMNS=TILES.columns,
         LOOKED_UP=looked_up,
         num_warps=4,
-        num_stages=3,
+        num_stages=TILES.expand_stages,
     )
 
 
