@@ -44,26 +44,30 @@ class Handover:
             where = on_device(torch.tensor([places, rows]), self._device)
             token_ids.index_copy_(0, where[0], self._tokens[where[1]])
 
-    def take(self, sequences: Sequences[Sequence], tokens: Tensor) -> Callable[[], list[int]]:
+    def take(
+        self, sequences: Sequences[Sequence], tokens: Tensor, others: Sequences[Tensor] = ()
+    ) -> Callable[[], list[Tensor]]:
         """Keep what a step chose, [len(sequences)] int64 on the device, and begin its copy to the host.
 
-        Returns what waits until the step is over, and returns the tokens.
+        Returns what waits until the step is over, and returns tokens and `others` on the host.
         """
         self._rows = {sequence: row for row, sequence in enumerate(sequences)}
         self._tokens = tokens
         if self._stream is None:
-            return lambda: list(map(int, tokens.tolist()))
+            return lambda: [tokens, *others]
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        found: list[Tensor] = []
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            host.copy_(tokens, non_blocking=True)
+            for tensor in (tokens, *others):
+                found.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
+                found[-1].copy_(tensor, non_blocking=True)
+                # Its memory is not given to a later step before it is copied.
+                tensor.record_stream(self._stream)
             copied.record()
-        # Its memory is not given to a later step before it is copied.
-        tokens.record_stream(self._stream)
 
-        def wait() -> list[int]:
+        def wait() -> list[Tensor]:
             copied.synchronize()
-            return list(map(int, host.tolist()))
+            return found
 
         return wait

@@ -3,6 +3,7 @@
 runner call it, with as many rows as should be worked on at once."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,8 +11,34 @@ from torch import Tensor
 from quire_engine.request import Logprob
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log probabilities as they were computed."""
+
+    tensors: tuple[Tensor, ...]
+    """[num_rows]: the tokens taken, their log probabilities and ranks; [num_rows, most]: the likeliest tokens and their
+    log probabilities."""
+    counts: list[int]
+    """How many of the likeliest a row asks for."""
+
+    def entries(self, tensors: Sequence[Tensor]) -> list[list[Logprob]]:
+        """Per row, the token taken, then the likeliest ones; `tensors`: the same, or copies of them."""
+        found = []
+        columns = (tensor.tolist() for tensor in tensors)
+        for count, token, logprob, rank, tokens, logprobs in zip(self.counts, *columns, strict=True):
+            likely = zip(tokens[:count], logprobs[:count], strict=True)
+            found.append([Logprob(token, logprob, rank), *(Logprob(*entry, at) for at, entry in enumerate(likely, 1))])
+        return found
+
+
 def logprobs_of(logits: Tensor, taken: Tensor, counts: Sequence[int]) -> list[list[Logprob]]:
-    """Per row, the token taken, then the likeliest ones.
+    """Per row, the token taken, then the likeliest ones; as `score` takes them."""
+    scores = score(logits, taken, counts)
+    return scores.entries(scores.tensors)
+
+
+def score(logits: Tensor, taken: Tensor, counts: Sequence[int]) -> Scores:
+    """Compute log probabilities; nothing waits for them.
 
     Args:
         logits: [num_rows, vocab_size], any float dtype.
@@ -26,10 +53,4 @@ def logprobs_of(logits: Tensor, taken: Tensor, counts: Sequence[int]) -> list[li
     own = values.gather(-1, taken[:, None])
     ranks = (values > own).sum(dim=-1) + 1
     best = values.topk(max(counts), dim=-1)
-    likely_logprobs = (best.values - total).tolist()
-    columns = (taken.tolist(), (own - total)[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), likely_logprobs)
-    found = []
-    for count, token, logprob, rank, tokens, best_of_row in zip(counts, *columns, strict=True):
-        likely = zip(tokens[:count], best_of_row[:count], strict=True)
-        found.append([Logprob(token, logprob, rank), *(Logprob(*entry, at) for at, entry in enumerate(likely, 1))])
-    return found
+    return Scores((taken, (own - total)[:, 0], ranks, best.indices, best.values - total), counts)

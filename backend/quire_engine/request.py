@@ -12,6 +12,8 @@ SlotId = NewType("SlotId", int)
 
 PENDING = -1
 """Stands in a sequence's output for the token that the step in flight will choose."""
+MAX_LATE_LOGPROBS = 32
+"""Log probabilities for each token that may come to the host a step late; more of them take room on the device."""
 
 
 class Status(Enum):
@@ -113,9 +115,10 @@ class Sequence:
 
     @property
     def needs_tokens(self) -> bool:
-        """True when a step of it needs the host to know the tokens before, or tells the host more than a token: then it
-        is not begun before the last one is over."""
-        return bool(self.bad_words) or self.params.logprobs is not None or self.scoring
+        """True when a step of it needs the host to know the tokens before, or tells the host much more than a token:
+        then it is not begun before the last one is over."""
+        logprobs = self.params.logprobs
+        return bool(self.bad_words) or self.scoring or not (logprobs is None or 0 <= logprobs <= MAX_LATE_LOGPROBS)
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids [start, end) of prompt and output together."""

@@ -30,7 +30,7 @@ from quire_engine.group import Group
 from quire_engine.handover import Handover
 from quire_engine.kv import KVCache, block_bytes
 from quire_engine.layers import Placement
-from quire_engine.logprobs import logprobs_of
+from quire_engine.logprobs import Scores, logprobs_of
 from quire_engine.lora import AdapterSlots
 from quire_engine.memory import Budget, allocating, num_blocks
 from quire_engine.models import model_class
@@ -196,11 +196,7 @@ class TorchRunner(Runner):
         logits: Tensor | None
         if graphs is not None and graphs.takes(spans):
             self._copy(plan, self._kv)
-            with stretch("graph"):
-                logits = graphs.run(spans, self._handover.fill)
-            choosing = [i for i, span in enumerate(spans) if span.samples]
-            if len(choosing) < len(spans):
-                logits = logits[on_device(choosing, self._device)]
+            logits, choosing = self._replayed(graphs, spans, self._handover)
         else:
             order = order_spans(spans)
             ordered = [spans[i] for i in order]
@@ -212,13 +208,21 @@ class TorchRunner(Runner):
         rows = [Row(spans[i].sequence, spans[i].end) for i in choosing]
         # A step that chooses nothing is waited for as well, so that no more than two are ever queued.
         tokens = torch.empty(0, dtype=torch.int64, device=self._device)
-        if logits is not None:
-            tokens = self._sampler.tokens(logits, rows)
-        wait = self._handover.take([row.sequence for row in rows], tokens)
+        scored: list[tuple[list[int], Scores]] = []
+        if logits is not None and rows:
+            tokens, scored = self._sampler.begin(logits, rows)
+        others = [tensor for _, scores in scored for tensor in scores.tensors]
+        wait = self._handover.take([row.sequence for row in rows], tokens, others)
 
         def outcome() -> list[Sampled]:
-            found = dict(zip(choosing, wait(), strict=True))
-            return [Sampled([found[i]] if i in found else []) for i in range(len(spans))]
+            chosen, *rest = wait()
+            sampled = [Sampled([token]) for token in chosen.tolist()]
+            for asked, scores in scored:
+                entries = scores.entries([rest.pop(0) for _ in scores.tensors])
+                for row, of_row in zip(asked, entries, strict=True):
+                    sampled[row] = replace(sampled[row], logprobs=[of_row])
+            found = dict(zip(choosing, sampled, strict=True))
+            return [found.get(i, Sampled([])) for i in range(len(spans))]
 
         return outcome
 
@@ -258,14 +262,21 @@ class TorchRunner(Runner):
     @torch.inference_mode()
     def _replay(self, graphs: DecodeGraphs, spans: list[Span]) -> list[Sampled]:
         """A decoding step by its graph; one result a span, in order."""
-        with stretch("graph"):
-            logits = graphs.run(spans)
-        choosing = [i for i, span in enumerate(spans) if span.samples]
-        if len(choosing) < len(spans):
-            logits = logits[on_device(choosing, self._device)]
+        logits, choosing = self._replayed(graphs, spans)
         rows = [Row(spans[i].sequence, spans[i].end) for i in choosing]
         results = dict(zip(choosing, self._sampler(logits, rows) if rows else [], strict=True))
         return [results.get(i, Sampled([])) for i in range(len(spans))]
+
+    def _replayed(
+        self, graphs: DecodeGraphs, spans: list[Span], handover: Handover | None = None
+    ) -> tuple[Tensor, list[int]]:
+        """Logits of a decoding step by its graph, of the spans that choose a token, and which these are."""
+        with stretch("graph"):
+            logits = graphs.run(spans, None if handover is None else handover.fill)
+        choosing = [i for i, span in enumerate(spans) if span.samples]
+        if len(choosing) < len(spans):
+            logits = logits[on_device(torch.tensor(choosing, dtype=torch.int64), self._device)]
+        return logits, choosing
 
     def _capture(self, kv: KVCache, config: EngineConfig, max_model_len: int) -> DecodeGraphs | None:
         """Graphs of decoding steps over `kv`, if this runner has any."""

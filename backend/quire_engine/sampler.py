@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire_engine.adjustment import Adjustment
-from quire_engine.logprobs import logprobs_of
+from quire_engine.logprobs import Scores, score
 from quire_engine.request import Logprob, Sequence
 from quire_engine.step import Sampled
 from quire_engine.tally import Tally
@@ -59,11 +59,15 @@ class Sampler:
             sampled += [Sampled([token], logprobs.get(i)) for i, token in enumerate(taken.tolist())]
         return sampled
 
-    def tokens(self, logits: Tensor, rows: Rows[Row]) -> Tensor:
-        """The same tokens where they are made, [num_rows] int64 on the device: nothing waits for them. For rows whose
-        sequences ask for no log probabilities."""
-        taken = [of_part for _, _, of_part in self._taken(logits, rows, None)]
-        return taken[0] if len(taken) == 1 else torch.cat(taken)
+    def begin(self, logits: Tensor, rows: Rows[Row]) -> tuple[Tensor, list[tuple[list[int], Scores]]]:
+        """The same where it is computed, and nothing waits for it: tokens, [num_rows] int64 on the device, and which
+        rows ask for log probabilities, with these."""
+        taken, scored = [], []
+        for part, choice, of_part in self._taken(logits, rows, None):
+            taken.append(of_part)
+            if (scores := choice.score(logits[part], of_part)) is not None:
+                scored.append(([part.start + i for i in choice.logprobs], scores))
+        return taken[0] if len(taken) == 1 else torch.cat(taken), scored
 
     def _taken(self, logits: Tensor, rows: Rows[Row], mask: Tensor | None) -> Iterator[tuple[slice, "_Choice", Tensor]]:
         """The tokens of a part of the rows after the other, and what chose them."""
@@ -97,7 +101,8 @@ class _Choice:
         self.sequences = sequences
         self._adjustment = adjustment
         self._device = device
-        self._logprobs = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+        self.logprobs = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+        """By row, for those that ask: how many of the likeliest."""
         self._all_greedy, self._any_greedy = all(p.greedy for p in params), any(p.greedy for p in params)
         if self._all_greedy:
             return
@@ -122,11 +127,16 @@ class _Choice:
 
     def find_logprobs(self, logits: Tensor, taken: Tensor) -> dict[int, list[list[Logprob]]]:
         """By row, for those that ask: of the model's own distribution, before any parameter."""
-        if not self._logprobs:
-            return {}
-        index = on_device(list(self._logprobs), self._device)
-        found = logprobs_of(logits[index], taken[index], list(self._logprobs.values()))
-        return {i: [entries] for i, entries in zip(self._logprobs, found, strict=True)}
+        scores = self.score(logits, taken)
+        found = [] if scores is None else scores.entries(scores.tensors)
+        return {i: [entries] for i, entries in zip(self.logprobs, found, strict=True)}
+
+    def score(self, logits: Tensor, taken: Tensor) -> Scores | None:
+        """The same where it is computed; None when nobody asks."""
+        if not self.logprobs:
+            return None
+        index = on_device(list(self.logprobs), self._device)
+        return score(logits[index], taken[index], list(self.logprobs.values()))
 
     def _draw(self, logits: Tensor, rows: Rows[Row]) -> Tensor:
         """[num_rows] int64; greedy rows get their most likely token."""

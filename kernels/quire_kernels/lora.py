@@ -20,6 +20,7 @@ from quire_kernels.dispatch import Op
 from quire_kernels.linear import linear
 from quire_kernels.lora_slots import LinearSlots
 from quire_kernels.routing import Routing, route
+from quire_kernels.transfer import on_device
 
 TILE_ROWS = 8
 """Rows of a tile of compiled forms, as csrc/tile.h has them."""
@@ -74,7 +75,7 @@ def plan_adapters(segments: Sequence[SlotRows], num_tokens: int, device: torch.d
         slots[s.start : s.end] = s.slot
     if device.type == "cuda":
         routing = Routing.empty(num_tokens, max(users, default=0) + 1, device)
-        routed = route_adapters(slots.to(device, non_blocking=True), routing)
+        routed = route_adapters(on_device(slots, device), routing)
         return replace(routed, segments=tuple(segments), users=users)
     tiles = [
         (s.slot, at, min(at + TILE_ROWS, s.end)) for s in segments for at in range(s.start, s.end, TILE_ROWS)

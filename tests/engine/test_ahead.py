@@ -11,12 +11,8 @@ from support.scheduling import ALWAYS_SWAP, CONFIG, Bench
 from support.tiny import VOCAB, make_adapter, make_checkpoint
 
 from quire_engine.engine import Engine
-from quire_engine.graphs import DecodeGraphs
-from quire_engine.kv import KVCache
 from quire_engine.request import Status
-from quire_engine.runner import TorchRunner
 from quire_engine.swap import SwapSpace
-from quire_kernels import paged_attention
 from quire_spec.config import EngineConfig
 from quire_spec.messages import Generate
 
@@ -95,6 +91,19 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
+def test_log_probabilities_come_with_their_tokens(folder):
+    asked = [{"logprobs": 0}, {"logprobs": 3, "temperature": 1.0, "seed": 1}, {}, {"logprobs": 20, "max_tokens": 5}]
+    runs = []
+    for ahead in (False, True):
+        runs.append(run := _Run(folder, ahead))
+        for i, params in enumerate(asked):
+            run.add(i, _prompt(9 + 15 * i, i), **params)
+        run.drain()
+    assert runs[1].found == runs[0].found
+    assert [len(logprobs) for _, logprobs, *_ in runs[1].found.values()] == [24, 24, 0, 5]
+    assert runs[1].num_ahead > 20
+
+
 def _answers(folder, ahead: bool, **settings: Any) -> _Run:
     """Of requests in three waves, some of which share their beginning."""
     run = _Run(folder, ahead, **settings)
@@ -124,11 +133,11 @@ def test_the_same_tokens_as_steps_that_wait(folder, settings, monkeypatch):
 
 
 def test_the_same_tokens_where_the_host_has_to_know_them(folder):
-    """Log probabilities and words that are not to be said: their steps wait, those of others do not."""
-    asked = [{"logprobs": 2, "max_tokens": 9}, {"prompt_logprobs": 1}, {}, {"max_tokens": 40}]
+    """Words that are not to be said, log probabilities of prompts and many of them: their steps wait, and no others."""
+    asked = [{"logprobs": 50, "max_tokens": 9}, {"prompt_logprobs": 1}, {}, {"max_tokens": 40}]
     runs = []
     for ahead in (False, True):
-        runs.append(run := _Run(folder, ahead))
+        runs.append(run := _Run(folder, ahead, max_logprobs=50))
         for i, params in enumerate(asked):
             run.add(i, _prompt(9 + 15 * i, i), **params)
         bad = {"bad_word_ids": [[t] for t in range(0, VOCAB, 2)] + [[1, 3], [5, 7]]}
@@ -191,38 +200,6 @@ def test_an_abort_between_steps_ends_a_sequence_at_once_and_no_other(folder):
     run.engine.abort([0])
     run.add(0, _prompt(20, 0))
     assert run.drain()[0] == expected.found[0]
-
-
-class _Replays:
-    """A recording that runs the step again each time, and counts."""
-
-    def __init__(self) -> None:
-        self.num = 0
-
-    def __call__(self, step):
-        def replay():
-            self.num += 1
-            return step()
-
-        return replay
-
-
-def test_steps_of_graphs_take_tokens_on_the_device(folder, monkeypatch):
-    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
-    expected = _answers(folder, False)
-    replays = _Replays()
-    made = TorchRunner.__init__
-
-    def init(self, *args, **kwargs):
-        made(self, *args, **kwargs)
-        shape = self._model.shape
-        self._kv = KVCache(shape, self.num_blocks, 8, torch.float32, torch.device("cpu"), num_spare=1)
-        self._graphs = DecodeGraphs(self._model, self._kv, 6, MAX_MODEL_LEN, record=replays)
-
-    monkeypatch.setattr(TorchRunner, "__init__", init)
-    found = _answers(folder, True)
-    assert found.found == expected.found
-    assert replays.num > 20 and found.num_ahead > 60
 
 
 # What the scheduler does ahead, and what not.

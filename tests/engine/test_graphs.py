@@ -103,13 +103,15 @@ class _Replays:
         return replay
 
 
-def _answers(folder, monkeypatch, replays, adapters=(), seen=None):
+def _answers(folder, monkeypatch, replays, adapters=(), seen=None, ahead=False):
     """Tokens of nine requests, which come in two waves, with more than the blocks can hold at once; `adapters`: of the
-    requests in turn, `seen`: takes the slots and adapters of each replayed step."""
+    requests in turn, `seen`: takes the slots and adapters of each replayed step, `ahead`: begin steps before the last
+    one is over."""
     # The gathering form wants groups that the host has made; a step of a graph has none.
     monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
     monkeypatch.setattr(TorchRunner, "_capture", lambda self, kv, config, max_model_len: None)
     config = dataclasses.replace(CONFIG, model=str(folder), kv_cache_memory_bytes=13 * 8 * 2 * 2 * 2 * 16 * 4)
+    config = dataclasses.replace(config, async_scheduling=ahead)
     if adapters:
         config = dataclasses.replace(config, enable_lora=True, max_loras=2, max_lora_rank=16)
     engine = Engine.from_config(config)
@@ -123,7 +125,9 @@ def _answers(folder, monkeypatch, replays, adapters=(), seen=None):
         runner._kv = KVCache(shape, runner.num_blocks, 8, torch.float32, torch.device("cpu"), num_spare=1)
         runner._graphs = DecodeGraphs(runner._model, runner._kv, 6, 96, 2 if adapters else 0, record=replays)
         run, steps = runner._graphs.run, [] if seen is None else seen
-        runner._graphs.run = lambda spans: steps.append({(s.slot, s.sequence.adapter) for s in spans}) or run(spans)
+        runner._graphs.run = lambda spans, fill: (
+            steps.append({(s.slot, s.sequence.adapter) for s in spans}) or run(spans, fill)
+        )
     prompts = [
         torch.randint(VOCAB, (3 + 7 * i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(9)
     ]
@@ -142,20 +146,22 @@ def _answers(folder, monkeypatch, replays, adapters=(), seen=None):
     return found, engine.stats().num_preemptions
 
 
-def test_the_same_tokens_as_without(folder, monkeypatch):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_same_tokens_as_without(folder, monkeypatch, ahead):
     replays = _Replays()
     expected, _ = _answers(folder, monkeypatch, None)
-    found, num_preemptions = _answers(folder, monkeypatch, replays)
+    found, num_preemptions = _answers(folder, monkeypatch, replays, ahead=ahead)
     assert found == expected
     assert replays.num > 20
     assert num_preemptions > 0
 
 
-def test_the_same_tokens_with_adapters(folder, monkeypatch):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_same_tokens_with_adapters(folder, monkeypatch, ahead):
     """Three adapters take turns in two slots, beside sequences without: what a slot holds changes between replays."""
     adapters, seen = (None, "adapter 0", "adapter 1", "adapter 2"), []
     expected, _ = _answers(folder, monkeypatch, None, adapters)
-    found, num_preemptions = _answers(folder, monkeypatch, _Replays(), adapters, seen)
+    found, num_preemptions = _answers(folder, monkeypatch, _Replays(), adapters, seen, ahead)
     assert found == expected
     assert num_preemptions > 0
     assert found != _answers(folder, monkeypatch, None)[0]
