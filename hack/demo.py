@@ -42,6 +42,10 @@ class Ports:
     health: int
 
 
+Piece = tuple[str, int]
+"""Text, and how many tokens it is: those that were made while the last piece was on its way come together."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the table at the end."""
@@ -94,7 +98,7 @@ def http_generate(ports: Ports, model: str, body: dict[str, Any]) -> dict[str, A
     """POST /v2/models/MODEL/generate: the whole answer at once."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{ports.http}/v2/models/{model}/generate",
-        json.dumps(body).encode(),
+        json.dumps({**body, "return_num_output_tokens": True}).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as response:
@@ -102,48 +106,50 @@ def http_generate(ports: Ports, model: str, body: dict[str, Any]) -> dict[str, A
     return answer
 
 
-def http_stream(ports: Ports, model: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def http_stream(ports: Ports, model: str, body: dict[str, Any]) -> Iterator[Piece]:
     """POST /v2/models/MODEL/generate_stream: server-sent events as they come."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{ports.http}/v2/models/{model}/generate_stream",
-        json.dumps({**body, "stream": True}).encode(),
+        json.dumps({**body, "stream": True, "return_num_output_tokens": True}).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as response:
         for line in response:
             if line.startswith(b"data: "):
-                yield json.loads(line[6:])
+                event = json.loads(line[6:])
+                yield event["text_output"], int(event["num_output_tokens"])
 
 
-def grpc_stream(ports: Ports, model: str, prompt: str, parameters: dict[str, Any]) -> Iterator[str]:
+def grpc_stream(ports: Ports, model: str, prompt: str, parameters: dict[str, Any]) -> Iterator[Piece]:
     """ModelStreamInfer with NVIDIA's client: pieces of text as they come."""
     import numpy as np
 
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     text = grpcclient.InferInput("text_input", [1], "BYTES")
     text.set_data_from_numpy(np.array([prompt.encode()], dtype=np.object_))
-    stream = grpcclient.InferInput("stream", [1], "BOOL")
-    stream.set_data_from_numpy(np.array([True]))
+    flags = [grpcclient.InferInput(name, [1], "BOOL") for name in ("stream", "return_num_output_tokens")]
+    for flag in flags:
+        flag.set_data_from_numpy(np.array([True]))
     with grpcclient.InferenceServerClient(f"127.0.0.1:{ports.grpc}") as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
-        client.async_stream_infer(model, [text, stream], parameters=parameters, enable_empty_final_response=True)
+        client.async_stream_infer(model, [text, *flags], parameters=parameters, enable_empty_final_response=True)
         while True:
             result, error = answers.get(timeout=60)
             if error is not None:
                 raise SystemExit(f"demo: {model}: {error}")
             if (piece := result.as_numpy("text_output")) is not None:
-                yield piece[0].decode()
+                yield piece[0].decode(), int(result.as_numpy("num_output_tokens")[0])
             if result.get_response().parameters["triton_final_response"].bool_param:
                 return
 
 
-def show(what: str, pieces: Iterator[str]) -> Row:
+def show(what: str, pieces: Iterator[Piece]) -> Row:
     """Print a stream under a heading, measured."""
     started = time.monotonic()
     text, first, count = "", 0.0, 0
-    for piece in pieces:
+    for piece, tokens in pieces:
         first = first or time.monotonic() - started
-        count += 1
+        count += tokens
         text += piece
     seconds = time.monotonic() - started
     say(f"\n{what}")
@@ -158,8 +164,7 @@ def crowd(ports: Ports, models: list[str], streams: int) -> Row:
     def one(i: int) -> None:
         started = time.monotonic()
         body = {"text_input": STORY, "max_tokens": 64, "temperature": 0.7, "seed": i, "ignore_eos": True}
-        events = http_stream(ports, models[i % len(models)], body | {"return_num_output_tokens": True})
-        seen = [(time.monotonic() - started, int(event["num_output_tokens"])) for event in events]
+        seen = [(time.monotonic() - started, tokens) for _, tokens in http_stream(ports, models[i % len(models)], body)]
         with lock:
             counts.append(sum(tokens for _, tokens in seen))
             firsts.append(1e3 * seen[0][0])
@@ -181,19 +186,13 @@ def requests(ports: Ports) -> list[Row]:
     print(textwrap.indent(textwrap.fill(answer["text_output"].strip(), 100), "    "), flush=True)
     whole = 1e3 * (time.monotonic() - started)
     return [
-        Row("tales, HTTP generate", 80, whole, whole / 1e3),
-        show(
-            "adapter `pirate`, HTTP stream, the same prompt",
-            (e["text_output"] for e in http_stream(ports, "pirate", asked)),
-        ),
+        Row("tales, HTTP generate", int(answer["num_output_tokens"]), whole, whole / 1e3),
+        show("adapter `pirate`, HTTP stream, the same prompt", http_stream(ports, "pirate", asked)),
         show(
             "adapter `sql`, gRPC stream: " + QUESTION.splitlines()[0],
             grpc_stream(ports, "sql", QUESTION, {"temperature": 0.0, "max_tokens": 40}),
         ),
-        show(
-            "base with lora_name=pirate, HTTP stream",
-            (e["text_output"] for e in http_stream(ports, "tales", asked | {"lora_name": "pirate"})),
-        ),
+        show("base with lora_name=pirate, HTTP stream", http_stream(ports, "tales", asked | {"lora_name": "pirate"})),
         crowd(ports, ["tales", "pirate", "sql"], 24),
     ]
 
