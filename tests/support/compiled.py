@@ -54,6 +54,7 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> 
     found.append(
         {
             "name": kernel.metadata.name,
+            "hash": kernel.hash,
             "shared": kernel.metadata.shared,
             "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
             "stack": int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
@@ -94,22 +95,19 @@ def _call_all() -> None:
 
 
 def _call_lora(own: Any) -> None:
-    """q, k and v, and the embedding, at 256 tokens of 32 slots."""
+    """q, k and v, and the embedding, in steps of several sizes, with slots for several ranks."""
     sites = [ops.Site(4096, (4096, 1024, 1024)), ops.Site(128256, (4096,), looked_up=True)]
-    slots = torch.arange(256) % 32
+    entries, memory = torch.zeros(32, 3, 3, dtype=torch.int64), torch.empty(32, 1 << 12, dtype=BF16)
     for max_rank in (16, 64, 128):
-        of_linear, of_rows = (
-            ops.LinearSlots(
-                site, torch.empty(32, 1 << 12, dtype=BF16), *[torch.zeros(32, 3, 3, dtype=torch.int64)] * 2, max_rank
-            )
-            for site in sites
-        )
-        batch = ops.AdapterBatch(slots, routing=ops.Routing.empty(256, 32, slots.device))
-        x, out = torch.randn(256, 4096, dtype=BF16), torch.randn(256, 6144, dtype=BF16)
-        own(ops.add_lora)(out, x, of_linear, batch)
-        if max_rank == 16:
-            own(ops.route)(slots, batch.routing)
-            own(ops.add_lora_rows)(x, slots, of_rows, batch)
+        of_linear, of_rows = (ops.LinearSlots(site, memory, entries, entries, max_rank) for site in sites)
+        for num_tokens, num_slots in ((1, 1), (5, 32), (256, 32), (2048, 7)) if max_rank == 16 else ((256, 32),):
+            slots = torch.arange(num_tokens) % num_slots
+            batch = ops.AdapterBatch(slots, routing=ops.Routing.empty(num_tokens, num_slots, slots.device))
+            x, out = (torch.randn(num_tokens, width, dtype=BF16) for width in (4096, 6144))
+            own(ops.add_lora)(out, x, of_linear, batch)
+            if max_rank == 16:
+                own(ops.route)(slots, batch.routing)
+                own(ops.add_lora_rows)(x, slots, of_rows, batch)
 
 
 if __name__ == "__main__":

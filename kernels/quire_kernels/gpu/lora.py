@@ -224,7 +224,8 @@ def _shrink_ranks(
     tl.store(to[:, None] + ranks[None, :], total, mask=live[:, None] & (ranks[None, :] < rank))
 
 
-@triton.jit
+# A step of any size must find its kernels compiled: what differs between steps beside multiples of 16 is this one.
+@triton.jit(do_not_specialize=["num_splits"])
 def _expand(
     out_ptr,
     ld_out,

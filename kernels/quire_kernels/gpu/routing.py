@@ -20,8 +20,7 @@ def route(slots: Tensor, out: Routing) -> None:
     """See routing.route. Each slot's program reads 16 bytes a token, from the L2 cache but for the first: 32 slots of
     8,192 tokens are 4 MB."""
     num_slots, num_tokens = len(out.counts), len(slots)
-    block = min(_TOKENS, max(16, triton.next_power_of_2(num_tokens)))
-    _count[(num_slots,)](slots, out.counts, num_tokens, TOKENS=block, num_warps=4)
+    _count[(num_slots,)](slots, out.counts, num_tokens, TOKENS=_TOKENS, num_warps=4)
     # One more program marks the tiles that nobody needs.
     _fill[(num_slots + 1,)](
         slots,
@@ -32,13 +31,14 @@ def route(slots: Tensor, out: Routing) -> None:
         num_slots,
         len(out.slots),
         ROWS=ROUTED_ROWS,
-        TOKENS=block,
+        TOKENS=_TOKENS,
         SLOTS=_SLOTS,
         num_warps=4,
     )
 
 
-@triton.jit
+# A step of any size must find its kernels compiled: numbers that differ between steps are not specialised.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _count(slots_ptr, counts_ptr, num_tokens, TOKENS: tl.constexpr):
     slot = tl.program_id(0)
     count = 0
@@ -49,7 +49,7 @@ def _count(slots_ptr, counts_ptr, num_tokens, TOKENS: tl.constexpr):
     tl.store(counts_ptr + slot, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_tiles"])
 def _fill(
     slots_ptr,
     counts_ptr,

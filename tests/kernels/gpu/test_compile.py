@@ -45,6 +45,14 @@ def test_deltas_are_multiplied_without_the_matrix_units_of_hopper(kernels):
     assert all(k["wide_copies"] for k in of_lora)
 
 
+def test_steps_with_adapters_find_their_kernels_compiled(kernels):
+    """Whatever their size: only the room for ranks, and embeddings, make another one. Compiling takes a second."""
+    of = lambda name: len({kernel["hash"] for kernel in kernels if kernel["name"] == name})  # noqa: E731
+    assert {name: of(name) for name in ("_count", "_fill", "_shrink", "_expand")} == {
+        "_count": 1, "_fill": 1, "_shrink": 2, "_expand": 4,
+    }  # fmt: skip
+
+
 def test_long_spans_use_the_matrix_units_of_hopper(kernels):
     decode, decode_of_eight_bits, prefill, mixed = (k for k in kernels if k["name"] == "_attend")
     assert prefill["matrix"]
