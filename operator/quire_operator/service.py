@@ -49,6 +49,7 @@ class Engine:
     maxModelLen: int | None = None
     gpuMemoryUtilization: str | None = None
     kvCacheMemory: str | None = None
+    kvCacheDtype: str | None = None
     blockSize: int | None = None
     tensorParallelSize: int | None = None
     dtype: str | None = None

@@ -279,6 +279,17 @@ def test_a_pinned_kv_cache_is_taken_as_it_is_or_refused():
     assert refused("8b", L4, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 8Gi}")[0] is Why.DOES_NOT_FIT
 
 
+def test_an_fp8_cache_holds_twice_the_tokens():
+    whole, half = (
+        plan("8b", H100, f"lora: {{maxLoaded: 0}}\nengine: {{kvCacheMemory: 4Gi, kvCacheDtype: {kind}}}")
+        for kind in ("auto", "fp8")
+    )
+    assert (half.bytes.kv, half.kvTokens) == (whole.bytes.kv, 2 * whole.kvTokens)
+    assert half.inputsHash != whole.inputsHash
+    # Named or not, what is there anyway is no other input: nothing is planned anew.
+    assert whole.inputsHash == plan("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 4Gi}").inputsHash
+
+
 # CPU.
 
 

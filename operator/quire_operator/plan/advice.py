@@ -98,7 +98,7 @@ def _row(inputs: Inputs, found: Way) -> tuple[int, ...]:
 def _least_kv_bytes(inputs: Inputs, tp: int) -> int:
     pinned = inputs.engine.maxModelLen
     tokens = pinned or limits.least_length(inputs) * inputs.engine.minConcurrency
-    return tokens * memory.token_bytes(inputs.model.shape, limits.element_bytes(inputs), tp)
+    return tokens * memory.token_bytes(inputs.model.shape, limits.kv_element_bytes(inputs), tp)
 
 
 def _not_tried(inputs: Inputs, tp: int) -> str:

@@ -96,6 +96,8 @@ class Inputs:
                 "dtype": engine.dtype,
                 "gpuMemoryUtilization": engine.gpuMemoryUtilization,
                 "kvCacheMemory": engine.kvCacheMemory,
+                # Absent where it changes nothing: plans of before the field was there stay what they are.
+                **({"kvCacheDtype": engine.kvCacheDtype} if engine.kvCacheDtype not in (None, "auto") else {}),
                 "maxModelLen": engine.maxModelLen,
                 "maxNumBatchedTokens": engine.maxNumBatchedTokens,
                 "maxNumSeqs": engine.maxNumSeqs,

@@ -98,6 +98,11 @@ def element_bytes(inputs: Inputs) -> int:
     return capability.DTYPE_BYTES[inputs.engine.dtype or inputs.model.dtype]
 
 
+def kv_element_bytes(inputs: Inputs) -> int:
+    """Bytes of a number in the KV cache."""
+    return element_bytes(inputs) if inputs.engine.kvCacheDtype in (None, "auto") else 1
+
+
 def computed_bytes(inputs: Inputs) -> int:
     """Bytes of all weights in the type that the engine computes in."""
     return inputs.model.weights_bytes * element_bytes(inputs) // capability.DTYPE_BYTES.get(inputs.model.dtype, 2)

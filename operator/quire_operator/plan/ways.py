@@ -82,8 +82,9 @@ def way(inputs: Inputs, tp: int, tokens: int, seqs: int) -> Way:
         lora=memory.lora_bytes(shape, inputs.lora.maxLoaded, inputs.lora.maxRank, element),
     )
     share = _utilization(inputs, tp)
-    kv_bytes = _kv_bytes(inputs, tp, costs, share, seqs, memory.token_bytes(shape, element, tp))
-    kv_tokens = max(0, kv_bytes // memory.token_bytes(shape, element, tp))
+    per_token = memory.token_bytes(shape, limits.kv_element_bytes(inputs), tp)
+    kv_bytes = _kv_bytes(inputs, tp, costs, share, seqs, per_token)
+    kv_tokens = max(0, kv_bytes // per_token)
     return Way(tp, tokens, seqs, share, costs, kv_bytes, kv_tokens, _length(inputs, kv_tokens))
 
 
