@@ -23,12 +23,14 @@ from quire_server.background import in_thread
 from quire_server.cache import Partial
 from quire_server.output import set_up_logging
 from quire_server.places import Place
+from quire_server.progress import Meter, told
 from quire_server.sources import SourceOptions, Sources
 from quire_server.transfer import DigestMismatch, Transfer
 from quire_spec.catalogue import Source
 from quire_spec.document import from_json
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
 from quire_spec.outcome import Outcome, Result
+from quire_spec.progress import PATH, PORT_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         source = _source(args.source)
         options = SourceOptions(args.secrets_dir, hub_endpoint=args.hub_endpoint)
-        revision = asyncio.run(download(source, into, options))
+        revision = asyncio.run(download(source, into, options, args.progress_port))
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr, flush=True)
         _report(args.report, Outcome(_result(error), _size(_partial(into).folder), None, str(error)))
@@ -65,8 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_DONE
 
 
-async def download(source: Source, into: Path, options: SourceOptions) -> str | None:
+async def download(source: Source, into: Path, options: SourceOptions, progress_port: int | None = None) -> str | None:
     """Bring the files of `source` into the folder `into`, unless it is there already; returns the commit, if known.
+
+    How far it is can be asked on `progress_port`.
 
     Raises:
         InvalidArgument, NotFound: the source is wrong, or has no model. Unavailable: right, but not now.
@@ -75,20 +79,23 @@ async def download(source: Source, into: Path, options: SourceOptions) -> str | 
         log.info("model is there already folder=%s", into)
         return None
     with _disk_errors(into), _alone(into) as partial:
-        async with Sources(options) as sources:
-            place = sources.place(source)
-            names = await _bring_all(place, partial, source.http is not None and source.http.sha256 is not None)
-        await in_thread(_commit, partial, names, into)
+        meter = Meter(partial.folder)
+        async with told(meter, progress_port):
+            async with Sources(options) as sources:
+                place = sources.place(source)
+                pinned = source.http is not None and source.http.sha256 is not None
+                names = await _bring_all(_Bring(place, partial, meter), place, pinned)
+            await in_thread(_commit, partial, names, into)
     log.info("model is complete folder=%s files=%d bytes=%d", into, len(names), _size(into))
     return place.revision
 
 
-async def _bring_all(place: Place, partial: Partial, pinned: bool) -> list[str]:
+async def _bring_all(bring: "_Bring", place: Place, pinned: bool) -> list[str]:
     """Bring every file; returns their names. `pinned`: the source has the digest of the one file of weights."""
-    bring = _Bring(place, partial)
     await bring.file(CONFIG)
     names = [CONFIG, *[name for name in OPTIONAL if await bring.optional(name)]]
     if not await bring.optional(INDEX):
+        bring.meter.weights([SINGLE])
         await bring.file(SINGLE)
         return [*names, SINGLE]
     if pinned:
@@ -96,7 +103,8 @@ async def _bring_all(place: Place, partial: Partial, pinned: bool) -> list[str]:
             f"{place.where(INDEX)}: the source has one sha256, and these weights are in several files; remove it, or "
             "serve the model as one file"
         )
-    shards = _shards(partial.folder / INDEX, place)
+    shards, said = _shards(bring.partial.folder / INDEX, place)
+    bring.meter.weights(shards, said)
     gate = asyncio.Semaphore(_PARALLEL)
 
     async def shard(name: str) -> None:
@@ -142,19 +150,22 @@ def _report(file: Path | None, outcome: Outcome) -> None:
 class _Bring:
     """Brings files, and remembers in the partial folder which of them are whole, and of what version."""
 
-    def __init__(self, place: Place, partial: Partial) -> None:
-        self._place, self._partial = place, partial
-        self._transfer = Transfer(lambda name: (None if name.endswith(".safetensors") else _MAX_SMALL_BYTES, ""))
+    def __init__(self, place: Place, partial: Partial, meter: Meter) -> None:
+        self._place, self.partial, self.meter = place, partial, meter
+        self._transfer = Transfer(
+            lambda name: (None if name.endswith(".safetensors") else _MAX_SMALL_BYTES, ""), meter.size
+        )
         self._whole = Partial(partial.folder.with_name(partial.folder.name + "-whole"))
 
     async def file(self, name: str) -> None:
         """One file, if it is not whole already."""
         if await self._is_whole(name):
+            self.meter.size(name, self.partial.size(name))
             return
-        await self._transfer.bring(self._place, self._partial, name)
-        await self._transfer.verify(self._place, self._partial, name)
-        self._whole.note(name, self._partial.versions().get(name))
-        log.info("file is complete file=%s bytes=%d", name, self._partial.size(name))
+        await self._transfer.bring(self._place, self.partial, name)
+        await self._transfer.verify(self._place, self.partial, name)
+        self._whole.note(name, self.partial.versions().get(name))
+        log.info("file is complete file=%s bytes=%d", name, self.partial.size(name))
 
     async def optional(self, name: str) -> bool:
         """The same for a file that need not be there; whether it is."""
@@ -166,15 +177,20 @@ class _Bring:
 
     async def _is_whole(self, name: str) -> bool:
         noted = self._whole.versions().get(name)
-        if noted is None or not (self._partial.folder / name).is_file():
+        if noted is None or not (self.partial.folder / name).is_file():
             return False
         return noted == await self._place.version(name)
 
 
-def _shards(index: Path, place: Place) -> list[str]:
-    """Names of the files of weights; raises InvalidArgument for an index that names anything else."""
+def _shards(index: Path, place: Place) -> tuple[list[str], int | None]:
+    """Names of the files of weights, and bytes of their tensors where the index says them.
+
+    Raises:
+        InvalidArgument: it names anything else.
+    """
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        document = json.loads(index.read_text())
+        names = sorted(set(document["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgument(f"{place.where(INDEX)}: has no weight_map; save the model again") from error
     for name in names:
@@ -182,7 +198,9 @@ def _shards(index: Path, place: Place) -> list[str]:
             raise InvalidArgument(f"{place.where(INDEX)}: {name!r} is not a file of weights beside it")
     if not names:
         raise InvalidArgument(f"{place.where(INDEX)}: names no files; save the model again")
-    return names
+    meta = document.get("metadata")
+    said = meta.get("total_size") if isinstance(meta, dict) else None
+    return names, int(said) if isinstance(said, int | float) and 0 < said < 2**63 else None
 
 
 @contextmanager
@@ -267,6 +285,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--secrets-dir", type=Path, metavar="DIR", help="Secrets, as DIR/<secret>/<key>")
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write how it ended, as JSON: result, bytes, revision, message"
+    )
+    parser.add_argument(
+        "--progress-port",
+        type=int,
+        default=os.environ.get(PORT_VARIABLE),
+        metavar="N",
+        help=f"answer GET {PATH} here: bytes, total, bytes_per_s (default: {PORT_VARIABLE}, or nowhere)",
     )
     parser.add_argument("--hub-endpoint", metavar="URL", help="of the hub (default: HF_ENDPOINT, or the public one)")
     return parser

@@ -31,9 +31,14 @@ class DigestMismatch(InvalidArgument):
 class Transfer:
     """How files are brought: with what limit each."""
 
-    def __init__(self, limit: Callable[[str], tuple[int | None, str]]) -> None:
-        """`limit(name)` is the largest size of a file, None: any, and what its refusal ends with."""
-        self._limit = limit
+    def __init__(
+        self,
+        limit: Callable[[str], tuple[int | None, str]],
+        sized: Callable[[str, int], None] = lambda name, size: None,
+    ) -> None:
+        """`limit(name)` is the largest size of a file, None: any, and what its refusal ends with; `sized` is told the
+        size of each file whose place says it."""
+        self._limit, self._sized = limit, sized
 
     async def bring(self, place: Place, partial: Partial, name: str) -> None:
         """Read one file to its end, going on where a cut left it."""
@@ -58,6 +63,8 @@ class Transfer:
                 async with asyncio.timeout(SILENCE_S):
                     opened = await stack.enter_async_context(place.open(name, start, noted))
             self._check_size(place, name, opened.size or 0)
+            if opened.size is not None:
+                self._sized(name, opened.size)
             if opened.start not in (0, start):
                 raise Unavailable(f"{place.where(name)}: asked for byte {start}, got byte {opened.start}")
             if opened.start == 0:

@@ -4,7 +4,9 @@
 The pods of Jobs end as a test says (support/kubelet.py); what their program does is in tests/server/test_download.py.
 """
 
+import asyncio
 import threading
+from datetime import UTC, datetime
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,9 +16,14 @@ from support.kubelet import Container, Kubelet
 from support.operating import TINY, Operating, llm_service
 from support.pod import eventually
 
+from quire_operator.kube import kinds
+from quire_operator.reconcile import reconciler
+from quire_operator.reconcile.model_cache import job_succeeded
 from quire_spec.outcome import Outcome, Result
+from quire_spec.progress import Progress
 
 API = ("quire.dev/v1alpha1", "LLMService")
+FAR = Progress(2**20, 4 * 2**20, 2**18)
 COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
 
 
@@ -56,7 +63,7 @@ def place():
 @pytest.fixture(scope="module")
 def kubelet(cluster):
     cluster.needs_controllers()
-    with Kubelet(cluster, "node-downloading") as node, Fleet(node):
+    with Kubelet(cluster, "node-downloading") as node, Fleet(node, progress=FAR):
         yield node
 
 
@@ -98,7 +105,10 @@ def test_no_pod_before_the_model_is_there_and_every_step_is_told(cluster, namesp
         says(operating, "ModelCached", "False", "Downloading")
         assert operating.condition("Ready")["reason"] == "Downloading"
         assert operating.child("Deployment")["spec"]["replicas"] == 0
-        assert operating.status()["cache"]["state"] == "Downloading"
+        cache = operating.status()["cache"]
+        assert (cache["state"], cache["progress"], cache["totalBytes"]) == ("Downloading", "25%", str(4 * 2**20))
+        assert "1.0 MiB of 4.0 MiB (25%), 256.0 KiB/s, about 12 s left" in message(operating, "ModelCached")
+        assert "25%" in cluster.kubectl("get", "llm", "tales", namespace=namespace)
         # The token is refused; the Job tries again after 10 s, when somebody has put that right.
         why = "http://models/config.json: HTTP 401; the source's secret is missing, wrong, or lacks access"
         downloads(kubelet, namespace, ended(Result.AUTH_FAILED, message=why))
@@ -114,6 +124,51 @@ def test_no_pod_before_the_model_is_there_and_every_step_is_told(cluster, namesp
         reasons = [e["reason"] for e in cluster.items("events.k8s.io/v1", "Event", namespace)]
         assert {"Downloading", "AuthFailed", "Downloaded"} <= set(reasons)
         assert reasons.count("AuthFailed") == 1
+
+
+def test_a_download_that_ends_in_the_middle_of_a_pass_is_not_missed(cluster, namespace, kubelet, place):
+    downloads(kubelet, namespace, Container())
+    with Operating(cluster, namespace) as operating:
+        parts = operating.controller.reconciler._parts
+        apply = parts.applier.apply
+
+        async def applied_slowly(key, uid, manifests):
+            outcome = await apply(key, uid, manifests)
+            downloads(kubelet, namespace, ended(Result.DOWNLOADED))
+            async with asyncio.timeout(20):
+                while not any(job_succeeded(entry.body()) for entry in parts.cache.of(key, kinds.JOB)):
+                    await asyncio.sleep(0.02)
+            return outcome
+
+        parts.applier.apply = applied_slowly
+        cluster.apply(llm_service(model={"source": {"http": {"url": place.url}}}), namespace)
+        says(operating, "Ready", "True", "Ready")
+
+
+def test_a_download_that_gave_up_is_tried_again(cluster, namespace, kubelet, place, monkeypatch):
+    downloads(kubelet, namespace, Container())
+    with Operating(cluster, namespace) as operating:
+        cluster.apply(llm_service(model={"source": {"http": {"url": place.url}}}), namespace)
+        says(operating, "ModelCached", "False", "Downloading")
+        (job,) = cluster.items("batch/v1", "Job", namespace)
+        # As the controller says it after six tries, which take ten minutes.
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        failed = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "lastTransitionTime": now}
+        name = job["metadata"]["name"]
+        cluster.merge("batch/v1", "Job", name, {"status": {"conditions": [failed]}}, namespace, subresource="status")
+        says(operating, "ModelCached", "False", "DownloadFailed")
+        operating.settles()
+        operating.touch()
+        uid = job["metadata"]["uid"]
+        assert cluster.get("batch/v1", "Job", name, namespace)["metadata"]["uid"] == uid, "not at once"
+        monkeypatch.setattr(reconciler, "_FAILED_JOB_S", 0.0)
+        operating.touch()
+
+        def another():
+            found = cluster.get("batch/v1", "Job", name, namespace)
+            return found is not None and found["metadata"]["uid"] != uid
+
+        eventually(another, 20, "another Job")
 
 
 def test_a_place_that_refuses_us_is_told_before_there_is_a_plan(cluster, namespace, kubelet, place):

@@ -17,6 +17,7 @@ from support.observing import pod, starting, wanted
 from quire_operator.reconcile import pods
 from quire_operator.reconcile.pods import AdapterPusher, Exchange
 from quire_spec.document import to_json
+from quire_spec.progress import Progress
 
 KEY = "s3cret-key-of-the-admin-port"
 SERVICE = wanted()
@@ -294,6 +295,26 @@ async def test_what_a_pod_answers_is_not_trusted(pusher, answer, words, caplog):
         assert found.report is None and words in found.report_error
         assert KEY not in found.report_error + caplog.text
         assert len(found.report_error) <= 300
+        far = await one(pusher, replace(seen, downloading=True))
+        assert far.progress is None and far.report_error == ""
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_pod_that_downloads_is_asked_how_far_it_is_and_never_shown_the_key(pusher):
+    asked = []
+
+    async def answer(request):
+        asked.append((request.method, request.path, request.headers.get("Authorization")))
+        return web.json_response(to_json(Progress(1, 4, 2)))
+
+    runner, seen = await strange(answer)
+    try:
+        for started_at in ("", seen.started_at):
+            found = await one(pusher, replace(seen, started_at=started_at, downloading=True))
+            assert (found.progress, found.report, found.report_error) == (Progress(1, 4, 2), None, "")
+        assert asked == [("GET", "/progress", None)] * 2 and pusher.told == [Exchange.ASKED] * 2
+        assert (await one(pusher, replace(found, deleting=True))).progress is None
     finally:
         await runner.cleanup()
 

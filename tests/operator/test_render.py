@@ -347,12 +347,14 @@ def test_where_the_model_is():
     assert config["model"] == "/mnt/claims/c/m/n"
 
 
-def test_the_job_runs_what_the_download_takes():
+def test_the_job_runs_what_the_download_takes(monkeypatch):
     of = service(f"{GPU}model: {{source: {{s3: {{uri: s3://bucket/m, credentialsSecretRef: {{name: store}}}}}}}}")
     (container,) = one(objects(of), "Job")["spec"]["template"]["spec"]["containers"]
     assert container["command"][:4] == ["tini", "--", "python3", "-m"]
     assert importlib.util.find_spec(container["command"][4]) is not None
+    monkeypatch.setenv(container["env"][0]["name"], container["env"][0]["value"])
     args = quire_server.download._parser().parse_args(container["args"])
+    assert [p["containerPort"] for p in container["ports"] if p["name"] == "health"] == [args.progress_port]
     assert quire_server.download._source(args.source) == of.spec.model.source
     mounts = {m["mountPath"]: m.get("readOnly", False) for m in container["volumeMounts"]}
     assert mounts[str(args.into.parent)] is False
@@ -396,7 +398,10 @@ def test_network_policies():
 
     assert egress(found["NetworkPolicy", "s"]) == [53, 53, 443, 8080]
     assert egress(found["NetworkPolicy", "s-model-download"]) == [53, 53, 443]
-    assert found["NetworkPolicy", "s-model-download"]["spec"]["ingress"] == []
+    (asked,) = found["NetworkPolicy", "s-model-download"]["spec"]["ingress"]
+    assert asked == {"from": [OPERATOR], "ports": [{"port": 8003, "protocol": "TCP"}]}, "how far it is"
+    unknown = objects(of, cluster=dataclasses.replace(CLUSTER, operator=None))
+    assert unknown["NetworkPolicy", "s-model-download"]["spec"]["ingress"] == []
     closed = objects(service(f"{GPU}lora: {{maxLoaded: 0}}"))
     assert egress(closed["NetworkPolicy", "s"]) == [53, 53]
     mirror = objects(service(f"{GPU}runtime: {{env: [{{name: HF_ENDPOINT, value: 'http://mirror:8090'}}]}}"))

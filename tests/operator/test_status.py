@@ -3,6 +3,7 @@
 
 import re
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from support.observing import (
@@ -31,6 +32,7 @@ from quire_operator.plan.errors import Unplannable, Why
 from quire_operator.reconcile.observed import Observed, Verdict
 from quire_operator.reconcile.status import status
 from quire_spec.outcome import Outcome, Result
+from quire_spec.progress import Progress
 from quire_spec.status import AdapterState
 
 SERVICE = wanted()
@@ -312,8 +314,9 @@ def ended_download(result, revision=None, message="", number=0, **changes):
     return starting(f"job-{number}", created_at=f"2026-01-01T00:0{number}:00Z", **fields | changes)
 
 
-def downloading(number=1):
-    return starting(f"job-{number}", created_at=f"2026-01-01T00:0{number}:00Z", started_at="2026-01-01T00:00:00Z")
+def downloading(number=1, progress=None):
+    started = {"started_at": "2026-01-01T00:00:00Z", "downloading": True, "progress": progress}
+    return starting(f"job-{number}", created_at=f"2026-01-01T00:0{number}:00Z", **started)
 
 
 def test_a_model_that_is_there():
@@ -372,6 +375,62 @@ def test_a_model_that_is_not_there(case):
     assert words in condition(found, "ModelCached")["message"]
 
 
+def on_its_way(progress, previous=None, seconds=0, *before):
+    """The status of a download `seconds` after NOW, and its words."""
+    pods = (*before, downloading(progress=progress))
+    seen = Observed(deployment=deployment(0), applied=GENERATION, job=job(), job_pods=pods)
+    found = of(seen, previous=previous, now=NOW + timedelta(seconds=seconds))
+    return found, condition(found, "ModelCached")["message"]
+
+
+MIB = 2**20
+
+
+def test_how_far_a_download_is():
+    found, words = on_its_way(Progress(3 * 2**30, 15 * 2**30, 100 * MIB))
+    assert found["cache"] == {
+        "state": "Downloading", "progress": "20%", "bytes": str(3 * 2**30), "totalBytes": str(15 * 2**30),
+        "bytesPerSecond": str(100 * MIB), "at": "2026-01-02T03:04:05Z",
+    }  # fmt: skip
+    assert words == (
+        "pod job-1 downloads Hugging Face repository o/m: 3.0 GiB of 15.0 GiB (20%), 100.0 MiB/s, about 2 min left"
+    )
+    assert condition(found, "Ready")["message"] == words
+    cut = ended_download(Result.UNREACHABLE, message="HTTP 503")
+    _, words = on_its_way(Progress(3 * 2**30, 15 * 2**30), None, 0, cut)
+    assert words.endswith(": 3.0 GiB of 15.0 GiB (20%); the try before: HTTP 503")
+    for progress, end in (
+        (Progress(7 * 2**30, 15 * 2**30, 0), "(46%), nothing comes now"),
+        (Progress(15 * 2**30, 15 * 2**30, 0), "(100%), which are being checked"),
+        (Progress(5 * 2**10, 2**41, 2**25), "5.0 KiB of 2048.0 GiB (0%), 32.0 MiB/s, about 18 h 12 min left"),
+    ):
+        assert on_its_way(progress)[1].endswith(end)
+    found, _ = on_its_way(Progress(PLAN.modelBytes * 3 // 4 + 1))
+    assert found["cache"]["progress"] == "75%", "a place that does not say its sizes: those of the plan"
+    assert on_its_way(None)[0]["cache"] == {"state": "Downloading"}
+
+
+def test_progress_is_told_each_5_percent_or_30_s_and_never_twice_in_10_s():
+    first, _ = on_its_way(Progress(20 * MIB, 100 * MIB, MIB))
+    for seconds, percent, told in (
+        (1, 90, 20), (9, 90, 20), (10, 24, 20), (10, 25, 25), (10, 15, 15), (29, 24, 20), (30, 20, 20), (30, 21, 21),
+    ):  # fmt: skip
+        found, _ = on_its_way(Progress(percent * MIB, 100 * MIB, 2 * MIB), first, seconds)
+        assert found["cache"]["progress"] == f"{told}%", (seconds, percent)
+        again = seconds >= 30 or told != 20
+        assert (found == first) == (not again), "nothing is written when nothing is told"
+    assert on_its_way(None, first, 119)[0] == first, "it did not answer"
+    assert on_its_way(None, first, 120)[0]["cache"] == {"state": "Downloading"}, "nobody knows any more"
+    done = of(healthy(job_pods=(ended_download(Result.DOWNLOADED),)), previous=first)
+    assert done["cache"] == {"state": "Ready", "bytes": str(3 * 2**30)}
+
+
+def test_a_status_that_somebody_else_wrote_is_no_trouble():
+    for at in ("", "soon", "2026-01-02T03:04:05", "2099-01-01T00:00:00Z", 7):
+        previous = {"cache": {"state": "Downloading", "progress": "x%", "bytes": "y", "at": at}}
+        assert on_its_way(Progress(1, 2), previous)[0]["cache"]["progress"] == "50%"
+
+
 def test_a_refused_token_names_its_secret():
     spec = "model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hf, key: token}}}}"
     service = wanted(spec)
@@ -400,6 +459,11 @@ def test_a_model_that_each_pod_downloads():
     found = of(healthy(service, job=None), service=service)
     assert judged(found)["ModelCached"] == ("True", "InPods")
     said = Outcome(Result.NO_SPACE, 5, message="the disk is full").dump()
+    under_way = starting("s-1", phase="Pending", downloading=True, progress=Progress(MIB, 4 * MIB))
+    found = of(healthy(service, job=None, pods=(under_way,)), service=service)
+    assert judged(found)["ModelCached"] == ("True", "InPods")
+    assert condition(found, "ModelCached")["message"].endswith("; a pod does: 1.0 MiB of 4.0 MiB (25%)")
+    assert (found["cache"]["state"], found["cache"]["progress"]) == ("Downloading", "25%")
     stuck = starting("s-1", phase="Pending", ended=ended("download", 1, message=said))
     found = of(healthy(service, job=None, pods=(stuck,)), service=service)
     assert judged(found)["ModelCached"] == judged(found)["Ready"] == ("False", "NoSpace")

@@ -5,11 +5,15 @@ import asyncio
 import errno
 import hashlib
 import json
+import logging
 import re
+import socket
 import subprocess
 import sys
 
+import aiohttp
 import pytest
+from support.service import free_ports
 from support.sources import Bucket, Files, Hub, serve
 
 from quire_server import download as program
@@ -18,6 +22,7 @@ from quire_server.sources import SourceOptions
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 from quire_spec.outcome import Outcome, Result
+from quire_spec.progress import Progress
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHARDS = {f"model-0000{i}-of-00003.safetensors": bytes([i]) * 3_000_000 for i in (1, 2, 3)}
@@ -138,6 +143,53 @@ async def test_what_is_no_model_is_refused(tmp_path, web):
     del web.content["/single/model.safetensors"]
     with pytest.raises(NotFound, match=r"/single/model.safetensors: HTTP 404"):
         await download(http(web, "single"), tmp_path / "m", SourceOptions())
+
+
+async def asked(port):
+    """What the program answers; None: nobody listens."""
+    try:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{port}/progress") as answer,
+        ):
+            return Progress.parse(await answer.text())
+    except aiohttp.ClientConnectorError:
+        return None
+
+
+async def test_how_far_it_is_can_be_asked_and_is_logged_while_it_lasts(tmp_path, web, monkeypatch, caplog):
+    monkeypatch.setattr("quire_server.progress.SAMPLE_S", 0.02)
+    monkeypatch.setattr("quire_server.progress.LOG_S", 0.05)
+    caplog.set_level(logging.INFO)
+    (port,) = free_ports(1)
+    web.more = asyncio.Event()
+    under_way = asyncio.create_task(download(http(web), tmp_path / "m", SourceOptions(), port))
+    total = sum(map(len, SHARDED.values()))
+    async with asyncio.timeout(20):
+        # Up to a file buffer of each file of weights may not be on the disk yet.
+        while not (far := await asked(port)) or far.bytes < 5_625_000 - 3 * 8192:
+            await asyncio.sleep(0.01)
+        assert (far.total, far.percent) == (total, 62)
+        while "percent=62" not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert re.search(r"download goes on done='5\.[34] MiB' total='8\.6 MiB' percent=62 rate='.+/s'", caplog.text)
+        web.more.set()
+        await under_way
+    assert await asked(port) is None
+    assert found(tmp_path / "m") == SHARDED
+
+
+async def test_a_download_goes_on_when_nobody_can_be_told(tmp_path, web, monkeypatch, caplog):
+    async def broken(_):
+        raise RuntimeError("scripted")
+
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        await download(http(web), tmp_path / "m", SourceOptions(), taken.getsockname()[1])
+    assert "nobody can ask how far the download is" in caplog.text
+    monkeypatch.setattr("quire_server.progress.Meter.sample", broken)
+    await download(http(web), tmp_path / "n", SourceOptions(), 10**6)
+    assert found(tmp_path / "m") == found(tmp_path / "n") == SHARDED
+    assert "progress was no longer told" in caplog.text
 
 
 async def test_two_downloads_do_not_mix(tmp_path, web):

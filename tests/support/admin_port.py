@@ -18,6 +18,8 @@ from aiohttp import web
 from quire_server.adapters import Stale
 from quire_server.admin import Admin
 from quire_spec.catalogue import Catalogue
+from quire_spec.document import to_json
+from quire_spec.progress import PATH, Progress
 from quire_spec.status import AdapterState, AdapterStatus, MemoryPlan, PodStatus, ProcessState, ProcessStatus
 
 SINCE = "2026-01-01T00:00:00Z"
@@ -125,6 +127,18 @@ class AdminPorts:
         """Nobody listens there any more."""
         self._run(self._runners.pop((host, port)).cleanup())
 
+    def open_download(self, progress: Progress, host: str, port: int = 0) -> int:
+        """Serve a pod that downloads a model and is so far; the port."""
+        return self._run(self._open_download(progress, host, port))
+
+    async def _open_download(self, progress: Progress, host: str, port: int) -> int:
+        async def answer(request: web.Request) -> web.Response:
+            return web.json_response(to_json(progress))
+
+        app = web.Application()
+        app.router.add_get(PATH, answer)
+        return await self._serve(app, host, port)
+
     async def _open(self, pod: ScriptedPod, host: str, key_file: Path | None, port: int) -> int:
         app = Admin(pod, key_file).app()
 
@@ -137,6 +151,9 @@ class AdminPorts:
             return answer
 
         app.middlewares.append(hold_up)
+        return await self._serve(app, host, port)
+
+    async def _serve(self, app: web.Application, host: str, port: int) -> int:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, host, port)

@@ -18,6 +18,7 @@ from support.admin_port import AdminPorts, ScriptedPod
 from support.kubelet import Kubelet
 
 from quire_spec.catalogue import Catalogue
+from quire_spec.progress import Progress
 
 Manifest = dict[str, Any]
 _COMPONENT = "app.kubernetes.io/component"
@@ -37,9 +38,15 @@ class Member:
 class Fleet:
     """All pods that serve on one node. A context manager."""
 
-    def __init__(self, kubelet: Kubelet, script: Callable[[Manifest], Mapping[str, Any]] = lambda pod: {}) -> None:
-        """`script(pod)` gives what ScriptedPod is made with, for pods that start from now on."""
-        self.script = script
+    def __init__(
+        self,
+        kubelet: Kubelet,
+        script: Callable[[Manifest], Mapping[str, Any]] = lambda pod: {},
+        progress: Progress | None = None,
+    ) -> None:
+        """`script(pod)` gives what ScriptedPod is made with, for pods that start from now on; pods that download a
+        model say that they are as far as `progress`, or nothing."""
+        self.script, self._progress = script, progress
         self._kubelet = kubelet
         self._ports = AdminPorts()
         self._members: dict[str, Member] = {}
@@ -65,7 +72,10 @@ class Fleet:
 
     def _start(self, pod: Manifest, address: str) -> None:
         meta = pod["metadata"]
-        if meta.get("labels", {}).get(_COMPONENT) != "server":
+        component = meta.get("labels", {}).get(_COMPONENT)
+        if component == "model-download" and self._progress:
+            self._ports.open_download(self._progress, address, _health_port(pod))
+        if component != "server":
             return
         catalogue = self._catalogue(pod)
         with self._lock:
@@ -73,7 +83,7 @@ class Fleet:
         if known is not None:
             known.script.restart(catalogue)
             return
-        (port,) = [p["containerPort"] for c in pod["spec"]["containers"] for p in c["ports"] if p["name"] == "health"]
+        port = _health_port(pod)
         (name,) = [a.partition("=")[2] for a in pod["spec"]["containers"][0]["args"] if a.startswith("--served-name=")]
         script = ScriptedPod(**{"served_name": name, "catalogue": catalogue, **self.script(pod)})
         self._ports.open(script, address, self._key_file(pod), port)
@@ -106,6 +116,11 @@ class Fleet:
         found = self._kubelet.cluster.get("v1", kind, name, pod["metadata"]["namespace"])
         assert found is not None, f"the pod mounts {kind} {name}, and there is none"
         return found
+
+
+def _health_port(pod: Manifest) -> int:
+    (port,) = [p["containerPort"] for c in pod["spec"]["containers"] for p in c["ports"] if p["name"] == "health"]
+    return int(port)
 
 
 def _instance(pod: Manifest) -> str:

@@ -73,6 +73,7 @@ class Kubelet:
         self._rules: list[tuple[Match, Container]] = []
         self._lock = threading.Lock()
         self._addresses: dict[str, str] = {}
+        self._used: set[str] = set()
         self._written: dict[str, Any] = {}
         self._started: dict[str, str] = {}
         self._running: dict[str, str] = {}
@@ -102,15 +103,15 @@ class Kubelet:
         self._beat()
 
     def address(self, pod: Manifest) -> str:
-        """The pod's address on this machine; its own for as long as it lives."""
+        """The pod's address on this machine; its own, and nobody's after it."""
         uid = pod["metadata"]["uid"]
         with self._lock:
             if uid not in self._addresses:
-                taken = set(self._addresses.values())
                 # Others may run these tests on the same machine.
                 net = f"127.{os.getpid() % 250 + 1}"
                 free = (f"{net}.{i // 250}.{i % 250 + 1}" for i in range(1, 62000))
-                self._addresses[uid] = next(address for address in free if address not in taken)
+                self._addresses[uid] = next(address for address in free if address not in self._used)
+                self._used.add(self._addresses[uid])
             return self._addresses[uid]
 
     # The node

@@ -4,6 +4,7 @@
 The real hub and a real bucket cannot be had in a test; obstore and huggingface_hub, which speak to these, are real.
 """
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -24,6 +25,8 @@ class Files:
     etags: bool = True
     chunked: bool = False
     """Say nothing about the size."""
+    more: asyncio.Event | None = None
+    """Of weights, five eighths are sent at once and the rest when this is set."""
     requests: list[web.Request] = field(default_factory=list)
     down: bool = False
 
@@ -68,6 +71,10 @@ class Files:
             await response.write(data[: self.cuts.pop(0)])
             assert request.transport is not None
             request.transport.close()
+        elif self.more and request.path.endswith(".safetensors"):
+            await response.write(data[: len(data) * 5 // 8])
+            await self.more.wait()
+            await response.write(data[len(data) * 5 // 8 :])
         else:
             await response.write(data)
 

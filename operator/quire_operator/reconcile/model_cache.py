@@ -1,33 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """ModelCached and status.cache: whether the model's files are there, and what keeps them from it. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import Any
 
+from quire_operator.reconcile import progress
 from quire_operator.reconcile.conditions import Condition, Reason, Type
 from quire_operator.reconcile.observed import Body, Observed, Pod, Verdict
 from quire_operator.render import model
 from quire_operator.service import LLMService
 from quire_spec.catalogue import Source
 from quire_spec.outcome import LASTING, Outcome, Result
-
-DOWNLOAD = "download"
-"""Name of the container that downloads."""
+from quire_spec.progress import Progress
 
 
 def judge(
-    service: LLMService, verdict: Verdict, observed: Observed, previous: Mapping[str, Any]
+    service: LLMService, verdict: Verdict, observed: Observed, previous: Mapping[str, Any], now: datetime
 ) -> tuple[Condition, dict[str, Any]]:
     """The condition ModelCached, and status.cache; `previous` is the status before."""
+    planned = verdict.plan.modelBytes if verdict.plan else None
+    before = previous.get("cache") or {}
     if verdict.unread is not None:
         # No Job is made before there is a plan; what kept the plan from being made would keep it, too.
         reason, message = _explained(service, verdict.unread, verdict.pending)
         return _condition(False, reason, f"{message}; it is tried again"), {"state": "Failed"}
     mode = model.mode(service)
     if mode == "PVC":
-        return _of_job(service, observed, previous)
+        under_way = progress.fields(_progress(observed.job_pods), planned, before, now)
+        return _of_job(service, observed, before, under_way)
     if mode == "EmptyDir":
-        return _in_pods(service, observed)
+        return _in_pods(service, observed, progress.fields(_progress(observed.pods), planned, before, now))
     claim = service.spec.model.source.pvc
     where = f"the files are on claim {claim.claimName!r}" if claim else "nothing is downloaded"
     return _condition(True, Reason.ON_CLAIM, where), {"state": "Ready"}
@@ -38,15 +41,16 @@ def job_succeeded(job: Body | None) -> bool:
     return _job_condition(job, "Complete") is not None
 
 
-def _of_job(service: LLMService, observed: Observed, previous: Mapping[str, Any]) -> tuple[Condition, dict[str, Any]]:
-    """One Job downloads to a claim that all pods read."""
+def _of_job(
+    service: LLMService, observed: Observed, before: Mapping[str, Any], under_way: dict[str, Any]
+) -> tuple[Condition, dict[str, Any]]:
+    """One Job downloads to a claim that all pods read; `under_way` says how far it is."""
     pods = sorted(observed.job_pods, key=lambda pod: (pod.created_at, pod.name))
     outcomes = [outcome for pod in pods if (outcome := _outcome(pod))]
     last = outcomes[-1] if outcomes else None
     if job_succeeded(observed.job):
-        kept = previous.get("cache") or {}
         # A Job's pod goes, and what it said with it; one that found all there does not know the commit.
-        cache = (dict(kept) if kept.get("state") == "Ready" else {}) | _cache("Ready", last)
+        cache = (dict(before) if before.get("state") == "Ready" else {}) | _cache("Ready", last)
         return _condition(True, Reason.DOWNLOADED, _there(cache)), cache
     if failed := _job_condition(observed.job, "Failed"):
         reason, message = _failure(service, pods, last)
@@ -57,13 +61,14 @@ def _of_job(service: LLMService, observed: Observed, previous: Mapping[str, Any]
         return _condition(False, reason, f"{message}; it is tried again"), _cache("Failed", last)
     if running := [pod for pod in pods if pod.phase == "Running" and not pod.deleting]:
         again = f"; the try before: {last.message}" if last and last.message else ""
-        message = f"pod {running[-1].name} downloads {_what(service.spec.model.source)}{again}"
-        return _condition(False, Reason.DOWNLOADING, message), _cache("Downloading", last)
+        far = f": {words}" if (words := progress.words(under_way)) else ""
+        message = f"pod {running[-1].name} downloads {_what(service.spec.model.source)}{far}{again}"
+        return _condition(False, Reason.DOWNLOADING, message), _cache("Downloading", last) | under_way
     return _condition(False, Reason.DOWNLOAD_PENDING, _waits(observed, pods, last)), _cache("Pending", last)
 
 
-def _in_pods(service: LLMService, observed: Observed) -> tuple[Condition, dict[str, Any]]:
-    """Each pod downloads for itself, before it starts."""
+def _in_pods(service: LLMService, observed: Observed, under_way: dict[str, Any]) -> tuple[Condition, dict[str, Any]]:
+    """Each pod downloads for itself, before it starts; `under_way` says how far one of them is."""
     stuck = [
         (pod, outcome)
         for pod in observed.pods
@@ -75,7 +80,17 @@ def _in_pods(service: LLMService, observed: Observed) -> tuple[Condition, dict[s
         return _condition(False, reason, f"pod {pod.name}: {message}"), _cache("Failed", outcome)
     done = [o for pod in observed.pods if (o := _outcome(pod)) and o.result is Result.DOWNLOADED]
     message = "each pod downloads the files for itself before it starts (spec.cache.mode EmptyDir)"
+    loading = [pod for pod in observed.pods if pod.alive and pod.downloading]
+    if loading and not done:
+        far = f"; a pod does: {words}" if (words := progress.words(under_way)) else ""
+        return _condition(True, Reason.IN_PODS, message + far), _cache("Downloading", None) | under_way
     return _condition(True, Reason.IN_PODS, message), _cache("Ready" if done else "Pending", done[0] if done else None)
+
+
+def _progress(pods: Iterable[Pod]) -> Progress | None:
+    """How far the download is, or of several that of the first pod by name."""
+    said = [pod for pod in pods if pod.alive and pod.downloading and pod.progress is not None]
+    return min(said, key=lambda pod: pod.name).progress if said else None
 
 
 def _failure(service: LLMService, pods: list[Pod], last: Outcome | None) -> tuple[Reason, str]:
@@ -108,7 +123,7 @@ def _waits(observed: Observed, pods: list[Pod], last: Outcome | None) -> str:
 
 
 def _outcome(pod: Pod) -> Outcome | None:
-    return Outcome.parse(pod.ended.message) if pod.ended and pod.ended.container == DOWNLOAD else None
+    return Outcome.parse(pod.ended.message) if pod.ended and pod.ended.container == model.DOWNLOAD else None
 
 
 def _cache(state: str, outcome: Outcome | None) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import Any
 
 from quire_operator.plan.errors import Unplannable
 from quire_operator.plan.plan import Plan
-from quire_operator.render import names
+from quire_operator.render import model, names
 from quire_spec.outcome import Result
+from quire_spec.progress import Progress
 from quire_spec.status import PodStatus
 
 Body = Mapping[str, Any]
@@ -52,7 +53,7 @@ class Pod:
     template_hash: str
     """Label of the ReplicaSet that it is of."""
     health_port: int | None
-    """Container port named health; None in a pod that does not serve."""
+    """Container port named health, which answers whoever asks how the pod is; None: the pod has none."""
     created_at: str = ""
     """metadata.creationTimestamp"""
     unschedulable: str = ""
@@ -65,6 +66,10 @@ class Pod:
     """What GET /status answered; None: not asked, or no answer."""
     report_error: str = ""
     """Why there is no report, or why the pod refused the catalogue; never holds the key."""
+    downloading: bool = False
+    """A container of it that downloads the model runs."""
+    progress: Progress | None = None
+    """What GET /progress answered, while it does; None: not asked, or no answer."""
 
     @property
     def core_started_at(self) -> str | None:
@@ -144,6 +149,7 @@ def pod_of(body: Body) -> Pod:
         unschedulable=scheduled.get("message", "") if unschedulable else "",
         waiting=next(_waiting(state), ""),
         ended=next(_ended(state), None),
+        downloading=any(c["name"] == model.DOWNLOAD and c.get("state", {}).get("running") for c in _containers(state)),
     )
 
 

@@ -43,15 +43,15 @@ class Observer:
         deployment = cache.get(kinds.DEPLOYMENT, *key)
         claim = cache.get(kinds.CLAIM, key[0], names.model_claim_of(key[1]))
         job_entry = cache.get(kinds.JOB, key[0], job) if job else None
-        pods = tuple(pod_of(body) for body in serving)
+        pods = tuple(pod_of(body) for body in (*serving, *jobs))
         if any(pod.ip for pod in pods):
             secret = await self._parts.secrets.admin_key(key, wanted.uid)
             pods = await self._ask(key, pods, wanted, secret)
         return Observed(
             deployment=deployment.body() if deployment else None,
-            pods=pods,
+            pods=pods[: len(serving)],
             job=job_entry.body() if job_entry else None,
-            job_pods=tuple(pod_of(body) for body in jobs),
+            job_pods=pods[len(serving) :],
             claim=claim.body() if claim else None,
             applied=applied,
             left_out=children.left_out if children else (),

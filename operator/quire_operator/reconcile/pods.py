@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Talks to the pods' admin ports: asks each how it is, and tells it the catalogue when it works on another one.
+"""Talks to the pods' health ports: asks each how it is, and tells it the catalogue when it works on another one; asks
+one that downloads the model how far it is.
 
 What a pod answers is not trusted further than its status: no redirect is followed, no more than a bounded answer is
 read, and the key is in no message.
@@ -11,9 +12,10 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
 
 import aiohttp
 
@@ -23,9 +25,11 @@ from quire_operator.reconcile.observed import Pod
 from quire_spec.catalogue import REPLACES, Catalogue, Mark
 from quire_spec.document import compact, from_json
 from quire_spec.errors import ConfigError
+from quire_spec.progress import PATH, Progress
 from quire_spec.status import PodStatus
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CONNECT_S = 3.0
 TOTAL_S = 4.0
@@ -85,7 +89,8 @@ class AdapterPusher:
     async def refresh(
         self, pods: Iterable[Pod], catalogue: Catalogue | None, key: str, overrule: bool = False
     ) -> tuple[Pod, ...]:
-        """The same pods in the same order, each with what its GET /status answered, or why it did not.
+        """The same pods in the same order, each with what its GET /status answered, or why it did not; a pod that
+        downloads, with what GET /progress did.
 
         Pods whose container runs are asked, all at once. One that works on other adapters than the catalogue's is told
         them (PUT /adapters) and asked again; with None nobody is told anything. One that works on newer ones is told
@@ -93,25 +98,38 @@ class AdapterPusher:
         hang, and mostly 1 s where they have hung before; raises nothing for a pod.
         """
         push = None if catalogue is None else _Push.of(catalogue, overrule)
-        return tuple(await asyncio.gather(*(self._visit(pod, push, key) for pod in pods)))
+        return tuple(await asyncio.gather(*(self._refreshed(pod, push, key) for pod in pods)))
 
     async def close(self) -> None:
         """End the session."""
         await self._session.close()
 
-    async def _visit(self, pod: Pod, push: "_Push | None", key: str) -> Pod:
-        if not (pod.alive and pod.started_at and pod.ip and pod.health_port):
-            return replace(pod, report=None, report_error="")
+    async def _refreshed(self, pod: Pod, push: "_Push | None", key: str) -> Pod:
+        answers = pod.alive and pod.ip and pod.health_port
+        if answers and pod.downloading:
+            # Whoever downloads has not been given the key.
+            far, _ = await self._visit(pod, "", lambda admin: admin.progress())
+            return replace(pod, report=None, report_error="", progress=far)
+        if not (answers and pod.started_at):
+            return replace(pod, report=None, report_error="", progress=None)
+        report, words = await self._visit(pod, key, lambda admin: admin.visit(push))
+        return replace(pod, report=report, report_error=words, progress=None)
+
+    async def _visit(
+        self, pod: Pod, key: str, ask: Callable[["_Admin"], Awaitable[tuple[T, Exchange, str]]]
+    ) -> tuple[T | None, str]:
+        """What the pod answered, and why it did not or did not take what it was told."""
         begun = time.monotonic()
         suspect = begun - self._suspects.get(pod.uid, -math.inf) < _FULL_AGAIN_S
         limit_s = self._suspect_s if suspect else self._total_s
-        report, exchange, words = None, Exchange.FAILED, ""
+        answer: T | None = None
+        exchange, words = Exchange.FAILED, ""
         turn_at = math.inf
         try:
             async with asyncio.timeout(limit_s):
                 async with self._suspect_turns if pod.uid in self._suspects else self._turns:
                     turn_at = time.monotonic()
-                    report, exchange, words = await _Admin(self._session, pod, key).visit(push)
+                    answer, exchange, words = await ask(_Admin(self._session, pod, key))
             self._suspects.pop(pod.uid, None)
         except TimeoutError:
             # Whoever got a turn when the time was almost over has not been asked.
@@ -131,7 +149,7 @@ class AdapterPusher:
             log.info("catalogue pushed pod=%s", pod.name)
         elif words:
             log.debug("pod visited pod=%s outcome=%s error=%s", pod.name, exchange.value, words)
-        return replace(pod, report=report, report_error=words)
+        return answer, words
 
     def _suspect(self, pod: Pod) -> None:
         """It had all the time, and did not answer."""
@@ -172,7 +190,7 @@ class _Admin:
     def __init__(self, session: aiohttp.ClientSession, pod: Pod, key: str) -> None:
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         self._session, self._base = session, f"http://{host}:{pod.health_port}"
-        self._headers = {"Authorization": f"Bearer {key}"}
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def visit(self, push: _Push | None) -> tuple[PodStatus, Exchange, str]:
         """Ask, tell where that is needed, and ask again: report, how it went, and why the catalogue was not taken.
@@ -193,6 +211,15 @@ class _Admin:
                 return await self._status(), Exchange.AHEAD, ""
             return report, refusal.exchange, str(refusal)
         return await self._status(), Exchange.PUSHED, ""
+
+    async def progress(self) -> tuple[Progress, Exchange, str]:
+        """Ask how far the download is; raises as `visit`."""
+        async with self._request("GET", PATH) as answer:
+            text = await _read(answer)
+        found = Progress.parse(text.decode(errors="replace")) if answer.status == 200 else None
+        if found is None:
+            raise _refusal(answer.status, text, f"GET {PATH}")
+        return found, Exchange.ASKED, ""
 
     async def _status(self) -> PodStatus:
         async with self._request("GET", "/status") as answer:

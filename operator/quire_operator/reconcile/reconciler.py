@@ -19,6 +19,7 @@ from quire_operator.reconcile import children as children_of
 from quire_operator.reconcile.apply import Outcome
 from quire_operator.reconcile.cache import Key
 from quire_operator.reconcile.children import Around, Children, Live
+from quire_operator.reconcile.model_cache import job_succeeded
 from quire_operator.reconcile.observed import Observed, Verdict
 from quire_operator.reconcile.observer import Observer
 from quire_operator.reconcile.parts import Parts
@@ -33,6 +34,8 @@ from quire_spec.errors import ConfigError
 
 _POLL_S, _POLL_MOST_S, _POLL_SETTLED_S = 2.0, 10.0, 30.0
 """Pods are asked how they are: while something is on its way, when that lasts, and when all is well."""
+_POLL_DOWNLOAD_S = 10.0
+"""A download is asked how far it is; progress.py tells it no more often."""
 _FAILED_JOB_S = 300.0
 """A download that failed is tried again after this time: what was wrong may have been a Secret."""
 
@@ -127,6 +130,8 @@ class Reconciler:
         verdict = await parts.planning.judge(service, wanted.uid, wanted.digest, stored, pinned, around.credentials)
         if verdict.plan is None or verdict.invalid or verdict.unplannable or verdict.pending:
             return verdict, Outcome()
+        # Not only when something differs: a failed Job stays as it is.
+        await self._retry_download(key, memory.children.job if memory.children else None)
         facts = (wanted.generation, verdict.plan, around, await self._secret_versions(key))
         if memory.seen is not None and memory.seen == (facts, self._contents(key)):
             return verdict, Outcome()
@@ -137,7 +142,10 @@ class Reconciler:
             return Verdict(plan=stored, invalid=str(error)), Outcome()
         outcome = await self._apply(key, wanted, found, memory)
         if not outcome.conflict and not outcome.rejected:
-            memory.seen = ((*facts[:3], await self._secret_versions(key)), self._contents(key))
+            facts = (*facts[:3], await self._secret_versions(key))
+            # A download that ended meanwhile is news for the next pass: these objects still wait for it.
+            if job_succeeded((live.jobs or {}).get(found.job or "")) == self._downloaded(key, found.job):
+                memory.seen = (facts, self._contents(key))
         return verdict, outcome
 
     async def _apply(self, key: Key, wanted: Wanted, found: Children, memory: Memory) -> Outcome:
@@ -153,7 +161,6 @@ class Reconciler:
         if outcome.conflict or outcome.rejected:
             return outcome
         await parts.applier.prune(key, wanted.uid, found.manifests)
-        await self._retry_download(key, found.job)
         if not found.held:
             memory.applied = wanted.generation
         return outcome
@@ -176,6 +183,11 @@ class Reconciler:
         claim = cache.get(kinds.CLAIM, key[0], names.model_claim(service))
         jobs = {entry.name: entry.body() for entry in cache.of(key, kinds.JOB) if not entry.deleting}
         return Live(deployment.body() if deployment else None, claim.body() if claim else None, jobs)
+
+    def _downloaded(self, key: Key, job: str | None) -> bool:
+        """Whether the Job of that name has brought the model by now."""
+        entry = self._parts.cache.get(kinds.JOB, key[0], job) if job else None
+        return entry is not None and job_succeeded(entry.body())
 
     def _contents(self, key: Key) -> frozenset[Any]:
         """What children are there, and as what; of Jobs also how they are, of pods only that they are."""
@@ -211,4 +223,6 @@ class Reconciler:
             lasts = now - (memory.unsettled_at or now)
             poll = min(max(_POLL_S, lasts / 30), _POLL_MOST_S)
             after = min(after, _POLL_SETTLED_S * random.uniform(0.8, 1.2) if ready else poll)
+        if any(pod.alive and pod.downloading for pod in (*observed.pods, *observed.job_pods)):
+            after = min(after, _POLL_DOWNLOAD_S)
         return Again(after)

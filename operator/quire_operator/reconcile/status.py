@@ -38,7 +38,7 @@ def status(
     if service is None:
         found = _unread(verdict, observed, previous)
     else:
-        found = _read(service, generation, verdict, observed, previous)
+        found = _read(service, generation, verdict, observed, previous, now)
     deployment = (observed.deployment or {}).get("status") or {}
     meta = (observed.deployment or {}).get("metadata") or {}
     seen = deployment.get("observedGeneration", 0) >= meta.get("generation", 0) and observed.applied == generation
@@ -71,11 +71,16 @@ def _unread(verdict: Verdict, observed: Observed, previous: Mapping[str, Any]) -
 
 
 def _read(
-    service: LLMService, generation: int, verdict: Verdict, observed: Observed, previous: Mapping[str, Any]
+    service: LLMService,
+    generation: int,
+    verdict: Verdict,
+    observed: Observed,
+    previous: Mapping[str, Any],
+    now: datetime,
 ) -> _Found:
     spec = service.spec
     config, planned = _config(verdict, observed), _planned(verdict)
-    cached, cache = model_cache.judge(service, verdict, observed, previous)
+    cached, cache = model_cache.judge(service, verdict, observed, previous, now)
     gpu = spec.gpu.resourceName if spec.gpu else "nvidia.com/gpu"
     found = rollout(observed, generation, spec.replicas, gpu if spec.device is Device.GPU else None)
     loaded = adapters.judge(service.catalogue(), observed.pods, ready_pods(observed))

@@ -55,7 +55,7 @@ def _core(service: LLMService, plan: Plan, cluster: Cluster) -> Iterator[Manifes
         yield network.server_policy(service, cluster)
     if model.mode(service) == "PVC":
         if spec.networking.networkPolicy.enabled:
-            yield network.download_policy(service)
+            yield network.download_policy(service, cluster)
         yield model.claim(service, plan)
         yield download.job(service, plan, template["spec"])
     yield network.service(service)

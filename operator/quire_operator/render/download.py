@@ -23,7 +23,10 @@ def job(service: LLMService, plan: Plan, server: dict[str, Any]) -> dict[str, An
     It runs where they will: a volume that belongs to one node would otherwise be made on a node without a GPU.
     """
     (container,) = [c for c in server["containers"] if c["name"] == names.SERVER]
-    downloader = model.download_container(service, plan.image.value, container["securityContext"])
+    downloader = {
+        **model.download_container(service, plan.image.value, container["securityContext"]),
+        "ports": [{"name": "health", "containerPort": service.spec.runtime.ports.health}],
+    }
     spec = {
         **{name: server[name] for name in _PLACEMENT if name in server},
         "automountServiceAccountToken": False,

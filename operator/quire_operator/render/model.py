@@ -14,7 +14,10 @@ from quire_operator.service import LLMService
 from quire_spec.catalogue import Source
 from quire_spec.document import compact, to_json
 from quire_spec.errors import ConfigError
+from quire_spec.progress import PORT_VARIABLE
 
+DOWNLOAD = "download"
+"""Name of the container that downloads."""
 _TERMINATION_LOG = "/dev/termination-log"
 """Where the kubelet looks for how a container ended; the operator reads it from the pod."""
 MIN_CLAIM_BYTES = 10 * GIB
@@ -84,11 +87,15 @@ def volume(service: LLMService, plan: Plan) -> dict[str, Any]:
 
 
 def download_container(service: LLMService, image: str, security: dict[str, Any]) -> dict[str, Any]:
-    """The container that downloads the model; a second run finds that all is there."""
-    env = [{"name": e.name, "value": e.value} for e in service.spec.runtime.env]
+    """The container that downloads the model; a second run finds that all is there.
+
+    It answers on the health port, where in an init container nobody else listens yet.
+    """
+    env = [{"name": PORT_VARIABLE, "value": str(service.spec.runtime.ports.health)}]
+    env += [{"name": e.name, "value": e.value} for e in service.spec.runtime.env]
     source = json.dumps(_identity(service.spec.model.source), sort_keys=True)
     return {
-        "name": "download",
+        "name": DOWNLOAD,
         "image": image,
         "command": ["tini", "--", "python3", "-m", "quire_server.download"],
         "args": [
@@ -97,7 +104,7 @@ def download_container(service: LLMService, image: str, security: dict[str, Any]
             f"--secrets-dir={names.SECRETS_DIR}",
             f"--report={_TERMINATION_LOG}",
         ],
-        **({"env": env} if env else {}),
+        "env": env,
         "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
         "securityContext": security,
         "terminationMessagePolicy": "FallbackToLogsOnError",

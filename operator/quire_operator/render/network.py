@@ -49,10 +49,13 @@ def server_policy(of: LLMService, cluster: Cluster) -> dict[str, Any]:
     return _policy(of, of.name, names.SERVER, ingress, fetch_ports(of, sources) if fetches else [])
 
 
-def download_policy(of: LLMService) -> dict[str, Any]:
-    """The NetworkPolicy of the pods that download the model: nobody calls them."""
+def download_policy(of: LLMService, cluster: Cluster) -> dict[str, Any]:
+    """The NetworkPolicy of the pods that download the model: the operator alone calls them, to ask how far they are."""
     name = f"{of.name}-{names.DOWNLOAD}"
-    return _policy(of, name, names.DOWNLOAD, [], fetch_ports(of, [of.spec.model.source]))
+    asked = (
+        [{"from": [dict(cluster.operator)], "ports": _tcp(of.spec.runtime.ports.health)}] if cluster.operator else []
+    )
+    return _policy(of, name, names.DOWNLOAD, asked, fetch_ports(of, [of.spec.model.source]))
 
 
 def fetch_ports(of: LLMService, sources: list[Source]) -> list[int]:

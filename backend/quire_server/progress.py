@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells how far a download is, in the log and on a port, for as long as it lasts.
+
+Counts what is on the disk and knows nothing of protocols. Nothing here can make the download fail.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+from aiohttp import web
+
+from quire_server.background import in_thread
+from quire_spec.document import to_json
+from quire_spec.progress import PATH, Progress, in_units
+
+log = logging.getLogger(__name__)
+
+SAMPLE_S = 2.0
+"""Between two looks at the disk, which cost a stat for each file."""
+LOG_S = 10.0
+"""Between two lines of the log."""
+_WINDOW_S = 30.0
+"""That the rate is of: long enough for a line that comes in bursts."""
+_STOP_S = 1.0
+"""For answers under way, at the end."""
+
+
+class Meter:
+    """Measures one download: bytes that are in its folder, of how many, and how fast they come."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock = folder, clock
+        self._sizes: dict[str, int] = {}
+        self._weights: Sequence[str] = ()
+        self._said: int | None = None
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def weights(self, names: Sequence[str], said: int | None = None) -> None:
+        """The files of weights, and how many bytes the index says that their tensors have, if it does."""
+        self._weights, self._said = names, said
+
+    def size(self, name: str, size: int) -> None:
+        """The size of a whole file, as soon as somebody knows it."""
+        self._sizes[name] = size
+
+    async def sample(self) -> None:
+        """Look at the disk; what cannot be read leaves the last reading."""
+        with contextlib.suppress(OSError):
+            found = await in_thread(_bytes_in, self._folder)
+            now = self._clock()
+            self._samples.append((now, found))
+            while now - self._samples[0][0] > _WINDOW_S:
+                self._samples.popleft()
+
+    @property
+    def progress(self) -> Progress:
+        """By the last sample."""
+        if not self._samples:
+            return Progress(0, self._total())
+        (began, before), (ended, found) = self._samples[0], self._samples[-1]
+        # A file of another version or with a wrong digest is dropped: then nothing was gained.
+        rate = max(int((found - before) / (ended - began)), 0) if ended > began else None
+        return Progress(found, self._total(), rate)
+
+    def _total(self) -> int | None:
+        known = sum(self._sizes.values())
+        if self._weights and all(name in self._sizes for name in self._weights):
+            return known
+        if self._said is None:
+            return None
+        # Without headers, which are a thousandth of it; exact once every file was begun.
+        weights = sum(self._sizes.get(name, 0) for name in self._weights)
+        return known - weights + max(self._said, weights)
+
+
+@contextlib.asynccontextmanager
+async def told(meter: Meter, port: int | None) -> AsyncIterator[None]:
+    """Tell of `meter` while the context lasts: in the log, and on `port` to whoever asks. None: nobody can."""
+    watching = asyncio.create_task(_watch(meter))
+    try:
+        async with _answering(meter, port):
+            yield
+    finally:
+        watching.cancel()
+        (ended,) = await asyncio.gather(watching, return_exceptions=True)
+        if isinstance(ended, Exception):
+            log.warning("progress was no longer told error=%r", ended)
+
+
+async def _watch(meter: Meter) -> None:
+    logged = time.monotonic()
+    while True:
+        await meter.sample()
+        if time.monotonic() - logged >= LOG_S:
+            logged = time.monotonic()
+            log.info("download goes on %s", _words(meter.progress))
+        await asyncio.sleep(SAMPLE_S)
+
+
+def _words(progress: Progress) -> str:
+    parts = [f"done={in_units(progress.bytes)!r}"]
+    if progress.total is not None:
+        parts += [f"total={in_units(progress.total)!r}", f"percent={progress.percent}"]
+    if progress.bytes_per_s is not None:
+        parts.append(f"rate='{in_units(progress.bytes_per_s)}/s'")
+    if progress.left_s is not None:
+        parts.append(f"left_s={progress.left_s}")
+    return " ".join(parts)
+
+
+@contextlib.asynccontextmanager
+async def _answering(meter: Meter, port: int | None) -> AsyncIterator[None]:
+    if port is None:
+        yield
+        return
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(to_json(meter.progress))
+
+    app = web.Application()
+    app.router.add_get(PATH, answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
+    try:
+        await runner.setup()
+        await web.TCPSite(runner, "0.0.0.0", port).start()
+    except (OSError, OverflowError) as error:
+        log.warning("nobody can ask how far the download is port=%d error=%s", port, error)
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
