@@ -330,7 +330,8 @@ class Engine:
                 following.outcome()
             except Exception as error:  # nothing of it is of use, only that it is over
                 logger.info("the step after the one that failed: %s: %s", type(error).__name__, str(error)[:200])
-            failed += self._scheduler.fail(following.plan)
+            finally:
+                failed += self._scheduler.fail(following.plan)
         return failed
 
     def _load_slots(self) -> bool:

@@ -90,6 +90,8 @@ class Scheduler:
         self._in_flight: list[StepPlan] = []
         # Ended while a step in flight may still write to their blocks.
         self._ended: list[Sequence] = []
+        # The step in flight of which the sequences are as they will be after it.
+        self._foreseen: StepPlan | None = None
         # The step that is being planned comes after one in flight.
         self._ahead = False
         # The next one has to wait, so that somebody who could not start ahead can.
@@ -191,6 +193,7 @@ class Scheduler:
         if self._waits or self._switches or any(sequence.needs_tokens for sequence in self._running):
             return None
         foresee(before)
+        self._foreseen = before
         members = [sequence for sequence in self._running if not will_end(sequence)]
         if sum(map(self.tables.lacks_block, members)) > self._blocks.num_free:
             return None
@@ -214,12 +217,14 @@ class Scheduler:
         tokens count."""
         assert len(sampled) == len(plan.spans)
         self._land(plan, failed=False)
+        foreseen = plan is self._foreseen
         progress = []
         for span, result in zip(plan.spans, sampled, strict=True):
             sequence = span.sequence
             if sequence.status is Status.FINISHED:
                 continue
-            settle(sequence)
+            if foreseen:
+                settle(sequence)
             sequence.num_computed_tokens = span.end
             self.prefixes.publish(sequence)
             if result.prompt_logprobs:

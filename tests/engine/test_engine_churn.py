@@ -5,6 +5,7 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,8 +250,9 @@ def test_requests_that_are_wrong_are_refused_and_change_nothing() -> None:
     assert world.ends == {good: "length"}
 
 
-def test_a_failed_step_is_reported_to_its_requests_only() -> None:
-    world = World(max_num_seqs=2)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_failed_step_is_reported_to_its_requests_only(ahead: bool) -> None:
+    world = World(max_num_seqs=2, async_scheduling=ahead)
     ids = [world.add([i] * 5, max_tokens=3) for i in range(3)]
 
     def fail() -> None:
@@ -267,8 +269,42 @@ def test_a_failed_step_is_reported_to_its_requests_only() -> None:
     assert world.ends == {ids[2]: "length"}
 
 
-def test_an_interrupted_step_leaves_the_engine_usable() -> None:
-    world = World()
+def test_a_step_that_fails_takes_the_one_begun_on_top_of_it_along() -> None:
+    world = World(async_scheduling=True)
+    old = world.add([1] * 5, max_tokens=9)
+    world.step()
+    new = world.add([2] * 5, max_tokens=9)
+
+    def fail() -> None:
+        world.runner.during = None
+        raise MemoryError("no room")
+
+    # Of the step in flight the outcome counts, though the one after it cannot be begun.
+    world.runner.during = fail
+    [result] = world.engine.step().results
+    assert (result.id, result.token_ids, result.error_code) == (old, expected_output([1] * 5, 2)[1:], None)
+    results = world.engine.step().results
+    assert [(r.id, r.error_code) for r in results] == [(old, "INTERNAL"), (new, "INTERNAL")]
+    world.open.clear()
+    # One fails that has another on top of it.
+    ids = [world.add([i] * 5, max_tokens=9) for i in (3, 4)]
+    world.step()
+    ids.append(world.add([6] * 5, max_tokens=9))
+    flight = world.engine._flight
+    assert flight is not None
+
+    def broken() -> list[Sampled]:
+        raise MemoryError("no room")
+
+    world.engine._flight = replace(flight, outcome=broken)
+    assert [(r.id, r.error_code) for r in world.engine.step().results] == [(i, "INTERNAL") for i in ids]
+    assert not world.engine.has_work and world.engine.stats().num_used_blocks == 0
+    world.engine.check_integrity()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_interrupted_step_leaves_the_engine_usable(ahead: bool) -> None:
+    world = World(async_scheduling=ahead)
     world.add([1] * 5, max_tokens=3)
 
     def interrupt() -> None:
