@@ -9,6 +9,9 @@ from datetime import UTC, datetime
 _QUIET = ("aiohttp.access", "httpx", "kopf.objects", "kopf.activities")
 """A line for every event of every object says nothing."""
 
+_KOPF_SIGNALS = "OS signals are ignored"
+"""What kopf says at each start: that it takes no signals, which is what we want of it."""
+
 
 class JsonFormatter(logging.Formatter):
     """One object: ts, level, logger, message, and error with its trace where there is one."""
@@ -32,5 +35,6 @@ def set_up(form: str, level: str) -> None:
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter() if form == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    handler.addFilter(lambda record: not str(record.msg).startswith(_KOPF_SIGNALS))
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
