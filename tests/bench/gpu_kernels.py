@@ -194,14 +194,15 @@ def tune_rows(card: Card, limits: Limits, shape: Shape) -> Iterator[Row]:
     call = _decode_call(card, shape, contexts)
     shorts = [(k, s, w, n) for k in (32, 64, 128) for s in (3, 5, 7) for w in (4, 8) for n in (2, 3, 4)]
     for keys, stages, warps, per_sm in shorts if card.is_gpu else shorts[:1]:
-        tiles = replace(base, short_keys=keys, stages=stages, warps=warps)
+        room = (1 << 16) // (per_sm * 32 * warps) // 8 * 8
+        tiles = replace(base, short_keys=keys, stages=stages, warps=warps, max_registers=min(room, 248))
         what = f"tune decode: keys {keys}, stages {stages}, warps {warps}, workers {per_sm} a multiprocessor"
         yield from _tuned(card, limits, what, tiles, per_sm, call, num_bytes, 0.0)
     spans = [(0, 8192)] if card.is_gpu else [(0, 40)]
     call, long_bytes, flops = _span_call(card, shape, spans)
     longs = [(r, k, w, s) for r in (64, 128) for k in (32, 64, 128) for w in (4, 8) for s in (2, 3, 4)]
     for rows, keys, warps, stages in longs if card.is_gpu else longs[:1]:
-        tiles = replace(base, long_rows=rows, long_keys=keys, warps=warps, stages=stages)
+        tiles = replace(base, long_rows=rows, long_keys=keys, warps=warps, stages=stages, max_registers=None)
         what = f"tune prefill: rows {rows}, keys {keys}, warps {warps}, stages {stages}"
         yield from _tuned(card, limits, what, tiles, 3, call, long_bytes, flops)
 

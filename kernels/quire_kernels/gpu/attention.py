@@ -50,6 +50,8 @@ class Tiles:
     stages: int
     """Of the compiler's pipeline. Addresses come out of the block table, which takes a stage of its own: 3 hold one
     tile of keys in shared memory for short spans, 5 hold two (compiled for sm_90)."""
+    max_registers: int | None = None
+    """Of a thread; None: as many as the compiler likes."""
 
 
 def paged_attention(
@@ -110,6 +112,7 @@ def paged_attention(
         MIN_SHARE=MIN_SHARE,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        maxnreg=tiles.max_registers,
         **sizes,
     )
     if has_short:
@@ -135,7 +138,9 @@ def choose_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
     short = 32 if wide or heavy else 64
     rows = max(32 if wide and heavy else 64 if wide or heavy else 128, triton.next_power_of_2(group))
     if not has_long:
-        return Tiles(short, rows, short, warps=4, stages=5)
+        # What lets WORKERS_PER_SM of 128 threads share 65,536 registers; Triton 3.9 would take 177, and spills nothing
+        # with fewer.
+        return Tiles(short, rows, short, warps=4, stages=5, max_registers=None if wide or heavy else 168)
     return Tiles(
         short, rows, 32 if wide or heavy else 64, warps=8 if rows > 64 else 4, stages=2 if heavy or wide else 3
     )
@@ -179,7 +184,7 @@ def _workspace(queries: Tensor, workers: int, rows: int, dim: int) -> tuple[Tens
     return torch.empty(2 * workers, rows, dim, **like), torch.empty(2, 2 * workers, rows, **like)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_spans"])
 def _plan(
     query_starts,
     context_lengths,
@@ -229,7 +234,7 @@ def _share(total, WORKERS: tl.constexpr, MIN_SHARE: tl.constexpr):
     return tl.maximum((total + WORKERS - 1) // WORKERS, MIN_SHARE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_spans", "table_width"])
 def _attend(
     queries,
     cache,
@@ -447,7 +452,7 @@ def _accumulate(
     return acc, most, weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_spans"])
 def _combine(
     out,
     partials,

@@ -47,7 +47,7 @@ def _launch(x: Tensor, residual: Tensor, out: Tensor, weight: Tensor, eps: float
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x,
     residual,

@@ -92,7 +92,7 @@ def _prepare(
         tl.store(block_tables + span * out_stride + column, block, mask=column < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_spans"])
 def _advance(rows, query_starts, chosen, tokens, lengths, num_spans, BLOCK: tl.constexpr):
     spans = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = spans < num_spans

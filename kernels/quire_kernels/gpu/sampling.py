@@ -106,7 +106,7 @@ def _uniform(seed, position):
     return (mixed >> 40).to(tl.float32) * (1.0 / 16777216.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _uniforms(seeds, positions, out, num_rows, BLOCK: tl.constexpr):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = rows < num_rows
@@ -244,7 +244,7 @@ def _choose(
     tl.store(out + at, token.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["list_stride", "num_tokens"])
 def _penalized(
     logits,
     rows,
@@ -273,7 +273,7 @@ def _penalized(
     tl.store(changed + at * num_tokens + columns, scaled - taken_off, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["list_stride", "num_tokens"])
 def _scatter(logits, rows, token_ids, stride, list_stride, num_tokens, changed, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
