@@ -56,6 +56,17 @@ _SCORED_BYTES = 64 << 20
 
 _CPU_MEASURED_TOKENS = 128
 
+_DUMMY_CHOICE = SamplingParams(temperature=1.0, top_p=0.9, prompt_logprobs=1)
+_OTHER_CHOICES = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.0, presence_penalty=1.0),
+    SamplingParams(temperature=1.0, presence_penalty=1.0),
+    SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0),
+)
+_MIXED_TOKENS = 64
+"""Of a prompt: more than attention computes like a decoding sequence's."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -330,6 +341,7 @@ class TorchRunner(Runner):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         self._run_largest_steps(config, max_model_len)
+        self._run_mixed_steps(config, max_model_len)
         peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
@@ -371,10 +383,21 @@ class TorchRunner(Runner):
         for spans in (many, [_dummy_span(room - chunk, chunk, kv, slots[0])]):
             self._run(work_of(spans, kv.block_size), spans, kv)
 
+    def _run_mixed_steps(self, config: EngineConfig, max_model_len: int) -> None:
+        """A prompt beside a decoding sequence, for each other way of choosing: a GPU's kernels are compiled before
+        anyone waits for them. What decodes alone is in graphs."""
+        kv = KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device)
+        room, slot = max(max_model_len - 1, 1), SlotId(0) if self._slots is not None else None
+        for params in _OTHER_CHOICES:
+            places = ((room - 1, 1), (0, min(room, _MIXED_TOKENS)))
+            spans = [_dummy_span(start, length, kv, slot, params) for start, length in places]
+            self._run(work_of(spans, kv.block_size), spans, kv)
 
-def _dummy_span(start: int, length: int, kv: KVCache, slot: SlotId | None = None) -> Span:
+
+def _dummy_span(
+    start: int, length: int, kv: KVCache, slot: SlotId | None = None, params: SamplingParams = _DUMMY_CHOICE
+) -> Span:
     """A span that samples, of a sequence whose blocks are all block 0."""
-    params = SamplingParams(temperature=1.0, top_p=0.9, prompt_logprobs=1)
     sequence = Sequence(0, [0] * (start + length), params, seed=0, max_output_tokens=1)
     sequence.block_table = [BlockId(0)] * -(-(start + length) // kv.block_size)
     return Span(sequence, start, length, slot)

@@ -299,6 +299,27 @@ def test_the_largest_steps_take_the_whole_budget(engine_runner):
     assert seen == [(64, 64, 8, {0, 1}), (64, 64, 127, {0})]
 
 
+def test_before_requests_come_a_prompt_ran_beside_a_decoding_sequence(engine_runner, monkeypatch):
+    """In every way of choosing; the kernels that they need are compiled then."""
+    seen, forward, sample = [], engine_runner._forward, engine_runner._sampler
+
+    def watch(work, kv):
+        seen.append((work.starts, work.lengths, work.slots))
+        return forward(work, kv)
+
+    def choose(logits, rows):
+        greedy, cut, penalized = {(p.greedy, p.top_p < 1, p.penalized) for p in (r.sequence.params for r in rows)}.pop()
+        seen[-1] += (greedy, cut, penalized)
+        return sample(logits, rows)
+
+    monkeypatch.setattr(engine_runner, "_forward", watch)
+    monkeypatch.setattr(engine_runner, "_sampler", choose)
+    engine_runner._run_mixed_steps(CONFIG, 128)
+    of_steps = ([126, 0], [1, 64], [0, 0])
+    ways = [(True, False, False), (False, False, False), (True, False, True), (False, False, True), (False, True, True)]
+    assert seen == [(*of_steps, *way) for way in ways]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_eight_bit_cache_takes_less_and_costs_little(dtype, folder, shape):
     """Log probabilities of a prompt that is read in two parts, so that the second one reads the cache."""
