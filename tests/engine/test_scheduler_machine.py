@@ -2,16 +2,19 @@
 """Whatever happens in whatever order, outputs are right and every block is accounted for."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.runner import expected_output
+from support.runner import VOCAB, expected_output
 from support.scheduling import Bench
 
 from quire_engine.request import Status
 from quire_engine.swap import SwapSpace
 from quire_spec.config import EngineConfig
+
+STOPS = frozenset(range(0, VOCAB, 8))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -50,7 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduling_policy=policy,
         )
         self.bench = Bench(config, 48 // block_size + spare, 48, "abc", max_loras, swap, ahead)
-        self.jobs: dict[int, tuple[list[int], int, str | None]] = {}
+        self.jobs: dict[int, tuple[list[int], int, str | None, frozenset[int]]] = {}
         self.open: set[int] = set()
 
     @rule(
@@ -59,21 +62,36 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_output=st.integers(1, 23),
         adapter=st.sampled_from("0abc"),
         priority=st.integers(-1, 1),
+        stops=st.sampled_from([frozenset[int](), STOPS]),
+        waits=st.integers(0, 5),
     )
-    def arrive(self, letter: int, length: int, num_output: int, adapter: str, priority: int) -> None:
+    def arrive(
+        self,
+        letter: int,
+        length: int,
+        num_output: int,
+        adapter: str,
+        priority: int,
+        stops: frozenset[int],
+        waits: int,
+    ) -> None:
         digest = None if adapter == "0" else adapter
         priority = priority if self.bench.config.scheduling_policy == "priority" else 0
-        sequence = self.bench.add([letter] * length, num_output, adapter=digest, priority=priority)
-        self.jobs[sequence.id] = (sequence.prompt_token_ids, num_output, digest)
+        fields: dict[str, Any] = {"adapter": digest, "priority": priority, "stop_token_ids": stops}
+        # Steps of one that has bad words are not begun ahead.
+        fields |= {"bad_words": ((VOCAB,),)} if waits == 5 else {}
+        sequence = self.bench.add([letter] * length, num_output, **fields)
+        self.jobs[sequence.id] = (sequence.prompt_token_ids, num_output, digest, stops)
         self.open.add(sequence.id)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), num_output=st.integers(1, 23))
     def fork(self, data: st.DataObject, num_output: int) -> None:
-        prompt, _, digest = self.jobs[leader := data.draw(st.sampled_from(sorted(self.open)))]
+        prompt, _, digest, stops = self.jobs[leader := data.draw(st.sampled_from(sorted(self.open)))]
         priority = data.draw(st.integers(-1, 1)) if self.bench.config.scheduling_policy == "priority" else 0
-        sequence = self.bench.add(prompt, num_output, adapter=digest, fork_of=leader, priority=priority)
-        self.jobs[sequence.id] = (prompt, num_output, digest)
+        fields: dict[str, Any] = {"adapter": digest, "priority": priority, "stop_token_ids": stops}
+        sequence = self.bench.add(prompt, num_output, fork_of=leader, **fields)
+        self.jobs[sequence.id] = (prompt, num_output, digest, stops)
         self.open.add(sequence.id)
 
     @precondition(lambda self: self.open)
@@ -110,8 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def collect(self) -> None:
         for i in [i for i in self.open if self.bench.sequences[i].status is Status.FINISHED]:
-            prompt, num_output, adapter = self.jobs[i]
-            assert self.bench.outputs[i] == expected_output(prompt, num_output, adapter)
+            assert self.bench.outputs[i] == expected_output(*self.jobs[i])
             self.open.remove(i)
 
     @invariant()
