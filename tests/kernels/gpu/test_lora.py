@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.interpreter import own
 
-from quire_kernels import LoraSlots, Routing, Site, SlotRows, add_lora, add_lora_rows, plan_adapters, route
+from quire_kernels import LoraSlots, Routing, Site, SlotRows, add_lora, add_lora_rows, lora, plan_adapters, route
 from quire_kernels.lora import AdapterBatch
 from quire_kernels.routing import max_tiles
 
@@ -145,3 +145,22 @@ def test_the_reference_takes_tokens_in_any_order():
     add_lora.reference(expected, x, module, plan_adapters(segments, 35, CPU))
     add_lora.reference(found, x[order], module, dataclasses.replace(_batch(SLOTS[order]), routing=None))
     torch.testing.assert_close(found, expected[order])
+
+
+def test_a_step_that_is_planned_for_a_gpu(monkeypatch):
+    """What the host plans there, all but the copy to the device: tiles for the kernels, segments for who asks less."""
+    torch.manual_seed(42)
+    monkeypatch.setattr(lora, "on_device", lambda tensor, device: tensor)
+    empty = Routing.empty
+    monkeypatch.setattr(Routing, "empty", lambda num_tokens, num_slots, device: empty(num_tokens, num_slots, CPU))
+    monkeypatch.setitem(route.forms, "cpu", own(route))
+    module = _filled([Site(40, (70, 33, 33))], 0, SITES["q, k and v"][1], torch.float32)
+    segments = [SlotRows(3, 2, 20), SlotRows(0, 20, 22), SlotRows(3, 30, 35)]
+    batch = plan_adapters(segments, 35, torch.device("cuda"))
+    assert batch.users == {0, 3}
+    x, base = torch.randn(35, 40), torch.randn(35, 136)
+    found, expected = base.clone(), base.clone()
+    own(add_lora)(found, x, module, batch)
+    add_lora.reference(expected, x, module, plan_adapters(segments, 35, CPU))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(found[2:22], base[2:22])
