@@ -10,21 +10,20 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Self
 
 from quire_engine.adapters import AdapterRegistry
 from quire_engine.blocks import BlockPool, ContentKey
 from quire_engine.checkpoint import Checkpoint
 from quire_engine.hub import resolve_model
-from quire_engine.request import Logprob, Sequence
+from quire_engine.request import Sequence
 from quire_engine.scheduler import Scheduler
-from quire_engine.step import Flight, Runner, RunnerLost, Sampled, SlotLoad, StepPlan
+from quire_engine.step import Runner, SlotLoad
+from quire_engine.steps import Steps, failure
 from quire_spec.capability import DTYPE_BYTES
 from quire_spec.config import EngineConfig
-from quire_spec.errors import Code, ConfigError, Internal, InvalidArgument, QuireError
+from quire_spec.errors import ConfigError, InvalidArgument, QuireError
 from quire_spec.messages import AdapterMove, Generate, SequenceResult, Stats, StepResult
 from quire_spec.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
 from quire_spec.shape import ModelShape
@@ -70,11 +69,7 @@ class Engine:
         self._moves: list[AdapterMove] = []
         # Ended without a step; reported with the next one.
         self._failed: list[SequenceResult] = []
-        # Ids of sequences that began to run; reported with the next step's results.
-        self._started: list[int] = []
-        self._ahead = config.steps_ahead
-        # Begun while the one before it was in flight; None where steps are not begun ahead.
-        self._flight: Flight | None = None
+        self._steps = Steps(self._scheduler, runner, config.steps_ahead, clock, self._load_slots)
 
     @classmethod
     def from_config(
@@ -159,11 +154,11 @@ class Engine:
         Raises:
             RunnerLost: no step can run any more; make a new engine.
         """
-        results = self._overlap() if self._ahead else self._run()
+        results = self._steps.advance()
         self._drop_copies()
         results += self._failed
-        started, self._failed, self._started = self._started, [], []
-        return StepResult(results, started, self.stats(), self.take_moves())
+        self._failed = []
+        return StepResult(results, self._steps.take_started(), self.stats(), self.take_moves())
 
     def take_moves(self) -> list[AdapterMove]:
         """What became of adapters since the last call."""
@@ -270,70 +265,6 @@ class Engine:
         """Raise Internal, with the counts, unless sequences, blocks and adapters agree."""
         self._scheduler.check_integrity()
 
-    def _run(self) -> list[SequenceResult]:
-        """Plan a step and run it."""
-        plan = self._plan()
-        return [] if plan is None else self._finish(Flight(plan, lambda: self._runner.execute(plan)))
-
-    def _overlap(self) -> list[SequenceResult]:
-        """Take what the step in flight computed, with the next one begun before."""
-        flight = self._flight or self._begin(self._plan())
-        self._flight = None
-        if flight is None:
-            return []
-        if not flight.failed:
-            following = self._scheduler.schedule_ahead(self._clock())
-            self._load_slots()
-            self._flight = self._begin(following)
-        return self._finish(flight)
-
-    def _plan(self) -> StepPlan | None:
-        plan = self._scheduler.schedule(self._clock())
-        if self._load_slots() and plan is None:
-            plan = self._scheduler.schedule(self._clock())
-        return plan
-
-    def _begin(self, plan: StepPlan | None) -> Flight | None:
-        """What is thrown here comes when it is the step's turn: the one before it goes on to its end."""
-        if plan is None:
-            return None
-        try:
-            return Flight(plan, self._runner.begin(plan))
-        except BaseException as error:
-            return Flight(plan, partial(_throw, error), failed=True)
-
-    def _finish(self, flight: Flight) -> list[SequenceResult]:
-        """Wait for a step and take what it computed."""
-        self._started += flight.plan.started
-        try:
-            sampled = flight.outcome()
-        except RunnerLost:
-            self._fail(flight)
-            raise
-        except Exception as error:  # whatever a device throws costs this step's sequences, never the engine
-            logger.exception("step failed num_sequences=%d", len(flight.plan.spans))
-            reason = f"the step failed: {type(error).__name__}: {str(error)[:200]}"
-            return [_failure(sequence, Internal.code, reason) for sequence in self._fail(flight)]
-        except BaseException:
-            # Control-C in an offline run: the caller goes on with the engine, or could.
-            self._fail(flight)
-            raise
-        return [_result(sequence, new) for sequence, new in self._scheduler.finish(flight.plan, sampled)]
-
-    def _fail(self, flight: Flight) -> list[Sequence]:
-        """End the sequences of a step that failed, and those of the one that was begun on top of it."""
-        failed = self._scheduler.fail(flight.plan)
-        following, self._flight = self._flight, None
-        if following is not None:
-            self._started += following.plan.started
-            try:
-                following.outcome()
-            except Exception as error:  # nothing of it is of use, only that it is over
-                logger.info("the step after the one that failed: %s: %s", type(error).__name__, str(error)[:200])
-            finally:
-                failed += self._scheduler.fail(following.plan)
-        return failed
-
     def _load_slots(self) -> bool:
         """Have adapters copied into slots; whether sequences may run now that could not before."""
         loads = self._adapters.slots.take_loads()
@@ -348,7 +279,7 @@ class Engine:
 
     def _fail_waiting(self, digest: str, error: QuireError) -> None:
         failed = self._scheduler.fail_adapter(digest)
-        self._failed += [_failure(sequence, error.code, str(error)) for sequence in failed]
+        self._failed += [failure(sequence, error.code, str(error)) for sequence in failed]
         self._drop_copies()
 
     def _check_takes_adapters(self, which: object) -> None:
@@ -388,10 +319,6 @@ class Engine:
         return tokens.tolist()
 
 
-def _throw(error: BaseException) -> NoReturn:
-    raise error
-
-
 def _registry(config: EngineConfig, shape: ModelShape, memory: MemoryPlan) -> AdapterRegistry:
     """An empty one; raises ConfigError when the copies of a full set of slots do not fit into host memory."""
     largest = lora_slot_bytes(shape, config.max_lora_rank, DTYPE_BYTES[memory.dtype]) if config.enable_lora else 0
@@ -422,21 +349,3 @@ def _check_allowed(params: SamplingParams, stops: frozenset[int], bad_words: Ite
         raise InvalidArgument(
             "sampling parameter 'allowed_token_ids': bad_words and min_tokens forbid all of them; allow another token"
         )
-
-
-def _result(sequence: Sequence, new: Sampled) -> SequenceResult:
-    logprobs, reason = None if new.logprobs is None else _plain(new.logprobs), sequence.finish_reason
-    result = SequenceResult(sequence.id, new.token_ids, reason and reason.value, logprobs)
-    if len(sequence.output_token_ids) > len(new.token_ids):
-        return result
-    scored, sequence.prompt_logprobs = sequence.prompt_logprobs, []
-    prompt_logprobs = None if sequence.params.prompt_logprobs is None else _plain(scored)
-    return replace(result, prompt_logprobs=prompt_logprobs, num_cached_tokens=sequence.num_cached_tokens)
-
-
-def _plain(positions: list[list[Logprob]]) -> list[list[list[float]]]:
-    return [[[entry.token_id, entry.logprob, entry.rank] for entry in entries] for entries in positions]
-
-
-def _failure(sequence: Sequence, code: Code, message: str) -> SequenceResult:
-    return SequenceResult(sequence.id, [], error_code=code, error=message)

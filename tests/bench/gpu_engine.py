@@ -189,7 +189,7 @@ def drive(engine: Engine, load: Load, adapters: Sequence[str | None] = ()) -> di
 
 def close(engine: Engine) -> None:
     """Give the device's memory back."""
-    del engine._runner
+    del engine._runner, engine._steps
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -225,7 +225,7 @@ def idle_per_step(engine: Engine, num_seqs: int, prompt: int, num_steps: int, ah
     """Time a step in which the device does nothing, from a trace of decoding steps, begun ahead or not."""
     from torch.profiler import ProfilerActivity, profile
 
-    engine._ahead = ahead
+    engine._steps.ahead = ahead
     vocab, draw = engine.shape.vocab_size, random.Random(9)
     for i in range(num_seqs):
         params = {"temperature": 0.0, "max_tokens": 2 * num_steps + 20, "ignore_eos": True}

@@ -133,7 +133,7 @@ def wanted(request: Generate) -> list[int]:
 def test_ten_thousand_requests_leave_nothing_behind(
     caching: bool, ahead: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.CRITICAL, "quire_engine.engine")  # hundreds of failed steps, each with a traceback
+    caplog.set_level(logging.CRITICAL, "quire_engine.steps")  # hundreds of failed steps, each with a traceback
     draw = random.Random(11)
     # Room for some, and little gain for short ones: both ways of preemption happen.
     settings = {"enable_prefix_caching": caching, "async_scheduling": ahead, "scheduling_policy": "priority"}
@@ -290,13 +290,13 @@ def test_a_step_that_fails_takes_the_one_begun_on_top_of_it_along() -> None:
     ids = [world.add([i] * 5, max_tokens=9) for i in (3, 4)]
     world.step()
     ids.append(world.add([6] * 5, max_tokens=9))
-    flight = world.engine._flight
+    flight = world.engine._steps._flight
     assert flight is not None
 
     def broken() -> list[Sampled]:
         raise MemoryError("no room")
 
-    world.engine._flight = replace(flight, outcome=broken)
+    world.engine._steps._flight = replace(flight, outcome=broken)
     assert [(r.id, r.error_code) for r in world.engine.step().results] == [(i, "INTERNAL") for i in ids]
     assert not world.engine.has_work and world.engine.stats().num_used_blocks == 0
     world.engine.check_integrity()
