@@ -2,10 +2,14 @@
 """One cluster with a node for all tests of real pods. They take minutes: `make e2e` runs them, `make test` does not."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
-from support.pods import with_node
+import yaml
+from cluster import images
+from support.chart import CHART, helm
+from support.pods import SYSTEM, story, with_node
 
 HERE = Path(__file__).parent
 WANTED = "QUIRE_PODS"
@@ -27,3 +31,26 @@ def cluster(tmp_path_factory):
     """A cluster whose node has the images of this checkout."""
     with with_node(tmp_path_factory.mktemp("pods")) as cluster:
         yield cluster
+
+
+def image(name):
+    """As the chart's values say it."""
+    registry, repository, tag = re.fullmatch(r"(.+)/(.+):(.+)", name).groups()
+    return registry, {"repository": repository, "tag": tag}
+
+
+@pytest.fixture(scope="module")
+def operator(cluster, tmp_path_factory):
+    """The chart, installed; the namespace of its Deployment `quire`."""
+    registry, operator = image(images.OPERATOR)
+    values = {"image": {"registry": registry, "operator": operator, "cpu": image(images.SERVER)[1]}}
+    file = tmp_path_factory.mktemp("chart") / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    where = ["-n", SYSTEM, "--kubeconfig", cluster.kubeconfig]
+    helm("install", "quire", CHART, "--create-namespace", "-f", file, *where)
+    try:
+        cluster.kubectl("rollout", "status", "deployment/quire", "--timeout=55s", namespace=SYSTEM)
+    except AssertionError as error:
+        raise AssertionError(story(cluster, SYSTEM)) from error
+    yield SYSTEM
+    helm("uninstall", "quire", *where)

@@ -9,15 +9,10 @@ import re
 import time
 
 import pytest
-import yaml
-from cluster import images
-from support.chart import CHART, helm
 from support.cluster import ROOT
 from support.pod import eventually
-from support.pods import Door, container, door, examples_volume, pods, ready, story
+from support.pods import API, SYSTEM, Door, condition, container, door, examples_volume, llm, pods, ready, story
 
-API = ("quire.dev/v1alpha1", "LLMService")
-SYSTEM = "quire-system"
 SQL = {"name": "sql", "source": {"pvc": {"claimName": "examples", "path": "adapters/sql"}}}
 STORY, QUESTION = "Once upon a time", "Question: list the names of customers in Paris\nSQL:"
 KILL = """
@@ -33,29 +28,6 @@ CHILDREN = (
 )  # fmt: skip
 
 
-def image(name):
-    """As the chart's values say it."""
-    registry, repository, tag = re.fullmatch(r"(.+)/(.+):(.+)", name).groups()
-    return registry, {"repository": repository, "tag": tag}
-
-
-@pytest.fixture(scope="module")
-def operator(cluster, tmp_path_factory):
-    """The chart, installed; the namespace of its Deployment `quire`."""
-    registry, operator = image(images.OPERATOR)
-    values = {"image": {"registry": registry, "operator": operator, "cpu": image(images.SERVER)[1]}}
-    file = tmp_path_factory.mktemp("chart") / "values.yaml"
-    file.write_text(yaml.safe_dump(values))
-    where = ["-n", SYSTEM, "--kubeconfig", cluster.kubeconfig]
-    helm("install", "quire", CHART, "--create-namespace", "-f", file, *where)
-    try:
-        cluster.kubectl("rollout", "status", "deployment/quire", "--timeout=55s", namespace=SYSTEM)
-    except AssertionError as error:
-        raise AssertionError(story(cluster, SYSTEM)) from error
-    yield SYSTEM
-    helm("uninstall", "quire", *where)
-
-
 @pytest.fixture(scope="module")
 def namespace(cluster, operator):
     """With examples/kind/tales.yaml, applied by kubectl and Ready."""
@@ -63,23 +35,11 @@ def namespace(cluster, operator):
         examples_volume(cluster, name)
         cluster.kubectl("apply", f"--filename={ROOT}/examples/kind/tales.yaml", namespace=name)
         try:
-            eventually(lambda: condition(cluster, name, "Ready") == "True", 300, "Ready")
+            eventually(lambda: condition(cluster, name, "Ready").get("status") == "True", 300, "Ready")
         except AssertionError as error:
-            status = json.dumps(service(cluster, name).get("status", {}), indent=1)
+            status = json.dumps(llm(cluster, name).get("status", {}), indent=1)
             raise AssertionError(f"{status}\n{story(cluster, name)}\n{story(cluster, SYSTEM)}") from error
         yield name
-
-
-def service(cluster, namespace):
-    return cluster.get(*API, "tales", namespace)
-
-
-def condition(cluster, namespace, kind):
-    """Its status, once it is about the spec as it is now."""
-    found = service(cluster, namespace)
-    conditions = {c["type"]: c for c in found.get("status", {}).get("conditions", [])}
-    current = conditions.get(kind, {}).get("observedGeneration") == found["metadata"]["generation"]
-    return conditions[kind]["status"] if current else None
 
 
 def answers(cluster, namespace, model, prompt):
@@ -108,7 +68,7 @@ def test_base_and_adapter_answer_through_the_service(cluster, namespace):
     assert plain
     assert pirate
     assert plain != pirate
-    status = service(cluster, namespace)["status"]
+    status = llm(cluster, namespace)["status"]
     assert sorted(status["models"]) == ["pirate", "tales"]
     assert status["replicas"] == 1
     assert status["plan"]
@@ -127,8 +87,8 @@ def test_an_adapter_is_added_by_an_edit_within_5_s_and_nothing_restarts(cluster,
     edited = time.monotonic()
     eventually(lambda: all(answers(cluster, namespace, "sql", QUESTION)), 30, "every pod answers as sql")
     took = time.monotonic() - edited
-    eventually(lambda: condition(cluster, namespace, "AdaptersReady") == "True", 10, "AdaptersReady")
-    assert "sql" in service(cluster, namespace)["status"]["models"]
+    eventually(lambda: condition(cluster, namespace, "AdaptersReady").get("status") == "True", 10, "AdaptersReady")
+    assert "sql" in llm(cluster, namespace)["status"]["models"]
     assert runs(cluster, namespace) == before
     assert took < 5
 
@@ -137,7 +97,7 @@ def test_kubectl_scale_brings_a_second_pod_with_every_adapter(cluster, namespace
     first = runs(cluster, namespace)
     cluster.kubectl("scale", "llm/tales", "--replicas=2", namespace=namespace)
     eventually(lambda: sum(map(ready, pods(cluster, namespace))) == 2, 240, "two ready pods")
-    eventually(lambda: condition(cluster, namespace, "Ready") == "True", 30, "Ready")
+    eventually(lambda: condition(cluster, namespace, "Ready").get("status") == "True", 30, "Ready")
     assert first[0] in runs(cluster, namespace)
     assert len(set(answers(cluster, namespace, "sql", QUESTION))) == 1
     assert None not in answers(cluster, namespace, "pirate", STORY)
@@ -162,7 +122,7 @@ def test_adapters_are_back_after_the_container_is_killed(cluster, namespace):
 
     pod = eventually(again, 240, "the container runs again")
     eventually(lambda: answer(pod, "sql", QUESTION) and answer(pod, "pirate", STORY), 10, "its adapters")
-    eventually(lambda: condition(cluster, namespace, "Ready") == "True", 40, "Ready")
+    eventually(lambda: condition(cluster, namespace, "Ready").get("status") == "True", 40, "Ready")
 
 
 def test_everything_goes_with_the_service_while_the_operator_is_down(cluster, namespace, operator):

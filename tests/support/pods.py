@@ -23,6 +23,9 @@ from support.cluster import GIVEN, ROOT, Cluster, running
 from support.service import free_ports, grpc_text
 
 KIND = ROOT / "examples/kind"
+API = ("quire.dev/v1alpha1", "LLMService")
+SYSTEM = "quire-system"
+"""Namespace of the operator."""
 
 
 @contextlib.contextmanager
@@ -79,6 +82,20 @@ def tales(**spec: Any) -> dict[str, Any]:
     document: dict[str, Any] = yaml.safe_load((KIND / "tales.yaml").read_text())
     document["spec"].update(spec)
     return document
+
+
+def llm(cluster: Cluster, namespace: str, name: str = "tales") -> dict[str, Any]:
+    """The LLMService."""
+    found = cluster.get(*API, name, namespace)
+    assert found is not None, f"no LLMService {name}"
+    return found
+
+
+def condition(cluster: Cluster, namespace: str, kind: str) -> dict[str, Any]:
+    """A condition, once it is about the spec as it is now; empty before."""
+    body = llm(cluster, namespace)
+    found = {c["type"]: c for c in body.get("status", {}).get("conditions", [])}.get(kind, {})
+    return found if found.get("observedGeneration") == body["metadata"]["generation"] else {}
 
 
 def pods(cluster: Cluster, namespace: str, service: str = "tales") -> list[dict[str, Any]]:

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that the real Job downloads in a real pod: wrong bytes are refused, progress is told, a pod that goes in the
+middle is followed by one that goes on where it was, and the model serves.
+
+The place is a pod that runs tests/support/sources.py. The tests are one story and run in order, on one service.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+from cluster import images
+from support import sources
+from support.cluster import ROOT
+from support.pod import eventually
+from support.pods import API, SYSTEM, condition, door, examples_volume, llm, story, tales
+
+WEIGHTS = ROOT / "examples/models/tiny/model.safetensors"
+PORT = 8000
+HOLD = "/tmp/hold"
+PLACE = f"""
+import asyncio, pathlib, re, sys
+sys.path.insert(0, "/place")
+from aiohttp import web
+from sources import Files
+
+class Place(Files):
+    async def handle(self, request):
+        print(request.method, request.path, request.headers.get("Range", "-"), flush=True)
+        return await super().handle(request)
+
+    async def _send(self, request, response, data):
+        if re.fullmatch(r"bytes=\\d+-\\d+", request.headers.get("Range", "")):
+            await response.write(data)  # whoever plans wants a few bytes
+        else:
+            await super()._send(request, response, data)
+
+async def main():
+    files = Place({{f"/{{path.name}}": path.read_bytes() for path in pathlib.Path("/examples/models/tiny").iterdir()}})
+    files.more = asyncio.Event()
+    app = web.Application()
+    app.router.add_route("*", "/{{path:.*}}", files.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "0.0.0.0", {PORT}).start()
+    while True:
+        (files.more.clear if pathlib.Path("{HOLD}").exists() else files.more.set)()
+        await asyncio.sleep(0.1)
+
+asyncio.run(main())
+"""
+
+
+def place(namespace):
+    """The pod with its program, and the Service that it is reached by."""
+    labels = {"app": "place"}
+    volumes = [
+        {"name": "place", "configMap": {"name": "place"}},
+        {"name": "examples", "persistentVolumeClaim": {"claimName": "examples", "readOnly": True}},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    container = {
+        "name": "place",
+        "image": images.SERVER,
+        "command": ["python3", "/place/place.py"],
+        "readinessProbe": {"httpGet": {"path": "/config.json", "port": PORT}, "periodSeconds": 1},
+        "volumeMounts": [
+            {"name": "place", "mountPath": "/place"},
+            {"name": "examples", "mountPath": "/examples", "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+    program = {"place.py": PLACE, "sources.py": Path(sources.__file__).read_text()}
+    meta = {"name": "place", "namespace": namespace}
+    pod = {
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": volumes,
+        "terminationGracePeriodSeconds": 0,
+    }
+    ports = [{"port": PORT, "protocol": "TCP"}]
+    return (
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": program},
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {**meta, "labels": labels}, "spec": pod},
+        {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": {"selector": labels, "ports": ports}},
+    )
+
+
+def models_volume(cluster, namespace, folder):
+    """A volume for the claim that the operator makes, where no storage class makes one."""
+    if not cluster.programs:
+        return
+    folder.mkdir()
+    folder.chmod(0o777)  # nobody gives a hostPath to the pod's group
+    claim = {"namespace": namespace, "name": "tales-models"}
+    spec = {
+        "capacity": {"storage": "20Gi"},
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": "",
+        "hostPath": {"path": str(folder), "type": "Directory"},
+        "claimRef": claim,
+    }
+    meta = {"name": f"models-{namespace}"}
+    cluster.apply({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": meta, "spec": spec})
+
+
+@pytest.fixture(scope="module")
+def namespace(cluster, operator, tmp_path_factory):
+    """With the place, and an LLMService whose digest is wrong."""
+    with cluster.namespace("download") as name:
+        examples_volume(cluster, name)
+        models_volume(cluster, name, tmp_path_factory.mktemp("models") / "volume")
+        # A namespace's ServiceAccount comes some time after it, and pods are refused until then.
+        eventually(lambda: cluster.get("v1", "ServiceAccount", "default", name), 30, "the ServiceAccount")
+        for thing in place(name):
+            cluster.apply(thing, name)
+        wait = ["wait", "pod/place", "--for=condition=Ready", "--timeout=50s"]
+        cluster.kubectl(*wait, namespace=name)
+        host = cluster.get("v1", "Service", "place", name)["spec"]["clusterIP"]
+        http = {"url": f"http://{host}:{PORT}/", "sha256": "0" * 64}
+        cluster.apply(tales(model={"source": {"http": http}}, adapters=[]), name)
+        yield name
+
+
+def until(cluster, namespace, check, seconds, what):
+    """Wait for it; when it does not come, tell the story of all pods."""
+    try:
+        return eventually(check, seconds, what)
+    except AssertionError as error:
+        status = json.dumps(llm(cluster, namespace).get("status", {}), indent=1)
+        stories = "\n".join(story(cluster, name) for name in (namespace, SYSTEM))
+        raise AssertionError(f"{error}\n{status}\n{stories}") from error
+
+
+def downloading(cluster, namespace):
+    """The names of the download pods that run."""
+    selector = "app.kubernetes.io/component=model-download"
+    found = cluster.items("v1", "Pod", namespace, labelSelector=selector)
+    return [
+        pod["metadata"]["name"]
+        for pod in found
+        if pod["status"].get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]
+    ]
+
+
+def test_other_bytes_than_the_digest_says_are_refused(cluster, namespace):
+    def refused():
+        return condition(cluster, namespace, "ModelCached").get("reason") == "DigestMismatch"
+
+    until(cluster, namespace, refused, 120, "DigestMismatch")
+    right = hashlib.sha256(WEIGHTS.read_bytes()).hexdigest()
+    message = condition(cluster, namespace, "ModelCached")["message"]
+    assert f"its sha256 is {right}, not {'0' * 64}" in message
+    assert condition(cluster, namespace, "Ready")["reason"] == "DigestMismatch"
+
+
+def test_progress_is_told_while_it_downloads(cluster, namespace):
+    cluster.kubectl("exec", "place", "--", "touch", HOLD, namespace=namespace)
+    right = hashlib.sha256(WEIGHTS.read_bytes()).hexdigest()
+    cluster.merge(*API, "tales", {"spec": {"model": {"source": {"http": {"sha256": right}}}}}, namespace)
+
+    def told():
+        """Five eighths of the weights, and the tokenizer."""
+        cache = llm(cluster, namespace).get("status", {}).get("cache", {})
+        percent = int(cache.get("progress", "0%").removesuffix("%"))
+        return 60 <= percent <= 66 and percent
+
+    percent = until(cluster, namespace, told, 90, "progress")
+    assert f"({percent}%)" in condition(cluster, namespace, "ModelCached")["message"]
+    # Not by its short name: kubectl looks that up in what it knew of the API server some minutes ago.
+    assert f"{percent}%" in cluster.kubectl("get", "llmservices", "tales", namespace=namespace)
+    (name,) = downloading(cluster, namespace)
+
+    def logged():
+        return f"percent={percent}" in cluster.kubectl("logs", name, namespace=namespace)
+
+    until(cluster, namespace, logged, 20, "the same in the log")
+
+
+def test_a_download_goes_on_where_its_pod_was_when_it_went(cluster, namespace):
+    (first,) = downloading(cluster, namespace)
+    cluster.kubectl("delete", "pod", first, namespace=namespace)
+
+    def goes_on():
+        asked = cluster.kubectl("logs", "place", namespace=namespace)
+        return re.search(rf"GET /{WEIGHTS.name} bytes=([1-9]\d*)-$", asked, re.MULTILINE)
+
+    start = int(until(cluster, namespace, goes_on, 120, "a request for the rest")[1])
+    assert start > WEIGHTS.stat().st_size // 2
+    cluster.kubectl("exec", "place", "--", "rm", HOLD, namespace=namespace)
+    until(cluster, namespace, lambda: condition(cluster, namespace, "Ready").get("status") == "True", 240, "Ready")
+    assert condition(cluster, namespace, "ModelCached")["reason"] == "Downloaded"
+    cache = llm(cluster, namespace)["status"]["cache"]
+    assert (cache["state"], set(cache)) == ("Ready", {"state", "bytes"})
+    with door(cluster, namespace) as clients:
+        assert clients.text("tales", "Once upon a time", max_tokens=1)
