@@ -44,7 +44,7 @@ def test_names_and_subresources():
     assert spec["names"]["categories"] == ["all"]
     assert VERSION["subresources"]["scale"]["labelSelectorPath"] == ".status.selector"
     columns = [column["name"] for column in VERSION["additionalPrinterColumns"]]
-    assert columns == ["Ready", "Reason", "Download", "Model", "GPU", "TP", "Replicas", "Adapters", "Age"]
+    assert columns == ["Ready", "Reason", "Model", "GPU", "TP", "Replicas", "Adapters", "Age", "Download"]
 
 
 def test_printer_columns_and_scale_show_fields_that_exist():
