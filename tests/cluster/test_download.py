@@ -108,7 +108,7 @@ def test_no_pod_before_the_model_is_there_and_every_step_is_told(cluster, namesp
         cache = operating.status()["cache"]
         assert (cache["state"], cache["progress"], cache["totalBytes"]) == ("Downloading", "25%", str(4 * 2**20))
         assert "1.0 MiB of 4.0 MiB (25%), 256.0 KiB/s, about 12 s left" in message(operating, "ModelCached")
-        assert "25%" in cluster.kubectl("get", "llm", "tales", namespace=namespace)
+        assert "25%" in cluster.kubectl("get", "llm", "tales", "--output=wide", namespace=namespace)
         # The token is refused; the Job tries again after 10 s, when somebody has put that right.
         why = "http://models/config.json: HTTP 401; the source's secret is missing, wrong, or lacks access"
         downloads(kubelet, namespace, ended(Result.AUTH_FAILED, message=why))

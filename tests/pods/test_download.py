@@ -170,7 +170,7 @@ def test_progress_is_told_while_it_downloads(cluster, namespace):
     percent = until(cluster, namespace, told, 90, "progress")
     assert f"({percent}%)" in condition(cluster, namespace, "ModelCached")["message"]
     # Not by its short name: kubectl looks that up in what it knew of the API server some minutes ago.
-    assert f"{percent}%" in cluster.kubectl("get", "llmservices", "tales", namespace=namespace)
+    assert f"{percent}%" in cluster.kubectl("get", "llmservices", "tales", "--output=wide", namespace=namespace)
     (name,) = downloading(cluster, namespace)
 
     def logged():
