@@ -28,7 +28,7 @@ def _make(shape: dict[str, Any], folder: Path, rank: int, seed: int) -> Path:
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(shape["num_hidden_layers"]):
-        for path, (d_in, d_out) in _linears(shape).items():
+        for path, (d_in, d_out) in linears(shape).items():
             name = f"base_model.model.model.layers.{layer}.{path}"
             for half, size in (("A", (rank, d_in)), ("B", (d_out, rank))):
                 spread = size[1] ** -0.5 / (1 if half == "A" else 4)
@@ -36,13 +36,14 @@ def _make(shape: dict[str, Any], folder: Path, rank: int, seed: int) -> Path:
                 tensors[f"{name}.lora_{half}.weight"] = values.to(torch.bfloat16)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    targets = sorted({path.rpartition(".")[2] for path in _linears(shape)})
+    targets = sorted({path.rpartition(".")[2] for path in linears(shape)})
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": ALPHA * rank, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": targets}))
     return folder
 
 
-def _linears(shape: dict[str, Any]) -> dict[str, tuple[int, int]]:
+def linears(shape: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of every linear of a layer, by its path there."""
     hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     q, kv = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
     attention = {"q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden)}

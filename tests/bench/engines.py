@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 from child import Child
-from measure import WrongOutput
+from measure import MAX_GAP, WrongOutput
 from workload import Request
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,10 +23,6 @@ NAMES = ("offline", "http", "grpc", "transformers", "vllm")
 AT_RATES = ("http", "grpc", "vllm")
 """Those that take requests while others run."""
 STATIC_BATCH = 16
-
-MAX_GAP = 0.5
-"""Standard deviations of the logits that a token may fall short of the likeliest one. Computing in bfloat16 costs up to
-0.1 (random weights, 30 layers); a wrong token is 4 below."""
 
 
 @dataclass(frozen=True, slots=True)

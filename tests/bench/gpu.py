@@ -37,7 +37,7 @@ import torch  # noqa: E402
 from card import Card  # noqa: E402
 from gpu_report import markdown  # noqa: E402
 
-PHASES = ("gate", "limits", "kernels", "engine", "lora", "peers", "tune")
+PHASES = ("gate", "limits", "kernels", "engine", "lora", "vllm", "peers", "tune")
 QUICK = ("gate", "limits", "kernels", "engine")
 
 
@@ -48,8 +48,8 @@ class RedGate(Exception):
 class Bench:
     """One run; every phase fills a part of `results`."""
 
-    def __init__(self, card: Card, quick: bool, out: Path | None) -> None:
-        self._card, self._quick, self._out = card, quick, out
+    def __init__(self, card: Card, quick: bool, out: Path | None, vllm_python: str) -> None:
+        self._card, self._quick, self._out, self._vllm_python = card, quick, out, vllm_python
         self.results: dict[str, Any] = {"about": card.about() | {"commit": _commit(), "command": " ".join(sys.argv)}}
 
     def run(self, phases: Iterable[str]) -> None:
@@ -178,6 +178,17 @@ class Bench:
             self.write()
         found["ratios"] = lora.ratios(found["rows"])
 
+    def _vllm(self) -> None:
+        import gpu_vllm
+        from measure import WrongOutput
+
+        try:
+            found = self.results["vllm"] = gpu_vllm.compare(self._card, self._vllm_python)
+        except WrongOutput as error:
+            raise RedGate(f"adapters against vLLM: {error}; nothing of it is reported") from error
+        for line in (found["left_out"],) if "left_out" in found else (*found["rows"], *found["ratios"], found["gaps"]):
+            print(f"  {line}", flush=True)
+
     def _peers(self) -> None:
         import gpu_engine as engines
 
@@ -243,6 +254,8 @@ def main() -> int:
     parser.add_argument("--phases", metavar="A,B", help=f"of {', '.join(PHASES)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="few shapes and one load: under three minutes")
     parser.add_argument("--cpu-rehearsal", action="store_true", help="tiny shapes on a CPU, kernels interpreted")
+    other = "the vllm phase's interpreter, of an environment that has vllm (default: this one)"
+    parser.add_argument("--vllm-python", metavar="FILE", default=sys.executable, help=other)
     parser.add_argument("--gate-share", help=argparse.SUPPRESS)
     args = parser.parse_args()
     phases = tuple(args.phases.split(",")) if args.phases else QUICK if args.quick else PHASES
@@ -254,7 +267,8 @@ def main() -> int:
         return _check_share(args.gate_share, args.quick)
     if "gate" not in phases[:1]:
         phases = ("gate", *(phase for phase in phases if phase != "gate"))
-    bench = Bench(Card(torch.device("cpu" if args.cpu_rehearsal else "cuda")), args.quick, args.output)
+    card = Card(torch.device("cpu" if args.cpu_rehearsal else "cuda"))
+    bench = Bench(card, args.quick, args.output, args.vllm_python)
     try:
         with torch.inference_mode():
             bench.run(phases)

@@ -80,12 +80,14 @@ def _row(card: Card, engine: Engine, name: str, adapters: Sequence[str]) -> dict
     }
 
 
-def ratios(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def ratios(
+    found: Sequence[dict[str, Any]], bars: Sequence[tuple[str, str, float, float]] = BARS
+) -> list[dict[str, Any]]:
     """Each bar, and what was measured."""
     rates = {row["row"]: row["output_tokens_per_s"] for row in found}
     return [
         {"of": of, "to": to, "bar": bar, "aim": aim, "ratio": rates[of] / rates[to]}
-        for of, to, bar, aim in BARS
+        for of, to, bar, aim in bars
         if rates.get(of) and rates.get(to)
     ]
 

@@ -22,7 +22,9 @@ def markdown(results: dict[str, Any]) -> str:
     if engine := results.get("engine"):
         parts += _engine(engine)
     if lora := results.get("lora"):
-        parts += _lora(lora)
+        parts += _rates(lora, "decoding")
+    if vllm := results.get("vllm"):
+        parts += _vllm(vllm)
     if rows := results.get("peers"):
         cells = [
             (r["engine"], r.get("what", "-"), _number(r.get("output_tokens_per_s"), r.get("left_out"))) for r in rows
@@ -98,7 +100,20 @@ def _engine(engine: dict[str, Any]) -> list[str]:
     return parts
 
 
-def _lora(lora: dict[str, Any]) -> list[str]:
+def _vllm(vllm: dict[str, Any]) -> list[str]:
+    if "left_out" in vllm:
+        return [vllm["left_out"]]
+    gaps = vllm["gaps"]
+    text = (
+        f"Adapters against vLLM, each engine alone: by this engine's logits its tokens are within {gaps['quire']:.2f} "
+    )
+    return [
+        f"{text}deviations of the likeliest ones, the other's within {gaps['vllm']:.2f}.",
+        *_rates(vllm, "whole runs"),
+    ]
+
+
+def _rates(lora: dict[str, Any], what: str) -> list[str]:
     rates = [
         (row["row"], row["what"], _number(row["output_tokens_per_s"]), " ".join(map(_number, row["all"])))
         for row in lora.get("rows", [])
@@ -107,7 +122,7 @@ def _lora(lora: dict[str, Any]) -> list[str]:
         (f"{r['of']} / {r['to']}", f"{r['ratio']:.3f}", f"{r['bar']:.2f}", f"{r['aim']:.2f}")
         for r in lora.get("ratios", [])
     ]
-    parts = [_table(("decoding", "load", "output tokens/s, median", "rounds"), rates)] if rates else []
+    parts = [_table((what, "load", "output tokens/s, median", "rounds"), rates)] if rates else []
     return parts + ([_table(("ratio", "measured", "bar", "aim"), bars)] if bars else [])
 
 

@@ -24,8 +24,7 @@ import adapters
 import checkpoint
 import report
 from child import Child, ChildFailed
-from engines import MAX_GAP
-from measure import WrongOutput, measure, spread
+from measure import MAX_GAP, WrongOutput, measure, spread
 from serving import circumstances
 from tqdm import tqdm
 from workload import Request, Workload

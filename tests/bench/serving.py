@@ -25,8 +25,8 @@ import checkpoint
 import plot
 import report
 from child import Child, ChildFailed
-from engines import AT_RATES, MAX_GAP, NAMES, ROOT, Engine, check_float32, check_gap, engines
-from measure import WrongOutput, kv_use, measure
+from engines import AT_RATES, NAMES, ROOT, Engine, check_float32, check_gap, engines
+from measure import MAX_GAP, WrongOutput, kv_use, measure
 from tqdm import tqdm
 from workload import Request, Workload
 

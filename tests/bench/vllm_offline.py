@@ -31,6 +31,7 @@ class Offline:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._llm = vllm.LLM(**settings)
+        self._detokenize = not settings.get("skip_tokenizer_init", False)
 
     def about(self) -> dict[str, Any]:
         """Its version, and what decides its speed."""
@@ -45,7 +46,8 @@ class Offline:
         """See measure.py. `adapters`: each request's folder, None: the base model; not at a rate."""
         ids = {path: 1 + i for i, path in enumerate(dict.fromkeys(filter(None, adapters or [])))}
         loras = adapters and [path and LoRARequest(path, ids[path], path) for path in adapters]
-        params = [SamplingParams(temperature=0.0, max_tokens=num, ignore_eos=True) for _, num in requests]
+        fixed: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": self._detokenize}
+        params = [SamplingParams(max_tokens=num, **fixed) for _, num in requests]
         prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt, _ in requests]
         if offsets is not None:
             return self._pace(prompts, params, offsets)

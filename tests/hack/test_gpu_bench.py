@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parents[1] / "bench"
-PHASES = "gate,limits,kernels,engine,lora,tune"
+PHASES = "gate,limits,kernels,engine,lora,vllm,tune"
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,11 @@ def test_every_phase_leaves_results(run):
         ("adapters", 0.88),
         ("base, LoRA enabled", 0.98),
     }
+    [ratio] = results["vllm"]["ratios"]
+    assert (ratio["of"], ratio["to"]) == ("adapters", "this engine in vLLM's place, adapters")
+    assert (ratio["bar"], ratio["aim"]) == (1.2, 1.5)
+    # It judges the same tokens of the same weights: both gaps are what float32 rounds.
+    assert max(results["vllm"]["gaps"].values()) < 1e-3
     waiting, ahead = (idle["what"] for idle in results["engine"]["idle"])
     assert (waiting, ahead) == ("3 sequences at 12, waiting for each other", "3 sequences at 12, begun ahead")
 
@@ -49,6 +54,7 @@ def test_an_eight_bit_cache_costs_little(run):
 def test_the_report_says_that_it_is_a_rehearsal(run):
     assert run[1].startswith("### none: a rehearsal on a CPU, whose times mean nothing")
     assert "| decode, 2 x 40 |" in run[1]
+    assert "| adapters / this engine in vLLM's place, adapters |" in run[1]
 
 
 def test_without_a_gpu_it_says_what_to_do():
@@ -77,12 +83,57 @@ def test_a_red_gate_times_nothing(tmp_path):
     assert "nothing is timed" in done.stderr
 
 
-def test_idle_time_is_what_no_kernel_covers():
-    sys.path.insert(0, str(BENCH))
-    try:
-        from gpu_engine import busy_and_idle
-    finally:
-        sys.path.remove(str(BENCH))
+@pytest.fixture
+def bench_modules(monkeypatch):
+    """They are run by path, and import their neighbours by bare name."""
+    monkeypatch.syspath_prepend(str(BENCH))
+
+
+def test_without_vllm_one_line_says_so(bench_modules, tmp_path):
+    import gpu_report
+    import gpu_vllm
+    import torch
+    from card import Card
+
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'Traceback' >&2\necho \"ImportError: no vllm\" >&2\nexit 1\n")
+    python.chmod(0o755)
+    # It is asked before anything is made, so that no GPU is touched.
+    found = gpu_vllm.compare(Card(torch.device("cuda")), str(python))
+    line = f"vLLM left out: '{python}' cannot import it: ImportError: no vllm"
+    assert found == {"left_out": line}
+    assert gpu_report.markdown({"about": {"card": "a card", "command": "gpu.py"}, "vllm": found}).endswith(
+        f"\n{line}\n"
+    )
+    assert "cannot be run: No such file" in gpu_vllm.left_out(str(tmp_path / "none"))
+    assert gpu_vllm.left_out("true") is None
+
+
+def test_wrong_tokens_of_an_adapter_are_found(bench_modules, tmp_path):
+    """Its last token changed, or its tokens taken for another adapter's."""
+    import adapters
+    import gpu_engine
+    import gpu_vllm
+    import torch
+    from card import Card
+    from measure import WrongOutput
+
+    card = Card(torch.device("cpu"))
+    gpu_vllm.write_checkpoint(card, gpu_engine.TINY, tmp_path / "model")
+    folders = adapters.make(tmp_path / "model", tmp_path / "adapters", 2, 8)
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "model": str(tmp_path / "model")}
+    with torch.inference_mode(), gpu_vllm.own_engine(card, gpu_engine.settings(card) | lora, folders) as (engine, run):
+        right = gpu_vllm.warm_up(card, run)
+        assert gpu_vllm.check(card, engine, right, folders) < 1e-3
+        changed = [*right[:-1], [*right[-1][:-1], (right[-1][-1] + 1) % 300]]
+        for wrong, which in ((changed, folders), (right, folders[::-1])):
+            with pytest.raises(WrongOutput, match="deviations below the likeliest"):
+                gpu_vllm.check(card, engine, wrong, which)
+
+
+def test_idle_time_is_what_no_kernel_covers(bench_modules):
+    from gpu_engine import busy_and_idle
+
     events = [
         {"cat": "kernel", "ts": 10, "dur": 5},
         {"cat": "cpu_op", "ts": 0, "dur": 100},
