@@ -63,6 +63,6 @@ def test_numbers_of_an_adapter_are_there_after_its_first_request(families):
         name = f"quire_adapter_{name}_seconds"
         assert [
             s for s in families[name].samples if s.name == f"{name}_count" and (of | more).items() <= s.labels.items()
-        ]
+        ], f"{name} {more}: {families[name].samples}"
     assert value("quire_host_adapters") >= 2
     assert value("quire_host_adapter_bytes") > 0

@@ -2,7 +2,9 @@
 """The engine under everything at once: nothing leaks, nothing mixes, and one request's trouble stays its own."""
 
 import logging
+import queue
 import random
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -13,12 +15,13 @@ import pytest
 from support.runner import VOCAB, TokenRunner, expected_output
 
 from quire_engine.checkpoint import Checkpoint
+from quire_engine.core_loop import CoreLoop
 from quire_engine.engine import Engine
 from quire_engine.step import Sampled, SlotLoad, StepPlan
 from quire_engine.swap import SwapSpace
 from quire_spec.config import EngineConfig
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
-from quire_spec.messages import Generate, SequenceResult
+from quire_spec.messages import Generate, SequenceResult, StepResult
 from quire_spec.shape import ModelShape
 from quire_spec.status import MemoryPlan
 
@@ -410,3 +413,15 @@ def test_a_copy_that_fails_ends_its_own_sequences() -> None:
     world.step()
     assert [load.digest for load in copies] == ["a"]
     world.engine.check_integrity()
+
+
+def test_what_became_of_adapters_waits_for_a_text_process_to_hear_it():
+    world = World()
+    told: queue.SimpleQueue[tuple[int, StepResult]] = queue.SimpleQueue()
+    loop = CoreLoop(world.engine, lambda owner, result: told.put((owner, result)), lambda *_: None, lambda *_: None)
+    threading.Thread(target=loop.run, daemon=True).start()
+    loop.call(lambda: world.add_adapter("d0")).result(10)
+    loop.call(lambda: None).result(10)  # another turn of the loop, in which there is something to report
+    loop.begin(7)
+    owner, result = told.get(timeout=10)
+    assert (owner, [(move.place, move.digest) for move in result.moves]) == (7, [("host", "d0")])
