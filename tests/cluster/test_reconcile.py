@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reconciler against a real API server, with real controllers and a node without a kubelet."""
 
+import asyncio
+
 import pytest
 from support.kubelet import Kubelet
 from support.operating import CHILDREN, Operating, children, claim, llm_service, reads_models
 from support.pod import eventually
+
+from quire_operator.kube import kinds
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 ADAPTER = {"name": "pirate", "source": {"pvc": {"claimName": "models", "path": "pirate"}}}
@@ -91,6 +95,33 @@ def test_children_that_somebody_edits_or_deletes_come_back(operating, cluster, n
             cluster.delete(version, kind, name, namespace)
             eventually(lambda: uid_of(cluster, version, kind, name, namespace) not in (None, uid), 15, f"{kind} back")  # noqa: B023
     eventually(lambda: children(cluster, namespace) == wanted, 15, "all as before")
+
+
+def test_an_edit_in_the_middle_of_a_pass_is_not_missed(cluster, namespace, kubelet):
+    path = cluster.path("v1", "Service", namespace, "tales")
+    with Operating(cluster, namespace) as operating:
+        parts = operating.controller.reconciler._parts
+        apply = parts.applier.apply
+
+        async def applied_and_edited(key, uid, manifests):
+            outcome = await apply(key, uid, manifests)
+            parts.applier.apply = apply
+            edit = {"spec": {"selector": {"app.kubernetes.io/instance": "another"}}}
+            await asyncio.to_thread(cluster.request, "PATCH", path, edit, "application/merge-patch+json")
+            async with asyncio.timeout(20):
+                while selected(parts.cache.get(kinds.SERVICE, namespace, "tales").body()) != "another":
+                    await asyncio.sleep(0.02)
+            edited.append(True)
+            return outcome
+
+        parts.applier.apply, edited = applied_and_edited, []
+        cluster.apply(llm_service(), namespace)
+        eventually(lambda: edited, 20, "the edit")
+        eventually(lambda: selected(operating.child("Service")) == "tales", 20, "as it was")
+
+
+def selected(service):
+    return service["spec"]["selector"]["app.kubernetes.io/instance"]
 
 
 def test_the_admin_key_comes_back_as_it_was(cluster, namespace, kubelet):

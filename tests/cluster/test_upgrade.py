@@ -12,7 +12,7 @@ from support.pod import eventually
 
 from quire_operator.plan import outcome, planner
 from quire_operator.reconcile import planning
-from quire_operator.render import pod
+from quire_operator.render import model, pod
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 DOWNLOAD = "model-download"
@@ -109,6 +109,32 @@ def test_pods_wait_for_the_first_model_and_serve_the_old_one_until_the_next_is_t
         operating.settles()
 
 
+def test_an_upgrade_downloads_nothing_again(cluster, namespace, kubelet, new_release, monkeypatch):
+    kubelet.behave(lambda body: of_download(body, namespace, "/a"), DONE)
+    kubelet.behave(lambda body: of_download(body, namespace, "/b"), DONE)
+    with files() as url:
+        with Operating(cluster, namespace) as old:
+            cluster.apply(llm_service(model={"source": {"http": {"url": f"{url}/a"}}}), namespace)
+            eventually(lambda: old.condition("Available").get("status") == "True", 60, "Available")
+            old.settles()
+            said = {kind: old.condition(kind)["reason"] for kind in ("ModelCached", "Available", "Ready")}
+        (before,) = jobs(cluster, namespace)
+        settings = new_release()
+        # Its Jobs look otherwise, too.
+        monkeypatch.setattr(model, "PORT_VARIABLE", "QUIRE_OTHER_PORT")
+        with Operating(cluster, namespace, settings) as new:
+            new.settles()
+            assert [write for write in new.writes if write[0] not in (KIND, "Event")] == []
+            assert [job["metadata"]["uid"] for job in jobs(cluster, namespace)] == [before["metadata"]["uid"]]
+            assert {kind: new.condition(kind)["reason"] for kind in said} == said
+            assert new.condition("ModelCached")["status"] == "True"
+            # Another model is another matter.
+            cluster.merge(API, KIND, "tales", {"spec": {"model": {"source": {"http": {"url": f"{url}/b"}}}}}, namespace)
+            eventually(lambda: names_of(jobs(cluster, namespace)).isdisjoint(names_of([before])), 30, "its own Job")
+            new.settles()
+            assert "QUIRE_OTHER_PORT" in str(jobs(cluster, namespace))
+
+
 def test_an_image_is_changed_where_every_gpu_is_taken(cluster, namespace, kubelet):
     cluster.apply(claim(), namespace)
     with Kubelet(cluster, "node-full", gpus=2) as full, Operating(cluster, namespace) as operating:
@@ -153,6 +179,10 @@ def of_download(body, namespace, which):
 
 def jobs(cluster, namespace):
     return cluster.items("batch/v1", "Job", namespace, labelSelector=f"app.kubernetes.io/component={DOWNLOAD}")
+
+
+def names_of(found):
+    return {job["metadata"]["name"] for job in found}
 
 
 def done(job):

@@ -7,7 +7,7 @@ An object of somebody else is never touched: nothing is written when one has the
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,8 +53,8 @@ class Outcome:
     forbidden: bool = False
     """Among it is something that a Role or a quota forbids: it is worth trying again."""
     conflict: str = ""
-    deployment: Mapping[str, Any] | None = None
-    """As it is now."""
+    written: list[Entry] = field(default_factory=list)
+    """What it wrote, as it was then; Secrets aside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +93,20 @@ class Applier:
         for wave in _waves(wanted):
             settled = await _together(self._settle(key, manifest, found) for manifest, found in wave)
             refused = [error for error in settled if isinstance(error, Rejected | Forbidden)]
-            if broken := [error for error in settled if error is not None and error not in refused]:
+            if broken := [each for each in settled if isinstance(each, BaseException) and each not in refused]:
                 raise broken[0]
+            outcome.written += [each for each in settled if isinstance(each, Entry)]
             outcome.rejected += map(str, refused)
             outcome.forbidden = outcome.forbidden or any(isinstance(error, Forbidden) for error in refused)
             if refused:
                 break
-        deployment = self._cache.get(kinds.DEPLOYMENT, *key)
-        outcome.deployment = deployment.body() if deployment else None
         return outcome
 
-    async def prune(self, key: Key, uid: str, manifests: Iterable[Manifest]) -> None:
-        """Delete what the service owns and does not want any more; raises ApiError.
+    async def prune(self, key: Key, uid: str, kept: Set[tuple[str, str]]) -> None:
+        """Delete what the service owns but for `kept`, by kind and name; raises ApiError.
 
         ConfigMaps that a ReplicaSet or a pod still mounts stay: an old pod that starts again needs its own.
         """
-        kept = {(m["kind"], m["metadata"]["name"]) for m in manifests}
         used: set[str] = set()
         for entry in self._cache.of(key, kinds.POD, kinds.REPLICA_SET):
             spec = entry.body().get("spec", {})
@@ -183,28 +181,24 @@ class Applier:
             f"{kinds.LLM_SERVICE.name} another name"
         )
 
-    async def _settle(self, key: Key, manifest: Manifest, found: Found) -> None:
-        """Apply a manifest unless what is there is as it says."""
+    async def _settle(self, key: Key, manifest: Manifest, found: Found) -> Entry | None:
+        """Apply a manifest unless what is there is as it says; what was written, Secrets aside."""
         kind, meta = kind_of(manifest), manifest["metadata"]
-        place = (kind.name, meta["name"])
-        if isinstance(found, Entry):
-            digest = meta["annotations"][APPLIED]
-            done = self._done.get(key, {}).get(place)
-            if done is not None:
-                if done == _Done(digest, found.uid, found.content):
-                    return
-            elif holds(manifest, found.body()):
-                self._remember(key, place, _Done(digest, found.uid, found.content))
-                return
-            body = await self._write(kind, manifest, found.uid)
-            self._remember(key, place, _Done(digest, body["metadata"]["uid"], entry_of(kind, body).content))
-        elif found is None:
-            body = await self._write(kind, manifest, None)
-            if kind is not kinds.SECRET:
-                applied = meta["annotations"][APPLIED]
-                self._remember(key, place, _Done(applied, body["metadata"]["uid"], entry_of(kind, body).content))
-        elif not holds(manifest, found) or set(manifest["data"]) != set(found.get("data") or ()):
-            await self._write(kind, manifest, found["metadata"]["uid"])
+        if kind is kinds.SECRET:
+            body = found if isinstance(found, Mapping) else None
+            if body is None or not holds(manifest, body) or set(manifest["data"]) != set(body.get("data") or ()):
+                await self._write(kind, manifest, body["metadata"]["uid"] if body else None)
+            return None
+        assert found is None or isinstance(found, Entry)
+        place, digest = (kind.name, meta["name"]), meta["annotations"][APPLIED]
+        if found is not None:
+            done, here = self._done.get(key, {}).get(place), _Done(digest, found.uid, found.content)
+            if done == here if done is not None else holds(manifest, found.body()):
+                self._remember(key, place, here)
+                return None
+        written = entry_of(kind, await self._write(kind, manifest, found.uid if found else None))
+        self._remember(key, place, _Done(digest, written.uid, written.content))
+        return written
 
     async def _write(self, kind: Kind, manifest: Manifest, uid: str | None) -> dict[str, Any]:
         condition = {"uid": uid} if uid else {}
@@ -222,7 +216,7 @@ class Applier:
         if kind is kinds.SECRET:
             self._secrets.put(namespace, name, None)
 
-    async def _prune_credentials(self, key: Key, uid: str, kept: set[tuple[str, str]]) -> None:
+    async def _prune_credentials(self, key: Key, uid: str, kept: Set[tuple[str, str]]) -> None:
         name = names.credentials_of(key[1])
         if (kinds.SECRET.name, name) in kept:
             return

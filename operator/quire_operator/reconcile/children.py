@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire_operator.kube.kinds import DISCOVERED, Kind, kind_of
+from quire_operator.kube.kinds import DISCOVERED, JOB, Kind, kind_of
 from quire_operator.plan.plan import Plan
+from quire_operator.reconcile.model_cache import job_succeeded
 from quire_operator.reconcile.pinned import Pinned
 from quire_operator.render import names
 from quire_operator.render.cluster import OPTIONAL, Cluster
@@ -53,6 +54,12 @@ class Children:
     held: bool
     """The Deployment stays on the previous model until the new one is there."""
 
+    @property
+    def kept(self) -> frozenset[tuple[str, str]]:
+        """Kind and name of each object that is to stay: those that are applied, and the Job that has done its work."""
+        applied = {(m["kind"], m["metadata"]["name"]) for m in self.manifests}
+        return frozenset(applied | ({(JOB.name, self.job)} if self.job else set()))
+
 
 def children(service: LLMService, digest: str, plan: Plan, around: Around, live: Live) -> Children:
     """What is to be applied for a service; `digest` is its spec_digest. Raises as `desired`."""
@@ -67,18 +74,23 @@ def children(service: LLMService, digest: str, plan: Plan, around: Around, live:
     found = desired(service, plan, cluster)
     lacking = [m["kind"] for m in found.manifests if kind_of(m) in DISCOVERED and kind_of(m) not in around.offered]
     manifests = [m for m in found.manifests if m["kind"] not in lacking]
-    job = _download_job(manifests)
+    job = next((m for m in manifests if kind_of(m) is JOB), None)
+    done = _done(job, live.jobs or {})
+    if done is not None:
+        # Whatever a new release, or another placement, would have it look like: what it brings is there.
+        manifests = [m for m in manifests if m is not job]
     pods = Pinned.of(digest, plan, manifests)
     before = Pinned.read(live.deployment)
     serves = before is not None and (live.deployment or {}).get("spec", {}).get("replicas", 1) > 0
-    there = job is None or _succeeded((live.jobs or {}).get(job))
+    there = job is None or done is not None
     same = before is not None and (before.spec, before.plan) == (pods.spec, pods.plan)
     held = serves and not there and not same
     if before is not None and (held or (same and service.spec.rollout.updatePolicy != "Auto")):
         pods = before
     replicas = service.spec.replicas if there or serves else 0
     ready = [_settled(service, manifest, replicas, live) for manifest in pods.into(manifests)]
-    return Children(tuple(ready), (*found.left_out, *lacking), job, held)
+    name = done if job is None or done is not None else str(job["metadata"]["name"])
+    return Children(tuple(ready), (*found.left_out, *lacking), name, held)
 
 
 def _settled(service: LLMService, manifest: Manifest, replicas: int, live: Live) -> Manifest:
@@ -102,11 +114,10 @@ def _claim(service: LLMService, manifest: Manifest, there: Body) -> Manifest:
     return {**manifest, "spec": spec}
 
 
-def _download_job(manifests: list[Manifest]) -> str | None:
-    jobs = [m for m in manifests if m["kind"] == "Job" and m["metadata"]["labels"][names.COMPONENT] == names.DOWNLOAD]
-    return jobs[0]["metadata"]["name"] if jobs else None
-
-
-def _succeeded(job: Body | None) -> bool:
-    conditions = (job or {}).get("status", {}).get("conditions") or ()
-    return any(c["type"] == "Complete" and c["status"] == "True" for c in conditions)
+def _done(job: Manifest | None, jobs: Mapping[str, Body]) -> str | None:
+    """Name of the Job that has brought what this one would bring."""
+    if job is None:
+        return None
+    brings = job["metadata"]["labels"][names.BRINGS]
+    there = (name for name, body in jobs.items() if body["metadata"].get("labels", {}).get(names.BRINGS) == brings)
+    return next((name for name in there if job_succeeded(jobs[name])), None)

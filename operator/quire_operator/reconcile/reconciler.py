@@ -17,9 +17,8 @@ from quire_operator.kube import kinds
 from quire_operator.kube.errors import Missing
 from quire_operator.reconcile import children as children_of
 from quire_operator.reconcile.apply import Outcome
-from quire_operator.reconcile.cache import Key
+from quire_operator.reconcile.cache import Entry, Key
 from quire_operator.reconcile.children import Around, Children, Live
-from quire_operator.reconcile.model_cache import job_succeeded
 from quire_operator.reconcile.observed import Observed, Verdict
 from quire_operator.reconcile.observer import Observer
 from quire_operator.reconcile.parts import Parts
@@ -125,15 +124,15 @@ class Reconciler:
             await parts.discovery.offered(),
             parts.operator,
         )
-        live = self._live(key, service)
-        pinned = Pinned.read(live.deployment)
+        pinned = Pinned.read(self._live(key, service).deployment)
         verdict = await parts.planning.judge(service, wanted.uid, wanted.digest, stored, pinned, around.credentials)
         if verdict.plan is None or verdict.invalid or verdict.unplannable or verdict.pending:
             return verdict, Outcome()
         # Not only when something differs: a failed Job stays as it is.
         await self._retry_download(key, memory.children.job if memory.children else None)
         facts = (wanted.generation, verdict.plan, around, await self._secret_versions(key))
-        if memory.seen is not None and memory.seen == (facts, self._contents(key)):
+        live, contents = self._live(key, service), self._contents(key)
+        if memory.seen is not None and memory.seen == (facts, contents):
             return verdict, Outcome()
         memory.seen = None
         try:
@@ -143,9 +142,9 @@ class Reconciler:
         outcome = await self._apply(key, wanted, found, memory)
         if not outcome.conflict and not outcome.rejected:
             facts = (*facts[:3], await self._secret_versions(key))
-            # A download that ended meanwhile is news for the next pass: these objects still wait for it.
-            if job_succeeded((live.jobs or {}).get(found.job or "")) == self._downloaded(key, found.job):
-                memory.seen = (facts, self._contents(key))
+            # What was looked at and what was written, and not what is there by now: whatever else happened meanwhile is
+            # news for the next pass.
+            memory.seen = (facts, contents | {_place(entry): _state(entry) for entry in outcome.written})
         return verdict, outcome
 
     async def _apply(self, key: Key, wanted: Wanted, found: Children, memory: Memory) -> Outcome:
@@ -160,7 +159,7 @@ class Reconciler:
         memory.children = replace(found, manifests=())
         if outcome.conflict or outcome.rejected:
             return outcome
-        await parts.applier.prune(key, wanted.uid, found.manifests)
+        await parts.applier.prune(key, wanted.uid, found.kept)
         if not found.held:
             memory.applied = wanted.generation
         return outcome
@@ -184,21 +183,10 @@ class Reconciler:
         jobs = {entry.name: entry.body() for entry in cache.of(key, kinds.JOB) if not entry.deleting}
         return Live(deployment.body() if deployment else None, claim.body() if claim else None, jobs)
 
-    def _downloaded(self, key: Key, job: str | None) -> bool:
-        """Whether the Job of that name has brought the model by now."""
-        entry = self._parts.cache.get(kinds.JOB, key[0], job) if job else None
-        return entry is not None and job_succeeded(entry.body())
-
-    def _contents(self, key: Key) -> frozenset[Any]:
-        """What children are there, and as what; of Jobs also how they are, of pods only that they are."""
-        found: list[Any] = []
-        for entry in self._parts.cache.of(key):
-            if entry.kind in (kinds.POD, kinds.REPLICA_SET):
-                found.append((entry.kind.name, entry.name, entry.uid))
-            elif entry.kind is not kinds.LLM_SERVICE:
-                state = entry.whole if entry.kind is kinds.JOB else entry.content
-                found.append((entry.kind.name, entry.name, entry.uid, state, entry.deleting))
-        return frozenset(found)
+    def _contents(self, key: Key) -> dict[Any, Any]:
+        """What children are there, by place, and as what."""
+        entries = (entry for entry in self._parts.cache.of(key) if entry.kind is not kinds.LLM_SERVICE)
+        return {_place(entry): _state(entry) for entry in entries}
 
     async def _secret_versions(self, key: Key) -> tuple[str, ...]:
         kept = [
@@ -226,3 +214,14 @@ class Reconciler:
         if any(pod.alive and pod.downloading for pod in (*observed.pods, *observed.job_pods)):
             after = min(after, _POLL_DOWNLOAD_S)
         return Again(after)
+
+
+def _place(entry: Entry) -> tuple[str, str]:
+    return entry.kind.name, entry.name
+
+
+def _state(entry: Entry) -> tuple[Any, ...]:
+    """What of an object decides about others: of Jobs also how they are, of pods only that they are."""
+    if entry.kind in (kinds.POD, kinds.REPLICA_SET):
+        return (entry.uid,)
+    return entry.uid, entry.whole if entry.kind is kinds.JOB else entry.content, entry.deleting

@@ -35,10 +35,12 @@ def job(service: LLMService, plan: Plan, server: dict[str, Any]) -> dict[str, An
         "containers": [downloader],
         "volumes": [model.volume(service, plan), *(v for v in server["volumes"] if v["name"] in _VOLUMES)],
     }
+    meta = names.meta(service, names.download(service, names.digest(spec)), names.DOWNLOAD)
+    brings = names.digest([names.model_claim(service), model.folder(service)])
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": names.meta(service, names.download(service, names.digest(spec)), names.DOWNLOAD),
+        "metadata": {**meta, "labels": {**meta["labels"], names.BRINGS: brings}},
         "spec": {
             "backoffLimit": _RETRIES,
             "podFailurePolicy": {

@@ -9,10 +9,14 @@ import json
 from typing import Any
 
 from quire_operator.service import LLMService
+from quire_spec import names as spec_names
 
 MANAGER = "quire-operator"
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
+BRINGS = f"{spec_names.API_GROUP}/brings"
+"""Label of a download Job: what it brings, and where to. Jobs of two releases, or with other placement, that have the
+same value do the same."""
 SERVER, DOWNLOAD = "server", "model-download"
 
 RUN_DIR = "/run/quire"
