@@ -18,7 +18,7 @@ from quire_engine.outputs import LoRARequest, RequestOutput
 from quire_engine.prompt import Prompt, PromptParts, each_prompt, per_prompt
 from quire_engine.text import Tokenizer
 from quire_spec.config import EngineConfig
-from quire_spec.digest import adapter_digest
+from quire_spec.digest import KnownDigests
 from quire_spec.engine_arguments import engine_fields
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.messages import Generate
@@ -70,6 +70,7 @@ class LLM:
         self._tokenizer_folder = folder
         self._chat_template = chat_template
         self._next_id = 0
+        self._digests = KnownDigests()
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -208,7 +209,7 @@ class LLM:
         """
         path = Path(lora.lora_path).expanduser()
         try:
-            digest = adapter_digest(path)
+            digest = self._digests.of(path)
         except OSError as error:
             raise InvalidArgument(f"adapter {lora.lora_name!r}: {error}") from error
         if digest not in self.engine.adapters():
