@@ -5,6 +5,8 @@ What they add is small beside the base, as a trained one's is, but enough to cha
 """
 
 import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +14,42 @@ ALPHA = 2
 """A multiple of the rank: the scale of B A."""
 
 
-def make(checkpoint: Path, folder: Path, count: int, rank: int) -> list[Path]:
+def make(checkpoint: Path, folder: Path, count: int, rank: int, device: str = "cpu") -> list[Path]:
     """`count` adapters of `rank` for a Llama checkpoint, each in a folder of its own under `folder`; those that are
-    there already are taken as they are."""
+    there already are taken as they are. `device`: draws the numbers, which takes a CPU a second for a large model."""
     config = json.loads((checkpoint / "config.json").read_text())
-    return [_make(config, folder / f"rank{rank}-{seed}", rank, seed) for seed in range(count)]
+    return [_make(config, folder / f"rank{rank}-{seed}", rank, seed, device) for seed in range(count)]
 
 
-def _make(shape: dict[str, Any], folder: Path, rank: int, seed: int) -> Path:
+def num_bytes(shape: dict[str, Any], rank: int) -> int:
+    """Of the tensors of one."""
+    return 2 * rank * shape["num_hidden_layers"] * sum(sum(sizes) for sizes in linears(shape).values())
+
+
+def leave_memory(folders: Iterable[Path]) -> None:
+    """Have the system drop what it keeps of the files in memory, so that they are read from the disk again. In vain
+    where they have no disk."""
+    for folder in folders:
+        with (folder / "adapter_model.safetensors").open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _make(shape: dict[str, Any], folder: Path, rank: int, seed: int, device: str) -> Path:
     import torch
     from safetensors.torch import save_file
 
     if (folder / "adapter_config.json").exists():  # the last file that is written
         return folder
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for layer in range(shape["num_hidden_layers"]):
         for path, (d_in, d_out) in linears(shape).items():
             name = f"base_model.model.model.layers.{layer}.{path}"
             for half, size in (("A", (rank, d_in)), ("B", (d_out, rank))):
                 spread = size[1] ** -0.5 / (1 if half == "A" else 4)
-                values = torch.randn(size, generator=draw) * spread
-                tensors[f"{name}.lora_{half}.weight"] = values.to(torch.bfloat16)
+                values = torch.randn(size, generator=draw, device=device) * spread
+                tensors[f"{name}.lora_{half}.weight"] = values.to(torch.bfloat16).cpu()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     targets = sorted({path.rpartition(".")[2] for path in linears(shape)})

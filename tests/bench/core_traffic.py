@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from measure import WrongOutput
+from measure import WrongOutput, shortfall
 from support.pod import Peer, Pod
 
-from quire_spec.messages import Generate, StepResult
+from quire_spec.messages import AdapterMove, Generate, StepResult
 
 
 class Ask(NamedTuple):
@@ -43,8 +43,11 @@ class Answer:
     """Its first step was planned, as the core told."""
 
 
-def send(pod: Pod, asks: list[Ask], num_open: int | None = None) -> list[Answer]:
-    """Send each at its time, or with `num_open` as soon as fewer are open; the answers, when all are there.
+def send(
+    pod: Pod, asks: list[Ask], num_open: int | None = None, moves: list[AdapterMove] | None = None
+) -> list[Answer]:
+    """Send each at its time, or with `num_open` as soon as fewer are open; the answers, when all are there, and in
+    `moves` where adapters went meanwhile.
 
     Raises:
         WrongOutput: a request failed, or got another number of tokens than it asked for.
@@ -55,7 +58,7 @@ def send(pod: Pod, asks: list[Ask], num_open: int | None = None) -> list[Answer]
         sender = threading.Thread(target=_send, args=(text, asks, answers, num_open, room, stop))
         sender.start()
         try:
-            _receive(text, len(asks), answers, room)
+            _receive(text, len(asks), answers, room, [] if moves is None else moves)
         finally:
             stop.set()
             sender.join()
@@ -86,13 +89,16 @@ def _send(
 _ids = itertools.count(1, 1_000_000)
 
 
-def _receive(text: Peer, num: int, answers: dict[int, Answer], room: threading.Semaphore) -> None:
+def _receive(
+    text: Peer, num: int, answers: dict[int, Answer], room: threading.Semaphore, moves: list[AdapterMove]
+) -> None:
     done = 0
     while done < num:
         step = text.receive()
         now = time.perf_counter()
         if not isinstance(step, StepResult):
             continue
+        moves += step.moves
         for id in step.started:
             answers[id].started = now
         for result in step.results:
@@ -107,6 +113,22 @@ def _receive(text: Peer, num: int, answers: dict[int, Answer], room: threading.S
                 room.release()
                 if len(answer.token_ids) != answer.ask.num_tokens:
                     raise WrongOutput(f"asked for {answer.ask.num_tokens} tokens, got {len(answer.token_ids)}")
+
+
+def gap(pod: Pod, adapter: str, prompt: list[int], output: list[int]) -> float:
+    """How far tokens fall short of the likeliest at worst, by the core's own logits with that adapter."""
+    params = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "prompt_logprobs": 1}
+    scored: list[list[list[float]]] = []
+    with pod.peer("core", "text") as text:
+        text.send(Generate(next(_ids), [*prompt, *output], params, adapter))
+        while True:
+            step = text.receive()
+            for result in step.results if isinstance(step, StepResult) else ():
+                if result.error_code:
+                    raise WrongOutput(f"scoring with adapter {adapter!r} failed: {result.error}")
+                scored += result.prompt_logprobs or []
+                if result.finish_reason:
+                    return shortfall(scored[-len(output) :])
 
 
 def poisson(draw: random.Random, rate: float, seconds: float, make: Callable[[float], Ask]) -> Iterator[Ask]:

@@ -37,7 +37,7 @@ import torch  # noqa: E402
 from card import Card  # noqa: E402
 from gpu_report import markdown  # noqa: E402
 
-PHASES = ("gate", "limits", "kernels", "engine", "lora", "vllm", "peers", "tune")
+PHASES = ("gate", "limits", "kernels", "engine", "lora", "itl", "vllm", "peers", "tune")
 QUICK = ("gate", "limits", "kernels", "engine")
 
 
@@ -50,6 +50,7 @@ class Bench:
 
     def __init__(self, card: Card, quick: bool, out: Path | None, vllm_python: str) -> None:
         self._card, self._quick, self._out, self._vllm_python = card, quick, out, vllm_python
+        self._adapter_check: dict[str, int] | None = None
         self.results: dict[str, Any] = {"about": card.about() | {"commit": _commit(), "command": " ".join(sys.argv)}}
 
     def run(self, phases: Iterable[str]) -> None:
@@ -160,23 +161,40 @@ class Bench:
             self.write()
         engines.close(engine)
 
-    def _lora(self) -> None:
+    def _check_adapters(self) -> dict[str, int]:
+        """Behind a gate of its own: tokens of adapters with graphs against those without. Once a run."""
         import gpu_engine as engines
         import gpu_lora as lora
 
-        found = self.results["lora"] = {}
-        # Three adapters in turn on two slots, one of more ranks than are multiplied at once.
-        add = partial(lora.add_adapters, ranks=(4, 70, 16), everywhere=True)
-        other, all_tokens = engines.check_graphs(self._card, add)
-        found["check"] = {"other_tokens": other, "tokens": all_tokens}
+        if self._adapter_check is None:
+            # Three adapters in turn on two slots, one of more ranks than are multiplied at once.
+            add = partial(lora.add_adapters, ranks=(4, 70, 16), everywhere=True)
+            other, all_tokens = engines.check_graphs(self._card, add)
+            self._adapter_check = {"other_tokens": other, "tokens": all_tokens}
+        other, all_tokens = self._adapter_check["other_tokens"], self._adapter_check["tokens"]
         if other:
             raise RedGate(f"{other} of {all_tokens} greedy tokens of adapters differ between graphs and references")
-        found["rows"] = []
+        return self._adapter_check
+
+    def _lora(self) -> None:
+        import gpu_lora as lora
+
+        found = self.results["lora"] = {"check": self._check_adapters(), "rows": []}
         for row in lora.rows(self._card):
             print(f"  {row}", flush=True)
             found["rows"].append(row)
             self.write()
         found["ratios"] = lora.ratios(found["rows"])
+
+    def _itl(self) -> None:
+        import gpu_itl
+        from measure import WrongOutput
+
+        found = self.results["itl"] = {"check": self._check_adapters()}
+        try:
+            found |= gpu_itl.measure(self._card, self._quick)
+        except WrongOutput as error:
+            raise RedGate(f"time between tokens: {error}; nothing of it is reported") from error
 
     def _vllm(self) -> None:
         import gpu_vllm

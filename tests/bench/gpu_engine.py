@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import random_weights
 import torch
 from card import Card
 from measure import kv_use, measure, percentile
 from record import Record
 from workload import Request
 
-from quire_engine import runner as runner_module
 from quire_engine.checkpoint import Checkpoint
 from quire_engine.engine import Engine
-from quire_engine.part import Target, whole
+from quire_engine.runner import TorchRunner
 from quire_spec.config import EngineConfig
 from quire_spec.messages import Generate
 from quire_spec.shape import ModelShape
@@ -44,7 +44,6 @@ TINY = LLAMA_8B | {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "torch_dtype": "float32",
     "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-SPREAD = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +91,15 @@ def _log_normal(draw: random.Random, median: int, sigma: float, most: int) -> in
 
 
 def make_engine(card: Card, **settings: Any) -> Engine:
-    """An engine of random weights, normally distributed, norms around 1."""
+    """An engine of random weights."""
     model = LLAMA_8B if card.is_gpu else TINY
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(model | settings.pop("model_config", {})))
         shape = ModelShape.load(folder)
         config = EngineConfig(model="random", device=card.device.type, **settings)
-        with mock.patch.object(runner_module, "load_weights", _fill):
-            runner = runner_module.TorchRunner(config, shape, folder)
+        with random_weights.instead_of_a_checkpoint():
+            runner = TorchRunner(config, shape, folder)
     return Engine(config, Checkpoint(folder, shape, frozenset(), "random"), runner, runner.memory)
 
 
@@ -110,14 +109,6 @@ def settings(card: Card) -> dict[str, Any]:
         return {"dtype": "bfloat16", "max_model_len": 8192, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     tiny = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
     return tiny | {"async_scheduling": True}
-
-
-def _fill(folder: Path, tensors: Iterable[tuple[str, Target]], **_: Any) -> None:
-    with torch.inference_mode():
-        torch.manual_seed(0)
-        for name, target in tensors:
-            tensor = whole(target).tensor
-            tensor.normal_(1.0 if "norm" in name else 0.0, SPREAD)
 
 
 def check_graphs(card: Card, add: Callable[[Engine], Sequence[str]] | None = None) -> tuple[int, int]:

@@ -23,6 +23,8 @@ def markdown(results: dict[str, Any]) -> str:
         parts += _engine(engine)
     if lora := results.get("lora"):
         parts += _rates(lora, "decoding")
+    if "ratio" in (itl := results.get("itl") or {}):
+        parts += _itl(itl)
     if vllm := results.get("vllm"):
         parts += _vllm(vllm)
     if rows := results.get("peers"):
@@ -98,6 +100,32 @@ def _engine(engine: dict[str, Any]) -> list[str]:
         header = ("load", "output tokens/s", "TTFT p50, ms", "p99", "ITL p50, ms", "p99", "KV not filled")
         parts.append(_table(header, rows))
     return parts
+
+
+def _itl(itl: dict[str, Any]) -> list[str]:
+    files = "" if itl["files"] == itl["adapters"] else f", of {itl['files']} different files,"
+    text = (
+        f"Time between tokens of requests on {itl['resident']} resident adapters at 80 % of saturation "
+        f"({itl['saturation_tokens_per_s']:,.0f} tokens/s), while {itl['loads_per_run']} of {itl['adapters']} cold "
+        f"adapters of {itl['file_bytes'] / 1e6:.1f} MB{files} load in {itl['seconds']:g} s from {itl['on']}, and while "
+        f"none does; {len(itl['runs'])} alternating rounds."
+    )
+    if itl["read_s"] is not None and itl["copy_s"] is not None:
+        text += f" To host memory {itl['read_s']:.2f} s, from there to a slot {itl['copy_s']:.2f} s (medians)."
+    rows = [
+        (
+            f"ITL p{p}, ms",
+            *(_spread(itl[f"{kind}_p{p}_ms"], 2) for kind in ("with", "without")),
+            _spread(itl[f"p{p}_ratio"], 3),
+            *((f"{itl['bar']:.2f}", f"{itl['aim']:.2f}") if p == 99 else ("-", "-")),
+        )
+        for p in (50, 99)
+    ]
+    return [text, _table(("median (least-most)", "loading", "not loading", "ratio", "bar", "aim"), rows)]
+
+
+def _spread(found: dict[str, float], digits: int) -> str:
+    return f"{found['median']:.{digits}f} ({found['min']:.{digits}f}-{found['max']:.{digits}f})"
 
 
 def _vllm(vllm: dict[str, Any]) -> list[str]:

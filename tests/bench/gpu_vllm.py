@@ -25,7 +25,7 @@ import gpu_lora as lora
 import torch
 from card import Card
 from child import Child, ChildFailed
-from measure import MAX_GAP, WrongOutput, measure
+from measure import MAX_GAP, WrongOutput, measure, shortfall
 from safetensors.torch import save_file
 from workload import Request
 
@@ -223,7 +223,7 @@ def _gap(engine: Engine, request: Request, output: Sequence[int], adapter: str |
             if result.error_code is not None:
                 raise RuntimeError(f"scoring: {result.error}")
             scored += result.prompt_logprobs or []
-    return max(max(each[1] for each in position) - position[0][1] for position in scored[-len(output) :])
+    return shortfall(scored[-len(output) :])
 
 
 def _vocab_size(card: Card) -> int:

@@ -34,6 +34,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def shortfall(positions: Sequence[Sequence[Sequence[float]]]) -> float:
+    """How far tokens fall short of the likeliest at worst, from `prompt_logprobs`: of each position [token, logprob]
+    pairs, its own token first."""
+    return max(max(each[1] for each in position) - position[0][1] for position in positions)
+
+
 def measure(requests: Sequence[Request], offsets: Sequence[float] | None, reply: dict[str, Any]) -> dict[str, Any]:
     """The numbers of one run; `offsets` None: all requests came at the start.
 

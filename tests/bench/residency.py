@@ -24,7 +24,8 @@ sys.path.append(str(ROOT / "tests"))
 
 import adapters  # noqa: E402
 import checkpoint  # noqa: E402
-from core_traffic import Answer, Ask, config_of, gaps, poisson, send, zipf_weights  # noqa: E402
+from core_traffic import Ask, config_of, send, zipf_weights  # noqa: E402
+from itl import Cast, Plan, measure_itl, register  # noqa: E402
 from measure import WrongOutput, percentile, spread  # noqa: E402
 from serving import circumstances, say  # noqa: E402
 from support.pod import Pod, eventually  # noqa: E402
@@ -37,9 +38,6 @@ NUM_SLOTS = 8
 NUM_RESIDENT = 4
 NUM_FOLDERS = 24
 """Adapters on disk; more are registered, under digests of their own, and read from the same folders."""
-MAX_WRONG = 0.05
-"""Share of outputs that may differ from what the adapter said alone: bfloat16 rounds by the batch, and near ties turn
-round. The wrong adapter's output would differ nearly always."""
 
 
 @contextlib.contextmanager
@@ -50,80 +48,19 @@ def core(folder: Path, args: argparse.Namespace, model: str, **config: Any) -> I
         yield pod.start("core")
 
 
-def register(pod: Pod, folders: Sequence[Path], names: Sequence[str], pinned: bool = False) -> None:
-    """Have the core know adapters."""
-    with pod.peer("core", "supervisor") as supervisor:
-        for i, name in enumerate(names):
-            supervisor.call("load_adapter", digest=name, path=str(folders[i % len(folders)]), pinned=pinned)
-
-
 def itl(args: argparse.Namespace, folder: Path, model: str, folders: list[Path]) -> dict[str, Any]:
-    """Pairs of runs with the same requests; in one of each pair, the short ones are of adapters that must be loaded."""
+    """See itl.py."""
+    shape = json.loads(Path(model, "config.json").read_text())
+    # So far do the logits of weights that are drawn with this deviation spread.
+    deviation = shape["initializer_range"] * shape["hidden_size"] ** 0.5
+    plan = Plan(
+        args.runs, args.seconds, args.loads, args.prompt_tokens, args.output_tokens, 48, 40_000, deviation, args.seed
+    )
     resident, cold = [f"r{i}" for i in range(NUM_RESIDENT)], [f"c{i}" for i in range(NUM_FOLDERS - NUM_RESIDENT)]
     with core(folder, args, model, max_cpu_loras=NUM_SLOTS) as pod:
         register(pod, folders, resident, pinned=True)
         register(pod, folders[NUM_RESIDENT:], cold)
-        alone = {name: send(pod, [_short(0.0, name)])[0].token_ids for name in (*resident, *cold)}
-        if len(set(map(tuple, alone.values()))) < len(alone) // 2:
-            raise WrongOutput(f"{len(alone)} adapters give {len(set(map(tuple, alone.values())))} different outputs")
-        saturated = _saturation(pod, resident)
-        rate = 0.8 * saturated / args.output_tokens
-        say(f"saturation {saturated:.0f} tokens/s, rate {rate:.2f} requests/s")
-        runs: list[dict[str, float]] = []
-        for round in range(args.runs):
-            pair = {}
-            for kind, names in (("without", resident), ("with", cold)):
-                answers = send(pod, _mixed(args, round, rate, resident, names))
-                _check([a for a in answers if a.ask.kind == "short"], alone)
-                times = gaps([a for a in answers if a.ask.kind == "long"])
-                pair |= {f"{kind}_p{p}_ms": 1e3 * percentile(times, p) for p in (50, 99)}
-            say(f"round {round}: {', '.join(f'{k} {v:.1f}' for k, v in pair.items())}")
-            runs.append(pair)
-        with pod.peer("core", "supervisor") as supervisor:
-            evictions = supervisor.call("status")["stats"]["num_adapter_evictions"]
-    ratios = [run["with_p99_ms"] / run["without_p99_ms"] for run in runs]
-    return {
-        "saturation_tokens_per_s": saturated,
-        "loads_per_run": args.loads,
-        "seconds": args.seconds,
-        "evictions": evictions,
-        **{name: spread([run[name] for run in runs]) for name in runs[0]},
-        "p99_ratio": spread(ratios),
-        "p50_ratio": spread([run["with_p50_ms"] / run["without_p50_ms"] for run in runs]),
-    }
-
-
-def _short(at: float, name: str) -> Ask:
-    return Ask(at, "short", name, [5, 17, 99], 1)
-
-
-def _mixed(args: argparse.Namespace, round: int, rate: float, resident: list[str], names: list[str]) -> list[Ask]:
-    draw = random.Random(f"{args.seed} {round}")
-
-    def long(at: float) -> Ask:
-        prompt = [draw.randrange(40_000) for _ in range(args.prompt_tokens)]
-        return Ask(at, "long", draw.choice(resident), prompt, args.output_tokens)
-
-    asks = list(poisson(draw, rate, args.seconds, long))
-    return sorted(asks + [_short(args.seconds * i / args.loads, names[i % len(names)]) for i in range(args.loads)])
-
-
-def _saturation(pod: Pod, resident: list[str]) -> float:
-    """Tokens a second with more requests than the engine runs at a time; the second of two runs."""
-    speeds = []
-    for seed in range(2):
-        draw = random.Random(f"saturation {seed}")
-        prompts = [[draw.randrange(40_000) for _ in range(32)] for _ in range(48)]
-        begun = time.perf_counter()
-        send(pod, [Ask(0.0, "long", resident[i % len(resident)], prompt, 32) for i, prompt in enumerate(prompts)])
-        speeds.append(48 * 32 / (time.perf_counter() - begun))
-    return speeds[-1]
-
-
-def _check(answers: list[Answer], alone: dict[str, list[int]]) -> None:
-    wrong = sum(answer.token_ids != alone[answer.ask.adapter or ""] for answer in answers)
-    if wrong > MAX_WRONG * len(answers):
-        raise WrongOutput(f"{wrong} of {len(answers)} outputs are not what their adapters say alone")
+        return measure_itl(pod, plan, Cast(resident, cold, folders[NUM_RESIDENT:]), say)
 
 
 def zipf(args: argparse.Namespace, folder: Path, model: str, folders: list[Path]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parents[1] / "bench"
-PHASES = "gate,limits,kernels,engine,lora,vllm,tune"
+PHASES = "gate,limits,kernels,engine,lora,itl,vllm,tune"
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,10 @@ def test_every_phase_leaves_results(run):
         ("adapters", 0.88),
         ("base, LoRA enabled", 0.98),
     }
+    itl = results["itl"]
+    assert (itl["bar"], itl["aim"], itl["files"], itl["loads_per_run"], len(itl["runs"])) == (1.1, 1.03, 6, 6, 2)
+    assert itl["ratio"] == itl["p99_ratio"]["median"] > 0
+    assert itl["check"] == {"other_tokens": 0, "tokens": 7}
     [ratio] = results["vllm"]["ratios"]
     assert (ratio["of"], ratio["to"]) == ("adapters", "this engine in vLLM's place, adapters")
     assert (ratio["bar"], ratio["aim"]) == (1.2, 1.5)
@@ -54,6 +58,7 @@ def test_an_eight_bit_cache_costs_little(run):
 def test_the_report_says_that_it_is_a_rehearsal(run):
     assert run[1].startswith("### none: a rehearsal on a CPU, whose times mean nothing")
     assert "| decode, 2 x 40 |" in run[1]
+    assert "while 6 of 6 cold adapters of 0.0 MB load in 0.5 s from" in run[1]
     assert "| adapters / this engine in vLLM's place, adapters |" in run[1]
 
 
@@ -129,6 +134,64 @@ def test_wrong_tokens_of_an_adapter_are_found(bench_modules, tmp_path):
         for wrong, which in ((changed, folders), (right, folders[::-1])):
             with pytest.raises(WrongOutput, match="deviations below the likeliest"):
                 gpu_vllm.check(card, engine, wrong, which)
+
+
+@pytest.fixture
+def itl_of(bench_modules, monkeypatch):
+    """One run of itl.py on a core that answers as told."""
+    import core_traffic
+    import itl
+
+    def run(kind, said, far, num_loaded):
+        def send(pod, asks, moves):
+            moves += [itl.AdapterMove("slot", "cold", 0.1)] * num_loaded
+            return [core_traffic.Answer(ask, 0.0, [said] * ask.num_tokens, [0.1 + i for i in range(2)]) for ask in asks]
+
+        monkeypatch.setattr(itl, "send", send)
+        monkeypatch.setattr(itl, "gap", lambda *_: far)
+        plan = itl.Plan(1, 4.0, 4, 8, 2, 1, 50, deviation=2.0)
+        return itl._run(None, plan, itl.Cast(["r"], ["c"], []), (0, kind, 3.0, ["c"]), {"c": [7]}, [])
+
+    return run
+
+
+def test_time_between_tokens_needs_right_tokens_and_loads(itl_of):
+    assert itl_of("with", 7, 0.0, 4)["with_p99_ms"] == pytest.approx(1000)
+    assert itl_of("without", 7, 0.0, 0)["without_p50_ms"] == pytest.approx(1000)
+    # Another token, but as likely: two deviations are one of these logits.
+    assert itl_of("with", 8, 0.9, 4)
+    from measure import WrongOutput
+
+    with pytest.raises(WrongOutput, match=r"'c' said \[8\] and alone \[7\]: 0.55 deviations below"):
+        itl_of("with", 8, 1.1, 4)
+    with pytest.raises(WrongOutput, match="a run with loads loaded 3 adapters; its short requests are 4"):
+        itl_of("with", 7, 0.0, 3)
+    with pytest.raises(WrongOutput, match="a run without loads loaded 1 adapters"):
+        itl_of("without", 7, 0.0, 1)
+
+
+def test_room_for_adapters_is_looked_for(bench_modules, monkeypatch, tmp_path):
+    """On the disk, or in memory, or for fewer of them."""
+    import adapters
+    import gpu_engine
+    import gpu_itl
+
+    assert adapters.num_bytes(gpu_engine.LLAMA_8B, 16) == 83_886_080
+    monkeypatch.setattr(gpu_itl.tempfile, "gettempdir", lambda: str(tmp_path))
+    shm = Path("/dev/shm")
+
+    def found(on_disk, in_memory):
+        free = {tmp_path: on_disk, shm: in_memory}
+        monkeypatch.setattr(gpu_itl.shutil, "disk_usage", lambda place: type("", (), {"free": 100 * free[place]}))
+        with gpu_itl._room(100, 20) as (folder, num):
+            return folder.parent, num
+
+    assert found(28, 1000) == (tmp_path, 20)
+    assert found(27, 1000) == (shm, 20)
+    assert found(27, 12) == (tmp_path, 19)
+    assert found(10, 12) == (shm, 4)
+    with pytest.raises(OSError, match="no room for 9 files of 100 bytes; set TMPDIR"):
+        found(8, 8)
 
 
 def test_idle_time_is_what_no_kernel_covers(bench_modules):

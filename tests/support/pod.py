@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -119,12 +119,19 @@ def text_of(events: list[Event]) -> str:
 class Pod:
     """Both processes in one run folder. Ends what is left of them on exit."""
 
-    def __init__(self, folder: Path, num_threads: int | None = 1, **config: Any) -> None:
-        """`num_threads`: that compute; None: as many as by itself."""
+    def __init__(
+        self,
+        folder: Path,
+        num_threads: int | None = 1,
+        core: Sequence[str] = ("-m", "quire_engine.core_process"),
+        **config: Any,
+    ) -> None:
+        """`num_threads`: that compute; None: as many as by itself. `core`: what Python runs as the core."""
         self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
         (folder / "engine.json").write_text(json.dumps(config))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._programs = {"text": ("-m", "quire_engine.text_process"), "core": tuple(core)}
         self._env = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
 
     def __enter__(self) -> Self:
@@ -135,15 +142,15 @@ class Pod:
             process.kill()
             process.wait()
 
-    def start(self, *names: str) -> Self:
+    def start(self, *names: str, timeout_s: float = DEADLINE_S) -> Self:
         """Start `text`, `core` or both, and wait until they serve."""
         for name in names:
             with (self.folder / f"{name}.log").open("ab") as log:
-                argv = [sys.executable, "-m", f"quire_engine.{name}_process", "--engine"]
+                argv = [sys.executable, *self._programs[name], "--engine"]
                 argv += [str(self.folder / "engine.json"), "--served-name", "base", "--run-dir", str(self.folder)]
                 self.processes[name] = subprocess.Popen(argv, stderr=log, env=os.environ | self._env)
         for name in names:
-            eventually(lambda name=name: self._serves(name), what=f"{name}:\n{self.log(name)}")
+            eventually(lambda name=name: self._serves(name), timeout_s, what=f"{name}:\n{self.log(name)}")
         if "text" in self.processes and "core" in self.processes:
             self.wait_core(True)
         return self

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core of a model of random weights: quire_engine.core_process and its arguments, but nothing is loaded."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "backend"), str(ROOT / "kernels")]
+
+import random_weights  # noqa: E402
+
+from quire_engine import core_process, process  # noqa: E402
+
+if __name__ == "__main__":
+    with random_weights.instead_of_a_checkpoint():
+        process.run("random_core", core_process.main)
