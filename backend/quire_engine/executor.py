@@ -91,9 +91,9 @@ class GroupRunner(Runner):
         return self._own.execute(plan)
 
     def begin(self, plan: StepPlan) -> Callable[[], list[Sampled]]:
-        """Run a step, of which nothing is left to wait for; see step.Runner. No token of it may be PENDING."""
-        sampled = self.execute(plan)
-        return lambda: sampled
+        """Have a step run after those begun before; see step.Runner."""
+        outcome = self._own.begin(plan)
+        return lambda: self._group.take(outcome)
 
 
 def open_runner(

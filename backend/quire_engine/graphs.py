@@ -178,7 +178,7 @@ class DecodeGraphs:
             ]
         )
         self._inputs[:, :size].copy_(sent)
-        if fill is not None:
+        if fill is not None and any(span.pending for span in spans):
             fill(self._inputs[2], spans)
         return steps[size]()[: len(spans)]
 

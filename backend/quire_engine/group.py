@@ -7,8 +7,8 @@
                                <--torch.distributed--->   (ranks.py)
 
 Calls are what happens seldom: load, meet, serve, adapters. One rank that ends ends them all: the others are killed,
-whoever waits for a reply or begins a step gets RunnerLost, and `on_lost` is told. A rank that hangs is found by the
-others, in the next thing that they do together, after `ranks.TIMEOUT_S`.
+whoever waits for a reply, begins a step or takes what one computed gets RunnerLost, and `on_lost` is told. A rank that
+hangs is found by the others, in the next thing that they do together, after `ranks.TIMEOUT_S`.
 """
 
 import json
@@ -19,12 +19,13 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quire_engine.member import MAX_CALL_BYTES, Ends, Member, RankProcess
 from quire_engine.ranks import TIMEOUT_S, Ranks
@@ -38,7 +39,10 @@ from quire_spec.shard import Shard
 
 _SEEN_S = 1.0
 """How long it may take until the end of a rank is seen."""
+_POLL_S = 20e-6
+"""Between two looks at a device; the system makes about 80 us of it, where a step takes milliseconds."""
 
+T = TypeVar("T")
 _log = logging.getLogger("quire.group")
 
 
@@ -67,6 +71,7 @@ class Group:
         """
         size = config.tensor_parallel_size
         self.ranks = Ranks(Shard(shape, 0, size), self._meet, timeout_s)
+        self._timeout_s = timeout_s
         self._on_lost = on_lost
         self._numbers = range(1, size)
         self._changed = threading.Condition()
@@ -127,7 +132,8 @@ class Group:
 
     @contextmanager
     def step(self, work: Work) -> Iterator[None]:
-        """Hand out a step's work; within, rank 0 does its own.
+        """Hand out a step's work; within, rank 0 does or begins its own. The step handed out last may be in flight
+        still, no other.
 
         Raises:
             RunnerLost: a rank has ended, or this one has left the step before its end.
@@ -136,20 +142,36 @@ class Group:
         assert self._ring is not None, "open comes first"
         encode(work, self._ring.turn())
         ring_all(self._bells)
-        with _uninterrupted():
-            try:
-                yield
-            except Exception as error:
-                # A rank that has ended is the reason of what failed here, and is seen a moment later.
-                with self._changed:
-                    self._changed.wait_for(lambda: self._lost is not None, _SEEN_S)
-                raise self._lose(f"a step failed in rank 0: {type(error).__name__}: {error}") from error
+        with _uninterrupted(), self._sharing_fate():
+            yield
+
+    def take(self, outcome: Callable[[], T]) -> T:
+        """What `outcome` makes of a step that was begun; raises as `step`."""
+        with self._sharing_fate():
+            found = outcome()
+        # With a rank gone, a device ends its waiting for it and has computed nothing.
+        self._check()
+        return found
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Wait until something on the device is done, which may need the other ranks.
+
+        Raises:
+            RunnerLost: a rank has ended, or hangs.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while not done():
+            self._check()
+            if time.monotonic() > deadline:
+                raise self._lose(f"a step was not over after {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
         """End all other ranks."""
         self._closing = True
         for member in self._members.values():
             member.kill()
+        self.ranks.abandon()
         if threading.current_thread() is not self._watch:
             self._watch.join()
         self._meeting.cleanup()
@@ -186,6 +208,17 @@ class Group:
                 raise call.errors[0]
             self._check()
             del self._calls[number]
+
+    @contextmanager
+    def _sharing_fate(self) -> Iterator[None]:
+        """What fails here is the end of all ranks."""
+        try:
+            yield
+        except Exception as error:
+            # A rank that has ended is the reason of what failed here, and is seen a moment later.
+            with self._changed:
+                self._changed.wait_for(lambda: self._lost is not None, _SEEN_S)
+            raise self._lose(f"a step failed in rank 0: {type(error).__name__}: {error}") from error
 
     def _check(self) -> None:
         if self._lost is not None:
@@ -247,6 +280,7 @@ class Group:
             self._changed.notify_all()
         for member in self._members.values():
             member.kill()
+        self.ranks.abandon()
         return self._lost
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks: what the processes that share a model's layers do together: add up, gather, agree on a number.
+"""Ranks: what the processes that share a model's layers do together: add up, gather, hand on, agree on a number.
 
 torch.distributed's process groups, gloo on CPUs and NCCL on GPUs, made directly and not as torch's global one: a
 process may have several engines. All ranks must come to the same calls in the same order; that they compute the same
 step is the group's business (group.py). On GPUs this has never been run.
 """
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,7 @@ class Ranks:
         self._timeout_s = timeout_s
         self._device = torch.device("cpu")
         self._group: Any = None
+        self._abandoned = False
 
     def connect(self, device: torch.device) -> None:
         """Meet the other ranks; all have tensors on a device of this kind.
@@ -50,6 +52,15 @@ class Ranks:
             # By default the address is the one that the machine's name has, where anybody might connect.
             options._devices = [backend.create_device(hostname=_LOOPBACK)]
         self._group = backend(store, rank, size, options)
+        # NCCL's channels are made here, and measured with the memory, not in the first step that needs them.
+        self.share(torch.zeros(1, device=device))
+
+    def abandon(self) -> None:
+        """Have what a device waits for in vain end, when another rank is gone. From any thread; returns at once."""
+        group, self._abandoned = None if self._abandoned else self._group, True
+        if group is not None and self._device.type == "cuda":
+            # NCCL comes back from it when the last captured step is gone too, which may be never.
+            threading.Thread(target=group.abort, name="abandon", daemon=True).start()
 
     def sum(self, x: Tensor) -> Tensor:
         """Add up the ranks' tensors, in place; every rank gets the same."""
@@ -64,6 +75,13 @@ class Ranks:
         parts = [torch.empty_like(x) for _ in range(self.shard.size)] if self.shard.rank == 0 else []
         self._group.gather([parts] if parts else [], [x], options).wait()
         return torch.cat(parts, dim=-1) if parts else x
+
+    def share(self, x: Tensor) -> Tensor:
+        """Rank 0's tensor, written to the others'."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([x], options).wait()
+        return x
 
     def least(self, number: int) -> int:
         """The least of the ranks' numbers."""

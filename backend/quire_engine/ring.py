@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 _NUM_ROWS = 2
-"""A step ends when all ranks have taken part in it, so whoever writes the next row but one finds this one read."""
+"""A step ends when all ranks have taken part in it, and two at most are begun and not over: whoever writes the next row
+but one has waited for this one's step, and so finds it read."""
 _SPIN_S = 50e-6
 """A reader's wait before it sleeps: about what waking it up takes. Longer, and it would take a core from rank 0."""
 

@@ -8,6 +8,7 @@ from one thread.
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -95,7 +96,7 @@ class TorchRunner(Runner):
         self._dtype = resolve_dtype(config, shape.dtype)
         self._cache_dtype = resolve_cache_dtype(config, self._dtype)
         self._sampler = Sampler()
-        self._handover = Handover(self._device)
+        self._handover = Handover(self._device, ranks, None if group is None else group.until)
         shard = None if ranks is None else ranks.shard
         read = partial(read_adapter, shape=shape, max_rank=config.max_lora_rank, dtype=self._dtype)
         self._read = partial(read, shard=shard, checkpoint=folder)
@@ -179,21 +180,17 @@ class TorchRunner(Runner):
     def _execute(self, plan: StepPlan) -> list[Sampled]:
         order = order_spans(plan.spans)
         spans = [plan.spans[i] for i in order]
-        work = work_of(spans, self._kv.block_size, self._model.shape.rope_switch, plan)
-        if self._group is not None:
-            with self._group.step(work):
-                found = self._run(work, spans, self._kv)
-        elif self._graphs is not None and self._graphs.takes(spans):
-            self._copy(work, self._kv)
+        if self._graphs is not None and self._graphs.takes(spans):
+            self._copy(plan, self._kv)
             return self._replay(self._graphs, plan.spans)
-        else:
+        work = work_of(spans, self._kv.block_size, self._model.shape.rope_switch, plan)
+        with self._handed_out(work):
             found = self._run(work, spans, self._kv)
         results = dict(zip(order, found, strict=True))
         return [results[i] for i in range(len(order))]
 
     def begin(self, plan: StepPlan) -> Callable[[], list[Sampled]]:
-        """Have a step run after those begun before; see step.Runner. Not for ranks."""
-        assert self._group is None
+        """Have a step run after those begun before; see step.Runner."""
         if any(span.sequence.needs_tokens for span in plan.spans):
             sampled = self.execute(plan)
             return lambda: sampled
@@ -204,18 +201,24 @@ class TorchRunner(Runner):
     def _begin(self, plan: StepPlan) -> Callable[[], list[Sampled]]:
         """Queue a step, and wait for nothing."""
         spans, graphs = plan.spans, self._graphs
-        logits: Tensor | None
         if graphs is not None and graphs.takes(spans):
             self._copy(plan, self._kv)
-            logits, choosing = self._replayed(graphs, spans, self._handover)
-        else:
-            order = order_spans(spans)
-            ordered = [spans[i] for i in order]
-            work = work_of(ordered, self._kv.block_size, self._model.shape.rope_switch, plan)
+            return self._choose(spans, *self._replayed(graphs, spans, self._handover))
+        order = order_spans(spans)
+        ordered = [spans[i] for i in order]
+        work = work_of(ordered, self._kv.block_size, self._model.shape.rope_switch, plan)
+        with self._handed_out(work):
             batch, hidden = self._forward(work, self._kv, ordered)
             whole = slice(batch.num_logits)
             logits = None if hidden is None else self._model.project(hidden, batch.of_logits(whole))
-            choosing = [i for i in order if spans[i].samples]
+            return self._choose(spans, logits, [i for i in order if spans[i].samples])
+
+    def _handed_out(self, work: Work) -> AbstractContextManager[None]:
+        """The other ranks, if there are any, do the step that is done within."""
+        return nullcontext() if self._group is None else self._group.step(work)
+
+    def _choose(self, spans: list[Span], logits: Tensor | None, choosing: list[int]) -> Callable[[], list[Sampled]]:
+        """Choose the tokens of some spans, which `logits` are of in their order; returns as `begin`."""
         rows = [Row(spans[i].sequence, spans[i].end) for i in choosing]
         # A step that chooses nothing is waited for as well, so that no more than two are ever queued.
         tokens = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -240,7 +243,7 @@ class TorchRunner(Runner):
     @torch.inference_mode()
     def follow(self, work: Work) -> None:
         """Do what another rank than the first does of a step, which the first one runs at the same time."""
-        batch, hidden = self._forward(work, self._kv)
+        batch, hidden = self._forward(work, self._kv, None)
         if hidden is not None:
             for rows in self._parts(work):
                 self._model.project(hidden[rows], batch.of_logits(rows))
@@ -248,10 +251,10 @@ class TorchRunner(Runner):
     @torch.inference_mode()
     def _run(self, work: Work, spans: list[Span], kv: KVCache) -> list[Sampled]:
         """Compute ordered spans; one result each, in that order."""
-        batch, hidden = self._forward(work, kv)
+        batch, hidden = self._forward(work, kv, spans)
         if hidden is None:
             return [Sampled([]) for _ in spans]
-        parts = (self._model.project(hidden[rows], batch.of_logits(rows)) for rows in self._parts(work))
+        parts = (self._over(self._model.project(hidden[rows], batch.of_logits(rows))) for rows in self._parts(work))
         rows = [Row(span.sequence, span.end) for span in spans if span.samples]
         sampled = iter(self._sampler(next(parts), rows) if rows else [])
         results = [next(sampled) if span.samples else Sampled([]) for span in spans]
@@ -260,6 +263,13 @@ class TorchRunner(Runner):
             per_span = [list(islice(scored, len(span.scored))) for span in spans]
             results = [replace(r, prompt_logprobs=own) for r, own in zip(results, per_span, strict=True)]
         return results
+
+    def _over(self, logits: Tensor) -> Tensor:
+        """The same, computed where other ranks have a part in it: whoever waited otherwise would wait for one that is
+        gone."""
+        if self._group is not None and logits.is_cuda:
+            self._group.until(torch.cuda.current_stream().record_event().query)
+        return logits
 
     def _parts(self, work: Work) -> Iterator[slice]:
         """Rows of hidden states whose logits are made at a time: those that choose tokens, then those of prompts, a few
@@ -297,14 +307,14 @@ class TorchRunner(Runner):
             num_slots = config.max_loras if self._slots is not None else 0
             return DecodeGraphs(self._model, kv, config.max_num_seqs, max_model_len, num_slots)
 
-    def _forward(self, work: Work, kv: KVCache, pending: list[Span] | None = None) -> tuple[Batch, Tensor | None]:
-        """Copy what is to be copied, then compute; hidden states of the tokens whose logits are wanted. `pending`: the
-        spans, when there may be tokens that only the device knows."""
+    def _forward(self, work: Work, kv: KVCache, spans: list[Span] | None) -> tuple[Batch, Tensor | None]:
+        """Copy what is to be copied, then compute; hidden states of the tokens whose logits are wanted. `spans`: None
+        on another rank than the first."""
         self._copy(work, kv)
         with stretch("inputs"):
             batch = build_batch(work, kv, self._device)
-            if pending is not None:
-                self._handover.fill(batch.token_ids, pending)
+            if work.pending:
+                self._handover.fill(batch.token_ids, spans)
         with stretch("model"):
             return batch, self._model(batch, kv)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from quire_engine.request import BlockId, Logprob, Sequence, SlotId
+from quire_engine.request import PENDING, BlockId, Logprob, Sequence, SlotId
 from quire_engine.swap import SwapSpace
 from quire_spec.errors import Unavailable
 
@@ -34,6 +34,12 @@ class Span:
     def samples(self) -> bool:
         """True when the span reaches the sequence's last token, so that its last logits choose the next one."""
         return self.end == self.sequence.num_tokens
+
+    @property
+    def pending(self) -> bool:
+        """True when its one token is what the step in flight chooses: the host does not know it."""
+        output = self.sequence.output_token_ids
+        return self.length == 1 and bool(output) and output[-1] == PENDING
 
     @property
     def scored(self) -> range:

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire_engine.request import BlockId
 from quire_engine.step import BlockCopy, HostCopy, Span, StepPlan
 
-_HEAD = 9
+_HEAD = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class Work:
     prompt tokens are."""
     num_sampled: int
     """How many of them choose a token."""
+    pending: bool = False
+    """Some tokens are those that the step before chooses: only rank 0's device has them, and shares them."""
     beyond_switch: list[int] = field(default_factory=list)
     """Of each span: 1 where keys are rotated as those of long sequences; empty when there are none."""
     swap_outs: list[HostCopy] = field(default_factory=list)
@@ -82,6 +84,7 @@ def work_of(
         blocks=_tensor(blocks),
         logit_rows=sampled + scored,
         num_sampled=len(sampled),
+        pending=any(span.pending for span in spans),
         beyond_switch=long if any(long) else [],
         swap_outs=plan.swap_outs if plan is not None else [],
         swap_ins=plan.swap_ins if plan is not None else [],
@@ -99,7 +102,7 @@ def encode(work: Work, row: Tensor) -> None:
     moves = [number for copy in (*work.swap_outs, *work.swap_ins) for number in (copy.block, copy.host)]
     moves += [number for copy in work.copies for number in (copy.source, copy.destination)]
     counts = [len(work.starts), len(work.token_ids), len(work.blocks), len(work.logit_rows), work.num_sampled]
-    counts += [len(work.beyond_switch), len(work.swap_outs), len(work.swap_ins), len(work.copies)]
+    counts += [work.pending, len(work.beyond_switch), len(work.swap_outs), len(work.swap_ins), len(work.copies)]
     lists = [*counts, *work.starts, *work.lengths, *work.slots, *work.logit_rows, *work.beyond_switch, *moves]
     parts = (_tensor(lists), work.token_ids, work.blocks)
     torch.cat(parts, out=row[: sum(map(len, parts))])
@@ -108,7 +111,8 @@ def encode(work: Work, row: Tensor) -> None:
 def decode(row: Tensor) -> Work:
     """What `encode` wrote, and no reference to the row."""
     counts = row[:_HEAD].tolist()
-    num_spans, num_tokens, num_blocks, num_logits, num_sampled, num_long, num_outs, num_ins, num_copies = counts
+    num_spans, num_tokens, num_blocks, num_logits, num_sampled, pending, *rest = counts
+    num_long, num_outs, num_ins, num_copies = rest
     num_listed = 3 * num_spans + num_logits + num_long + 2 * (num_outs + num_ins + num_copies)
     numbers = iter(row[_HEAD : _HEAD + num_listed].tolist())
 
@@ -127,6 +131,7 @@ def decode(row: Tensor) -> Work:
         blocks=tensors[num_tokens:],
         logit_rows=logit_rows,
         num_sampled=num_sampled,
+        pending=bool(pending),
         beyond_switch=beyond_switch,
         swap_outs=[HostCopy(*pair) for pair in outs],
         swap_ins=[HostCopy(*pair) for pair in ins],

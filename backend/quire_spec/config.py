@@ -72,8 +72,7 @@ class EngineConfig:
 
     async_scheduling: bool | None = None
     """Plan and begin a step while the one before it computes, so that the device does not wait for the host; a request
-    that ends by its own tokens costs one token in vain. None: on a GPU, where it pays. No effect with a
-    tensor_parallel_size."""
+    that ends by its own tokens costs one token in vain. None: on a GPU, where it pays."""
 
     enable_lora: bool = False
     """Reserve adapter slots and accept adapters."""
@@ -118,8 +117,7 @@ class EngineConfig:
     @property
     def steps_ahead(self) -> bool:
         """Whether steps are begun while the one before them computes."""
-        wanted = self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
-        return wanted and self.tensor_parallel_size == 1
+        return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
 
     @classmethod
     def from_json(cls, data: object) -> Self:

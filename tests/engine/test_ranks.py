@@ -77,7 +77,7 @@ def _generate(engine, adapter=lambda i: None):
     """Tokens and log probabilities of all requests, which arrive a few a step; `adapter` names that of each."""
     waiting = [dataclasses.replace(request, adapter=adapter(request.id)) for request in _requests()]
     tokens: dict[int, list[int]] = {request.id: [] for request in waiting}
-    logprobs: list[float] = []
+    logprobs: dict[int, list[float]] = {request.id: [] for request in waiting}
     while waiting or engine.has_work:
         for request in waiting[:4]:
             engine.add(request)
@@ -87,18 +87,36 @@ def _generate(engine, adapter=lambda i: None):
             assert not result.error
             tokens[result.id] += result.token_ids
             for entries in (*(result.logprobs or []), *(result.prompt_logprobs or [])):
-                logprobs += [entries[0][1]] if entries else []
+                logprobs[result.id] += [entries[0][1]] if entries else []
         engine.check_integrity()
-    return tokens, logprobs
+    return tokens, [logprob for of_one in logprobs.values() for logprob in of_one]
+
+
+def _count_ahead(engine):
+    """Steps that are planned from now on while another one is in flight, in a list that grows."""
+    schedule_ahead, planned = engine._scheduler.schedule_ahead, []
+
+    def counted(now):
+        if (plan := schedule_ahead(now)) is not None:
+            planned.append(plan)
+        return plan
+
+    engine._scheduler.schedule_ahead = counted
+    return planned
 
 
 # The others, and other sizes, take another path in the model, not in the engine: test_shard.py has them all.
-@pytest.mark.parametrize(("name", "size"), [("opt", 2), ("phi3", 4), ("gemma2", 2)])
-def test_ranks_give_what_one_gives(folders, name, size, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "size", "ahead"), [("opt", 2, False), ("opt", 2, True), ("phi3", 4, True), ("gemma2", 2, True)]
+)
+def test_ranks_give_what_one_gives(folders, name, size, ahead, monkeypatch):
+    """Also when the next step is begun before the last one's tokens are known: they go from rank 0 to the others."""
     monkeypatch.setattr(SwapSpace, "pays", lambda *_: True)
     alone = Engine.from_config(_config(folders[name], 1, swap_space=0.0001))
-    engine = engine_of(_config(folders[name], size, swap_space=0.0001))
+    engine = engine_of(_config(folders[name], size, swap_space=0.0001, async_scheduling=ahead))
+    planned = _count_ahead(engine)
     expected, found = _generate(alone), _generate(engine)
+    assert (len(planned) > 15) == ahead, len(planned)
     assert found[0] == expected[0]
     assert found[1] == pytest.approx(expected[1], abs=1e-4)
     stats = engine.stats()
@@ -107,10 +125,10 @@ def test_ranks_give_what_one_gives(folders, name, size, monkeypatch):
     assert engine.memory.weights_bytes < 0.75 * alone.memory.weights_bytes
 
 
-@pytest.mark.parametrize(("name", "size"), [("llama", 4), ("phi3", 2)])
-def test_adapters_of_all_kinds_and_none_in_one_batch(folders, adapters, name, size):
+@pytest.mark.parametrize(("name", "size", "ahead"), [("llama", 4, False), ("phi3", 2, True)])
+def test_adapters_of_all_kinds_and_none_in_one_batch(folders, adapters, name, size, ahead):
     """More adapters than copies in host memory and than slots: they come and go."""
-    lora = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
+    lora = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8, "async_scheduling": ahead}
     found = []
     for ranks in (1, size):
         followers: list[ThreadRank] = []
@@ -166,16 +184,26 @@ def test_processes_give_what_one_gives_and_go_with_their_engine(folders, tmp_pat
 
 
 def test_processes_give_what_one_gives_until_one_is_killed(folders):
-    """Four ranks, two of them with the same KV head."""
+    """Four ranks, two of them with the same KV head. One is killed while two steps are in flight."""
     expected = _outputs(_llm(folders["llama"], 1))
-    llm = _llm(folders["llama"], 4)
+    llm = _llm(folders["llama"], 4, async_scheduling=True)
     assert _outputs(llm) == expected
     ranks = rank_processes()
     assert len(ranks) == 3
-    ranks[1].send_signal(signal.SIGKILL)
+    handover, in_flight = llm.engine._runner._own._handover, []
+    fill = handover.fill
+
+    def kill_and_fill(token_ids, spans):
+        if not in_flight:
+            ranks[1].send_signal(signal.SIGKILL)
+        in_flight.append(len(llm.engine._scheduler._in_flight))
+        fill(token_ids, spans)
+
+    handover.fill = kill_and_fill
     with pytest.raises(RunnerLost, match=r"ended: killed by SIGKILL; .* start again"):
         while True:
             _outputs(llm)
+    assert in_flight[0] == 2
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
     # An engine that is lost stays so, and its state can still be looked at.
     with pytest.raises(RunnerLost):
@@ -190,6 +218,12 @@ def test_the_owner_is_told_at_once_when_a_rank_dies(folders):
     rank.send_signal(signal.SIGKILL)
     eventually(lambda: len(why) == 1 and "rank 1 of 2 ended: killed by SIGKILL" in why[0])
     assert not engine.has_work
+    # Nor is anything on a device waited for that needs it, or taken from one that has stopped waiting.
+    group = engine._runner._group
+    with pytest.raises(RunnerLost, match="killed by SIGKILL"):
+        group.until(lambda: False)
+    with pytest.raises(RunnerLost, match="killed by SIGKILL"):
+        group.take(lambda: 1)
 
 
 def test_a_rank_that_hangs_is_found_and_killed(folders):
@@ -226,8 +260,9 @@ def test_a_rank_that_cannot_load_says_why(folders, tmp_path):
     eventually(lambda: rank_processes() == [])
 
 
-def test_control_c_waits_for_the_end_of_a_step(folders):
-    engine = engine_of(_config(folders["llama"], 2))
+@pytest.mark.parametrize("ahead", [False, True])
+def test_control_c_waits_for_the_end_of_a_step(folders, ahead):
+    engine = engine_of(_config(folders["llama"], 2, async_scheduling=ahead))
     expected = _generate(engine)
     model = engine._runner._own._model
 
@@ -251,3 +286,16 @@ def test_control_c_waits_for_the_end_of_a_step(folders):
     engine.abort([100])
     engine._runner._own._model = model
     assert _generate(engine)[0] == expected[0]
+
+
+def test_what_a_device_never_ends_is_waited_for_no_longer_than_a_rank(folders):
+    engine = engine_of(_config(folders["llama"], 2), timeout_s=5.0)
+    group = engine._runner._group
+    assert group.take(lambda: 1) == 1
+    group._timeout_s = 0.05
+    group.until(lambda: True)
+    with pytest.raises(RunnerLost, match=r"a step was not over after 0\.05 s"):
+        group.until(lambda: False)
+    with pytest.raises(RunnerLost, match="a step was not over"):
+        engine.add(Generate(1, [1, 2, 3], GREEDY))
+        engine.step()

@@ -166,8 +166,9 @@ pairs = st.lists(st.tuples(ids, ids), max_size=4)
     logit_rows=st.lists(ids, max_size=9),
     moves=st.tuples(pairs, pairs, pairs),
     long=st.booleans(),
+    pending=st.booleans(),
 )
-def test_work_is_the_same_after_its_way_through_memory(spans, token_ids, blocks, logit_rows, moves, long):
+def test_work_is_the_same_after_its_way_through_memory(spans, token_ids, blocks, logit_rows, moves, long, pending):
     outs, ins, copies = moves
     starts, lengths, slots, beyond = (list(column) for column in zip(*spans, strict=True))
     work = Work(
@@ -178,6 +179,7 @@ def test_work_is_the_same_after_its_way_through_memory(spans, token_ids, blocks,
         blocks=torch.tensor(blocks, dtype=torch.int64),
         logit_rows=logit_rows,
         num_sampled=len(logit_rows) // 2,
+        pending=pending,
         beyond_switch=[int(b) for b in beyond] if long else [],
         swap_outs=[HostCopy(*pair) for pair in outs],
         swap_ins=[HostCopy(*pair) for pair in ins],

@@ -103,6 +103,6 @@ def test_a_step_of_a_graph_with_adapters(tmp_path, monkeypatch):
 def _logits(runner, spans):
     order = order_spans(spans)
     work = work_of([spans[i] for i in order], 8)
-    batch, hidden = runner._forward(work, runner._kv)
+    batch, hidden = runner._forward(work, runner._kv, spans)
     logits = runner._model.project(hidden, batch.of_logits(slice(len(spans))))
     return logits[torch.tensor(order).argsort()]
