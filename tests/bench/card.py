@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Card: the device that is measured, its clock and its limits. On a CPU, only to rehearse: its times mean nothing."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,9 @@ from torch import Tensor
 
 Call = Callable[[], object]
 
+FREE_TIMEOUT_S = 60.0
+KEPT_BYTES = 2 << 30
+"""What a process keeps of the card's memory at most when it has given back what it can: libraries and kernels."""
 MIN_REPLAY_S = 5e-3
 NUM_REPLAYS = 7
 
@@ -61,6 +65,24 @@ class Card:
             return 1 << 30
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
+
+    def wait_free(self, num_bytes: int) -> None:
+        """Wait until about so many bytes are free: what a process held is free only some time after it has ended, and
+        an engine plans with what is free.
+
+        Raises:
+            TimeoutError: they are not.
+        """
+        deadline = time.monotonic() + FREE_TIMEOUT_S
+        gc.collect()
+        while (free := self.free_bytes) < num_bytes - KEPT_BYTES:
+            if time.monotonic() > deadline:
+                own = torch.cuda.memory_reserved(self.device) if self.is_gpu else 0
+                raise TimeoutError(
+                    f"{free / 2**30:.1f} GiB of the card are free after {FREE_TIMEOUT_S:g} s, {num_bytes / 2**30:.1f} "
+                    f"were; this process holds {own / 2**30:.1f}, the rest is another's (nvidia-smi names it)"
+                )
+            time.sleep(0.5)
 
     def num_sets(self, set_bytes: int) -> int:
         """How many sets of inputs to go through, so that none is found in the cache when its turn comes again."""

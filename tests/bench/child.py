@@ -31,8 +31,18 @@ class Child:
     next engine is measured on.
     """
 
-    def __init__(self, name: str, script: str, settings: Mapping[str, Any], folder: Path, python: str = sys.executable):
+    def __init__(
+        self,
+        name: str,
+        script: str,
+        settings: Mapping[str, Any],
+        folder: Path,
+        python: str = sys.executable,
+        timeout_s: float = TIMEOUT_S,
+    ):
+        """`timeout_s`: how long it may take to answer a command; its start counts as part of the first one."""
         self.name = name
+        self._timeout_s = timeout_s
         self._log = folder / f"{name}.log"
         argv = [python, str(Path(__file__).with_name(script)), json.dumps(settings)]
         pipe = subprocess.PIPE
@@ -62,14 +72,16 @@ class Child:
         """What the process answers to a command.
 
         Raises:
-            ChildFailed: it failed, ended, or was silent for TIMEOUT_S.
+            ChildFailed: it failed, ended, or was silent for too long.
         """
         self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it has ended; reading says so
             print(json.dumps([command, arguments]), file=self._commands, flush=True)
-        readable, _, _ = select.select([self._answers], [], [], TIMEOUT_S)
+        readable, _, _ = select.select([self._answers], [], [], self._timeout_s)
         line = self._answers.readline() if readable else ""
         self._signal(signal.SIGSTOP)
+        if not readable:
+            raise ChildFailed(f"{self.name} failed at {command!r}:\nno answer in {self._timeout_s:g} s")
         answer = json.loads(line) if line else {"error": self._log.read_text(errors="replace")[-6000:]}
         if "error" in answer:
             raise ChildFailed(f"{self.name} failed at {command!r}:\n{answer['error']}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine on the card, with random weights made there, no checkpoint and no network; and peers, where importable.
+"""The engine on the card, with random weights made there, no checkpoint and no network.
 
 All requests are greedy and ignore end-of-sequence tokens, so every engine makes the same number of tokens.
 """
@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -75,15 +75,20 @@ def loads(card: Card, quick: bool) -> list[Load]:
         return [Load("12 in, 6 out", ((12, 6),) * 3), Load("at 20 a second", ((9, 4),) * 3, rate=20.0)]
     if quick:
         return [Load("1000 in, 128 out, 256 requests", ((1000, 128),) * 256)]
-    draw = random.Random(5)
-    mix = tuple((_log_normal(draw, 220, 1.0, 2048), _log_normal(draw, 200, 0.8, 1024)) for _ in range(1024))
+    mix = sharegpt_like(1024)
     return [
         Load("1000 in, 1000 out, 512 requests", ((1000, 1000),) * 512),
-        Load("128 in, 2048 out, 256 requests", ((128, 2048),) * 256),
+        Load("128 in, 1024 out, 256 requests", ((128, 1024),) * 256),
         Load("2048 in, 128 out, 512 requests", ((2048, 128),) * 512),
         Load("a mix like ShareGPT's, 1,024 requests", mix),
-        *(Load(f"the mix at {rate} requests a second", mix[: 20 * rate], float(rate)) for rate in (4, 16, 32)),
+        *(Load(f"the mix at {rate} requests a second", mix[: 12 * rate], float(rate)) for rate in (4, 16, 32)),
     ]
+
+
+def sharegpt_like(num: int) -> tuple[tuple[int, int], ...]:
+    """Tokens of prompts and outputs as of ShareGPT's conversations."""
+    draw = random.Random(5)
+    return tuple((_log_normal(draw, 220, 1.0, 2048), _log_normal(draw, 200, 0.8, 1024)) for _ in range(num))
 
 
 def _log_normal(draw: random.Random, median: int, sigma: float, most: int) -> int:
@@ -157,7 +162,14 @@ def _references() -> Any:
 
 def drive(engine: Engine, load: Load, adapters: Sequence[str | None] = ()) -> dict[str, Any]:
     """Put a load on an idle engine, its requests on the adapters in turn; see measure.py for what comes back."""
-    requests, offsets = load.requests(engine.shape.vocab_size), load.offsets() or [0.0] * len(load.sizes)
+    return feed(engine, load.requests(engine.shape.vocab_size), load.offsets(), adapters)
+
+
+def feed(
+    engine: Engine, requests: Sequence[Request], arrivals: Sequence[float] | None, adapters: Sequence[str | None] = ()
+) -> dict[str, Any]:
+    """The same of requests that come at their times; None: all at once."""
+    offsets = arrivals or [0.0] * len(requests)
     params = [{"temperature": 0.0, "max_tokens": request.num_output_tokens, "ignore_eos": True} for request in requests]
     record, kv, num_added, steps = Record(), [], 0, []
     while num_added < len(requests) or engine.has_work:
@@ -272,70 +284,3 @@ def busy_and_idle(events: Iterable[dict[str, Any]]) -> tuple[float, float]:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return busy, end - work[0][0] - busy if work else 0.0
-
-
-def peers(card: Card, some: Sequence[Load]) -> Iterator[dict[str, Any]]:
-    """The same loads on others that can be imported; what cannot is said."""
-    for name, run in (("transformers", _transformers), ("vllm", _vllm)):
-        try:
-            yield from ({"engine": name, **found} for found in run(card, some))
-        except Exception as error:  # another's library: whatever it is, the rest is measured
-            yield {"engine": name, "left_out": f"{type(error).__name__}: {str(error)[:300]}"}
-        gc.collect()
-        if card.is_gpu:
-            torch.cuda.empty_cache()
-
-
-def _transformers(card: Card, some: Sequence[Load]) -> Iterator[dict[str, Any]]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    made = {k: v for k, v in (LLAMA_8B if card.is_gpu else TINY).items() if k not in ("architectures", "torch_dtype")}
-    dtype = torch.bfloat16 if card.is_gpu else torch.float32
-    # Its steps run in a thread of their own, which is not in our inference mode.
-    with torch.inference_mode(False), torch.no_grad():
-        with torch.device(card.device):
-            model = LlamaForCausalLM(LlamaConfig(**made)).to(dtype).eval()
-        yield from _batches(model, made["vocab_size"], some)
-
-
-def _batches(model: Any, vocab_size: int, some: Sequence[Load]) -> Iterator[dict[str, Any]]:
-    from transformers import GenerationConfig
-
-    for load in some:
-        requests = load.requests(vocab_size)
-        [most] = {request.num_output_tokens for request in requests}
-        config = GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        prompts = [request.prompt_token_ids for request in requests]
-        model.generate_batch(inputs=prompts[:4], generation_config=config)
-        start = time.perf_counter()
-        outputs = model.generate_batch(inputs=prompts, generation_config=config)
-        seconds = time.perf_counter() - start
-        tokens = sum(len(output.generated_tokens) for output in outputs.values())
-        if tokens != sum(request.num_output_tokens for request in requests):
-            raise RuntimeError(f"{tokens} tokens came of {load.what}")
-        yield {"what": load.what, "output_tokens_per_s": tokens / seconds}
-
-
-def _vllm(card: Card, some: Sequence[Load]) -> Iterator[dict[str, Any]]:
-    import vllm
-
-    if not card.is_gpu:
-        raise RuntimeError("rehearsed on the GPU only: it takes minutes to start on a CPU")
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
-        llm = vllm.LLM(
-            folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=8192, max_num_seqs=256,
-            max_num_batched_tokens=8192, dtype="bfloat16",
-        )  # fmt: skip
-        for load in some:
-            requests = load.requests(LLAMA_8B["vocab_size"])
-            params = [
-                vllm.SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False)
-                for _, n in requests
-            ]
-            prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
-            start = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            seconds = time.perf_counter() - start
-            tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-            yield {"what": load.what, "output_tokens_per_s": tokens / seconds}

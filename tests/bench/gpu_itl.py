@@ -72,7 +72,7 @@ def measure(card: Card, quick: bool) -> dict[str, Any]:
 def _plan(card: Card, quick: bool, vocab_size: int, loads: int) -> Plan:
     if not card.is_gpu:
         return Plan(2, 0.5, loads, 12, 6, 12, vocab_size, 1.0)
-    runs, seconds = (2, 15.0) if quick else (5, 20.0)
+    runs, seconds = (2, 25.0) if quick else (5, 25.0)
     return Plan(runs, seconds, loads, 256, 128, 3 * engines.settings(card)["max_num_seqs"], vocab_size, 1.0)
 
 

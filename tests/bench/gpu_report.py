@@ -27,17 +27,20 @@ def markdown(results: dict[str, Any]) -> str:
         parts += _itl(itl)
     if vllm := results.get("vllm"):
         parts += _vllm(vllm)
-    if rows := results.get("peers"):
-        cells = [
-            (r["engine"], r.get("what", "-"), _number(r.get("output_tokens_per_s"), r.get("left_out"))) for r in rows
-        ]
-        parts.append(_table(("engine", "load", "output tokens/s"), cells))
+    if peers := results.get("peers"):
+        parts += _peers(peers)
+    parts += [f"{phase} failed: {why}" for phase, why in results.get("failed", {}).items()]
+    if late := results.get("not_started"):
+        parts.append(f"Not started, as time was over: {', '.join(late)}.")
+    if cut := results.get("cut_short"):
+        parts.append(f"Cut short, as time was over: {', '.join(cut)}.")
     return "\n\n".join(parts) + "\n"
 
 
 def _gate(gate: dict[str, Any]) -> str:
     error = gate.get("eight_bit_error") or {}
-    text = f"Gate: {gate['num'] - len(gate['bad'])} of {gate['num']} comparisons good."
+    text = f"Gate: {gate['num'] - len(gate['bad'])} of {gate['num']} comparisons good"
+    text += f" (`{gate['of']}`)." if "of" in gate else "."
     if error:
         text += (
             f" Attention over an e4m3 cache: relative error {error['own']:.4f} (reference {error['reference']:.4f})."
@@ -139,6 +142,23 @@ def _vllm(vllm: dict[str, Any]) -> list[str]:
         f"{text}deviations of the likeliest ones, the other's within {gaps['vllm']:.2f}.",
         *_rates(vllm, "whole runs"),
     ]
+
+
+def _peers(peers: dict[str, Any]) -> list[str]:
+    cells = [
+        (row["engine"], row.get("what", "-"), _number(row.get("output_tokens_per_s"), row.get("left_out")))
+        for row in peers["rows"]
+    ]
+    bars = [
+        (
+            f"{r['of']} / {r['to']}, {r['what']}",
+            f"{r['ratio']:.2f}",
+            *(f"{r[k]:g}" if r[k] else "-" for k in ("bar", "aim")),
+        )
+        for r in peers["ratios"]
+    ]
+    parts = [_table(("engine", "load", "output tokens/s"), cells)]
+    return parts + ([_table(("ratio", "measured", "bar", "aim"), bars)] if bars else [])
 
 
 def _rates(lora: dict[str, Any], what: str) -> list[str]:

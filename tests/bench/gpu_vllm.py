@@ -13,7 +13,6 @@ import json
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,6 @@ BAR, AIM = 1.2, 1.5
 """What this engine's tokens/s must be of vLLM's, and should be."""
 OWN, VLLM, STAND_IN = "adapters", "vLLM, adapters", "this engine in vLLM's place, adapters"
 NUM_CHECKED, NUM_CHECKED_TOKENS = 4, 16
-FREE_TIMEOUT_S = 60.0
 
 Run = Callable[[engines.Load], dict[str, Any]]
 """Puts a load on an engine, requests on the adapters in turn; see measure.py for what comes back."""
@@ -169,17 +167,8 @@ def vllm_found(card: Card, python: str, settings: dict[str, Any], folders: Seque
             return found
 
         found = Found(warm_up(card, generate), _rates(card, generate))
-    _wait_free(card, free)
+    card.wait_free(free)
     return found
-
-
-def _wait_free(card: Card, num_bytes: int) -> None:
-    """What a process held is free only some time after it has ended, and an engine plans with what is free."""
-    deadline = time.monotonic() + FREE_TIMEOUT_S
-    while card.free_bytes < num_bytes - (1 << 30):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"vLLM has ended, but {card.free_bytes} of {num_bytes} bytes are free on the card")
-        time.sleep(0.5)
 
 
 @contextlib.contextmanager

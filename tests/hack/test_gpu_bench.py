@@ -2,13 +2,16 @@
 """The GPU benchmark's code runs: all phases but the peers, with tiny shapes on this CPU, kernels interpreted."""
 
 import json
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 BENCH = Path(__file__).parents[1] / "bench"
+DOCS = BENCH.parents[1] / "docs"
 PHASES = "gate,limits,kernels,engine,lora,itl,vllm,tune"
 
 
@@ -68,30 +71,203 @@ def test_without_a_gpu_it_says_what_to_do():
     assert "--cpu-rehearsal" in done.stderr
 
 
-def test_a_red_gate_times_nothing(tmp_path):
-    """A form that computes wrongly ends the run before anything is timed."""
-    script = tmp_path / "wrong.py"
-    script.write_text(
-        "import runpy, sys\n"
-        f"sys.path[:0] = [{str(BENCH)!r}]\n"
-        f"sys.argv = [{str(BENCH / 'gpu.py')!r}, '--cpu-rehearsal', '--phases', 'limits']\n"
-        "import gpu_gate\n"
-        "wrong = gpu_gate.Finding('rms_norm', 1.0, 1e-5)\n"
-        "gpu_gate.check_all = lambda *_: iter([wrong])\n"
-        "gpu_gate.eight_bit_error = lambda card: None\n"
-        f"runpy.run_path({str(BENCH / 'gpu.py')!r}, run_name='__main__')\n"
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "WRONG rms_norm" in done.stdout
-    assert "== limits" not in done.stdout
-    assert "nothing is timed" in done.stderr
-
-
 @pytest.fixture
 def bench_modules(monkeypatch):
     """They are run by path, and import their neighbours by bare name."""
     monkeypatch.syspath_prepend(str(BENCH))
+
+
+def test_help_needs_no_torch_and_knows_every_phase(bench_modules):
+    from gpu_phases import PHASES as phases
+
+    program = "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['gpu.py', '--help']; "
+    program += f"runpy.run_path({str(BENCH / 'gpu.py')!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    documents = (DOCS / "benchmarks.md").read_text() + done.stdout
+    for name, phase in phases.items():
+        assert phase.what in done.stdout
+        assert f"| `{name}` |" in documents
+    commands = re.findall(r"python3 tests/bench/gpu.py .*?(?=  |$)", done.stdout, re.MULTILINE)
+    assert len(commands) == 7
+    for command in commands[:-1]:
+        assert command in (DOCS / "performance.md").read_text()
+        for asked in re.findall("--phases (\\S+)", command):
+            assert set(asked.split(",")) <= set(phases)
+
+
+@pytest.fixture
+def bench(bench_modules, tmp_path):
+    """A run whose phases are as told: functions of the run, by name; gives the exit code and what was written."""
+    import torch
+    from card import Card
+    from gpu_bench import Bench, Options
+
+    def run(phases, **options):
+        made = Bench(Card(torch.device("cpu")), Options(out=tmp_path / "results.json", **options))
+        for name, function in phases.items():
+            setattr(made, f"_{name}", partial(function, made))
+        code = made.run(phases)
+        return code, json.loads((tmp_path / "results.json").read_text())
+
+    return run
+
+
+def measured(run):
+    run.results["limits"] = {"copy_bytes_per_s": 1.0}
+
+
+def a_minute_passes(run):
+    run._start -= 61
+
+
+def broken(run):
+    run.results["lora"] = {"rows": [1]}
+    raise RuntimeError("out of memory")
+
+
+def test_a_phase_that_fails_keeps_what_was_measured_and_stops_nobody(bench, capsys):
+    import gpu_report
+
+    code, written = bench({"gate": lambda _: None, "limits": measured, "lora": broken, "tune": lambda _: None})
+    assert code == 1
+    assert written["limits"] == {"copy_bytes_per_s": 1.0}
+    assert written["lora"] == {"rows": [1]}
+    assert written["failed"] == {"lora": "RuntimeError: out of memory"}
+    assert list(written["seconds"]) == ["gate", "limits", "lora", "tune"]
+    assert "Traceback" in capsys.readouterr().err
+    assert "lora failed: RuntimeError: out of memory" in gpu_report.markdown({**written, "limits": None, "lora": None})
+
+
+def test_a_red_gate_times_nothing(bench, monkeypatch, capsys):
+    """A form that computes wrongly ends the run before anything is timed."""
+    import gpu_bench
+    import gpu_gate
+
+    wrong = gpu_gate.Finding("rms_norm", 1.0, 1e-5)
+    monkeypatch.setattr(gpu_gate, "check_all", lambda *_: iter([wrong]))
+    monkeypatch.setattr(gpu_gate, "eight_bit_error", lambda card: None)
+    code, written = bench({"gate": gpu_bench.Bench._gate, "limits": measured})
+    out, err = capsys.readouterr()
+    assert (code, "limits" in written) == (1, False)
+    assert "WRONG rms_norm" in out
+    assert "nothing is timed" in err
+
+
+def test_nothing_starts_when_time_is_over(bench, capsys):
+    import gpu_report
+
+    code, written = bench({"gate": a_minute_passes, "limits": measured}, budget_s=60.0)
+    assert (code, written["not_started"], "limits" in written) == (0, ["limits"], False)
+    assert "== limits: not started, 60 s are over" in capsys.readouterr().out
+    assert gpu_report.markdown(written).endswith("\nNot started, as time was over: limits.\n")
+
+
+def test_a_green_gate_counts_for_the_same_code_on_the_same_card(bench, bench_modules, tmp_path, monkeypatch, capsys):
+    import gpu_bench
+    import gpu_gate
+
+    _, earlier = bench({"gate": lambda run: run.results.update(gate={"num": 7, "bad": [], "quick": False})})
+    monkeypatch.setattr(gpu_gate, "check_all", lambda *_: iter([]))
+    monkeypatch.setattr(gpu_gate, "eight_bit_error", lambda card: None)
+
+    def num(change):
+        path = tmp_path / "earlier.json"
+        path.write_text(json.dumps(earlier | {"about": earlier["about"] | change.pop("about", {})} | change))
+        return bench({"gate": gpu_bench.Bench._gate}, gated=path)[1]["gate"]["num"]
+
+    assert num({}) == 7
+    assert num({"about": {"code": "another"}}) == 0
+    assert "does not count: another code" in capsys.readouterr().out
+    assert num({"about": {"card": "another"}}) == 0
+    assert num({"gate": {"num": 7, "bad": [{}], "quick": False}}) == 0
+    assert num({"gate": {"num": 7, "bad": [], "quick": True}}) == 0
+
+
+def test_what_was_measured_is_kept_when_it_is_told_to_end(tmp_path):
+    script = tmp_path / "ended.py"
+    script.write_text(
+        "import os, runpy, signal, sys\n"
+        f"sys.path[:0] = {[str(BENCH), str(BENCH.parents[1] / 'backend'), str(BENCH.parents[1] / 'kernels')]!r}\n"
+        f"sys.argv = [{str(BENCH / 'gpu.py')!r}, '--cpu-rehearsal', '--phases', 'limits', '-o', 'results.json']\n"
+        "import gpu_bench\n"
+        "gpu_bench.Bench._gate = lambda run: run.results.update(gate={'num': 7, 'bad': []})\n"
+        "gpu_bench.Bench._limits = lambda run: os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"runpy.run_path({str(BENCH / 'gpu.py')!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 143, done.stderr
+    assert json.loads((tmp_path / "results.json").read_text())["gate"]["num"] == 7
+    assert "Gate: 7 of 7 comparisons good." in done.stdout
+
+
+def test_an_engine_starts_when_the_memory_of_the_one_before_is_free(bench_modules, monkeypatch):
+    import card
+    import torch
+
+    free = iter([1 << 30, 1 << 30, 9 << 30])
+    monkeypatch.setattr(card.Card, "free_bytes", property(lambda _: next(free)))
+    monkeypatch.setattr(card.time, "sleep", lambda _: None)
+    card.Card(torch.device("cpu")).wait_free(10 << 30)
+    assert next(free, None) is None
+    monkeypatch.setattr(card.Card, "free_bytes", property(lambda _: 1 << 30))
+    monkeypatch.setattr(card, "FREE_TIMEOUT_S", 0.0)
+    with pytest.raises(
+        TimeoutError, match=r"1\.0 GiB of the card are free after 0 s, 10\.0 were; this process holds 0\.0"
+    ):
+        card.Card(torch.device("cpu")).wait_free(10 << 30)
+
+
+def test_each_peer_is_alone_and_one_that_fails_leaves_the_others(bench_modules, monkeypatch):
+    import card
+    import gpu_peers
+    import torch
+    from child import ChildFailed
+
+    open_, waited = [], []
+
+    class Child:
+        """Makes a token in a second, and fails as vLLM."""
+
+        def __init__(self, name, script, settings, folder, python=None, timeout_s=None):
+            assert (BENCH / script).is_file()
+            self.name = name
+
+        def __enter__(self):
+            assert not open_
+            assert len(waited) == self.num_started
+            open_.append(self.name)
+            return self
+
+        def __exit__(self, *_):
+            open_.clear()
+
+        @property
+        def num_started(self):
+            return {"quire": 1, "transformers": 2, "vLLM": 3}[self.name]
+
+        def call(self, command, requests, offsets):
+            if self.name == "vLLM":
+                raise ChildFailed("vLLM failed at 'run':\nTraceback\nRuntimeError: no")
+            tokens = [[1] * num for _, num in requests]
+            return {"seconds": self.num_started, "token_ids": tokens, "events": None}
+
+    monkeypatch.setattr(gpu_peers, "Child", Child)
+    monkeypatch.setattr(gpu_peers, "_cannot", lambda *_: None)
+    monkeypatch.setattr(card.Card, "wait_free", lambda _, num_bytes: waited.append(num_bytes))
+    rows = list(gpu_peers.rows(card.Card(torch.device("cpu")), False, sys.executable, 5))
+    assert waited == [5, 5, 5]
+    assert [(row["engine"], row.get("what"), row.get("left_out")) for row in rows] == [
+        ("quire", "12 in, 6 out", None),
+        ("quire", "a mix", None),
+        ("transformers", "12 in, 6 out", None),
+        ("transformers", "a mix", None),
+        ("vLLM", None, "vLLM left out: RuntimeError: no"),
+    ]
+    assert [(r["to"], r["what"], r["ratio"], r["bar"]) for r in gpu_peers.ratios(rows)] == [
+        ("transformers", "12 in, 6 out", 2.0, 3.0),
+        ("transformers", "a mix", 2.0, 3.0),
+    ]
 
 
 def test_without_vllm_one_line_says_so(bench_modules, tmp_path):

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of gpu.py: its phases in order, each behind its gate, each filling a part of the results."""
+
+import contextlib
+import gc
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from card import Card
+
+if TYPE_CHECKING:
+    import gpu_gate
+
+ROOT = Path(__file__).resolve().parents[2]
+JUDGED = ("backend/quire_spec", "backend/quire_engine", "kernels/quire_kernels", "tests/bench/gpu_gate.py")
+"""What a green gate is of."""
+
+
+class RedGate(Exception):
+    """Something computes wrongly: its speed says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says."""
+
+    quick: bool = False
+    out: Path | None = None
+    vllm_python: str = sys.executable
+    budget_s: float | None = None
+    """After which nothing new is started; None: everything is."""
+    gated: Path | None = None
+    """Results of a run whose gate counts."""
+
+
+class Bench:
+    """One run; every phase fills a part of `results`."""
+
+    def __init__(self, card: Card, options: Options) -> None:
+        self._card, self._options, self._quick = card, options, options.quick
+        self._start = time.monotonic()
+        self._free_bytes = card.free_bytes
+        self._checks: dict[str, dict[str, int]] = {}
+        about = card.about() | {"commit": _commit(), "code": _code(), "command": " ".join(sys.argv)}
+        self.results: dict[str, Any] = {"about": about}
+
+    def run(self, phases: Iterable[str]) -> int:
+        """Phases in order; each is written down as soon as it is over. The exit code: 1 if one of them failed.
+
+        A red gate ends the run; whatever else fails is noted, and the next phase starts.
+        """
+        for phase in phases:
+            if self._late:
+                print(f"== {phase}: not started, {self._options.budget_s:g} s are over", flush=True)
+                self.results.setdefault("not_started", []).append(phase)
+                continue
+            start = time.perf_counter()
+            print(f"== {phase}", flush=True)
+            try:
+                getattr(self, f"_{phase}")()
+            except Exception as error:
+                self._failed(phase, error)
+                if phase == "gate":
+                    break
+            self.results.setdefault("seconds", {})[phase] = time.perf_counter() - start
+            self.write()
+        self.write()
+        return 1 if "failed" in self.results else 0
+
+    def write(self) -> None:
+        """What there is so far; whoever ends this process meanwhile leaves what was there before."""
+        if (out := self._options.out) is not None:
+            part = out.with_name(f"{out.name}.part")
+            part.write_text(json.dumps(self.results, indent=1))
+            part.replace(out)
+
+    @property
+    def _late(self) -> bool:
+        return self._options.budget_s is not None and time.monotonic() - self._start > self._options.budget_s
+
+    def _failed(self, phase: str, error: Exception) -> None:
+        import traceback
+
+        if not isinstance(error, RedGate):
+            traceback.print_exception(error)
+        # The frames hold what the phase had on the card.
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        why = str(error) if isinstance(error, RedGate) else f"{type(error).__name__}: {error}"
+        self.results.setdefault("failed", {})[phase] = why
+        print(f"gpu.py: {phase}: {why}", file=sys.stderr, flush=True)
+        self.write()
+
+    def _gate(self) -> None:
+        import gpu_gate
+
+        if (earlier := self._earlier_gate()) is not None:
+            self.results["gate"] = earlier
+            print(f"  green in {self._options.gated}", flush=True)
+            return
+        findings = self._findings()
+        bad = [finding for finding in findings if not finding.good]
+        for finding in bad:
+            print(f"  WRONG {finding.what}: error {finding.error:.2e}, at most {finding.limit:.0e}", flush=True)
+        print(f"  {len(findings) - len(bad)} of {len(findings)} comparisons good", flush=True)
+        worst = sorted(findings, key=lambda f: -f.error / max(f.limit, 1e-30))[:10]
+        self.results["gate"] = {
+            "num": len(findings),
+            "quick": self._quick,
+            "bad": [asdict(f) for f in bad],
+            "worst": list(map(asdict, worst)),
+        }
+        self.results["gate"]["eight_bit_error"] = gpu_gate.eight_bit_error(self._card)
+        self.write()
+        if bad:
+            raise RedGate(f"{len(bad)} of {len(findings)} comparisons are wrong; nothing is timed")
+
+    def _findings(self) -> "list[gpu_gate.Finding]":
+        """From several processes on a GPU: one would compile for minutes."""
+        import gpu_gate
+
+        if not self._card.is_gpu:
+            return list(gpu_gate.check_all(self._card, self._quick, gpu_gate.Share()))
+        num = max(1, min(12, (os.cpu_count() or 1) - 2))
+        script = str(Path(__file__).with_name("gpu.py"))
+        command = [sys.executable, script, *(["--quick"] if self._quick else []), "--gate-share"]
+        findings = []
+        with contextlib.ExitStack() as stack:
+            running = [
+                subprocess.Popen([*command, f"{i}/{num}"], stdout=subprocess.PIPE, text=True) for i in range(num)
+            ]
+            for process in running:
+                stack.enter_context(process)
+                stack.callback(process.kill)
+            for process in running:
+                out, _ = process.communicate()
+                if process.returncode:
+                    raise RedGate("a process that checks ended with an error, see above; nothing is timed")
+                findings += [gpu_gate.Finding(**found) for found in json.loads(out.splitlines()[-1])]
+        return findings
+
+    def _earlier_gate(self) -> dict[str, Any] | None:
+        """That of the run whose results were given, if it says the same as one now would."""
+        if self._options.gated is None:
+            return None
+        earlier = json.loads(self._options.gated.read_text())
+        gate, same = earlier.get("gate") or {}, ("card", "torch", "triton", "cuda", "code")
+        other = [name for name in same if earlier["about"].get(name) != self.results["about"].get(name)]
+        if other or gate.get("bad") != [] or (gate["quick"] and not self._quick):
+            why = f"another {other[0]}" if other else "it was not green, or quick"
+            print(f"  {self._options.gated} does not count: {why}", flush=True)
+            return None
+        return gate | {"of": earlier["about"]["command"]}
+
+    def _limits(self) -> None:
+        self.results["limits"] = {
+            "copy_bytes_per_s": self._card.copy_bandwidth(),
+            "matrix_flops_per_s": self._card.matrix_rate(),
+        }
+        print(f"  {self.results['limits']}", flush=True)
+
+    def _kernels(self) -> None:
+        import gpu_kernels as kernels
+        import gpu_lora as lora
+
+        shape = kernels.LLAMA_8B if self._card.is_gpu else kernels.TINY
+        rows = self.results["kernels"] = []
+        for measure in (kernels.decode_rows, kernels.prefill_rows, kernels.fused_rows, lora.kernel_rows):
+            for row in measure(self._card, self._limits_found(), shape, self._quick):
+                self._keep(rows, row)
+
+    def _tune(self) -> None:
+        import gpu_kernels as kernels
+        import gpu_lora as lora
+
+        shape = kernels.LLAMA_8B if self._card.is_gpu else kernels.TINY
+        rows = self.results["tune"] = []
+        for measure in (kernels.tune_rows, lora.tune_rows):
+            for row in measure(self._card, self._limits_found(), shape):
+                self._keep(rows, row)
+                if self._late:
+                    self.results["cut_short"] = ["tune"]
+                    break
+
+    def _checked(self, of: str) -> dict[str, int]:
+        """The engine's own gate, once a run: greedy tokens with graphs against those of the references; `of` base or
+        adapters."""
+        import gpu_engine as engines
+        import gpu_lora as lora
+
+        if of not in self._checks:
+            # Three adapters in turn on two slots, one of more ranks than are multiplied at once.
+            add = partial(lora.add_adapters, ranks=(4, 70, 16), everywhere=True) if of == "adapters" else None
+            other, all_tokens = engines.check_graphs(self._card, add)
+            self._checks[of] = {"other_tokens": other, "tokens": all_tokens}
+        if other := self._checks[of]["other_tokens"]:
+            of_all = f"{other} of {self._checks[of]['tokens']} greedy tokens"
+            raise RedGate(f"{of_all} ({of}) differ between graphs and references; nothing of it is timed")
+        return self._checks[of]
+
+    def _engine(self) -> None:
+        import gpu_engine as engines
+
+        found = self.results["engine"] = {"check": self._checked("base")}
+        start = time.perf_counter()
+        engine = engines.make_engine(self._card, **engines.settings(self._card))
+        found["start_s"] = time.perf_counter() - start
+        found["memory"] = asdict(engine.memory)
+        if self._card.is_gpu:
+            found["graph_bytes"] = engine._runner._graphs.num_bytes  # type: ignore[attr-defined]
+        small, large, prompt, steps = (1, 256, 960, 40) if self._card.is_gpu else (1, 3, 12, 3)
+        self._say(engines.drive, engine, engines.Load("warm up", ((prompt, 4),) * large))
+        found["single"] = self._say(engines.decode_rate, engine, small, 128 if self._card.is_gpu else 12, 4 * steps)
+        rate, bound = found["single"]["output_tokens_per_s"], self._limits_found().bytes_per_s
+        # All weights but the embedding, of which a token reads one row.
+        streamed = engine.memory.weights_bytes - engine.shape.vocab_size * engine.shape.hidden_size * 2
+        found["single"]["fraction"] = rate and rate * streamed / bound
+        found["decode"] = self._say(engines.decode_rate, engine, large, prompt, 3 * steps)
+        found["idle"] = [
+            self._say(engines.idle_per_step, engine, large, prompt, steps, ahead) for ahead in (False, True)
+        ]
+        found["loads"] = []
+        for load in engines.loads(self._card, self._quick):
+            found["loads"].append(self._say(engines.numbers, engine, load))
+            self.write()
+        engines.close(engine)
+
+    def _lora(self) -> None:
+        import gpu_lora as lora
+
+        found = self.results["lora"] = {"check": self._checked("adapters"), "rows": []}
+        for row in lora.rows(self._card):
+            print(f"  {row}", flush=True)
+            found["rows"].append(row)
+            self.write()
+        found["ratios"] = lora.ratios(found["rows"])
+
+    def _itl(self) -> None:
+        import gpu_itl
+        from measure import WrongOutput
+
+        found = self.results["itl"] = {"check": self._checked("adapters")}
+        try:
+            self._card.wait_free(self._free_bytes)
+            found |= gpu_itl.measure(self._card, self._quick)
+        except WrongOutput as error:
+            raise RedGate(f"time between tokens: {error}; nothing of it is reported") from error
+
+    def _vllm(self) -> None:
+        import gpu_vllm
+        from measure import WrongOutput
+
+        try:
+            found = self.results["vllm"] = gpu_vllm.compare(self._card, self._options.vllm_python)
+        except WrongOutput as error:
+            raise RedGate(f"adapters against vLLM: {error}; nothing of it is reported") from error
+        for line in (found["left_out"],) if "left_out" in found else (*found["rows"], *found["ratios"], found["gaps"]):
+            print(f"  {line}", flush=True)
+
+    def _peers(self) -> None:
+        import gpu_peers
+
+        found = self.results["peers"] = {"check": self._checked("base"), "rows": [], "ratios": []}
+        for row in gpu_peers.rows(self._card, self._quick, self._options.vllm_python, self._free_bytes):
+            print(f"  {row}", flush=True)
+            found["rows"].append(row)
+            found["ratios"] = gpu_peers.ratios(found["rows"])
+            self.write()
+        if own := [row["left_out"] for row in found["rows"] if row["engine"] == gpu_peers.QUIRE and "left_out" in row]:
+            raise RuntimeError(own[0])
+
+    def _say(self, function: Callable[..., Any], *args: Any) -> Any:
+        found = function(*args)
+        if "what" in found:
+            print(f"  {found}", flush=True)
+        return found
+
+    def _keep(self, rows: list[Any], row: Any) -> None:
+        rows.append(asdict(row))
+        speed = f"{row.flops / row.seconds / 1e12:7.0f} TFLOP/s" if row.what.startswith(("prefill", "tune pre")) else ""
+        print(
+            f"  {row.what:<70} {row.seconds * 1e6:10.1f} us {row.bytes / row.seconds / 1e9:8.0f} GB/s {speed} "
+            f"{row.fraction:6.1%}",
+            flush=True,
+        )
+        self.write()
+
+    def _limits_found(self) -> Any:
+        from gpu_kernels import Limits
+
+        if "limits" not in self.results:
+            self._limits()
+        return Limits(self.results["limits"]["copy_bytes_per_s"], self.results["limits"]["matrix_flops_per_s"])
+
+
+def _commit() -> str:
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def _code() -> str:
+    """A digest of what the gate judges, where no git tells."""
+    sha = hashlib.sha256()
+    for root in JUDGED:
+        path = ROOT / root
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            if file.suffix in (".py", ".cpp", ".h"):
+                sha.update(f"{file.relative_to(ROOT)} {file.stat().st_size} ".encode() + file.read_bytes())
+    return sha.hexdigest()[:12]
