@@ -18,6 +18,7 @@ from quire_engine.ranks import Ranks
 from quire_kernels import (
     Arena,
     LinearSlots,
+    LinearWeights,
     adapted_linear,
     gated,
     linear,
@@ -106,6 +107,10 @@ class Linear:
     def pack(self, arena: Arena) -> None:
         """Lay the loaded weight out for speed; it cannot be read or written any more."""
         self.weight = pack_weight(self.weight, arena)
+
+    def weights(self) -> LinearWeights:
+        """What it computes with, once it is packed."""
+        return LinearWeights(self.weight, self.bias, self.adapters)
 
 
 class SummedLinear(Linear):

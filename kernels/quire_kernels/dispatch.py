@@ -82,7 +82,7 @@ class Op(Generic[P, R]):
 
     def _choose(self, device_type: str) -> Callable[Concatenate[Tensor, P], R]:
         names = self.names(device_type)
-        wished = _wishes().get(self.name) or _wishes().get("")
+        wished = wishes().get(self.name) or wishes().get("")
         if wished in names:
             # Asked for by name: an error is better than another form.
             return self.named(device_type, wished)
@@ -95,8 +95,8 @@ class Op(Generic[P, R]):
 
 
 @functools.cache
-def _wishes() -> dict[str, str]:
-    """QUIRE_FORMS: names of forms by operation; "" is for all others."""
+def wishes() -> dict[str, str]:
+    """What QUIRE_FORMS says: names of forms by operation; "" is for all others."""
     wishes = {}
     for item in filter(None, os.environ.get("QUIRE_FORMS", "").split(",")):
         operation, _, name = item.rpartition("=")

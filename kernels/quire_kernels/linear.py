@@ -46,7 +46,7 @@ def _packed(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     if weight.is_mkldnn:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out if residual is None else residual.add_(out)
-    if not _in_panels(weight):
+    if not in_panels(weight):
         return linear.reference(x, weight, bias, residual)
     num_tokens, in_features = x.shape
     out_features = weight.shape[0] * PANEL
@@ -84,7 +84,7 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
 
 @embedding.form("cpu")
 def _from_panels(token_ids: Tensor, table: Tensor) -> Tensor:
-    if not _in_panels(table):
+    if not in_panels(table):
         return F.embedding(token_ids, table)
     width = 2 * table.shape[1]
     out = table.new_empty(len(token_ids), width)
@@ -128,5 +128,6 @@ def looked_up(packed: Tensor) -> bool:
     return not packed.is_mkldnn
 
 
-def _in_panels(weight: Tensor) -> bool:
+def in_panels(weight: Tensor) -> bool:
+    """Whether `pack_weight` made panels of it."""
     return weight.dim() == 4

@@ -2,21 +2,23 @@
 """Model definitions: complete, listed, and equal to transformers in float32, logit by logit."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
-from support.tiny import CHECKPOINTS, LLAMA3_ROPE, VOCAB, YARN_ROPE, load_oracle, make_checkpoint
+from support.tiny import BASE, CHECKPOINTS, LLAMA3_ROPE, VOCAB, YARN_ROPE, load_oracle, make_checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quire_engine.batch import build_batch
 from quire_engine.kv import KVCache
 from quire_engine.layers import Placement
 from quire_engine.models import model_class
-from quire_engine.request import Sequence
+from quire_engine.request import Sequence, SlotId
 from quire_engine.rotary import inverse_frequencies
 from quire_engine.step import Span
 from quire_engine.weights import load_weights
 from quire_engine.work import work_of
+from quire_kernels import LoraSlots, Site, native
 from quire_spec.capability import ARCHITECTURES
 from quire_spec.sampling import SamplingParams
 from quire_spec.shape import ModelShape
@@ -101,6 +103,51 @@ def test_packing_changes_rounding_only(folder, monkeypatch):
     model.pack()
     after = _logits(model, batch, kv)
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
+
+
+TOGETHER = ("llama-biases", "llama-head_dim", "qwen2", "qwen2-windows", "phi3", "phi3-partial")
+
+
+@torch.inference_mode()
+@pytest.mark.skipif(native.load() is None, reason="this processor, or its compiler, has no compiled forms")
+@pytest.mark.parametrize("name", [*TOGETHER, "llama-relu", "qwen3", "gemma2"])
+def test_all_layers_in_one_call_give_the_same_bits(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(BASE, "intermediate_size", 128)
+    monkeypatch.setattr(native, "multiplies", lambda: True)
+    model = _load(make_checkpoint(tmp_path, name), torch.bfloat16)
+    sites = [Site(linear.in_features, tuple(linear.slices.values())) for _, linear in model.linears()]
+    slots = LoraSlots(sites, 3, 4, torch.empty(0, dtype=torch.bfloat16))
+    for slot, share in enumerate((1.0, 0.5)):
+        slots.write(slot, slots.pack([[_pair(site, width, share) for width in site.widths] for site in sites]))
+    for (_, linear), module in zip(model.linears(), slots.modules, strict=True):
+        linear.adapters = module
+    model.pack()
+    together = model.compiled
+    assert (together is not None) == (name in TOGETHER)
+    if together is None:
+        return
+    for used in ([None, None, None], [SlotId(0), None, SlotId(1)]):
+        found = []
+        for model.compiled in (together, None):
+            kv = KVCache(model.shape, 12, 8, torch.bfloat16, CPU)
+            assert together.takes(torch.zeros(1, model.shape.hidden_size, dtype=torch.bfloat16), kv.layers)
+            for starts, lengths in (((0, 0, 0), (33, 7, 16)), ((33, 7, 16), (1, 1, 1))):
+                rows = zip(starts, lengths, (0, 5, 7), used, strict=True)
+                tokens = list(range(34))
+                spans = [
+                    replace(_span(tokens[: start + length], start, length, first, 8), slot=slot)
+                    for start, length, first, slot in rows
+                ]
+                batch = build_batch(work_of(spans, 8, model.shape.rope_switch), kv, CPU)
+                found.append(_logits(model, batch, kv))
+        assert all(torch.equal(a, b) for a, b in zip(found[:2], found[2:], strict=True))
+
+
+def _pair(site, width, share):
+    """A matrix pair of rank 3, for a share of the modules."""
+    if torch.rand(()) > share:
+        return None
+    return torch.randn(3, site.in_features) * 0.1, torch.randn(width, 3) * 0.1
 
 
 @torch.inference_mode()

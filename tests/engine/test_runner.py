@@ -303,9 +303,9 @@ def test_before_requests_come_a_prompt_ran_beside_a_decoding_sequence(engine_run
     """In every way of choosing; the kernels that they need are compiled then."""
     seen, forward, sample = [], engine_runner._forward, engine_runner._sampler
 
-    def watch(work, kv):
+    def watch(work, *others):
         seen.append((work.starts, work.lengths, work.slots))
-        return forward(work, kv)
+        return forward(work, *others)
 
     def choose(logits, rows):
         greedy, cut, penalized = {(p.greedy, p.top_p < 1, p.penalized) for p in (r.sequence.params for r in rows)}.pop()

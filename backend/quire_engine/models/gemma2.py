@@ -40,6 +40,9 @@ class Gemma2DecoderLayer(DecoderLayer):
         fed = self.mlp(self.pre_feedforward_layernorm(hidden), batch)
         return hidden.add_(self.post_feedforward_layernorm(fed))
 
+    def weights(self) -> None:
+        """See DecoderLayer.weights."""
+
     def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """The checkpoint's tensors under `prefix`, each as the part of a parameter that it fills."""
         yield from super().tensors(prefix)

@@ -12,6 +12,7 @@ from quire_engine.layers import MLP, Linear, Placement, RMSNorm, RotaryAttention
 from quire_engine.models.causal import CausalLM
 from quire_engine.part import Target
 from quire_engine.rotary import Rotary
+from quire_kernels import CompiledDecoder, Heads, LayerWeights, compiled, silu_mul
 from quire_spec.shape import ModelShape
 
 
@@ -32,6 +33,20 @@ class DecoderLayer:
         """[num_tokens, hidden_size] to the same, in place."""
         self.self_attn(self.input_layernorm(hidden), rope, cache, batch, residual=hidden)
         return self.mlp(self.post_attention_layernorm(hidden), batch, residual=hidden)
+
+    def weights(self) -> LayerWeights | None:
+        """The packed layer, for a call that computes all of them; None where it computes something else than Llama."""
+        if self.mlp.activate is not silu_mul:
+            return None
+        return LayerWeights(
+            attention_norm=self.input_layernorm.weight,
+            qkv=self.self_attn.qkv_proj.weights(),
+            output=self.self_attn.o_proj.weights(),
+            mlp_norm=self.post_attention_layernorm.weight,
+            gate_up=self.mlp.gate_up_proj.weights(),
+            down=self.mlp.down_proj.weights(),
+            window=self.self_attn.window,
+        )
 
     def linears(self) -> tuple[Linear, ...]:
         """The linears that adapters can change."""
@@ -58,11 +73,23 @@ class LlamaForCausalLM(CausalLM):
         self.rotary = Rotary(shape.rope, place.device)
         self.layers = [self.LAYER(shape, index, place) for index in range(shape.num_layers)]
         self.norm = self.LAYER.NORM(shape.hidden_size, shape.norm_eps, place)
+        self.compiled: CompiledDecoder | None = None
+
+    def pack(self) -> None:
+        """See CausalLM.pack."""
+        super().pack()
+        weights, shape = [layer.weights() for layer in self.layers], self.shape
+        if self.ranks is None and None not in weights:
+            scale, softcap = shape.attention_scale, shape.attention_softcap
+            heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, scale, softcap)
+            self.compiled = compiled([each for each in weights if each is not None], heads, shape.norm_eps)
 
     def decode(self, batch: Batch, kv: KVCache) -> Tensor:
         """See CausalLM.decode."""
         hidden = self.embed(batch)
         rope = self.rotary(batch.positions, batch.beyond_switch, hidden.dtype)
+        if self.compiled is not None and self.compiled.takes(hidden, kv.layers):
+            return self.compiled(hidden, rope, kv.layers, batch.addresses, batch.attention, batch.adapters)
         for layer, cache in zip(self.layers, kv.layers, strict=True):
             hidden = layer(hidden, rope, cache, batch)
         return hidden

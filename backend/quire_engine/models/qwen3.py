@@ -42,6 +42,9 @@ class Qwen3DecoderLayer(DecoderLayer):
 
     ATTENTION = Qwen3Attention
 
+    def weights(self) -> None:
+        """See DecoderLayer.weights."""
+
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
     """Token ids to logits; see LlamaForCausalLM."""

@@ -15,7 +15,7 @@
 #include <cmath>
 #include <vector>
 
-#include "bf16.h"
+#include "ops.h"
 
 namespace quire {
 namespace {

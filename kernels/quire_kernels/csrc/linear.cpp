@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "ops.h"
 #include "tile.h"
 
 namespace quire {

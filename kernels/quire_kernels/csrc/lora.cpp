@@ -12,43 +12,10 @@
 #include <algorithm>
 #include <vector>
 
+#include "ops.h"
 #include "tile.h"
 
 namespace quire {
-namespace {
-
-// A matrix pair of a slot; `Entry` of lora.py.
-struct Entry {
-  int64_t a, b;  // elements from the slot's start
-  int64_t rank;  // 0: the adapter leaves the slice alone
-};
-
-}  // namespace
-
-extern "C" {
-
-// The adapters of a linear; `_Linear` of lora.py.
-struct QuireLoraLinear {
-  const bf16* slots;  // all slots of the model
-  int64_t slot_size;
-  const Entry* entries;  // [num_slots, num_slices], rows of `ld_entries`
-  int64_t ld_entries;
-  int64_t num_slices;
-  const int64_t* ends;  // of each slice, the panel after its last one
-  int64_t in_features;
-  int64_t max_rank;             // even
-  const QuireLoraLinear* next;  // computed after this one, or null
-};
-
-// Which rows run with which slot; `_Rows` of lora.py.
-struct QuireLoraRows {
-  const int64_t* tiles;  // [num_tiles, 3]: slot, first row, row after the last; at most 8 rows
-  int64_t num_tiles;
-  const int64_t* slots;  // of each row; -1: none
-};
-
-}  // extern "C"
-
 namespace {
 
 using Linear = QuireLoraLinear;

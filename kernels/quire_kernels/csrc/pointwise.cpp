@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "bf16.h"
+#include "ops.h"
 
 namespace quire {
 namespace {

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// The compiled forms that other compiled forms call, and what they take. Each is described where it is defined.
+#pragma once
+
+#include "bf16.h"
+
+namespace quire {
+
+// A matrix pair of a slot; a row of `entries` in lora_slots.py.
+struct Entry {
+  int64_t a, b;  // elements from the slot's start
+  int64_t rank;  // 0: the adapter leaves the slice alone
+};
+
+extern "C" {
+
+// The adapters of a linear; `_Linear` of lora_slots.py.
+struct QuireLoraLinear {
+  const bf16* slots;  // all slots of the model
+  int64_t slot_size;
+  const Entry* entries;  // [num_slots, num_slices], rows of `ld_entries`
+  int64_t ld_entries;
+  int64_t num_slices;
+  const int64_t* ends;  // of each slice, the panel after its last one
+  int64_t in_features;
+  int64_t max_rank;             // even
+  const QuireLoraLinear* next;  // computed after this one, or null
+};
+
+// Which rows run with which slot; `_Rows` of lora.py.
+struct QuireLoraRows {
+  const int64_t* tiles;  // [num_tiles, 3]: slot, first row, row after the last; at most 8 rows
+  int64_t num_tiles;
+  const int64_t* slots;  // of each row; -1: none
+};
+
+void quire_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m, int64_t n,
+                  int64_t k, int64_t add);
+void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m,
+                          int64_t n, int64_t k, int64_t add, const QuireLoraLinear* linear, const QuireLoraRows* rows);
+void quire_rms_norm(const bf16* x, int64_t ldx, const bf16* weight, bf16* out, int64_t rows, int64_t size, float eps);
+void quire_silu_mul(const bf16* gate_up, bf16* out, int64_t rows, int64_t size);
+void quire_rotate_write(bf16* qkv, int64_t ldq, const bf16* cos, const bf16* sin, bf16* keys, bf16* values,
+                        const int64_t* addresses, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                        int64_t rotary_dim);
+void quire_attention(const bf16* queries, int64_t ldq, const bf16* keys, const bf16* values, const int64_t* tables,
+                     int64_t max_blocks, const int32_t* starts, const int32_t* contexts, bf16* out, int64_t spans,
+                     int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, float scale,
+                     int64_t window, float softcap);
+
+}  // extern "C"
+}  // namespace quire
