@@ -121,5 +121,11 @@ def open_runner(
         group.close()
         raise group.refusal(error) from error
     made = GroupRunner(runner, group)
-    weakref.finalize(made, group.close)
+    weakref.finalize(made, _close, runner, group)
     return made
+
+
+def _close(runner: TorchRunner, group: Group) -> None:
+    group.close()
+    # In time: the last thing that goes with a runner is its connection to the ranks, whose end waits for these.
+    runner.close()

@@ -10,9 +10,13 @@ are filled with a sequence of nobody's, whose token goes to the cache's spare bl
 
 Steps in which a sequence has an adapter have graphs of their own, so that the others launch nothing for it. Their
 kernels find each token's adapter on the device, in slots whose addresses stay when another adapter is copied into one.
+
+Ranks that share the layers capture the same graphs in the same order, what they do together included. Rank 0 keeps the
+books, here `ResidentTables`, and chooses the graph: all run what its `GraphWork` says.
 """
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,8 +30,17 @@ from quire_engine.batch import Batch
 from quire_engine.kv import KVCache
 from quire_engine.models.causal import CausalLM
 from quire_engine.request import BlockId
-from quire_engine.step import Span
-from quire_kernels import AttentionBatch, Routing, SequenceState, StepInputs, prepare_inputs, route_adapters
+from quire_engine.step import Span, StepPlan
+from quire_engine.work import GraphWork, tensor_of
+from quire_kernels import (
+    AttentionBatch,
+    Routing,
+    SequenceState,
+    StepInputs,
+    on_device,
+    prepare_inputs,
+    route_adapters,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +52,11 @@ NUM_PARTS = 4
 NUM_ADAPTED_PARTS = 2
 """Fewer sizes with adapters, so that they add no more than 60 % to the time that capturing takes. A row of padding
 reads no weights, next to no keys and no adapter, so it costs little where memory is the limit."""
+
+
+def are_wanted(device: torch.device) -> bool:
+    """Whether a runner on this device captures graphs."""
+    return device.type == "cuda" and os.environ.get("QUIRE_GRAPHS") != "0"
 
 
 def graph_sizes(max_num_seqs: int, num_parts: int = NUM_PARTS) -> tuple[int, ...]:
@@ -152,42 +170,53 @@ class DecodeGraphs:
             time.perf_counter() - start,
         )
 
+    def close(self) -> None:
+        """Let go of what was captured, and of its memory; nothing can be run any more."""
+        for steps in (self._adapted_steps, self._steps, self._adapted, self._plain):
+            steps.clear()
+
     def takes(self, spans: Sequence[Span]) -> bool:
-        """Whether `run` can compute this step."""
+        """Whether a graph can compute this step."""
         if len(spans) > self.sizes[-1] or self._model.shape.rope_switch is not None:
             return False
         return all(span.length == 1 and not span.scored and (span.slot is None or self._num_slots) for span in spans)
 
-    def run(self, spans: Sequence[Span], fill: Callable[[Tensor, Sequence[Span]], None] | None = None) -> Tensor:
-        """Logits of each span's token, [len(spans), vocab_size]; the next run overwrites them. `fill` puts in tokens
-        of which only the device knows, see Handover."""
+    def work(self, plan: StepPlan) -> GraphWork | None:
+        """A step as a graph takes it, to be run once and in turn; None: there is no graph for it."""
+        spans = plan.spans
+        if not self.takes(spans):
+            return None
         adapted = any(span.slot is not None for span in spans)
-        sizes, steps = (self.adapted_sizes, self._adapted_steps) if adapted else (self.sizes, self._steps)
-        size = next(size for size in sizes if size >= len(spans))
+        size = next(size for size in (self.adapted_sizes if adapted else self.sizes) if size >= len(spans))
         rows, entries = self._tables.rows(spans)
-        if entries:
-            row, column, block = self._send(list(zip(*entries, strict=True)))
-            self._state.tables.index_put_((row, column), block)
         padding = size - len(spans)
-        sent = self._send(
-            [
-                rows + [self._num_rows] * padding,
-                [span.start for span in spans] + [0] * padding,
-                [span.sequence.tokens(span.start, span.end)[0] for span in spans] + [0] * padding,
-                [-1 if span.slot is None else span.slot for span in spans] + [-1] * padding,
-            ]
+        numbers = rows + [self._num_rows] * padding
+        numbers += [span.start for span in spans] + [0] * padding
+        numbers += [span.sequence.tokens(span.start, span.end)[0] for span in spans] + [0] * padding
+        numbers += [-1 if span.slot is None else span.slot for span in spans] + [-1] * padding
+        return GraphWork(
+            num_spans=len(spans),
+            adapted=adapted,
+            inputs=tensor_of(numbers).view(4, size),
+            entries=torch.tensor(entries, dtype=torch.int64).view(len(entries), 3).T,
+            pending=any(span.pending for span in spans),
+            swap_outs=plan.swap_outs,
+            swap_ins=plan.swap_ins,
+            copies=plan.copies,
         )
-        self._inputs[:, :size].copy_(sent)
-        if fill is not None and any(span.pending for span in spans):
-            fill(self._inputs[2], spans)
-        return steps[size]()[: len(spans)]
 
-    def _send(self, numbers: Sequence[Sequence[int]]) -> Tensor:
-        """To the device, behind the step that may still be running."""
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        if self._device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+    def run(self, work: GraphWork, fill: Callable[[Tensor], None] | None = None) -> Tensor:
+        """Logits of each span's token, [num_spans, vocab_size]; the next run overwrites them. `fill` puts in tokens of
+        which only the device knows, see Handover."""
+        if work.entries.numel():
+            row, column, block = on_device(work.entries, self._device)
+            self._state.tables.index_put_((row, column), block)
+        self._inputs[:, : work.size].copy_(on_device(work.inputs, self._device))
+        if work.pending:
+            assert fill is not None
+            fill(self._inputs[2, : work.size])
+        steps = self._adapted_steps if work.adapted else self._steps
+        return steps[work.size]()[: work.num_spans]
 
     def _step(self, size: int, num_slots: int) -> Step:
         """`num_slots`: of adapters, 0: without."""
@@ -229,7 +258,8 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, step: Step) -> Step:
-        """Run the step until its kernels are compiled and its libraries have their workspaces, then capture it."""
+        """Run the step until its kernels are compiled and its libraries have their workspaces, and the ranks their
+        connections; then capture it."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(2):
@@ -237,7 +267,8 @@ class GraphRecorder:
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # What other threads ask the device does not spoil it: NCCL's ask whether what came before is over.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = step()
 
         def replay() -> Tensor:

@@ -31,7 +31,7 @@ from quire_engine.member import MAX_CALL_BYTES, Ends, Member, RankProcess
 from quire_engine.ranks import TIMEOUT_S, Ranks
 from quire_engine.ring import Bell, Ring, ring_all
 from quire_engine.step import RunnerLost
-from quire_engine.work import Work, encode
+from quire_engine.work import GraphWork, Work, encode
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError, QuireError, error_from
 from quire_spec.shape import ModelShape
@@ -131,7 +131,7 @@ class Group:
         self._wait(number)
 
     @contextmanager
-    def step(self, work: Work) -> Iterator[None]:
+    def step(self, work: Work | GraphWork) -> Iterator[None]:
         """Hand out a step's work; within, rank 0 does or begins its own. The step handed out last may be in flight
         still, no other.
 

@@ -16,12 +16,12 @@ Place = tuple[int, str]
 class AdapterSlots:
     """The slots on the device, and the host copies that fill them."""
 
-    def __init__(self, places: Sequence[Sequence[Place]], slots: LoraSlots, pin: bool) -> None:
-        """`places`: of each of the slots' modules, the place of each slice; `pin`: keep host copies in pinned memory,
-        from which a GPU copies while it computes."""
+    def __init__(self, places: Sequence[Sequence[Place]], slots: LoraSlots, device: torch.device) -> None:
+        """`places`: of each of the slots' modules, the place of each slice; `device`: of the slots. A GPU copies from
+        pinned memory, while it computes."""
         self._places = tuple(tuple(slices) for slices in places)
         self._slots = slots
-        self._pin = pin
+        self._device, self._on_gpu = device, device.type == "cuda"
         self._host: dict[str, PackedAdapter] = {}
 
     @property
@@ -32,7 +32,7 @@ class AdapterSlots:
     def pack(self, adapter: HostAdapter) -> PackedAdapter:
         """An adapter as `hold` keeps it, for any thread."""
         packed = self._slots.pack([[adapter.pairs.get(place) for place in slices] for slices in self._places])
-        return packed.pinned() if self._pin else packed
+        return packed.pinned() if self._on_gpu else packed
 
     def hold(self, digest: str, packed: PackedAdapter) -> None:
         """Keep a host copy under its content digest."""
@@ -49,7 +49,7 @@ class AdapterSlots:
         what is in the slot) and holds up none that is queued later. When it returns, the copy is there.
         """
         adapter = self._host[digest]
-        before = torch.cuda.current_stream().record_event() if self._pin else None
+        before = torch.cuda.current_stream(self._device).record_event() if self._on_gpu else None
         return lambda: self._fill(slot, adapter, before)
 
     @torch.inference_mode()
@@ -57,7 +57,8 @@ class AdapterSlots:
         if before is None:
             self._slots.write(slot, adapter)
             return
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # By name: a new thread's device is the first one, whichever its process uses.
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             stream.wait_event(before)
             self._slots.write(slot, adapter)

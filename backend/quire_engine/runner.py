@@ -6,7 +6,6 @@ from one thread.
 """
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quire_engine import graphs
 from quire_engine.batch import Batch, build_batch
 from quire_engine.device import (
     available_memory,
@@ -45,7 +45,7 @@ from quire_engine.swap import SwapSpace
 from quire_engine.swapper import Swapper
 from quire_engine.trace import stretch
 from quire_engine.weights import load_weights
-from quire_engine.work import Work, order_spans, work_of
+from quire_engine.work import GraphWork, Work, order_spans, work_of
 from quire_kernels import LoraSlots, PackedAdapter, Site, on_device
 from quire_spec.config import EngineConfig
 from quire_spec.sampling import SamplingParams
@@ -113,9 +113,7 @@ class TorchRunner(Runner):
         one_block = block_bytes(shape, config.block_size, self._cache_dtype)
         if ranks is not None:
             ranks.connect(self._device)
-        # Ranks would have to capture their collectives too.
-        graphed = self._device.type == "cuda" and ranks is None and os.environ.get("QUIRE_GRAPHS") != "0"
-        self._num_spare = 1 if graphed else 0
+        self._num_spare = 1 if graphs.are_wanted(self._device) else 0
         budget = self._measure(config, max_model_len)
         self.num_blocks = num_blocks(config, max_model_len, one_block, budget)
         if ranks is not None:
@@ -172,20 +170,21 @@ class TorchRunner(Runner):
         assert self._slots is not None
         return self._slots.load(load.digest, load.slot)
 
+    def close(self) -> None:
+        """Let go of captured steps; none can be run any more."""
+        if self._graphs is not None:
+            self._graphs.close()
+
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Run a step; see step.Runner."""
         with stretch(f"step of {sum(s.length for s in plan.spans)} tokens of {len(plan.spans)} sequences"):
             return self._execute(plan)
 
     def _execute(self, plan: StepPlan) -> list[Sampled]:
-        order = order_spans(plan.spans)
+        work, order = self._work(plan)
         spans = [plan.spans[i] for i in order]
-        if self._graphs is not None and self._graphs.takes(spans):
-            self._copy(plan, self._kv)
-            return self._replay(self._graphs, plan.spans)
-        work = work_of(spans, self._kv.block_size, self._model.shape.rope_switch, plan)
         with self._handed_out(work):
-            found = self._run(work, spans, self._kv)
+            found = self._replay(work, spans) if isinstance(work, GraphWork) else self._run(work, spans, self._kv)
         results = dict(zip(order, found, strict=True))
         return [results[i] for i in range(len(order))]
 
@@ -200,20 +199,27 @@ class TorchRunner(Runner):
     @torch.inference_mode()
     def _begin(self, plan: StepPlan) -> Callable[[], list[Sampled]]:
         """Queue a step, and wait for nothing."""
-        spans, graphs = plan.spans, self._graphs
-        if graphs is not None and graphs.takes(spans):
-            self._copy(plan, self._kv)
-            return self._choose(spans, *self._replayed(graphs, spans, self._handover))
-        order = order_spans(spans)
-        ordered = [spans[i] for i in order]
-        work = work_of(ordered, self._kv.block_size, self._model.shape.rope_switch, plan)
+        work, order = self._work(plan)
+        spans = [plan.spans[i] for i in order]
         with self._handed_out(work):
-            batch, hidden = self._forward(work, self._kv, ordered)
-            whole = slice(batch.num_logits)
-            logits = None if hidden is None else self._model.project(hidden, batch.of_logits(whole))
-            return self._choose(spans, logits, [i for i in order if spans[i].samples])
+            logits: Tensor | None
+            if isinstance(work, GraphWork):
+                logits = self._chosen(self._graph_logits(work, spans), spans)
+            else:
+                batch, hidden = self._forward(work, self._kv, spans)
+                whole = slice(batch.num_logits)
+                logits = None if hidden is None else self._model.project(hidden, batch.of_logits(whole))
+            return self._choose(plan.spans, logits, [i for i in order if plan.spans[i].samples])
 
-    def _handed_out(self, work: Work) -> AbstractContextManager[None]:
+    def _work(self, plan: StepPlan) -> tuple[Work | GraphWork, list[int]]:
+        """A step as numbers, and the order in which its spans are computed."""
+        if self._graphs is not None and (work := self._graphs.work(plan)) is not None:
+            return work, list(range(len(plan.spans)))
+        order = order_spans(plan.spans)
+        spans = [plan.spans[i] for i in order]
+        return work_of(spans, self._kv.block_size, self._model.shape.rope_switch, plan), order
+
+    def _handed_out(self, work: Work | GraphWork) -> AbstractContextManager[None]:
         """The other ranks, if there are any, do the step that is done within."""
         return nullcontext() if self._group is None else self._group.step(work)
 
@@ -241,8 +247,11 @@ class TorchRunner(Runner):
         return outcome
 
     @torch.inference_mode()
-    def follow(self, work: Work) -> None:
+    def follow(self, work: Work | GraphWork) -> None:
         """Do what another rank than the first does of a step, which the first one runs at the same time."""
+        if isinstance(work, GraphWork):
+            self._graph_logits(work, None)
+            return
         batch, hidden = self._forward(work, self._kv, None)
         if hidden is not None:
             for rows in self._parts(work):
@@ -281,23 +290,24 @@ class TorchRunner(Runner):
         yield from (slice(begin, min(begin + size, num_rows)) for begin in range(start, num_rows, size))
 
     @torch.inference_mode()
-    def _replay(self, graphs: DecodeGraphs, spans: list[Span]) -> list[Sampled]:
+    def _replay(self, work: GraphWork, spans: list[Span]) -> list[Sampled]:
         """A decoding step by its graph; one result a span, in order."""
-        logits, choosing = self._replayed(graphs, spans)
-        rows = [Row(spans[i].sequence, spans[i].end) for i in choosing]
-        results = dict(zip(choosing, self._sampler(logits, rows) if rows else [], strict=True))
-        return [results.get(i, Sampled([])) for i in range(len(spans))]
+        logits = self._over(self._chosen(self._graph_logits(work, spans), spans))
+        rows = [Row(span.sequence, span.end) for span in spans if span.samples]
+        sampled = iter(self._sampler(logits, rows) if rows else [])
+        return [next(sampled) if span.samples else Sampled([]) for span in spans]
 
-    def _replayed(
-        self, graphs: DecodeGraphs, spans: list[Span], handover: Handover | None = None
-    ) -> tuple[Tensor, list[int]]:
-        """Logits of a decoding step by its graph, of the spans that choose a token, and which these are."""
+    def _graph_logits(self, work: GraphWork, spans: list[Span] | None) -> Tensor:
+        """Logits of each span of a decoding step, by its graph; `spans` as `_forward`."""
+        assert self._graphs is not None, "the first rank has graphs, and this one has none"
+        self._copy(work, self._kv)
         with stretch("graph"):
-            logits = graphs.run(spans, None if handover is None else handover.fill)
+            return self._graphs.run(work, partial(self._handover.fill, spans=spans))
+
+    def _chosen(self, logits: Tensor, spans: list[Span]) -> Tensor:
+        """Of logits of each span, those of spans that choose a token."""
         choosing = [i for i, span in enumerate(spans) if span.samples]
-        if len(choosing) < len(spans):
-            logits = logits[on_device(torch.tensor(choosing, dtype=torch.int64), self._device)]
-        return logits, choosing
+        return logits if len(choosing) == len(spans) else logits[on_device(choosing, self._device)]
 
     def _capture(self, kv: KVCache, config: EngineConfig, max_model_len: int) -> DecodeGraphs | None:
         """Graphs of decoding steps over `kv`, if this runner has any."""
@@ -318,7 +328,7 @@ class TorchRunner(Runner):
         with stretch("model"):
             return batch, self._model(batch, kv)
 
-    def _copy(self, work: Work | StepPlan, kv: KVCache) -> None:
+    def _copy(self, work: Work | GraphWork, kv: KVCache) -> None:
         if self._swapper is not None:
             self._swapper.carry(work.swap_outs, work.swap_ins)
         if work.copies:
@@ -345,9 +355,11 @@ class TorchRunner(Runner):
         # On a cache of one block: graphs have the cache's address in them, so these are captured again on the real one,
         # in as much memory.
         tiny = KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device, self._num_spare)
-        graphs = self._capture(tiny, config, max_model_len)
-        graph_bytes = 0 if graphs is None else graphs.num_bytes
-        del graphs, tiny
+        trial = self._capture(tiny, config, max_model_len)
+        graph_bytes = 0 if trial is None else trial.num_bytes
+        if trial is not None:
+            trial.close()
+        del trial, tiny
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         self._run_largest_steps(config, max_model_len)
@@ -426,4 +438,4 @@ def _make_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, devic
     model.embedding_adapters, model.lm_head.adapters = modules.pop(0), modules.pop()
     for (_, linear), module in zip(found, modules, strict=True):
         linear.adapters = module
-    return AdapterSlots(places, slots, pin=device.type == "cuda")
+    return AdapterSlots(places, slots, device)

@@ -17,7 +17,7 @@ from quire_engine.graphs import NUM_ADAPTED_PARTS, DecodeGraphs, ResidentTables,
 from quire_engine.kv import KVCache
 from quire_engine.request import Sequence
 from quire_engine.runner import TorchRunner
-from quire_engine.step import Span
+from quire_engine.step import Span, StepPlan
 from quire_kernels import paged_attention, route
 from quire_spec.config import EngineConfig
 from quire_spec.messages import Generate
@@ -124,10 +124,14 @@ def _answers(folder, monkeypatch, replays, adapters=(), seen=None, ahead=False):
         shape = runner._model.shape
         runner._kv = KVCache(shape, runner.num_blocks, 8, torch.float32, torch.device("cpu"), num_spare=1)
         runner._graphs = DecodeGraphs(runner._model, runner._kv, 6, 96, 2 if adapters else 0, record=replays)
-        run, steps = runner._graphs.run, [] if seen is None else seen
-        runner._graphs.run = lambda spans, fill: (
-            steps.append({(s.slot, s.sequence.adapter) for s in spans}) or run(spans, fill)
-        )
+        work_of, steps = runner._graphs.work, [] if seen is None else seen
+
+        def seen_work(plan):
+            if (work := work_of(plan)) is not None:
+                steps.append({(s.slot, s.sequence.adapter) for s in plan.spans})
+            return work
+
+        runner._graphs.work = seen_work
     prompts = [
         torch.randint(VOCAB, (3 + 7 * i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(9)
     ]
@@ -182,10 +186,11 @@ def test_a_step_without_adapters_launches_nothing_for_them(folder, monkeypatch):
     graphs = DecodeGraphs(runner._model, kv, 6, 96, 2, record=lambda step: recorded.append(step) or step)
     assert len(recorded) == len(graphs.sizes) + len(graphs.adapted_sizes)
     one = Span(_sequence([0]), 2, 1, None)
-    base = graphs.run([one]).clone()
+    base = graphs.run(graphs.work(StepPlan([one]))).clone()
     assert not routed
     # Nothing was copied into the slot yet, so it changes nothing.
-    adapted = graphs.run([one, dataclasses.replace(one, sequence=_sequence([1]), slot=1)])
+    two = StepPlan([one, dataclasses.replace(one, sequence=_sequence([1]), slot=1)])
+    adapted = graphs.run(graphs.work(two))
     assert len(routed) == 1
     assert routed[0][0].tolist() == [-1, 1]
     torch.testing.assert_close(adapted, base.expand(2, -1))

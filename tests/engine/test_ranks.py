@@ -13,12 +13,14 @@ from support.pod import eventually
 from support.ranks import ThreadRank, engine_of, rank_processes
 from support.tiny import VOCAB, make_adapter, make_checkpoint
 
+from quire_engine import graphs
 from quire_engine.engine import Engine
 from quire_engine.llm import LLM
 from quire_engine.member import RankProcess
 from quire_engine.outputs import LoRARequest
 from quire_engine.step import RunnerLost
 from quire_engine.swap import SwapSpace
+from quire_kernels import paged_attention
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.messages import Generate
@@ -92,6 +94,34 @@ def _generate(engine, adapter=lambda i: None):
     return tokens, [logprob for of_one in logprobs.values() for logprob in of_one]
 
 
+class _Recorder:
+    """Runs a step again each time, as only a GPU captures it; it is run before, as there."""
+
+    def __init__(self):
+        self.num_recorded, self.replayed = 0, []
+
+    def __call__(self, step):
+        number = self.num_recorded
+        self.num_recorded += 1
+        step()
+
+        def replay():
+            self.replayed.append(number)
+            return step()
+
+        return replay
+
+
+def _record_steps(monkeypatch):
+    """Have all ranks that are made from now on replay their decoding steps; the recorder of each."""
+    recorders: list[_Recorder] = []
+    monkeypatch.setattr(graphs, "are_wanted", lambda device: True)
+    monkeypatch.setattr(graphs, "GraphRecorder", lambda device: recorders.append(_Recorder()) or recorders[-1])
+    # The gathering form wants groups that the host has made; a step of a graph has none.
+    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
+    return recorders
+
+
 def _count_ahead(engine):
     """Steps that are planned from now on while another one is in flight, in a list that grows."""
     schedule_ahead, planned = engine._scheduler.schedule_ahead, []
@@ -107,16 +137,21 @@ def _count_ahead(engine):
 
 # The others, and other sizes, take another path in the model, not in the engine: test_shard.py has them all.
 @pytest.mark.parametrize(
-    ("name", "size", "ahead"), [("opt", 2, False), ("opt", 2, True), ("phi3", 4, True), ("gemma2", 2, True)]
+    ("name", "size", "ahead", "replayed"),
+    [("opt", 2, False, False), ("opt", 2, True, True), ("phi3", 4, True, False), ("gemma2", 2, False, True)],
 )
-def test_ranks_give_what_one_gives(folders, name, size, ahead, monkeypatch):
-    """Also when the next step is begun before the last one's tokens are known: they go from rank 0 to the others."""
+def test_ranks_give_what_one_gives(folders, name, size, ahead, replayed, monkeypatch):
+    """Also when the next step is begun before the last one's tokens are known, which go from rank 0 to the others, and
+    when decoding steps are replayed."""
     monkeypatch.setattr(SwapSpace, "pays", lambda *_: True)
-    alone = Engine.from_config(_config(folders[name], 1, swap_space=0.0001))
+    expected = _generate(alone := Engine.from_config(_config(folders[name], 1, swap_space=0.0001)))
+    recorders = _record_steps(monkeypatch) if replayed else []
     engine = engine_of(_config(folders[name], size, swap_space=0.0001, async_scheduling=ahead))
-    planned = _count_ahead(engine)
-    expected, found = _generate(alone), _generate(engine)
+    planned, found = _count_ahead(engine), _generate(engine)
     assert (len(planned) > 15) == ahead, len(planned)
+    # All ranks replay the same steps in the same order.
+    assert len(recorders) == (size if replayed else 0)
+    assert all(len(one.replayed) > 15 and one.replayed == recorders[0].replayed for one in recorders)
     assert found[0] == expected[0]
     assert found[1] == pytest.approx(expected[1], abs=1e-4)
     stats = engine.stats()
@@ -125,10 +160,11 @@ def test_ranks_give_what_one_gives(folders, name, size, ahead, monkeypatch):
     assert engine.memory.weights_bytes < 0.75 * alone.memory.weights_bytes
 
 
-@pytest.mark.parametrize(("name", "size", "ahead"), [("llama", 4, False), ("phi3", 2, True)])
-def test_adapters_of_all_kinds_and_none_in_one_batch(folders, adapters, name, size, ahead):
+@pytest.mark.parametrize(("name", "size", "replayed"), [("llama", 4, False), ("phi3", 2, True)])
+def test_adapters_of_all_kinds_and_none_in_one_batch(folders, adapters, name, size, replayed, monkeypatch):
     """More adapters than copies in host memory and than slots: they come and go."""
-    lora = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8, "async_scheduling": ahead}
+    recorders = _record_steps(monkeypatch) if replayed else []
+    lora = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8, "async_scheduling": replayed}
     found = []
     for ranks in (1, size):
         followers: list[ThreadRank] = []
@@ -151,6 +187,7 @@ def test_adapters_of_all_kinds_and_none_in_one_batch(folders, adapters, name, si
         for follower in followers:
             eventually(lambda follower=follower: len(follower.held) == 2)
     assert found[0] == found[1]
+    assert all(one.replayed == recorders[1].replayed != [] for one in recorders[1:])
     base = _generate(engine_of(_config(folders[name], 1)))[0]
     assert {i for i in base if base[i] == found[1][i]} == {3, 7}
     assert slots < lora_slot_bytes(ModelShape.load(folders[name]), 8, 4) * 2

@@ -21,7 +21,7 @@ from quire_engine.ranks import Ranks
 from quire_engine.request import BlockId, Sequence, SlotId
 from quire_engine.step import BlockCopy, HostCopy, Span
 from quire_engine.weights import load_weights
-from quire_engine.work import Work, decode, encode, max_elements, work_of
+from quire_engine.work import GraphWork, Work, decode, encode, max_elements, work_of
 from quire_spec.errors import ConfigError
 from quire_spec.sampling import SamplingParams
 from quire_spec.shape import ModelShape
@@ -185,13 +185,19 @@ def test_work_is_the_same_after_its_way_through_memory(spans, token_ids, blocks,
         swap_ins=[HostCopy(*pair) for pair in ins],
         copies=[BlockCopy(*pair) for pair in copies],
     )
-    row = torch.full((200,), 7, dtype=torch.int64)
-    encode(work, row)
-    found = decode(row)
-    row.fill_(9)
-    for name in Work.__slots__:
-        mine, other = getattr(work, name), getattr(found, name)
-        assert mine == other if isinstance(mine, (list, int)) else torch.equal(mine, other)
+    inputs = torch.tensor([starts, lengths, slots, starts], dtype=torch.int64)
+    entries = torch.tensor(outs + ins, dtype=torch.int64).view(-1, 2).T.repeat(2, 1)[:3]
+    moved = {name: getattr(work, name) for name in ("swap_outs", "swap_ins", "copies")}
+    of_graph = GraphWork(len(spans), long, inputs, entries, pending, **moved)
+    for form in (work, of_graph):
+        row = torch.full((200,), 7, dtype=torch.int64)
+        encode(form, row)
+        found = decode(row)
+        row.fill_(9)
+        assert type(found) is type(form)
+        for name in type(form).__slots__:
+            mine, other = getattr(form, name), getattr(found, name)
+            assert mine == other if isinstance(mine, (list, int)) else torch.equal(mine, other)
 
 
 def test_the_largest_work_fits_its_row():
@@ -201,4 +207,8 @@ def test_the_largest_work_fits_its_row():
     work = Work(**{name: getattr(work, name) for name in Work.__slots__} | {"copies": [BlockCopy(0, 1)] * 3})
     row = torch.zeros(max_elements(3, 3 * 64, 8, 0), dtype=torch.int64)
     encode(work, row)
+    assert decode(row).copies == work.copies
+    row = torch.zeros(max_elements(3, 3, 8, 0), dtype=torch.int64)
+    of_graph = GraphWork(3, True, torch.ones((4, 3)).long(), torch.ones((3, 24)).long(), copies=work.copies)
+    encode(of_graph, row)
     assert decode(row).copies == work.copies
