@@ -2,9 +2,9 @@
 """The compiled forms of operations, for bfloat16 on CPUs with AVX-512 BF16: built once a machine, bound by ctypes.
 
 They are optional: where the processor or a C++ compiler lacks, or QUIRE_NATIVE=0 is set, `load` returns None and torch
-does the work. The sources under csrc/ include nothing but standard headers, so a build takes about two seconds; it is
-kept in QUIRE_NATIVE_CACHE, or else under the user's cache folder. `python -m quire_kernels.native` builds ahead, for
-images that have no compiler at run time.
+does the work. The sources under csrc/ include nothing but standard headers, so a build takes about five seconds on two
+cores; it is kept in QUIRE_NATIVE_CACHE, or else under the user's cache folder. `python -m quire_kernels.native` builds
+ahead, for images that have no compiler at run time.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -109,18 +110,25 @@ def _compile(sources: list[Path], library: Path) -> None:
     logger.info("native kernels: compiling with %s into %s", compiler, library.parent)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         objects = [str(Path(scratch, source.stem + ".o")) for source in sources]
-        steps = [[compiler, *_OPTIONS, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
         out = str(Path(scratch, "native.so"))
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            each = [
+                [compiler, *_OPTIONS, "-c", str(source), "-o", o] for source, o in zip(sources, objects, strict=True)
+            ]
+            list(pool.map(_run, each))
         # Linked without -fopenmp: the symbols are then those of the OpenMP library that torch has loaded. Two of them
         # in one process would have two sets of threads, which spin against each other.
-        for step in [*steps, [compiler, "-shared", *objects, "-o", out]]:
-            try:
-                done = subprocess.run(step, capture_output=True, text=True)
-            except OSError as error:
-                raise BuildError(f"{compiler}: {error}; CXX names a compiler that cannot be run") from error
-            if done.returncode:
-                raise BuildError(f"{' '.join(step)} failed: {done.stderr.strip()[-2000:]}")
+        _run([compiler, "-shared", *objects, "-o", out])
         os.replace(out, library)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise BuildError(f"{command[0]}: {error}; CXX names a compiler that cannot be run") from error
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
 
 
 def _bind(path: Path) -> ctypes.CDLL:
