@@ -72,6 +72,7 @@ class Group:
         size = config.tensor_parallel_size
         self.ranks = Ranks(Shard(shape, 0, size), self._meet, timeout_s)
         self._timeout_s = timeout_s
+        self._in_step = threading.Lock()
         self._on_lost = on_lost
         self._numbers = range(1, size)
         self._changed = threading.Condition()
@@ -138,12 +139,13 @@ class Group:
         Raises:
             RunnerLost: a rank has ended, or this one has left the step before its end.
         """
-        self._check()
-        assert self._ring is not None, "open comes first"
-        encode(work, self._ring.turn())
-        ring_all(self._bells)
-        with _uninterrupted(), self._sharing_fate():
-            yield
+        with _uninterrupted(), self._in_step:
+            self._check()
+            assert self._ring is not None, "open comes first"
+            encode(work, self._ring.turn())
+            ring_all(self._bells)
+            with self._sharing_fate():
+                yield
 
     def take(self, outcome: Callable[[], T]) -> T:
         """What `outcome` makes of a step that was begun; raises as `step`."""
@@ -171,7 +173,7 @@ class Group:
         self._closing = True
         for member in self._members.values():
             member.kill()
-        self.ranks.abandon()
+        self.ranks.abandon(self._in_step)
         if threading.current_thread() is not self._watch:
             self._watch.join()
         self._meeting.cleanup()
@@ -280,7 +282,7 @@ class Group:
             self._changed.notify_all()
         for member in self._members.values():
             member.kill()
-        self.ranks.abandon()
+        self.ranks.abandon(self._in_step)
         return self._lost
 
 

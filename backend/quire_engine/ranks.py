@@ -55,12 +55,21 @@ class Ranks:
         # NCCL's channels are made here, and measured with the memory, not in the first step that needs them.
         self.share(torch.zeros(1, device=device))
 
-    def abandon(self) -> None:
-        """Have what a device waits for in vain end, when another rank is gone. From any thread; returns at once."""
+    def abandon(self, in_use: threading.Lock) -> None:
+        """Have what a device waits for in vain end, when another rank is gone. From any thread; returns at once.
+
+        `in_use`: held while a step uses this; NCCL, once it has been told, lets nobody in until the last captured step
+        is gone, which may be never.
+        """
         group, self._abandoned = None if self._abandoned else self._group, True
         if group is not None and self._device.type == "cuda":
-            # NCCL comes back from it when the last captured step is gone too, which may be never.
-            threading.Thread(target=group.abort, name="abandon", daemon=True).start()
+            threading.Thread(target=self._abort, args=(group, in_use), name="abandon", daemon=True).start()
+
+    def _abort(self, group: Any, in_use: threading.Lock) -> None:
+        # Beginning a step takes milliseconds; if it hangs, then for what is ended here.
+        if in_use.acquire(timeout=self._timeout_s):
+            in_use.release()
+        group.abort()
 
     def sum(self, x: Tensor) -> Tensor:
         """Add up the ranks' tensors, in place; every rank gets the same."""

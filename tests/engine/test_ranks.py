@@ -5,10 +5,13 @@ import dataclasses
 import gc
 import random
 import signal
+import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from support.pod import eventually
 from support.ranks import ThreadRank, engine_of, rank_processes
 from support.tiny import VOCAB, make_adapter, make_checkpoint
@@ -18,6 +21,7 @@ from quire_engine.engine import Engine
 from quire_engine.llm import LLM
 from quire_engine.member import RankProcess
 from quire_engine.outputs import LoRARequest
+from quire_engine.ranks import Ranks
 from quire_engine.step import RunnerLost
 from quire_engine.swap import SwapSpace
 from quire_kernels import paged_attention
@@ -26,6 +30,7 @@ from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.messages import Generate
 from quire_spec.sampling import SamplingParams
 from quire_spec.shape import ModelShape
+from quire_spec.shard import Shard
 from quire_spec.sizing import kv_block_bytes, lora_slot_bytes
 
 GREEDY = {"temperature": 0.0, "max_tokens": 18, "logprobs": 2}
@@ -158,6 +163,12 @@ def test_ranks_give_what_one_gives(folders, name, size, ahead, replayed, monkeyp
     assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0 and stats.num_swapped_in_blocks > 0
     assert engine.memory.num_blocks == NUM_BLOCKS and engine.memory.tensor_parallel_size == size
     assert engine.memory.weights_bytes < 0.75 * alone.memory.weights_bytes
+    captured = engine._runner._own._graphs
+    assert (captured is not None) == replayed
+    del engine
+    gc.collect()
+    # NCCL's part in them has to go before the communicator does.
+    assert captured is None or not captured._steps
 
 
 @pytest.mark.parametrize(("name", "size", "replayed"), [("llama", 4, False), ("phi3", 2, True)])
@@ -336,3 +347,16 @@ def test_what_a_device_never_ends_is_waited_for_no_longer_than_a_rank(folders):
     with pytest.raises(RunnerLost, match="a step was not over"):
         engine.add(Generate(1, [1, 2, 3], GREEDY))
         engine.step()
+
+
+def test_nccl_is_ended_once_and_not_under_a_step_that_uses_it(folders):
+    """It would let that never return. NCCL itself can only be had on a GPU."""
+    ended = []
+    ranks = Ranks(Shard(ModelShape.load(folders["llama"]), 0, 2), lambda: None)
+    ranks._device, ranks._group = torch.device("cuda"), SimpleNamespace(abort=lambda: ended.append(in_use.locked()))
+    in_use = threading.Lock()
+    with in_use:
+        ranks.abandon(in_use)
+        ranks.abandon(in_use)
+        assert ended == []
+    eventually(lambda: ended == [False])

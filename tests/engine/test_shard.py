@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared layers: what each rank holds, what it reads of a checkpoint, and that together they are the model."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,7 @@ from quire_engine.models import model_class
 from quire_engine.part import whole
 from quire_engine.ranks import Ranks
 from quire_engine.request import BlockId, Sequence, SlotId
+from quire_engine.ring import Bell, Ring
 from quire_engine.step import BlockCopy, HostCopy, Span
 from quire_engine.weights import load_weights
 from quire_engine.work import GraphWork, Work, decode, encode, max_elements, work_of
@@ -198,6 +200,21 @@ def test_work_is_the_same_after_its_way_through_memory(spans, token_ids, blocks,
         for name in type(form).__slots__:
             mine, other = getattr(form, name), getattr(found, name)
             assert mine == other if isinstance(mine, (list, int)) else torch.equal(mine, other)
+
+
+def test_two_steps_can_be_handed_out_before_the_first_is_read():
+    memory, eventfd = os.memfd_create("ring"), os.eventfd(0, os.EFD_SEMAPHORE)
+    Ring.create(memory, 8)
+    writer, reader, bell = Ring(memory, 8), Ring(memory, 8), Bell(eventfd)
+    for first in range(0, 8, 2):
+        for number in (first, first + 1):
+            writer.turn().fill_(number)
+            bell.ring()
+        for number in (first, first + 1):
+            bell.wait()
+            assert reader.turn().tolist() == [number] * 8
+    os.close(memory)
+    os.close(eventfd)
 
 
 def test_the_largest_work_fits_its_row():
