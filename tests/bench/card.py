@@ -75,9 +75,12 @@ class Card:
         """
         deadline = time.monotonic() + FREE_TIMEOUT_S
         gc.collect()
-        while (free := self.free_bytes) < num_bytes - KEPT_BYTES:
+        while True:
+            free, own = self.free_bytes, torch.cuda.memory_reserved(self.device) if self.is_gpu else 0
+            # What this process keeps does not come back by waiting.
+            if free + own >= num_bytes - KEPT_BYTES:
+                return
             if time.monotonic() > deadline:
-                own = torch.cuda.memory_reserved(self.device) if self.is_gpu else 0
                 raise TimeoutError(
                     f"{free / 2**30:.1f} GiB of the card are free after {FREE_TIMEOUT_S:g} s, {num_bytes / 2**30:.1f} "
                     f"were; this process holds {own / 2**30:.1f}, the rest is another's (nvidia-smi names it)"

@@ -1,28 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of gpu.py: its phases in order, each behind its gate, each filling a part of the results."""
 
-import contextlib
 import gc
-import hashlib
 import json
-import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from card import Card
-
-if TYPE_CHECKING:
-    import gpu_gate
+from gpu_verdict import code
 
 ROOT = Path(__file__).resolve().parents[2]
-JUDGED = ("backend/quire_spec", "backend/quire_engine", "kernels/quire_kernels", "tests/bench/gpu_gate.py")
-"""What a green gate is of."""
 
 
 class RedGate(Exception):
@@ -50,7 +44,7 @@ class Bench:
         self._start = time.monotonic()
         self._free_bytes = card.free_bytes
         self._checks: dict[str, dict[str, int]] = {}
-        about = card.about() | {"commit": _commit(), "code": _code(), "command": " ".join(sys.argv)}
+        about = card.about() | {"commit": _commit(), "code": code(), "command": " ".join(sys.argv)}
         self.results: dict[str, Any] = {"about": about}
 
     def run(self, phases: Iterable[str]) -> int:
@@ -88,8 +82,6 @@ class Bench:
         return self._options.budget_s is not None and time.monotonic() - self._start > self._options.budget_s
 
     def _failed(self, phase: str, error: Exception) -> None:
-        import traceback
-
         if not isinstance(error, RedGate):
             traceback.print_exception(error)
         # The frames hold what the phase had on the card.
@@ -102,12 +94,17 @@ class Bench:
 
     def _gate(self) -> None:
         import gpu_gate
+        import gpu_verdict
 
-        if (earlier := self._earlier_gate()) is not None:
-            self.results["gate"] = earlier
-            print(f"  green in {self._options.gated}", flush=True)
-            return
-        findings = self._findings()
+        if (gated := self._options.gated) is not None:
+            earlier, why = gpu_verdict.of_earlier(gated, self.results["about"], self._quick)
+            print(f"  {gated} {why}", flush=True)
+            if earlier is not None:
+                self.results["gate"] = earlier
+                return
+        findings = gpu_verdict.findings(self._card, self._quick)
+        if findings is None:
+            raise RedGate("a process that checks ended with an error, see above; nothing is timed")
         bad = [finding for finding in findings if not finding.good]
         for finding in bad:
             print(f"  WRONG {finding.what}: error {finding.error:.2e}, at most {finding.limit:.0e}", flush=True)
@@ -123,43 +120,6 @@ class Bench:
         self.write()
         if bad:
             raise RedGate(f"{len(bad)} of {len(findings)} comparisons are wrong; nothing is timed")
-
-    def _findings(self) -> "list[gpu_gate.Finding]":
-        """From several processes on a GPU: one would compile for minutes."""
-        import gpu_gate
-
-        if not self._card.is_gpu:
-            return list(gpu_gate.check_all(self._card, self._quick, gpu_gate.Share()))
-        num = max(1, min(12, (os.cpu_count() or 1) - 2))
-        script = str(Path(__file__).with_name("gpu.py"))
-        command = [sys.executable, script, *(["--quick"] if self._quick else []), "--gate-share"]
-        findings = []
-        with contextlib.ExitStack() as stack:
-            running = [
-                subprocess.Popen([*command, f"{i}/{num}"], stdout=subprocess.PIPE, text=True) for i in range(num)
-            ]
-            for process in running:
-                stack.enter_context(process)
-                stack.callback(process.kill)
-            for process in running:
-                out, _ = process.communicate()
-                if process.returncode:
-                    raise RedGate("a process that checks ended with an error, see above; nothing is timed")
-                findings += [gpu_gate.Finding(**found) for found in json.loads(out.splitlines()[-1])]
-        return findings
-
-    def _earlier_gate(self) -> dict[str, Any] | None:
-        """That of the run whose results were given, if it says the same as one now would."""
-        if self._options.gated is None:
-            return None
-        earlier = json.loads(self._options.gated.read_text())
-        gate, same = earlier.get("gate") or {}, ("card", "torch", "triton", "cuda", "code")
-        other = [name for name in same if earlier["about"].get(name) != self.results["about"].get(name)]
-        if other or gate.get("bad") != [] or (gate["quick"] and not self._quick):
-            why = f"another {other[0]}" if other else "it was not green, or quick"
-            print(f"  {self._options.gated} does not count: {why}", flush=True)
-            return None
-        return gate | {"of": earlier["about"]["command"]}
 
     def _limits(self) -> None:
         self.results["limits"] = {
@@ -308,14 +268,3 @@ def _commit() -> str:
     except OSError:
         return "unknown"
     return done.stdout.strip() or "unknown"
-
-
-def _code() -> str:
-    """A digest of what the gate judges, where no git tells."""
-    sha = hashlib.sha256()
-    for root in JUDGED:
-        path = ROOT / root
-        for file in [path] if path.is_file() else sorted(path.rglob("*")):
-            if file.suffix in (".py", ".cpp", ".h"):
-                sha.update(f"{file.relative_to(ROOT)} {file.stat().st_size} ".encode() + file.read_bytes())
-    return sha.hexdigest()[:12]

@@ -3,7 +3,6 @@
 socket, and adapters as PEFT writes them on the local disk. itl.py is the measurement."""
 
 import contextlib
-import gc
 import json
 import shutil
 import sys
@@ -55,8 +54,6 @@ def measure(card: Card, quick: bool) -> dict[str, Any]:
         config = engines.settings(card) | {"model": str(folder), "device": card.device.type}
         config |= {"enable_lora": True, "max_loras": num_slots, "max_cpu_loras": num_slots, "max_lora_rank": rank}
         config |= {} if card.is_gpu else {"kv_cache_memory_bytes": 1 << 20}
-        gc.collect()
-        _ = card.free_bytes  # gives back what this process keeps of the card's memory
         pod = stack.enter_context(
             Pod(folder / "run", None, core=(str(Path(__file__).with_name("random_core.py")),), **config)
         )

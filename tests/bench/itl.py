@@ -21,7 +21,8 @@ from core_traffic import Answer, Ask, gap, gaps, poisson, send
 from measure import MAX_GAP, WrongOutput, percentile, spread
 from support.pod import Pod
 
-from quire_spec.messages import AdapterMove
+from quire_spec.errors import error_from
+from quire_spec.messages import AdapterMove, Call, Reply
 
 LOAD_FACTOR = 0.8
 NUM_TOLD_APART = 8
@@ -64,8 +65,15 @@ class Cast:
 def register(pod: Pod, folders: Sequence[Path], names: Sequence[str], pinned: bool = False) -> None:
     """Have the core know adapters; names beyond the folders are read from the same ones, as adapters of their own."""
     with pod.peer("core", "supervisor") as supervisor:
+        # All at once: the core reads as many side by side as it can.
         for i, name in enumerate(names):
-            supervisor.call("load_adapter", digest=name, path=str(folders[i % len(folders)]), pinned=pinned)
+            args = {"digest": name, "path": str(folders[i % len(folders)]), "pinned": pinned}
+            supervisor.send(Call(i, "load_adapter", args))
+        for _ in names:
+            reply = supervisor.receive()
+            assert isinstance(reply, Reply)
+            if reply.error_code:
+                raise error_from(reply.error_code, reply.error)
 
 
 def measure_itl(pod: Pod, plan: Plan, cast: Cast, say: Callable[[str], None]) -> dict[str, Any]:
@@ -75,7 +83,8 @@ def measure_itl(pod: Pod, plan: Plan, cast: Cast, say: Callable[[str], None]) ->
         WrongOutput: an adapter's requests got what it does not say, or adapters were not loaded when they should have
             been, or were when they should not.
     """
-    alone = {name: send(pod, [_short(0.0, name)])[0].token_ids for name in (*cast.resident, *cast.cold)}
+    quiet = send(pod, [_short(0.0, name) for name in (*cast.resident, *cast.cold)], num_open=2)
+    alone = {answer.ask.adapter or "": answer.token_ids for answer in quiet}
     _check_told_apart(pod, plan, cast, alone)
     saturated = [_saturation(pod, plan, cast, i) for i in range(2)][-1]
     rate = LOAD_FACTOR * saturated / plan.output_tokens

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate's verdict: from several processes at once, or from an earlier run of the same code on the same card."""
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gpu_gate
+from card import Card
+
+ROOT = Path(__file__).resolve().parents[2]
+JUDGED = ("backend/quire_spec", "backend/quire_engine", "kernels/quire_kernels", "tests/bench/gpu_gate.py")
+SAME = ("card", "torch", "triton", "cuda", "code")
+"""What an earlier run must have been of."""
+MAX_PROCESSES = 12
+
+
+def findings(card: Card, quick: bool) -> list[gpu_gate.Finding] | None:
+    """Every comparison, from several processes on a GPU, where one would compile for minutes; None: one of them failed,
+    and said so on stderr."""
+    if not card.is_gpu:
+        return list(gpu_gate.check_all(card, quick, gpu_gate.Share()))
+    num = max(1, min(MAX_PROCESSES, (os.cpu_count() or 1) - 2))
+    command = [sys.executable, str(Path(__file__).with_name("gpu.py")), *(["--quick"] if quick else []), "--gate-share"]
+    found = []
+    with contextlib.ExitStack() as stack:
+        running = [subprocess.Popen([*command, f"{i}/{num}"], stdout=subprocess.PIPE, text=True) for i in range(num)]
+        for process in running:
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        for process in running:
+            out, _ = process.communicate()
+            if process.returncode:
+                return None
+            found += [gpu_gate.Finding(**each) for each in json.loads(out.splitlines()[-1])]
+    return found
+
+
+def of_earlier(path: Path, about: dict[str, Any], quick: bool) -> tuple[dict[str, Any] | None, str]:
+    """The gate of the run with these results, if it says what one now would, and why it does or does not."""
+    earlier = json.loads(path.read_text())
+    gate = earlier.get("gate") or {}
+    if other := [name for name in SAME if earlier["about"].get(name) != about.get(name)]:
+        return None, f"does not count: another {other[0]}"
+    if gate.get("bad") != []:
+        return None, "does not count: its gate was not green"
+    if gate["quick"] and not quick:
+        return None, "does not count: its gate was a quick one"
+    return gate | {"of": earlier["about"]["command"]}, "has a green gate of the same code on the same card"
+
+
+def code() -> str:
+    """A digest of what is judged, for machines without git."""
+    sha = hashlib.sha256()
+    for root in JUDGED:
+        path = ROOT / root
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            if file.suffix in (".py", ".cpp", ".h"):
+                sha.update(f"{file.relative_to(ROOT)} {file.stat().st_size} ".encode() + file.read_bytes())
+    return sha.hexdigest()[:12]
