@@ -17,6 +17,8 @@ from card import Card
 from gpu_verdict import code
 
 ROOT = Path(__file__).resolve().parents[2]
+MAX_WHY = 2000
+"""Characters of what is noted of a failure."""
 
 
 class RedGate(Exception):
@@ -88,7 +90,8 @@ class Bench:
         traceback.clear_frames(error.__traceback__)
         gc.collect()
         why = str(error) if isinstance(error, RedGate) else f"{type(error).__name__}: {error}"
-        self.results.setdefault("failed", {})[phase] = why
+        # A process that ended tells with its whole log; the end of it says why.
+        self.results.setdefault("failed", {})[phase] = why[-MAX_WHY:]
         print(f"gpu.py: {phase}: {why}", file=sys.stderr, flush=True)
         self.write()
 
