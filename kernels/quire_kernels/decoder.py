@@ -17,6 +17,9 @@ from quire_kernels.linear import PANEL, in_panels
 from quire_kernels.lora import AdapterBatch
 from quire_kernels.lora_slots import LinearSlots
 
+PART_ROWS = 240
+"""Rows that go through a layer together: kBlockRows of csrc/tile.h."""
+
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
@@ -116,8 +119,9 @@ class CompiledDecoder:
         self._layers = tuple(layers)  # as long as there are pointers into them
         self._heads = heads
         hidden = len(layers[0].attention_norm)
-        self._inputs = max(hidden, heads.num_heads * heads.head_dim, *(_outputs(x.gate_up) // 2 for x in layers))
-        self._wide = max(_outputs(product) for each in layers for product in (each.qkv, each.gate_up))
+        gate_up = max(_outputs(each.gate_up) for each in layers)
+        self._of_all = max(_outputs(each.qkv) for each in layers) + heads.num_heads * heads.head_dim
+        self._of_part = max(hidden, gate_up // 2) + gate_up
         self._table = (_Layer * len(layers))(*(map(_layer, layers)))
         sizes = (hidden, heads.num_heads, heads.num_kv_heads, heads.head_dim)
         numbers = (eps, heads.scale, heads.softcap or 0.0)
@@ -175,7 +179,7 @@ class CompiledDecoder:
             caches[0].shape[2],
             None if adapters is None else ctypes.addressof(adapters.native),
         )
-        workspace = hidden.new_empty(num_tokens, self._inputs + self._wide)
+        workspace = hidden.new_empty(num_tokens * self._of_all + min(num_tokens, PART_ROWS) * self._of_part)
         native.library().quire_decode(
             hidden.data_ptr(),
             ctypes.addressof(self._native),

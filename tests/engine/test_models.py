@@ -129,11 +129,12 @@ def test_all_layers_in_one_call_give_the_same_bits(name, tmp_path, monkeypatch):
     for used in ([None, None, None], [SlotId(0), None, SlotId(1)]):
         found = []
         for model.compiled in (together, None):
-            kv = KVCache(model.shape, 12, 8, torch.bfloat16, CPU)
+            kv = KVCache(model.shape, 41, 8, torch.bfloat16, CPU)
             assert together.takes(torch.zeros(1, model.shape.hidden_size, dtype=torch.bfloat16), kv.layers)
-            for starts, lengths in (((0, 0, 0), (33, 7, 16)), ((33, 7, 16), (1, 1, 1))):
-                rows = zip(starts, lengths, (0, 5, 7), used, strict=True)
-                tokens = list(range(34))
+            # More rows than go through a layer together, then a decoded token of each.
+            for starts, lengths in (((0, 0, 0), (290, 7, 16)), ((290, 7, 16), (1, 1, 1))):
+                rows = zip(starts, lengths, (0, 37, 38), used, strict=True)
+                tokens = list(range(291))
                 spans = [
                     replace(_span(tokens[: start + length], start, length, first, 8), slot=slot)
                     for start, length, first, slot in rows

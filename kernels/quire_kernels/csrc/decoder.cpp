@@ -2,11 +2,13 @@
 // All decoder layers of a step in one call: the compiled forms in the order in which the layers' Python calls them.
 //
 // What is computed is the same, to the last bit. What is saved is the way from one to the next, 9 times a layer, and
-// memory: what a layer writes for itself lies where the one before had it.
+// memory: what a layer writes for itself lies where the one before had it, and of a long prompt a part at a time.
 
 #include <algorithm>
+#include <vector>
 
 #include "ops.h"
+#include "tile.h"
 
 namespace quire {
 
@@ -52,51 +54,82 @@ struct QuireStep {
 
 namespace {
 
-// Whether an adapter of the step changes this linear.
-bool changed(const QuireLoraLinear* l, const QuireLoraRows* rows) {
-  if (!l || !rows) return false;
-  for (int64_t tile = 0; tile < rows->num_tiles; tile++)
+// Rows that go through a layer together: what they need between two products stays in the second-level cache.
+struct Part {
+  int64_t begin, count;
+  std::vector<int64_t> tiles;  // of adapters, in rows of the part
+  QuireLoraRows rows;
+};
+
+std::vector<Part> parts_of(const QuireStep& s) {
+  std::vector<Part> parts;
+  for (int64_t begin = 0; begin < s.tokens; begin += kBlockRows) {
+    const int64_t end = std::min(begin + kBlockRows, s.tokens);
+    parts.push_back({begin, end - begin, {}, {}});
+    Part& part = parts.back();
+    for (int64_t i = 0; s.rows && i < s.rows->num_tiles; i++) {
+      const int64_t* tile = s.rows->tiles + 3 * i;
+      const int64_t from = std::max(tile[1], begin), to = std::min(tile[2], end);
+      if (from < to) part.tiles.insert(part.tiles.end(), {tile[0], from - begin, to - begin});
+    }
+    if (s.rows) part.rows = {part.tiles.data(), (int64_t)part.tiles.size() / 3, s.rows->slots + begin};
+  }
+  return parts;
+}
+
+// Whether an adapter of these rows changes this linear.
+bool changed(const QuireLoraLinear* l, const QuireLoraRows& rows) {
+  for (int64_t tile = 0; l && tile < rows.num_tiles; tile++)
     for (int64_t slice = 0; slice < l->num_slices; slice++)
-      if (l->entries[rows->tiles[3 * tile] * l->ld_entries + slice].rank) return true;
+      if (l->entries[rows.tiles[3 * tile] * l->ld_entries + slice].rank) return true;
   return false;
 }
 
 // out = (add ? out : 0) + x W^T + bias, and what adapters add.
-void multiply(const QuireProduct& p, const bf16* x, int64_t inputs, bf16* out, bool add, const QuireStep& s) {
-  if (changed(p.adapters, s.rows))
-    quire_adapted_linear(x, inputs, p.packed, p.bias, out, s.tokens, p.outputs, inputs, add, p.adapters, s.rows);
+void multiply(const QuireProduct& p, const Part& part, const bf16* x, int64_t inputs, bf16* out, bool add) {
+  if (changed(p.adapters, part.rows))
+    quire_adapted_linear(x, inputs, p.packed, p.bias, out, part.count, p.outputs, inputs, add, p.adapters, &part.rows);
   else
-    quire_linear(x, inputs, p.packed, p.bias, out, s.tokens, p.outputs, inputs, add);
+    quire_linear(x, inputs, p.packed, p.bias, out, part.count, p.outputs, inputs, add);
 }
 
 }  // namespace
 
 extern "C" {
 
-// hidden [tokens, hidden], in place. caches: keys and values of each layer. workspace: [tokens, widest input of a
-// linear, and outputs of qkv or gate_up].
+// hidden [tokens, hidden], in place. caches: keys and values of each layer. workspace: qkv and what attention gives of
+// all tokens; then, of as many as go through a layer together, the widest input of a linear of theirs and the outputs of
+// gate_up.
 void quire_decode(bf16* hidden, const QuireLayers* all, const QuireStep* step, bf16* const* caches, bf16* workspace) {
   const QuireLayers& a = *all;
   const QuireStep& s = *step;
-  const int64_t attended = a.heads * a.head_dim;
+  const std::vector<Part> parts = parts_of(s);
+  const int64_t width = a.heads * a.head_dim;
   for (int64_t i = 0; i < a.num_layers; i++) {
     const QuireLayer& l = a.layers[i];
     const int64_t gated = l.gate_up.outputs / 2, ldq = l.qkv.outputs;
     bf16 *keys = caches[2 * i], *values = caches[2 * i + 1];
-    // The input of a linear, and what the one before it gave; their places are as wide as the widest.
-    bf16* const input = workspace;
-    bf16* const wide = workspace + s.tokens * std::max({a.hidden, attended, gated});
-    quire_rms_norm(hidden, a.hidden, l.attention_norm, input, s.tokens, a.hidden, a.eps);
-    multiply(l.qkv, input, a.hidden, wide, false, s);
-    quire_rotate_write(wide, ldq, s.cos, s.sin, keys, values, s.addresses, s.tokens, a.heads, a.kv_heads, a.head_dim,
-                       s.rotary_dim);
-    quire_attention(wide, ldq, keys, values, s.tables, s.max_blocks, s.starts, s.contexts, input, s.spans, a.heads,
+    bf16* const qkv = workspace;
+    bf16* const attended = qkv + s.tokens * ldq;
+    bf16* const input = attended + s.tokens * width;
+    bf16* const gate_up = input + parts[0].count * std::max(a.hidden, gated);
+    for (const Part& part : parts) {
+      const int64_t at = part.begin;
+      quire_rms_norm(hidden + at * a.hidden, a.hidden, l.attention_norm, input, part.count, a.hidden, a.eps);
+      multiply(l.qkv, part, input, a.hidden, qkv + at * ldq, false);
+      quire_rotate_write(qkv + at * ldq, ldq, s.cos + at * s.rotary_dim, s.sin + at * s.rotary_dim, keys, values,
+                         s.addresses + at, part.count, a.heads, a.kv_heads, a.head_dim, s.rotary_dim);
+    }
+    quire_attention(qkv, ldq, keys, values, s.tables, s.max_blocks, s.starts, s.contexts, attended, s.spans, a.heads,
                     a.kv_heads, a.head_dim, s.block_size, a.scale, l.window, a.softcap);
-    multiply(l.output, input, attended, hidden, true, s);
-    quire_rms_norm(hidden, a.hidden, l.mlp_norm, input, s.tokens, a.hidden, a.eps);
-    multiply(l.gate_up, input, a.hidden, wide, false, s);
-    quire_silu_mul(wide, input, s.tokens, gated);
-    multiply(l.down, input, gated, hidden, true, s);
+    for (const Part& part : parts) {
+      bf16* const rows = hidden + part.begin * a.hidden;
+      multiply(l.output, part, attended + part.begin * width, width, rows, true);
+      quire_rms_norm(rows, a.hidden, l.mlp_norm, input, part.count, a.hidden, a.eps);
+      multiply(l.gate_up, part, input, a.hidden, gate_up, false);
+      quire_silu_mul(gate_up, input, part.count, gated);
+      multiply(l.down, part, input, gated, rows, true);
+    }
   }
 }
 
