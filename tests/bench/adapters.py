@@ -26,13 +26,23 @@ def num_bytes(shape: dict[str, Any], rank: int) -> int:
     return 2 * rank * shape["num_hidden_layers"] * sum(sum(sizes) for sizes in linears(shape).values())
 
 
-def leave_memory(folders: Iterable[Path]) -> None:
-    """Have the system drop what it keeps of the files in memory, so that they are read from the disk again. In vain
-    where they have no disk."""
+def leave_memory(folders: Iterable[Path]) -> str:
+    """Have the system drop what it keeps of the files in memory, so that they are read from the disk again. Where they
+    are then: "disk"; "memory", where it kept some; or "unknown", where their file system does not tell."""
+    where = "disk"
     for folder in folders:
         with (folder / "adapter_model.safetensors").open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            try:
+                # Only gets what needs no wait for a disk.
+                os.preadv(file.fileno(), [bytearray(1)], os.fstat(file.fileno()).st_size - 1, os.RWF_NOWAIT)
+            except BlockingIOError:
+                continue
+            except OSError:
+                return "unknown"
+            where = "memory"
+    return where
 
 
 def _make(shape: dict[str, Any], folder: Path, rank: int, seed: int, device: str) -> Path:

@@ -20,7 +20,7 @@ answers = child.take_stdout()
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 from transformers.generation import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 
 POLL_S = 1.0
@@ -31,8 +31,11 @@ class Batches:
 
     def __init__(self, settings: dict[str, Any], stack: contextlib.ExitStack) -> None:
         shape = {k: v for k, v in settings["shape"].items() if k not in ("architectures", "torch_dtype")}
+        # Made in its own type: it plans with the memory that is free, and weights in float32 would have taken of it.
         with torch.device(settings["device"]):
-            model = LlamaForCausalLM(LlamaConfig(**shape)).to(getattr(torch, settings["dtype"])).eval()
+            model = AutoModelForCausalLM.from_config(
+                LlamaConfig(**shape), dtype=getattr(torch, settings["dtype"])
+            ).eval()
         config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
         more = {"continuous_batching_config": ContinuousBatchingConfig(**settings["batching"])}
         with contextlib.suppress(ImportError):  # not in every release; by them it sizes its batches

@@ -46,7 +46,7 @@ def measure(card: Card, quick: bool) -> dict[str, Any]:
             "adapters": num_cold,
             "files": min(num_files, num_cold),
             "file_bytes": adapters.num_bytes(shape, rank),
-            "on": "the disk" if where.parent == Path(tempfile.gettempdir()) else str(where.parent),
+            "on": str(where.parent),
             "resident": num_resident,
             "slots": num_slots,
         }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same loads on this engine, on transformers' continuous batching and on vLLM, each in a process of its own, alone
+"""The same loads on this engine, on vLLM and on transformers' continuous batching, each in a process of its own, alone
 on the card: the next one starts when the memory of the one before is free again.
 
 Weights are random, each engine's its own, so tokens are counted and not compared. Whoever cannot be imported, fails, or
@@ -65,17 +65,11 @@ def rows(card: Card, quick: bool, vllm_python: str, free_bytes: int) -> Iterator
 
 
 def peers(card: Card, some: Sequence[engines.Load], vllm_python: str, folder: Path) -> Iterator[Peer]:
-    """This engine first, so that a run that is cut short has it. `folder`: for vLLM's config.json."""
+    """This engine first, so that a run that is cut short has it; what takes longest last. `folder`: for vLLM's
+    config.json."""
     shape = engines.LLAMA_8B if card.is_gpu else engines.TINY
     own = engines.settings(card)
     yield Peer(QUIRE, "random_offline.py", {"device": card.device.type, "engine": own})
-    sizes = [size for load in some for size in load.sizes]
-    settings = {"shape": shape, "dtype": shape["torch_dtype"], "device": card.device.type}
-    settings |= {"longest": [max(prompt for prompt, _ in sizes), max(output for _, output in sizes)]}
-    settings |= {"num_requests": max(len(load.sizes) for load in some)}
-    # By itself it takes most of a CPU's memory, page by page.
-    settings |= {"batching": {} if card.is_gpu else {"num_blocks": 8, "max_batch_tokens": 32}}
-    yield Peer(TRANSFORMERS, "continuous_batches.py", settings)
     (folder / "config.json").write_text(json.dumps(shape))
     yield Peer(
         VLLM,
@@ -83,6 +77,13 @@ def peers(card: Card, some: Sequence[engines.Load], vllm_python: str, folder: Pa
         own | {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True},
         vllm_python,
     )
+    sizes = [size for load in some for size in load.sizes]
+    settings = {"shape": shape, "dtype": shape["torch_dtype"], "device": card.device.type}
+    settings |= {"longest": [max(prompt for prompt, _ in sizes), max(output for _, output in sizes)]}
+    settings |= {"num_requests": max(len(load.sizes) for load in some)}
+    # By itself it takes most of a CPU's memory, page by page.
+    settings |= {"batching": {} if card.is_gpu else {"num_blocks": 8, "max_batch_tokens": 32}}
+    yield Peer(TRANSFORMERS, "continuous_batches.py", settings)
 
 
 def _cannot(card: Card, python: str) -> str | None:

@@ -23,10 +23,10 @@ PHASES = {
     "itl": Phase("time between tokens while 100 cold adapters load, against none (bar 1.10)", 420),
     "vllm": Phase("32 adapters here and in vLLM (bar 1.2); a second where vLLM is missing", 330),
     "peers": Phase("saturated and mixed loads here, in transformers (bar 3) and in vLLM", 420),
-    "tune": Phase("other tile sizes, as many as there is time for: what the constants should be", 400),
+    "tune": Phase("other tile sizes, as many as there is time for: what the constants should be", 260),
 }
 QUICK = ("gate", "limits", "kernels", "engine")
-QUICK_SECONDS = 170
+QUICK_SECONDS = 190
 
 EXAMPLES = """\
 examples, for 30 minutes on a card with at most 10 minutes a command:

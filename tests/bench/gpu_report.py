@@ -107,10 +107,11 @@ def _engine(engine: dict[str, Any]) -> list[str]:
 
 def _itl(itl: dict[str, Any]) -> list[str]:
     files = "" if itl["files"] == itl["adapters"] else f", of {itl['files']} different files,"
+    source = f"{itl['on']} ({itl['read_from']})"
     text = (
         f"Time between tokens of requests on {itl['resident']} resident adapters at 80 % of saturation "
         f"({itl['saturation_tokens_per_s']:,.0f} tokens/s), while {itl['loads_per_run']} of {itl['adapters']} cold "
-        f"adapters of {itl['file_bytes'] / 1e6:.1f} MB{files} load in {itl['seconds']:g} s from {itl['on']}, and while "
+        f"adapters of {itl['file_bytes'] / 1e6:.1f} MB{files} load in {itl['seconds']:g} s from {source}, and while "
         f"none does; {len(itl['runs'])} alternating rounds."
     )
     if itl["read_s"] is not None and itl["copy_s"] is not None:

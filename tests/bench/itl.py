@@ -91,11 +91,12 @@ def measure_itl(pod: Pod, plan: Plan, cast: Cast, say: Callable[[str], None]) ->
     say(f"saturation {saturated:.0f} tokens/s, rate {rate:.2f} requests/s")
     runs: list[dict[str, float]] = []
     moves: list[AdapterMove] = []
+    where: set[str] = set()
     for i in range(plan.runs):
         both = (("without", cast.resident), ("with", cast.cold))
         pair: dict[str, float] = {}
         for kind, names in both if i % 2 == 0 else both[::-1]:
-            adapters.leave_memory(cast.folders)
+            where.add(adapters.leave_memory(cast.folders))
             pair |= _run(pod, plan, cast, (i, kind, rate, names), alone, moves)
         say(f"round {i}: " + ", ".join(f"{name} {value:.1f}" for name, value in sorted(pair.items())))
         runs.append(pair)
@@ -104,6 +105,7 @@ def measure_itl(pod: Pod, plan: Plan, cast: Cast, say: Callable[[str], None]) ->
         "requests_per_s": rate,
         "loads_per_run": plan.loads,
         "seconds": plan.seconds,
+        "read_from": " or ".join(sorted(where)),
         **{name: spread([run[name] for run in runs]) for name in runs[0]},
         **{f"p{p}_ratio": spread([run[f"with_p{p}_ms"] / run[f"without_p{p}_ms"] for run in runs]) for p in (50, 99)},
         **{f"{name}_s": _median([m.seconds for m in moves if m.place == place]) for name, place in _HOPS.items()},

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -244,7 +245,7 @@ def test_each_peer_is_alone_and_one_that_fails_leaves_the_others(bench_modules, 
 
         @property
         def num_started(self):
-            return {"quire": 1, "transformers": 2, "vLLM": 3}[self.name]
+            return {"quire": 1, "vLLM": 2, "transformers": 3}[self.name]
 
         def call(self, command, requests, offsets):
             if self.name == "vLLM":
@@ -260,13 +261,13 @@ def test_each_peer_is_alone_and_one_that_fails_leaves_the_others(bench_modules, 
     assert [(row["engine"], row.get("what"), row.get("left_out")) for row in rows] == [
         ("quire", "12 in, 6 out", None),
         ("quire", "a mix", None),
+        ("vLLM", None, "vLLM left out: RuntimeError: no"),
         ("transformers", "12 in, 6 out", None),
         ("transformers", "a mix", None),
-        ("vLLM", None, "vLLM left out: RuntimeError: no"),
     ]
     assert [(r["to"], r["what"], r["ratio"], r["bar"]) for r in gpu_peers.ratios(rows)] == [
-        ("transformers", "12 in, 6 out", 2.0, 3.0),
-        ("transformers", "a mix", 2.0, 3.0),
+        ("transformers", "12 in, 6 out", 3.0, 3.0),
+        ("transformers", "a mix", 3.0, 3.0),
     ]
 
 
@@ -368,6 +369,14 @@ def test_room_for_adapters_is_looked_for(bench_modules, monkeypatch, tmp_path):
     assert found(10, 12) == (shm, 4)
     with pytest.raises(OSError, match="no room for 9 files of 100 bytes; set TMPDIR"):
         found(8, 8)
+
+
+def test_files_without_a_disk_are_not_said_to_be_read_from_one(bench_modules):
+    import adapters
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        Path(name, "adapter_model.safetensors").write_bytes(b"0" * 5000)
+        assert adapters.leave_memory([Path(name)]) in ("memory", "unknown")
 
 
 def test_idle_time_is_what_no_kernel_covers(bench_modules):
