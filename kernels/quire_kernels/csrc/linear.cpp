@@ -64,7 +64,8 @@ void quire_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bi
               bias ? bias + p * kColumns : nullptr,
               add != 0,
               (const char*)(panel + k * kColumns) + tile * share,
-              p + 1 < end ? share / pairs : 0,
+              p + 1 < end && tiles > 1 ? share / pairs : 0,
+              tiles > kFewTiles,
           });
         }
       }
