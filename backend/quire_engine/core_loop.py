@@ -10,6 +10,7 @@ import logging
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -18,7 +19,7 @@ from quire_engine import process
 from quire_engine.engine import Engine
 from quire_engine.step import SlotLoad
 from quire_spec.errors import Code, Internal, QuireError
-from quire_spec.messages import Generate, SequenceResult, StepResult
+from quire_spec.messages import AdapterMove, Generate, SequenceResult, StepResult
 
 MAX_FAILED_STEPS = 3
 """Steps in a row that may fail. One may be a request's fault; three are the device's, and only a new process gets a
@@ -61,6 +62,8 @@ class CoreLoop:
         """Open sequences of the owner."""
         self._stale = False
         """The engine changed since the last published result."""
+        self._moves: list[AdapterMove] = []
+        """What became of adapters while there was nobody to count it."""
         self._checked = True
         self._num_steps = 0
         self._num_failed_steps = 0
@@ -126,16 +129,14 @@ class CoreLoop:
         self._count_failures(result)
 
     def _report(self, results: list[SequenceResult]) -> None:
-        if not self._owner:
-            # What became of adapters waits for somebody who counts it.
-            self._stale = False
-            return
         self._send(StepResult(results, [], self._engine.stats(), self._engine.take_moves()))
 
     def _send(self, result: StepResult) -> None:
         self._stale = False
+        self._moves += result.moves
         if self._owner:
-            self._publish(self._owner, result)
+            moves, self._moves = self._moves, []
+            self._publish(self._owner, replace(result, moves=moves))
 
     def _count_failures(self, result: StepResult) -> None:
         """The engine fails the sequences of a step that failed, all of them and only then."""

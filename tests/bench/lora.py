@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What adapters cost: a batch of many against the same engine's base, and against vLLM with the same adapters.
 
-Every round runs each row once, one engine at a time, the others stopped, in another order each time, after a short run
-that wakes it; ratios are of runs of the same round. No speed is reported unless the adapters' outputs are right: in
-float32 token for token peft's, unmerged, and as measured within the rounding of peft's logits. residency.py measures
-what loading adapters costs.
+Every round runs each row, one engine at a time, the others stopped, in another order each time, after a short run that
+wakes it; ratios are of the same round. This engine's rows run several times a round, and their median counts. No speed
+is reported unless the adapters' outputs are right: in float32 token for token peft's, unmerged, and as measured within
+the rounding of peft's logits. residency.py measures what loading adapters costs.
 """
 
 import argparse
@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     work = Workload(args.requests, args.prompt_tokens, args.output_tokens, vocab_size, args.seed)
     results = {**circumstances(), "adapters": args.adapters, "rank": args.rank}
-    results["workload"] = {n: getattr(args, n) for n in ("requests", "prompt_tokens", "output_tokens", "runs", "seed")}
+    settings = ("requests", "prompt_tokens", "output_tokens", "runs", "repeats", "seed")
+    results["workload"] = {name: getattr(args, name) for name in settings}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-")))
         say("checking this engine's adapters against peft, both in float32")
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             rows = [row for row in ROWS if row.engine in running]
             say("warming up, and checking what each generates")
             results["gap"] = max(_warm_up(row, running, folders, work, oracle) for row in rows)
-        results["runs"] = _rounds(rows, running, folders, work, args.runs)
+        results["runs"] = _rounds(rows, running, folders, work, args)
     results["machine"]["load"].append(os.getloadavg()[0])
     return results
 
@@ -165,18 +166,29 @@ def _warm_up(row: Row, running: dict[str, Child], folders: Sequence[str], work: 
 
 
 def _rounds(
-    rows: Sequence[Row], running: dict[str, Child], folders: Sequence[str], work: Workload, num_runs: int
+    rows: Sequence[Row], running: dict[str, Child], folders: Sequence[str], work: Workload, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     runs = []
-    for round in tqdm(range(num_runs), unit="round", dynamic_ncols=True):
+    for round in tqdm(range(args.runs), unit="round", dynamic_ncols=True):
         # Each comes first in its turn, and none begins cold: its process was stopped while the others ran.
         turn = round % len(rows)
-        for row in (*rows[turn:], *rows[:turn]):
-            _run(row, running, folders, [Request(p, NUM_WAKING_TOKENS) for p, _ in work.requests(WARM_UP - 1 - round)])
-            found = _run(row, running, folders, work.requests(round))
-            del found["token_ids"]
-            runs.append(found | {"round": round})
+        found: dict[str, list[dict[str, Any]]] = {row.name: [] for row in rows}
+        for repeat in range(args.repeats):
+            for row in (*rows[turn:], *rows[:turn]):
+                if row.engine == "vllm" and repeat:
+                    continue
+                waking = [Request(p, NUM_WAKING_TOKENS) for p, _ in work.requests(WARM_UP - 1 - round, repeat)]
+                _run(row, running, folders, waking)
+                one = _run(row, running, folders, work.requests(round, repeat))
+                del one["token_ids"]
+                found[row.name].append(one | {"round": round})
+        for ones in found.values():
+            runs.append(sorted(ones, key=_speed)[len(ones) // 2])
     return runs
+
+
+def _speed(one: dict[str, Any]) -> float:
+    return float(one["output_tokens_per_s"])
 
 
 def text(results: dict[str, Any]) -> str:
@@ -184,7 +196,7 @@ def text(results: dict[str, Any]) -> str:
     machine, work = results["machine"], results["workload"]
     speeds: dict[str, list[float]] = {}
     for one in results["runs"]:
-        speeds.setdefault(one["row"], []).append(one["output_tokens_per_s"])
+        speeds.setdefault(one["row"], []).append(_speed(one))
     rows = [[name, f"{statistics.median(v):.1f}", f"{min(v):.1f}-{max(v):.1f}"] for name, v in speeds.items()]
     ratios = []
     for bar in BARS:
@@ -199,7 +211,8 @@ def text(results: dict[str, Any]) -> str:
         f"{results['adapters']} adapters of rank {results['rank']} on all linears; {work['requests']} requests, "
         f"prompts of {'-'.join(map(str, work['prompt_tokens']))} and outputs of "
         f"{'-'.join(map(str, work['output_tokens']))} "
-        f"tokens, greedy, all at once; medians of {work['runs']} alternating runs.\nChecked: in float32, outputs of "
+        f"tokens, greedy, all at once; medians of {work['runs']} alternating rounds, in each of\n"
+        f"them of {work['repeats']} runs of this engine.\nChecked: in float32, outputs of "
         f"{NUM_CHECKED} adapters equal peft's; those measured are within {results['gap']:.2f} deviations of its logits."
     )
     head = ["output tokens/s in the same round", "ratio", "least-most", "bar", "aim", ""]
@@ -227,6 +240,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=_bounds, default="32-64", metavar="A-B", help="of a prompt (default 32-64)")
     add("--output-tokens", type=_bounds, default="32-64", metavar="A-B", help="of an output (default 32-64)")
     add("--runs", type=int, default=5, metavar="N", help="rounds; in each, every row runs once (default 5)")
+    add("--repeats", type=int, default=3, metavar="N", help="runs of each of our rows in a round; their median counts")
     add("--seed", type=int, default=0, metavar="N", help="of prompts and lengths (default 0)")
     add("--dtype", default="bfloat16", help="bfloat16 (default), float32 or float16")
     add("-o", "--output", type=Path, metavar="FILE", help="write everything as JSON")
@@ -236,8 +250,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--vllm-python: {args.vllm_python!r} is no program; give the python of an environment with vllm")
     if args.model and not (args.model / "config.json").is_file():
         parser.error(f"--model: {args.model} holds no config.json; give the folder of a checkpoint")
-    if min(args.requests, args.runs, args.adapters, args.rank) <= 0:
-        parser.error("--requests, --runs, --adapters and --rank must be positive")
+    if min(args.requests, args.runs, args.repeats, args.adapters, args.rank) <= 0:
+        parser.error("--requests, --runs, --repeats, --adapters and --rank must be positive")
     return args
 
 

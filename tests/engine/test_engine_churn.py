@@ -415,13 +415,17 @@ def test_a_copy_that_fails_ends_its_own_sequences() -> None:
     world.engine.check_integrity()
 
 
-def test_what_became_of_adapters_waits_for_a_text_process_to_hear_it():
+@pytest.mark.parametrize("stepped", [False, True])
+def test_what_became_of_adapters_waits_for_a_text_process_to_hear_it(stepped):
     world = World()
     told: queue.SimpleQueue[tuple[int, StepResult]] = queue.SimpleQueue()
     loop = CoreLoop(world.engine, lambda owner, result: told.put((owner, result)), lambda *_: None, lambda *_: None)
+    world.add_adapter("d0")
+    if stepped:
+        loop._step()  # of sequences that a text process left behind
     threading.Thread(target=loop.run, daemon=True).start()
-    loop.call(lambda: world.add_adapter("d0")).result(10)
-    loop.call(lambda: None).result(10)  # another turn of the loop, in which there is something to report
+    loop.call(lambda: None).result(10)  # a turn of the loop, in which there is something to report
+    loop.call(lambda: None).result(10)
     loop.begin(7)
     owner, result = told.get(timeout=10)
     assert (owner, [(move.place, move.digest) for move in result.moves]) == (7, [("host", "d0")])
