@@ -21,7 +21,7 @@ from quire_kernels.lora import (
     route_adapters,
 )
 from quire_kernels.lora_slots import LinearSlots, LoraSlots, PackedAdapter, Site
-from quire_kernels.norm import add_rms_norm, rms_norm
+from quire_kernels.norm import add_rms_norm, norm_heads, rms_norm
 from quire_kernels.prepare import SequenceState, StepInputs, advance, prepare_inputs
 from quire_kernels.rope import apply_rope, rotate_and_write
 from quire_kernels.routing import Routing, route
@@ -63,6 +63,7 @@ __all__ = [
     "looked_up",
     "most_likely",
     "movable",
+    "norm_heads",
     "on_device",
     "pack_weight",
     "paged_attention",

@@ -39,6 +39,9 @@ class LayerWeights:
     attention_norm: Tensor
     """[hidden_size]."""
     qkv: LinearWeights
+    query_norm: Tensor | None
+    """[head_dim], and `key_norm`: as `norm_heads` takes them; None: queries and keys stay as they are."""
+    key_norm: Tensor | None
     output: LinearWeights
     mlp_norm: Tensor
     """[hidden_size]."""
@@ -50,6 +53,11 @@ class LayerWeights:
     def products(self) -> tuple[LinearWeights, ...]:
         """Its linears."""
         return self.qkv, self.output, self.gate_up, self.down
+
+    def norms(self) -> tuple[Tensor, ...]:
+        """The scales of its norms."""
+        found = (self.attention_norm, self.query_norm, self.key_norm, self.mlp_norm)
+        return tuple(norm for norm in found if norm is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,8 @@ class _Layer(ctypes.Structure):
         ("attention_norm", _P),
         ("qkv", _Product),
         ("output", _Product),
+        ("query_norm", _P),
+        ("key_norm", _P),
         ("mlp_norm", _P),
         ("gate_up", _Product),
         ("down", _Product),
@@ -193,7 +203,7 @@ class CompiledDecoder:
 def compiled(layers: Sequence[LayerWeights], heads: Heads, eps: float) -> CompiledDecoder | None:
     """The layers as one call; None where a form that is not compiled, or was wished for, would compute a part of it."""
     products = [product for layer in layers for product in layer.products()]
-    norms = [norm for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)]
+    norms = [norm for layer in layers for norm in layer.norms()]
     plain = all(
         in_panels(p.weight) and (p.bias is None or native.suits(p.bias)) and (p.adapters is None or p.adapters.packed)
         for p in products
@@ -209,8 +219,17 @@ def _outputs(product: LinearWeights) -> int:
 
 def _layer(layer: LayerWeights) -> _Layer:
     qkv, output, gate_up, down = map(_product, layer.products())
-    norms = layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()
-    return _Layer(norms[0], qkv, output, norms[1], gate_up, down, layer.window or 0)
+    return _Layer(
+        attention_norm=layer.attention_norm.data_ptr(),
+        qkv=qkv,
+        output=output,
+        query_norm=None if layer.query_norm is None else layer.query_norm.data_ptr(),
+        key_norm=None if layer.key_norm is None else layer.key_norm.data_ptr(),
+        mlp_norm=layer.mlp_norm.data_ptr(),
+        gate_up=gate_up,
+        down=down,
+        window=layer.window or 0,
+    )
 
 
 def _product(product: LinearWeights) -> _Product:

@@ -144,6 +144,7 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("quire_pack_adapter", p, p, p, p, n, n, n),
         ("quire_adapted_linear", p, n, p, p, p, n, n, n, n, p, p),
         ("quire_rms_norm", p, n, p, p, n, n, f),
+        ("quire_norm_heads", p, n, p, p, n, n, n, n, f),
         ("quire_silu_mul", p, p, n, n),
         ("quire_rotate_write", p, n, p, p, p, p, p, n, n, n, n, n),
         ("quire_argmax", p, p, n, n),

@@ -43,6 +43,40 @@ def _fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @Op
+def norm_heads(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_heads: int, eps: float) -> None:
+    """Normalise queries and keys head by head, in place.
+
+    Args:
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], any float dtype.
+        query_weight, key_weight: [head_dim], dtype of qkv.
+        num_heads: of queries.
+        eps: as `rms_norm` takes it.
+    """
+    rotated_heads = (qkv.shape[1] + num_heads) // 2
+    for heads, weight in ((slice(num_heads), query_weight), (slice(num_heads, rotated_heads), key_weight)):
+        qkv[:, heads] = rms_norm(qkv[:, heads], weight, eps)
+
+
+@norm_heads.form("cpu")
+def _heads_in_place(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_heads: int, eps: float) -> None:
+    num_tokens, all_heads, head_dim = qkv.shape
+    if qkv.stride(1) != head_dim or not native.suits(qkv, query_weight, key_weight):
+        norm_heads.reference(qkv, query_weight, key_weight, num_heads, eps)
+        return
+    native.library().quire_norm_heads(
+        qkv.data_ptr(),
+        qkv.stride(0),
+        query_weight.data_ptr(),
+        key_weight.data_ptr(),
+        num_tokens,
+        num_heads,
+        (all_heads - num_heads) // 2,
+        head_dim,
+        eps,
+    )
+
+
+@Op
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add x to the residual stream, and normalise that.
 

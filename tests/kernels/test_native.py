@@ -17,6 +17,7 @@ from quire_kernels import (
     looked_up,
     most_likely,
     native,
+    norm_heads,
     pack_weight,
     paged_attention,
     plan_attention,
@@ -117,6 +118,17 @@ def test_rms_norm(size: int) -> None:
     wide = x.double()
     wanted = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     _close(rms_norm(x, weight, 1e-5), wanted, 1e-6)
+
+
+@needs_native
+@pytest.mark.parametrize("head_dim", [24, 64])
+def test_norm_heads(head_dim: int) -> None:
+    whole = torch.randn(5, 7, head_dim).bfloat16()
+    weights = [torch.randn(head_dim).bfloat16() for _ in range(2)]
+    norm_heads(qkv := whole.clone(), *weights, 3, 1e-5)  # 3 heads of queries, 2 each of keys and values
+    assert torch.equal(qkv[:, 5:], whole[:, 5:])
+    for heads, weight in zip((slice(3), slice(3, 5)), weights, strict=True):
+        _close(qkv[:, heads], rms_norm.reference(whole[:, heads].double(), weight.double(), 1e-5), 1e-6)
 
 
 @needs_native

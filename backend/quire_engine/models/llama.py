@@ -41,6 +41,8 @@ class DecoderLayer:
         return LayerWeights(
             attention_norm=self.input_layernorm.weight,
             qkv=self.self_attn.qkv_proj.weights(),
+            query_norm=None,
+            key_norm=None,
             output=self.self_attn.o_proj.weights(),
             mlp_norm=self.post_attention_layernorm.weight,
             gate_up=self.mlp.gate_up_proj.weights(),

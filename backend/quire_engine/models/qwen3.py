@@ -2,6 +2,7 @@
 """Qwen3: Llama with queries and keys normalised head by head, and windows as in Qwen2."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -9,6 +10,7 @@ from quire_engine.batch import Batch
 from quire_engine.layers import Placement, RMSNorm, RotaryAttention
 from quire_engine.models.llama import DecoderLayer, LlamaForCausalLM
 from quire_engine.part import Target
+from quire_kernels import LayerWeights, norm_heads
 from quire_spec.shape import ModelShape
 
 
@@ -23,11 +25,7 @@ class Qwen3Attention(RotaryAttention):
     def project(self, x: Tensor, batch: Batch) -> Tensor:
         """See Attention.project."""
         qkv = super().project(x, batch)
-        for part, norm in (
-            (slice(self.num_heads), self.q_norm),
-            (slice(self.num_heads, self.num_rotated), self.k_norm),
-        ):
-            qkv[:, part] = norm(qkv[:, part])
+        norm_heads(qkv, self.q_norm.weight, self.k_norm.weight, self.num_heads, self.q_norm.eps)
         return qkv
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
@@ -41,9 +39,14 @@ class Qwen3DecoderLayer(DecoderLayer):
     """Llama's layer around this attention."""
 
     ATTENTION = Qwen3Attention
+    self_attn: Qwen3Attention
 
-    def weights(self) -> None:
+    def weights(self) -> LayerWeights | None:
         """See DecoderLayer.weights."""
+        found, attention = super().weights(), self.self_attn
+        if found is None:
+            return None
+        return replace(found, query_norm=attention.q_norm.weight, key_norm=attention.k_norm.weight)
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):

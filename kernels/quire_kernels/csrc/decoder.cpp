@@ -26,6 +26,7 @@ struct QuireProduct {
 struct QuireLayer {
   const bf16* attention_norm;
   QuireProduct qkv, output;
+  const bf16 *query_norm, *key_norm;  // of each head, or null
   const bf16* mlp_norm;
   QuireProduct gate_up, down;
   int64_t window;  // 0: none
@@ -117,6 +118,9 @@ void quire_decode(bf16* hidden, const QuireLayers* all, const QuireStep* step, b
       const int64_t at = part.begin;
       quire_rms_norm(hidden + at * a.hidden, a.hidden, l.attention_norm, input, part.count, a.hidden, a.eps);
       multiply(l.qkv, part, input, a.hidden, qkv + at * ldq, false);
+      if (l.query_norm)
+        quire_norm_heads(qkv + at * ldq, ldq, l.query_norm, l.key_norm, part.count, a.heads, a.kv_heads, a.head_dim,
+                         a.eps);
       quire_rotate_write(qkv + at * ldq, ldq, s.cos + at * s.rotary_dim, s.sin + at * s.rotary_dim, keys, values,
                          s.addresses + at, part.count, a.heads, a.kv_heads, a.head_dim, s.rotary_dim);
     }

@@ -39,6 +39,8 @@ void quire_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bi
 void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m,
                           int64_t n, int64_t k, int64_t add, const QuireLoraLinear* linear, const QuireLoraRows* rows);
 void quire_rms_norm(const bf16* x, int64_t ldx, const bf16* weight, bf16* out, int64_t rows, int64_t size, float eps);
+void quire_norm_heads(bf16* qkv, int64_t ldq, const bf16* query_weight, const bf16* key_weight, int64_t tokens,
+                      int64_t heads, int64_t kv_heads, int64_t head_dim, float eps);
 void quire_silu_mul(const bf16* gate_up, bf16* out, int64_t rows, int64_t size);
 void quire_rotate_write(bf16* qkv, int64_t ldq, const bf16* cos, const bf16* sin, bf16* keys, bf16* values,
                         const int64_t* addresses, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,

@@ -35,27 +35,40 @@ inline void rotate(const bf16* x, const bf16* cos, const bf16* sin, bf16* out, i
   }
 }
 
+// out = x / sqrt(mean(x^2) + eps) * weight; out may be x.
+inline void normalise(const bf16* x, const bf16* weight, bf16* out, int64_t size, float eps) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const __m512 v = load(x + i, first(size - i));
+    squares = _mm512_fmadd_ps(v, v, squares);
+  }
+  const __m512 scale = _mm512_set1_ps(1.f / std::sqrt(_mm512_reduce_add_ps(squares) / size + eps));
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const __mmask16 mask = first(size - i);
+    const __m512 v = _mm512_mul_ps(load(x + i, mask), scale);
+    store(out + i, _mm512_mul_ps(v, load(weight + i, mask)), mask);
+  }
+}
+
 }  // namespace
 
 extern "C" {
 
-// out = x / sqrt(mean(x^2) + eps) * weight, by rows; x has rows of ldx, out of size.
+// Each row of x normalised; x has rows of ldx, out of size.
 void quire_rms_norm(const bf16* x, int64_t ldx, const bf16* weight, bf16* out, int64_t rows, int64_t size, float eps) {
 #pragma omp parallel for schedule(static) if (rows * size > kParallel)
-  for (int64_t r = 0; r < rows; r++) {
-    const bf16* row = x + r * ldx;
-    __m512 squares = _mm512_setzero_ps();
-    for (int64_t i = 0; i < size; i += kLanes) {
-      const __m512 v = load(row + i, first(size - i));
-      squares = _mm512_fmadd_ps(v, v, squares);
+  for (int64_t r = 0; r < rows; r++) normalise(x + r * ldx, weight, out + r * size, size, eps);
+}
+
+// Each head of queries and keys normalised where it is. qkv [tokens, heads + 2 * kv_heads, head_dim] with rows of ldq.
+void quire_norm_heads(bf16* qkv, int64_t ldq, const bf16* query_weight, const bf16* key_weight, int64_t tokens,
+                      int64_t heads, int64_t kv_heads, int64_t head_dim, float eps) {
+#pragma omp parallel for schedule(static) if (tokens * (heads + kv_heads) * head_dim > kParallel)
+  for (int64_t t = 0; t < tokens; t++)
+    for (int64_t h = 0; h < heads + kv_heads; h++) {
+      bf16* head = qkv + t * ldq + h * head_dim;
+      normalise(head, h < heads ? query_weight : key_weight, head, head_dim, eps);
     }
-    const __m512 scale = _mm512_set1_ps(1.f / std::sqrt(_mm512_reduce_add_ps(squares) / size + eps));
-    for (int64_t i = 0; i < size; i += kLanes) {
-      const __mmask16 mask = first(size - i);
-      const __m512 v = _mm512_mul_ps(load(row + i, mask), scale);
-      store(out + r * size + i, _mm512_mul_ps(v, load(weight + i, mask)), mask);
-    }
-  }
 }
 
 // out [rows, size] = silu(gate) * up of gate_up [rows, 2 * size].
