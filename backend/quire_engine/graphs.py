@@ -36,11 +36,13 @@ from quire_kernels import (
     AttentionBatch,
     Routing,
     SequenceState,
+    SpanGroup,
     StepInputs,
     on_device,
     prepare_inputs,
     route_adapters,
 )
+from quire_spec.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +231,7 @@ class DecodeGraphs:
             self._state.lengths.index_copy_(0, rows, positions.to(torch.int32))
             prepare_inputs(rows, query_starts, tokens, self._state, self._kv.block_size, inputs)
             # Made in each run: what it plans for its layers belongs to this run.
-            attention = AttentionBatch(query_starts, inputs.context_lengths, inputs.block_tables, tuple, 1, 1)
+            attention = AttentionBatch(query_starts, inputs.context_lengths, inputs.block_tables, _no_groups, 1, 1)
             batch = Batch(
                 token_ids=inputs.token_ids,
                 positions=inputs.positions,
@@ -247,7 +249,20 @@ class DecodeGraphs:
         return step
 
     def _reserved(self) -> int:
-        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
+        if self._device.type != "cuda":
+            return 0
+        # What is kept for the next one who asks would be given back in a capture, and make graphs look smaller.
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device)
+
+
+def _no_groups() -> tuple[SpanGroup, ...]:
+    """What a form of attention gets that wants spans as the host has grouped them: without it, it would compute nothing
+    and say nothing."""
+    raise ConfigError(
+        "paged_attention: the form that runs here cannot be captured in a graph; leave it out of QUIRE_FORMS, or set "
+        "QUIRE_GRAPHS=0 as well"
+    )
 
 
 class GraphRecorder:

@@ -20,6 +20,7 @@ from quire_engine.runner import TorchRunner
 from quire_engine.step import Span, StepPlan
 from quire_kernels import paged_attention, route
 from quire_spec.config import EngineConfig
+from quire_spec.errors import ConfigError
 from quire_spec.messages import Generate
 from quire_spec.sampling import SamplingParams
 from quire_spec.shape import ModelShape
@@ -209,6 +210,16 @@ def test_what_a_graph_reads_stays_allocated(folder):
     # Then at once, so that its memory is not counted twice: nothing waits for a collection.
     graphs.close()
     assert all(step() is None for step in recorded)
+
+
+def test_a_form_that_wants_spans_in_groups_is_refused(folder, monkeypatch):
+    """A captured step has none: it would compute nothing of attention, and say nothing."""
+    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.named("cuda", "torch"))
+    runner = TorchRunner(dataclasses.replace(CONFIG, model=str(folder)), ModelShape.load(folder), folder)
+    kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare=1)
+    graphs = DecodeGraphs(runner._model, kv, 2, 96, record=lambda step: step)
+    with pytest.raises(ConfigError, match="QUIRE_GRAPHS=0"):
+        graphs.run(graphs.work(StepPlan([Span(_sequence([0]), 2, 1, None)])))
 
 
 def test_steps_of_more_than_a_token_are_left_to_others(folder):
