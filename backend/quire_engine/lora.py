@@ -21,7 +21,10 @@ class AdapterSlots:
         pinned memory, while it computes."""
         self._places = tuple(tuple(slices) for slices in places)
         self._slots = slots
-        self._device, self._on_gpu = device, device.type == "cuda"
+        self._device = device
+        # One for all loads: torch hands out 32 in turn, so that one for each would in time be that on which tokens go
+        # to the host, and they would wait behind an adapter. It would also keep memory on each of them.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._host: dict[str, PackedAdapter] = {}
 
     @property
@@ -32,7 +35,7 @@ class AdapterSlots:
     def pack(self, adapter: HostAdapter) -> PackedAdapter:
         """An adapter as `hold` keeps it, for any thread."""
         packed = self._slots.pack([[adapter.pairs.get(place) for place in slices] for slices in self._places])
-        return packed.pinned() if self._on_gpu else packed
+        return packed if self._stream is None else packed.pinned()
 
     def hold(self, digest: str, packed: PackedAdapter) -> None:
         """Keep a host copy under its content digest."""
@@ -45,21 +48,20 @@ class AdapterSlots:
     def load(self, digest: str, slot: int) -> Callable[[], None]:
         """The work of copying an adapter from host memory into a slot, for any thread.
 
-        On a GPU it is done on a stream of its own, which waits for the work that is queued now (a step may still read
-        what is in the slot) and holds up none that is queued later. When it returns, the copy is there.
+        On a GPU it is done on a stream for loads alone, which waits for the work that is queued now (a step may still
+        read what is in the slot) and holds up none that is queued later. When it returns, the copy is there.
         """
         adapter = self._host[digest]
-        before = torch.cuda.current_stream(self._device).record_event() if self._on_gpu else None
+        before = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
         return lambda: self._fill(slot, adapter, before)
 
     @torch.inference_mode()
     def _fill(self, slot: int, adapter: PackedAdapter, before: "torch.cuda.Event | None") -> None:
-        if before is None:
+        if self._stream is None or before is None:
             self._slots.write(slot, adapter)
             return
-        # By name: a new thread's device is the first one, whichever its process uses.
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            stream.wait_event(before)
+        # Within it, its device is current: a new thread's is the first one, whichever its process uses.
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(before)
             self._slots.write(slot, adapter)
-        stream.synchronize()
+        self._stream.synchronize()

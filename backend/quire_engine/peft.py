@@ -52,10 +52,6 @@ class HostAdapter:
         """Bytes of all tensors."""
         return sum(a.nbytes + b.nbytes for a, b in self.pairs.values())
 
-    def pinned(self) -> "HostAdapter":
-        """The same in pinned memory, from which a GPU copies by itself."""
-        return HostAdapter(self.rank, {k: (a.pin_memory(), b.pin_memory()) for k, (a, b) in self.pairs.items()})
-
 
 def read_adapter(
     folder: Path,

@@ -24,6 +24,9 @@ ALIGNMENT = 32
 """Elements that every matrix begins at a multiple of: a cache line of bfloat16."""
 PANEL = 32
 """Columns of a panel of B, as csrc/lora.cpp reads them."""
+PINNED_BYTES = 4 << 20
+"""Of a piece of an adapter in pinned memory. Torch rounds what it pins up to a power of two, so that 80 MiB would take
+128, and keeps it for the next who asks for as much: pieces serve adapters of any rank."""
 
 Pair = tuple[Tensor, Tensor]
 """A [rank, in_features] and B [out_features, rank], the scale folded into B."""
@@ -50,20 +53,21 @@ class Site:
 class PackedAdapter:
     """An adapter as it lies in a slot."""
 
-    data: Tensor
-    """[num_elements], on the host."""
+    parts: tuple[Tensor, ...]
+    """[num_elements] of the slot each, one behind the other, on the host."""
     entries: Tensor
     """[num_sites, max_slices, 3] int64, on the host: elements from the slot's start to A and to B, and the rank, which
     is 0 where the adapter leaves the slice alone."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both."""
-        return self.data.nbytes + self.entries.nbytes
+        """Bytes of all."""
+        return sum(part.nbytes for part in self.parts) + self.entries.nbytes
 
     def pinned(self) -> "PackedAdapter":
         """The same in pinned memory, from which a GPU copies by itself."""
-        return PackedAdapter(self.data.pin_memory(), self.entries.pin_memory())
+        pieces = (piece for part in self.parts for piece in part.split(PINNED_BYTES // part.itemsize))
+        return PackedAdapter(tuple(piece.pin_memory() for piece in pieces), self.entries.pin_memory())
 
 
 class _Linear(ctypes.Structure):
@@ -189,14 +193,17 @@ class LoraSlots:
         data = self._slots.new_zeros(end, device="cpu")
         for module, a, b, at, then in parts:
             _lay_out(module, a.to(data.dtype).contiguous(), b.to(data.dtype).contiguous(), data[at:], data[then:])
-        return PackedAdapter(data, entries)
+        return PackedAdapter((data,), entries)
 
     def write(self, slot: int, adapter: PackedAdapter) -> None:
         """Fill a slot, which no operation may read meanwhile."""
         self._host_entries[:, slot] = adapter.entries
         for module, used in zip(self.modules, adapter.entries[:, :, 2].any(1).tolist(), strict=True):
             (module.users.add if used else module.users.discard)(slot)
-        self._slots[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
+        row, end = self._slots[slot], 0
+        for part in adapter.parts:
+            start, end = end, end + part.numel()
+            row[start:end].copy_(part, non_blocking=True)
         if self._entries is not self._host_entries:
             self._entries[:, slot].copy_(adapter.entries, non_blocking=True)
 

@@ -11,6 +11,7 @@ from quire_kernels import (
     adapted_linear,
     add_lora,
     add_lora_rows,
+    lora_slots,
     native,
     pack_weight,
     plan_adapters,
@@ -168,6 +169,25 @@ def test_rows_of_an_embedding(dtype):
         expected[s.start : s.end] += deltas[s.slot].T[ids[s.start : s.end]]
     add_lora_rows(base, ids, adapters, plan_adapters(segments, 9, CPU))
     torch.testing.assert_close(base.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_pinned_pieces_make_the_same_adapter(monkeypatch):
+    """All but the last are of a size that torch need not round up."""
+    monkeypatch.setattr(lora_slots, "PINNED_BYTES", 256)
+    # Nothing can be pinned without a GPU.
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    site = SITES["odd"]
+    slots = LoraSlots([site], 2, MAX_RANK, torch.empty(0))
+    packed = slots.pack([[(torch.randn(3, site.in_features), torch.randn(width, 3)) for width in site.widths]])
+    pinned = packed.pinned()
+    *sizes, last = (part.nbytes for part in pinned.parts)
+    assert len(sizes) > 1 and set(sizes) == {256} and 0 < last <= 256
+    assert pinned.num_bytes == packed.num_bytes
+    for slot, adapter in enumerate((packed, pinned)):
+        slots.write(slot, adapter)
+    num = packed.parts[0].numel()
+    assert torch.equal(slots._slots[0, :num], slots._slots[1, :num])
+    assert torch.equal(slots._entries[:, 0], slots._entries[:, 1])
 
 
 @pytest.mark.skipif(native.load() is None, reason="compiled forms are for processors with AVX-512 BF16")
