@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from quire_kernels import Arena, movable, on_device, reads_whole_blocks
+from quire_kernels import Arena, movable, on_device, pinned, reads_whole_blocks
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import kv_block_bytes
 
@@ -93,8 +93,8 @@ class KVCache:
         pinned memory if the cache is on a GPU.
         """
         layers, two, _, *block = self._data.shape
-        pin = self._data.device.type == "cuda"
-        return torch.empty((num, layers, two, *block), dtype=self._data.dtype, pin_memory=pin)
+        size, dtype = (num, layers, two, *block), self._data.dtype
+        return pinned(size, dtype) if self._data.device.type == "cuda" else torch.empty(size, dtype=dtype)
 
     def export(self, blocks: Sequence[int], host: Tensor, rows: Sequence[int]) -> None:
         """Copy the contents of `blocks` into `rows` of what `host_blocks` made.
@@ -126,7 +126,7 @@ class KVCache:
         size = max(1, _GATHERED_BYTES // (self.num_bytes // self._data.shape[2]))
         for start in range(0, len(blocks), size):
             end = start + size
-            yield torch.tensor(blocks[start:end], device=self._data.device), rows[start:end]
+            yield on_device(blocks[start:end], self._data.device), rows[start:end]
 
     def clear_started(self, addresses: Tensor) -> None:
         """Clear the blocks whose first token is among `addresses` (on the CPU), before a step writes to them, unless

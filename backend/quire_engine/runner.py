@@ -340,7 +340,7 @@ class TorchRunner(Runner):
         found: list[list[Logprob]] = []
         for logits in parts:
             part = list(islice(wanted, len(logits)))
-            tokens = torch.tensor([s.prompt_token_ids[position + 1] for s, position in part], device=self._device)
+            tokens = on_device([s.prompt_token_ids[position + 1] for s, position in part], self._device)
             counts = [s.params.prompt_logprobs or 0 for s, _ in part]
             found += logprobs_of(logits, tokens, counts)
         return found

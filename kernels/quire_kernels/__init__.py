@@ -26,7 +26,7 @@ from quire_kernels.prepare import SequenceState, StepInputs, advance, prepare_in
 from quire_kernels.rope import apply_rope, rotate_and_write
 from quire_kernels.routing import Routing, route
 from quire_kernels.sampling import choose, draw, keep_likely, most_likely, penalize, uniform
-from quire_kernels.transfer import on_device
+from quire_kernels.transfer import on_device, pinned
 
 __all__ = [
     "ACTIVATIONS",
@@ -68,6 +68,7 @@ __all__ = [
     "pack_weight",
     "paged_attention",
     "penalize",
+    "pinned",
     "plan_adapters",
     "plan_attention",
     "prepare_inputs",
