@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _CGROUP = Path("/sys/fs/cgroup")
 _WEIGHTS_PER_THREAD = 32 << 20
+_LEAST_FOR_E4M3 = (8, 9)
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
@@ -62,8 +63,19 @@ def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
 
 
 def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """Type of the KV cache of a model that computes in `dtype`."""
-    return dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+    """Type of the KV cache of a model that computes in `dtype`.
+
+    Raises:
+        ConfigError: the GPU has no instructions for it.
+    """
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if config.device == "cuda" and (found := torch.cuda.get_device_capability()) < _LEAST_FOR_E4M3:
+        raise ConfigError(
+            f"kv_cache_dtype: {config.kv_cache_dtype!r} needs a GPU of compute capability 8.9, and this one has "
+            f"{found[0]}.{found[1]}; leave it 'auto', or use another one"
+        )
+    return torch.float8_e4m3fn
 
 
 def available_memory() -> int:

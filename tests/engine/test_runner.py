@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny import VOCAB, load_oracle, make_adapter, make_checkpoint
 
 from quire_engine import device
-from quire_engine.device import available_memory, num_cores, resolve_dtype, set_threads
+from quire_engine.device import available_memory, num_cores, resolve_cache_dtype, resolve_dtype, set_threads
 from quire_engine.memory import GIB, Budget, num_blocks
 from quire_engine.peft import WEIGHTS_FILE, read_adapter
 from quire_engine.request import Sequence
@@ -351,6 +351,16 @@ def test_auto_dtype(monkeypatch):
     assert resolve_dtype(dataclasses.replace(config, dtype="bfloat16"), "float32") == torch.bfloat16
     with pytest.raises(ConfigError, match="the checkpoint says 'float8_e4m3fn'; set float32, bfloat16 or float16"):
         resolve_dtype(config, "float8_e4m3fn")
+
+
+def test_an_eight_bit_cache_is_refused_by_gpus_without_its_type(monkeypatch):
+    on_gpu = dataclasses.replace(CONFIG, device="cuda", kv_cache_dtype="fp8")
+    found = iter([(9, 0), (8, 0)])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: next(found))
+    assert resolve_cache_dtype(on_gpu, torch.bfloat16) == torch.float8_e4m3fn
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype: 'fp8' needs .* this one has 8\.0; leave it 'auto'"):
+        resolve_cache_dtype(on_gpu, torch.bfloat16)
+    assert resolve_cache_dtype(dataclasses.replace(on_gpu, kv_cache_dtype="auto"), torch.float16) == torch.float16
 
 
 def test_cuda_is_refused_where_there_is_none(folder, shape, monkeypatch):
