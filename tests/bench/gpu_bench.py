@@ -107,7 +107,7 @@ class Bench:
                 return
         findings = gpu_verdict.findings(self._card, self._quick)
         if findings is None:
-            raise RedGate("a process that checks ended with an error, see above; nothing is timed")
+            raise RedGate("a process that checks failed, see above; nothing is timed")
         bad = [finding for finding in findings if not finding.good]
         for finding in bad:
             print(f"  WRONG {finding.what}: error {finding.error:.2e}, at most {finding.limit:.0e}", flush=True)

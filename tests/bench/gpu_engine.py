@@ -231,7 +231,8 @@ def idle_per_step(engine: Engine, num_seqs: int, prompt: int, num_steps: int, ah
     engine._steps.ahead = ahead
     vocab, draw = engine.shape.vocab_size, random.Random(9)
     for i in range(num_seqs):
-        params = {"temperature": 0.0, "max_tokens": 2 * num_steps + 20, "ignore_eos": True}
+        # Nobody ends before the last one has decoded so many steps: prompts start in as many steps at most.
+        params = {"temperature": 0.0, "max_tokens": 2 * num_steps + num_seqs + 20, "ignore_eos": True}
         engine.add(Generate(i, draw.choices(range(vocab), k=prompt), params))
     seen: set[int] = set()
     while len(seen) < num_seqs:

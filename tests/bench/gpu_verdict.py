@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ JUDGED = ("backend/quire_spec", "backend/quire_engine", "kernels/quire_kernels",
 SAME = ("card", "torch", "triton", "cuda", "code")
 """What an earlier run must have been of."""
 MAX_PROCESSES = 12
+TIMEOUT_S = 240.0
+"""For all comparisons, which should take 60 s: a kernel that never ends must not take the card's whole time."""
 
 
 def findings(card: Card, quick: bool) -> list[gpu_gate.Finding] | None:
     """Every comparison, from several processes on a GPU, where one would compile for minutes; None: one of them failed,
-    and said so on stderr."""
+    or did not end, which stderr says."""
     if not card.is_gpu:
         return list(gpu_gate.check_all(card, quick, gpu_gate.Share()))
     num = max(1, min(MAX_PROCESSES, (os.cpu_count() or 1) - 2))
@@ -33,8 +36,14 @@ def findings(card: Card, quick: bool) -> list[gpu_gate.Finding] | None:
         for process in running:
             stack.enter_context(process)
             stack.callback(process.kill)
-        for process in running:
-            out, _ = process.communicate()
+        deadline = time.monotonic() + TIMEOUT_S
+        for i, process in enumerate(running):
+            try:
+                out, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                why = f"--gate-share {i}/{num} has not ended after {TIMEOUT_S:g} s"
+                print(f"gpu.py: {why}", file=sys.stderr, flush=True)
+                return None
             if process.returncode:
                 return None
             found += [gpu_gate.Finding(**each) for each in json.loads(out.splitlines()[-1])]

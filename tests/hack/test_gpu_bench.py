@@ -3,11 +3,13 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -153,6 +155,60 @@ def test_a_red_gate_times_nothing(bench, monkeypatch, capsys):
     assert (code, "limits" in written) == (1, False)
     assert "WRONG rms_norm" in out
     assert "nothing is timed" in err
+
+
+def test_a_gate_that_does_not_end_is_ended(bench_modules, tmp_path, monkeypatch, capsys):
+    import gpu_verdict
+
+    hangs = tmp_path / "python"
+    hangs.write_text("#!/bin/sh\nexec sleep 100\n")
+    hangs.chmod(0o755)
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(gpu_verdict.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    monkeypatch.setattr(gpu_verdict, "sys", SimpleNamespace(executable=str(hangs), stderr=sys.stderr))
+    monkeypatch.setattr(gpu_verdict, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(gpu_verdict.os, "cpu_count", lambda: 4)
+    assert gpu_verdict.findings(SimpleNamespace(is_gpu=True), quick=False) is None
+    assert "--gate-share 0/2 has not ended after 0.2 s" in capsys.readouterr().err
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
+
+
+def test_idle_time_is_measured_while_all_decode(bench_modules, monkeypatch):
+    """Prompts start one a step here, as long ones do: the first to start must not be over before the last step."""
+    import gpu_engine
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    num_seqs, num_steps = 30, 4
+
+    class Engine:
+        """Counts down the tokens of its sequences."""
+
+        shape, _steps = SimpleNamespace(vocab_size=9), SimpleNamespace(ahead=None)
+
+        def __init__(self):
+            self.waiting, self.running, self.sizes = [], {}, []
+
+        def add(self, request):
+            self.waiting.append(request)
+
+        def step(self):
+            if self.waiting:
+                request = self.waiting.pop(0)
+                self.running[request.id] = request.params["max_tokens"]
+            results = [SimpleNamespace(id=i) for i in self.running]
+            self.running = {i: left - 1 for i, left in self.running.items() if left > 1}
+            self.sizes.append(len(results))
+            return SimpleNamespace(results=results)
+
+        def abort(self, ids):
+            self.running = {}
+
+        has_work = property(lambda self: bool(self.running))
+
+    engine = Engine()
+    gpu_engine.idle_per_step(engine, num_seqs, 5, num_steps, ahead=True)
+    assert engine.sizes[-2 * num_steps :] == [num_seqs] * 2 * num_steps
 
 
 def test_nothing_starts_when_time_is_over(bench, capsys):
