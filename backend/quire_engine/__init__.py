@@ -10,11 +10,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire_engine.llm import LLM
     from quire_engine.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
+    from quire_engine.prompt import TextPrompt, TokensPrompt
     from quire_spec.sampling import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "LoRARequest", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "LoRARequest",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
 
-_MODULES = {"LLM": "quire_engine.llm", "SamplingParams": "quire_spec.sampling"}
+_MODULES = {
+    "LLM": "quire_engine.llm",
+    "SamplingParams": "quire_spec.sampling",
+    "TextPrompt": "quire_engine.prompt",
+    "TokensPrompt": "quire_engine.prompt",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,9 +5,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from operator import index
-from typing import Any, Self, cast
+from typing import Any, NotRequired, Self, TypedDict, cast
 
 from quire_spec.errors import InvalidArgument
+
+
+class TextPrompt(TypedDict):
+    """A prompt that is text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is token ids; its text, if it is told, comes back with the output."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, {"prompt": text}, {"prompt_token_ids": ids}, or token ids; the objects may have a cache_salt."""

@@ -6,6 +6,7 @@ here is refused, so that a misspelt or unsupported parameter never changes nothi
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -145,6 +146,10 @@ class SamplingParams:
     def num_sequences(self) -> int:
         """Outputs that are made."""
         return self.n if self.best_of is None else self.best_of
+
+    def clone(self) -> Self:
+        """A copy, to be changed without this one."""
+        return deepcopy(self)
 
     def of_output(self, index: int) -> Self:
         """The parameters of one of the outputs, which is a request of its own to the engine core."""

@@ -17,7 +17,7 @@ from support.tiny import VOCAB, load_adapted_oracle, load_oracle, make_adapter, 
 from support.tokenizer import byte_level, save
 
 import quire_engine
-from quire_engine import LLM, LoRARequest, SamplingParams
+from quire_engine import LLM, LoRARequest, SamplingParams, TextPrompt, TokensPrompt
 from quire_engine.llm import Engine
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
 
@@ -73,6 +73,14 @@ def test_names_are_imported_on_first_use() -> None:
     assert all(getattr(quire_engine, name) for name in quire_engine.__all__)
     with pytest.raises(AttributeError, match="no attribute 'LLN'"):
         _ = quire_engine.LLN
+
+
+def test_prompts_have_the_types_that_vllms_scripts_name(world: World) -> None:
+    token_ids = world.llm.tokenizer.encode(TEXTS[0])
+    prompts = [TextPrompt(prompt=TEXTS[0]), TokensPrompt(prompt_token_ids=token_ids, prompt=TEXTS[0])]
+    one, other = world.llm.generate(prompts, GREEDY)
+    assert one.outputs[0].token_ids == other.outputs[0].token_ids == world.expected(token_ids)
+    assert (one.prompt, other.prompt_token_ids) == (TEXTS[0], token_ids)
 
 
 def test_a_batch_equals_transformers_in_the_order_of_the_prompts(world: World) -> None:

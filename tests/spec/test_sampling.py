@@ -59,6 +59,15 @@ VLLM_DEFAULTS = {
 """Of vllm.SamplingParams, release 0.32."""
 
 
+def test_a_clone_shares_nothing():
+    params = SamplingParams(stop=["a"], logit_bias={3: 1.0}, max_tokens=7)
+    other = params.clone()
+    assert other == params
+    other.max_tokens = 8
+    other.stop = ["b"]
+    assert (params.max_tokens, params.stop) == (7, SamplingParams(stop=["a"]).stop)
+
+
 def test_defaults_are_vllms():
     ours_alone = {"best_of": None, "truncate_prompt_tokens": None}
     assert dataclasses.asdict(SamplingParams()) == VLLM_DEFAULTS | ours_alone
