@@ -122,6 +122,13 @@ def test_entry_points_exist(dockerfile):
             assert program in PROJECT["project"]["scripts"]
 
 
+def test_the_gpu_image_has_what_the_kernel_language_builds_with():
+    """triton/runtime/build.py: without a compiler no kernel can be launched, and no pod starts."""
+    installed = " ".join(said(stages("backend/Dockerfile")["gpu"], "RUN")).split()
+    assert {"gcc", "libc6-dev", "libpython3-dev"} <= set(installed)
+    assert "purge" not in installed
+
+
 def test_extras_exist(dockerfile):
     text = " ".join(run for stage in dockerfile.values() for run in said(stage, "RUN"))
     extras = {extra for group in re.findall(r"\.whl\)\[([\w,]+)\]", text) for extra in group.split(",")}
