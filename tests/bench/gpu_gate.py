@@ -20,8 +20,11 @@ from quire_kernels import Op
 
 ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """Largest ||found - expected|| / ||expected||: a few roundings of the type."""
-MAX_OTHER_CHOICES = 0.02
-"""Of drawn tokens: draws within rounding of the border between two tokens may take either."""
+MAX_OTHER_CHOICES = 0.05
+"""Of drawn tokens: draws within rounding of the border between two tokens may take either. Running sums of 128,256
+weights are off by some 1e-7 of the total, which is as much as most tokens weigh. Where all tokens are kept, one draw in
+a hundred differs for it, two at temperature 2: 2 or 3 of the 256 rows, and twice that by chance. A sum that is wrong
+changes most of them."""
 
 
 @dataclass(frozen=True, slots=True)
