@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from support import sass
 from support.spans import make_batch
 
 import quire_kernels as ops
@@ -47,12 +48,12 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> 
     kernel = _run(self, *args, grid=grid, warmup=True, **options)
     if any(known["hash"] == kernel.hash for known in found):
         return
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    matrix = "wgmma" in kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [str(tool), "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        code = _tool("nvdisasm", "-c", file.name) if matrix else ""
     found.append(
         {
             "name": kernel.metadata.name,
@@ -60,10 +61,18 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> 
             "shared": kernel.metadata.shared,
             "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
             "stack": int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
-            "matrix": "wgmma" in kernel.asm["ptx"],
+            "matrix": matrix,
+            "from_registers": sum(bool(each.left) for each in sass.parse(code)[0]),
+            "overwritten": sass.overwritten(code),
             "wide_copies": kernel.asm["ptx"].count("cp.async.cg.shared.global [ %"),
         }
     )
+
+
+def _tool(name: str, *args: str) -> str:
+    """What one of the compiler's tools prints."""
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    return subprocess.run([str(path), *args], capture_output=True, text=True, check=True).stdout
 
 
 def _call_all() -> None:
@@ -73,10 +82,18 @@ def _call_all() -> None:
         queries, cache, batch = make_batch(spans, heads=(32, 8), head_dim=128, dtype=BF16)
         own(ops.paged_attention)(queries, cache, batch, 0.1)
         if len(spans) == 3:
-            own(ops.paged_attention)(queries, cache.to(torch.float8_e4m3fn), batch, 0.1)
+            for eight in _eight_bits(cache):
+                own(ops.paged_attention)(queries, eight, batch, 0.1)
     for num in (5, 1, 16):
         _call_small(own, cache, num)
     _call_lora(own)
+
+
+def _eight_bits(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Such a cache of eight bits, and one whose values begin past 2^31 elements, of which nothing is touched."""
+    num_blocks = (1 << 31) // cache[0, 0].numel() + 1
+    shape = (2, num_blocks, *cache.shape[2:])
+    return cache.to(torch.float8_e4m3fn), torch.empty(shape, dtype=torch.float8_e4m3fn)
 
 
 def _call_small(own: Any, cache: torch.Tensor, num: int) -> None:
@@ -86,8 +103,9 @@ def _call_small(own: Any, cache: torch.Tensor, num: int) -> None:
     own(ops.add_rms_norm)(x, x.clone(), weight, 1e-5)
     own(ops.silu_mul)(x)
     qkv, angles = torch.randn(num, 48, 128, dtype=BF16), torch.randn(num, 128, dtype=BF16)
-    own(ops.rotate_and_write)(qkv, angles, angles, cache, torch.arange(num), 32)
-    own(ops.write_kv)(qkv[:, 32:40], qkv[:, 40:], cache, torch.arange(num))
+    for each in (cache, *_eight_bits(cache)):
+        own(ops.rotate_and_write)(qkv, angles, angles, each, torch.arange(num), 32)
+        own(ops.write_kv)(qkv[:, 32:40], qkv[:, 40:], each, torch.arange(num))
     logits, numbers, floats = torch.randn(num, 128256, dtype=BF16), torch.arange(num), torch.ones(num)
     own(ops.choose)(logits, floats, numbers, floats, floats, numbers, numbers)
     own(ops.most_likely)(logits)

@@ -234,6 +234,7 @@ def _share(total, WORKERS: tl.constexpr, MIN_SHARE: tl.constexpr):
     return tl.maximum((total + WORKERS - 1) // WORKERS, MIN_SHARE)
 
 
+# `kind_stride`: see kv_write.py.
 @triton.jit(do_not_specialize=["num_spans", "table_width"])
 def _attend(
     queries,
@@ -248,7 +249,7 @@ def _attend(
     num_spans,
     table_width,
     query_stride,
-    kind_stride,
+    kind_stride: tl.int64,
     scale,
     window,
     softcap,

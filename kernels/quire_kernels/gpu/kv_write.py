@@ -57,8 +57,10 @@ def stored(x, like):
     return x.to(like.dtype.element_ty)
 
 
+# `kind_stride` passes 2^31 in large caches. Were it an int32 in small ones, those would need another kernel, compiled
+# while the first request waits: the engine warms up on a cache of one block.
 @triton.jit
-def _write(keys, values, cache, addresses, key_stride, value_stride, kind_stride, width, BLOCK: tl.constexpr):
+def _write(keys, values, cache, addresses, key_stride, value_stride, kind_stride: tl.int64, width, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < width
@@ -79,7 +81,7 @@ def _rotate_write(
     cache,
     addresses,
     stride,
-    kind_stride,
+    kind_stride: tl.int64,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,

@@ -3,12 +3,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from support import sass
 
 SCRIPT = Path(__file__).parents[2] / "support/compiled.py"
 MAX_SHARED = 227 << 10
@@ -50,9 +52,43 @@ def test_deltas_are_multiplied_without_the_matrix_units_of_hopper(kernels):
 def test_a_step_of_another_size_finds_its_kernels_compiled(kernels):
     """Compiling takes a second, in which nobody gets a token: no number of tokens, spans or slots makes another one."""
     several = {name: num for name, num in Counter(k["name"] for k in kernels).items() if num > 1}
-    # Attention: decoding, the same of eight bits, prompts, both. Norms: alone and with the sum. Adapters: by the room
-    # that slots have for ranks, and of the embedding.
-    assert several == {"_attend": 4, "_rms_norm": 2, "_shrink": 2, "_expand": 4}
+    # Attention: decoding, the same of eight bits, prompts, both. Writes to the cache: of eight bits too. Norms: alone
+    # and with the sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more than 2^31
+    # elements adds none: the engine warms up on one of a block.
+    assert several == {"_attend": 4, "_rotate_write": 2, "_write": 2, "_rms_norm": 2, "_shrink": 2, "_expand": 4}
+
+
+LISTING = """
+.L_x_1:
+        /*0010*/                   HGMMA.64x16x16.F32.BF16 R24, R40, gdesc[UR4].tnspB, R24, gsb0 ;
+        /*0020*/                   LDS.64 {free}, [R2] ;
+        /*0030*/              @!P0 BRA `(.L_x_2) ;
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0050*/                   IMAD.WIDE R42, R3, 0x2, R4 ;
+        /*0060*/                   BRA `(.L_x_1) ;
+.L_x_2:
+        /*0070*/                   ISETP.GE.AND P0, PT, R41, R5, PT ;
+        /*0080*/                   IADD3 {later}, P1, R3, R4, RZ ;
+        /*0090*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("free", "later", "expected"),
+    [("R44", "R39", []), ("R38", "R43", ["IADD3"]), ("R39", "R0", ["LDS.64"]), ("R42", "R0", ["LDS.64"])],
+)
+def test_registers_that_are_still_read_are_found(free, later, expected):
+    """Of a product that is waited for on both sides of a branch, in R40 to R43."""
+    found = sass.overwritten(LISTING.format(free=free, later=later))
+    assert [re.split(r"\s+", text)[1] for text in found] == expected
+
+
+def test_nothing_overwrites_what_matrix_units_still_read(kernels):
+    """Attention's weights stay in registers, which are read after the product was issued; see support/sass.py."""
+    from_registers = [k for k in kernels if k["from_registers"]]
+    assert {k["name"] for k in from_registers} == {"_attend"}
+    assert not [k["overwritten"] for k in from_registers if k["overwritten"]]
 
 
 def test_long_spans_use_the_matrix_units_of_hopper(kernels):

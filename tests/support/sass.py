@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Hopper's machine code does to registers that its matrix units still read.
+
+A warp-group product (HGMMA) that takes its left factor from registers reads them after the instruction has been issued,
+until a wait (WARPGROUP.DEPBAR). ptxas before CUDA 13.3 gives such registers to others too early in some programs, whose
+results then change by chance: https://github.com/triton-lang/triton/issues/9433. Here the code is read as nvdisasm
+prints it (-c), along every branch.
+"""
+
+import re
+from dataclasses import dataclass
+
+_LINE = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:(@!?U?P\w+)\s+)?(\S+)\s*([^;]*);")
+_LABEL = re.compile(r"\s*(\.L_\w+):")
+_TARGET = re.compile(r"`\((\.L_\w+)\)")
+_REGISTER = re.compile(r"R(\d+)")
+_PREDICATE = re.compile(r"!?U?P[T\d]")
+_LEFT = 4
+"""Registers of a left factor: 64 rows of 32 bytes, in 128 threads."""
+_MOST_BATCHES = 8
+"""Those before are taken for one, so that a loop without a wait is followed to an end."""
+_WITHOUT_RESULT = re.compile(r"\w*SETP|\w*CHK|R2P|PLOP3|RET|CALL|BRA|BRX|JMP")
+
+Batch = frozenset[int]
+"""Registers that products which are waited for together read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a listing."""
+
+    text: str
+    guarded: bool
+    """Whether a predicate decides."""
+    name: str
+    operands: tuple[str, ...]
+
+    @property
+    def target(self) -> str | None:
+        """Of a branch: the label."""
+        found = _TARGET.search(self.operands[-1]) if self.name.startswith(("BRA", "JMP")) else None
+        return found[1] if found else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next one may come after it. A branch can have its condition among its operands."""
+        return self.guarded or len(self.operands) > 1 or self.name not in ("BRA", "JMP", "EXIT")
+
+    @property
+    def left(self) -> Batch:
+        """Registers that are read beyond the instruction."""
+        found = _REGISTER.match(self.operands[1]) if self.name.startswith("HGMMA") else None
+        return frozenset(range(int(found[1]), int(found[1]) + _LEFT)) if found else frozenset()
+
+    @property
+    def written(self) -> Batch:
+        """Registers of the result."""
+        if _WITHOUT_RESULT.match(self.name):
+            return frozenset()
+        result = next((operand for operand in self.operands if not _PREDICATE.match(operand)), "")
+        found = _REGISTER.match(result)
+        return frozenset(range(int(found[1]), int(found[1]) + self._width)) if found else frozenset()
+
+    @property
+    def _width(self) -> int:
+        parts = self.name.split(".")
+        if parts[0] == "HGMMA":
+            return int(parts[1].split("x")[1]) // 2
+        if parts[0] == "HMMA" or "128" in parts or parts[-1] == "4":
+            return 4
+        wide = {"64", "WIDE", "2"} & set(parts) or (parts[0] == "CS2R" and "32" not in parts)
+        return 2 if wide else 1
+
+
+def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:
+    """The instructions of a listing, and the one at which each label is."""
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif found := _LINE.match(line):
+            guard, name, rest = found.groups()
+            operands = tuple(operand.strip() for operand in rest.split(",") if operand.strip())
+            code.append(Instruction(found[0].strip(), guard is not None, name, operands))
+    return code, labels
+
+
+def overwritten(listing: str) -> list[str]:
+    """Instructions that write to registers which a product before them may still read."""
+    code, labels = parse(listing)
+    found: dict[int, str] = {}
+    reached: set[tuple[int, tuple[Batch, ...]]] = set()
+    ahead: list[tuple[int, tuple[Batch, ...]]] = [(0, (frozenset(),))]
+    while ahead:
+        at, batches = state = ahead.pop()
+        if at >= len(code) or state in reached:
+            continue
+        reached.add(state)
+        each = code[at]
+        if each.written & frozenset().union(*batches):
+            found[at] = each.text
+        if each.target is not None:
+            ahead.append((labels[each.target], batches))
+        if each.goes_on:
+            ahead.append((at + 1, _after(each, batches)))
+    return [found[at] for at in sorted(found)]
+
+
+def _after(each: Instruction, batches: tuple[Batch, ...]) -> tuple[Batch, ...]:
+    """Batches that are read after an instruction; the last one is not closed yet."""
+    *closed, last = batches
+    if each.name.startswith("HGMMA"):
+        last |= each.left
+        if any("gsb" in operand for operand in each.operands):
+            closed, last = [*closed, last], frozenset()
+        if len(closed) > _MOST_BATCHES:
+            closed = [closed[0] | closed[1], *closed[2:]]
+    elif each.name.startswith("WARPGROUP.DEPBAR"):
+        closed = closed[max(len(closed) - int(each.operands[-1], 16), 0) :]
+    return (*closed, last)
