@@ -114,6 +114,9 @@ class TorchRunner(Runner):
         if ranks is not None:
             ranks.connect(self._device)
         self._num_spare = 1 if graphs.are_wanted(self._device) else 0
+        # Steps run before there are any, to be measured.
+        self._graphs: DecodeGraphs | None = None
+        self._swapper: Swapper | None = None
         budget = self._measure(config, max_model_len)
         self.num_blocks = num_blocks(config, max_model_len, one_block, budget)
         if ranks is not None:
@@ -349,9 +352,12 @@ class TorchRunner(Runner):
         """Bytes in use, and on a GPU the peak of the largest step."""
         weights = self._model.num_bytes
         lora = 0 if self._slots is None else self._slots.num_bytes
-        if self._device.type == "cpu":
-            # Ranks take theirs of the same memory.
-            return Budget(available_memory() // config.tensor_parallel_size + weights + lora, weights, lora, 0)
+        if self._device.type != "cpu":
+            return self._measure_gpu(config, max_model_len, weights, lora)
+        # Ranks take theirs of the same memory.
+        return Budget(available_memory() // config.tensor_parallel_size + weights + lora, weights, lora, 0)
+
+    def _measure_gpu(self, config: EngineConfig, max_model_len: int, weights: int, lora: int) -> Budget:
         # On a cache of one block: graphs have the cache's address in them, so these are captured again on the real one,
         # in as much memory.
         tiny = KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device, self._num_spare)

@@ -12,6 +12,7 @@ import torch
 from support.random_adapter import random_adapter
 from support.tiny import VOCAB, make_checkpoint
 
+from quire_engine import graphs as of_decoding
 from quire_engine.engine import Engine
 from quire_engine.graphs import NUM_ADAPTED_PARTS, DecodeGraphs, ResidentTables, graph_sizes
 from quire_engine.kv import KVCache
@@ -210,6 +211,54 @@ def test_what_a_graph_reads_stays_allocated(folder):
     # Then at once, so that its memory is not counted twice: nothing waits for a collection.
     graphs.close()
     assert all(step() is None for step in recorded)
+
+
+class _Recorder(_Replays):
+    """A recorder of a GPU, as DecodeGraphs makes it: it runs each step before, here on the CPU."""
+
+    def __init__(self, device):
+        super().__init__()
+
+    def __call__(self, step):
+        step()
+        return super().__call__(step)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_an_engine_starts_as_on_a_gpu(folder, monkeypatch, adapters):
+    """All of it but the capture and the questions to the device: what is measured runs before there is a cache."""
+    mib = 1 << 20
+    answers = {"max_memory_allocated": 300 * mib, "memory_reserved": 200 * mib, "mem_get_info": (700 * mib, 1000 * mib)}
+    for name, answer in (answers | {"empty_cache": None, "reset_peak_memory_stats": None}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(of_decoding, "are_wanted", lambda device: True)
+    monkeypatch.setattr(of_decoding, "GraphRecorder", _Recorder)
+    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
+    found = []
+
+    def measure(runner, config, max_model_len):
+        lora = 0 if runner._slots is None else runner._slots.num_bytes
+        found.append(runner._measure_gpu(config, max_model_len, runner._model.num_bytes, lora))
+        return found[0]
+
+    monkeypatch.setattr(TorchRunner, "_measure", measure)
+    config = dataclasses.replace(CONFIG, model=str(folder), swap_space=1e-3, async_scheduling=True)
+    if adapters:
+        config = dataclasses.replace(config, enable_lora=True, max_loras=2, max_lora_rank=8)
+    engine = Engine.from_config(config)
+    [budget] = found
+    assert budget.total == 900 * mib
+    # Of 300 that are taken of the card, 200 are this process's; at the peak it has 300.
+    assert budget.weights + budget.lora + budget.activations == 400 * mib
+    assert budget.left == 500 * mib
+    assert (budget.lora > 0) == adapters
+    engine.add(Generate(0, [1, 2, 3], {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}))
+    tokens = []
+    while engine.has_work:
+        for result in engine.step().results:
+            assert result.error_code is None, result.error
+            tokens += result.token_ids
+    assert len(tokens) == 5
 
 
 def test_a_form_that_wants_spans_in_groups_is_refused(folder, monkeypatch):
