@@ -200,7 +200,7 @@ def tune_rows(card: Card, limits: Limits, shape: Shape) -> Iterator[Row]:
         yield from _tuned(card, limits, what, tiles, per_sm, call, num_bytes, 0.0)
     spans = [(0, 8192)] if card.is_gpu else [(0, 40)]
     call, long_bytes, flops = _span_call(card, shape, spans)
-    longs = [(r, k, w, s) for r in (64, 128) for k in (32, 64, 128) for w in (4, 8) for s in (2, 3, 4)]
+    longs = [(r, k, w, s) for r in (64, 128) for k in (32, 64, 128) for w in (4, 8) for s in (3, 5, 7)]
     for rows, keys, warps, stages in longs if card.is_gpu else longs[:1]:
         tiles = replace(base, long_rows=rows, long_keys=keys, warps=warps, stages=stages, max_registers=None)
         what = f"tune prefill: rows {rows}, keys {keys}, warps {warps}, stages {stages}"

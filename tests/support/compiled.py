@@ -65,6 +65,8 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> 
             "from_registers": sum(bool(each.left) for each in sass.parse(code)[0]),
             "overwritten": sass.overwritten(code),
             "wide_copies": kernel.asm["ptx"].count("cp.async.cg.shared.global [ %"),
+            # Copies that a wait leaves on their way.
+            "in_flight": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.asm["ptx"])), default=0),
         }
     )
 

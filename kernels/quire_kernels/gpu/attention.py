@@ -48,8 +48,10 @@ class Tiles:
     long_keys: int
     warps: int
     stages: int
-    """Of the compiler's pipeline. Addresses come out of the block table, which takes a stage of its own: 3 hold one
-    tile of keys in shared memory for short spans, 5 hold two (compiled for sm_90)."""
+    """Of the compiler's pipeline: odd, since addresses come out of the block table, which takes as many as keys and
+    values. With 3 a tile is asked for at the end of a round and awaited at the start of the next one, with 5 it has a
+    round's time, 4 are as 3. Shared memory holds one or two tiles for short spans, one more for long ones, since wgmma
+    still reads it (compiled for sm_90)."""
     max_registers: int | None = None
     """Of a thread; None: as many as the compiler likes."""
 
@@ -141,9 +143,9 @@ def choose_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
         # What lets WORKERS_PER_SM of 128 threads share 65,536 registers; Triton 3.9 would take 177, and spills nothing
         # with fewer.
         return Tiles(short, rows, short, warps=4, stages=5, max_registers=None if wide or heavy else 168)
-    return Tiles(
-        short, rows, 32 if wide or heavy else 64, warps=8 if rows > 64 else 4, stages=2 if heavy or wide else 3
-    )
+    # Registers leave room for one program of 8 warps on a multiprocessor, so that it must hide the memory's latency by
+    # itself. Two of 4 warps hide it for each other, and would not fit with more stages; in float32 nothing would.
+    return Tiles(short, rows, short, warps=8 if rows > 64 else 4, stages=2 if heavy else 3 if wide else 5)
 
 
 @functools.cache

@@ -91,6 +91,11 @@ def test_nothing_overwrites_what_matrix_units_still_read(kernels):
     assert not [k["overwritten"] for k in from_registers if k["overwritten"]]
 
 
+def test_the_next_tile_of_keys_is_on_its_way_while_one_is_multiplied(kernels):
+    """Nothing else hides the memory's latency from prompts: a program has a multiprocessor to itself."""
+    assert all(k["in_flight"] > 0 for k in kernels if k["name"] == "_attend")
+
+
 def test_long_spans_use_the_matrix_units_of_hopper(kernels):
     decode, decode_of_eight_bits, prefill, mixed = (k for k in kernels if k["name"] == "_attend")
     assert prefill["matrix"]
