@@ -78,6 +78,11 @@ def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype
     return torch.float8_e4m3fn
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes of the device that are free now; of host memory, what this process could take."""
+    return available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
 def available_memory() -> int:
     """Bytes of host memory that this process could take now: the machine's, or less if its control group has less."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

@@ -58,6 +58,31 @@ def num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, budge
     return blocks
 
 
+def check_room(config: EngineConfig, weights: int, lora: int, free: int) -> None:
+    """Refuse a model that cannot be held, before it is loaded; all in bytes.
+
+    Raises:
+        ConfigError: weights and adapter slots do not fit into what is free; the message has the bytes and the settings.
+    """
+    if weights + lora <= free:
+        return
+    where = "raise tensor_parallel_size, take a GPU with more memory" if config.device == "cuda" else "free memory"
+    raise ConfigError(
+        f"model: {config.model!r} does not fit into the memory that is free; {where}, or choose a smaller model"
+        f"{', or lower max_loras or max_lora_rank' if lora else ''}\n"
+        f"{_table([('weights', weights), *_slots(config, lora), ('free', free)])}"
+    )
+
+
+def step_refusal(config: EngineConfig, weights: int, lora: int, total: int) -> ConfigError:
+    """Why an engine does not start for which the largest step has no memory; all in bytes."""
+    return ConfigError(
+        f"max_num_batched_tokens: a step of {config.max_num_batched_tokens} tokens of {config.max_num_seqs} sequences "
+        "does not fit beside the weights; lower it, max_num_seqs or max_loras, or raise tensor_parallel_size\n"
+        f"{_table([('weights', weights), *_slots(config, lora), ('device', total)])}"
+    )
+
+
 @contextmanager
 def allocating(name: str) -> Iterator[None]:
     """Say which setting asked for memory that the system does not give.
@@ -72,17 +97,17 @@ def allocating(name: str) -> Iterator[None]:
 
 
 def _refusal(config: EngineConfig, max_model_len: int, needed: int, kv_bytes: int, budget: Budget) -> str:
-    rows = [
-        ("one sequence of max_model_len", needed),
-        ("KV cache", kv_bytes),
-        ("weights", budget.weights),
-        (f"adapter slots ({config.max_loras} of rank {config.max_lora_rank})", budget.lora),
-        ("activations and other use", budget.activations),
-        *((("captured steps", budget.graphs),) if budget.graphs else ()),
-        ("device", budget.total),
-    ]
-    width = max(len(name) for name, _ in rows)
-    table = "\n".join(f"  {name:<{width}}  {size:>16,} bytes  {size / GIB:8.2f} GiB" for name, size in rows)
+    table = _table(
+        [
+            ("one sequence of max_model_len", needed),
+            ("KV cache", kv_bytes),
+            ("weights", budget.weights),
+            *_slots(config, budget.lora),
+            ("activations and other use", budget.activations),
+            *((("captured steps", budget.graphs),) if budget.graphs else ()),
+            ("device", budget.total),
+        ]
+    )
     if config.kv_cache_memory_bytes is not None:
         fix = f"raise kv_cache_memory_bytes to {needed} or more"
     elif config.device == "cpu":
@@ -93,3 +118,12 @@ def _refusal(config: EngineConfig, max_model_len: int, needed: int, kv_bytes: in
         f"max_model_len: a sequence of {max_model_len} tokens does not fit into the KV cache; lower max_model_len, or "
         f"{fix}\n{table}"
     )
+
+
+def _slots(config: EngineConfig, lora: int) -> list[tuple[str, int]]:
+    return [(f"adapter slots ({config.max_loras} of rank {config.max_lora_rank})", lora)] if lora else []
+
+
+def _table(rows: list[tuple[str, int]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {size:>16,} bytes  {size / GIB:8.2f} GiB" for name, size in rows)

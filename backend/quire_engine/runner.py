@@ -20,6 +20,7 @@ from quire_engine import graphs
 from quire_engine.batch import Batch, build_batch
 from quire_engine.device import (
     available_memory,
+    free_memory,
     give_back_memory,
     open_device,
     resolve_cache_dtype,
@@ -33,7 +34,7 @@ from quire_engine.kv import KVCache, block_bytes
 from quire_engine.layers import Placement
 from quire_engine.logprobs import Scores, logprobs_of
 from quire_engine.lora import AdapterSlots
-from quire_engine.memory import Budget, allocating, num_blocks
+from quire_engine.memory import Budget, allocating, check_room, num_blocks, step_refusal
 from quire_engine.models import model_class
 from quire_engine.models.causal import CausalLM
 from quire_engine.peft import OUTSIDE, HostAdapter, read_adapter
@@ -50,6 +51,7 @@ from quire_kernels import LoraSlots, PackedAdapter, Site, on_device
 from quire_spec.config import EngineConfig
 from quire_spec.sampling import SamplingParams
 from quire_spec.shape import ModelShape
+from quire_spec.sizing import lora_slot_bytes, weights_bytes
 from quire_spec.status import MemoryPlan
 
 _SCORED_BYTES = 64 << 20
@@ -102,6 +104,7 @@ class TorchRunner(Runner):
         self._read = partial(read, shard=shard, checkpoint=folder)
         if ranks is not None:
             shape = ranks.shard.local
+        self._check_room(config, shape)
         self._model = model_class(shape.architecture)(shape, Placement(self._dtype, self._device, ranks))
         load_weights(folder, self._model.tensors(), tied=shape.tie_word_embeddings, progress=progress)
         self._slots = _make_slots(self._model, config, self._dtype, self._device) if config.enable_lora else None
@@ -353,9 +356,22 @@ class TorchRunner(Runner):
         weights = self._model.num_bytes
         lora = 0 if self._slots is None else self._slots.num_bytes
         if self._device.type != "cpu":
-            return self._measure_gpu(config, max_model_len, weights, lora)
+            try:
+                return self._measure_gpu(config, max_model_len, weights, lora)
+            except torch.OutOfMemoryError as error:
+                total = torch.cuda.mem_get_info(self._device)[1]
+                raise step_refusal(config, weights, lora, total) from error
         # Ranks take theirs of the same memory.
         return Budget(available_memory() // config.tensor_parallel_size + weights + lora, weights, lora, 0)
+
+    def _check_room(self, config: EngineConfig, shape: ModelShape) -> None:
+        """Before anything is loaded: a refusal that tells the bytes is better than what a device says."""
+        size = self._dtype.itemsize
+        lora = config.max_loras * lora_slot_bytes(shape, config.max_lora_rank, size) if config.enable_lora else 0
+        free = free_memory(self._device)
+        if self._device.type == "cpu":
+            free //= config.tensor_parallel_size
+        check_room(config, weights_bytes(shape, size), lora, free)
 
     def _measure_gpu(self, config: EngineConfig, max_model_len: int, weights: int, lora: int) -> Budget:
         # On a cache of one block: graphs have the cache's address in them, so these are captured again on the real one,

@@ -22,7 +22,7 @@ from quire_kernels.lora import (
 )
 from quire_kernels.lora_slots import LinearSlots, LoraSlots, PackedAdapter, Site
 from quire_kernels.norm import add_rms_norm, norm_heads, rms_norm
-from quire_kernels.prepare import SequenceState, StepInputs, advance, prepare_inputs
+from quire_kernels.prepare import SequenceState, StepInputs, prepare_inputs
 from quire_kernels.rope import apply_rope, rotate_and_write
 from quire_kernels.routing import Routing, route
 from quire_kernels.sampling import choose, draw, keep_likely, most_likely, penalize, uniform
@@ -51,7 +51,6 @@ __all__ = [
     "add_lora",
     "add_lora_rows",
     "add_rms_norm",
-    "advance",
     "apply_rope",
     "choose",
     "compiled",

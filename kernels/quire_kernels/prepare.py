@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's inputs from the state of sequences that stays on the device: nothing of the last step comes from the host.
+"""A step's inputs from the state of sequences that stays on the device: of where their blocks are, the host sends what
+is new.
 
-A sequence has a row of the state for as long as it runs. The host says which rows run, and sends a token only where the
-device has not chosen it itself.
+A sequence has a row of the state for as long as it runs. The host says which rows run.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,6 @@ from quire_kernels.dispatch import Op
 class SequenceState:
     """What the device keeps of running sequences."""
 
-    tokens: Tensor
-    """[num_rows] int64: the token that was chosen last, not computed yet."""
     lengths: Tensor
     """[num_rows] int32: tokens that are computed, and so in the cache."""
     tables: Tensor
@@ -29,7 +27,6 @@ class SequenceState:
     def empty(cls, num_rows: int, max_blocks: int, device: torch.device) -> Self:
         """A state of no sequence."""
         return cls(
-            torch.zeros(num_rows, dtype=torch.int64, device=device),
             torch.zeros(num_rows, dtype=torch.int32, device=device),
             torch.zeros(num_rows, max_blocks, dtype=torch.int64, device=device),
         )
@@ -65,14 +62,14 @@ class StepInputs:
 
 @Op
 def prepare_inputs(
-    rows: Tensor, query_starts: Tensor, fresh: Tensor, state: SequenceState, block_size: int, out: StepInputs
+    rows: Tensor, query_starts: Tensor, token_ids: Tensor, state: SequenceState, block_size: int, out: StepInputs
 ) -> None:
     """Fill `out` for spans of sequences.
 
     Args:
         rows: [num_spans] int64, each span's row of the state.
         query_starts: [num_spans + 1] int32: span i has tokens [query_starts[i], query_starts[i + 1]), at least one.
-        fresh: [num_tokens] int64, tokens that the host knows; -1: the one that the device chose last for the sequence.
+        token_ids: [num_tokens] int64.
         state: of all sequences; a span begins after its sequence's computed tokens.
         block_size: tokens of a block.
         out: written to; its sizes are those of the step.
@@ -81,9 +78,9 @@ def prepare_inputs(
     lengths = starts.diff()
     spans = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), lengths)
     row = rows[spans]
-    positions = state.lengths[row].long() + torch.arange(len(fresh), device=rows.device) - starts[spans]
+    positions = state.lengths[row].long() + torch.arange(len(token_ids), device=rows.device) - starts[spans]
     out.positions.copy_(positions)
-    out.token_ids.copy_(torch.where(fresh >= 0, fresh, state.tokens[row]))
+    out.token_ids.copy_(token_ids)
     out.addresses.copy_(state.tables[row, positions // block_size] * block_size + positions % block_size)
     out.context_lengths.copy_(state.lengths[rows] + lengths)
     width = out.block_tables.shape[1]
@@ -92,19 +89,3 @@ def prepare_inputs(
 
 
 prepare_inputs.form_in("cuda", "own", "quire_kernels.gpu.prepare")
-
-
-@Op
-def advance(rows: Tensor, query_starts: Tensor, chosen: Tensor, state: SequenceState) -> None:
-    """Take note of a step's outcome, for the next one.
-
-    Args:
-        rows, query_starts: as `prepare_inputs` took them.
-        chosen: [num_spans] int64, the token that each span chose; -1: none.
-        state: written to.
-    """
-    state.lengths[rows] += query_starts.diff()
-    state.tokens[rows] = torch.where(chosen >= 0, chosen, state.tokens[rows])
-
-
-advance.form_in("cuda", "own", "quire_kernels.gpu.prepare")

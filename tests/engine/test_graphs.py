@@ -283,3 +283,19 @@ def test_steps_of_more_than_a_token_are_left_to_others(folder):
     assert not graphs.takes([dataclasses.replace(one, slot=0)])
     graphs._num_slots = 2
     assert graphs.takes([one, dataclasses.replace(one, slot=0)])
+
+
+def test_a_largest_step_without_room_is_refused_with_its_bytes(folder, monkeypatch):
+    def run(runner, config, max_model_len):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def measure(runner, config, max_model_len):
+        runner._device = torch.device("cuda")
+        return measured(runner, config, max_model_len)
+
+    measured = TorchRunner._measure
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (700 << 20, 1000 << 20))
+    monkeypatch.setattr(TorchRunner, "_measure_gpu", lambda runner, config, most, *_: run(runner, config, most))
+    monkeypatch.setattr(TorchRunner, "_measure", measure)
+    with pytest.raises(ConfigError, match=r"(?s)^max_num_batched_tokens: a step of .* weights .*1,048,576,000 bytes"):
+        Engine.from_config(dataclasses.replace(CONFIG, model=str(folder)))

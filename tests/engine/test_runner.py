@@ -299,6 +299,21 @@ def test_the_largest_steps_take_the_whole_budget(engine_runner):
     assert seen == [(64, 64, 8, {0, 1}), (64, 64, 127, {0})]
 
 
+@pytest.mark.parametrize(("loras", "more"), [(0, ""), (4, ", or lower max_loras or max_lora_rank")])
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(folder, shape, monkeypatch, loras, more):
+    monkeypatch.setattr("quire_engine.device.available_memory", lambda: 100_000)
+    monkeypatch.setattr("quire_engine.runner.load_weights", None)
+    config = dataclasses.replace(CONFIG, enable_lora=loras > 0, max_loras=loras or 1, dtype="float32")
+    with pytest.raises(ConfigError) as refused:
+        TorchRunner(config, shape, folder)
+    first, *table = str(refused.value).splitlines()
+    fix = f"free memory, or choose a smaller model{more}"
+    assert first == f"model: {config.model!r} does not fit into the memory that is free; {fix}"
+    of_slots = ["adapter slots (4 of rank 8)"] * (loras > 0)
+    assert [line.split("  ")[1] for line in table] == ["weights", *of_slots, "free"]
+    assert table[-1].split()[1:] == ["100,000", "bytes", "0.00", "GiB"]
+
+
 def test_before_requests_come_a_prompt_ran_beside_a_decoding_sequence(engine_runner, monkeypatch):
     """In every way of choosing; the kernels that they need are compiled then."""
     seen, forward, sample = [], engine_runner._forward, engine_runner._sampler

@@ -119,7 +119,6 @@ def _call_small(own: Any, cache: torch.Tensor, num: int) -> None:
     ))  # fmt: skip
     starts = torch.arange(num + 1, dtype=torch.int32)
     own(ops.prepare_inputs)(numbers, starts, numbers, state, 16, out)
-    own(ops.advance)(numbers, starts, numbers, state)
 
 
 def _call_lora(own: Any) -> None:

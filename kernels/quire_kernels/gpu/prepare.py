@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's inputs from the state of sequences on the device; one launch before the step and one after it."""
+"""A step's inputs from the state of sequences on the device; one launch before the step."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from quire_kernels.prepare import SequenceState, StepInputs
 
 
 def prepare_inputs(
-    rows: Tensor, query_starts: Tensor, fresh: Tensor, state: SequenceState, block_size: int, out: StepInputs
+    rows: Tensor, query_starts: Tensor, token_ids: Tensor, state: SequenceState, block_size: int, out: StepInputs
 ) -> None:
     """See prepare.prepare_inputs.
 
@@ -21,8 +21,7 @@ def prepare_inputs(
     _prepare[(len(rows),)](
         rows,
         query_starts,
-        fresh,
-        state.tokens,
+        token_ids,
         state.lengths,
         state.tables,
         out.token_ids,
@@ -39,20 +38,11 @@ def prepare_inputs(
     )
 
 
-def advance(rows: Tensor, query_starts: Tensor, chosen: Tensor, state: SequenceState) -> None:
-    """See prepare.advance. Moves about 50 bytes a span."""
-    num_spans = len(rows)
-    _advance[(triton.cdiv(num_spans, 128),)](
-        rows, query_starts, chosen, state.tokens, state.lengths, num_spans, BLOCK=128, num_warps=4
-    )
-
-
 @triton.jit
 def _prepare(
     rows,
     query_starts,
-    fresh,
-    tokens,
+    given,
     lengths,
     tables,
     token_ids,
@@ -71,14 +61,12 @@ def _prepare(
     start = tl.load(query_starts + span)
     length = tl.load(query_starts + span + 1) - start
     computed = tl.load(lengths + row)
-    last = tl.load(tokens + row)
     table = tables + row * table_stride
     tl.store(context_lengths + span, computed + length)
     for first in range(0, length, BLOCK):
         within = first + tl.arange(0, BLOCK)
         there = within < length
-        token = tl.load(fresh + start + within, mask=there, other=0)
-        tl.store(token_ids + start + within, tl.where(token >= 0, token, last), mask=there)
+        tl.store(token_ids + start + within, tl.load(given + start + within, mask=there, other=0), mask=there)
         position = (computed + within).to(tl.int64)
         tl.store(positions + start + within, position, mask=there)
         block = tl.load(table + position // BLOCK_SIZE, mask=there, other=0)
@@ -90,15 +78,3 @@ def _prepare(
         block = tl.load(table + column, mask=column < tl.minimum(num_blocks, width), other=0)
         block = tl.where(column < num_blocks, block, first_block)
         tl.store(block_tables + span * out_stride + column, block, mask=column < width)
-
-
-@triton.jit(do_not_specialize=["num_spans"])
-def _advance(rows, query_starts, chosen, tokens, lengths, num_spans, BLOCK: tl.constexpr):
-    spans = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = spans < num_spans
-    row = tl.load(rows + spans, mask=there, other=0)
-    start = tl.load(query_starts + spans, mask=there, other=0)
-    end = tl.load(query_starts + spans + 1, mask=there, other=0)
-    tl.store(lengths + row, tl.load(lengths + row, mask=there, other=0) + end - start, mask=there)
-    token = tl.load(chosen + spans, mask=there, other=-1)
-    tl.store(tokens + row, token, mask=there & (token >= 0))
