@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quire_engine.peft import HostAdapter
-from quire_kernels import LoraSlots, PackedAdapter
+from quire_engine.models.causal import CausalLM
+from quire_engine.peft import OUTSIDE, HostAdapter
+from quire_kernels import LoraSlots, PackedAdapter, Site
+from quire_spec.config import EngineConfig
 
 Place = tuple[int, str]
 """A module that adapters change, by its layer and its name there."""
@@ -65,3 +67,20 @@ class AdapterSlots:
             self._stream.wait_event(before)
             self._slots.write(slot, adapter)
         self._stream.synchronize()
+
+
+def make_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> AdapterSlots:
+    """Slots for every module of a model that adapters change; the modules know them from then on."""
+    found = list(model.linears())
+    sites = [Site(linear.in_features, tuple(linear.slices.values())) for _, linear in found]
+    places = [[(layer, name) for name in linear.slices] for layer, linear in found]
+    tokens, size = model.embed_tokens.shape
+    # In the order in which a step computes them.
+    sites = [Site(tokens, (size,), looked_up=True), *sites, Site(size, (tokens,))]
+    places = [[(OUTSIDE, "embed_tokens")], *places, [(OUTSIDE, "lm_head")]]
+    slots = LoraSlots(sites, config.max_loras, config.max_lora_rank, torch.empty(0, dtype=dtype, device=device))
+    modules = list(slots.modules)
+    model.embedding_adapters, model.lm_head.adapters = modules.pop(0), modules.pop()
+    for (_, linear), module in zip(found, modules, strict=True):
+        linear.adapters = module
+    return AdapterSlots(places, slots, device)

@@ -6,7 +6,7 @@ from one thread.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -33,13 +33,13 @@ from quire_engine.handover import Handover
 from quire_engine.kv import KVCache, block_bytes
 from quire_engine.layers import Placement
 from quire_engine.logprobs import Scores, logprobs_of
-from quire_engine.lora import AdapterSlots
+from quire_engine.lora import make_slots
 from quire_engine.memory import Budget, allocating, check_room, num_blocks, step_refusal
 from quire_engine.models import model_class
-from quire_engine.models.causal import CausalLM
-from quire_engine.peft import OUTSIDE, HostAdapter, read_adapter
+from quire_engine.peft import HostAdapter, read_adapter
 from quire_engine.ranks import Ranks
-from quire_engine.request import BlockId, Logprob, Sequence, SlotId
+from quire_engine.rehearsal import largest_steps, mixed_steps, spare_span
+from quire_engine.request import Logprob
 from quire_engine.sampler import Row, Sampler
 from quire_engine.step import Runner, Sampled, SlotLoad, Span, StepPlan
 from quire_engine.swap import SwapSpace
@@ -47,9 +47,8 @@ from quire_engine.swapper import Swapper
 from quire_engine.trace import stretch
 from quire_engine.weights import load_weights
 from quire_engine.work import GraphWork, Work, order_spans, work_of
-from quire_kernels import LoraSlots, PackedAdapter, Site, on_device
+from quire_kernels import PackedAdapter, on_device
 from quire_spec.config import EngineConfig
-from quire_spec.sampling import SamplingParams
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import lora_slot_bytes, weights_bytes
 from quire_spec.status import MemoryPlan
@@ -58,17 +57,6 @@ _SCORED_BYTES = 64 << 20
 """float32 logits of prompt tokens at a time: enough rows for a matrix product, little beside the weights."""
 
 _CPU_MEASURED_TOKENS = 128
-
-_DUMMY_CHOICE = SamplingParams(temperature=1.0, top_p=0.9, prompt_logprobs=1)
-_OTHER_CHOICES = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=0.0, presence_penalty=1.0),
-    SamplingParams(temperature=1.0, presence_penalty=1.0),
-    SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0),
-)
-_MIXED_TOKENS = 64
-"""Of a prompt: more than attention computes like a decoding sequence's."""
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +95,7 @@ class TorchRunner(Runner):
         self._check_room(config, shape)
         self._model = model_class(shape.architecture)(shape, Placement(self._dtype, self._device, ranks))
         load_weights(folder, self._model.tensors(), tied=shape.tie_word_embeddings, progress=progress)
-        self._slots = _make_slots(self._model, config, self._dtype, self._device) if config.enable_lora else None
+        self._slots = make_slots(self._model, config, self._dtype, self._device) if config.enable_lora else None
         self._model.pack()
         if self._device.type == "cpu":
             give_back_memory()
@@ -376,7 +364,7 @@ class TorchRunner(Runner):
     def _measure_gpu(self, config: EngineConfig, max_model_len: int, weights: int, lora: int) -> Budget:
         # On a cache of one block: graphs have the cache's address in them, so these are captured again on the real one,
         # in as much memory.
-        tiny = KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device, self._num_spare)
+        tiny = self._one_block(config)
         trial = self._capture(tiny, config, max_model_len)
         graph_bytes = 0 if trial is None else trial.num_bytes
         if trial is not None:
@@ -384,8 +372,8 @@ class TorchRunner(Runner):
         del trial, tiny
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._run_largest_steps(config, max_model_len)
-        self._run_mixed_steps(config, max_model_len)
+        self._rehearse(config, largest_steps(config, max_model_len))
+        self._rehearse(config, mixed_steps(config, max_model_len))
         peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
@@ -399,9 +387,7 @@ class TorchRunner(Runner):
             return SwapSpace()
         most = config.max_num_batched_tokens if self._device.type == "cuda" else _CPU_MEASURED_TOKENS
         num_tokens = min(most, max(max_model_len - 1, 1))
-        kv = KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device)
-        span = _dummy_span(0, num_tokens, kv)
-
+        kv, span = self._one_block(config), spare_span(0, num_tokens, config.block_size)
         work = work_of([span], kv.block_size)
 
         def compute() -> int:
@@ -412,52 +398,11 @@ class TorchRunner(Runner):
         logger.info("swap space measured block_s=%.2e token_s=%.2e", space.block_s, space.token_s)
         return space
 
-    def _run_largest_steps(self, config: EngineConfig, max_model_len: int) -> None:
-        """A step of as many prompts as may be, all sampled, and one of a chunk at the end of the longest context; with
-        adapters, if there are slots for any, which are empty.
-
-        Their KV cache is one block that stands in for all: what is computed is of no interest.
-        """
-        kv = KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device)
-        room = max(max_model_len - 1, 1)
-        even, more = divmod(config.max_num_batched_tokens, config.max_num_seqs)
-        slots = [SlotId(i % config.max_loras) if self._slots is not None else None for i in range(config.max_num_seqs)]
-        many = [_dummy_span(0, min(even + (i < more), room), kv, slot) for i, slot in enumerate(slots)]
-        chunk = min(config.max_num_batched_tokens, room)
-        for spans in (many, [_dummy_span(room - chunk, chunk, kv, slots[0])]):
+    def _rehearse(self, config: EngineConfig, steps: Iterable[list[Span]]) -> None:
+        """Run steps of nobody's sequences."""
+        kv = self._one_block(config)
+        for spans in steps:
             self._run(work_of(spans, kv.block_size), spans, kv)
 
-    def _run_mixed_steps(self, config: EngineConfig, max_model_len: int) -> None:
-        """A prompt beside a decoding sequence, for each other way of choosing: a GPU's kernels are compiled before
-        anyone waits for them. What decodes alone is in graphs."""
-        kv = KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device)
-        room, slot = max(max_model_len - 1, 1), SlotId(0) if self._slots is not None else None
-        for params in _OTHER_CHOICES:
-            places = ((room - 1, 1), (0, min(room, _MIXED_TOKENS)))
-            spans = [_dummy_span(start, length, kv, slot, params) for start, length in places]
-            self._run(work_of(spans, kv.block_size), spans, kv)
-
-
-def _dummy_span(
-    start: int, length: int, kv: KVCache, slot: SlotId | None = None, params: SamplingParams = _DUMMY_CHOICE
-) -> Span:
-    """A span that samples, of a sequence whose blocks are all block 0."""
-    sequence = Sequence(0, [0] * (start + length), params, seed=0, max_output_tokens=1)
-    sequence.block_table = [BlockId(0)] * -(-(start + length) // kv.block_size)
-    return Span(sequence, start, length, slot)
-
-
-def _make_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> AdapterSlots:
-    found = list(model.linears())
-    sites = [Site(linear.in_features, tuple(linear.slices.values())) for _, linear in found]
-    places = [[(layer, name) for name in linear.slices] for layer, linear in found]
-    tokens, size = model.embed_tokens.shape
-    # In the order in which a step computes them.
-    sites = [Site(tokens, (size,), looked_up=True), *sites, Site(size, (tokens,))]
-    places = [[(OUTSIDE, "embed_tokens")], *places, [(OUTSIDE, "lm_head")]]
-    slots = LoraSlots(sites, config.max_loras, config.max_lora_rank, torch.empty(0, dtype=dtype, device=device))
-    modules = list(slots.modules)
-    model.embedding_adapters, model.lm_head.adapters = modules.pop(0), modules.pop()
-    for (_, linear), module in zip(found, modules, strict=True):
-        linear.adapters = module
-    return AdapterSlots(places, slots, device)
+    def _one_block(self, config: EngineConfig) -> KVCache:
+        return KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device, self._num_spare)

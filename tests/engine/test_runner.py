@@ -14,6 +14,7 @@ from quire_engine import device
 from quire_engine.device import available_memory, num_cores, resolve_cache_dtype, resolve_dtype, set_threads
 from quire_engine.memory import GIB, Budget, num_blocks
 from quire_engine.peft import WEIGHTS_FILE, read_adapter
+from quire_engine.rehearsal import largest_steps, mixed_steps
 from quire_engine.request import Sequence
 from quire_engine.runner import TorchRunner
 from quire_engine.step import SlotLoad, Span, StepPlan
@@ -294,7 +295,7 @@ def test_the_largest_steps_take_the_whole_budget(engine_runner):
             return model(batch, kv)
 
     engine_runner._model = Watch()
-    engine_runner._run_largest_steps(CONFIG, 128)
+    engine_runner._rehearse(CONFIG, largest_steps(CONFIG, 128))
     # Logits of all tokens: every span chooses one, and the rest are of prompts that ask how likely their tokens are.
     assert seen == [(64, 64, 8, {0, 1}), (64, 64, 127, {0})]
 
@@ -329,7 +330,7 @@ def test_before_requests_come_a_prompt_ran_beside_a_decoding_sequence(engine_run
 
     monkeypatch.setattr(engine_runner, "_forward", watch)
     monkeypatch.setattr(engine_runner, "_sampler", choose)
-    engine_runner._run_mixed_steps(CONFIG, 128)
+    engine_runner._rehearse(CONFIG, mixed_steps(CONFIG, 128))
     of_steps = ([126, 0], [1, 64], [0, 0])
     ways = [(True, False, False), (False, False, False), (True, False, True), (False, False, True), (False, True, True)]
     assert seen == [(*of_steps, *way) for way in ways]
