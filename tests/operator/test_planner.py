@@ -237,6 +237,11 @@ def test_refusals_name_field_value_and_fix():
         "needs 8.0; set it to float16, or use another GPU",
     )
     assert refused("8b", T4, "lora: {maxLoaded: 0}\nengine: {dtype: bfloat16}")[0] is Why.UNSUPPORTED_DTYPE
+    assert refused("8b", "NVIDIA-A100-SXM4-80GB", "lora: {maxLoaded: 0}\nengine: {kvCacheDtype: fp8}") == (
+        Why.UNSUPPORTED_DTYPE,
+        "spec.engine.kvCacheDtype: fp8: NVIDIA-A100-SXM4-80GB has compute capability 8.0 and fp8 needs 8.9; set it to "
+        "auto, or use another GPU",
+    )
 
 
 def test_a_context_longer_than_the_models_is_refused_before_the_engine_does():

@@ -64,8 +64,7 @@ def smallest(inputs: Inputs) -> Iterator[tuple[int, str]]:
 def _found_on(inputs: Inputs, product: str, count: int) -> Way | None:
     """The best way on `count` GPUs of a kind; None when none fits."""
     gpu = Gpu.of_product(product)
-    dtype = inputs.engine.dtype or inputs.model.dtype
-    if gpu is None or (dtype == "bfloat16" and gpu.compute is not None and gpu.compute < (8, 0)):
+    if gpu is None or limits.type_problem(inputs, gpu):
         return None
     engine = replace(inputs.engine, tensorParallelSize=count)
     other = replace(inputs, gpu=gpu, max_gpus=count, engine=engine)

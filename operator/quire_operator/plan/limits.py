@@ -3,6 +3,7 @@
 
 from quire_operator.plan import memory
 from quire_operator.plan.errors import Unplannable, Why
+from quire_operator.plan.gpu import Gpu
 from quire_operator.plan.inputs import Inputs
 from quire_operator.plan.memory import MIB
 from quire_operator.quantity import num_bytes
@@ -60,15 +61,27 @@ def why_not(inputs: Inputs, tp: int) -> str:
 def check_type(inputs: Inputs) -> None:
     """Raise Unplannable when the engine or the GPU cannot compute in the type that is asked for."""
     dtype = inputs.engine.dtype or inputs.model.dtype
-    whose = f"{dtype}" if inputs.engine.dtype else f"absent, and the checkpoint's is {dtype}"
     if dtype not in capability.DTYPE_BYTES:
+        whose = dtype if inputs.engine.dtype else f"absent, and the checkpoint's is {dtype}"
         fix = f"set {' or '.join(capability.DTYPE_BYTES)}"
         raise Unplannable(Why.UNSUPPORTED_DTYPE, f"spec.engine.dtype: {whose}, which the engine does not know; {fix}")
-    gpu = inputs.gpu
-    if gpu is not None and gpu.compute is not None and dtype == "bfloat16" and gpu.compute < (8, 0):
-        found = f"{gpu.name} has compute capability {gpu.compute[0]}.{gpu.compute[1]} and bfloat16 needs 8.0"
+    if inputs.gpu is not None and (problem := type_problem(inputs, inputs.gpu)):
+        raise Unplannable(Why.UNSUPPORTED_DTYPE, problem)
+
+
+def type_problem(inputs: Inputs, gpu: Gpu) -> str:
+    """Why a GPU cannot compute in the types that are asked for; "" when it can, or nothing is known of it."""
+    if gpu.compute is None:
+        return ""
+    found = f"{gpu.name} has compute capability {gpu.compute[0]}.{gpu.compute[1]}"
+    dtype = inputs.engine.dtype or inputs.model.dtype
+    if dtype == "bfloat16" and gpu.compute < (8, 0):
+        whose = dtype if inputs.engine.dtype else f"absent, and the checkpoint's is {dtype}"
         fix = "set it to float16, or use another GPU"
-        raise Unplannable(Why.UNSUPPORTED_DTYPE, f"spec.engine.dtype: {whose}: {found}; {fix}")
+        return f"spec.engine.dtype: {whose}: {found} and bfloat16 needs 8.0; {fix}"
+    if inputs.engine.kvCacheDtype == "fp8" and gpu.compute < (8, 9):
+        return f"spec.engine.kvCacheDtype: fp8: {found} and fp8 needs 8.9; set it to auto, or use another GPU"
+    return ""
 
 
 def check_length(inputs: Inputs) -> None:
