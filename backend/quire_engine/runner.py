@@ -101,39 +101,10 @@ class TorchRunner(Runner):
             give_back_memory()
             set_threads(self._model.num_bytes, config.tensor_parallel_size)
         max_model_len = config.max_model_len or shape.max_position_embeddings
-        one_block = block_bytes(shape, config.block_size, self._cache_dtype)
         if ranks is not None:
             ranks.connect(self._device)
         self._num_spare = 1 if graphs.are_wanted(self._device) else 0
-        # Steps run before there are any, to be measured.
-        self._graphs: DecodeGraphs | None = None
-        self._swapper: Swapper | None = None
-        budget = self._measure(config, max_model_len)
-        self.num_blocks = num_blocks(config, max_model_len, one_block, budget)
-        if ranks is not None:
-            self.num_blocks = ranks.least(self.num_blocks)
-        with allocating("kv_cache_memory_bytes"):
-            self._kv = KVCache(
-                shape, self.num_blocks, config.block_size, self._cache_dtype, self._device, self._num_spare
-            )
-        self._graphs = self._capture(self._kv, config, max_model_len)
-        num_host_blocks = int(config.swap_space * 2**30) // one_block
-        with allocating("swap_space"):
-            self._swapper = Swapper(self._kv, num_host_blocks) if num_host_blocks else None
-        self.swap_space = self._measure_swap(config, max_model_len)
-        self.memory = MemoryPlan(
-            weights_bytes=budget.weights,
-            lora_bytes=budget.lora,
-            kv_bytes=self._kv.num_bytes,
-            num_blocks=self.num_blocks,
-            block_size=config.block_size,
-            max_model_len=max_model_len,
-            dtype=str(self._dtype).removeprefix("torch."),
-            device=config.device,
-            swap_bytes=self._swapper.num_bytes if self._swapper is not None else 0,
-            tensor_parallel_size=config.tensor_parallel_size,
-        )
-        logger.info("memory plan %s", " ".join(f"{f}={getattr(self.memory, f)}" for f in MemoryPlan.__slots__))
+        self._take_memory(config, max_model_len, ranks)
 
     def read(self, path: Path) -> PackedAdapter:
         """Read an adapter's folder; see step.Runner."""
@@ -339,6 +310,40 @@ class TorchRunner(Runner):
             found += logprobs_of(logits, tokens, counts)
         return found
 
+    def _take_memory(self, config: EngineConfig, max_model_len: int, ranks: Ranks | None) -> None:
+        """Measure what there is beside the weights, and have cache, graphs and swap space in it."""
+        shape = self._model.shape
+        one_block = block_bytes(shape, config.block_size, self._cache_dtype)
+        # Steps run before there are any, to be measured.
+        self._graphs: DecodeGraphs | None = None
+        self._swapper: Swapper | None = None
+        budget = self._measure(config, max_model_len)
+        self.num_blocks = num_blocks(config, max_model_len, one_block, budget)
+        if ranks is not None:
+            self.num_blocks = ranks.least(self.num_blocks)
+        with allocating("kv_cache_memory_bytes"):
+            self._kv = KVCache(
+                shape, self.num_blocks, config.block_size, self._cache_dtype, self._device, self._num_spare
+            )
+        self._graphs = self._capture(self._kv, config, max_model_len)
+        num_host_blocks = int(config.swap_space * 2**30) // one_block
+        with allocating("swap_space"):
+            self._swapper = Swapper(self._kv, num_host_blocks) if num_host_blocks else None
+        self.swap_space = self._measure_swap(config, max_model_len)
+        self.memory = MemoryPlan(
+            weights_bytes=budget.weights,
+            lora_bytes=budget.lora,
+            kv_bytes=self._kv.num_bytes,
+            num_blocks=self.num_blocks,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            dtype=str(self._dtype).removeprefix("torch."),
+            device=config.device,
+            swap_bytes=self._swapper.num_bytes if self._swapper is not None else 0,
+            tensor_parallel_size=config.tensor_parallel_size,
+        )
+        logger.info("memory plan %s", " ".join(f"{f}={getattr(self.memory, f)}" for f in MemoryPlan.__slots__))
+
     def _measure(self, config: EngineConfig, max_model_len: int) -> Budget:
         """Bytes in use, and on a GPU the peak of the largest step."""
         weights = self._model.num_bytes
@@ -356,10 +361,8 @@ class TorchRunner(Runner):
         """Before anything is loaded: a refusal that tells the bytes is better than what a device says."""
         size = self._dtype.itemsize
         lora = config.max_loras * lora_slot_bytes(shape, config.max_lora_rank, size) if config.enable_lora else 0
-        free = free_memory(self._device)
-        if self._device.type == "cpu":
-            free //= config.tensor_parallel_size
-        check_room(config, weights_bytes(shape, size), lora, free)
+        # Ranks of a CPU load side by side: of what they share, any of them may have taken its part already.
+        check_room(config, weights_bytes(shape, size), lora, free_memory(self._device))
 
     def _measure_gpu(self, config: EngineConfig, max_model_len: int, weights: int, lora: int) -> Budget:
         # On a cache of one block: graphs have the cache's address in them, so these are captured again on the real one,

@@ -2,9 +2,9 @@
 """Work: a step's plan as whoever computes it takes it: numbers, and no sequences. Every rank gets the same.
 
 There is one form for any step, and one for those that a captured graph computes. As bytes it is a row of int64: a head
-of counts, then lists, then tensors. Rank 0 writes it straight
-into memory that the others map (ring.py); nothing is pickled. 64 decoding sequences of 1,024 tokens (4,425 numbers) are
-written in 13 us and read in 21 us (a Zen 5 core), when the step that they are of takes tens of milliseconds.
+of counts, then lists, then tensors. Rank 0 writes it straight into memory that the others map (ring.py); nothing is
+pickled. 64 decoding sequences of 1,024 tokens (4,425 numbers) are written in 13 us and read in 21 us (a Zen 5 core),
+when the step that they are of takes tens of milliseconds.
 """
 
 from array import array

@@ -7,7 +7,7 @@ They know tensors, not requests: quire_engine prepares what they need once a ste
 from quire_kernels.activation import ACTIVATIONS, gated, silu_mul
 from quire_kernels.arena import Arena
 from quire_kernels.attention import AttentionBatch, SpanGroup, paged_attention, plan_attention, reads_whole_blocks
-from quire_kernels.decoder import CompiledDecoder, Heads, LayerWeights, LinearWeights, compiled
+from quire_kernels.decoder import CompiledDecoder, Heads, LayerWeights, LinearWeights, compile_decoder
 from quire_kernels.dispatch import Op
 from quire_kernels.kv_write import movable, write_kv
 from quire_kernels.linear import embedding, linear, looked_up, pack_weight
@@ -53,7 +53,7 @@ __all__ = [
     "add_rms_norm",
     "apply_rope",
     "choose",
-    "compiled",
+    "compile_decoder",
     "draw",
     "embedding",
     "gated",

@@ -123,7 +123,7 @@ class _Step(ctypes.Structure):
 
 
 class CompiledDecoder:
-    """Layers that share a shape, ready to be called; made by `compiled`."""
+    """Layers that share a shape, ready to be called; made by `compile_decoder`."""
 
     def __init__(self, layers: Sequence[LayerWeights], heads: Heads, eps: float) -> None:
         self._layers = tuple(layers)  # as long as there are pointers into them
@@ -200,7 +200,7 @@ class CompiledDecoder:
         return hidden
 
 
-def compiled(layers: Sequence[LayerWeights], heads: Heads, eps: float) -> CompiledDecoder | None:
+def compile_decoder(layers: Sequence[LayerWeights], heads: Heads, eps: float) -> CompiledDecoder | None:
     """The layers as one call; None where a form that is not compiled, or was wished for, would compute a part of it."""
     products = [product for layer in layers for product in layer.products()]
     norms = [norm for layer in layers for norm in layer.norms()]

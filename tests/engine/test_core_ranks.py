@@ -42,7 +42,7 @@ def test_it_serves_takes_no_processor_time_when_idle_and_ends_with_a_rank(pod: P
     core = psutil.Process(pod.processes["core"].pid)
     both = [core, *rank_processes(core.pid)]
     assert len(both) == 2
-    time.sleep(1.5)
+    time.sleep(1.5)  # until the check of an idle engine is over; then how much a second of idleness takes
     before = [process.cpu_times() for process in both]
     time.sleep(1.0)
     after = [process.cpu_times() for process in both]

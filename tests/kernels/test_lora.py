@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from support.native import needs_native
 
 from quire_kernels import (
     LoraSlots,
@@ -190,7 +191,7 @@ def test_pinned_pieces_make_the_same_adapter(monkeypatch):
     assert torch.equal(slots._entries[:, 0], slots._entries[:, 1])
 
 
-@pytest.mark.skipif(native.load() is None, reason="compiled forms are for processors with AVX-512 BF16")
+@needs_native
 def test_here_they_are_compiled():
     assert _slots(SITES["compiled"], torch.bfloat16)[0].packed
     assert not _slots(SITES["odd"], torch.bfloat16)[0].packed

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.native import needs_native
 from torch import Tensor
 
 from quire_kernels import (
@@ -24,10 +25,6 @@ from quire_kernels import (
     rms_norm,
     rotate_and_write,
     silu_mul,
-)
-
-needs_native = pytest.mark.skipif(
-    not native._flags() >= native._NEEDED, reason="compiled forms are for processors with AVX-512 BF16"
 )
 
 

@@ -12,7 +12,7 @@ from quire_engine.layers import MLP, Linear, Placement, RMSNorm, RotaryAttention
 from quire_engine.models.causal import CausalLM
 from quire_engine.part import Target
 from quire_engine.rotary import Rotary
-from quire_kernels import CompiledDecoder, Heads, LayerWeights, compiled, silu_mul
+from quire_kernels import CompiledDecoder, Heads, LayerWeights, compile_decoder, silu_mul
 from quire_spec.shape import ModelShape
 
 
@@ -84,7 +84,7 @@ class LlamaForCausalLM(CausalLM):
         if self.ranks is None and None not in weights:
             scale, softcap = shape.attention_scale, shape.attention_softcap
             heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, scale, softcap)
-            self.compiled = compiled([each for each in weights if each is not None], heads, shape.norm_eps)
+            self.compiled = compile_decoder([each for each in weights if each is not None], heads, shape.norm_eps)
 
     def decode(self, batch: Batch, kv: KVCache) -> Tensor:
         """See CausalLM.decode."""

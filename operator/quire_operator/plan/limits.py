@@ -62,9 +62,10 @@ def check_type(inputs: Inputs) -> None:
     """Raise Unplannable when the engine or the GPU cannot compute in the type that is asked for."""
     dtype = inputs.engine.dtype or inputs.model.dtype
     if dtype not in capability.DTYPE_BYTES:
-        whose = dtype if inputs.engine.dtype else f"absent, and the checkpoint's is {dtype}"
         fix = f"set {' or '.join(capability.DTYPE_BYTES)}"
-        raise Unplannable(Why.UNSUPPORTED_DTYPE, f"spec.engine.dtype: {whose}, which the engine does not know; {fix}")
+        raise Unplannable(
+            Why.UNSUPPORTED_DTYPE, f"spec.engine.dtype: {_whose(inputs)}, which the engine does not know; {fix}"
+        )
     if inputs.gpu is not None and (problem := type_problem(inputs, inputs.gpu)):
         raise Unplannable(Why.UNSUPPORTED_DTYPE, problem)
 
@@ -76,12 +77,15 @@ def type_problem(inputs: Inputs, gpu: Gpu) -> str:
     found = f"{gpu.name} has compute capability {gpu.compute[0]}.{gpu.compute[1]}"
     dtype = inputs.engine.dtype or inputs.model.dtype
     if dtype == "bfloat16" and gpu.compute < (8, 0):
-        whose = dtype if inputs.engine.dtype else f"absent, and the checkpoint's is {dtype}"
         fix = "set it to float16, or use another GPU"
-        return f"spec.engine.dtype: {whose}: {found} and bfloat16 needs 8.0; {fix}"
+        return f"spec.engine.dtype: {_whose(inputs)}: {found} and bfloat16 needs 8.0; {fix}"
     if inputs.engine.kvCacheDtype == "fp8" and gpu.compute < (8, 9):
         return f"spec.engine.kvCacheDtype: fp8: {found} and fp8 needs 8.9; set it to auto, or use another GPU"
     return ""
+
+
+def _whose(inputs: Inputs) -> str:
+    return inputs.engine.dtype or f"absent, and the checkpoint's is {inputs.model.dtype}"
 
 
 def check_length(inputs: Inputs) -> None:

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where compiled forms have to be there: by what the processor can do, so that a build that fails is not skipped."""
+
+import pytest
+
+from quire_kernels import native
+
+needs_native = pytest.mark.skipif(
+    not native._flags() >= native._NEEDED, reason="compiled forms are for processors with AVX-512 BF16"
+)
