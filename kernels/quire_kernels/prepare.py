@@ -36,8 +36,6 @@ class SequenceState:
 class StepInputs:
     """What the model and `paged_attention` read of a step; memory that is filled anew each time."""
 
-    token_ids: Tensor
-    """[num_tokens] int64."""
     positions: Tensor
     """[num_tokens] int64."""
     addresses: Tensor
@@ -54,22 +52,18 @@ class StepInputs:
         return cls(
             torch.zeros(num_tokens, **like),
             torch.zeros(num_tokens, **like),
-            torch.zeros(num_tokens, **like),
             torch.zeros(num_spans, dtype=torch.int32, device=device),
             torch.zeros(num_spans, max_blocks, **like),
         )
 
 
 @Op
-def prepare_inputs(
-    rows: Tensor, query_starts: Tensor, token_ids: Tensor, state: SequenceState, block_size: int, out: StepInputs
-) -> None:
+def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, block_size: int, out: StepInputs) -> None:
     """Fill `out` for spans of sequences.
 
     Args:
         rows: [num_spans] int64, each span's row of the state.
         query_starts: [num_spans + 1] int32: span i has tokens [query_starts[i], query_starts[i + 1]), at least one.
-        token_ids: [num_tokens] int64.
         state: of all sequences; a span begins after its sequence's computed tokens.
         block_size: tokens of a block.
         out: written to; its sizes are those of the step.
@@ -78,9 +72,8 @@ def prepare_inputs(
     lengths = starts.diff()
     spans = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), lengths)
     row = rows[spans]
-    positions = state.lengths[row].long() + torch.arange(len(token_ids), device=rows.device) - starts[spans]
+    positions = state.lengths[row].long() + torch.arange(len(out.positions), device=rows.device) - starts[spans]
     out.positions.copy_(positions)
-    out.token_ids.copy_(token_ids)
     out.addresses.copy_(state.tables[row, positions // block_size] * block_size + positions % block_size)
     out.context_lengths.copy_(state.lengths[rows] + lengths)
     width = out.block_tables.shape[1]

@@ -118,7 +118,7 @@ def _call_small(own: Any, cache: torch.Tensor, num: int) -> None:
         (ops.SequenceState.empty, 512), (ops.StepInputs.empty, num, 512),
     ))  # fmt: skip
     starts = torch.arange(num + 1, dtype=torch.int32)
-    own(ops.prepare_inputs)(numbers, starts, numbers, state, 16, out)
+    own(ops.prepare_inputs)(numbers, starts, state, 16, out)
 
 
 def _call_lora(own: Any) -> None:

@@ -8,12 +8,10 @@ from torch import Tensor
 from quire_kernels.prepare import SequenceState, StepInputs
 
 
-def prepare_inputs(
-    rows: Tensor, query_starts: Tensor, token_ids: Tensor, state: SequenceState, block_size: int, out: StepInputs
-) -> None:
+def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, block_size: int, out: StepInputs) -> None:
     """See prepare.prepare_inputs.
 
-    Moves 16 bytes for each block of a context and 32 for each token. A program per span, which suits decoding; a prompt
+    Moves 16 bytes for each block of a context and for each token. A program per span, which suits decoding; a prompt
     of 2,048 tokens is 16 rounds of its program.
     """
     width = out.block_tables.shape[1]
@@ -21,10 +19,8 @@ def prepare_inputs(
     _prepare[(len(rows),)](
         rows,
         query_starts,
-        token_ids,
         state.lengths,
         state.tables,
-        out.token_ids,
         out.positions,
         out.addresses,
         out.context_lengths,
@@ -42,10 +38,8 @@ def prepare_inputs(
 def _prepare(
     rows,
     query_starts,
-    given,
     lengths,
     tables,
-    token_ids,
     positions,
     addresses,
     context_lengths,
@@ -66,7 +60,6 @@ def _prepare(
     for first in range(0, length, BLOCK):
         within = first + tl.arange(0, BLOCK)
         there = within < length
-        tl.store(token_ids + start + within, tl.load(given + start + within, mask=there, other=0), mask=there)
         position = (computed + within).to(tl.int64)
         tl.store(positions + start + within, position, mask=there)
         block = tl.load(table + position // BLOCK_SIZE, mask=there, other=0)
