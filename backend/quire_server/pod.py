@@ -146,8 +146,9 @@ class Pod:
         return await Child.start(name, argv, self._relay)
 
     async def _start_server(self) -> Child:
-        launch.clear_shared_memory(self._options.shm_prefix)
         socket = self._run_dir / names.TEXT_SOCKET
+        launch.clear_shared_memory(self._options.shm_prefix)
+        repository.clear_copies(socket)
         repository.write_base(self._options.repository, self._settings.served_name, socket)
         argv, env = launch.server_command(*self._server, self._options)
         return await Child.start("server", argv, self._relay, env)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's model repository: what a model of ours looks like to it.
 
-Rendering is pure but for `write_base`. Every model, base and adapter alike, is the same one-line program; what tells
-them apart is the name that the server gives them. The supervisor calls this.
+Rendering is pure; `write_base` and `clear_copies` touch the disk. Every model, base and adapter alike, is the same
+one-line program; what tells them apart is the name that the server gives them. The supervisor calls this.
 """
 
+import contextlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,22 @@ def write_base(repository: Path, base: str, text_socket: Path) -> Path:
     (folder / MODEL_FILE).write_text(MODEL_PY)
     (folder / "config.pbtxt").write_text(pbtxt(config))
     return folder
+
+
+def clear_copies(text_socket: Path, temporary: Path = Path("/tmp")) -> int:
+    """Remove the copies of models that a killed server left behind; returns how many. Only when that server is gone.
+
+    The server keeps each model that came by the repository API in a folder of its own in /tmp, wherever TMPDIR points;
+    whose it is, the socket in its config says. In a pod, /tmp outlives the container.
+    """
+    mark, num_removed = json.dumps(str(text_socket)).encode(), 0
+    for config in temporary.glob("folder??????/config.pbtxt"):
+        # Those of others may be closed to us, or go this moment.
+        with contextlib.suppress(OSError):
+            if mark in config.read_bytes():
+                shutil.rmtree(config.parent)
+                num_removed += 1
+    return num_removed
 
 
 def pbtxt(config: Mapping[str, Any]) -> str:

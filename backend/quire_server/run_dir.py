@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from quire_server import launch, ledger
+from quire_server import launch, ledger, repository
 from quire_spec import names
 from quire_spec.errors import ConfigError
 
@@ -62,11 +62,12 @@ def note_shm_prefix(run_dir: Path, prefix: str) -> None:
 
 
 def empty(run_dir: Path) -> None:
-    """Remove what is ours, shared memory included; only when no server of ours runs."""
+    """Remove what is ours, shared memory and copies of models included; only when no server of ours runs."""
     with contextlib.suppress(FileNotFoundError):
         # Never with less than a whole prefix: it names what is deleted.
         if len(prefix := (run_dir / _SHM_PREFIX).read_text()) == len(launch.new_shm_prefix()):
             launch.clear_shared_memory(prefix)
+    repository.clear_copies(run_dir / names.TEXT_SOCKET)
     for name in _OURS:
         path = run_dir / name
         if path.is_dir() and not path.is_symlink():

@@ -132,6 +132,8 @@ def serving_without_stop(folder):
         finally:
             if service.process.poll() is None:
                 service.kill()
+                service.assert_nothing_left()
+            service.clear()
 
     return manager()
 

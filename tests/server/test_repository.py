@@ -81,3 +81,17 @@ def test_base_folder_is_written_over_an_older_one(tmp_path):
 def test_a_name_that_the_server_would_refuse_is_refused(name, tmp_path):
     with pytest.raises(InvalidArgument, match="not a model name"):
         repository.model_config(name, "tales", tmp_path)
+
+
+def test_copies_that_a_killed_server_left_are_cleared(config, tmp_path):
+    def copy(name, config):
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "1/model.py").touch()
+        (tmp_path / name / "config.pbtxt").write_text(repository.pbtxt(config))
+
+    copy("folderAbC012", config)
+    copy("folderAbC013", repository.model_config("sql", "tales", tmp_path / "other/text.sock"))
+    copy("not-the-servers", config)
+    (tmp_path / "folderAbC014").mkdir()
+    assert repository.clear_copies(tmp_path / "text.sock", tmp_path) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folderAbC013", "folderAbC014", "not-the-servers"]

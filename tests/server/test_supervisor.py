@@ -401,25 +401,28 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
 def test_nothing_outlives_a_killed_supervisor_and_the_next_one_clears_up(tmp_path, folders):
     with started(tmp_path / "pod", catalogue(1, a=folders["a"])) as pod:
         pod.wait_ready(30)
-        left = pod.shm()
+        left, copies = pod.shm(), pod.copies()
         pod.kill()
         pod.assert_nothing_left()
-    assert left <= set(os.listdir("/dev/shm"))
-    with supervised(tmp_path / "next", catalogue(1), f"--run-dir={pod.run_dir}") as following:
-        following.run_dir = tmp_path / "next/run"
-        assert not left & set(os.listdir("/dev/shm"))
-    assert list(pod.run_dir.iterdir()) == []
+        assert left <= set(os.listdir("/dev/shm")) and copies and copies == pod.copies()
+        with supervised(tmp_path / "next", catalogue(1), f"--run-dir={pod.run_dir}") as following:
+            following.run_dir = tmp_path / "next/run"
+            assert not left & set(os.listdir("/dev/shm")) and not pod.copies()
+        assert list(pod.run_dir.iterdir()) == []
 
 
-def test_killed_servers_leave_no_shared_memory(tmp_path):
-    with supervised(tmp_path / "pod", catalogue(1)) as pod:
-        first = pod.shm()
+def test_killed_servers_leave_neither_shared_memory_nor_copies_of_models(tmp_path, folders):
+    with supervised(tmp_path / "pod", catalogue(1, a=folders["a"])) as pod:
+        first, copies = pod.shm(), pod.copies()
         os.kill(pod.pid("server"), signal.SIGKILL)
         pod.wait(lambda: pod.health()[0] != 200, 5, "noticed")
         pod.wait_ready(20)
         assert first and not first & pod.shm()
+        pod.wait(lambda: pod.copies() and "a" in pod.status()["models"], 20, "serving the adapter again")
+        assert len(copies) == len(pod.copies()) == 1 and copies != pod.copies()
         prefix = pod.shm_prefix()
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
+    assert not pod.copies()
 
 
 def test_ipv6(tmp_path, folders):

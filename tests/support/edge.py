@@ -113,6 +113,7 @@ class Edge(Service):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         launch.clear_shared_memory(self.shm_prefix)
+        repository.clear_copies(self.socket)
 
 
 @contextlib.contextmanager

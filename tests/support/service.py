@@ -24,6 +24,8 @@ import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as grpcaio
 import yaml
 
+from quire_server import run_dir
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PORTS = ("http", "grpc", "metrics", "health")
@@ -136,6 +138,15 @@ class Service:
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait(10)
 
+    def clear(self) -> None:
+        """Remove what a killed one left outside of its processes, as the next one in its run folder does first."""
+        if (self.folder / "run").is_dir():
+            run_dir.empty(self.folder / "run")
+
+    def copies(self) -> list[Path]:
+        """Folders that its server keeps the models in that came by the repository API."""
+        return copies_of(self.folder / "run/text.sock")
+
     def assert_nothing_left(self, seconds: float = 5.0) -> None:
         """Every process that was ever seen under it is gone."""
         deadline = time.monotonic() + seconds
@@ -241,6 +252,16 @@ class Service:
         return out
 
 
+def copies_of(text_socket: Path) -> list[Path]:
+    """Folders in which servers keep models of this socket."""
+    found = []
+    for config in Path("/tmp").glob("folder??????/config.pbtxt"):
+        with contextlib.suppress(OSError):  # other servers' come and go
+            if f'"{text_socket}"' in config.read_text():
+                found.append(config.parent)
+    return found
+
+
 def grpc_text(prompt: str | bytes) -> grpcclient.InferInput:
     """The text_input tensor."""
     tensor = grpcclient.InferInput("text_input", [1], "BYTES")
@@ -279,6 +300,8 @@ def serving(document: dict[str, Any], folder: Path, *flags: str) -> Iterator[Ser
         if service.process.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 service.kill()
+                service.assert_nothing_left()
+        service.clear()
 
 
 def run(*coroutines: Any, timeout: float = 60.0) -> list[Any]:

@@ -54,7 +54,6 @@ class Supervised(Service):
         command += [f"--{name}-port={port}" for name, port in self.ports.items()]
         command += flags
         env = stand_in.install(folder / "stand-in", **behaviour)
-        self.shm_before = set(os.listdir("/dev/shm"))
         with self.log.open("wb") as log, self.out.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=log, env=env, start_new_session=True)
         self.family: set[int] = set()
@@ -110,4 +109,5 @@ def started(folder: Path, adapters: dict[str, Any], *flags: str, **behaviour: An
     finally:
         if pod.process.poll() is None:
             pod.kill()
-            pod.process.wait(10)
+            pod.assert_nothing_left()
+        pod.clear()
