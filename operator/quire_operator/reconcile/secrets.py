@@ -49,15 +49,16 @@ class SecretStore:
     def __init__(self, client: Client, remember_s: float = REMEMBER_S) -> None:
         self._client, self._remember_s = client, remember_s
         self._kept: dict[tuple[str, str], Kept] = {}
+        """In the order in which they were read."""
         self._keys: dict[Key, tuple[str, str]] = {}
 
-    async def get(self, namespace: str, name: str, max_age_s: float | None = None) -> Kept:
-        """A Secret, at most so old, or as old as is remembered by default; raises ApiError."""
+    async def get(self, namespace: str, name: str) -> Kept:
+        """A Secret, as old as is remembered at most; raises ApiError."""
         now = asyncio.get_running_loop().time()
         kept = self._kept.get((namespace, name))
-        if kept is None or now - kept.read_at > (self._remember_s if max_age_s is None else max_age_s):
+        if kept is None or now - kept.read_at > self._remember_s:
             kept = Kept(now, await self._client.find(kinds.SECRET, namespace, name))
-            self._kept[namespace, name] = kept
+            self._remember(namespace, name, kept)
         return kept
 
     async def credentials(self, service: LLMService) -> dict[str, dict[str, str]]:
@@ -89,10 +90,17 @@ class SecretStore:
 
     def put(self, namespace: str, name: str, body: Mapping[str, Any] | None) -> None:
         """What a write was answered with."""
-        self._kept[namespace, name] = Kept(asyncio.get_running_loop().time(), body)
+        self._remember(namespace, name, Kept(asyncio.get_running_loop().time(), body))
 
     def drop(self, key: Key) -> None:
         """Forget a service that is gone."""
         self._keys.pop(key, None)
         for name in (names.admin_key_of(key[1]), names.credentials_of(key[1])):
             self._kept.pop((key[0], name), None)
+
+    def _remember(self, namespace: str, name: str, kept: Kept) -> None:
+        """Nobody may ever ask again for those of a service that is gone: what is too old goes, oldest first."""
+        self._kept.pop((namespace, name), None)
+        self._kept[namespace, name] = kept
+        while kept.read_at - next(iter(self._kept.values())).read_at > self._remember_s:
+            del self._kept[next(iter(self._kept))]
