@@ -38,9 +38,8 @@ class Listing:
 class Client(Session):
     """One API server and its objects; an asynchronous context manager."""
 
-    def __init__(self, login: Login, timeout_s: float = 30.0) -> None:
-        """`timeout_s` bounds every request but watches."""
-        super().__init__(login, timeout_s)
+    def __init__(self, login: Login) -> None:
+        super().__init__(login)
         self._undeclared: dict[Kind, set[tuple[str, ...]]] = {}
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Body:

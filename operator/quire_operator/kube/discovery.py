@@ -7,15 +7,15 @@ from quire_operator.kube.client import Client
 from quire_operator.kube.errors import Missing
 from quire_operator.kube.kinds import DISCOVERED, Kind
 
-_EVERY_S = 300.0
+EVERY_S = 300.0
 """A kind that somebody installs is seen after five minutes at most."""
 
 
 class Discovery:
     """The optional kinds of an API server."""
 
-    def __init__(self, client: Client, every_s: float = _EVERY_S) -> None:
-        self._client, self._every_s = client, every_s
+    def __init__(self, client: Client) -> None:
+        self._client = client
         self._found: frozenset[Kind] = frozenset()
         self._asked_at = float("-inf")
         self._lock = asyncio.Lock()
@@ -28,7 +28,7 @@ class Discovery:
         """
         now = asyncio.get_running_loop().time()
         async with self._lock:
-            if anew or now - self._asked_at > self._every_s:
+            if anew or now - self._asked_at > EVERY_S:
                 by_root = {kind.root: await self._plurals(kind.root) for kind in DISCOVERED}
                 self._found = frozenset(kind for kind in DISCOVERED if kind.plural in by_root[kind.root])
                 self._asked_at = now

@@ -104,12 +104,12 @@ class Login:
         raise ConfigError("no cluster: give --kubeconfig FILE, set KUBECONFIG, or run in a pod with a ServiceAccount")
 
     @classmethod
-    def from_pod(cls, folder: Path = ACCOUNT_DIR) -> "Login":
+    def from_pod(cls) -> "Login":
         """The ServiceAccount that is mounted into our pod."""
         host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         server = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-        tls = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-        return cls(server, tls, (folder / "namespace").read_text().strip(), token_file=folder / "token")
+        tls = ssl.create_default_context(cafile=str(ACCOUNT_DIR / "ca.crt"))
+        return cls(server, tls, (ACCOUNT_DIR / "namespace").read_text().strip(), token_file=ACCOUNT_DIR / "token")
 
     @classmethod
     def from_kubeconfig(cls, path: Path, context: str | None = None) -> "Login":

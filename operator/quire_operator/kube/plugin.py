@@ -120,5 +120,5 @@ class Plugin:
 
 
 def _seconds(timestamp: str) -> float:
-    found = datetime.fromisoformat(timestamp.replace("Z", "+00:00"))
+    found = datetime.fromisoformat(timestamp)
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()

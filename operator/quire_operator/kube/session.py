@@ -20,6 +20,8 @@ from quire_spec.errors import Unavailable
 
 _JSON = "application/json"
 _CONNECT_S = 10.0
+_TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=_CONNECT_S)
+"""Of every request but watches."""
 _MAX_CONNECTIONS = 32
 _CLOSE_S = 0.1
 _TWICE = ("GET", "PATCH", "DELETE")
@@ -34,10 +36,8 @@ Body = dict[str, Any]
 class Session:
     """Requests to one API server; an asynchronous context manager."""
 
-    def __init__(self, login: Login, timeout_s: float = 30.0) -> None:
-        """`timeout_s` bounds every request but watches."""
+    def __init__(self, login: Login) -> None:
         self.login = login
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
 
     async def __aenter__(self) -> Self:
         tls = self.login.tls if self.login.tls is not None else False
@@ -98,7 +98,7 @@ class Session:
                     params=params,
                     data=data,
                     headers={**headers, **who},
-                    timeout=self._timeout,
+                    timeout=_TIMEOUT,
                 ) as answer:
                     text = await answer.read()
             except (aiohttp.ClientError, TimeoutError, OSError) as error:

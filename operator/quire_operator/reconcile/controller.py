@@ -14,7 +14,7 @@ from typing import Any
 
 from quire_operator.kube import kinds
 from quire_operator.kube.client import Client
-from quire_operator.kube.discovery import Discovery
+from quire_operator.kube.discovery import EVERY_S, Discovery
 from quire_operator.kube.errors import ApiError
 from quire_operator.kube.heard import Heard
 from quire_operator.kube.kinds import DISCOVERED, WATCHED, Kind
@@ -24,7 +24,7 @@ from quire_operator.reconcile.apply import Applier
 from quire_operator.reconcile.cache import SELECTOR, Cache, Key
 from quire_operator.reconcile.metrics import Metrics
 from quire_operator.reconcile.models import Models
-from quire_operator.reconcile.parts import RESYNC_S, Parts, Pods
+from quire_operator.reconcile.parts import RESYNC_S, Parts
 from quire_operator.reconcile.planning import Planning
 from quire_operator.reconcile.pods import AdapterPusher
 from quire_operator.reconcile.queue import Queue
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 _STUCK_S = 900.0
 """A service that waits for its turn, or whose pass lasts, for so long: something hangs."""
-_OFFERS_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +59,13 @@ class Settings:
 class Controller:
     """One operator, without kopf."""
 
-    def __init__(
-        self, client: Client, settings: Settings, metrics: Metrics | None = None, pods: Pods | None = None
-    ) -> None:
-        """Make it inside a running event loop; `pods` is who talks to pods, for tests that have none."""
-        self.client, self.settings, self.metrics = client, settings, metrics or Metrics()
+    def __init__(self, client: Client, settings: Settings) -> None:
+        """Make it inside a running event loop."""
+        self.client, self.settings, self.metrics = client, settings, Metrics()
         self.queue: Queue[Key] = Queue()
         self.cache = Cache(self.queue.add)
-        self.pusher = AdapterPusher(observe=self.metrics.visited) if pods is None else None
-        self._discovery = Discovery(client, _OFFERS_S)
+        self._pusher = AdapterPusher(observe=self.metrics.visited)
+        self._discovery = Discovery(client)
         secrets = SecretStore(client, settings.remember_secrets_s)
         models = Models(client, self.cache, self.queue.add, self.metrics.wrote)
         parts = Parts(
@@ -79,7 +76,7 @@ class Controller:
             planning=Planning(client, models, settings.images),
             discovery=self._discovery,
             applier=Applier(client, self.cache, secrets, self.metrics.wrote),
-            pods=self.pusher or pods,  # type: ignore[arg-type]
+            pods=self._pusher,
             operator=settings.operator,
             resync_s=settings.resync_s,
             wrote=self.metrics.wrote,
@@ -109,8 +106,7 @@ class Controller:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            if self.pusher is not None:
-                await self.pusher.close()
+            await self._pusher.close()
             if failed.done() and not failed.cancelled():
                 failed.exception()
 
@@ -150,7 +146,7 @@ class Controller:
     async def _watch_what_comes(self, watched: set[Kind]) -> None:
         """Optional kinds that somebody installs later."""
         while True:
-            await asyncio.sleep(_OFFERS_S)
+            await asyncio.sleep(EVERY_S)
             with contextlib.suppress(ApiError):
                 new = await self._discovery.offered() - watched
                 watched |= new

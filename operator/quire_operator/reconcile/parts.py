@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from quire_operator.kube.client import Client
 from quire_operator.kube.discovery import Discovery
@@ -11,23 +11,12 @@ from quire_operator.kube.kinds import Kind
 from quire_operator.reconcile.apply import Applier
 from quire_operator.reconcile.cache import Cache
 from quire_operator.reconcile.models import Models
-from quire_operator.reconcile.observed import Pod
 from quire_operator.reconcile.planning import Planning
+from quire_operator.reconcile.pods import AdapterPusher
 from quire_operator.reconcile.secrets import SecretStore
-from quire_spec.catalogue import Catalogue
 
 RESYNC_S = 600.0
 """A service of which nothing is heard is looked at this often, a fifth more or less."""
-
-
-class Pods(Protocol):
-    """Who talks to pods."""
-
-    async def refresh(
-        self, pods: tuple[Pod, ...], catalogue: Catalogue | None, key: str, overrule: bool = False
-    ) -> tuple[Pod, ...]:
-        """The pods with their reports, told the catalogue where they need it; as AdapterPusher.refresh."""
-        ...
 
 
 @dataclass(slots=True)
@@ -41,7 +30,7 @@ class Parts:
     planning: Planning
     discovery: Discovery
     applier: Applier
-    pods: Pods
+    pods: AdapterPusher
     operator: Mapping[str, Any] | None = None
     """NetworkPolicy peer that the operator is."""
     resync_s: float = RESYNC_S

@@ -171,7 +171,7 @@ class Reconciler:
             return
         for condition in entry.body().get("status", {}).get("conditions") or ():
             if condition["type"] == "Failed" and condition["status"] == "True":
-                failed_at = datetime.fromisoformat(condition["lastTransitionTime"].replace("Z", "+00:00"))
+                failed_at = datetime.fromisoformat(condition["lastTransitionTime"])
                 if (datetime.now(UTC) - failed_at).total_seconds() > _FAILED_JOB_S:
                     await self._parts.client.delete(kinds.JOB, key[0], entry.name, entry.uid)
                     self._parts.wrote(kinds.JOB, "delete")
