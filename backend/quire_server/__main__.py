@@ -69,6 +69,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.vllm_repository is None and None in (args.engine, args.adapters):
         parser.error("--engine and --adapters are needed, or --vllm-repository")
+    if args.vllm_repository is not None and (args.engine or args.adapters):
+        parser.error("--engine and --adapters, or --vllm-repository: not both")
+    if args.vllm_repository is None and args.device is not None:
+        parser.error("--device is for --vllm-repository: engine.json says it")
     return args
 
 
@@ -88,9 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="instead of both: a model of NVIDIA's vllm_backend (model.json, multi_lora.json), as it is",
     )
-    files.add_argument(
-        "--device", choices=capability.DEVICES, default="cuda", help="where model.json says none (default: %(default)s)"
-    )
+    files.add_argument("--device", choices=capability.DEVICES, help="where model.json says none (default: cuda)")
     files.add_argument("--served-name", required=True, metavar="NAME", help="model name of the base")
     folders = parser.add_argument_group("folders")
     folders.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="sockets; one supervisor's alone")
@@ -129,7 +131,7 @@ def _documents(args: argparse.Namespace) -> tuple[Path, Path]:
     if args.vllm_repository is None:
         return args.engine, args.adapters
     key = hashlib.sha256(os.fsencode(args.vllm_repository.resolve())).hexdigest()[:16]
-    return write_documents(args.vllm_repository, args.device, args.cache_dir / "vllm" / key)
+    return write_documents(args.vllm_repository, args.device or "cuda", args.cache_dir / "vllm" / key)
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -158,10 +160,9 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 < port < 2**16:
-        raise argparse.ArgumentTypeError(f"{text} is not a port; use 1 to 65535")
-    return port
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; use 1 to 65535")
+    return int(text)
 
 
 def _claim(text: str) -> tuple[str, Path]:

@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         "serve", help="run an LLMService here", description=_SERVE, epilog=_SERVE_EXAMPLES, formatter_class=style
     )
     _add_serve_options(serve)
-    serve.set_defaults(run=_serve)
+    serve.set_defaults(run=_serve, refuse=serve.error)
     return parser
 
 
@@ -150,7 +150,7 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         help="instead: a model of NVIDIA's vllm_backend (1/model.json), served under its folder's name",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="for --vllm-repository, where model.json says none"
+        "--device", choices=("cuda", "cpu"), help="for --vllm-repository, where model.json says none (default: cuda)"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     for name, what in (
@@ -231,9 +231,13 @@ def _serve(given: argparse.Namespace) -> int:
         verbose=given.verbose,
     )
     if given.vllm_repository is not None:
-        argv = list(serve_vllm.argv(given.vllm_repository, given.device, wanted, os.environ))
+        if given.volumes:
+            given.refuse("--volume is for -f: a vllm_backend repository names folders, and no claims")
+        argv = list(serve_vllm.argv(given.vllm_repository, given.device or "cuda", wanted, os.environ))
         serve.missing_packages()
         serve.become(argv, os.environ)
+    if given.device is not None:
+        given.refuse("--device is for --vllm-repository: an LLMService says it, as spec.device")
     manifest = crd.only_service(given.file)
     service = LLMService.from_body(crd.valid(manifest))
     launch = serve.prepare(manifest, service, wanted, os.environ)

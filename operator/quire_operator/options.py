@@ -77,11 +77,11 @@ def add_operate_options(parser: argparse.ArgumentParser) -> None:
             help=f"image of pods of device {device.upper()} whose spec names none (default: quire:{device})",
         )
     parser.add_argument(
-        "--workers", type=int, default=8, metavar="N", help="services that are worked on at a time (default: 8)"
+        "--workers", type=_count, default=8, metavar="N", help="services that are worked on at a time (default: 8)"
     )
     parser.add_argument(
         "--resync",
-        type=float,
+        type=_seconds,
         default=600.0,
         metavar="SECONDS",
         help="look at each service at least so often, changed or not (default: 600)",
@@ -157,6 +157,22 @@ def port(text: str) -> int:
 def port_or_any(text: str) -> int:
     """A port's number, or 0."""
     return 0 if text == "0" else port(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
 
 
 def _volume(text: str) -> tuple[str, Path]:

@@ -3,6 +3,7 @@
 
 import json
 import resource
+import socket
 import subprocess
 import sys
 from importlib.metadata import version
@@ -119,12 +120,31 @@ def test_version_and_help():
         (("serve", "-f", EXAMPLE, "--http-port", "70000"), "'70000' is not a port; give a number from 1 to 65535"),
         (("serve", "-f", EXAMPLE, "--volume", "a"), "'a' is not CLAIM=FOLDER, such as models=/srv/models"),
         (("serve", "-f", EXAMPLE, "--volume", "a=/none"), "'/none' is not a folder; make it, or correct the path"),
+        (("serve", "-f", EXAMPLE, "--device", "cpu"), "--device is for --vllm-repository: an LLMService says it"),
+        (("serve", "--vllm-repository", "m", "--volume", "a=/"), "--volume is for -f: a vllm_backend repository"),
+        (("operate", "--workers", "0"), "'0' is not a whole number of at least 1"),
+        (("operate", "--resync", "0"), "'0' is not a number of seconds above 0"),
+        (("operate", "--resync", "soon"), "'soon' is not a number of seconds above 0"),
     ],
 )
 def test_wrong_use_is_exit_status_2(arguments, message):
     done = quire(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
+
+
+def test_operate_names_a_port_that_is_taken(tmp_path):
+    config = {"current-context": "c", "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}]}
+    config |= {"clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:9"}}]}
+    (tmp_path / "config").write_text(json.dumps({**config, "users": [{"name": "u", "user": {}}]}))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = quire("operate", "--kubeconfig", tmp_path / "config", "--host", "127.0.0.1", "--port", str(port))
+    assert done.returncode == 1
+    assert f"--port {port}: cannot listen on 127.0.0.1" in done.stderr and "give another port" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_serve_says_what_is_wrong_and_starts_nothing(tmp_path):

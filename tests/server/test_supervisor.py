@@ -509,6 +509,21 @@ def test_help_teaches(capsys):
     assert "/health/ready" in text and "exit codes:" in text and "Examples:" in text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--served-name=m", "--engine and --adapters are needed, or --vllm-repository"),
+        ("--vllm-repository=m --engine=e", "--engine and --adapters, or --vllm-repository: not both"),
+        ("--engine=e --adapters=a --device=cpu", "--device is for --vllm-repository: engine.json says it"),
+        ("--engine=e --adapters=a --http-port=http", "'http' is not a port; use 1 to 65535"),
+    ],
+)
+def test_wrong_use_is_said(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--served-name=m", "--run-dir=r", "--cache-dir=c", *arguments.split()])
+    assert message in capsys.readouterr().err
+
+
 def test_a_lost_request_does_not_keep_the_stub_of_a_removed_adapter(tmp_path, folders):
     """Release 24.10 loses some requests whose gRPC streams are cancelled on their last response, and waits for them."""
     with supervised(tmp_path / "pod", catalogue(1, a=folders["a"], b=folders["b"])) as pod:

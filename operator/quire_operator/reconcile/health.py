@@ -7,11 +7,16 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from quire_operator.reconcile.controller import Controller
+from quire_spec.errors import ConfigError
 
 
 @asynccontextmanager
 async def serving(controller: Controller, host: str, port: int) -> AsyncIterator[int]:
-    """Serve for as long as the context lasts; gives the port, which is free to choose for 0."""
+    """Serve for as long as the context lasts; gives the port, which is free to choose for 0.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not ours.
+    """
 
     async def live(_: web.Request) -> web.Response:
         trouble = controller.trouble()
@@ -30,8 +35,13 @@ async def serving(controller: Controller, host: str, port: int) -> AsyncIterator
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
-        await site.start()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise ConfigError(
+                f"--port {port}: cannot listen on {host} ({error.strerror or error}); stop what is there, or give "
+                "another port"
+            ) from error
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
