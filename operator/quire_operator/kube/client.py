@@ -17,7 +17,8 @@ from quire_operator.kube.session import Body, Session
 
 log = logging.getLogger(__name__)
 
-MANAGER = "quire-operator"
+_MANAGER = "quire-operator"
+"""Of the fields that we set."""
 _APPLY = "application/apply-patch+yaml"
 _JSON = "application/json"
 _JSON_PATCH = "application/json-patch+json"
@@ -88,7 +89,7 @@ class Client(Session):
         """
         meta = manifest["metadata"]
         path = kind.path(meta.get("namespace"), meta["name"])
-        params = {"fieldManager": MANAGER, "force": "true"}
+        params = {"fieldManager": _MANAGER, "force": "true"}
         unknown = self._undeclared.setdefault(kind, set())
         while True:
             try:
@@ -116,7 +117,7 @@ class Client(Session):
             {"op": "add", "path": "/status", "value": manifest["status"]},
         ]
         try:
-            return await self.request("PATCH", path, patch, params={"fieldManager": MANAGER}, content_type=_JSON_PATCH)
+            return await self.request("PATCH", path, patch, params={"fieldManager": _MANAGER}, content_type=_JSON_PATCH)
         except Rejected as error:
             # A test that fails and a status that is wrong are both 422.
             found = await self.find_listed(kind, meta["namespace"], meta["name"])
@@ -127,13 +128,13 @@ class Client(Session):
     async def create(self, kind: Kind, manifest: Mapping[str, Any]) -> Body:
         """Make an object that must not be there yet; raises Stale when it is."""
         path = kind.path(manifest["metadata"].get("namespace"))
-        return await self.request("POST", path, manifest, params={"fieldManager": MANAGER})
+        return await self.request("POST", path, manifest, params={"fieldManager": _MANAGER})
 
     async def replace(self, kind: Kind, manifest: Mapping[str, Any]) -> Body:
         """Put an object in the place of the version that it names; raises Stale when there is a newer one."""
         meta = manifest["metadata"]
         path = kind.path(meta.get("namespace"), meta["name"])
-        return await self.request("PUT", path, manifest, params={"fieldManager": MANAGER})
+        return await self.request("PUT", path, manifest, params={"fieldManager": _MANAGER})
 
     async def delete(self, kind: Kind, namespace: str | None, name: str, uid: str) -> None:
         """Delete the object of that uid and, by the garbage collector, what it owns; it may be gone already.

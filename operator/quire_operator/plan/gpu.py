@@ -16,7 +16,7 @@ from quire_operator.quantity import num_bytes
 from quire_operator.service import Gpu as Wanted
 
 GPU_RESOURCE = "nvidia.com/gpu"
-PRODUCT_LABEL = "nvidia.com/gpu.product"
+PRODUCT_LABEL = f"{GPU_RESOURCE}.product"
 _MIG_RESOURCES = "nvidia.com/mig-"
 
 

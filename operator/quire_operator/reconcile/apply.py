@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire_operator.kube import kinds
-from quire_operator.kube.client import MANAGER, Client
+from quire_operator.kube.client import Client
 from quire_operator.kube.errors import Busy, Forbidden, Rejected
 from quire_operator.kube.kinds import Kind, kind_of
 from quire_operator.reconcile.cache import Cache, Entry, Key, controller, entry_of
@@ -164,7 +164,7 @@ class Applier:
     async def _check_owner(self, key: Key, uid: str, kind: Kind, body: Mapping[str, Any]) -> None:
         meta = body["metadata"]
         labels = meta.get("labels") or {}
-        mine = labels.get("app.kubernetes.io/managed-by") == MANAGER and labels.get(names.INSTANCE) == key[1]
+        mine = labels.get(names.MANAGED_BY) == names.MANAGER and labels.get(names.INSTANCE) == key[1]
         owner = controller(body)
         if mine and owner in (uid, ""):
             return
@@ -217,7 +217,7 @@ class Applier:
             self._secrets.put(namespace, name, None)
 
     async def _prune_credentials(self, key: Key, uid: str, kept: Set[tuple[str, str]]) -> None:
-        name = names.credentials_of(key[1])
+        name = names.credentials(key[1])
         if (kinds.SECRET.name, name) in kept:
             return
         body = (await self._secrets.get(key[0], name)).body

@@ -13,14 +13,13 @@ from typing import Any
 import orjson
 
 from quire_operator.kube import kinds
-from quire_operator.kube.client import MANAGER
 from quire_operator.kube.kinds import Kind
+from quire_operator.render import names
 
 Key = tuple[str, str]
 """Namespace and name of an LLMService."""
 
-SELECTOR = f"app.kubernetes.io/managed-by={MANAGER}"
-_INSTANCE = "app.kubernetes.io/instance"
+SELECTOR = f"{names.MANAGED_BY}={names.MANAGER}"
 _VOLATILE = (
     "creationTimestamp", "deletionGracePeriodSeconds", "generation", "managedFields", "resourceVersion", "selfLink",
 )  # fmt: skip
@@ -69,7 +68,7 @@ def entry_of(kind: Kind, body: Mapping[str, Any]) -> Entry:
         lasting["annotations"] = {k: v for k, v in lasting["annotations"].items() if not k.startswith(_COUNTED)}
     content = _dumped({**{k: v for k, v in trimmed.items() if k != "status"}, "metadata": lasting})
     status = _dumped(trimmed.get("status"))
-    service = meta["name"] if kind is kinds.LLM_SERVICE else (meta.get("labels") or {}).get(_INSTANCE, "")
+    service = meta["name"] if kind is kinds.LLM_SERVICE else (meta.get("labels") or {}).get(names.INSTANCE, "")
     digest = _digest(content)
     return Entry(
         kind,
@@ -107,9 +106,9 @@ class Cache:
 
     def of(self, key: Key, *wanted: Kind) -> Iterator[Entry]:
         """The objects of a service, of these kinds or of all, in no particular order."""
-        names = {kind.name for kind in wanted}
+        only = {kind.name for kind in wanted}
         for place in self._of.get(key, ()):
-            if not names or place[0] in names:
+            if not only or place[0] in only:
                 yield self._entries[place]
 
     def all(self, kind: Kind) -> list[Entry]:

@@ -41,7 +41,7 @@ class Observer:
         job = children.job if children else None
         jobs = [body for body in bodies if job and body["metadata"].get("labels", {}).get("job-name") == job]
         deployment = cache.get(kinds.DEPLOYMENT, *key)
-        claim = cache.get(kinds.CLAIM, key[0], names.model_claim_of(key[1]))
+        claim = cache.get(kinds.CLAIM, key[0], names.model_claim(key[1]))
         job_entry = cache.get(kinds.JOB, key[0], job) if job else None
         pods = tuple(pod_of(body) for body in (*serving, *jobs))
         if any(pod.ip for pod in pods):

@@ -16,11 +16,11 @@ from typing import Any, Self
 
 from quire_operator import crd, schema
 from quire_operator.plan.plan import Plan
+from quire_operator.render import names
 from quire_operator.service import LLMService
 from quire_spec import names as spec_names
 
 ANNOTATION = f"{spec_names.API_GROUP}/pods"
-PLAN = f"{spec_names.API_GROUP}/plan"
 
 Manifest = dict[str, Any]
 
@@ -76,7 +76,7 @@ class Pinned:
         for manifest in manifests:
             if manifest["kind"] == "Deployment":
                 meta = manifest["metadata"]
-                annotations = {**meta.get("annotations", {}), PLAN: self.plan, ANNOTATION: self.text}
+                annotations = {**meta.get("annotations", {}), names.PLAN: self.plan, ANNOTATION: self.text}
                 manifest = {
                     **manifest,
                     "metadata": {**meta, "annotations": annotations},

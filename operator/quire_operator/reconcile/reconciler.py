@@ -179,7 +179,7 @@ class Reconciler:
     def _live(self, key: Key, service: LLMService) -> Live:
         cache = self._parts.cache
         deployment = cache.get(kinds.DEPLOYMENT, *key)
-        claim = cache.get(kinds.CLAIM, key[0], names.model_claim(service))
+        claim = cache.get(kinds.CLAIM, key[0], names.model_claim(service.name))
         jobs = {entry.name: entry.body() for entry in cache.of(key, kinds.JOB) if not entry.deleting}
         return Live(deployment.body() if deployment else None, claim.body() if claim else None, jobs)
 
@@ -190,8 +190,7 @@ class Reconciler:
 
     async def _secret_versions(self, key: Key) -> tuple[str, ...]:
         kept = [
-            await self._parts.secrets.get(key[0], name)
-            for name in (names.admin_key_of(key[1]), names.credentials_of(key[1]))
+            await self._parts.secrets.get(key[0], name) for name in (names.admin_key(key[1]), names.credentials(key[1]))
         ]
         return tuple(str((secret.body or {}).get("metadata", {}).get("resourceVersion", "")) for secret in kept)
 

@@ -81,7 +81,7 @@ class SecretStore:
         """
         known_uid, value = self._keys.get(key, ("", ""))
         if known_uid != uid:
-            kept = await self.get(key[0], names.admin_key_of(key[1]))
+            kept = await self.get(key[0], names.admin_key(key[1]))
             # Not that of a service of the same name which is gone.
             mine = kept.body is not None and controller(kept.body) in (uid, "")
             value = (kept.values.get(names.ADMIN_KEY) if mine else None) or secrets.token_urlsafe(32)
@@ -95,7 +95,7 @@ class SecretStore:
     def drop(self, key: Key) -> None:
         """Forget a service that is gone."""
         self._keys.pop(key, None)
-        for name in (names.admin_key_of(key[1]), names.credentials_of(key[1])):
+        for name in (names.admin_key(key[1]), names.credentials(key[1])):
             self._kept.pop((key[0], name), None)
 
     def _remember(self, namespace: str, name: str, kept: Kept) -> None:

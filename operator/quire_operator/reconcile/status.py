@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from quire_operator.plan.gpu import GPU_RESOURCE
 from quire_operator.plan.plan import Plan
 from quire_operator.reconcile import adapters, model_cache
 from quire_operator.reconcile.conditions import Condition, Reason, Type, settled, timestamp
@@ -81,7 +82,7 @@ def _read(
     spec = service.spec
     config, planned = _config(verdict, observed), _planned(verdict)
     cached, cache = model_cache.judge(service, verdict, observed, previous, now)
-    gpu = spec.gpu.resourceName if spec.gpu else "nvidia.com/gpu"
+    gpu = spec.gpu.resourceName if spec.gpu else GPU_RESOURCE
     found = rollout(observed, generation, spec.replicas, gpu if spec.device is Device.GPU else None)
     loaded = adapters.judge(service.catalogue(), observed.pods, ready_pods(observed))
     # A model that cannot be read is what planning waits for.

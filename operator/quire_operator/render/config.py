@@ -48,14 +48,14 @@ def catalogue_map(service: LLMService) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": names.meta(service, names.catalogue(service)),
+        "metadata": names.meta(service, names.catalogue(service.name)),
         "data": {"adapters.json": content},
     }
 
 
 def admin_secret(service: LLMService, cluster: Cluster) -> dict[str, Any]:
     """The Secret with the key of the pods' admin port."""
-    return _secret(service, names.admin_key(service), {names.ADMIN_KEY: cluster.admin_key})
+    return _secret(service, names.admin_key(service.name), {names.ADMIN_KEY: cluster.admin_key})
 
 
 def credentials_secret(service: LLMService, cluster: Cluster) -> dict[str, Any] | None:
@@ -66,7 +66,7 @@ def credentials_secret(service: LLMService, cluster: Cluster) -> dict[str, Any] 
     """
     wanted = {ref.name for ref in secret_refs(service)}
     found = {name: json.dumps(dict(values)) for name, values in cluster.credentials.items() if name in wanted}
-    return _secret(service, names.credentials(service), found) if found else None
+    return _secret(service, names.credentials(service.name), found) if found else None
 
 
 def service_account(service: LLMService) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def job(service: LLMService, plan: Plan, server: dict[str, Any]) -> dict[str, An
         "volumes": [model.volume(service, plan), *(v for v in server["volumes"] if v["name"] in _VOLUMES)],
     }
     meta = names.meta(service, names.download(service, names.digest(spec)), names.DOWNLOAD)
-    brings = names.digest([names.model_claim(service), model.folder(service)])
+    brings = names.digest([names.model_claim(service.name), model.folder(service)])
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",

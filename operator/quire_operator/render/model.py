@@ -69,7 +69,7 @@ def claim(service: LLMService, plan: Plan) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": names.meta(service, names.model_claim(service), names.DOWNLOAD),
+        "metadata": names.meta(service, names.model_claim(service.name), names.DOWNLOAD),
         "spec": {
             "accessModes": list(cache.accessModes) or [_access_mode(service)],
             "resources": {"requests": {"storage": cache.size or quantity(_claim_bytes(plan))}},
@@ -81,7 +81,7 @@ def claim(service: LLMService, plan: Plan) -> dict[str, Any]:
 def volume(service: LLMService, plan: Plan) -> dict[str, Any]:
     """The volume that MODEL_DIR is, for downloaded models."""
     if mode(service) == "PVC":
-        return {"name": "model", "persistentVolumeClaim": {"claimName": names.model_claim(service)}}
+        return {"name": "model", "persistentVolumeClaim": {"claimName": names.model_claim(service.name)}}
     size = service.spec.cache.size
     return {"name": "model", "emptyDir": {"sizeLimit": size or quantity(_claim_bytes(plan))}}
 

@@ -11,12 +11,14 @@ from typing import Any
 from quire_operator.service import LLMService
 from quire_spec import names as spec_names
 
-MANAGER = "quire-operator"
+MANAGED_BY, MANAGER = "app.kubernetes.io/managed-by", "quire-operator"
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
 BRINGS = f"{spec_names.API_GROUP}/brings"
 """Label of a download Job: what it brings, and where to. Jobs of two releases, or with other placement, that have the
 same value do the same."""
+PLAN = f"{spec_names.API_GROUP}/plan"
+"""Annotation of a Deployment: inputsHash of the plan that its pods run by."""
 SERVER, DOWNLOAD = "server", "model-download"
 
 RUN_DIR = "/run/quire"
@@ -41,43 +43,23 @@ def engine(service: LLMService, content: str) -> str:
     return f"{service.name}-engine-{digest(content)}"
 
 
-def catalogue(service: LLMService) -> str:
-    """The ConfigMap of adapters.json: its content changes, the pods stay."""
-    return catalogue_of(service.name)
-
-
-def admin_key(service: LLMService) -> str:
-    """The Secret with the key of the admin port."""
-    return admin_key_of(service.name)
-
-
-def admin_key_of(service: str) -> str:
-    """The same by the service's name."""
-    return f"{service}-admin"
-
-
-def credentials(service: LLMService) -> str:
-    """The Secret with copies of the Secrets that sources name."""
-    return credentials_of(service.name)
-
-
-def credentials_of(service: str) -> str:
-    """The same by the service's name."""
-    return f"{service}-credentials"
-
-
-def catalogue_of(service: str) -> str:
-    """The ConfigMap of adapters.json by the service's name."""
+def catalogue(service: str) -> str:
+    """The ConfigMap of adapters.json, by the service's name: its content changes, the pods stay."""
     return f"{service}-adapters"
 
 
-def model_claim(service: LLMService) -> str:
-    """The PersistentVolumeClaim of downloaded models."""
-    return model_claim_of(service.name)
+def admin_key(service: str) -> str:
+    """The Secret with the key of the pods' admin port, by the service's name."""
+    return f"{service}-admin"
 
 
-def model_claim_of(service: str) -> str:
-    """The same by the service's name."""
+def credentials(service: str) -> str:
+    """The Secret with copies of the Secrets that sources name, by the service's name."""
+    return f"{service}-credentials"
+
+
+def model_claim(service: str) -> str:
+    """The PersistentVolumeClaim of downloaded models, by the service's name."""
     return f"{service}-models"
 
 
@@ -93,7 +75,7 @@ def selector(service: LLMService, component: str) -> dict[str, str]:
 
 def labels(service: LLMService, component: str) -> dict[str, str]:
     """Labels of an object."""
-    return {**selector(service, component), "app.kubernetes.io/managed-by": MANAGER}
+    return {**selector(service, component), MANAGED_BY: MANAGER}
 
 
 def meta(service: LLMService, name: str, component: str = SERVER) -> dict[str, Any]:

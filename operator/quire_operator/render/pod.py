@@ -8,9 +8,10 @@ to that parser.
 import math
 from typing import Any
 
+from quire_operator.plan.gpu import GPU_RESOURCE, PRODUCT_LABEL
 from quire_operator.plan.host import start_seconds
 from quire_operator.plan.plan import Plan
-from quire_operator.render import model, names
+from quire_operator.render import model, names, security
 from quire_operator.render.merge import merge
 from quire_operator.service import LLMService
 
@@ -74,14 +75,7 @@ def _spec(service: LLMService, plan: Plan, engine_map: str) -> dict[str, Any]:
         "serviceAccountName": service.name,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": spec.security.runAsUser,
-            "runAsGroup": spec.security.fsGroup,
-            "fsGroup": spec.security.fsGroup,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": security.of_pod(service),
         "terminationGracePeriodSeconds": drain_seconds(service),
         **({"initContainers": init} if model.downloads(service) else {}),
         "containers": [container],
@@ -123,12 +117,7 @@ def _container(service: LLMService, plan: Plan) -> dict[str, Any]:
         },
         # Not the sleep action: it is ignored by API servers before 1.29, and exec is not.
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PROPAGATION_S)]}}},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "privileged": False,
-            "readOnlyRootFilesystem": service.spec.security.readOnlyRootFilesystem,
-        },
+        "securityContext": security.of_container(service.spec.security.readOnlyRootFilesystem),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": _mounts(service),
     }
@@ -161,7 +150,7 @@ def _resources(service: LLMService, plan: Plan) -> dict[str, Any]:
     # estimate of what the host needs, and killing the pod for it would help nobody.
     limits = {"memory": memory} if runtime.memory or not count else {}
     if count:
-        limits[gpu.resourceName if gpu else "nvidia.com/gpu"] = str(count)
+        limits[gpu.resourceName if gpu else GPU_RESOURCE] = str(count)
     return {"requests": requests, "limits": limits} if limits else {"requests": requests}
 
 
@@ -169,7 +158,7 @@ def _node_selector(service: LLMService) -> dict[str, str]:
     gpu = service.spec.gpu
     if gpu is None:
         return {}
-    product = {"nvidia.com/gpu.product": gpu.product} if gpu.product else {}
+    product = {PRODUCT_LABEL: gpu.product} if gpu.product else {}
     return {**product, **gpu.nodeSelector}
 
 
@@ -205,12 +194,12 @@ def _mounts(service: LLMService) -> list[dict[str, Any]]:
 def _volumes(service: LLMService, plan: Plan, engine_map: str) -> list[dict[str, Any]]:
     volumes: list[dict[str, Any]] = [
         {"name": "engine", "configMap": {"name": engine_map}},
-        {"name": "catalogue", "configMap": {"name": names.catalogue(service)}},
-        {"name": "admin", "secret": {"secretName": names.admin_key(service), "defaultMode": 0o440}},
+        {"name": "catalogue", "configMap": {"name": names.catalogue(service.name)}},
+        {"name": "admin", "secret": {"secretName": names.admin_key(service.name), "defaultMode": 0o440}},
         # There is none while no source names a Secret; one that comes later is seen without a restart.
         {
             "name": "credentials",
-            "secret": {"secretName": names.credentials(service), "optional": True, "defaultMode": 0o440},
+            "secret": {"secretName": names.credentials(service.name), "optional": True, "defaultMode": 0o440},
         },
         {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
         {"name": "cache", "emptyDir": {}},

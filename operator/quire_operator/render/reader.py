@@ -7,7 +7,7 @@ operator needs no right to read logs. Services whose Job would be the same share
 
 from typing import Any
 
-from quire_operator.render import names
+from quire_operator.render import names, security
 from quire_operator.render.merge import merge
 from quire_operator.service import LLMService
 from quire_spec.catalogue import PvcSource
@@ -31,14 +31,7 @@ def job(service: LLMService, source: PvcSource, image: str) -> dict[str, Any]:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "restartPolicy": "Never",
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": spec.security.runAsUser,
-            "runAsGroup": spec.security.fsGroup,
-            "fsGroup": spec.security.fsGroup,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": security.of_pod(service),
         **({"imagePullSecrets": list(spec.runtime.imagePullSecrets)} if spec.runtime.imagePullSecrets else {}),
         **({"nodeSelector": dict(gpu.nodeSelector)} if gpu and gpu.nodeSelector else {}),
         **({"tolerations": list(gpu.tolerations)} if gpu and gpu.tolerations else {}),
@@ -49,12 +42,7 @@ def job(service: LLMService, source: PvcSource, image: str) -> dict[str, Any]:
                 "command": ["tini", "--", "python3", "-m", "quire_server.read_model"],
                 "args": [f"--model={folder}/{source.path}".rstrip("/")],
                 "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
-                "securityContext": {
-                    "allowPrivilegeEscalation": False,
-                    "capabilities": {"drop": ["ALL"]},
-                    "privileged": False,
-                    "readOnlyRootFilesystem": True,
-                },
+                "securityContext": security.of_container(read_only=True),
                 "volumeMounts": [{"name": "claim", "mountPath": folder, "readOnly": True}],
             }
         ],

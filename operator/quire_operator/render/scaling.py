@@ -20,7 +20,7 @@ def deployment(service: LLMService, plan: Plan, cluster: Cluster, template: dict
     """
     rollout = service.spec.rollout
     # Not on the pods: inputs may change without a change of what they lead to, and then no pod is replaced.
-    plan_of = {f"{spec_names.API_GROUP}/plan": plan.inputsHash}
+    plan_of = {names.PLAN: plan.inputsHash}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
