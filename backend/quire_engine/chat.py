@@ -18,6 +18,7 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quire_spec.document import load_object
 from quire_spec.errors import InvalidArgument
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -53,9 +54,12 @@ class ChatTemplate:
         """The template of a checkpoint: chat_template.jinja, else what tokenizer_config.json has; None without one.
 
         `given` is a template to take instead, with the special tokens of the checkpoint.
+
+        Raises:
+            ConfigError: tokenizer_config.json is broken. InvalidArgument: the template is.
         """
         path = folder / "tokenizer_config.json"
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        config = load_object(path) if path.exists() else {}
         file = folder / TEMPLATE_FILE
         own = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
         source = own if given is None else given

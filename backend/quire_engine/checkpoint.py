@@ -2,12 +2,12 @@
 """Checkpoint: what the engine knows of a model before any weight is read. Torch-free; engine.py calls it."""
 
 import hashlib
-import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from quire_spec.document import load_object
 from quire_spec.errors import ConfigError
 from quire_spec.shape import ModelShape
 
@@ -71,10 +71,7 @@ def _generation_eos(path: Path) -> frozenset[int]:
     """Chat models end their turn with tokens that only generation_config.json names."""
     if not path.exists():
         return frozenset()
-    try:
-        eos = json.loads(path.read_text()).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    eos = load_object(path).get("eos_token_id")
     found = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(type(token) is int for token in found):
         raise ConfigError(f"{path}: eos_token_id: {eos!r} is neither an integer nor a list of integers")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LLM: generate offline, in this process, through vLLM's names. No server, no sockets, the same engine."""
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from quire_engine.prompt import Prompt, PromptParts, each_prompt, per_prompt
 from quire_engine.text import Tokenizer
 from quire_spec.config import EngineConfig
 from quire_spec.digest import KnownDigests
+from quire_spec.document import load_object
 from quire_spec.engine_arguments import engine_fields
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.messages import Generate
@@ -242,12 +242,7 @@ class LLM:
 def _generation_defaults(folder: Path) -> SamplingParams:
     """What generation_config.json says of sampling, by the rules of vLLM."""
     path = folder / "generation_config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: holds {type(config).__name__}, not an object; remove it or take the model's own")
+    config = load_object(path) if path.exists() else {}
     found = {ours: config[theirs] for theirs, ours in _GENERATION_CONFIG.items() if config.get(theirs) is not None}
     try:
         return SamplingParams(**found)

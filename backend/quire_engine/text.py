@@ -6,7 +6,6 @@ offline LLM call it. Only the `tokenizers` library is used: a model's tokenizer 
 """
 
 import codecs
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Self
 import tokenizers
 
 from quire_engine.pieces import Pieces
+from quire_spec.document import load_object
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.sampling import SamplingParams
 
@@ -32,7 +32,8 @@ class Tokenizer:
     """The tokenizer of a checkpoint. Thread-safe; the slow methods release the interpreter's lock.
 
     Raises:
-        ConfigError: tokenizer.json is missing, broken, or has a decoder that cannot be streamed.
+        ConfigError: tokenizer.json is missing, or has a decoder that cannot be streamed, or it or tokenizer_config.json
+            is broken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +45,13 @@ class Tokenizer:
         # A checkpoint may carry the truncation and padding of its training; a server must not cut prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        _apply_config(self._tokenizer, _read_config(folder / "tokenizer_config.json"))
+        config = folder / "tokenizer_config.json"
+        try:
+            _apply_config(self._tokenizer, load_object(config) if config.exists() else {})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{config}: its tokens cannot be read ({type(error).__name__}: {error}); save the tokenizer again"
+            ) from error
         self.pieces = Pieces(self._tokenizer)
         """Bytes of each token."""
         added = self._tokenizer.get_added_tokens_decoder()
@@ -225,16 +232,6 @@ class Detokenizer:
     def _has_text(self, token_ids: Sequence[int]) -> bool:
         pieces = self._pieces
         return pieces is not None and any(i not in self._skipped and pieces.rest(i) for i in token_ids)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: expected an object")
-    return config
 
 
 def _apply_config(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:

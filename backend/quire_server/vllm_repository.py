@@ -3,11 +3,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from quire_spec import names
 from quire_spec.catalogue import Catalogue
 from quire_spec.config import EngineConfig
+from quire_spec.document import load_object
 from quire_spec.engine_arguments import engine_fields
 from quire_spec.errors import ConfigError
 
@@ -23,7 +23,7 @@ def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConf
     """
     version = version_folder(folder)
     path = version / "model.json"
-    arguments = {key: value for key, value in _read_object(path).items() if value is not None}
+    arguments = {key: value for key, value in load_object(path).items() if value is not None}
     taken = engine_fields(arguments, f"{path}: ")
     if taken.get("model") and (version / str(taken["model"])).is_dir():
         taken["model"] = str((version / taken["model"]).resolve())
@@ -58,22 +58,12 @@ def version_folder(folder: Path) -> Path:
     return found[0].parent
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected an object, found {type(data).__name__}")
-    return data
-
-
 def _read_loras(version: Path) -> Catalogue:
     path = version / "multi_lora.json"
     if not path.exists():
         raise ConfigError(f"{path}: missing, and model.json has enable_lora; write {{}} there for no adapters")
     adapters = [
         {"name": name, "source": {"path": str((version / str(where)).resolve())}}
-        for name, where in _read_object(path).items()
+        for name, where in load_object(path).items()
     ]
     return Catalogue.from_json({"adapters": adapters})

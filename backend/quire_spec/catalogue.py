@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire_spec import names
-from quire_spec.document import compact, from_json, to_json
+from quire_spec.document import compact, from_json, load, to_json
 from quire_spec.errors import ConfigError
 
 MAX_ADAPTERS = 4096
@@ -172,10 +172,7 @@ class Catalogue:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read adapters.json from `path`; raises ConfigError as `from_json` does, also for text that is not JSON."""
-        try:
-            return cls.from_json(json.loads(path.read_text()))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: {error}") from error
+        return cls.from_json(load(path))
 
     def to_json(self) -> dict[str, Any]:
         """Every field with its value, fit for `from_json`."""

@@ -5,7 +5,6 @@ Written as engine.json by `quire render` and the operator, read by every process
 engine arguments wherever the meaning is the same. Nothing reads the environment instead; nothing changes it later.
 """
 
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire_spec import capability
-from quire_spec.document import from_json, to_json
+from quire_spec.document import from_json, load, to_json
 from quire_spec.errors import ConfigError
 
 
@@ -133,10 +132,7 @@ class EngineConfig:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read engine.json from `path`; raises ConfigError as `from_json` does, also for text that is not JSON."""
-        try:
-            return cls.from_json(json.loads(path.read_text()))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: {error}") from error
+        return cls.from_json(load(path))
 
     def to_json(self) -> dict[str, Any]:
         """Every field with its value, fit for `from_json`."""

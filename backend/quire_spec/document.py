@@ -6,10 +6,12 @@ refuse the same way.
 """
 
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from quire_spec.errors import ConfigError
@@ -41,6 +43,26 @@ def from_json(cls: type[T], data: object, where: str = "", newer: bool = False) 
         if required and field.name not in data:
             raise ConfigError(f"{_join(where, field.name)}: missing; {cls.__name__} needs it")
     return cls(**{key: _value(hints[key], value, _join(where, key), newer) for key, value in data.items()})
+
+
+def load(path: Path) -> Any:
+    """A JSON file, parsed.
+
+    Raises:
+        ConfigError: it cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def load_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object; raises ConfigError as `load` does, also for anything else."""
+    found = load(path)
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: expected an object, found {_kind(found)}")
+    return found
 
 
 def to_json(value: object) -> Any:

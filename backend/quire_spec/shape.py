@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """ModelShape: the numbers of a model that sizing and the model definitions need, from its config.json."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, Self
 
 from quire_spec import capability
 from quire_spec.config_json import ConfigJson
+from quire_spec.document import load
 from quire_spec.errors import ConfigError
 from quire_spec.families import FAMILIES, Family
 from quire_spec.rope import Rope
@@ -93,12 +93,7 @@ class ModelShape:
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read `folder`/config.json; raises ConfigError as `from_config` does, also when it cannot be read."""
-        path = folder / "config.json"
-        try:
-            config = json.loads(path.read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: {error}") from error
-        return cls.from_config(config)
+        return cls.from_config(load(folder / "config.json"))
 
     @classmethod
     def _read(cls, config: ConfigJson, architecture: str) -> Self:

@@ -350,9 +350,11 @@ def test_errors_name_the_file_and_the_cause(tmp_path: Path, loaded: dict[str, To
     unknown.decoder = decoders.CTC()
     with pytest.raises(ConfigError, match="CTC"):
         Tokenizer(save(unknown, tmp_path))
-    (save(byte_level(), tmp_path) / "tokenizer_config.json").write_text("[1")
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
-        Tokenizer(tmp_path)
+    config = save(byte_level(), tmp_path) / "tokenizer_config.json"
+    for text in ("[1", "[1]", '{"added_tokens_decoder": {"x": {}}}', '{"bos_token": {"special": true}}'):
+        config.write_text(text)
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+            Tokenizer(tmp_path)
 
 
 def test_words_of_a_tokenizer_without_decoder_are_joined_by_spaces(tmp_path: Path):

@@ -43,8 +43,9 @@ def test_refusals(document, message):
         EngineConfig.from_json(document)
 
 
-def test_a_file_that_is_not_json_names_the_file(tmp_path):
-    (tmp_path / "engine.json").write_text("{")
+@pytest.mark.parametrize("content", [b"{", b'"\xff"', b"[" * 100_000], ids=["cut", "not UTF-8", "too deep"])
+def test_a_file_that_is_not_json_names_the_file(tmp_path, content):
+    (tmp_path / "engine.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"engine\.json"):
         EngineConfig.load(tmp_path / "engine.json")
 
