@@ -3,7 +3,6 @@
 
 make demo                                   the example, on free ports, then stop
 .venv/bin/python hack/demo.py --keep        leave it running until Ctrl-C, to try requests by hand
-.venv/bin/python hack/demo.py -f my.yaml    another LLMService
 """
 
 import argparse

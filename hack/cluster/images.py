@@ -141,19 +141,18 @@ class _Buildah:
 
     def run(self, command: str, *arguments: str) -> str:
         """What a command prints; its progress goes to the log."""
+        return self.logged(f"buildah {command}", [*self._argv, command, *arguments])
+
+    def logged(self, what: str, argv: list[str]) -> str:
+        """What a program prints, which also goes to the log; raises Unavailable with the log's end."""
         with self.log.open("ab") as log:
             done = subprocess.run(
-                [*self._argv, command, *arguments],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                text=True,
-                check=False,
+                argv, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True, check=False
             )
             log.write(done.stdout.encode())
         if done.returncode:
             last = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-            raise tools.Unavailable(f"buildah {command} failed; {self.log} ends with:\n{last}")
+            raise tools.Unavailable(f"{what} failed; {self.log} ends with:\n{last}")
         return done.stdout.strip()
 
     def identity(self, name: str) -> str:
@@ -184,13 +183,7 @@ def _base(buildah: _Buildah, pip: Pip) -> str:
     with tempfile.TemporaryDirectory(dir=buildah.folder) as temporary:
         work = Path(temporary)
         debootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(_BASE_PACKAGES)}"]
-        with buildah.log.open("ab") as log:
-            subprocess.run(
-                [*debootstrap, debian.SUITE, str(work / "base.tar"), debian.mirror()],
-                stdout=log,
-                stderr=log,
-                check=True,
-            )
+        buildah.logged("mmdebstrap", [*debootstrap, debian.SUITE, str(work / "base.tar"), debian.mirror()])
         (work / "pip.conf").write_text(pip.config)
         (work / "constraints").write_text(pip.constraints)
         container = buildah.run("from", "scratch")

@@ -46,10 +46,12 @@ class Child:
         self._log = folder / f"{name}.log"
         argv = [python, str(Path(__file__).with_name(script)), json.dumps(settings)]
         pipe = subprocess.PIPE
+        # vLLM's sockets, which it leaves behind when it is killed.
+        env = os.environ | {"VLLM_RPC_BASE_PATH": str(folder)}
         with self._log.open("wb") as log:
             # A session of its own: Control-C is the benchmark's to handle, and what it started can be ended with it.
             self.process = subprocess.Popen(
-                argv, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True
+                argv, stdin=pipe, stdout=pipe, stderr=log, env=env, text=True, start_new_session=True
             )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._commands, self._answers = self.process.stdin, self.process.stdout

@@ -23,7 +23,8 @@ from quire_spec.messages import Abort, Event, Generate, Message, SequenceResult,
 from quire_spec.sampling import SamplingParams
 
 LIMITS = Limits(max_model_len=32, vocab_size=384, max_num_queued_reqs=4, max_prompt_bytes=2000)
-TOKENIZER = Tokenizer(save(byte_level(), Path(tempfile.mkdtemp(prefix="quire-test-"))))
+with tempfile.TemporaryDirectory() as _folder:
+    TOKENIZER = Tokenizer(save(byte_level(), Path(_folder)))
 
 
 class Inbox:
