@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When an object on the server is as it was wanted, and what pods are pinned by."""
 
+import base64
 import copy
 
 import pytest
@@ -8,7 +9,9 @@ from support.planning import plan, service
 
 from quire_operator import crd
 from quire_operator.reconcile.compare import holds
-from quire_operator.reconcile.pinned import ANNOTATION, PLAN, Pinned, spec_digest
+from quire_operator.reconcile.packed import pack
+from quire_operator.reconcile.pinned import ANNOTATION, Pinned, spec_digest
+from quire_operator.render import names
 from quire_operator.render.cluster import Cluster
 from quire_operator.render.desired import desired
 from quire_operator.service import LLMService
@@ -102,6 +105,15 @@ def test_pods_are_pinned_by_what_they_follow_from(spec):
     assert digest(**spec) != digest()
 
 
+BROKEN = base64.b64encode(b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 8).decode()
+"""Begins as compressed data does."""
+
+
+@pytest.mark.parametrize("text", ["by hand", pack({"spec": ""}), pack({"spec": ""})[:20], pack([]), BROKEN])
+def test_what_somebody_changed_by_hand_is_not_pinned(text):
+    assert Pinned.read({"metadata": {"annotations": {ANNOTATION: text}}}) is None
+
+
 def test_what_is_pinned_comes_back_as_it_was():
     made = plan("qwen-0.5b", "NVIDIA-L4", NO_LORA)
     manifests = list(desired(service(NO_LORA), made, Cluster(admin_key="k", owner_uid="u-1")).manifests)
@@ -109,7 +121,6 @@ def test_what_is_pinned_comes_back_as_it_was():
     rendered = copy.deepcopy(manifests)
     (deployment,) = [m for m in pinned.into(manifests) if m["kind"] == "Deployment"]
     assert Pinned.read(deployment) == pinned
-    assert deployment["metadata"]["annotations"][PLAN] == made.inputsHash
+    assert deployment["metadata"]["annotations"][names.PLAN] == made.inputsHash
     assert manifests == rendered, "nothing given is changed"
-    assert Pinned.read({"metadata": {"annotations": {ANNOTATION: "by hand"}}}) is None
     assert "u-1" not in str(pinned.engine), "an owner goes with its service"

@@ -5,8 +5,6 @@ Read once for a source and then remembered: a plan is pinned anyway, and a branc
 """
 
 import asyncio
-import base64
-import gzip
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -19,6 +17,7 @@ from quire_operator.kube.kinds import Kind
 from quire_operator.plan.checkpoint import Checkpoint
 from quire_operator.plan.files import files_of, read_checkpoint
 from quire_operator.reconcile.cache import Cache, Key, controller
+from quire_operator.reconcile.packed import unpack
 from quire_operator.render import names, reader
 from quire_operator.service import LLMService
 from quire_spec.catalogue import PvcSource, SecretRef
@@ -183,9 +182,9 @@ def _told(job: Mapping[str, Any], messages: list[tuple[int, str]], source: PvcSo
 
 def _unpacked(message: str) -> Checkpoint:
     try:
-        facts = json.loads(gzip.decompress(base64.b64decode(message)))
+        facts = unpack(message)
         config, index, header = facts["config"], facts["index"], facts["header"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"the Job that reads config.json told {message[:80]!r}; is the image a Quire image?"
         ) from error

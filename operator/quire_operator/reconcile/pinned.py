@@ -6,8 +6,6 @@ Kept in an annotation, compressed: about 2 KB. The live template would not do: i
 whatever somebody changed by hand, which is to be undone.
 """
 
-import base64
-import gzip
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -16,6 +14,7 @@ from typing import Any, Self
 
 from quire_operator import crd, schema
 from quire_operator.plan.plan import Plan
+from quire_operator.reconcile.packed import pack, unpack
 from quire_operator.render import names
 from quire_operator.service import LLMService
 from quire_spec import names as spec_names
@@ -57,18 +56,16 @@ class Pinned:
         if not text:
             return None
         try:
-            body = json.loads(gzip.decompress(base64.b64decode(text)))
+            body = unpack(text)
             return cls(body["spec"], body["plan"], body["template"], body["engine"])
-        except (OSError, EOFError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             # Somebody changed it by hand: the pods are rendered anew.
             return None
 
     @property
     def text(self) -> str:
         """The annotation; the same for the same content."""
-        body = {"spec": self.spec, "plan": self.plan, "template": self.template, "engine": self.engine}
-        packed = gzip.compress(json.dumps(body, separators=(",", ":"), sort_keys=True).encode(), mtime=0)
-        return base64.b64encode(packed).decode()
+        return pack({"spec": self.spec, "plan": self.plan, "template": self.template, "engine": self.engine})
 
     def into(self, manifests: Iterable[Manifest]) -> list[Manifest]:
         """Manifests with the pods that are kept here in the place of those that were rendered."""
