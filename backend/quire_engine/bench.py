@@ -7,7 +7,7 @@ The engine alone: no text, no sockets. What the server adds on top is measured w
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,9 +109,7 @@ class _Timeline:
             self.last[result.id] = now
 
 
-def run(
-    engine: Engine, load: Load, *, progress: bool = False, clock: Callable[[], float] = time.perf_counter
-) -> Report:
+def run(engine: Engine, load: Load, *, progress: bool = False) -> Report:
     """Put `load` on an idle engine until everything is answered.
 
     Raises:
@@ -126,7 +124,7 @@ def run(
     requests = _requests(engine, load)
     offsets = _offsets(load)
     before, timeline, num_added = engine.stats(), _Timeline(), 0
-    start = now = clock()
+    start = now = time.perf_counter()
     with tqdm(total=load.num_prompts, desc="requests", disable=not progress, dynamic_ncols=True) as bar:
         while num_added < len(requests) or engine.has_work:
             while num_added < len(requests) and start + offsets[num_added] <= now:
@@ -138,8 +136,8 @@ def run(
                 results = engine.step().results
             else:
                 results = []
-                time.sleep(max(0.0, start + offsets[num_added] - clock()))
-            now = clock()
+                time.sleep(max(0.0, start + offsets[num_added] - time.perf_counter()))
+            now = time.perf_counter()
             for result in results:
                 timeline.take(result, now)
                 bar.update(result.finish_reason is not None)

@@ -37,6 +37,15 @@ class Record:
     """By file; None where the place cannot tell versions."""
 
 
+def sync(path: Path) -> None:
+    """Have a file or folder on disk before anything names it: a power cut must not leave half an adapter."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def key_of(source: Source) -> str:
     """Names a source in the cache: the same description, the same key."""
     return hashlib.sha256(json.dumps(to_json(source), sort_keys=True).encode()).hexdigest()[:32]
@@ -79,7 +88,7 @@ class Cache:
         """Make a complete partial an adapter of the cache: all of it or nothing. Reads and syncs the files: slow."""
         digest = adapter_digest(partial.folder)
         for name in ADAPTER_FILES:
-            _sync(partial.folder / name)
+            sync(partial.folder / name)
         target = self.folder(digest)
         try:
             partial.folder.rename(target)
@@ -88,7 +97,7 @@ class Cache:
             if not target.is_dir():
                 raise
             shutil.rmtree(partial.folder)
-        _sync(target.parent)
+        sync(target.parent)
         record = Record(digest, partial.versions())
         _write(self._record(key), to_json(record))
         partial.forget()
@@ -98,9 +107,9 @@ class Cache:
         """Say that an adapter is in use, so that no sweep takes it, ours or another owner's."""
         os.utime(self.folder(digest))
 
-    def sweep(self, used: set[str], now: float | None = None) -> list[str]:
+    def sweep(self, used: set[str]) -> list[str]:
         """Remove what nobody has used for a day; returns the digests removed. `used` are ours, and stay."""
-        oldest = (time.time() if now is None else now) - KEEP_SECONDS
+        oldest = time.time() - KEEP_SECONDS
         for digest in used:
             with contextlib.suppress(OSError):
                 self.touch(digest)
@@ -157,12 +166,3 @@ def _write(path: Path, document: object) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(document))
     temporary.rename(path)
-
-
-def _sync(path: Path) -> None:
-    """Have a file or folder on disk before anything names it: a power cut must not leave half an adapter."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_server.background import in_thread
-from quire_server.cache import Partial
+from quire_server.cache import Partial, sync
 from quire_server.output import set_up_logging
 from quire_server.places import Place
 from quire_server.progress import Meter, told
@@ -232,22 +232,14 @@ def _commit(partial: Partial, names: list[str], into: Path) -> None:
     """Keep what was asked for, on disk before it has its name: a power cut must not leave half a model."""
     for path in partial.folder.iterdir():
         if path.name in names:
-            _sync(path)
+            sync(path)
         else:
             path.unlink()
-    _sync(partial.folder)
+    sync(partial.folder)
     partial.folder.rename(into)
-    _sync(into.parent)
+    sync(into.parent)
     for notes in into.parent.glob(f".partial-{into.name}*.json"):
         notes.unlink()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

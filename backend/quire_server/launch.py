@@ -22,11 +22,10 @@ from quire_spec.errors import ConfigError
 IMAGE_ROOT = Path("/opt/tritonserver")
 KEY_HEADER = "quire-server-key"
 """HTTP header of the restricted APIs."""
-GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
-"""The same for gRPC: the server puts this prefix before every key of --grpc-restricted-protocol."""
 RESTRICTED = ("model-repository", "shared-memory", "trace", "logging")
 """APIs that only the supervisor may use. Metadata, config and statistics stay open: load tools read them."""
 
+SHM = Path("/dev/shm")
 SHM_BYTES_PER_MODEL = 2**20
 """What each stub takes of /dev/shm at its start (the Python backend's default)."""
 SHM_RESERVE_BYTES = 8 * 2**20
@@ -140,7 +139,7 @@ def inspect_python(executable: Path) -> Interpreter:
     return Interpreter(executable, found["version"], libpython, found["numpy"])
 
 
-def preflight(install: ServerInstall, python: Interpreter, num_models: int, shm: Path = Path("/dev/shm")) -> None:
+def preflight(install: ServerInstall, python: Interpreter, num_models: int) -> None:
     """Refuse now what would fail later in a stub, less clearly.
 
     Raises:
@@ -167,7 +166,7 @@ def preflight(install: ServerInstall, python: Interpreter, num_models: int, shm:
             "pip install 'numpy<2' there"
         )
     _check_beside(python)
-    _check_shm(num_models, shm)
+    _check_shm(num_models)
 
 
 def server_command(
@@ -211,7 +210,7 @@ def server_command(
     return argv, env
 
 
-def clear_shared_memory(shm_prefix: str, shm: Path = Path("/dev/shm")) -> int:
+def clear_shared_memory(shm_prefix: str, shm: Path = SHM) -> int:
     """Remove the regions that a killed server left behind; returns how many. Only when that server is gone."""
     regions = list(shm.glob(f"{shm_prefix}*"))
     for region in regions:
@@ -258,12 +257,12 @@ def _check_beside(python: Interpreter) -> None:
         )
 
 
-def _check_shm(num_models: int, shm: Path) -> None:
+def _check_shm(num_models: int) -> None:
     need = num_models * SHM_BYTES_PER_MODEL + SHM_RESERVE_BYTES
-    free = shutil.disk_usage(shm).free
+    free = shutil.disk_usage(SHM).free
     if free < need:
         raise ConfigError(
-            f"{shm}: {free / 2**20:.0f} MiB free, {need / 2**20:.0f} MiB needed ({num_models} models x "
+            f"{SHM}: {free / 2**20:.0f} MiB free, {need / 2**20:.0f} MiB needed ({num_models} models x "
             f"{SHM_BYTES_PER_MODEL / 2**20:.0f} MiB + {SHM_RESERVE_BYTES / 2**20:.0f} MiB for prompts); mount an "
             "emptyDir with medium Memory there, or start the container with a larger --shm-size"
         )

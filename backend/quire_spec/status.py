@@ -20,7 +20,6 @@ class ProcessState(StrEnum):
     STARTING = "Starting"
     READY = "Ready"
     RESTARTING = "Restarting"
-    DRAINING = "Draining"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,9 @@ from quire_server.launch import ServerOptions
 from quire_server.server_client import ServerClient
 from quire_spec.errors import ConfigError, Internal, Unavailable
 
+GRPC_KEY_HEADER = f"triton-grpc-protocol-{launch.KEY_HEADER}"
+"""The server puts this prefix before every key of --grpc-restricted-protocol."""
+
 
 @pytest.fixture(scope="module")
 def python():
@@ -187,11 +190,11 @@ def test_grpc_control_protocols_are_closed(running):
     ]
     with grpcclient.InferenceServerClient(f"127.0.0.1:{running.ports['grpc']}") as client:
         for call in calls:
-            for headers in (None, {launch.GRPC_KEY_HEADER: "wrong"}, {launch.KEY_HEADER: running.key}):
+            for headers in (None, {GRPC_KEY_HEADER: "wrong"}, {launch.KEY_HEADER: running.key}):
                 with pytest.raises(grpcclient.InferenceServerException, match="restricted"):
                     call(client, headers=headers)
         for call in calls:
-            call(client, headers={launch.GRPC_KEY_HEADER: running.key})
+            call(client, headers={GRPC_KEY_HEADER: running.key})
         assert client.get_model_metadata(BASE).name == BASE
         assert client.get_model_config(BASE).config.model_transaction_policy.decoupled
         assert client.get_inference_statistics(BASE).model_stats

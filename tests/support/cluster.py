@@ -166,18 +166,16 @@ class Cluster:
         assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
         return done.stdout
 
-    def service_account(self, namespace: str, name: str, rules: list[Manifest], cluster_wide: bool = False) -> Path:
+    def service_account(self, namespace: str, name: str, rules: list[Manifest]) -> Path:
         """Kubeconfig of a new ServiceAccount that may do exactly what the RBAC rules say."""
         self.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}}, namespace)
         group = "rbac.authorization.k8s.io"
-        prefix = "Cluster" if cluster_wide else ""
-        unique = f"{namespace}-{name}" if cluster_wide else name
-        role = {"apiVersion": f"{group}/v1", "kind": f"{prefix}Role", "metadata": {"name": unique}, "rules": rules}
+        role = {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {"name": name}, "rules": rules}
         binding = {
             "apiVersion": f"{group}/v1",
-            "kind": f"{prefix}RoleBinding",
-            "metadata": {"name": unique},
-            "roleRef": {"apiGroup": group, "kind": f"{prefix}Role", "name": unique},
+            "kind": "RoleBinding",
+            "metadata": {"name": name},
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
             "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
         }
         self.apply(role, namespace)

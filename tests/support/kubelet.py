@@ -97,11 +97,6 @@ class Kubelet:
             again = replace(now, restarts=now.restarts + 1, last=(1, "Error", message))
             self._rules.insert(0, (lambda body: body["metadata"]["uid"] == uid, again))
 
-    def set_gpus(self, count: int) -> None:
-        """As if GPUs were added or broke."""
-        self.gpus = count
-        self._beat()
-
     def address(self, pod: Manifest) -> str:
         """The pod's address on this machine; its own, and nobody's after it."""
         uid = pod["metadata"]["uid"]

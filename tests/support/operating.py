@@ -200,11 +200,6 @@ class Operating:
         return self.controller._tasks[0].get_loop()
 
 
-def deployed(found: Manifest | None) -> bool:
-    """Whether an object is there and not on its way out."""
-    return found is not None and "deletionTimestamp" not in found["metadata"]
-
-
 def without_traces(body: Manifest) -> Manifest:
     """An object less what no two runs have in common: uids, versions, times, addresses, the random key."""
     meta = {k: v for k, v in body["metadata"].items() if k in ("name", "labels", "annotations")}
