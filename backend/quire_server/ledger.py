@@ -50,7 +50,8 @@ def num_open(run_dir: Path, pid: int) -> int:
     """Requests that a stub, dead or alive, has open: none when it died before it could take any."""
     try:
         return int(_COUNT.unpack(_path(run_dir, pid).read_bytes())[0])
-    except FileNotFoundError:
+    except (FileNotFoundError, struct.error):
+        # No file yet, or one that had not got its size yet.
         return 0
 
 

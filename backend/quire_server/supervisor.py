@@ -181,8 +181,12 @@ class Supervisor:
     async def _sweep(self) -> None:
         """Keep the cache from growing for ever."""
         while True:
-            for digest in await self._board.sweep():
-                log.info("adapter removed from the cache digest=%s", digest)
+            try:
+                for digest in await self._board.sweep():
+                    log.info("adapter removed from the cache digest=%s", digest)
+            except OSError as error:
+                # Its volume may be away for a moment, and what is loaded serves without it.
+                log.warning("cache was not swept error=%s", error)
             await asyncio.sleep(_SWEEP_S)
 
 

@@ -67,8 +67,8 @@ def engine_fields(arguments: Mapping[str, Any], where: str = "") -> dict[str, An
             taken[name] = value if kinds[name].startswith("str") else _unquoted(value)
         else:
             raise ConfigError(f"{where}{name!r}: this engine has no such argument; it has {', '.join(sorted(kinds))}")
-    if "dtype" in taken:
-        taken["dtype"] = _DTYPES.get(taken["dtype"], taken["dtype"])
+    if isinstance(dtype := taken.get("dtype"), str):
+        taken["dtype"] = _DTYPES.get(dtype, dtype)
     return taken
 
 

@@ -19,6 +19,9 @@ from quire_spec.errors import ConfigError
 MAX_VALUES = 100_000
 """Values in a document: ten times the largest LLMService. YAML's aliases can blow a small file up without bound."""
 
+MAX_DEPTH = 100
+"""Objects and lists inside of each other: three times what a pod template has. Whoever checks them recurses."""
+
 
 class ManifestError(ConfigError):
     """A file cannot be read, or is not YAML; the message begins with file, line and column where they are known."""
@@ -108,6 +111,8 @@ class _Builder:
         self.num_values += 1
         if self.num_values > MAX_VALUES or id(node) in self.open:
             raise self._error(node, f"more than {MAX_VALUES} values, or an alias inside of itself")
+        if len(path) > MAX_DEPTH:
+            raise self._error(node, f"more than {MAX_DEPTH} objects and lists inside of each other")
         if isinstance(node, yaml.ScalarNode):
             return self.loader.construct_object(node)
         self.open.add(id(node))

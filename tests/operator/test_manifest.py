@@ -53,6 +53,7 @@ BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         ("a: [1, 2\nb: 3\n", "f.yaml:2:2: not YAML: did not find expected ',' or ']'"),
         ("a: 1\nb: 2\na: 3\n", "f.yaml:3:1: key 'a' is given in line 1 already; keep one of them"),
         ("a: &a {b: *a}\n", "f.yaml:1:4: more than 100000 values, or an alias inside of itself"),
+        ("a: " + 900 * "[" + 900 * "]", "f.yaml:1:104: more than 100 objects and lists inside of each other"),
         (BOMB, "f.yaml:1:"),
         ("[a]: 1\n", "f.yaml:1:1: a key that is not text"),
         ("a: !!python/object:os.system x\n", "f.yaml:1:4: not YAML: could not determine a constructor for the tag"),

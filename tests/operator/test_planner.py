@@ -408,6 +408,13 @@ def test_gpus_that_nobody_knows_or_that_are_shared_are_refused():
     assert error.value.why is Why.SHARED_GPU
 
 
+def test_a_label_that_is_no_number_says_nothing():
+    plain = resolve(None, [labels()])
+    for name in ("replicas", "count", "compute.minor"):
+        found = resolve(None, [labels(**{f"nvidia.com/gpu.{name}": "many"})])
+        assert (found.memory_mib, found.per_node) == (plain.memory_mib, None)
+
+
 def test_node_listings_of_kubectl():
     listing = {"kind": "List", "items": [{"metadata": {"labels": {"a": "b"}}}, {"metadata": {}}]}
     assert node_labels(listing) == [{"a": "b"}, {}]

@@ -25,6 +25,12 @@ def test_the_count_outlives_the_process(tmp_path):
     assert ledger.num_open(tmp_path, process.pid) == 0
 
 
+def test_a_stub_that_died_while_it_began_has_nothing_open(tmp_path):
+    (tmp_path / ledger.FOLDER).mkdir()
+    (tmp_path / ledger.FOLDER / "7").touch()
+    assert ledger.num_open(tmp_path, 7) == 0
+
+
 def test_a_process_id_used_again_begins_at_none(tmp_path):
     ledger.Ledger(tmp_path).opened()
     assert ledger.num_open(tmp_path, os.getpid()) == 1

@@ -3,12 +3,14 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
 import threading
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,6 +19,7 @@ from support.service import Stream, grpc_flag, grpc_text
 from support.supervised import ENGINE, adapter_folder, catalogue, started, supervised
 
 from quire_server.__main__ import main
+from quire_server.supervisor import Supervisor
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
 
@@ -507,6 +510,17 @@ def test_help_teaches(capsys):
         main(["--help"])
     text = capsys.readouterr().out
     assert "/health/ready" in text and "exit codes:" in text and "Examples:" in text
+
+
+async def test_a_cache_that_cannot_be_swept_ends_nothing(caplog):
+    async def sweep():
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    supervisor = Supervisor(None, SimpleNamespace(), SimpleNamespace(sweep=sweep), None)
+    sweeping = asyncio.create_task(supervisor._sweep())
+    await asyncio.wait([sweeping], timeout=0.1)
+    assert not sweeping.done() and "cache was not swept" in caplog.text
+    sweeping.cancel()
 
 
 @pytest.mark.parametrize(

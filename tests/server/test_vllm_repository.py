@@ -88,6 +88,7 @@ def test_adapters_are_not_read_without_enable_lora(vllm):
         ({"model": "m", "tokenizer": "other"}, "'tokenizer': 'other' is not supported"),
         ({"model": "m", "quantization": "awq"}, "quantization: 'awq'"),
         ({"model": "m", "max_model_len": "long"}, "max_model_len: expected an integer"),
+        ({"model": "m", "dtype": ["float16"]}, "dtype: expected a string"),
         ({"gpu_memory_utilization": 0.5}, "model: missing"),
         ({"model": "m", "enable_lora": True}, "multi_lora.json: missing"),
         ([], "expected an object"),

@@ -77,20 +77,19 @@ class Gpu:
             Unplannable: its GPUs are shared by time-slicing or MPS, whose parts have no memory of their own.
         """
         prefix = resource if resource.startswith(_MIG_RESOURCES) else GPU_RESOURCE
-        product, memory = labels.get(f"{prefix}.product"), labels.get(f"{prefix}.memory", "")
-        if not product or not memory.isdecimal():
+        product, memory = labels.get(f"{prefix}.product"), _number(labels, f"{prefix}.memory")
+        if not product or memory is None:
             return None
-        if int(labels.get(f"{prefix}.replicas") or 1) > 1:
+        if (sharing := _number(labels, f"{prefix}.replicas") or 1) > 1:
             raise Unplannable(
                 Why.SHARED_GPU,
-                f"spec.gpu.product: nodes with {product} share each GPU between {labels[f'{prefix}.replicas']} pods, "
+                f"spec.gpu.product: nodes with {product} share each GPU between {sharing} pods, "
                 "which do not keep out of each other's memory; use whole GPUs or MIG slices, or set spec.gpu.memory to "
                 "the part that a pod may take",
             )
-        major, minor = labels.get(f"{GPU_RESOURCE}.compute.major", ""), labels.get(f"{GPU_RESOURCE}.compute.minor", "")
-        compute = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
-        count = labels.get(f"{prefix}.count", "")
-        return cls(product, int(memory), KnownFrom.NODE_LABELS, compute, int(count) if count.isdecimal() else None)
+        major, minor = (_number(labels, f"{GPU_RESOURCE}.compute.{part}") for part in ("major", "minor"))
+        compute = None if major is None or minor is None else (major, minor)
+        return cls(product, memory, KnownFrom.NODE_LABELS, compute, _number(labels, f"{prefix}.count"))
 
 
 def resolve(wanted: Wanted | None, nodes: Iterable[Mapping[str, str]] = (), product: str | None = None) -> Gpu:
@@ -119,6 +118,12 @@ def resolve(wanted: Wanted | None, nodes: Iterable[Mapping[str, str]] = (), prod
     if name and (known := Gpu.of_product(name)):
         return known
     raise _unknown(name)
+
+
+def _number(labels: Mapping[str, str], name: str) -> int | None:
+    """What a label says; None where it says no number, which anybody may have written there."""
+    text = labels.get(name, "")
+    return int(text) if text.isdecimal() else None
 
 
 def _from_nodes(
