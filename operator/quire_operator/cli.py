@@ -8,12 +8,15 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from quire_operator import options
 from quire_spec.errors import QuireError
+
+Run = Callable[[argparse.Namespace], int]
+"""Does what a command line says; the exit status."""
 
 _ABOUT = """\
 Serve large language models with many LoRA adapters from one resource, LLMService.
@@ -83,14 +86,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    validate = commands.add_parser(
-        "validate",
-        help="check LLMService files",
-        description=_VALIDATE,
-        epilog=_VALIDATE_EXAMPLES,
-        formatter_class=style,
+    def command(name: str, words: str, about: str, examples: str, run: Run) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=words, description=about, epilog=examples, formatter_class=style)
+        made.set_defaults(run=run, refuse=made.error)
+        return made
+
+    _add_validate_options(command("validate", "check LLMService files", _VALIDATE, _VALIDATE_EXAMPLES, _validate))
+    options.add_plan_options(
+        command("plan", "work out memory, context and GPUs", options.PLAN, options.PLAN_EXAMPLES, _plan)
     )
-    validate.add_argument(
+    options.add_render_options(
+        command("render", "print the Kubernetes objects", options.RENDER, options.RENDER_EXAMPLES, _render)
+    )
+    options.add_operate_options(
+        command(
+            "operate", "look after the LLMServices of a cluster", options.OPERATE, options.OPERATE_EXAMPLES, _operate
+        )
+    )
+    _add_serve_options(command("serve", "run an LLMService here", _SERVE, _SERVE_EXAMPLES, _serve))
+    return parser
+
+
+def _add_validate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "-f",
         "--file",
         dest="files",
@@ -99,45 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="files to check; - is standard input",
     )
-    validate.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the report")
-    validate.set_defaults(run=_validate)
-
-    plan = commands.add_parser(
-        "plan",
-        help="work out memory, context and GPUs",
-        description=options.PLAN,
-        epilog=options.PLAN_EXAMPLES,
-        formatter_class=style,
-    )
-    options.add_plan_options(plan)
-    plan.set_defaults(run=_plan)
-
-    render = commands.add_parser(
-        "render",
-        help="print the Kubernetes objects",
-        description=options.RENDER,
-        epilog=options.RENDER_EXAMPLES,
-        formatter_class=style,
-    )
-    options.add_render_options(render)
-    render.set_defaults(run=_render)
-
-    operate = commands.add_parser(
-        "operate",
-        help="look after the LLMServices of a cluster",
-        description=options.OPERATE,
-        epilog=options.OPERATE_EXAMPLES,
-        formatter_class=style,
-    )
-    options.add_operate_options(operate)
-    operate.set_defaults(run=_operate)
-
-    serve = commands.add_parser(
-        "serve", help="run an LLMService here", description=_SERVE, epilog=_SERVE_EXAMPLES, formatter_class=style
-    )
-    _add_serve_options(serve)
-    serve.set_defaults(run=_serve, refuse=serve.error)
-    return parser
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the report")
 
 
 def _add_serve_options(parser: argparse.ArgumentParser) -> None:
