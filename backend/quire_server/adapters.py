@@ -21,7 +21,7 @@ from quire_server.control import LinkLost
 from quire_server.entry import Entry
 from quire_server.fetcher import Fetched, Fetcher
 from quire_server.links import Links
-from quire_spec.catalogue import Adapter, AdapterLimits, Catalogue, Source
+from quire_spec.catalogue import Adapter, AdapterLimits, Catalogue, Mark, Source
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
 from quire_spec.status import AdapterState, AdapterStatus
 
@@ -56,7 +56,7 @@ class AdapterBoard:
         self._fetcher = fetcher
         self._links = links
         self._catalogue: Catalogue | None = None
-        self._mark = ""
+        self._mark = Mark(0, "")
         self._entries: dict[str, Entry] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._aliases: dict[str, str] = {}
@@ -71,13 +71,8 @@ class AdapterBoard:
     # What others ask
 
     @property
-    def generation(self) -> int:
-        """Of the catalogue that is worked on."""
-        return self._catalogue.generation if self._catalogue else 0
-
-    @property
-    def mark(self) -> str:
-        """Digest of the catalogue that is worked on; empty before there is one."""
+    def mark(self) -> Mark:
+        """Of the catalogue that is worked on; generation 0 and no digest before there is one."""
         return self._mark
 
     def check(self, catalogue: Catalogue, replaces: str = "") -> None:
@@ -88,16 +83,18 @@ class AdapterBoard:
         """
         if any(adapter.name == self._served_name for adapter in catalogue.adapters):
             raise ConfigError(f"adapters: {self._served_name!r} is the base model's name; give the adapter another")
-        replaced = replaces != "" and replaces == self._mark
-        if self._catalogue is not None and catalogue.generation < self.generation and not replaced:
-            raise Stale(f"generation {catalogue.generation} is older than {self.generation}, which this pod works on")
+        replaced = replaces != "" and replaces == self._mark.digest
+        if self._catalogue is not None and catalogue.generation < self._mark.generation and not replaced:
+            raise Stale(
+                f"generation {catalogue.generation} is older than {self._mark.generation}, which this pod works on"
+            )
 
     def apply(self, catalogue: Catalogue, replaces: str = "") -> None:
         """Work towards this catalogue from now on; parameters and errors are those of `check`."""
         self.check(catalogue, replaces)
         if catalogue == self._catalogue:
             return
-        self._catalogue, self._mark = catalogue, catalogue.mark.digest
+        self._catalogue, self._mark = catalogue, catalogue.mark
         exposed = catalogue.exposed()
         wanted = {adapter.name: adapter for adapter in catalogue.adapters}
         for name, entry in self._entries.items():

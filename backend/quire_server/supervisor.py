@@ -72,12 +72,12 @@ class Supervisor:
             ready=not reason,
             reason=reason,
             core_started_at=core.started_at if core else None,
-            generation=self._board.generation,
+            generation=self._board.mark.generation,
             processes={name: keeper.status() for name, keeper in self._pod.keepers.items()},
             memory=core.memory if core else None,
             models=self._models(),
             adapters=adapters,
-            catalogue=self._board.mark,
+            catalogue=self._board.mark.digest,
         )
 
     async def metrics(self) -> str:

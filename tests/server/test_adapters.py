@@ -19,7 +19,7 @@ from quire_server.cache import Cache
 from quire_server.control import LinkLost
 from quire_server.fetcher import Fetcher, SourceOptions
 from quire_server.links import CoreLink, Links, ServerLink, TextLink
-from quire_spec.catalogue import Catalogue
+from quire_spec.catalogue import Catalogue, Mark
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, Unavailable
 
 
@@ -279,13 +279,13 @@ async def test_names_answer_only_while_their_processes_hold_them(world, one, nam
 
 
 async def test_the_digest_tells_catalogues_apart_and_generations_not(world, one, two):
-    assert world.board.mark == ""
+    assert world.board.mark == Mark(0, "")
     world.want(1, a=one)
-    first = world.board.mark
+    first = world.board.mark.digest
     world.want(2, a=one)
-    assert world.board.mark == first == Catalogue.from_json(catalogue(9, a=one)).mark.digest
+    assert world.board.mark.digest == first == Catalogue.from_json(catalogue(9, a=one)).mark.digest
     world.want(3, a=two)
-    assert world.board.mark != first
+    assert world.board.mark.digest != first
 
 
 async def test_new_content_at_the_same_place_is_taken_with_the_next_generation(world, one):
@@ -400,17 +400,17 @@ async def test_catalogues_that_are_refused_change_nothing(world, one):
     with pytest.raises(ConfigError, match="base model's name"):
         world.want(6, tales=one)
     await world.until_states(a="Ready")
-    assert world.board.generation == 5
+    assert world.board.mark.generation == 5
 
 
 async def test_an_older_catalogue_is_taken_in_the_place_of_the_one_that_it_names(world, one):
     world.want(5, a=one)
-    mark = world.board.mark
+    mark = world.board.mark.digest
     for replaces in ("sha256:0", ""):
         with pytest.raises(Stale, match="2 is older than 5"):
             world.board.apply(Catalogue(2), replaces)
     world.board.apply(Catalogue(2), mark)
-    assert world.board.generation == 2 and world.board.statuses() == []
+    assert world.board.mark.generation == 2 and world.board.statuses() == []
     with pytest.raises(Stale, match="1 is older than 2"):
         world.board.apply(Catalogue(1), mark)
 
