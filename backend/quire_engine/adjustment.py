@@ -18,26 +18,41 @@ from quire_engine.tally import Tally
 from quire_kernels import on_device, penalize
 
 _FORBIDDEN = float("-inf")
+_MASKED_ROWS = 8
 
 
 class Adjustment:
     """For the rows of `sequences`, one each, in this order."""
 
-    def __init__(self, sequences: Sequences[Sequence], vocab_size: int, device: torch.device, tally: Tally) -> None:
+    def __init__(
+        self,
+        sequences: Sequences[Sequence],
+        vocab_size: int,
+        device: torch.device,
+        tally: Tally,
+        running: Sequences[Sequence],
+    ) -> None:
         self._device = device
         self._allowed = _Allowed.of(sequences, vocab_size, device)
         self._bias = _Bias.of(sequences, device)
-        self._penalties = _Penalties.of(sequences, device, tally)
+        self._penalties = _Penalties.of(sequences, device, tally, running)
         self._held = [(row, s) for row, s in enumerate(sequences) if s.params.min_tokens and s.stop_token_ids]
         """Rows that no stop token may end yet."""
         self._bad_words = [(row, s, _BadWords(s.bad_words)) for row, s in enumerate(sequences) if s.bad_words]
         self._always = bool(self._allowed or self._bias or self._penalties)
 
     @classmethod
-    def of(cls, sequences: Sequences[Sequence], vocab_size: int, device: torch.device, tally: Tally) -> Self | None:
-        """None when no sequence asks for anything."""
+    def of(
+        cls,
+        sequences: Sequences[Sequence],
+        vocab_size: int,
+        device: torch.device,
+        tally: Tally,
+        running: Sequences[Sequence],
+    ) -> Self | None:
+        """None when no sequence asks for anything. `running`: all sequences of the step."""
         wanted = any(map(_asks, sequences))
-        return cls(sequences, vocab_size, device, tally) if wanted else None
+        return cls(sequences, vocab_size, device, tally, running) if wanted else None
 
     def __call__(self, logits: Tensor, positions: Sequences[int]) -> Tensor:
         """Logits to choose from, [num_rows, vocab_size]: float32 and new, or `logits` when there is nothing to do.
@@ -88,7 +103,11 @@ class _Allowed:
         return cls(list(wanted), list(wanted.values()), vocab_size, device) if wanted else None
 
     def apply(self, logits: Tensor) -> None:
-        logits[self._rows] = logits[self._rows].masked_fill_(self._others, _FORBIDDEN)
+        # A few rows at a time, as they are copied.
+        for start in range(0, len(self._rows), _MASKED_ROWS):
+            part = slice(start, start + _MASKED_ROWS)
+            rows = self._rows[part]
+            logits[rows] = logits[rows].masked_fill_(self._others[part], _FORBIDDEN)
 
 
 class _Bias:
@@ -112,27 +131,31 @@ class _Bias:
 class _Penalties:
     """presence_penalty, frequency_penalty and repetition_penalty."""
 
-    def __init__(self, wanted: dict[int, Sequence], device: torch.device, tally: Tally) -> None:
+    def __init__(
+        self, wanted: dict[int, Sequence], device: torch.device, tally: Tally, running: Sequences[Sequence]
+    ) -> None:
         self._tally = tally
         self._rows = on_device(list(wanted), device)
         # The tally keeps a row as long as the sequence lives, and this refers to it.
         self._sequences = list(wanted.values())
-        self._tallied = [tally.row(s) for s in self._sequences]
+        self._tallied = tally.rows(self._sequences, running)
+        self._of_tally = on_device(self._tallied, device)
         params = [s.params for s in self._sequences]
         self._presence = on_device([p.presence_penalty for p in params], device)
         self._frequency = on_device([p.frequency_penalty for p in params], device)
         self._repetition = on_device([p.repetition_penalty for p in params], device)
 
     @classmethod
-    def of(cls, sequences: Sequences[Sequence], device: torch.device, tally: Tally) -> Self | None:
+    def of(
+        cls, sequences: Sequences[Sequence], device: torch.device, tally: Tally, running: Sequences[Sequence]
+    ) -> Self | None:
         wanted = {row: s for row, s in enumerate(sequences) if s.params.penalized}
-        return cls(wanted, device, tally) if wanted else None
+        return cls(wanted, device, tally, running) if wanted else None
 
     def apply(self, logits: Tensor) -> None:
-        token_ids = self._tally.token_ids(self._tallied)
-        where = on_device(self._tallied, logits.device)[:, None], token_ids
-        occurred = self._tally.in_prompt[where], self._tally.counts[where]
-        penalize(logits, self._rows, token_ids, *occurred, self._presence, self._frequency, self._repetition)
+        occurred = self._tally.in_prompt, self._tally.counts, self._of_tally
+        weights = self._presence, self._frequency, self._repetition
+        penalize(logits, self._rows, *occurred, *weights, self._tally.token_ids(self._tallied))
 
     def count(self, taken: Tensor) -> None:
         self._tally.add(self._tallied, taken[self._rows])

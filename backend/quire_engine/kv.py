@@ -14,7 +14,7 @@ from quire_spec.shape import ModelShape
 from quire_spec.sizing import kv_block_bytes
 
 _GATHERED_BYTES = 32 * 2**20
-"""Blocks on their way to or from the host, at most: the cache leaves a GPU little more."""
+"""Blocks that are copied at a time, at most: the cache leaves a GPU little more."""
 
 
 def block_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
@@ -57,6 +57,11 @@ class KVCache:
         """Bytes of the whole cache."""
         return self._data.nbytes
 
+    @property
+    def blocks_at_once(self) -> int:
+        """Blocks that are copied at a time, in memory of their own."""
+        return max(1, _GATHERED_BYTES // (self.num_bytes // self._data.shape[2]))
+
     def tables(self, blocks: Tensor, lengths: Sequence[int]) -> Tensor:
         """Block tables side by side: [num_spans, max_blocks] int64 on the CPU, padded with a block of the same row.
 
@@ -82,9 +87,9 @@ class KVCache:
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy blocks of all layers; no destination is a source."""
-        device = self._data.device
-        contents = self._data.index_select(2, on_device(sources, device))
-        self._data.index_copy_(2, on_device(destinations, device), contents)
+        for some, destinations_of_some in self._parts(sources, destinations):
+            places = on_device(destinations_of_some, self._data.device)
+            self._data.index_copy_(2, places, self._data.index_select(2, some))
 
     def host_blocks(self, num: int) -> Tensor:
         """Host memory for the contents of `num` blocks: [num, num_layers, 2, block_size, num_kv_heads, head_dim].
@@ -102,12 +107,14 @@ class KVCache:
         On a GPU this returns before they are there: synchronize, or use them in work of the same stream.
         """
         for some, places in self._parts(blocks, rows):
-            contents = self._data.index_select(2, some).movedim(2, 0)
+            contents = self._data.movedim(2, 0).index_select(0, some)
             if host.is_pinned():
-                for content, place in zip(contents.contiguous(), places, strict=True):
+                for content, place in zip(contents, places, strict=True):
                     host[place].copy_(content, non_blocking=True)
             else:
                 host[places] = contents.to("cpu")
+            # Or it would live beside the next part's.
+            del contents
 
     def take(self, blocks: Sequence[int], host: Tensor, rows: Sequence[int]) -> None:
         """Undo `export`: fill `blocks` from `rows`, which must not change until a GPU has read them."""
@@ -119,13 +126,13 @@ class KVCache:
             else:
                 contents = host[places].to(self._data.device)
             self._data.index_copy_(2, some, contents.movedim(0, 2))
+            del contents
 
     def _parts(self, blocks: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[Tensor, Sequence[int]]]:
         """Block ids on the device, and their rows, as many at a time as the device has memory to gather."""
         assert len(blocks) == len(rows)
-        size = max(1, _GATHERED_BYTES // (self.num_bytes // self._data.shape[2]))
-        for start in range(0, len(blocks), size):
-            end = start + size
+        for start in range(0, len(blocks), self.blocks_at_once):
+            end = start + self.blocks_at_once
             yield on_device(blocks[start:end], self._data.device), rows[start:end]
 
     def clear_started(self, addresses: Tensor) -> None:

@@ -32,16 +32,16 @@ from quire_engine.group import Group
 from quire_engine.handover import Handover
 from quire_engine.kv import KVCache, block_bytes
 from quire_engine.layers import Placement
-from quire_engine.logprobs import Scores, logprobs_of
+from quire_engine.logprobs import Scores, logprobs_of, rows_at_once
 from quire_engine.lora import make_slots
 from quire_engine.memory import Budget, allocating, check_room, num_blocks, step_refusal
 from quire_engine.models import model_class
 from quire_engine.peft import HostAdapter, read_adapter
 from quire_engine.ranks import Ranks
 from quire_engine.rehearsal import largest_steps, mixed_steps, spare_span
-from quire_engine.request import Logprob
+from quire_engine.request import BlockId, Logprob
 from quire_engine.sampler import Row, Sampler
-from quire_engine.step import Runner, Sampled, SlotLoad, Span, StepPlan
+from quire_engine.step import BlockCopy, Runner, Sampled, SlotLoad, Span, StepPlan
 from quire_engine.swap import SwapSpace
 from quire_engine.swapper import Swapper
 from quire_engine.trace import stretch
@@ -52,9 +52,6 @@ from quire_spec.config import EngineConfig
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import lora_slot_bytes, weights_bytes
 from quire_spec.status import MemoryPlan
-
-_SCORED_BYTES = 64 << 20
-"""float32 logits of prompt tokens at a time: enough rows for a matrix product, little beside the weights."""
 
 _CPU_MEASURED_TOKENS = 128
 
@@ -85,7 +82,7 @@ class TorchRunner(Runner):
         self._device = open_device(config, 0 if ranks is None else ranks.shard.rank)
         self._dtype = resolve_dtype(config, shape.dtype)
         self._cache_dtype = resolve_cache_dtype(config, self._dtype)
-        self._sampler = Sampler()
+        self._sampler = Sampler(config.max_num_seqs)
         self._handover = Handover(self._device, ranks, None if group is None else group.until)
         shard = None if ranks is None else ranks.shard
         read = partial(read_adapter, shape=shape, max_rank=config.max_lora_rank, dtype=self._dtype)
@@ -251,7 +248,7 @@ class TorchRunner(Runner):
         num_rows, start = len(work.logit_rows), work.num_sampled
         if start:
             yield slice(start)
-        size = max(1, _SCORED_BYTES // (4 * self._model.shape.vocab_size))
+        size = rows_at_once(self._model.shape.vocab_size)
         yield from (slice(begin, min(begin + size, num_rows)) for begin in range(start, num_rows, size))
 
     @torch.inference_mode()
@@ -375,7 +372,7 @@ class TorchRunner(Runner):
         del trial, tiny
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._rehearse(config, largest_steps(config, max_model_len))
+        self._rehearse(config, largest_steps(config, max_model_len, self._model.shape.vocab_size))
         self._rehearse(config, mixed_steps(config, max_model_len))
         peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.empty_cache()
@@ -402,10 +399,12 @@ class TorchRunner(Runner):
         return space
 
     def _rehearse(self, config: EngineConfig, steps: Iterable[list[Span]]) -> None:
-        """Run steps of nobody's sequences."""
+        """Run steps of nobody's sequences, each after copies of as many blocks as are copied at a time."""
         kv = self._one_block(config)
+        copies = [BlockCopy(BlockId(0), BlockId(0))] * kv.blocks_at_once
         for spans in steps:
-            self._run(work_of(spans, kv.block_size), spans, kv)
+            plan = StepPlan(spans, copies=copies)
+            self._run(work_of(spans, kv.block_size, self._model.shape.rope_switch, plan), spans, kv)
 
     def _one_block(self, config: EngineConfig) -> KVCache:
         return KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device, self._num_spare)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire_engine.adjustment import Adjustment
-from quire_engine.logprobs import Scores, score
+from quire_engine.logprobs import Scores, logprobs_of, score
 from quire_engine.request import Logprob, Sequence
 from quire_engine.step import Sampled
 from quire_engine.tally import Tally
@@ -39,7 +39,9 @@ class Row:
 class Sampler:
     """Chooses tokens. Keeps what it prepared for the last batch, and the tokens that penalized sequences have had."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int) -> None:
+        """`max_rows`: of a step."""
+        self._max_rows = max_rows
         self._choices: dict[int, _Choice] = {}
         """By the first row of the part of the batch that they are for."""
         self._tally: Tally | None = None
@@ -76,20 +78,26 @@ class Sampler:
         size = max(1, _CHUNK_BYTES // (4 * logits.shape[1]) if on_cpu else len(rows))
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
-            choice = self._choice(start, logits, rows[part])
+            choice = self._choice(start, logits, rows[part], rows)
             with stretch("sampler"):
                 yield part, choice, choice(logits[part], rows[part], None if mask is None else mask[part])
         # So that no sequence of an earlier, larger batch is kept alive.
         self._choices = {start: choice for start, choice in self._choices.items() if start < len(rows)}
 
-    def _choice(self, start: int, logits: Tensor, rows: Rows[Row]) -> "_Choice":
-        sequences = [row.sequence for row in rows]
+    def _choice(self, start: int, logits: Tensor, part: Rows[Row], rows: Rows[Row]) -> "_Choice":
+        """How a part of the rows choose."""
+        sequences = [row.sequence for row in part]
         choice = self._choices.get(start)
         if choice is None or choice.sequences != sequences:
+            # Not kept beside its successor: a mask of all rows and tokens may be among what it holds.
+            self._choices.pop(start, None)
+            choice = None
+            vocab_size, device = logits.shape[1], logits.device
             if self._tally is None:
-                self._tally = Tally(logits.shape[1], logits.device)
-            adjustment = Adjustment.of(sequences, logits.shape[1], logits.device, self._tally)
-            choice = self._choices[start] = _Choice(sequences, adjustment, logits.device)
+                self._tally = Tally(self._max_rows, vocab_size, device)
+            running = [row.sequence for row in rows]
+            adjustment = Adjustment.of(sequences, vocab_size, device, self._tally, running)
+            choice = self._choices[start] = _Choice(sequences, adjustment, device)
         return choice
 
 
@@ -127,8 +135,10 @@ class _Choice:
 
     def find_logprobs(self, logits: Tensor, taken: Tensor) -> dict[int, list[list[Logprob]]]:
         """By row, for those that ask: of the model's own distribution, before any parameter."""
-        scores = self.score(logits, taken)
-        found = [] if scores is None else scores.entries(scores.tensors)
+        if not self.logprobs:
+            return {}
+        index = on_device(list(self.logprobs), self._device)
+        found = logprobs_of(logits, taken[index], list(self.logprobs.values()), index)
         return {i: [entries] for i, entries in zip(self.logprobs, found, strict=True)}
 
     def score(self, logits: Tensor, taken: Tensor) -> Scores | None:
@@ -136,7 +146,7 @@ class _Choice:
         if not self.logprobs:
             return None
         index = on_device(list(self.logprobs), self._device)
-        return score(logits[index], taken[index], list(self.logprobs.values()))
+        return score(logits, taken[index], list(self.logprobs.values()), index)
 
     def _draw(self, logits: Tensor, rows: Rows[Row]) -> Tensor:
         """[num_rows] int64; greedy rows get their most likely token."""

@@ -56,38 +56,65 @@ def _most_likely_cpu(logits: Tensor) -> Tensor:
 def penalize(
     logits: Tensor,
     rows: Tensor,
-    token_ids: Tensor,
     in_prompt: Tensor,
     counts: Tensor,
+    tallied: Tensor,
     presence: Tensor,
     frequency: Tensor,
     repetition: Tensor,
+    token_ids: Tensor | None = None,
 ) -> None:
     """Lower, in place, the logits of tokens that have occurred: repetition first, then frequency and presence.
 
     Args:
         logits: [num_logits, vocab_size] float32; -inf stays -inf.
         rows: [num_rows] int64, the rows to change, each once.
-        token_ids: [num_rows, num_tokens] int64, every token that has occurred in the row; some may be listed twice.
-        in_prompt: [num_rows, num_tokens] bool, whether the prompt has that token.
-        counts: [num_rows, num_tokens] int32, how often the output has it.
+        in_prompt: [num_tallied, vocab_size] bool, whether a prompt has the token.
+        counts: [num_tallied, vocab_size] int32, how often an output has it.
+        tallied: [num_rows] int64, where each row's prompt and output are in these two.
         presence: [num_rows] float32, taken off once for a token of the output.
         frequency: [num_rows] float32, taken off for each time.
         repetition: [num_rows] float32 above 0; divides positive and multiplies other logits of prompt and output.
-
-    Only listed tokens are touched: 64 rows of 49,152 with 140 tokens each add 0.7 ms to a step, and looking at all of
-    the vocabulary 72 ms (one Zen 5 core).
+        token_ids: [num_rows, num_tokens] int64, every token that has occurred in the row, some perhaps twice: a form
+            need not look at others; None: not known.
 
     Source: repetition as in CTRL (Keskar et al. 2019, section 4.1), the others as in OpenAI's API reference; the order
     is vLLM's.
     """
-    where = rows[:, None], token_ids
-    before = logits[where]
+    weights = presence, frequency, repetition
+    logits[rows] = _penalized(logits[rows], in_prompt[tallied], counts[tallied], *weights)
+
+
+def _penalized(
+    before: Tensor, in_prompt: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
+) -> Tensor:
     occurred = counts > 0
     factor = torch.where(occurred | in_prompt, repetition[:, None], 1.0)
     scaled = torch.where(before > 0, before / factor, before * factor)
+    return scaled - frequency[:, None] * counts - presence[:, None] * occurred
+
+
+@penalize.form("cpu")
+def _penalize_listed(
+    logits: Tensor,
+    rows: Tensor,
+    in_prompt: Tensor,
+    counts: Tensor,
+    tallied: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+    token_ids: Tensor | None = None,
+) -> None:
+    """Touches listed tokens only: 64 rows of 49,152 with 140 tokens each add 0.7 ms to a step, and looking at all of
+    the vocabulary 72 ms (one Zen 5 core)."""
+    weights = presence, frequency, repetition
+    if token_ids is None:
+        penalize.reference(logits, rows, in_prompt, counts, tallied, *weights)
+        return
+    where, had = (rows[:, None], token_ids), (tallied[:, None], token_ids)
     # A token that is listed twice gets the same value twice.
-    logits[where] = scaled - frequency[:, None] * counts - presence[:, None] * occurred
+    logits[where] = _penalized(logits[where], in_prompt[had], counts[had], *weights)
 
 
 penalize.form_in("cuda", "own", "quire_kernels.gpu.sampling")

@@ -249,13 +249,12 @@ def _sampling(card: Card) -> Iterator[Finding]:
         yield Finding(f"most_likely, {dtype}", float(wrong.float().mean()), 0.0)
     numbers = own(ops.uniform)(seeds, positions) != ops.uniform.reference(seeds, positions)
     yield Finding("uniform", float(numbers.float().mean()), 0.0)
-    listed = torch.randint(vocab, (rows, 140), **device)
-    listed[:, 1] = listed[:, 0]
-    counts = torch.ones_like(listed, dtype=torch.int32)
+    counts = torch.randint(3, (rows, vocab), dtype=torch.int32, **device)
+    in_prompt = torch.randint(2, (rows, vocab), **device).bool()
     params = torch.full((rows,), 0.5, **device), torch.full((rows,), 0.1, **device), torch.full((rows,), 1.2, **device)
     found, expected = logits.clone(), logits.clone()
     for form, target in ((own(ops.penalize), found), (ops.penalize.reference, expected)):
-        form(target, torch.arange(rows, **device), listed, counts > 0, counts, *params)
+        form(target, torch.arange(rows, **device), in_prompt, counts, torch.arange(rows, **device).flip(0), *params)
     yield Finding("penalize", error_of(found, expected), 1e-6)
 
 

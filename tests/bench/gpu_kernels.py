@@ -184,6 +184,12 @@ def _sampler_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Iter
             arguments = logits, temperatures, top_k, top_p, min_p, integers, integers, cuts
             seconds = card.seconds([functools.partial(form, *arguments)])
             yield Row.of(f"choose {what} ({name}), {rows} rows", seconds, limits, num_bytes)
+    counts = torch.zeros(rows, shape.vocab, dtype=torch.int32, device=card.device)
+    counts[:, :1000] = 1
+    tallied, weights = torch.arange(rows, device=card.device), torch.ones(rows, device=card.device)
+    arguments = logits.float(), tallied, counts < 0, counts, tallied, weights, weights, weights
+    seconds = card.seconds([functools.partial(own(ops.penalize), *arguments)])
+    yield Row.of(f"penalize, {rows} rows, 1,000 tokens each", seconds, limits, 5.0 * counts.numel())
 
 
 def tune_rows(card: Card, limits: Limits, shape: Shape) -> Iterator[Row]:

@@ -19,6 +19,7 @@ from quire_spec.sampling import SamplingParams
 VOCAB = 60
 PROMPT = [1, 2, 3, 3, 9]
 INF = float("inf")
+CPU = torch.device("cpu")
 
 
 def _sequence(bad_words: Any = (), stops: Any = (), prompt: list[int] | None = None, **params: Any) -> Sequence:
@@ -37,8 +38,8 @@ class Steps:
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
-        self.tally = Tally(VOCAB, torch.device("cpu"))
-        self.adjustment = Adjustment.of(sequences, VOCAB, torch.device("cpu"), self.tally)
+        self.tally = Tally(len(sequences), VOCAB, CPU)
+        self.adjustment = Adjustment.of(sequences, VOCAB, CPU, self.tally, sequences)
 
     def run(self, check: Callable[[torch.Tensor, torch.Tensor], None], num_steps: int = 12) -> None:
         draw = torch.Generator().manual_seed(1)
@@ -152,7 +153,7 @@ def test_everything_in_vllms_order() -> None:
         frequency_penalty=0.5,
     )
     sequence.output_token_ids += [3, 3, 7]
-    adjustment = Adjustment.of([sequence], VOCAB, torch.device("cpu"), Tally(VOCAB, torch.device("cpu")))
+    adjustment = Adjustment.of([sequence], VOCAB, CPU, Tally(1, VOCAB, CPU), [sequence])
     assert adjustment is not None
     adjusted = adjustment(torch.full((1, VOCAB), -4.0), [sequence.num_tokens])[0]
     assert (adjusted > -INF).nonzero().flatten().tolist() == [3, 7]
@@ -160,44 +161,66 @@ def test_everything_in_vllms_order() -> None:
 
 
 def test_who_asks_for_nothing_pays_nothing() -> None:
-    tally = Tally(VOCAB, torch.device("cpu"))
+    tally = Tally(2, VOCAB, CPU)
     plain = [_sequence(temperature=0.7, top_p=0.9, logprobs=3), _sequence(stops=[1])]
-    assert Adjustment.of(plain, VOCAB, torch.device("cpu"), tally) is None
-    held = Adjustment.of([_sequence(stops=[1], min_tokens=2)], VOCAB, torch.device("cpu"), tally)
+    assert Adjustment.of(plain, VOCAB, CPU, tally, plain) is None
+    waiting = [_sequence(stops=[1], min_tokens=2)]
+    held = Adjustment.of(waiting, VOCAB, CPU, tally, waiting)
     logits = _logits(1)
     assert held is not None and held(logits, [len(PROMPT) + 2]) is logits
     assert len(tally.counts) == 0
 
 
+def _had(tally: Tally, row: int) -> tuple[list[int], list[int]]:
+    """Tokens of the prompt, and of the output as often as it has them."""
+    counts = tally.counts[row]
+    return tally.in_prompt[row].nonzero().flatten().tolist(), torch.arange(VOCAB).repeat_interleave(counts).tolist()
+
+
 def test_a_row_of_the_tally_is_free_when_its_sequence_is_gone() -> None:
-    tally = Tally(VOCAB, torch.device("cpu"))
-    first = _sequence(repetition_penalty=2.0, prompt=[1, 2])
+    tally = Tally(2, VOCAB, CPU)
+    first, second = _sequence(repetition_penalty=2.0, prompt=[1, 2]), _sequence(prompt=[1, 3])
     first.output_token_ids += [4, 4, 5]
-    row = tally.row(first)
+    (row,) = tally.rows([first], [first])
     tally.add([row], torch.tensor([4]))
-    assert tally.row(first) == row
-    assert tally.counts[row].nonzero().flatten().tolist() == [4, 5] and tally.counts[row, 4] == 3
+    assert tally.rows([first, second], [first, second]) == [row, 1 - row]
+    assert _had(tally, row) == ([1, 2], [4, 4, 4, 5])
     del first
     gc.collect()
-    others = [_sequence(prompt=[7]) for _ in range(8)]
-    assert sorted(map(tally.row, others)) == list(range(8))
-    assert (tally.counts == 0).all() and (tally.in_prompt.sum(dim=-1) == 1).all()
-    assert tally.row(_sequence(prompt=[8])) >= 8
+    third = _sequence(prompt=[7])
+    assert tally.rows([second, third], [second, third]) == [1 - row, row]
+    assert _had(tally, row) == ([7], [])
+
+
+def test_who_does_not_run_gives_its_row_to_one_that_does_and_is_counted_again() -> None:
+    tally = Tally(2, VOCAB, CPU)
+    kept, preempted, new = (_sequence(prompt=[i]) for i in range(3))
+    rows = tally.rows([kept, preempted], [kept, preempted])
+    for sequence, token in ((kept, 10), (preempted, 11)):
+        sequence.output_token_ids.append(token)
+    tally.add(rows, torch.tensor([10, 11]))
+    assert tally.rows([kept, new], [kept, new]) == rows
+    assert [_had(tally, row) for row in rows] == [([0], [10]), ([2], [])]
+    assert tally.rows([preempted], [preempted, new]) == rows[:1]
+    assert [_had(tally, row) for row in rows] == [([1], [11]), ([2], [])]
+    assert len(tally.counts) == len(tally.in_prompt) == 2
 
 
 def test_the_tally_lists_what_a_row_has_had_however_long_it_gets() -> None:
-    tally = Tally(VOCAB, torch.device("cpu"))
+    tally = Tally(2, VOCAB, CPU)
     draw = torch.Generator().manual_seed(2)
     sequences = [_sequence(prompt=[7, 7, 8]), _sequence(prompt=[1])]
     sequences[1].output_token_ids += [3, 3]
-    rows = [tally.row(s) for s in sequences]
+    rows = tally.rows(sequences, sequences)
     for step in range(600):
         taken = torch.randint(0, VOCAB if step > 300 else 5, (2,), generator=draw)
         tally.add(rows, taken)
         for sequence, token in zip(sequences, taken.tolist(), strict=True):
             sequence.output_token_ids.append(token)
         if step % 97 == 0:
-            for listed, row, sequence in zip(tally.token_ids(rows), rows, sequences, strict=True):
+            token_ids = tally.token_ids(rows)
+            assert token_ids is not None
+            for listed, row, sequence in zip(token_ids, rows, sequences, strict=True):
                 assert set(listed.tolist()) == {*sequence.prompt_token_ids, *sequence.output_token_ids}
                 output = torch.tensor(sequence.output_token_ids)
                 assert torch.equal(tally.counts[row], output.bincount(minlength=VOCAB).int())
@@ -208,14 +231,15 @@ def test_penalize_leaves_forbidden_tokens_forbidden_and_other_rows_alone() -> No
     logits[1] = 1.0
     weights = [torch.tensor([1.0, -2.0]), torch.tensor([2.0, -2.0]), torch.tensor([3.0, 0.5])]
     token_ids = torch.tensor([[0, 1, 2, 3, 3], [0, 0, 1, 2, 3]])
-    occurred = torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 5, dtype=torch.int32)
-    penalize(logits, torch.tensor([0, 2]), token_ids, *occurred, *weights)
+    occurred = torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 4, dtype=torch.int32), torch.tensor([1, 0])
+    for listed in (token_ids, None):
+        penalize(logits, torch.tensor([0, 2]), *occurred, *weights, listed)
     assert (logits[[0, 2]] == -INF).all() and (logits[1] == 1.0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_sampler_counts_what_it_takes_and_leaves_logits_alone(dtype: torch.dtype) -> None:
-    sampler = Sampler()
+    sampler = Sampler(8)
     # The two likeliest tokens differ by less than one occurrence costs, so that they alternate.
     logits = torch.zeros(2, VOCAB, dtype=dtype)
     logits[:, 20], logits[:, 30] = 10.0, 9.0
@@ -240,5 +264,5 @@ def test_a_mask_of_the_step_holds_for_greedy_and_drawn_rows() -> None:
     mask[2] = True
     logits = _logits(3)
     rows = [Row(s, 5) for s in (_sequence(temperature=0.0), _sequence(), _sequence(temperature=0.0))]
-    tokens = [result.token_ids[0] for result in Sampler()(logits, rows, mask)]
+    tokens = [result.token_ids[0] for result in Sampler(8)(logits, rows, mask)]
     assert tokens == [7, 8, int(logits[2].argmax())]

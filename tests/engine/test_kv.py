@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from support.live import Live
 
 from quire_engine import kv
 from quire_engine.kv import KVCache
@@ -79,6 +80,26 @@ def test_a_swapper_copies_out_before_it_copies_in(device):
     swapper.carry([HostCopy(BlockId(3), BlockId(0))], [HostCopy(BlockId(3), BlockId(2))])
     swapper.carry([], [HostCopy(BlockId(0), BlockId(0))])
     assert torch.equal(contents(made), before[[3, 1, 2, 1]])
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_few_blocks_are_copied_at_a_time(at_once, monkeypatch):
+    """Each sequence of a step may begin with a copy, or come back from the host; a GPU has no room for all of them."""
+    made = cache(30, "cpu")
+    of_block = made.num_bytes // 30
+    monkeypatch.setattr(kv, "_GATHERED_BYTES", at_once * of_block)
+    before, host = contents(made), made.host_blocks(10)
+    moves = (
+        lambda: made.copy(range(10), range(10, 20)),
+        lambda: made.export(range(10), host, range(10)),
+        lambda: made.take(range(20, 30), host, range(10)),
+    )
+    for move in moves:
+        with Live() as live:
+            move()
+        assert live.peak <= at_once * of_block + 1000
+    assert made.blocks_at_once == at_once
+    assert torch.equal(contents(made)[10:], before[:10].repeat(2, 1, 1, 1, 1, 1))
 
 
 @pytest.mark.parametrize("device", DEVICES)

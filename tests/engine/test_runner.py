@@ -281,23 +281,32 @@ def test_refusals_name_the_setting_and_the_bytes(changes, fix):
 
 
 def test_the_largest_steps_take_the_whole_budget(engine_runner):
-    seen = []
-    model = engine_runner._model
+    seen, sampled = [], []
+    model, sample = engine_runner._model, engine_runner._sampler
 
     class Watch:
         shape = model.shape
         project = model.project
 
         def __call__(self, batch, kv):
-            most = int(batch.attention.context_lengths.max())
-            seen.append((len(batch.token_ids), batch.num_logits, most, batch.adapters.users))
+            widest = batch.attention.block_tables.shape
+            seen.append((len(batch.token_ids), batch.num_logits, tuple(widest), batch.adapters.users))
             assert all(linear.adapters.concern(batch.adapters) for _, linear in model.linears())
             return model(batch, kv)
 
-    engine_runner._model = Watch()
-    engine_runner._rehearse(CONFIG, largest_steps(CONFIG, 128))
-    # Logits of all tokens: every span chooses one, and the rest are of prompts that ask how likely their tokens are.
-    assert seen == [(64, 64, 8, {0, 1}), (64, 64, 127, {0})]
+    def choose(logits, rows):
+        sampled.append([row.sequence for row in rows])
+        return sample(logits, rows)
+
+    engine_runner._model, engine_runner._sampler = Watch(), choose
+    engine_runner._rehearse(CONFIG, largest_steps(CONFIG, 128, VOCAB))
+    # Logits of all tokens but those of one sequence: every span chooses one, and the rest are of prompts that ask how
+    # likely their tokens are. The eighth sequence's prompt has 9 tokens, of which 2 are.
+    assert seen == [(64, 57, (8, 16), {0, 1}), (64, 64, (1, 16), {0})]
+    for sequences in sampled:
+        assert all(s.params.penalized and s.params.allowed_token_ids and s.params.logit_bias for s in sequences)
+        assert all(s.params.logprobs is not None and s.stop_token_ids and s.bad_words for s in sequences)
+    assert [max(s.params.logprobs for s in sequences) for sequences in sampled] == [CONFIG.max_logprobs, 1]
 
 
 @pytest.mark.parametrize(("loras", "more"), [(0, ""), (4, ", or lower max_loras or max_lora_rank")])
@@ -332,7 +341,14 @@ def test_before_requests_come_a_prompt_ran_beside_a_decoding_sequence(engine_run
     monkeypatch.setattr(engine_runner, "_sampler", choose)
     engine_runner._rehearse(CONFIG, mixed_steps(CONFIG, 128))
     of_steps = ([126, 0], [1, 64], [0, 0])
-    ways = [(True, False, False), (False, False, False), (True, False, True), (False, False, True), (False, True, True)]
+    # With cuts and penalties the largest steps choose.
+    ways = [
+        (True, False, False),
+        (False, False, False),
+        (False, True, False),
+        (True, False, True),
+        (False, False, True),
+    ]
     assert seen == [(*of_steps, *way) for way in ways]
 
 

@@ -22,7 +22,7 @@ def _row(position=3, seed=0, stops=(), **params):
 
 
 def _tokens(logits, rows):
-    sampled = Sampler()(logits, rows)
+    sampled = Sampler(64)(logits, rows)
     assert all(len(result.token_ids) == 1 for result in sampled)
     return [result.token_ids[0] for result in sampled]
 
@@ -59,7 +59,7 @@ def test_logits_are_left_as_they_are(dtype):
     logits = _logits(3).to(dtype)
     before = logits.clone()
     rows = [_row(temperature=0.7, top_p=0.5, logprobs=2), _row(temperature=0.0, min_tokens=5, stops=[0]), _row()]
-    Sampler()(logits, rows)
+    Sampler(64)(logits, rows)
     assert torch.equal(logits, before)
 
 
@@ -191,7 +191,7 @@ def test_logprobs_are_of_the_raw_distribution():
         _row(temperature=1.0),
         _row(temperature=0.0, logprobs=2, min_tokens=9, stops=[int(logits[3].argmax())]),
     ]
-    sampled = Sampler()(logits, rows)
+    sampled = Sampler(64)(logits, rows)
     table = logits.double().log_softmax(-1)
     assert sampled[2].logprobs is None
     for i, count in ((0, 3), (1, 0), (3, 2)):
@@ -205,5 +205,5 @@ def test_logprobs_are_of_the_raw_distribution():
 
 
 def test_no_more_logprobs_than_tokens():
-    (entries,) = Sampler()(_logits(1, vocab=4), [_row(logprobs=20)])[0].logprobs
+    (entries,) = Sampler(64)(_logits(1, vocab=4), [_row(logprobs=20)])[0].logprobs
     assert len(entries) == 5

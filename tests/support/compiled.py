@@ -112,8 +112,8 @@ def _call_small(own: Any, cache: torch.Tensor, num: int) -> None:
     own(ops.choose)(logits, floats, numbers, floats, floats, numbers, numbers)
     own(ops.most_likely)(logits)
     own(ops.uniform)(numbers, numbers)
-    listed = torch.zeros(num, 299 + num, dtype=torch.int64)
-    own(ops.penalize)(logits.float(), numbers, listed, listed > 0, listed.int(), floats, floats, floats)
+    counts = torch.zeros(16, 128256, dtype=torch.int32)
+    own(ops.penalize)(logits.float(), numbers, counts > 0, counts, numbers, floats, floats, floats)
     state, out = (made(num, *rest, torch.device("cpu")) for made, *rest in (
         (ops.SequenceState.empty, 512), (ops.StepInputs.empty, num, 512),
     ))  # fmt: skip

@@ -32,7 +32,7 @@ def test_all_compile(kernels):
     names = {kernel["name"] for kernel in kernels}
     assert names == {
         "_attend", "_combine", "_plan", "_rms_norm", "_gated", "_rotate_write", "_write", "_choose", "_most_likely",
-        "_uniforms", "_penalized", "_scatter", "_prepare", "_count", "_fill", "_shrink", "_expand",
+        "_uniforms", "_penalize", "_prepare", "_count", "_fill", "_shrink", "_expand",
     }  # fmt: skip
 
 

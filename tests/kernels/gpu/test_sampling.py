@@ -85,15 +85,22 @@ def test_forbidden_tokens_are_never_taken():
     assert set(found.tolist()) <= {129, 280}
 
 
-def test_penalties_touch_a_token_listed_twice_once():
+def test_penalties_of_rows_anywhere_in_the_tally():
     logits = torch.randn(4, 500)
     logits[0, 7] = float("-inf")
-    rows, listed = torch.tensor([0, 3, 1]), torch.randint(500, (3, 300))
-    listed[0, 0], listed[:, 1], listed[:, 299] = 7, 13, 13
-    counts = torch.randint(3, (3, 500), dtype=torch.int32).gather(1, listed)
-    in_prompt = torch.randint(2, (3, 500)).bool().gather(1, listed)
+    rows, tallied = torch.tensor([0, 3, 1]), torch.tensor([4, 0, 2])
+    counts = torch.randint(3, (5, 500), dtype=torch.int32)
+    in_prompt = torch.randint(2, (5, 500)).bool()
+    in_prompt[4, 7] = True
     params = torch.tensor([0.5, 0.0, -1.0]), torch.tensor([0.1, 0.0, 2.0]), torch.tensor([1.2, 0.5, 1.0])
     expected = logits.clone()
-    penalize.reference(expected, rows, listed, in_prompt, counts, *params)
-    own(penalize)(logits, rows, listed, in_prompt, counts, *params)
+    penalize.reference(expected, rows, in_prompt, counts, tallied, *params)
+    own(penalize)(logits, rows, in_prompt, counts, tallied, *params)
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+    had = (counts > 0) | in_prompt
+    listed = torch.stack([torch.cat((row.nonzero()[:, 0], torch.arange(500)))[:500] for row in had[tallied]])
+    again = torch.randn(4, 500)
+    whole = again.clone()
+    penalize.named("cpu", "torch")(again, rows, in_prompt, counts, tallied, *params, listed)
+    penalize.reference(whole, rows, in_prompt, counts, tallied, *params)
+    torch.testing.assert_close(again, whole)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured before there are requests is as much as any step takes: a GPU's KV cache has all the rest.
+
+Tensors are counted as torch makes them, on the CPU. What forms of a GPU do not allocate is left out here too."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from support.live import Live
+from support.tiny import BASE, make_checkpoint
+
+from quire_engine import kv as of_cache
+from quire_engine import logprobs as of_scores
+from quire_engine import tally as of_penalties
+from quire_engine.engine import Engine
+from quire_engine.kv import KVCache
+from quire_engine.rehearsal import largest_steps, mixed_steps
+from quire_engine.runner import TorchRunner
+from quire_kernels import choose, paged_attention, penalize
+from quire_spec.config import EngineConfig
+from quire_spec.messages import Generate
+
+VOCAB = 6000
+CONFIG = EngineConfig(
+    model="m", dtype="float32", max_model_len=160, block_size=8, max_num_seqs=10, max_num_batched_tokens=64,
+    kv_cache_memory_bytes=240 * 8 * 2 * 2 * 2 * 16 * 4, max_logprobs=-1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BASE, "vocab_size", VOCAB)
+        return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def _penalize(logits, rows, in_prompt, counts, tallied, presence, frequency, repetition, token_ids=None):
+    assert token_ids is None
+    for row, at, weight in zip(rows.tolist(), tallied.tolist(), presence.tolist(), strict=True):
+        logits[row].sub_(weight)
+        assert in_prompt[at].any()
+
+
+@pytest.fixture
+def forms(monkeypatch):
+    """Forms that take as little as those of a GPU, and parts that are small beside this model's."""
+    monkeypatch.setattr(of_penalties, "_goes_over_lists", lambda device: False)
+    monkeypatch.setitem(penalize.forms, "cpu", _penalize)
+    monkeypatch.setitem(choose.forms, "cpu", lambda logits, *_: logits.argmax(-1))
+    monkeypatch.setitem(paged_attention.forms, "cpu", lambda queries, *_: queries.clone())
+    monkeypatch.setattr("quire_engine.sampler._CHUNK_BYTES", 1 << 40)
+    monkeypatch.setattr(of_scores, "_AT_ONCE_BYTES", 4 * 4 * VOCAB)
+    monkeypatch.setattr(of_cache, "_GATHERED_BYTES", 1 << 15)
+
+
+PENALIZED = {"presence_penalty": 0.5, "repetition_penalty": 1.1}
+LOADS = {
+    "plain": {},
+    "penalties": PENALIZED,
+    "allowed": {"allowed_token_ids": list(range(40))},
+    "bias": {"logit_bias": dict.fromkeys(range(1024), 1.0), "min_tokens": 5, "stop_token_ids": list(range(100))},
+    "log probabilities": {"logprobs": 20},
+    "all log probabilities": {"logprobs": -1, "max_tokens": 2},
+    "log probabilities of prompts": {"prompt_logprobs": 20, "logprobs": 1},
+    "everything": PENALIZED
+    | {"allowed_token_ids": [5, 6, 7], "logit_bias": {5: 1.0}, "min_tokens": 1, "logprobs": -1, "max_tokens": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("load", LOADS)
+def test_no_step_takes_more_than_was_measured(folder, forms, monkeypatch, load, ahead):
+    engine = Engine.from_config(
+        dataclasses.replace(CONFIG, model=str(folder), async_scheduling=ahead, swap_space=1e-3, seed=1)
+    )
+    runner: Any = engine._runner
+    assert isinstance(runner, TorchRunner)
+    tiny = KVCache(runner._model.shape, 1, 8, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(runner, "_one_block", lambda config: tiny)
+    with Live() as live:
+        runner._rehearse(CONFIG, largest_steps(CONFIG, 160, VOCAB))
+        runner._rehearse(CONFIG, mixed_steps(CONFIG, 160))
+    measured, live.peak = live.peak, 0
+    draw = torch.Generator().manual_seed(3)
+    params = {"max_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 1} | LOADS[load]
+    shared = torch.randint(VOCAB, (21,), generator=draw).tolist()
+    for wave in range(2):
+        for i in range(10):
+            # Prompts of many lengths, one of them long; and copies of a shared block, as its beginning is the same.
+            length = 120 if i == 0 else 3 + 2 * i
+            prompt = shared if i > 5 else torch.randint(VOCAB, (length,), generator=draw).tolist()
+            leader = 10 * wave + 6 if i > 6 else None
+            engine.add(Generate(10 * wave + i, prompt, params, fork_of=leader))
+        with live:
+            for _ in range(15):
+                for result in engine.step().results if engine.has_work else []:
+                    assert result.error_code is None, result.error
+    assert measured > 4 * VOCAB * 10
+    assert live.peak <= measured
