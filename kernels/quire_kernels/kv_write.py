@@ -15,7 +15,7 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> 
         keys: [num_tokens, num_kv_heads, head_dim], any float dtype.
         values: like keys.
         cache: [2, num_blocks, block_size, num_kv_heads, head_dim], keys at 0, values at 1; written in place. Of
-            the keys' dtype, or float8_e4m3fn: then what is beyond its largest number, 448, becomes that.
+            the keys' dtype, or float8_e4m3fn: then what is beyond its largest number, 448, becomes that; NaN stays NaN.
         addresses: [num_tokens] int64, block * block_size + offset, all different.
     """
     num_tokens = keys.shape[0]

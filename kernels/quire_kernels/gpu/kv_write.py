@@ -51,10 +51,15 @@ def rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addre
 
 @triton.jit
 def stored(x, like):
-    """x in the type that `like`, the cache, holds: e4m3 has no infinity, so what is beyond it becomes its largest."""
+    """x in the type that `like`, the cache, holds: e4m3 has no infinity, so what is beyond it becomes its largest. NaN,
+    which the limits would make a number of, stays NaN."""
     if like.dtype.element_ty == tl.float8e4nv:
-        x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
-    return x.to(like.dtype.element_ty)
+        wide = x.to(tl.float32)
+        bits = tl.minimum(tl.maximum(wide, -448.0), 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        y = tl.where(wide == wide, bits, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        y = x.to(like.dtype.element_ty)
+    return y
 
 
 # `kind_stride` passes 2^31 in large caches. Were it an int32 in small ones, those would need another kernel, compiled

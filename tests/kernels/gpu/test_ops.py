@@ -63,13 +63,15 @@ def test_write_kv(heads, cache_dtype):
     # One is beyond its largest.
     merged = torch.randn(5, 2 * heads[0], heads[1]).to(cache_dtype).float()
     merged[2, :, 3] = 1e4
+    merged[3, :, 5], merged[4, :, 7] = float("nan"), -float("nan")
     keys, values = merged[:, : heads[0]], merged[:, heads[0] :]
     addresses = torch.tensor([9, 0, 31, 16, 10])
     found, expected = (_cache(keys).to(cache_dtype) for _ in range(2))
     own(write_kv)(keys, values, found, addresses)
     write_kv.reference(keys, values, expected, addresses)
-    assert torch.equal(found.float(), expected.float())
-    assert expected.float().max() == (448.0 if cache_dtype == E4M3 else 1e4)
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+    assert expected.float().isnan().sum() == 4 * heads[0]
+    assert expected.float().nan_to_num(0.0).max() == (448.0 if cache_dtype == E4M3 else 1e4)
 
 
 @pytest.mark.parametrize("cache_dtype", [None, E4M3], ids=["same", "e4m3"])
@@ -92,3 +94,18 @@ def test_rotate_and_write(sizes, dtype, cache_dtype):
     q = own(rotate_and_write)(qkv.clone(), cos.to(dtype), sin.to(dtype), found, addresses, num_heads)
     _close(q, rotate_and_write.reference(qkv, cos.to(dtype), sin.to(dtype), expected, addresses, num_heads))
     _close(found.to(dtype), expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_no_number_is_none_in_a_cache_of_eight_bits(dtype):
+    """It would hide that a model's numbers overflow. Keys are rotated, values and the heads' ends are not."""
+    qkv = torch.ones(3, 4, 24, dtype=dtype)
+    qkv[0, 2, 3], qkv[1, 3, 5], qkv[1, 2, 20], qkv[2, 3, 1] = (float(x) for x in ("nan", "nan", "nan", "6e4"))
+    cos, sin = torch.ones(3, 16, dtype=dtype), torch.zeros(3, 16, dtype=dtype)
+    found, expected = (_cache(qkv[:, 2:3]).to(E4M3) for _ in range(2))
+    for form, cache in ((own(rotate_and_write), found), (rotate_and_write.reference, expected)):
+        form(qkv.clone(), cos, sin, cache, torch.tensor([0, 9, 39]), 2)
+    rows = found.float().view(2, -1, 24)
+    assert torch.equal(rows.isnan(), expected.float().view(2, -1, 24).isnan())
+    # One number is half of a pair that is turned.
+    assert rows.isnan().sum() == 4 and rows.nan_to_num(0.0).max() == 448.0
