@@ -4,7 +4,6 @@
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,11 +13,11 @@ from obstore.store import S3Store
 
 from quire_server.places import Opened
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, QuireError, Unavailable
+from quire_spec.s3 import store_options
 
 _READ_BYTES = 4 * 2**20
-_DEFAULT_REGION = "us-east-1"
-_AMBIENT = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
-"""Environment that a platform gives a pod an identity with. Without any, requests go unsigned: public buckets."""
+_TIMEOUT_S = 600.0
+"""Of a file as a whole; a download that it cuts is resumed."""
 
 
 class S3Place:
@@ -72,30 +71,8 @@ class S3Place:
         return f"{self._prefix}/{name}".lstrip("/")
 
     def _store(self) -> S3Store:
-        given = self._credentials()
-        config: dict[str, Any] = {
-            "region": self._region or _DEFAULT_REGION,
-            "client_options": {
-                "allow_http": bool(self._endpoint and self._endpoint.startswith("http://")),
-                "connect_timeout": timedelta(seconds=15),
-                # Of one request as a whole, body included; obstore has no other. A cut download is resumed.
-                "timeout": timedelta(minutes=10),
-            },
-            # The fetcher retries, and resumes.
-            "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=20)},
-        }
-        if self._endpoint:
-            config["endpoint"] = self._endpoint
-        if given:
-            config |= {
-                "access_key_id": given["AWS_ACCESS_KEY_ID"],
-                "secret_access_key": given["AWS_SECRET_ACCESS_KEY"],
-            }
-            if token := given.get("AWS_SESSION_TOKEN"):
-                config["session_token"] = token
-        elif not any(os.environ.get(name) for name in _AMBIENT):
-            config["skip_signature"] = True
-        return S3Store(self._bucket, **config)
+        options = store_options(self._endpoint, self._region, self._credentials(), os.environ, _TIMEOUT_S)
+        return S3Store(self._bucket, **options)
 
     async def _chunks(self, found: "obstore.GetResult", name: str) -> AsyncIterator[bytes]:
         try:

@@ -5,8 +5,6 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -18,11 +16,11 @@ from obstore.store import S3Store
 
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
+from quire_spec.s3 import store_options
 
 _MAX_REDIRECTS = 5
 _TIMEOUT = httpx.Timeout(30.0, connect=15.0)
-_AMBIENT = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
-"""Environment that a platform gives a pod an identity with. Without any, requests go unsigned: public buckets."""
+_S3_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,8 @@ class S3Files:
         if credentials and not {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= set(credentials):
             name = source.credentialsSecretRef.name if source.credentialsSecretRef else ""
             raise ConfigError(f"secret {name!r}: needs the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
-        self._store = S3Store(self._bucket, **_s3_options(source, credentials))
+        options = store_options(source.endpoint, source.region, credentials, os.environ, _S3_TIMEOUT_S)
+        self._store = S3Store(self._bucket, **options)
 
     def where(self, name: str) -> str:
         at = f" at {self._endpoint}" if self._endpoint else ""
@@ -170,25 +169,3 @@ def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
 def _shown(url: httpx.URL) -> str:
     """For messages: the query may be a signature, the user a password."""
     return str(url.copy_with(username=None, password=None, query=None, fragment=None))
-
-
-def _s3_options(source: S3Source, credentials: Mapping[str, str]) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "region": source.region or "us-east-1",
-        "client_options": {
-            "allow_http": bool(source.endpoint and source.endpoint.startswith("http://")),
-            "connect_timeout": timedelta(seconds=15),
-            "timeout": timedelta(seconds=60),
-        },
-        "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=20)},
-    }
-    if source.endpoint:
-        options["endpoint"] = source.endpoint
-    if credentials:
-        options |= {"access_key_id": credentials["AWS_ACCESS_KEY_ID"]}
-        options |= {"secret_access_key": credentials["AWS_SECRET_ACCESS_KEY"]}
-        if token := credentials.get("AWS_SESSION_TOKEN"):
-            options["session_token"] = token
-    elif not any(os.environ.get(name) for name in _AMBIENT):
-        options["skip_signature"] = True
-    return options
