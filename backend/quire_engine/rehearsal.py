@@ -10,12 +10,13 @@ from quire_spec.config import EngineConfig
 from quire_spec.sampling import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_STOP_TOKENS, SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0)
-_OTHER_CHOICES = (
+_CHOICES = (
     _GREEDY,
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_p=0.9),
     SamplingParams(temperature=0.0, presence_penalty=1.0),
     SamplingParams(temperature=1.0, presence_penalty=1.0),
+    SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0),
 )
 _MIXED_TOKENS = 64
 """Of a prompt: more than attention computes like a decoding sequence's."""
@@ -47,12 +48,12 @@ def largest_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
     yield [_asking(spare_span(room - chunk, chunk, config.block_size, slots[0], few), vocab_size)]
 
 
-def mixed_steps(config: EngineConfig, max_model_len: int) -> Iterator[list[Span]]:
-    """A prompt beside a decoding sequence, for each other way of choosing: a GPU's kernels are compiled before anyone
-    waits for them. What decodes alone is in graphs."""
+def small_steps(config: EngineConfig, max_model_len: int) -> Iterator[list[Span]]:
+    """A decoding sequence, a prompt, and both, for each other way of choosing: a GPU's kernels are compiled before
+    anyone waits for them."""
     room, slot = max(max_model_len - 1, 1), SlotId(0) if config.enable_lora else None
-    for params in _OTHER_CHOICES:
-        places = ((room - 1, 1), (0, min(room, _MIXED_TOKENS)))
+    decoding, prompt = (room - 1, 1), (0, min(room, _MIXED_TOKENS))
+    for places, params in (([decoding], _GREEDY), ([prompt], _GREEDY), *(([decoding, prompt], c) for c in _CHOICES)):
         yield [spare_span(start, length, config.block_size, slot, params) for start, length in places]
 
 

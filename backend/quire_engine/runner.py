@@ -7,7 +7,8 @@ from one thread.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -36,9 +37,10 @@ from quire_engine.logprobs import Scores, logprobs_of, rows_at_once
 from quire_engine.lora import make_slots
 from quire_engine.memory import Budget, allocating, check_room, num_blocks, step_refusal
 from quire_engine.models import model_class
+from quire_engine.part import whole
 from quire_engine.peft import HostAdapter, read_adapter
 from quire_engine.ranks import Ranks
-from quire_engine.rehearsal import largest_steps, mixed_steps, spare_span
+from quire_engine.rehearsal import largest_steps, small_steps, spare_span
 from quire_engine.request import BlockId, Logprob
 from quire_engine.sampler import Row, Sampler
 from quire_engine.step import BlockCopy, Runner, Sampled, SlotLoad, Span, StepPlan
@@ -91,16 +93,21 @@ class TorchRunner(Runner):
             shape = ranks.shard.local
         self._check_room(config, shape)
         self._model = model_class(shape.architecture)(shape, Placement(self._dtype, self._device, ranks))
-        load_weights(folder, self._model.tensors(), tied=shape.tie_word_embeddings, progress=progress)
         self._slots = make_slots(self._model, config, self._dtype, self._device) if config.enable_lora else None
+        max_model_len = config.max_model_len or shape.max_position_embeddings
+        self._num_spare = 1 if graphs.are_wanted(self._device) else 0
+        # Steps run before there are any: beside the weights' loading, and to be measured.
+        self._graphs: DecodeGraphs | None = None
+        self._swapper: Swapper | None = None
+        compiles = _compiles(self._device) and ranks is None
+        with self._compiling(config, max_model_len) if compiles else nullcontext():
+            load_weights(folder, self._model.tensors(), tied=shape.tie_word_embeddings, progress=progress)
         self._model.pack()
         if self._device.type == "cpu":
             give_back_memory()
             set_threads(self._model.num_bytes, config.tensor_parallel_size)
-        max_model_len = config.max_model_len or shape.max_position_embeddings
         if ranks is not None:
             ranks.connect(self._device)
-        self._num_spare = 1 if graphs.are_wanted(self._device) else 0
         self._take_memory(config, max_model_len, ranks)
 
     def read(self, path: Path) -> PackedAdapter:
@@ -311,9 +318,6 @@ class TorchRunner(Runner):
         """Measure what there is beside the weights, and have cache, graphs and swap space in it."""
         shape = self._model.shape
         one_block = block_bytes(shape, config.block_size, self._cache_dtype)
-        # Steps run before there are any, to be measured.
-        self._graphs: DecodeGraphs | None = None
-        self._swapper: Swapper | None = None
         budget = self._measure(config, max_model_len)
         self.num_blocks = num_blocks(config, max_model_len, one_block, budget)
         if ranks is not None:
@@ -373,7 +377,7 @@ class TorchRunner(Runner):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         self._rehearse(config, largest_steps(config, max_model_len, self._model.shape.vocab_size))
-        self._rehearse(config, mixed_steps(config, max_model_len))
+        self._rehearse(config, small_steps(config, max_model_len))
         peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
@@ -398,6 +402,20 @@ class TorchRunner(Runner):
         logger.info("swap space measured block_s=%.2e token_s=%.2e", space.block_s, space.token_s)
         return space
 
+    @contextmanager
+    def _compiling(self, config: EngineConfig, max_model_len: int) -> Iterator[None]:
+        """Have small steps run beside what is done within, so that kernels are compiled meanwhile: reading weights
+        leaves a core to that. The model is all zeros, or some of its weights: numbers stay finite.
+
+        Ranks come to their calls together, and meet only after loading: theirs are compiled then.
+        """
+        for _, target in self._model.tensors():
+            whole(target).tensor.zero_()
+        with ThreadPoolExecutor(1, "compile") as pool:
+            done = pool.submit(self._rehearse, config, small_steps(config, max_model_len))
+            yield
+            done.result()
+
     def _rehearse(self, config: EngineConfig, steps: Iterable[list[Span]]) -> None:
         """Run steps of nobody's sequences, each after copies of as many blocks as are copied at a time."""
         kv = self._one_block(config)
@@ -408,3 +426,8 @@ class TorchRunner(Runner):
 
     def _one_block(self, config: EngineConfig) -> KVCache:
         return KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device, self._num_spare)
+
+
+def _compiles(device: torch.device) -> bool:
+    """Whether kernels are compiled when they first run."""
+    return device.type == "cuda"

@@ -4,17 +4,19 @@
 import dataclasses
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.tiny import VOCAB, load_oracle, make_adapter, make_checkpoint
 
-from quire_engine import device
+from quire_engine import device, runner
 from quire_engine.device import available_memory, num_cores, resolve_cache_dtype, resolve_dtype, set_threads
 from quire_engine.memory import GIB, Budget, num_blocks
+from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.peft import WEIGHTS_FILE, read_adapter
-from quire_engine.rehearsal import largest_steps, mixed_steps
+from quire_engine.rehearsal import largest_steps, small_steps
 from quire_engine.request import Sequence
 from quire_engine.runner import TorchRunner
 from quire_engine.step import SlotLoad, Span, StepPlan
@@ -339,17 +341,44 @@ def test_before_requests_come_a_prompt_ran_beside_a_decoding_sequence(engine_run
 
     monkeypatch.setattr(engine_runner, "_forward", watch)
     monkeypatch.setattr(engine_runner, "_sampler", choose)
-    engine_runner._rehearse(CONFIG, mixed_steps(CONFIG, 128))
-    of_steps = ([126, 0], [1, 64], [0, 0])
-    # With cuts and penalties the largest steps choose.
-    ways = [
-        (True, False, False),
-        (False, False, False),
-        (False, True, False),
-        (True, False, True),
-        (False, False, True),
-    ]
-    assert seen == [(*of_steps, *way) for way in ways]
+    engine_runner._rehearse(CONFIG, small_steps(CONFIG, 128))
+    alone = [([126], [1], [0]), ([0], [64], [0])]
+    both = ([126, 0], [1, 64], [0, 0])
+    plain = [(True, False, False), (False, False, False), (False, True, False)]
+    penalized = [(True, False, True), (False, False, True), (False, True, True)]
+    assert seen == [(*step, True, False, False) for step in alone] + [(*both, *way) for way in plain + penalized]
+
+
+def test_kernels_are_compiled_while_weights_are_read(folder, shape, monkeypatch):
+    """By steps that run beside it, of which nothing is left and whose numbers are finite."""
+    expected = _first(TorchRunner(CONFIG, shape, folder), _prompt(20))
+    ran, waited, project, load = threading.Event(), [], LlamaForCausalLM.project, runner.load_weights
+
+    def seen(model, hidden, batch):
+        logits = project(model, hidden, batch)
+        assert logits.isfinite().all()
+        ran.set()
+        return logits
+
+    def after_a_step(*args, **options):
+        waited.append(ran.wait(60))
+        load(*args, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "project", seen)
+    monkeypatch.setattr(runner, "load_weights", after_a_step)
+    monkeypatch.setattr(runner, "_compiles", lambda device: True)
+    assert _first(TorchRunner(CONFIG, shape, folder), _prompt(20)) == expected
+    assert waited == [True]
+
+
+def test_a_kernel_that_does_not_compile_ends_the_start(folder, shape, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(LlamaForCausalLM, "project", broken)
+    monkeypatch.setattr(runner, "_compiles", lambda device: True)
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        TorchRunner(CONFIG, shape, folder)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

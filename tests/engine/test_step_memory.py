@@ -16,7 +16,7 @@ from quire_engine import logprobs as of_scores
 from quire_engine import tally as of_penalties
 from quire_engine.engine import Engine
 from quire_engine.kv import KVCache
-from quire_engine.rehearsal import largest_steps, mixed_steps
+from quire_engine.rehearsal import largest_steps, small_steps
 from quire_engine.runner import TorchRunner
 from quire_kernels import choose, paged_attention, penalize
 from quire_spec.config import EngineConfig
@@ -81,7 +81,7 @@ def test_no_step_takes_more_than_was_measured(folder, forms, monkeypatch, load, 
     monkeypatch.setattr(runner, "_one_block", lambda config: tiny)
     with Live() as live:
         runner._rehearse(CONFIG, largest_steps(CONFIG, 160, VOCAB))
-        runner._rehearse(CONFIG, mixed_steps(CONFIG, 160))
+        runner._rehearse(CONFIG, small_steps(CONFIG, 160))
     measured, live.peak = live.peak, 0
     draw = torch.Generator().manual_seed(3)
     params = {"max_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 1} | LOADS[load]
