@@ -146,6 +146,11 @@ def adapted_linear(
     return out
 
 
+adapted_linear.form("cuda")(adapted_linear.reference)
+# Not preferred: whether it pays is not known. `QUIRE_FORMS=adapted_linear=side` takes it.
+adapted_linear.form_in("cuda", "side", "quire_kernels.gpu.lora")
+
+
 @adapted_linear.form("cpu")
 def _adapted_compiled(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: LinearSlots, batch: AdapterBatch

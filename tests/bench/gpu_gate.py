@@ -214,6 +214,10 @@ def _lora(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
         yield Finding(f"route: {name}", float(not same), 0.0)
     batch, kind = ops.AdapterBatch(slots, routing=routing), str(dtype).removeprefix("torch.")
     x, base = card.random(tokens, features, dtype=dtype), card.random(tokens, sum(widths), dtype=dtype)
+    if card.is_gpu:
+        yield Finding(
+            f"adapted_linear, side stream, {kind}", _error_beside(x, of_model.modules[0], batch), ERRORS[dtype]
+        )
     token_ids = torch.randint(500, (tokens,), device=card.device)
     calls = {
         "add_lora": (base, lambda op, out: op(out, x, of_model.modules[0], batch)),
@@ -226,6 +230,21 @@ def _lora(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
         yield Finding(f"{name}, {kind}", error_of(results[1], results[0]), ERRORS[dtype])
         moved = any(not torch.equal(results[1], r) for r in results[2:])
         yield Finding(f"{name}, {kind}, the same bits", float(moved), 0.0)
+
+
+def _error_beside(x: Tensor, module: ops.LinearSlots, batch: ops.AdapterBatch) -> float:
+    """Of the form that shrinks on a stream of its own, in a graph."""
+    weight = torch.randn(sum(module.site.widths), x.shape[1], dtype=x.dtype, device=x.device) / x.shape[1] ** 0.5
+    form, graph = ops.adapted_linear.named("cuda", "side"), torch.cuda.CUDAGraph()
+    # Compiles.
+    form(x, weight, None, None, module, batch)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found = form(x, weight, None, None, module, batch)
+    graph.replay()
+    expected = ops.linear.reference(x, weight, None)
+    ops.add_lora.reference(expected, x, module, batch)
+    return error_of(found, expected)
 
 
 def _sampling(card: Card) -> Iterator[Finding]:

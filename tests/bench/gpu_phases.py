@@ -19,7 +19,7 @@ PHASES = {
     "limits": Phase("the card's copy bandwidth and matrix rate, of which fractions are", 5),
     "kernels": Phase("attention, fused operations, sampler, adapters: each by itself", 100),
     "engine": Phase("decoding, idle time, throughput of four loads, latencies at three rates", 310),
-    "lora": Phase("32 adapters in a batch, and none, against the base (bars 0.88 and 0.98)", 150),
+    "lora": Phase("32 adapters in a batch, and none, against the base (bars 0.88 and 0.98)", 200),
     "itl": Phase("time between tokens while 100 cold adapters load, against none (bar 1.10)", 420),
     "vllm": Phase("32 adapters here and in vLLM (bar 1.2); a second where vLLM is missing", 330),
     "peers": Phase("saturated and mixed loads here, in transformers (bar 3) and in vLLM", 420),

@@ -36,10 +36,13 @@ def test_every_phase_leaves_results(run):
     assert results["engine"]["check"] == {"other_tokens": 0, "tokens": 7}
     assert {row["what"] for row in results["engine"]["loads"]} == {"12 in, 6 out", "at 20 a second"}
     assert results["lora"]["check"] == {"other_tokens": 0, "tokens": 7}
-    assert [row["row"] for row in results["lora"]["rows"]] == ["base, LoRA disabled", "base, LoRA enabled", "adapters"]
+    of_adapters = ["adapters", "adapters, side stream"]
+    of_base = ["base, LoRA disabled", "base, LoRA enabled"]
+    assert [row["row"] for row in results["lora"]["rows"]] == of_base + of_adapters
     assert {(r["of"], r["bar"]) for r in results["lora"]["ratios"]} == {
         ("adapters", 0.88),
         ("base, LoRA enabled", 0.98),
+        ("adapters, side stream", 1.0),
     }
     itl = results["itl"]
     assert (itl["bar"], itl["aim"], itl["files"], itl["loads_per_run"], len(itl["runs"])) == (1.1, 1.03, 6, 6, 2)

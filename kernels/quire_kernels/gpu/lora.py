@@ -8,6 +8,7 @@ constants follow from the sizes of the step and of the slots alone, so a capture
 later: programs read an adapter's rank on the device, and loop to it. Never run on a GPU yet: tested in the interpreter.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire_kernels import lora as ops
+from quire_kernels.linear import linear
 from quire_kernels.lora import AdapterBatch
 from quire_kernels.lora_slots import ALIGNMENT, LinearSlots
 from quire_kernels.routing import ROUTED_ROWS, Routing
@@ -56,14 +59,49 @@ def add_lora(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch)
     Reads an adapter's matrices once for each tile of its tokens, from memory the first time. The planes, float32
     [num_splits, num_tokens, num_slices, rank], are written once, and read once by each program of expand.
     """
+    planes = _planes(x, adapters, batch)
+    _launch_shrink(planes, x, adapters, batch)
+    _launch_expand_planes(out, planes, adapters, batch)
+
+
+def adapted_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: LinearSlots, batch: AdapterBatch
+) -> Tensor:
+    """See lora.adapted_linear. In a captured step the launch that shrinks has a branch of its own in the graph, beside
+    the base's product; expand comes after both. (This has never run on a GPU.)"""
+    if not torch.cuda.is_current_stream_capturing():
+        return ops.adapted_linear.reference(x, weight, bias, residual, adapters, batch)
+    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    # Of the step's own stream, which uses it last.
+    planes = _planes(x, adapters, batch)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        _launch_shrink(planes, x, adapters, batch)
+    out = linear(x, weight, bias, residual)
+    main.wait_stream(side)
+    _launch_expand_planes(out, planes, adapters, batch)
+    return out
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> "torch.cuda.Stream":
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _planes(x: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> Tensor:
+    """Room for A x: [num_splits, num_tokens, num_slices, rank] float32."""
     num_tokens, in_features = x.shape
-    routing, num_slices = _routing(batch), len(adapters.site.widths)
-    assert x.stride(1) == out.stride(1) == 1 and num_slices <= 3
-    share = _share(in_features, len(routing.slots) * num_slices)
+    num_slices = len(adapters.site.widths)
     # Each adapter writes and reads as many columns as it has ranks: the others cost nothing but their place.
     ld_planes = -(-adapters.max_rank // _NARROW) * _NARROW
-    num_splits = triton.cdiv(in_features, share)
-    planes = x.new_empty((num_splits, num_tokens, num_slices, ld_planes), dtype=torch.float32)
+    num_splits = triton.cdiv(in_features, _share(in_features, len(_routing(batch).slots) * num_slices))
+    return x.new_empty((num_splits, num_tokens, num_slices, ld_planes), dtype=torch.float32)
+
+
+def _launch_shrink(planes: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
+    in_features, routing = x.shape[1], _routing(batch)
+    num_splits, _, num_slices, ld_planes = planes.shape
+    assert x.stride(1) == 1 and num_slices <= 3
     _shrink[(len(routing.slots), num_splits, num_slices)](
         x,
         x.stride(0),
@@ -78,13 +116,18 @@ def add_lora(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch)
         planes.stride(1),
         ld_planes,
         in_features,
-        share,
+        _share(in_features, len(routing.slots) * num_slices),
         **_constants(adapters),
         INPUTS=TILES.inputs,
         num_warps=4,
         num_stages=TILES.shrink_stages,
     )
-    _launch_expand(out, planes, planes.stride(0), planes.stride(1), num_splits, adapters, routing, looked_up=False)
+
+
+def _launch_expand_planes(out: Tensor, planes: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
+    assert out.stride(1) == 1
+    strides = planes.stride(0), planes.stride(1)
+    _launch_expand(out, planes, *strides, len(planes), adapters, _routing(batch), looked_up=False)
 
 
 def add_lora_rows(out: Tensor, token_ids: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:

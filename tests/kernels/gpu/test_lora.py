@@ -8,7 +8,21 @@ import pytest
 import torch
 from support.interpreter import own
 
-from quire_kernels import LoraSlots, Routing, Site, SlotRows, add_lora, add_lora_rows, lora, plan_adapters, route
+from quire_kernels import (
+    LoraSlots,
+    Routing,
+    Site,
+    SlotRows,
+    adapted_linear,
+    add_lora,
+    add_lora_rows,
+    dispatch,
+    linear,
+    lora,
+    plan_adapters,
+    route,
+)
+from quire_kernels.gpu import lora as forms
 from quire_kernels.lora import AdapterBatch
 from quire_kernels.routing import max_tiles
 
@@ -100,6 +114,64 @@ def test_deltas(site, ranks, dtype):
     again = base.clone()
     own(add_lora)(again, x, module, batch)
     assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_beside_the_base_in_a_captured_step(monkeypatch, with_residual):
+    """What shrinks waits for what is before the linear and for nothing else, and what expands waits for both."""
+    torch.manual_seed(42)
+    log = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+        def __enter__(self):
+            log.append(f"on {self.name}")
+
+        def __exit__(self, *_):
+            log.append("back")
+
+    def logged(name, function):
+        def run(*args):
+            log.append(name)
+            return function(*args)
+
+        return run
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(forms, "_side_stream", lambda _: Stream("side"))
+    for name in ("_launch_shrink", "linear", "_launch_expand_planes"):
+        monkeypatch.setattr(forms, name, logged(name, getattr(forms, name)))
+    site, ranks = SITES["q, k and v"]
+    module, batch = _filled([site], 0, ranks, torch.float32), _batch(_shuffled())
+    x, weight, bias = torch.randn(35, 40), torch.randn(136, 40), torch.randn(136)
+    residual = torch.randn(35, 136) if with_residual else None
+    expected = linear.reference(x, weight, bias, None if residual is None else residual.clone())
+    add_lora.reference(expected, x, module, batch)
+    found = adapted_linear.named("cuda", "side")(x, weight, bias, residual, module, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert residual is None or found is residual
+    assert log == [
+        "side waits for main", "on side", "_launch_shrink", "back", "linear", "main waits for side",
+        "_launch_expand_planes",
+    ]  # fmt: skip
+
+
+def test_a_stream_of_its_own_is_only_for_who_asks(monkeypatch):
+    monkeypatch.setattr(adapted_linear, "forms", {})
+    assert adapted_linear._choose("cuda") is adapted_linear.reference
+    monkeypatch.setattr(dispatch, "wishes", lambda: {"adapted_linear": "side"})
+    assert adapted_linear._choose("cuda") is forms.adapted_linear
+    # Outside of a capture it does what the other one does.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(adapted_linear, "reference", lambda *args: args)
+    assert forms.adapted_linear(1, 2, 3, 4, 5, 6) == (1, 2, 3, 4, 5, 6)
 
 
 def test_deltas_of_another_adapter_in_the_same_slot():
