@@ -30,6 +30,8 @@ def largest_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
     log probabilities, and where there are slots for adapters, those have some, which are empty.
     """
     room = max(max_model_len - 1, 1)
+    # All ranks choose, those after the first from logits of their own tokens.
+    vocab_size //= config.tensor_parallel_size
     slots = [SlotId(i % config.max_loras) if config.enable_lora else None for i in range(config.max_num_seqs)]
     prompts = config.max_num_seqs - 1
     even, more = divmod(config.max_num_batched_tokens - 1, prompts or 1)

@@ -349,6 +349,13 @@ def test_before_requests_come_a_prompt_ran_beside_a_decoding_sequence(engine_run
     assert seen == [(*step, True, False, False) for step in alone] + [(*both, *way) for way in plain + penalized]
 
 
+def test_ranks_ask_for_tokens_that_all_of_them_have():
+    config = dataclasses.replace(CONFIG, tensor_parallel_size=4)
+    for span in (span for spans in largest_steps(config, 128, 400) for span in spans):
+        asked = {*span.sequence.stop_token_ids, *(span.sequence.params.logit_bias or ()), *span.sequence.tokens(0, 1)}
+        assert max(asked.union(*span.sequence.bad_words)) == 99
+
+
 def test_kernels_are_compiled_while_weights_are_read(folder, shape, monkeypatch):
     """By steps that run beside it, of which nothing is left and whose numbers are finite."""
     expected = _first(TorchRunner(CONFIG, shape, folder), _prompt(20))
