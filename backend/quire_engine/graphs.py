@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DecodeGraphs: decoding steps as CUDA graphs, by size of batch, with adapters and without. On CUDA devices only.
 
-This has never run on a GPU. What is tested is everything but the capture: which sizes there are, what the host sends,
-and, with a recording that runs the step again instead of replaying it, that tokens come out the same.
+This has never run on a GPU. Captures and replays run on an emulated one (make emulated). Tested without: which sizes
+there are, what the host sends, and, with a recording that runs the step again instead of replaying it, the tokens.
 
 A graph has its memory's addresses built in, so everything that a step reads lies in tensors that stay: block tables by
 row of `SequenceState`, of which a step sends only what is new, and four numbers per sequence. Rows beyond the batch

@@ -2,7 +2,7 @@
 """Handover: what a step chose, on its way to the next step, which takes it on the device, and to the host.
 
 The runner owns it, for steps that are begun before the last one's tokens are known here. On a GPU, tokens go to pinned
-memory on a stream of their own, so that no step waits for their copy; that has never run on a GPU.
+memory on a stream of their own, so that no step waits for their copy; that has run on an emulated GPU only.
 
 Of ranks that share the layers, the first one chooses the tokens. The others get them from its device when a step needs
 them: all take part in that, so what says that a step does is in its work.

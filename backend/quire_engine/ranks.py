@@ -3,9 +3,10 @@
 
 torch.distributed's process groups, gloo on CPUs and NCCL on GPUs, made directly and not as torch's global one: a
 process may have several engines. All ranks must come to the same calls in the same order; that they compute the same
-step is the group's business (group.py). On GPUs this has never been run.
+step is the group's business (group.py). On GPUs this has never been run, on emulated ones it has (make emulated).
 """
 
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +21,7 @@ from quire_spec.shard import Shard
 
 TIMEOUT_S = 30.0
 """How long a rank waits for the others in one call: they come to it within milliseconds of each other, or one hangs."""
+_GONE = timedelta(milliseconds=100)
 _LOOPBACK = "127.0.0.1"
 
 
@@ -45,6 +47,9 @@ class Ranks:
         self._device = device
         rank, size, meeting = self.shard.rank, self.shard.size, self._meet()
         store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+        if device.type == "cuda":
+            # A thread of torch's would look into the store now and then, whether to write a dump.
+            os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
         backend: Any = dist.ProcessGroupNCCL if self._device.type == "cuda" else dist.ProcessGroupGloo
         options = backend.Options() if self._device.type == "cuda" else backend._Options()
         options._timeout = timedelta(seconds=self._timeout_s)
@@ -54,6 +59,9 @@ class Ranks:
         self._group = backend(store, rank, size, options)
         # NCCL's channels are made here, and measured with the memory, not in the first step that needs them.
         self.share(torch.zeros(1, device=device))
+        # Its file is gone from here on. Where something failed, a thread of torch's still writes to it; waiting for it
+        # to come back, which takes 5 minutes otherwise, it would keep the process from ending.
+        store.set_timeout(_GONE)
 
     def abandon(self, in_use: threading.Lock) -> None:
         """Have what a device waits for in vain end, when another rank is gone. From any thread; returns at once.

@@ -5,6 +5,7 @@ It decides nothing: which sequences run, on which blocks and in which slots, com
 from one thread.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -360,6 +361,10 @@ class TorchRunner(Runner):
 
     def _check_room(self, config: EngineConfig, shape: ModelShape) -> None:
         """Before anything is loaded: a refusal that tells the bytes is better than what a device says."""
+        if self._device.type != "cpu":
+            # Of an engine that this process had before, whose memory nobody has collected.
+            gc.collect()
+            torch.cuda.empty_cache()
         size = self._dtype.itemsize
         lora = config.max_loras * lora_slot_bytes(shape, config.max_lora_rank, size) if config.enable_lora else 0
         # Ranks of a CPU load side by side: of what they share, any of them may have taken its part already.
@@ -378,7 +383,8 @@ class TorchRunner(Runner):
         torch.cuda.reset_peak_memory_stats(self._device)
         self._rehearse(config, largest_steps(config, max_model_len, self._model.shape.vocab_size))
         self._rehearse(config, small_steps(config, max_model_len))
-        peak = torch.cuda.max_memory_allocated(self._device)
+        # What torch took for its tensors, and not their bytes: what stays of a step keeps the rest of its segment.
+        peak = torch.cuda.max_memory_reserved(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         foreign = total - free - torch.cuda.memory_reserved(self._device)
