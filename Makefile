@@ -4,11 +4,12 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+EMULATED ?= .venv-emulated
 # Two threads a process at most in tests: they start several processes side by side.
 export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e
+.PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
 # A Kubernetes for tests and for people: hack/cluster.
 CLUSTER = PYTHONPATH=hack $(BIN)/python -m cluster
 
@@ -26,6 +27,10 @@ test-fast: dev-env ## the tests that start no server (seconds)
 
 bench: dev-env ## measure serving on a quiet machine: this engine, the server, transformers (BENCH="--help" explains)
 	@env -u OMP_NUM_THREADS $(BIN)/python tests/bench/serving.py --shape 135m $(BENCH)
+
+emulated: ## the GPU path without a GPU: PyTorch's CUDA build on an emulated device (minutes; WHAT="path or -k name")
+	@$(PYTHON) hack/bootstrap.py --for emulated --venv $(EMULATED)
+	@PYTHONPATH=tests $(EMULATED)/bin/python -m emulator -m pytest -p emulator.plugin -q --durations=5 $(or $(WHAT),tests/emulated)
 
 cluster-tools: dev-env ## find, download or build the programs of Kubernetes for the cluster tests (minutes, once)
 	@$(CLUSTER) tools
@@ -72,4 +77,4 @@ dev-env:
 	@$(PYTHON) hack/bootstrap.py --for dev --venv $(VENV)
 
 clean: ## remove the environment and all caches
-	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(EMULATED) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,7 +5,7 @@ Runs on the machine's own Python with the standard library only. Everything that
 its fix. On a machine without an NVIDIA GPU it takes PyTorch's CPU build where the package index offers one, because the
 default build brings several gigabytes of CUDA libraries.
 
-    python3.11 hack/bootstrap.py --for demo|dev [--venv .venv] [--check-only]
+    python3.11 hack/bootstrap.py --for demo|dev|emulated [--venv .venv] [--check-only]
 """
 
 import argparse
@@ -28,6 +28,10 @@ TORCH_RANGE = ((2, 6), (3, 0))
 """As in pyproject.toml."""
 _LADDER = ("demo", "dev")
 """Dependency groups; each includes those before it."""
+EMULATED = "emulated"
+"""The group with PyTorch for CUDA and none of NVIDIA's libraries: tests/emulator stands in for them."""
+EMULATED_TORCH = ("torch==2.11.0", "triton==3.6.0", "nvidia-cuda-runtime==13.0.96", "peft>=0.17,<1", "accelerate>=1,<2")
+"""Installed without what they need: the runtime is there for its headers."""
 NEEDED_BYTES = 4 * 2**30
 
 
@@ -140,6 +144,24 @@ def install(folder: Path, group: str) -> None:
     say(f"ready in {time.monotonic() - started:.0f} s: {folder}")
 
 
+def install_emulated(folder: Path) -> None:
+    """Make the environment of `make emulated`: the engine alone, in the order that keeps CUDA's libraries out."""
+    import tomllib
+
+    started = time.monotonic()
+    pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    if not (folder / "bin/python").exists():
+        venv.create(folder, with_pip=True, symlinks=True)
+    say(f"installing {', '.join(EMULATED_TORCH)}, without CUDA's libraries")
+    engine = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["engine"]
+    others = [entry for entry in engine if not entry.startswith("torch")]
+    for wanted in ([*others, *requirements(EMULATED)], ["--no-deps", *EMULATED_TORCH, "-e", str(ROOT)]):
+        if code := subprocess.run([*pip, *wanted], check=False).returncode:
+            sys.exit(f"bootstrap: pip failed with {code}; its last lines say why")
+    stamp(folder, EMULATED).touch()
+    say(f"ready in {time.monotonic() - started:.0f} s: {folder}")
+
+
 def say(text: str) -> None:
     """Print a progress line."""
     print(f"bootstrap: {text}", flush=True)
@@ -148,7 +170,7 @@ def say(text: str) -> None:
 def main() -> None:
     """Check, then install unless everything is already there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--for", dest="group", choices=_LADDER, default="dev", help="what to install for")
+    parser.add_argument("--for", dest="group", choices=(*_LADDER, EMULATED), default="dev", help="what to install for")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment's folder (default: .venv)")
     parser.add_argument("--check-only", action="store_true", help="say what is missing and install nothing")
     arguments = parser.parse_args()
@@ -159,7 +181,10 @@ def main() -> None:
         if shutil.which("g++") is None:
             say("there is no g++: without it bfloat16 takes about twice as long on CPUs with AVX-512 BF16")
     elif not stamp(arguments.venv, arguments.group).exists():
-        install(arguments.venv, arguments.group)
+        if arguments.group == EMULATED:
+            install_emulated(arguments.venv)
+        else:
+            install(arguments.venv, arguments.group)
 
 
 if __name__ == "__main__":

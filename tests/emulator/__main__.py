@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run Python with the emulated GPU: `python -m emulator -m pytest tests/emulated`, `python -m emulator script.py`.
+
+EMULATOR_DEVICES, EMULATOR_MIB (each device's memory), EMULATOR_SMS (multiprocessors) and EMULATOR_SEED (of the orders
+that are left to chance) say what the device is like.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from emulator.libraries import build
+
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> None:
+    """Become Python with the libraries loaded first."""
+    if len(sys.argv) == 1:
+        sys.exit(__doc__)
+    paths = [str(HERE / "start"), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    emulated = {
+        "LD_PRELOAD": ":".join(map(str, build())),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TRITON_INTERPRET": "1",
+    }
+    # Few multiprocessors: attention starts programs for each, and the interpreter is slow.
+    defaults = {"EMULATOR_MIB": "512", "EMULATOR_SMS": "1"}
+    os.execve(sys.executable, [sys.executable, *sys.argv[1:]], defaults | os.environ | emulated)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the emulated device computes: PyTorch's operations on CUDA tensors, and kernels in the Triton language.
+
+Each is queued on the current stream, as a real one's kernel would be, and computed when the runtime comes to it: by the
+CPU, on tensors over the same memory. What is queued knows addresses and sizes only, so that memory which somebody else
+has by then, or a step that a graph replays, is read as it is then.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import itertools
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton.runtime.interpreter as interpreter
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+Work = Callable[[], Any]
+
+errors: list[str] = []
+"""Tracebacks of work that failed; every wait after it fails as well."""
+
+_runtime = ctypes.CDLL("libcudart.so.13")
+_runtime.emulator_enqueue.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+_runtime.emulator_finish.argtypes = [ctypes.c_void_p]
+_runtime.emulator_is_capturing.argtypes = [ctypes.c_void_p]
+_runtime.emulator_unknown.restype = ctypes.c_char_p
+_runtime.emulator_waits.restype = ctypes.c_long
+_work: dict[int, Work] = {}
+_captured: set[int] = set()
+"""Of `_work`, what stays for the next replay."""
+_numbers = itertools.count(1)
+_num_idle = 0
+_generators: dict[torch.Generator, torch.Generator] = {}
+"""The CPU's by CUDA's."""
+
+_REAL = (
+    *("empty", "empty_strided", "_empty_affine_quantized", "_efficientzerotensor", "resize_", "resize_as_", "set_"),
+    *("as_strided", "view", "_reshape_alias", "alias", "unfold", "view_as_real", "view_as_complex", "is_set_to"),
+    *("_local_scalar_dense", "_pin_memory", "is_pinned", "record_stream", "_record_function", "copy_", "_copy_from"),
+)
+"""Operations of PyTorch's that launch no kernel: they are left as they are."""
+_SIZED_BY_DATA = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "histc")
+
+
+def install() -> None:
+    """Emulate in this process from now on."""
+    if _runtime_in_use():
+        return
+    torch.cuda.init()
+    _runtime.emulator_callback(_run)
+    # Python ends threads that come back to it after its end, wherever they are.
+    atexit.register(_runtime.emulator_stop)
+    library = torch.library.Library("aten", "IMPL")
+    # It would take back everything when it is collected.
+    globals()["_library"] = library
+    copy = torch.library.get_kernel("aten::copy_", "CUDA")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
+            base, _, overload = name.removeprefix("aten::").partition(".")
+            if name.startswith("aten::") and base not in _REAL:
+                operation = getattr(getattr(torch.ops.aten, base), overload or "default")
+                library.impl(name, _emulated(operation), "CUDA", allow_override=True)
+        real_copy = _copy_by(lambda to, source, ahead: copy.call_boxed(keys, to, source, ahead))
+        library.impl("aten::copy_", real_copy, "CUDA", allow_override=True)
+    interpreter.GridExecutor.__call__ = _launch
+    interpreter._patch_lang = _patch_once
+    # What it looks for took a quarter of the interpreter's time.
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+
+
+@contextlib.contextmanager
+def idle() -> Iterator[None]:
+    """Within it, kernels in the Triton language compute nothing; those that a graph records do, in its replays. The
+    interpreter is slow, and nobody looks at what an engine computes while it starts."""
+    global _num_idle
+    _num_idle += 1
+    try:
+        yield
+    finally:
+        _num_idle -= 1
+
+
+def unknown() -> list[str]:
+    """Kernels of PyTorch's that were launched past this module, and so computed nothing."""
+    return list(filter(None, _runtime.emulator_unknown().decode().split("\n")))
+
+
+def waits() -> int:
+    """How often the host has waited for the device so far."""
+    return int(_runtime.emulator_waits())
+
+
+def enqueue(work: Work) -> None:
+    """Queue work on the current stream.
+
+    Raises:
+        RuntimeError: a capture forbids it.
+    """
+    number, stream = next(_numbers), _stream()
+    if _runtime.emulator_is_capturing(stream):
+        _captured.add(number)
+    elif _num_idle:
+        work = _lenient(work)
+    _work[number] = work
+    if error := _runtime.emulator_enqueue(stream, number):
+        raise RuntimeError(f"emulated CUDA: error {error} at a launch")
+
+
+def _lenient(work: Work) -> Work:
+    def run() -> None:
+        # What kernels left out in `idle` may be an index.
+        with contextlib.suppress(IndexError, RuntimeError):
+            work()
+
+    return run
+
+
+class _Memory:
+    """A CUDA tensor as a kernel knows it."""
+
+    __slots__ = ("address", "dtype", "nbytes", "offset", "size", "stride")
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.address, self.nbytes = storage.data_ptr(), storage.nbytes()
+        self.offset, self.size, self.stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self.dtype = tensor.dtype
+
+    def open(self) -> Tensor:
+        """A CPU tensor over it."""
+        empty = torch.empty(0, dtype=self.dtype)
+        if not self.nbytes:
+            return empty.as_strided(self.size, self.stride)
+        memory = (ctypes.c_char * self.nbytes).from_address(self.address)
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
+def _run(number: int) -> int:
+    try:
+        work = _work[number] if number in _captured else _work.pop(number)
+        with torch.inference_mode(), torch._C._DisableTorchDispatch(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            work()
+        return 0
+    except BaseException:
+        errors.append(traceback.format_exc())
+        sys.stderr.write(errors[-1])
+        return 1
+
+
+def _runtime_in_use() -> bool:
+    return "_library" in globals()
+
+
+def _stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+def _finish() -> None:
+    if error := _runtime.emulator_finish(_stream()):
+        raise RuntimeError(f"emulated CUDA: error {error} at a wait: {errors[-1:]}")
+
+
+def _is_cuda(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cuda"
+
+
+def _freeze(value: Any) -> Any:
+    """An argument as queued work keeps it."""
+    if _is_cuda(value):
+        return _Memory(value)
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, torch.Generator):
+        return _generators.setdefault(value, torch.Generator().manual_seed(value.initial_seed()))
+    return value
+
+
+def _thaw(value: Any) -> Any:
+    return value.open() if isinstance(value, _Memory) else value
+
+
+def _meta(value: Any) -> Any:
+    """An argument without data, to learn the result's size."""
+    if _is_cuda(value):
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, Tensor):
+        return value.to("meta") if value.dim() else value
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return None if isinstance(value, torch.Generator) else value
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _emulated(operation: Any) -> Callable[..., Any]:
+    """What stands in for an operation's CUDA kernel."""
+    schema = operation._schema
+    name = schema.name.removeprefix("aten::")
+    written = {
+        tuple(argument.alias_info.before_set): (place, argument.name, argument.kwarg_only)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    only_writes = bool(written) and all(found.alias_info is not None for found in schema.returns)
+    of_tensors = all(isinstance(found.type, (torch.TensorType, torch.ListType)) for found in schema.returns)
+
+    def run(*args: Any, **named: Any) -> Any:
+        flat, form = tree_flatten((args, named))
+
+        def frozen() -> Work:
+            kept = [_freeze(value) for value in flat]
+
+            def compute() -> Any:
+                given, by_name = tree_unflatten([_thaw(value) for value in kept], form)
+                return operation(*given, **by_name)
+
+            return compute
+
+        if only_writes:
+            targets = {alias: named[key] if key in named else args[at] for alias, (at, key, _) in written.items()}
+            outs = [key for _, key, by_name in written.values() if by_name]
+            if any(named[key].numel() == 0 for key in outs):
+                _give_sizes(operation, args, named, outs)
+            enqueue(frozen())
+            found = tuple(targets[tuple(result.alias_info.before_set)] for result in schema.returns)
+            return found[0] if len(found) == 1 else found or None
+        device = _device_of(flat)
+        by_data = name in _SIZED_BY_DATA or operation.name() == "aten::repeat_interleave.Tensor"
+        masked = name == "index" and any(
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if by_data or masked or not of_tensors:
+            # As the real ones do: they wait.
+            _finish()
+            return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, frozen()())
+        given, by_name = tree_map(_meta, (args, named))
+        sizes, result_form = tree_flatten(operation(*given, **by_name))
+        results = [_empty_like(size, device) if isinstance(size, Tensor) else size for size in sizes]
+        memories = [_Memory(value) if isinstance(value, Tensor) else None for value in results]
+        compute = frozen()
+
+        def work() -> None:
+            for memory, value in zip(memories, tree_flatten(compute())[0], strict=True):
+                if memory is not None:
+                    memory.open().copy_(value)
+
+        enqueue(work)
+        return tree_unflatten(results, result_form)
+
+    return run
+
+
+def _give_sizes(operation: Any, args: Any, named: Any, outs: list[str]) -> None:
+    """An operation gives its results their sizes where they are empty."""
+    given, by_name = tree_map(_meta, (args, named))
+    metas = {key: by_name[key] for key in outs}
+    operation(*given, **by_name)
+    for key, meta in metas.items():
+        named[key].resize_(meta.size())
+
+
+def _device_of(values: list[Any]) -> torch.device:
+    found = [value.device for value in values if _is_cuda(value)]
+    found += [value for value in values if isinstance(value, torch.device) and value.index is not None]
+    return found[0] if found else torch.device("cuda", torch.cuda.current_device())
+
+
+def _copy_by(real: Callable[[Tensor, Tensor, bool], Tensor]) -> Callable[..., Tensor]:
+    """copy_, by the runtime where PyTorch would: between host and device, without a change of type or order."""
+
+    def copy_(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if to.numel() == 0:
+            return to
+        if _is_cuda(to) and _is_cuda(source):
+            target, origin = _Memory(to), _Memory(source)
+            enqueue(lambda: target.open().copy_(origin.open()))
+            return to
+        ordered = to.is_contiguous() and source.is_contiguous() and to.size() == source.size()
+        if ordered and to.dtype == source.dtype:
+            return real(to, source, non_blocking)
+        if _is_cuda(to):
+            host = source.to(to.dtype).expand(to.size()).contiguous()
+            if source.is_pinned():
+                host = host.pin_memory()
+            between = to if to.is_contiguous() else torch.empty(to.size(), dtype=to.dtype, device=to.device)
+            real(between, host, non_blocking)
+            return to if between is to else copy_(to, between)
+        between = source.to(to.dtype).expand(to.size()).contiguous()
+        if to.is_contiguous():
+            return real(to, between, non_blocking)
+        return to.copy_(real(torch.empty(to.size(), dtype=to.dtype), between, False))
+
+    return copy_
+
+
+_launch_on_cpu = interpreter.GridExecutor.__call__
+_patch = interpreter._patch_lang
+_patched: set[int] = set()
+
+
+def _launch(self: Any, *args: Any, **named: Any) -> None:
+    """A kernel in the Triton language."""
+    if not any(_is_cuda(value) for value in (*args, *named.values())):
+        _launch_on_cpu(self, *args, **named)
+        return
+    if _num_idle and not _runtime.emulator_is_capturing(_stream()):
+        return
+    kept = [_freeze(value) for value in args]
+    by_name = {key: _freeze(value) for key, value in named.items()}
+    enqueue(lambda: _launch_on_cpu(self, *map(_thaw, kept), **{key: _thaw(value) for key, value in by_name.items()}))
+
+
+class _Kept:
+    def restore(self) -> None:
+        """What is patched stays so."""
+
+
+def _patch_once(function: Any) -> _Kept:
+    """The interpreter patches the language in each call of each function: a fifth of its time."""
+    if id(function.__globals__) not in _patched:
+        _patched.add(id(function.__globals__))
+        _patch(function)
+    return _Kept()

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The libraries that PyTorch's CUDA build is linked to, without NVIDIA's: two that work, others that only are there."""
+
+import hashlib
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CACHE = Path.home() / ".cache/quire/emulator"
+_OURS = {"libcudart.so.13": "cudart.cpp", "libnccl.so.2": "nccl.cpp"}
+_PREFIXES = {
+    "libcudart.so.13": r"cuda[A-Z]|__cuda",
+    "libnccl.so.2": r"nccl",
+    "libcuda.so.1": r"cu(?!File)[A-Z]",
+    "libcublas.so.13": r"cublas(?!Lt)",
+    "libcublasLt.so.13": r"cublasLt",
+    "libcudnn.so.9": r"cudnn",
+    "libcufft.so.12": r"cufft",
+    "libcufile.so.0": r"cuFile",
+    "libcupti.so.13": r"cupti",
+    "libcurand.so.10": r"curand",
+    "libcusolver.so.12": r"cusolver",
+    "libcusparse.so.12": r"cusparse(?!Lt)",
+    "libcusparseLt.so.0": r"cusparseLt",
+    "libnvrtc.so.13": r"nvrtc",
+    "libnvshmem_host.so.3": r"nvshmem",
+}
+"""Names of functions by library, in the order in which they are loaded."""
+_DEFINED = re.compile(r"^API [\w ]+[ *]+(\w+)\(", re.MULTILINE)
+_NOT_SUPPORTED = 801
+"""cudaErrorNotSupported: what the runtime's functions that are not written here return."""
+
+
+def build() -> list[Path]:
+    """The libraries, built if they are not yet: about 20 s, once.
+
+    Raises:
+        RuntimeError: torch is not there, is not built for CUDA 13, or the compiler refuses.
+    """
+    torch = _package("torch") / "lib"
+    sources = [*sorted(HERE.glob("*.cpp")), Path(__file__), _package("torch") / "version.py"]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    folder = CACHE / digest
+    if not folder.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=CACHE))
+        try:
+            _make(made, _wanted(torch))
+            made.rename(folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    return [folder / name for name in _PREFIXES]
+
+
+def _package(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError(f"{name}: not installed; make emulated installs it")
+    return Path(spec.submodule_search_locations[0])
+
+
+def _wanted(folder: Path) -> dict[str, str]:
+    """Functions that PyTorch's libraries do not bring themselves, each with the version that it must have ("": any)."""
+    found: dict[str, str] = {}
+    for library in folder.glob("*.so"):
+        for line in _run("readelf", "-W", "--dyn-syms", str(library)).splitlines():
+            words = line.split()
+            if len(words) >= 8 and words[6] == "UND":
+                name, _, version = words[7].partition("@")
+                found[name] = version.lstrip("@")
+    if found.get("cudaMalloc") != "libcudart.so.13":
+        raise RuntimeError("torch: not built for CUDA 13; make emulated installs one that is")
+    return found
+
+
+def _make(folder: Path, wanted: dict[str, str]) -> None:
+    headers = [_package("nvidia") / "cu13/include", _package("triton") / "backends/nvidia/include"]
+    for library, prefix in _PREFIXES.items():
+        names = sorted(name for name in wanted if re.match(prefix, name))
+        sources, written = [], set()
+        if library in _OURS:
+            sources.append(HERE / _OURS[library])
+            written = set(_DEFINED.findall(sources[0].read_text()))
+        otherwise = _NOT_SUPPORTED if library == "libcudart.so.13" else 0
+        empty = folder / f"{library}.cpp"
+        missing = [name for name in names if name not in written]
+        empty.write_text("".join(f'extern "C" long {name}() {{ return {otherwise}; }}\n' for name in missing))
+        versions = defaultdict(list)
+        for name in names:
+            versions[wanted[name]].append(name)
+        versions.pop("", None)
+        script = folder / f"{library}.map"
+        script.write_text("".join(f"{v} {{ global: {'; '.join(of)}; }};\n" for v, of in versions.items()) or "{};\n")
+        linked = [folder / "libcudart.so.13"] if library == "libnccl.so.2" else []
+        _run(
+            *("g++", "-std=c++20", "-O1", "-g", "-shared", "-fPIC", f"-Wl,-soname,{library}"),
+            *(f"-I{path}" for path in headers),
+            *(f"-Wl,--version-script={script}", "-o", str(folder / library)),
+            *map(str, [*sources, empty, *linked]),
+            *("-ldl", "-lrt", "-lpthread"),
+        )
+
+
+def _run(*argv: str) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{argv[0]} failed with {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
