@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.emulated import device  # noqa: F401  (skips)
+import support.emulated  # noqa: F401  (skips without it)
 from support.tiny import make_checkpoint
 
 SCRIPT = """
