@@ -48,6 +48,8 @@ long setting(const char* name, long otherwise) {
 const int kDevices = setting("EMULATOR_DEVICES", 1);
 const size_t kTotal = (size_t)setting("EMULATOR_MIB", 1024) << 20;
 const int kSms = setting("EMULATOR_SMS", 2);
+// Nothing is computed: memory is not touched, so that there may be as much of it as a real device has.
+const bool kDry = setting("EMULATOR_DRY", 0);
 
 struct Stream;
 struct Capture;
@@ -289,7 +291,12 @@ Error copy(void* to, const void* from, size_t size, cudaStream_t handle, bool bl
     if (Error error = check_default(stream)) return error;
     capturing = stream->capture;
     bool from_device = within(device_ranges, from), to_device = within(device_ranges, to);
-    if (!from_device && !within(pinned_ranges, from)) {
+    if (kDry) {
+      // What comes back to the host is 0, and nothing else is moved.
+      add(stream, [=] {
+        if (!to_device) memset(to, 0, size);
+      });
+    } else if (!from_device && !within(pinned_ranges, from)) {
       // Pageable: read before the call returns.
       auto held = std::make_shared<std::vector<char>>((const char*)from, (const char*)from + size);
       add(stream, [=] { memcpy(to, held->data(), size); });
@@ -313,7 +320,7 @@ Error launch(const void* function, cudaStream_t handle) {
 void* map_memory(size_t size, bool poison) {
   void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) return nullptr;
-  if (poison) memset(memory, 0xff, size);
+  if (poison && !kDry) memset(memory, 0xff, size);
   return memory;
 }
 
@@ -552,7 +559,9 @@ API Error cudaMemsetAsync(void* pointer, int value, size_t size, cudaStream_t ha
   std::lock_guard lock(books);
   Stream* stream = stream_of(handle);
   if (Error error = check_default(stream)) return say(error);
-  add(stream, [=] { memset(pointer, value, size); });
+  add(stream, [=] {
+    if (!kDry) memset(pointer, value, size);
+  });
   return cudaSuccess;
 }
 API Error cudaMemset(void* pointer, int value, size_t size) { return cudaMemsetAsync(pointer, value, size, nullptr); }

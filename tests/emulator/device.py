@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import itertools
+import os
 import sys
 import traceback
 import warnings
@@ -22,6 +23,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 Work = Callable[[], Any]
+
+DRY = os.environ.get("EMULATOR_DRY", "0") == "1"
+"""Nothing is computed: what runs has the shapes, memory and calls of a real device, and every result is 0."""
 
 errors: list[str] = []
 """Tracebacks of work that failed; every wait after it fails as well."""
@@ -105,6 +109,8 @@ def enqueue(work: Work) -> None:
     Raises:
         RuntimeError: a capture forbids it.
     """
+    if DRY:
+        work = _do_nothing
     number, stream = next(_numbers), _stream()
     if _runtime.emulator_is_capturing(stream):
         _captured.add(number)
@@ -113,6 +119,10 @@ def enqueue(work: Work) -> None:
     _work[number] = work
     if error := _runtime.emulator_enqueue(stream, number):
         raise RuntimeError(f"emulated CUDA: error {error} at a launch")
+
+
+def _do_nothing() -> None:
+    """In place of what is not computed."""
 
 
 def _lenient(work: Work) -> Work:
@@ -218,9 +228,15 @@ def _emulated(operation: Any) -> Callable[..., Any]:
         if argument.alias_info is not None and argument.alias_info.is_write
     }
     only_writes = bool(written) and all(found.alias_info is not None for found in schema.returns)
+    tensors = [isinstance(argument.type, torch.TensorType) for argument in schema.arguments]
     of_tensors = all(isinstance(found.type, (torch.TensorType, torch.ListType)) for found in schema.returns)
 
     def run(*args: Any, **named: Any) -> Any:
+        # A number in a tensor's place comes as one.
+        args = tuple(
+            torch.tensor(arg) if is_tensor and isinstance(arg, int | float) else arg
+            for arg, is_tensor in zip(args, tensors, strict=False)
+        )
         flat, form = tree_flatten((args, named))
 
         def frozen() -> Work:

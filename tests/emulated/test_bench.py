@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU's benchmark at its real shapes, on a device that computes nothing: every call is made, no number means
+anything. The gates, which would be red, are taken for green."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import support.emulated  # noqa: F401  (skips without it)
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+SCRIPT = f"""
+import sys
+sys.path.insert(0, {str(BENCH)!r})
+import gpu, gpu_engine, gpu_gate, gpu_verdict
+gpu_verdict.findings = lambda *_: []
+gpu_gate.eight_bit_error = lambda _: 0.0
+gpu_engine.check_graphs = lambda *_: (0, 1)
+sys.exit(gpu.main())
+"""
+
+
+@pytest.mark.parametrize("phases", ["limits,kernels,tune", "limits,engine"])  # lora takes two minutes
+def test_every_phase_runs_at_the_shapes_of_the_day(phases, tmp_path):
+    """Of an 8B model on an H200's 141 GB, with 256 sequences."""
+    results = tmp_path / "results.json"
+    environment = os.environ | {"EMULATOR_DRY": "1", "EMULATOR_MIB": "143771", "EMULATOR_SMS": "132"}
+    argv = [sys.executable, "-c", SCRIPT, "--quick", "--phases", phases, "-o", str(results)]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(results.read_text())
+    assert "failed" not in found
+    if "engine" in phases:
+        memory = found["engine"]["memory"]
+        # bf16 weights of 8.03 billion; what is left of 0.9 of the card goes to keys and values.
+        assert memory["weights_bytes"] == pytest.approx(16.06e9, rel=0.01)
+        assert 100e9 < memory["kv_bytes"] < 0.9 * (143771 << 20) - memory["weights_bytes"]
