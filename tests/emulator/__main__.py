@@ -20,10 +20,13 @@ def main() -> None:
     if len(sys.argv) == 1:
         sys.exit(__doc__)
     paths = [str(HERE / "start"), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    libraries = build()
     emulated = {
-        "LD_PRELOAD": ":".join(map(str, build())),
+        "LD_PRELOAD": ":".join(map(str, libraries)),
         "PYTHONPATH": os.pathsep.join(paths),
-        "TRITON_INTERPRET": "1",
+        # Nobody needs what a kernel computes in a dry run: there they are compiled.
+        **({} if os.environ.get("EMULATOR_DRY") == "1" else {"TRITON_INTERPRET": "1"}),
+        "TRITON_LIBCUDA_PATH": str(libraries[0].parent),
     }
     # Few multiprocessors: attention starts programs for each, and the interpreter is slow.
     defaults = {"EMULATOR_MIB": "512", "EMULATOR_SMS": "1"}

@@ -351,6 +351,11 @@ API void emulator_stop() {
 
 API int emulator_finish(cudaStream_t handle) { return say(wait_stream(stream_of(handle))); }
 
+API int emulator_is_device_memory(const void* pointer) {
+  std::lock_guard lock(books);
+  return within(device_ranges, pointer) || within(pinned_ranges, pointer);
+}
+
 API long emulator_waits() { return waits; }
 
 API int emulator_is_capturing(cudaStream_t handle) { return stream_of(handle)->capture != nullptr; }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The libraries that PyTorch's CUDA build is linked to, without NVIDIA's: two that work, others that only are there."""
+"""The libraries that PyTorch's CUDA build is linked to, without NVIDIA's: three work, the others are only there."""
 
 import hashlib
 import importlib.util
@@ -12,7 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path.home() / ".cache/quire/emulator"
-_OURS = {"libcudart.so.13": "cudart.cpp", "libnccl.so.2": "nccl.cpp"}
+_OURS = {"libcudart.so.13": "cudart.cpp", "libnccl.so.2": "nccl.cpp", "libcuda.so.1": "cuda.cpp"}
 _PREFIXES = {
     "libcudart.so.13": r"cuda[A-Z]|__cuda",
     "libnccl.so.2": r"nccl",
@@ -96,7 +96,7 @@ def _make(folder: Path, wanted: dict[str, str]) -> None:
         versions.pop("", None)
         script = folder / f"{library}.map"
         script.write_text("".join(f"{v} {{ global: {'; '.join(of)}; }};\n" for v, of in versions.items()) or "{};\n")
-        linked = [folder / "libcudart.so.13"] if library == "libnccl.so.2" else []
+        linked = [folder / "libcudart.so.13"] if library in _OURS and library != "libcudart.so.13" else []
         _run(
             *("g++", "-std=c++20", "-O1", "-g", "-shared", "-fPIC", f"-Wl,-soname,{library}"),
             *(f"-I{path}" for path in headers),
