@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+import quire_kernels
+from quire_kernels import dispatch
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError
 
@@ -26,8 +28,10 @@ def open_device(config: EngineConfig, rank: int = 0) -> torch.device:
     """The configured device, ready for use; `rank`: this process's among those that share the layers.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or QUIRE_FORMS asks for what is not there.
     """
+    if wrong := dispatch.refusal(dispatch.operations(vars(quire_kernels)), config.device):
+        raise ConfigError(f"QUIRE_FORMS: {wrong}")
     if config.device == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError("device: 'cuda', and torch finds no CUDA device; use 'cpu' or install torch for CUDA")

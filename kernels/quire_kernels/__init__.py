@@ -4,7 +4,7 @@
 They know tensors, not requests: quire_engine prepares what they need once a step and calls them from its layers.
 """
 
-from quire_kernels.activation import ACTIVATIONS, gated, silu_mul
+from quire_kernels.activation import ACTIVATIONS, gated, gelu_mul, gelu_tanh_mul, relu_mul, silu_mul
 from quire_kernels.arena import Arena
 from quire_kernels.attention import AttentionBatch, SpanGroup, paged_attention, plan_attention, reads_whole_blocks
 from quire_kernels.decoder import CompiledDecoder, Heads, LayerWeights, LinearWeights, compile_decoder
@@ -57,6 +57,8 @@ __all__ = [
     "draw",
     "embedding",
     "gated",
+    "gelu_mul",
+    "gelu_tanh_mul",
     "keep_likely",
     "linear",
     "looked_up",
@@ -72,6 +74,7 @@ __all__ = [
     "plan_attention",
     "prepare_inputs",
     "reads_whole_blocks",
+    "relu_mul",
     "rms_norm",
     "rotate_and_write",
     "route",

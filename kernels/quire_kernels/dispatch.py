@@ -13,7 +13,8 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -102,6 +103,19 @@ def wishes() -> dict[str, str]:
         operation, _, name = item.rpartition("=")
         wishes[operation.strip()] = name.strip()
     return wishes
+
+
+def refusal(operations: Iterable[Op[Any, Any]], device_type: str) -> str | None:
+    """What QUIRE_FORMS asks for that is not there, and what is instead; None where all of it is."""
+    names = {operation.name: operation.names(device_type) for operation in operations}
+    for operation, form in wishes().items():
+        if operation and operation not in names:
+            return f"{operation!r} is no operation; use one of {', '.join(sorted(names))}"
+        there = names[operation] if operation else tuple(dict.fromkeys(chain.from_iterable(names.values())))
+        if form not in there:
+            what = operation or "any operation"
+            return f"{form!r} is no form of {what} on {device_type}; use one of {', '.join(there)}"
+    return None
 
 
 def operations(names: dict[str, Any]) -> list[Op[Any, Any]]:

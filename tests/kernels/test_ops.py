@@ -2,13 +2,14 @@
 """Small operations: each form equals its reference, and the reference equals the formula written out."""
 
 import math
+import re
 import sys
 
 import pytest
 import torch
 
 import quire_kernels
-from quire_kernels import Op, apply_rope, linear, pack_weight, rms_norm, silu_mul, write_kv
+from quire_kernels import Op, apply_rope, dispatch, linear, pack_weight, rms_norm, silu_mul, write_kv
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A few roundings of the type at magnitudes around 1 to 8.
@@ -34,6 +35,22 @@ def test_the_device_of_the_first_argument_chooses_the_form():
     op.form("cpu")(lambda x: "cpu")
     assert op(torch.empty(1)) == "cpu"
     assert op(torch.empty(1, device="meta")) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("wishes", "why"),
+    [
+        ({"": "torch"}, None),
+        ({"rms_norm": "reference", "gelu_tanh_mul": "own"}, None),
+        ({"rms_norn": "torch"}, "'rms_norn' is no operation; use one of adapted_linear, .* rms_norm, "),
+        ({"adapted_linear": "sied"}, "'sied' is no form of adapted_linear on cuda; use one of torch, side, reference"),
+        ({"": "flash"}, "'flash' is no form of any operation on cuda; use one of .*own"),
+    ],
+)
+def test_a_wish_for_what_is_not_there_is_refused(wishes, why, monkeypatch):
+    monkeypatch.setattr(dispatch, "wishes", lambda: wishes)
+    refusal = dispatch.refusal(dispatch.operations(vars(quire_kernels)), "cuda")
+    assert re.match(why, refusal) if why else refusal is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
