@@ -22,6 +22,7 @@ from quire_spec.shard import Shard
 TIMEOUT_S = 30.0
 """How long a rank waits for the others in one call: they come to it within milliseconds of each other, or one hangs."""
 _GONE = timedelta(milliseconds=100)
+"""How long torch looks for a store's file that is gone; its own default is 5 minutes."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -59,8 +60,8 @@ class Ranks:
         self._group = backend(store, rank, size, options)
         # NCCL's channels are made here, and measured with the memory, not in the first step that needs them.
         self.share(torch.zeros(1, device=device))
-        # Its file is gone from here on. Where something failed, a thread of torch's still writes to it; waiting for it
-        # to come back, which takes 5 minutes otherwise, it would keep the process from ending.
+        # Its file is gone from here on. Where something failed, a thread of torch's still writes to it, and the process
+        # does not end before that thread.
         store.set_timeout(_GONE)
 
     def abandon(self, in_use: threading.Lock) -> None:

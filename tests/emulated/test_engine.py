@@ -13,6 +13,7 @@ from support.tiny import VOCAB, make_adapter, make_checkpoint
 from quire_engine.llm import LLM
 from quire_engine.outputs import LoRARequest
 from quire_engine.runner import TorchRunner
+from quire_kernels.lora import adapted_linear
 from quire_spec.errors import ConfigError
 from quire_spec.sampling import SamplingParams
 
@@ -71,15 +72,21 @@ def test_tokens_are_the_cpus_however_they_are_chosen(model):
             assert found.logprob == pytest.approx(theirs[token].logprob, abs=1e-3)
 
 
-@pytest.mark.parametrize("form", ["fused", "side"])
+@pytest.mark.parametrize("form", ["torch", "side"])
 def test_adapters_change_places_while_others_run(model, adapters, form, monkeypatch):
     """One slot, so that each adapter is written over the other's while steps without it are under way."""
-    if form == "side":
-        monkeypatch.setenv("QUIRE_FORMS", "adapted_linear=side")
+    compute, captured = adapted_linear.named("cuda", form), []
+
+    def counted(*args: Any) -> Any:
+        captured.append(torch.cuda.is_current_stream_capturing())
+        return compute(*args)
+
+    monkeypatch.setitem(adapted_linear.forms, "cuda", counted)
     loras = [adapters[0], None, adapters[1], adapters[0], None]
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (5, 12, 5, 4, 6)]
     how = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "loras": loras}
     _same(*_both(model, _prompts(5, 20, 17, 30, 9), params, **how))
+    assert True in captured
 
 
 def test_sequences_swapped_to_pinned_memory_come_back(model):
@@ -112,6 +119,15 @@ def test_no_step_waits_for_the_device_before_it_is_begun(model, adapters, monkey
 def test_a_start_without_room_says_what_takes_it(model):
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         LLM(model=model, device="cuda", gpu_memory_utilization=0.01, **SMALL)
+
+
+def test_a_step_without_room_is_refused_with_its_bytes(model):
+    """Weights fit, the steps that compile kernels beside their loading do not."""
+    torch.cuda.empty_cache()
+    taken = torch.empty(torch.cuda.mem_get_info()[0] - (24 << 20), dtype=torch.uint8, device="cuda")
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens(.|\n)*weights"):
+        LLM(model=model, device="cuda", **SMALL)
+    del taken
 
 
 def test_an_engine_that_is_gone_leaves_no_memory(model):

@@ -236,6 +236,15 @@ Error check_default(Stream* stream) {
   return cudaSuccess;
 }
 
+// Of an event that may be asked now.
+Error mark_of(Event* event, std::shared_ptr<Mark>* mark) {
+  std::lock_guard lock(books);
+  if (Error error = unsafe()) return error;
+  if (event->capture) return cudaErrorCapturedEvent;
+  *mark = event->mark;
+  return cudaSuccess;
+}
+
 template <class Ranges>
 bool within(const Ranges& ranges, const void* pointer) {
   auto found = ranges.upper_bound((uintptr_t)pointer);
@@ -668,14 +677,8 @@ API Error cudaStreamWaitEvent(cudaStream_t where, cudaEvent_t handle, unsigned) 
   return cudaSuccess;
 }
 API Error cudaEventQuery(cudaEvent_t handle) {
-  auto* event = (Event*)handle;
   std::shared_ptr<Mark> mark;
-  {
-    std::lock_guard lock(books);
-    if (Error error = unsafe()) return say(error);
-    if (event->capture) return say(cudaErrorCapturedEvent);
-    mark = event->mark;
-  }
+  if (Error error = mark_of((Event*)handle, &mark)) return say(error);
   if (!mark) return cudaSuccess;
   // A question never waits: work may, for another rank's, and is then progress()'s, or be under way elsewhere.
   if (!mark->done && (kDevices == 1 || stopped) && runs.try_lock()) {
@@ -688,14 +691,8 @@ API Error cudaEventQuery(cudaEvent_t handle) {
 }
 API Error cudaEventSynchronize(cudaEvent_t handle) {
   waits++;
-  auto* event = (Event*)handle;
   std::shared_ptr<Mark> mark;
-  {
-    std::lock_guard lock(books);
-    if (Error error = unsafe()) return say(error);
-    if (event->capture) return say(cudaErrorCapturedEvent);
-    mark = event->mark;
-  }
+  if (Error error = mark_of((Event*)handle, &mark)) return say(error);
   if (mark) {
     Running running;
     finish(mark.get());

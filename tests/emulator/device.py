@@ -41,6 +41,8 @@ _captured: set[int] = set()
 """Of `_work`, what stays for the next replay."""
 _numbers = itertools.count(1)
 _num_idle = 0
+_library: torch.library.Library | None = None
+"""Takes back what it has put in place when it is collected."""
 _generators: dict[torch.Generator, torch.Generator] = {}
 """The CPU's by CUDA's."""
 
@@ -55,15 +57,14 @@ _SIZED_BY_DATA = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_
 
 def install() -> None:
     """Emulate in this process from now on."""
-    if _runtime_in_use():
+    global _library
+    if _library is not None:
         return
     torch.cuda.init()
     _runtime.emulator_callback(_run)
     # Python ends threads that come back to it after its end, wherever they are.
     atexit.register(_runtime.emulator_stop)
-    library = torch.library.Library("aten", "IMPL")
-    # It would take back everything when it is collected.
-    globals()["_library"] = library
+    _library = torch.library.Library("aten", "IMPL")
     copy = torch.library.get_kernel("aten::copy_", "CUDA")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     with warnings.catch_warnings():
@@ -72,9 +73,9 @@ def install() -> None:
             base, _, overload = name.removeprefix("aten::").partition(".")
             if name.startswith("aten::") and base not in _REAL:
                 operation = getattr(getattr(torch.ops.aten, base), overload or "default")
-                library.impl(name, _emulated(operation), "CUDA", allow_override=True)
+                _library.impl(name, _Emulated(operation).__call__, "CUDA", allow_override=True)
         real_copy = _copy_by(lambda to, source, ahead: copy.call_boxed(keys, to, source, ahead))
-        library.impl("aten::copy_", real_copy, "CUDA", allow_override=True)
+        _library.impl("aten::copy_", real_copy, "CUDA", allow_override=True)
     interpreter.GridExecutor.__call__ = _launch
     interpreter._patch_lang = _patch_once
     # What it looks for took a quarter of the interpreter's time.
@@ -169,10 +170,6 @@ def _run(number: int) -> int:
         return 1
 
 
-def _runtime_in_use() -> bool:
-    return "_library" in globals()
-
-
 def _stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
 
@@ -218,58 +215,65 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _emulated(operation: Any) -> Callable[..., Any]:
+class _Emulated:
     """What stands in for an operation's CUDA kernel."""
-    schema = operation._schema
-    name = schema.name.removeprefix("aten::")
-    written = {
-        tuple(argument.alias_info.before_set): (place, argument.name, argument.kwarg_only)
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    }
-    only_writes = bool(written) and all(found.alias_info is not None for found in schema.returns)
-    tensors = [isinstance(argument.type, torch.TensorType) for argument in schema.arguments]
-    of_tensors = all(isinstance(found.type, (torch.TensorType, torch.ListType)) for found in schema.returns)
 
-    def run(*args: Any, **named: Any) -> Any:
+    def __init__(self, operation: Any) -> None:
+        self._operation, schema = operation, operation._schema
+        self._name = schema.name.removeprefix("aten::")
+        self._takes_tensors = [isinstance(argument.type, torch.TensorType) for argument in schema.arguments]
+        self._gives_tensors = all(
+            isinstance(found.type, (torch.TensorType, torch.ListType)) for found in schema.returns
+        )
+        written = [
+            (place, argument)
+            for place, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        self._outs = [argument.name for _, argument in written if argument.kwarg_only]
+        self._places = {tuple(argument.alias_info.before_set): (place, argument.name) for place, argument in written}
+        self._only_writes = bool(written) and all(found.alias_info is not None for found in schema.returns)
+        self._returned = [
+            tuple(found.alias_info.before_set) for found in schema.returns if found.alias_info is not None
+        ]
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
         # A number in a tensor's place comes as one.
         args = tuple(
             torch.tensor(arg) if is_tensor and isinstance(arg, int | float) else arg
-            for arg, is_tensor in zip(args, tensors, strict=False)
+            for arg, is_tensor in zip(args, self._takes_tensors, strict=False)
         )
-        flat, form = tree_flatten((args, named))
-
-        def frozen() -> Work:
-            kept = [_freeze(value) for value in flat]
-
-            def compute() -> Any:
-                given, by_name = tree_unflatten([_thaw(value) for value in kept], form)
-                return operation(*given, **by_name)
-
-            return compute
-
-        if only_writes:
-            targets = {alias: named[key] if key in named else args[at] for alias, (at, key, _) in written.items()}
-            outs = [key for _, key, by_name in written.values() if by_name]
-            if any(named[key].numel() == 0 for key in outs):
-                _give_sizes(operation, args, named, outs)
-            enqueue(frozen())
-            found = tuple(targets[tuple(result.alias_info.before_set)] for result in schema.returns)
-            return found[0] if len(found) == 1 else found or None
-        device = _device_of(flat)
-        by_data = name in _SIZED_BY_DATA or operation.name() == "aten::repeat_interleave.Tensor"
-        masked = name == "index" and any(
-            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-        if by_data or masked or not of_tensors:
+        if self._only_writes:
+            return self._write(args, named)
+        device = _device_of(tree_flatten((args, named))[0])
+        if self._is_sized_by_data(args) or not self._gives_tensors:
             # As the real ones do: they wait.
             _finish()
-            return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, frozen()())
+            found = self._frozen(args, named)()
+            return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, found)
+        return self._make(device, args, named)
+
+    def _is_sized_by_data(self, args: Any) -> bool:
+        masks = (torch.bool, torch.uint8)
+        masked = self._name == "index" and any(isinstance(each, Tensor) and each.dtype in masks for each in args[1])
+        return masked or self._name in _SIZED_BY_DATA or self._operation.name() == "aten::repeat_interleave.Tensor"
+
+    def _write(self, args: Any, named: Any) -> Any:
+        """Into tensors that are given."""
+        if any(named[name].numel() == 0 for name in self._outs):
+            _give_sizes(self._operation, args, named, self._outs)
+        enqueue(self._frozen(args, named))
+        targets = {alias: named[name] if name in named else args[at] for alias, (at, name) in self._places.items()}
+        found = tuple(targets[alias] for alias in self._returned)
+        return found[0] if len(found) == 1 else found or None
+
+    def _make(self, device: torch.device, args: Any, named: Any) -> Any:
+        """Tensors that are new."""
         given, by_name = tree_map(_meta, (args, named))
-        sizes, result_form = tree_flatten(operation(*given, **by_name))
+        sizes, form = tree_flatten(self._operation(*given, **by_name))
         results = [_empty_like(size, device) if isinstance(size, Tensor) else size for size in sizes]
         memories = [_Memory(value) if isinstance(value, Tensor) else None for value in results]
-        compute = frozen()
+        compute = self._frozen(args, named)
 
         def work() -> None:
             for memory, value in zip(memories, tree_flatten(compute())[0], strict=True):
@@ -277,9 +281,17 @@ def _emulated(operation: Any) -> Callable[..., Any]:
                     memory.open().copy_(value)
 
         enqueue(work)
-        return tree_unflatten(results, result_form)
+        return tree_unflatten(results, form)
 
-    return run
+    def _frozen(self, args: Any, named: Any) -> Work:
+        flat, form = tree_flatten((args, named))
+        kept = [_freeze(value) for value in flat]
+
+        def compute() -> Any:
+            given, by_name = tree_unflatten([_thaw(value) for value in kept], form)
+            return self._operation(*given, **by_name)
+
+        return compute
 
 
 def _give_sizes(operation: Any, args: Any, named: Any, outs: list[str]) -> None:
