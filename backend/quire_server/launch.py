@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from quire_server import full_queue
 from quire_spec import names
 from quire_spec.errors import ConfigError
 
 IMAGE_ROOT = Path("/opt/tritonserver")
 KEY_HEADER = "quire-server-key"
 """HTTP header of the restricted APIs."""
+GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
+"""What the server makes of it over gRPC."""
 RESTRICTED = ("model-repository", "shared-memory", "trace", "logging")
 """APIs that only the supervisor may use. Metadata, config and statistics stay open: load tools read them."""
 
@@ -204,6 +207,8 @@ def server_command(
     argv += [f"--{name}={value}" for name, value in flags.items()]
     argv += [f"--backend-config=python,{name}={value}" for name, value in backend_config.items()]
     env = _environment(python)
+    if library := full_queue.library(backends):
+        env["LD_PRELOAD"] = ":".join(filter(None, [str(library), env.get("LD_PRELOAD")]))
     if not options.gpu_metrics:
         # The server does nothing on a GPU, but would take memory of each one that it sees.
         env["CUDA_VISIBLE_DEVICES"] = ""

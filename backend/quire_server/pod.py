@@ -179,7 +179,7 @@ class Pod:
 
     async def _server_session(self, child: Child) -> str:
         s = self._settings
-        async with ServerClient(s.loopback, s.http_port, self._options.key) as client:
+        async with ServerClient(s.loopback, s.http_port, s.grpc_port, self._options.key) as client:
             async with asyncio.timeout(SERVER_START_S):
                 while not await client.is_ready(s.served_name):
                     await asyncio.sleep(_PROBE_S)

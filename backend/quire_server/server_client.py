@@ -1,32 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's repository API and its probes over HTTP on loopback. The supervisor calls it; it knows no adapters."""
+"""The server's repository API and its probes, on loopback. The supervisor calls them; this knows no adapters.
 
-import base64
+Models are loaded over gRPC. Over HTTP the connection's thread does the loading, and nothing else meanwhile: the server
+has most HTTP connections on one thread, and their streams would stand still for as long.
+"""
+
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+from tritonclient.grpc import aio as grpc
+from tritonclient.utils import InferenceServerException
 
-from quire_server.launch import KEY_HEADER
+from quire_server.launch import GRPC_KEY_HEADER
 from quire_spec.errors import Internal, Unavailable
 
 _LOAD_TIMEOUT_S = 150.0
 """Longer than launch.ServerOptions.stub_timeout_s, so that the server's own message arrives first."""
 _PROBE_TIMEOUT_S = 5.0
+_SILENT = ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED", "StatusCode.CANCELLED")
+"""No answer of the server's."""
+_CLOSED = "ServerClient is an async context manager"
 
 
 class ServerClient:
-    """One server, by its HTTP port. Use it as an async context manager."""
+    """One server, by its ports. Use it as an async context manager."""
 
-    def __init__(self, host: str, port: int, key: str) -> None:
-        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v2"
-        self._headers = {KEY_HEADER: key}
+    def __init__(self, host: str, http_port: int, grpc_port: int, key: str) -> None:
+        host = f"[{host}]" if ":" in host else host
+        self._url = f"http://{host}:{http_port}/v2"
+        self._grpc_address = f"{host}:{grpc_port}"
+        self._headers = {GRPC_KEY_HEADER: key}
         self._session: aiohttp.ClientSession | None = None
+        self._repository: grpc.InferenceServerClient | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(headers=self._headers)
+        self._session = aiohttp.ClientSession()
+        self._repository = grpc.InferenceServerClient(self._grpc_address)
         return self
 
     async def __aexit__(
@@ -34,6 +46,8 @@ class ServerClient:
     ) -> None:
         if self._session is not None:
             await self._session.close()
+        if self._repository is not None:
+            await self._repository.close()
 
     async def load_model(self, name: str, config: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         """Load a model that has no folder, or load it again; returns when it is ready.
@@ -44,13 +58,12 @@ class ServerClient:
             Internal: the server refused it; the message is the server's.
             Unavailable: the server does not answer.
         """
-        parameters = {"config": json.dumps(config)}
-        parameters |= {f"file:{path}": base64.b64encode(data).decode() for path, data in files.items()}
-        await self._post(f"/repository/models/{name}/load", {"parameters": parameters})
+        named = {f"file:{path}": data for path, data in files.items()}
+        await self._do(self._open().load_model(name, self._headers, json.dumps(config), named, _LOAD_TIMEOUT_S))
 
     async def reload_base(self, name: str) -> None:
         """Load a model from its folder; raises as `load_model`."""
-        await self._post(f"/repository/models/{name}/load", {})
+        await self._do(self._open().load_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
 
     async def unload_model(self, name: str) -> None:
         """Unload a model: new requests are refused at once, those in flight end in their own time.
@@ -59,7 +72,7 @@ class ServerClient:
             Internal: the server refused it.
             Unavailable: the server does not answer.
         """
-        await self._post(f"/repository/models/{name}/unload", {})
+        await self._do(self._open().unload_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
 
     async def is_ready(self, name: str) -> bool:
         """True when the server serves this model. It stays true when the model's stub has died."""
@@ -69,31 +82,23 @@ class ServerClient:
         """True when the server answers."""
         return await self._probe("/health/live")
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> None:
-        timeout = aiohttp.ClientTimeout(total=_LOAD_TIMEOUT_S)
+    async def _do(self, call: Awaitable[None]) -> None:
         try:
-            async with self._open().post(self._url + path, json=body, timeout=timeout) as answer:
-                if answer.status != 200:
-                    raise Internal(f"server: POST {path}: {answer.status} {_message(await answer.text())}")
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise Unavailable(f"server: POST {path}: {error or type(error).__name__}") from error
+            await call
+        except InferenceServerException as error:
+            if error.status() in _SILENT:
+                raise Unavailable(f"server: {error.message()}") from error
+            raise Internal(f"server: {error.message()}") from error
 
     async def _probe(self, path: str) -> bool:
+        assert self._session is not None, _CLOSED
         timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
         try:
-            async with self._open().get(self._url + path, timeout=timeout) as answer:
+            async with self._session.get(self._url + path, timeout=timeout) as answer:
                 return answer.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    def _open(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "ServerClient is an async context manager"
-        return self._session
-
-
-def _message(text: str) -> str:
-    """The server's error out of its JSON, or the text as it is."""
-    try:
-        return str(json.loads(text)["error"])
-    except (ValueError, KeyError, TypeError):
-        return text[:500]
+    def _open(self) -> grpc.InferenceServerClient:
+        assert self._repository is not None, _CLOSED
+        return self._repository

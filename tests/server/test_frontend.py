@@ -3,6 +3,7 @@
 need silence, floods and exact errors on demand. tests/e2e runs the same path with the real text and core processes."""
 
 import asyncio
+import base64
 import json
 import os
 import queue
@@ -21,7 +22,7 @@ import tritonclient.grpc.aio as grpcaio
 from support.edge import BASE, edge, wait_until
 from support.service import Stream, grpc_flag, grpc_text, run
 
-from quire_server import repository
+from quire_server import launch, repository
 
 pytestmark = pytest.mark.server
 
@@ -367,6 +368,66 @@ def test_64_streams_at_once(running):
     streams = run(*calls, timeout=60)
     assert [s.error for s in streams] == [None] * 64
     assert [s.text for s in streams] == [words(100 + i) for i in range(64)]
+
+
+def test_streams_go_on_while_models_load(running):
+    """Adapters come and go in the middle of everybody's answers."""
+    streams, loads = [Stream() for _ in range(8)], []
+
+    async def scenario() -> None:
+        tasks = [
+            asyncio.create_task(
+                (running.http_stream if i % 2 else running.grpc_stream)(BASE, "step=0.005", stream, max_tokens=400)
+            )
+            for i, stream in enumerate(streams)
+        ]
+        while not all(stream.pieces for stream in streams):
+            await asyncio.sleep(0.01)
+        async with running.client() as client:
+            for name in ("first", "second", "third"):
+                before = [len(stream.pieces) for stream in streams]
+                await client.load_model(
+                    name, repository.model_config(name, BASE, running.socket), repository.model_files()
+                )
+                loads.append([len(stream.pieces) - n for stream, n in zip(streams, before, strict=True)])
+            for name in ("first", "second", "third"):
+                await client.unload_model(name)
+        await asyncio.gather(*tasks)
+
+    asyncio.run(scenario())
+    assert [(s.text, s.error) for s in streams] == [(words(400), None)] * 8
+    # A load takes 200 ms and more, and a token comes every 5.
+    assert all(num > 5 for of_a_load in loads for num in of_a_load), loads
+
+
+def test_a_stream_loses_nothing_when_its_thread_in_the_server_is_held_up(running):
+    """Here by a load over HTTP, which is done on such a thread; several times what its queue holds waits for it."""
+    streams = [Stream() for _ in range(16)]
+    files = {f"file:{path}": base64.b64encode(data).decode() for path, data in repository.model_files().items()}
+    config = json.dumps(repository.model_config("held", BASE, running.socket))
+    url = f"http://127.0.0.1:{running.ports['http']}/v2/repository/models/held"
+    headers = {launch.KEY_HEADER: running.key}
+
+    async def scenario() -> None:
+        async with aiohttp.ClientSession(headers=headers) as session:
+            # On a connection, and so a thread, that is there before the streams'.
+            async with session.get(f"http://127.0.0.1:{running.ports['http']}/v2/health/live") as answer:
+                await answer.read()
+            tasks = [
+                asyncio.create_task(running.http_stream(BASE, "step=0.005", stream, max_tokens=200))
+                for stream in streams
+            ]
+            while not all(stream.pieces for stream in streams):
+                await asyncio.sleep(0.01)
+            async with session.post(f"{url}/load", json={"parameters": {"config": config, **files}}) as answer:
+                assert answer.status == 200, await answer.text()
+            await asyncio.wait_for(asyncio.gather(*tasks), 30)
+            async with session.post(f"{url}/unload", json={}) as answer:
+                assert answer.status == 200, await answer.text()
+
+    asyncio.run(scenario())
+    assert [(s.text, s.error) for s in streams] == [(words(200), None)] * 16
+    wait_until(lambda: len(running.processes()) == 2, 10, "rid of the stub")
 
 
 def test_a_killed_text_process_ends_every_stream_and_it_works_after_its_restart(running):

@@ -80,7 +80,7 @@ class Edge(Service):
         return next((note["num"] for note in reversed(self.notes("open"))), 0)
 
     def client(self) -> ServerClient:
-        return ServerClient("127.0.0.1", self.ports["http"], self.key)
+        return ServerClient("127.0.0.1", self.ports["http"], self.ports["grpc"], self.key)
 
     def add_model(self, name: str) -> None:
         """Load an adapter's model by the repository API."""

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A send to a full queue waits: in the server, on local sockets, with the library that is built for it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from quire_server import full_queue
+
+FLOOD = """
+import socket, threading, time
+family = socket.AF_UNIX if {local} else socket.AF_INET
+if {local}:
+    out, into = socket.socketpair(family)
+else:
+    listening = socket.create_server(("127.0.0.1", 0))
+    out, into = socket.create_connection(listening.getsockname()), listening.accept()[0]
+out.setblocking(False)
+
+def drain():
+    time.sleep(0.3 if {local} else 30)
+    num = 0
+    while num < 17 * {messages}:
+        num += len(into.recv(2**20))
+
+reader = threading.Thread(target=drain, daemon=True)
+reader.start()
+for _ in range({messages}):
+    out.send(b"x" * 17)
+reader.join(20)
+print("all came" if not reader.is_alive() else "lost")
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    found = full_queue.library(tmp_path_factory.mktemp("library"))
+    assert found is not None, "there is a compiler here"
+    return found
+
+
+def flood(library, called, local=True, messages=2000):
+    """What a process says that sends more at once than a queue holds; `called`: its name, as the system shows it."""
+    program = FLOOD.format(local=local, messages=messages)
+    env = dict(os.environ, LD_PRELOAD=str(library or ""))
+    return subprocess.run(
+        [called, "-c", program], executable=sys.executable, env=env, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_server_waits_for_room(library):
+    done = flood(library, "tritonserver")
+    assert (done.stdout, done.stderr) == ("all came\n", "")
+
+
+def test_without_it_a_send_fails():
+    assert "BlockingIOError" in flood(None, "tritonserver").stderr
+
+
+def test_it_changes_nothing_in_other_programs(library):
+    assert "BlockingIOError" in flood(library, "stub").stderr
+
+
+def test_it_changes_nothing_for_connections_of_the_network(library):
+    assert "BlockingIOError" in flood(library, "tritonserver", local=False, messages=10**6).stderr
+
+
+def test_what_was_built_ahead_is_taken(library, tmp_path, monkeypatch):
+    monkeypatch.setenv("QUIRE_NATIVE_CACHE", str(library.parent))
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert full_queue.library(tmp_path) == library
+    assert full_queue.main() == 0
+
+
+@pytest.mark.parametrize(("compiler", "why"), [("/nowhere/cc", "No such file"), ("false", "cannot be built")])
+def test_without_a_compiler_the_server_runs_and_the_log_says_what_may_come(
+    compiler, why, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.delenv("QUIRE_NATIVE_CACHE", raising=False)
+    assert full_queue.library(tmp_path) is None
+    assert "HTTP streams may lose text" in caplog.text
+    assert why in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_ahead_needs_a_place(monkeypatch, caplog):
+    monkeypatch.delenv("QUIRE_NATIVE_CACHE", raising=False)
+    assert full_queue.main() == 2
+    assert "QUIRE_NATIVE_CACHE is not set" in caplog.text
