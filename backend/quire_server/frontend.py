@@ -43,6 +43,8 @@ REFUSE_AFTER_S = 0.02
 """How old a request is at least when it gets an error. On a busy machine, release 24.10 aborts once in some thousand
 times, with everybody's streams, when a gRPC client that asks for real statuses (`triton_grpc_error`) gets an error
 while the server still takes in its request."""
+FAIL_AFTER_S = 0.1
+"""The same of an error that follows a response, which the server may still be writing."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -60,7 +62,7 @@ class TritonPythonModel:
         self._streams: dict[int, Stream] = {}
         self._to_send: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self._refused: queue.SimpleQueue[tuple[float, Stream] | None] = queue.SimpleQueue()
-        """With when each may have its error."""
+        """Held, with when each may have its error."""
         self._closing = threading.Event()
         socket = Path(parameters[interface.PARAM_SOCKET]["string_value"])
         self._ledger = Ledger(socket.parent)
@@ -103,11 +105,7 @@ class TritonPythonModel:
             self._put(stream, event)
 
     def _put(self, stream: Stream, event: Event) -> None:
-        if stream.put(event):
-            if event.error_code is None:
-                self._to_send.put(stream)
-            else:
-                self._refused.put((stream.opened_at + REFUSE_AFTER_S, stream))
+        self._queue_if(stream.put(event), stream)
 
     def _queue_if(self, wanted: bool, stream: Stream) -> None:
         if wanted:
@@ -121,26 +119,41 @@ class TritonPythonModel:
 
     def _send_loop(self) -> None:
         while (stream := self._to_send.get()) is not None:
+            due = None
             try:
-                self._send(stream, stream.take())
+                due = self._send(stream, stream.take())
             except Exception as error:
                 log.exception("response failed model=%s", self._model)
                 self._give_up(stream, error)
-            self._queue_if(stream.release(), stream)
+            if due is None:
+                self._queue_if(stream.release(), stream)
+            else:
+                self._refused.put((due, stream))
 
-    def _send(self, stream: Stream, events: list[Event]) -> None:
-        """One response for all of `events`; two when an error follows text."""
+    def _send(self, stream: Stream, events: list[Event]) -> float | None:
+        """One response for all of `events`. An error may have to wait: returns until when, in monotonic seconds."""
         last = events[-1]
         if not last.final and self._is_gone(stream):
-            return
+            return None
         if last.error_code is None:
             stream.sender.send(_response(stream, events), flags=_FINAL if last.final else 0)
+        elif (due := self._send_before(stream, events)) > time.monotonic():
+            stream.give_back(last)
+            return due
         else:
-            if len(events) > 1 and stream.wanted is not None and stream.wanted.stream:
-                stream.sender.send(_response(stream, events[:-1]), flags=0)
             stream.sender.send(_error_response(last), flags=_FINAL)
         if last.final:
             self._end(stream, tell_text=stream.cut_off)
+        else:
+            stream.sent_at = time.monotonic()
+        return None
+
+    def _send_before(self, stream: Stream, events: list[Event]) -> float:
+        """Send what came before an error; returns when that may follow, in monotonic seconds."""
+        if len(events) > 1 and stream.wanted is not None and stream.wanted.stream:
+            stream.sender.send(_response(stream, events[:-1]), flags=0)
+            stream.sent_at = time.monotonic()
+        return max(stream.opened_at + REFUSE_AFTER_S, stream.sent_at + FAIL_AFTER_S)
 
     def _end(self, stream: Stream, tell_text: bool) -> None:
         """Forget a stream. The sender must go too: the server keeps the request until it does."""

@@ -7,6 +7,7 @@ responses keep their order, exactly one of them is final, and the server is neve
 response goes out (it frees what the question is about). Knows nothing of the server; frontend.py moves it about.
 """
 
+import math
 import threading
 from typing import Any
 
@@ -32,6 +33,7 @@ class Stream:
         "id",
         "opened_at",
         "sender",
+        "sent_at",
         "told",
         "wanted",
     )
@@ -48,6 +50,8 @@ class Stream:
         """Ended from this side: the text process has to be told."""
         self.opened_at = now
         """When it came, in monotonic seconds."""
+        self.sent_at = -math.inf
+        """When its last response was sent, in monotonic seconds."""
         self.checked_at = now
         """When the server was last asked whether the client is gone, in monotonic seconds."""
         self._events: list[Event] = []
@@ -88,6 +92,11 @@ class Stream:
             events, self._events = self._events, []
             self._num_pending = 0
             return events
+
+    def give_back(self, event: Event) -> None:
+        """The last of what was taken, to be taken again."""
+        with self._lock:
+            self._events = [event]
 
     def release(self) -> bool:
         """Let go; True when something to send has come meanwhile, and the caller must queue the stream again."""

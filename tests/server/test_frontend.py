@@ -264,6 +264,15 @@ class TestErrors:
         assert running.generate(BASE, "x", temperature=-1).status == 400
         assert time.monotonic() - before >= 0.02
 
+    @pytest.mark.parametrize("protocol", ["http", "grpc"])
+    def test_an_error_lets_the_server_write_the_response_before_it(self, running, protocol):
+        """Else the server may abort, too; see FAIL_AFTER_S."""
+        call = running.http_stream if protocol == "http" else running.grpc_stream
+        before = time.monotonic()
+        (stream,) = run(call(BASE, "flood fail=INTERNAL", max_tokens=5))
+        assert (stream.text, "as asked" in (stream.error or "")) == (words(4), True)
+        assert stream.ended - before >= 0.1
+
 
 class TestCancellation:
     """A client that goes away takes its request along."""

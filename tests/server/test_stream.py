@@ -49,6 +49,17 @@ def test_without_streaming_it_is_queued_once_at_the_end():
     assert len(s.take()) == 2
 
 
+def test_what_is_given_back_comes_again_and_nothing_after_it():
+    s = stream()
+    assert s.put(token(0))
+    assert not s.put(Event(1, error_code="INTERNAL", error="x"))
+    *_, error = s.take()
+    s.give_back(error)
+    assert not s.put(token(1))
+    assert s.take() == [error]
+    assert not s.release()
+
+
 def test_only_one_holds_it():
     s = stream()
     assert s.hold()

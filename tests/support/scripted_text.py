@@ -7,7 +7,7 @@ frame per connection, as the real one does. The journal gets a JSON line per mes
 
 Words of a prompt: `step=S` seconds per step (of the whole process), `wait=N` steps before the first token, `wide=N`
 characters more per token, `silent`, `error=CODE`, `submit` (answers with the Submit as JSON), `flood` (all tokens at
-once, one event each). Without one of the last four, max_tokens tokens "t0 t1 t2 ..." come, one a step.
+once, one event each; with `fail=CODE` an error in place of the last). Without one of the last four, max_tokens tokens "t0 t1 t2 ..." come, one a step.
 """
 
 import asyncio
@@ -61,7 +61,10 @@ class Connection(asyncio.Protocol):
             text = json.dumps(dataclasses.asdict(submit))
             self.send([Event(submit.id, text, [1], "stop", num_input_tokens=3, num_output_tokens=1)])
         elif "flood" in words:
-            self.send(list(tokens(submit, words)))
+            events = list(tokens(submit, words))
+            if "fail" in words:
+                events[-1] = Event(submit.id, error_code=words["fail"], error="as asked")
+            self.send(events)
         elif "silent" in words:
             self.open[submit.id] = itertools.repeat(None)
         else:
