@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from quire_server import full_queue
+from quire_server import preload
 from quire_spec import names
 from quire_spec.errors import ConfigError
 
@@ -207,7 +207,7 @@ def server_command(
     argv += [f"--{name}={value}" for name, value in flags.items()]
     argv += [f"--backend-config=python,{name}={value}" for name, value in backend_config.items()]
     env = _environment(python)
-    if library := full_queue.library(backends):
+    if library := preload.library(backends):
         env["LD_PRELOAD"] = ":".join(filter(None, [str(library), env.get("LD_PRELOAD")]))
     if not options.gpu_metrics:
         # The server does nothing on a GPU, but would take memory of each one that it sees.

@@ -414,13 +414,13 @@ def test_a_stream_loses_nothing_when_its_thread_in_the_server_is_held_up(running
     streams = [Stream() for _ in range(16)]
     files = {f"file:{path}": base64.b64encode(data).decode() for path, data in repository.model_files().items()}
     config = json.dumps(repository.model_config("held", BASE, running.socket))
-    url = f"http://127.0.0.1:{running.ports['http']}/v2/repository/models/held"
+    url = f"http://127.0.0.1:{running.ports['http']}/v2"
     headers = {launch.KEY_HEADER: running.key}
 
     async def scenario() -> None:
         async with aiohttp.ClientSession(headers=headers) as session:
             # On a connection, and so a thread, that is there before the streams'.
-            async with session.get(f"http://127.0.0.1:{running.ports['http']}/v2/health/live") as answer:
+            async with session.get(f"{url}/health/live") as answer:
                 await answer.read()
             tasks = [
                 asyncio.create_task(running.http_stream(BASE, "step=0.005", stream, max_tokens=200))
@@ -428,15 +428,24 @@ def test_a_stream_loses_nothing_when_its_thread_in_the_server_is_held_up(running
             ]
             while not all(stream.pieces for stream in streams):
                 await asyncio.sleep(0.01)
-            async with session.post(f"{url}/load", json={"parameters": {"config": config, **files}}) as answer:
+            body = {"parameters": {"config": config, **files}}
+            async with session.post(f"{url}/repository/models/held/load", json=body) as answer:
                 assert answer.status == 200, await answer.text()
             await asyncio.wait_for(asyncio.gather(*tasks), 30)
-            async with session.post(f"{url}/unload", json={}) as answer:
-                assert answer.status == 200, await answer.text()
 
     asyncio.run(scenario())
     assert [(s.text, s.error) for s in streams] == [(words(200), None)] * 16
-    wait_until(lambda: len(running.processes()) == 2, 10, "rid of the stub")
+    running.remove_model("held")
+
+
+def test_a_connection_ends_for_its_client_whatever_was_started_meanwhile(running):
+    """A stub that had inherited the connection would keep it open."""
+    with socket.create_connection(("127.0.0.1", running.ports["http"]), timeout=5) as connection:
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n")
+        running.add_model("later")
+        connection.sendall(b"Connection: close\r\n\r\n")
+        assert b"".join(iter(lambda: connection.recv(4096), b"")).startswith(b"HTTP/1.1 200")
+    running.remove_model("later")
 
 
 def test_a_killed_text_process_ends_every_stream_and_it_works_after_its_restart(running):

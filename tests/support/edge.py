@@ -93,6 +93,17 @@ class Edge(Service):
 
         asyncio.run(load())
 
+    def remove_model(self, name: str) -> None:
+        """Unload it, and wait until its stub is gone."""
+        (stub,) = [p for p in self.processes() if any(f"{name}_0_0" in word for word in p.cmdline())]
+
+        async def unload() -> None:
+            async with self.client() as client:
+                await client.unload_model(name)
+
+        asyncio.run(unload())
+        wait_until(lambda: not stub.is_running(), 10, "rid of the stub")
+
     def health(self) -> tuple[int, dict[str, Any]]:
         return 0, {}
 

@@ -7,7 +7,8 @@ frame per connection, as the real one does. The journal gets a JSON line per mes
 
 Words of a prompt: `step=S` seconds per step (of the whole process), `wait=N` steps before the first token, `wide=N`
 characters more per token, `silent`, `error=CODE`, `submit` (answers with the Submit as JSON), `flood` (all tokens at
-once, one event each; with `fail=CODE` an error in place of the last). Without one of the last four, max_tokens tokens "t0 t1 t2 ..." come, one a step.
+once, one event each; with `fail=CODE` an error in place of the last). Without one of the last four, max_tokens tokens
+"t0 t1 t2 ..." come, one a step.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A send to a full queue waits: in the server, on local sockets, with the library that is built for it."""
+"""What is loaded into the server before its libraries: a send to a full queue waits, in the server, on local sockets.
+What that is good for, and that connections are not inherited, tests/server/test_frontend.py has."""
 
 import os
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from quire_server import full_queue
+from quire_server import preload
 
 FLOOD = """
 import socket, threading, time
@@ -36,7 +37,7 @@ print("all came" if not reader.is_alive() else "lost")
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    found = full_queue.library(tmp_path_factory.mktemp("library"))
+    found = preload.library(tmp_path_factory.mktemp("library"))
     assert found is not None, "there is a compiler here"
     return found
 
@@ -70,8 +71,8 @@ def test_it_changes_nothing_for_connections_of_the_network(library):
 def test_what_was_built_ahead_is_taken(library, tmp_path, monkeypatch):
     monkeypatch.setenv("QUIRE_NATIVE_CACHE", str(library.parent))
     monkeypatch.setenv("CC", "/nowhere/cc")
-    assert full_queue.library(tmp_path) == library
-    assert full_queue.main() == 0
+    assert preload.library(tmp_path) == library
+    assert preload.main() == 0
 
 
 @pytest.mark.parametrize(("compiler", "why"), [("/nowhere/cc", "No such file"), ("false", "cannot be built")])
@@ -80,7 +81,7 @@ def test_without_a_compiler_the_server_runs_and_the_log_says_what_may_come(
 ):
     monkeypatch.setenv("CC", compiler)
     monkeypatch.delenv("QUIRE_NATIVE_CACHE", raising=False)
-    assert full_queue.library(tmp_path) is None
+    assert preload.library(tmp_path) is None
     assert "HTTP streams may lose text" in caplog.text
     assert why in caplog.text
     assert not list(tmp_path.iterdir())
@@ -88,5 +89,5 @@ def test_without_a_compiler_the_server_runs_and_the_log_says_what_may_come(
 
 def test_ahead_needs_a_place(monkeypatch, caplog):
     monkeypatch.delenv("QUIRE_NATIVE_CACHE", raising=False)
-    assert full_queue.main() == 2
+    assert preload.main() == 2
     assert "QUIRE_NATIVE_CACHE is not set" in caplog.text

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds full_queue.c, which keeps the server from losing parts of HTTP streams; it says how.
+"""Builds preload.c, with which the server loses no part of an HTTP stream; it says how.
 
-`python -m quire_server.full_queue` builds ahead, for images that have no compiler at run time.
+`python -m quire_server.preload` builds ahead, for images that have no compiler at run time.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ def library(folder: Path) -> Path | None:
 
     None, with a warning, where there is no compiler: the server runs without, and may lose parts under load.
     """
-    name = f"full-queue-{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    name = f"preload-{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}.so"
     folders = [Path(cache)] if (cache := os.environ.get(_CACHE)) else []
     for found in (each / name for each in [*folders, folder]):
         if found.exists():
@@ -37,7 +37,7 @@ def library(folder: Path) -> Path | None:
         why = error.stderr.strip()[-500:]
     log.warning(
         "HTTP streams may lose text when the server gets too little processor: what prevents it cannot be built: %s; "
-        "install gcc or set CC, or build ahead with `python -m quire_server.full_queue`",
+        "install gcc or set CC, or build ahead with `python -m quire_server.preload`",
         why,
     )
     return None
