@@ -23,6 +23,8 @@ _PROBE_TIMEOUT_S = 5.0
 _SILENT = ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED", "StatusCode.CANCELLED")
 """No answer of the server's."""
 _CLOSED = "ServerClient is an async context manager"
+_CHANNEL = [("grpc.enable_http_proxy", 0)]
+"""A pod's proxy leads out of the cluster; gRPC would go to this very machine by it."""
 
 
 class ServerClient:
@@ -38,7 +40,7 @@ class ServerClient:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession()
-        self._repository = grpc.InferenceServerClient(self._grpc_address)
+        self._repository = grpc.InferenceServerClient(self._grpc_address, channel_args=_CHANNEL)
         return self
 
     async def __aexit__(

@@ -219,6 +219,16 @@ async def test_the_key_loads_and_unloads(running):
             await client.load_model("sql", {}, {})
 
 
+@pytest.mark.server
+async def test_a_proxy_for_the_world_outside_is_not_taken(running, unused_tcp_port, monkeypatch):
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{unused_tcp_port}")
+    async with running.client() as client:
+        await client.load_model("near", repository.model_config("near", BASE, running.socket), repository.model_files())
+        assert await client.is_ready("near")
+        await client.unload_model("near")
+
+
 async def test_no_server_is_unavailable(unused_tcp_port):
     async with ServerClient("127.0.0.1", unused_tcp_port, unused_tcp_port, "key") as client:
         assert not await client.live()
