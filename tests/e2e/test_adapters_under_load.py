@@ -23,7 +23,7 @@ def own(tmp_path_factory):
 
 
 class Clients:
-    """Requests that never stop: each client asks the next model when it has its answer."""
+    """Requests that never stop: each client asks the next model when it has its answer, over HTTP and gRPC in turn."""
 
     def __init__(self, service, models):
         self.service = service
@@ -32,7 +32,7 @@ class Clients:
         """Model asked, its answer."""
         self._stop = False
 
-    async def run(self, work, num=4):
+    async def run(self, work, num=12):
         """Keep asking while `work` runs in a thread."""
         clients = [asyncio.create_task(self._client(i)) for i in range(num)]
         try:
@@ -45,7 +45,8 @@ class Clients:
         while not self._stop:
             model, parameters = self.models[i % len(self.models)]
             i += 1
-            stream = await self.service.http_stream(model, STORY, **GREEDY, **parameters)
+            call = self.service.http_stream if i // len(self.models) % 2 else self.service.grpc_stream
+            stream = await call(model, STORY, **GREEDY, **parameters)
             self.answers.append((parameters.get("lora_name", model), stream))
 
 
