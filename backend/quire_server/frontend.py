@@ -61,14 +61,14 @@ class TritonPythonModel:
         self._ids = itertools.count(1)
         self._streams: dict[int, Stream] = {}
         self._to_send: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
-        self._refused: queue.SimpleQueue[tuple[float, Stream] | None] = queue.SimpleQueue()
+        self._failed: queue.SimpleQueue[tuple[float, Stream] | None] = queue.SimpleQueue()
         """Held, with when each may have its error."""
         self._closing = threading.Event()
         socket = Path(parameters[interface.PARAM_SOCKET]["string_value"])
         self._ledger = Ledger(socket.parent)
         self._text = TextClient(socket, self._model, self._deliver)
         self._threads = [threading.Thread(target=self._send_loop, daemon=True) for _ in range(NUM_SENDERS)]
-        self._threads += [threading.Thread(target=loop, daemon=True) for loop in (self._check_loop, self._refuse_loop)]
+        self._threads += [threading.Thread(target=loop, daemon=True) for loop in (self._check_loop, self._fail_loop)]
         for thread in self._threads:
             thread.start()
 
@@ -82,7 +82,7 @@ class TritonPythonModel:
         """Server: the model is unloaded; its requests are over by then."""
         self._closing.set()
         self._text.close()
-        self._refused.put(None)
+        self._failed.put(None)
         for _ in range(NUM_SENDERS):
             self._to_send.put(None)
         for thread in self._threads:
@@ -111,8 +111,8 @@ class TritonPythonModel:
         if wanted:
             self._to_send.put(stream)
 
-    def _refuse_loop(self) -> None:
-        while (entry := self._refused.get()) is not None:
+    def _fail_loop(self) -> None:
+        while (entry := self._failed.get()) is not None:
             due, stream = entry
             time.sleep(max(0.0, due - time.monotonic()))
             self._to_send.put(stream)
@@ -128,7 +128,7 @@ class TritonPythonModel:
             if due is None:
                 self._queue_if(stream.release(), stream)
             else:
-                self._refused.put((due, stream))
+                self._failed.put((due, stream))
 
     def _send(self, stream: Stream, events: list[Event]) -> float | None:
         """One response for all of `events`. An error may have to wait: returns until when, in monotonic seconds."""

@@ -3,7 +3,6 @@
 need silence, floods and exact errors on demand. tests/e2e runs the same path with the real text and core processes."""
 
 import asyncio
-import base64
 import json
 import os
 import queue
@@ -19,10 +18,10 @@ import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as grpcaio
-from support.edge import BASE, edge, wait_until
+from support.edge import BASE, edge, wait_until, words
 from support.service import Stream, grpc_flag, grpc_text, run
 
-from quire_server import launch, repository
+from quire_server import repository
 
 pytestmark = pytest.mark.server
 
@@ -42,10 +41,6 @@ def nothing_stays_open(running):
     """Every test leaves the text process without open requests, or it has lost one."""
     yield
     wait_until(lambda: not running.num_open(), 5, "free of open requests")
-
-
-def words(count, first=0):
-    return "".join(f"t{i} " for i in range(first, count))
 
 
 def submitted(answer):
@@ -407,45 +402,6 @@ def test_streams_go_on_while_models_load(running):
     assert [(s.text, s.error) for s in streams] == [(words(400), None)] * 8
     # A load takes 200 ms and more, and a token comes every 5.
     assert all(num > 5 for of_a_load in loads for num in of_a_load), loads
-
-
-def test_a_stream_loses_nothing_when_its_thread_in_the_server_is_held_up(running):
-    """Here by a load over HTTP, which is done on such a thread; several times what its queue holds waits for it."""
-    streams = [Stream() for _ in range(16)]
-    files = {f"file:{path}": base64.b64encode(data).decode() for path, data in repository.model_files().items()}
-    config = json.dumps(repository.model_config("held", BASE, running.socket))
-    url = f"http://127.0.0.1:{running.ports['http']}/v2"
-    headers = {launch.KEY_HEADER: running.key}
-
-    async def scenario() -> None:
-        async with aiohttp.ClientSession(headers=headers) as session:
-            # On a connection, and so a thread, that is there before the streams'.
-            async with session.get(f"{url}/health/live") as answer:
-                await answer.read()
-            tasks = [
-                asyncio.create_task(running.http_stream(BASE, "step=0.005", stream, max_tokens=200))
-                for stream in streams
-            ]
-            while not all(stream.pieces for stream in streams):
-                await asyncio.sleep(0.01)
-            body = {"parameters": {"config": config, **files}}
-            async with session.post(f"{url}/repository/models/held/load", json=body) as answer:
-                assert answer.status == 200, await answer.text()
-            await asyncio.wait_for(asyncio.gather(*tasks), 30)
-
-    asyncio.run(scenario())
-    assert [(s.text, s.error) for s in streams] == [(words(200), None)] * 16
-    running.remove_model("held")
-
-
-def test_a_connection_ends_for_its_client_whatever_was_started_meanwhile(running):
-    """A stub that had inherited the connection would keep it open."""
-    with socket.create_connection(("127.0.0.1", running.ports["http"]), timeout=5) as connection:
-        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n")
-        running.add_model("later")
-        connection.sendall(b"Connection: close\r\n\r\n")
-        assert b"".join(iter(lambda: connection.recv(4096), b"")).startswith(b"HTTP/1.1 200")
-    running.remove_model("later")
 
 
 def test_a_killed_text_process_ends_every_stream_and_it_works_after_its_restart(running):

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is loaded into the server before its libraries: a send to a full queue waits, in the server, on local sockets.
-What that is good for, and that connections are not inherited, tests/server/test_frontend.py has."""
+"""What is loaded into the server before its libraries: a send to a full queue waits, in the server, on local sockets;
+connections are not inherited. By itself, and in a real server."""
 
+import asyncio
+import base64
+import json
 import os
+import socket
 import subprocess
 import sys
 
+import aiohttp
 import pytest
+from support.edge import BASE, edge, words
+from support.service import Stream
 
-from quire_server import preload
+from quire_server import launch, preload, repository
 
 FLOOD = """
 import socket, threading, time
@@ -91,3 +98,50 @@ def test_ahead_needs_a_place(monkeypatch, caplog):
     monkeypatch.delenv("QUIRE_NATIVE_CACHE", raising=False)
     assert preload.main() == 2
     assert "QUIRE_NATIVE_CACHE is not set" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    with edge(tmp_path_factory.mktemp("preload")) as running:
+        yield running
+
+
+@pytest.mark.server
+def test_a_stream_loses_nothing_when_its_thread_in_the_server_is_held_up(running):
+    """Here by a load over HTTP, which is done on such a thread; several times what its queue holds waits for it."""
+    streams = [Stream() for _ in range(16)]
+    files = {f"file:{path}": base64.b64encode(data).decode() for path, data in repository.model_files().items()}
+    config = json.dumps(repository.model_config("held", BASE, running.socket))
+    url = f"http://127.0.0.1:{running.ports['http']}/v2"
+    headers = {launch.KEY_HEADER: running.key}
+
+    async def scenario() -> None:
+        async with aiohttp.ClientSession(headers=headers) as session:
+            # On a connection, and so a thread, that is there before the streams'.
+            async with session.get(f"{url}/health/live") as answer:
+                await answer.read()
+            tasks = [
+                asyncio.create_task(running.http_stream(BASE, "step=0.005", stream, max_tokens=200))
+                for stream in streams
+            ]
+            while not all(stream.pieces for stream in streams):
+                await asyncio.sleep(0.01)
+            body = {"parameters": {"config": config, **files}}
+            async with session.post(f"{url}/repository/models/held/load", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+            await asyncio.wait_for(asyncio.gather(*tasks), 30)
+
+    asyncio.run(scenario())
+    assert [(s.text, s.error) for s in streams] == [(words(200), None)] * 16
+    running.remove_model("held")
+
+
+@pytest.mark.server
+def test_a_connection_ends_for_its_client_whatever_was_started_meanwhile(running):
+    """A stub that had inherited the connection would keep it open."""
+    with socket.create_connection(("127.0.0.1", running.ports["http"]), timeout=5) as connection:
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n")
+        running.add_model("later")
+        connection.sendall(b"Connection: close\r\n\r\n")
+        assert b"".join(iter(lambda: connection.recv(4096), b"")).startswith(b"HTTP/1.1 200")
+    running.remove_model("later")

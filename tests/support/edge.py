@@ -140,6 +140,11 @@ def edge(folder: Path) -> Iterator[Edge]:
         running.end()
 
 
+def words(count: int, first: int = 0) -> str:
+    """What the scripted text process answers in `count` tokens."""
+    return "".join(f"t{i} " for i in range(first, count))
+
+
 def wait_until(condition, timeout: float, what: str) -> float:
     """Poll `condition`; the seconds it took."""
     started = time.monotonic()
