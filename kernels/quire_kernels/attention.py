@@ -211,7 +211,7 @@ def paged_attention(
         cache: [2, num_blocks, block_size, num_kv_heads, head_dim], dtype of the queries or float8_e4m3fn; holds
             every key and value of the spans' contexts, those of this step included.
         batch: the spans.
-        scale: what scores are multiplied by, mostly 1 / sqrt(head_dim).
+        scale: what scores are multiplied by, above 0, mostly 1 / sqrt(head_dim).
         window: a token at position p sees the keys after p - window only; None: all before it. At least 1.
         softcap: scaled scores s become softcap * tanh(s / softcap), before the mask; None: they stay.
 

@@ -412,11 +412,12 @@ def _accumulate(
     KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add tiles [first, last) of keys and values to a running softmax: `acc` is the sum of values by 2^(score - most),
-    `weight` that of the factors."""
+    with scores and `most` in base 2, `weight` that of the factors."""
     dims = tl.arange(0, DIM)
     # The default rounds float32 inputs to 10 bits. Three products of such parts are as good as one in float32, on the
     # matrix units; "ieee", on none, spills kilobytes and takes the compiler a minute.
     EXACT: tl.constexpr = "tf32x3" if q.dtype == tl.float32 else "tf32"
+    to_log2 = (1.0 if CAPPED else scale) * 1.4426950408889634
     for tile in range(first, last):
         keys = tile * KEYS + tl.arange(0, KEYS)
         there = keys < context
@@ -434,20 +435,20 @@ def _accumulate(
         else:
             k = tl.load(row[:, None] + dims[None, :]).to(q.dtype)
             v = tl.load(row[:, None] + kind_stride + dims[None, :]).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision=EXACT) * scale
+        scores = tl.dot(q, tl.trans(k), input_precision=EXACT)
         if CAPPED:
             # tanh(z) is 2 sigmoid(2 z) - 1.
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        scores *= 1.4426950408889634
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scale / softcap * scores) - 1.0)
         if MASKED:
             seen = keys[None, :] <= position[:, None]
             if WINDOWED:
                 seen = seen & (keys[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        new_most = tl.maximum(most, tl.max(scores, axis=1))
+        # `to_log2` is above 0, so it may wait until the maximum is known: one fused multiply-add a score.
+        new_most = tl.maximum(most, tl.max(scores, axis=1) * to_log2)
         # A row that has seen nothing yet must not become -inf - -inf.
         base = tl.where(new_most == float("-inf"), 0.0, new_most)
-        factors = tl.exp2(scores - base[:, None])
+        factors = tl.exp2(tl.fma(scores, to_log2, -base[:, None]))
         kept = tl.exp2(most - base)
         weight = weight * kept + tl.sum(factors, axis=1)
         acc = tl.dot(factors.to(q.dtype), v, acc * kept[:, None], input_precision=EXACT)
