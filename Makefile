@@ -7,6 +7,9 @@ BIN    := $(VENV)/bin
 EMULATED ?= .venv-emulated
 # Two threads a process at most in tests: they start several processes side by side.
 export OMP_NUM_THREADS ?= 2
+# Two files of tests at a time: half of the time they wait for servers to start and for clocks. In their order, so that the
+# long ones, which start Kubernetes, are not the last.
+SIDE_BY_SIDE = -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
@@ -20,7 +23,7 @@ demo: demo-env ## the main job: a real server, the tiny model, two adapters, req
 	@$(BIN)/python hack/demo.py
 
 test: dev-env ## every test that this machine can run, and a line for each that it cannot
-	@$(BIN)/python -m pytest -q --durations=10
+	@$(BIN)/python -m pytest -q --durations=10 $(SIDE_BY_SIDE)
 
 test-fast: dev-env ## the tests that start no server (seconds)
 	@$(BIN)/python -m pytest -q -m "not server"

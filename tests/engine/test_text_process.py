@@ -164,8 +164,7 @@ def test_cancelling_ends_all_outputs(pod: Pod, client: Peer):
     request = client.submit("fox", n=5, max_tokens=100_000, ignore_eos=True)
     eventually(lambda: pod.core_stats()["num_running"] == 5)
     client.send(Cancel([request]))
-    eventually(lambda: pod.core_stats()["num_running"] == 0)
-    assert pod.core_stats()["num_used_blocks"] == 0
+    pod.wait_idle()
 
 
 def test_stop_token_is_counted_and_not_shown(client: Peer, expected: dict[str, tuple[list[int], str]]):
