@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real `quire serve` under everything at once, for as long as you like: is an answer wrong, does it hang or grow?
+
+    PYTHONPATH=tests python tests/bench/soak.py                             # two minutes, 48 clients
+    PYTHONPATH=tests python tests/bench/soak.py --minutes 60 --kill 15      # and every 15 s a process is killed
+
+Clients ask the base model and its adapters over HTTP, HTTP streams and gRPC streams, a tenth of them leaves mid-answer,
+and twice a second the catalogue changes, by which one name is another adapter or gone. Every answer must be what the
+same request got alone before. Where processes are killed an answer may end in an error, which must say so; none may be
+wrong or without an end. At last memory, threads and open files of each process are held against those after the
+first quarter. Exits with 1 where anything was wrong or hung, or failed without a kill.
+"""
+
+import argparse
+import asyncio
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from support.service import EXAMPLES, Service, Stream, example, serving
+from tqdm import tqdm
+
+PROMPTS = ("Once upon a time", "The captain said", "select", "A little girl found")
+LENGTHS = (1, 12, 40, 120)
+ALWAYS = ("tales", "pirate", "sql")
+CHANGING = "swapped"
+"""Now one adapter, now the other, now not there."""
+TIMEOUT_S = 60.0
+"""After which a request counts as hung."""
+
+
+@dataclass
+class Tally:
+    """What became of the requests."""
+
+    right: int = 0
+    left: int = 0
+    """The client went away."""
+    absent: int = 0
+    """Asked for a model that the catalogue did not have just then."""
+    errors: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+class Soak:
+    """The clients of one service, the changes to its catalogue, the kills."""
+
+    def __init__(self, service: Service, seed: int) -> None:
+        self.tally = Tally()
+        self._service = service
+        self._random = random.Random(seed)
+        self._expected = {
+            asked: service.text(*asked[:2], **greedy(asked[2])) for asked in itertools.product(ALWAYS, PROMPTS, LENGTHS)
+        }
+        self._ends_at = 0.0
+
+    async def run(self, seconds: float, num_clients: int, kill_every_s: float | None) -> None:
+        """All of it for so long; then what is under way is waited for."""
+        self._ends_at = time.monotonic() + seconds
+        tasks = [asyncio.create_task(self._client()) for _ in range(num_clients)]
+        tasks.append(asyncio.create_task(self._change()))
+        if kill_every_s:
+            tasks.append(asyncio.create_task(self._kill(kill_every_s)))
+        await asyncio.gather(*tasks)
+
+    def _over(self) -> bool:
+        return time.monotonic() >= self._ends_at
+
+    async def _client(self) -> None:
+        while not self._over():
+            model, prompt = self._random.choice((*ALWAYS, CHANGING)), self._random.choice(PROMPTS)
+            num_tokens = self._random.choice(LENGTHS)
+            ask = self._random.choice((self._service.http_stream, self._service.grpc_stream, self._whole))
+            stream = Stream()
+            call = ask(model, prompt, stream, **greedy(num_tokens))
+            leaves = self._random.random() < 0.1
+            try:
+                await asyncio.wait_for(call, self._random.random() if leaves else TIMEOUT_S)
+            except TimeoutError:
+                if leaves:
+                    self.tally.left += 1
+                else:
+                    self.tally.wrong.append(f"{model} {num_tokens} {ask.__name__}: no end after {TIMEOUT_S:g} s")
+            else:
+                self._judge(model, prompt, num_tokens, stream)
+
+    async def _whole(self, model: str, prompt: str, into: Stream, **parameters: object) -> None:
+        """HTTP without a stream."""
+        answer = await asyncio.to_thread(
+            self._service.generate, model, prompt, exclude_input_in_output=True, **parameters
+        )
+        if answer.status == 200:
+            into.pieces.append(answer.body["text_output"])
+        else:
+            into.error = str(answer.body["error"] if isinstance(answer.body, dict) else answer.body)
+
+    def _judge(self, model: str, prompt: str, num_tokens: int, stream: Stream) -> None:
+        models = [name for name in ALWAYS if name != "tales"] if model == CHANGING else [model]
+        expected = [self._expected[name, prompt, num_tokens] for name in models]
+        if stream.error is None and stream.text in expected:
+            self.tally.right += 1
+        elif stream.error is None:
+            self.tally.wrong.append(f"{model} {num_tokens}: {stream.text!r}, expected one of {expected}")
+        elif model == CHANGING and any(words in stream.error for words in ("unknown model", "HTTP 404")):
+            self.tally.absent += 1
+        else:
+            self.tally.errors[" ".join(stream.error.split())[:100]] += 1
+
+    async def _change(self) -> None:
+        for generation in itertools.count(self._service.status()["generation"] + 1):
+            if self._over():
+                return
+            folder = (None, "pirate", "sql")[generation % 3]
+            await asyncio.to_thread(self._service.put_adapters, catalogue(generation, folder))
+            await asyncio.sleep(0.5)
+
+    async def _kill(self, every_s: float) -> None:
+        for name in itertools.cycle(("core", "text", "server", "stub")):
+            await asyncio.sleep(every_s)
+            if self._over():
+                return
+            try:
+                pid = self._service.stub_pid("tales") if name == "stub" else self._service.pid(name)
+                psutil.Process(pid).kill()
+            except (AssertionError, KeyError, psutil.NoSuchProcess):
+                tqdm.write(f"{name} was not there to be killed")
+
+
+def greedy(num_tokens: int) -> dict[str, object]:
+    """Parameters of a request whose answer is known."""
+    return {"temperature": 0.0, "ignore_eos": True, "max_tokens": num_tokens}
+
+
+def catalogue(generation: int, changing: str | None) -> dict[str, object]:
+    """The example's adapters, and the one that changes."""
+    folders = {"pirate": "pirate", "sql": "sql"} | ({CHANGING: changing} if changing else {})
+    adapters = [
+        {"name": name, "source": {"path": str(EXAMPLES / "adapters" / folder)}} for name, folder in folders.items()
+    ]
+    return {"generation": generation, "adapters": adapters}
+
+
+def sizes(service: Service) -> dict[str, tuple[float, int, int]]:
+    """Of each process: MB of its own, threads, open files."""
+    found = {"supervisor": psutil.Process(service.process.pid)}
+    found |= {name: psutil.Process(service.pid(name)) for name in ("core", "text", "server")}
+    found["stub of tales"] = psutil.Process(service.stub_pid("tales"))
+    return {name: (p.memory_full_info().uss / 1e6, p.num_threads(), p.num_fds()) for name, p in found.items()}
+
+
+async def watch(soak: Soak, service: Service, seconds: float) -> dict[str, tuple[float, int, int]]:
+    """Show how it goes; sizes after the first quarter."""
+    early = {}
+    with tqdm(total=round(seconds), unit="s", dynamic_ncols=True) as bar:
+        for second in range(bar.total):
+            await asyncio.sleep(1)
+            tally = soak.tally
+            bar.set_postfix(right=tally.right, left=tally.left, errors=tally.errors.total(), wrong=len(tally.wrong))
+            bar.update()
+            if second == bar.total // 4:
+                early = await asyncio.to_thread(sizes, service)
+    return early
+
+
+async def both(soak: Soak, service: Service, args: argparse.Namespace) -> dict[str, tuple[float, int, int]]:
+    """The soak and its watch."""
+    seconds = args.minutes * 60
+    early, _ = await asyncio.gather(watch(soak, service, seconds), soak.run(seconds, args.clients, args.kill))
+    return early
+
+
+def main() -> int:
+    """Soak, and say what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=2.0, metavar="M")
+    parser.add_argument("--clients", type=int, default=48, metavar="N", help="that ask one request after the other")
+    parser.add_argument("--kill", type=float, metavar="S", help="kill core, text, server and a stub in turn, every S s")
+    parser.add_argument("--seed", type=int, default=0, help="of what is asked")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, serving(example(), Path(folder)) as service:
+        soak = Soak(service, args.seed)
+        early = asyncio.run(both(soak, service, args))
+        service.wait_ready()
+        late = sizes(service)
+    tally = soak.tally
+    print(f"right {tally.right}, clients that left {tally.left}, asked for what was not there {tally.absent}")
+    for error, count in tally.errors.most_common():
+        print(f"{count:6} x {error}")
+    print(f"{'':14}{'MB':>16}{'threads':>14}{'files':>14}   after a quarter, at the end")
+    for name, values in late.items():
+        print(f"{name:14}", *(f"{a:6.0f} {b:6.0f}" for a, b in zip(early[name], values, strict=True)), sep="  ")
+    for wrong in tally.wrong:
+        print(f"WRONG: {wrong}")
+    return int(bool(tally.wrong or (tally.errors and not args.kill) or not tally.right))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
