@@ -102,7 +102,8 @@ def _decode_call(card: Card, shape: Shape, contexts: Sequence[int]) -> Callable[
 
 
 def prefill_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Iterator[Row]:
-    """Attention of prompts, of a chunk behind a long context, and of a mixed step."""
+    """Attention of prompts, of a chunk behind a long context, and of a mixed step; whole prompts by torch's too, which
+    has a fused one for them: copies of keys and values side by side, and what this card has for the rest."""
     cases = {
         "prefill, 8,192 tokens": [(0, 8192)],
         "prefill, 4 x 2,048 tokens": [(0, 2048)] * 4,
@@ -111,17 +112,23 @@ def prefill_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Itera
     }
     if not card.is_gpu:
         cases = {"prefill, 40 tokens": [(0, 40)], "mixed": [(0, 33), (20, 1)]}
+    torchs = ops.paged_attention.named("cuda", "torch")
     for what, spans in list(cases.items())[: 1 if quick else None]:
         call, num_bytes, flops = _span_call(card, shape, spans)
         yield Row.of(what, card.seconds([call]), limits, num_bytes, flops)
+        if all(start == 0 for start, _ in spans):
+            call, *_ = _span_call(card, shape, spans, torchs)
+            yield from _tried(card, limits, f"{what}, torch", call, num_bytes, flops)
 
 
-def _span_call(card: Card, shape: Shape, spans: list[tuple[int, int]]) -> tuple[Callable[[], object], float, float]:
+def _span_call(
+    card: Card, shape: Shape, spans: list[tuple[int, int]], form: Callable[..., object] | None = None
+) -> tuple[Callable[[], object], float, float]:
     dtype = torch.bfloat16 if card.is_gpu else torch.float32
     queries, cache, batch = attention_case(card, spans, (shape.heads, shape.kv_heads), shape.head_dim, 16, dtype)
     seen = sum(length * start + length * (length + 1) / 2 for start, length in spans)
     num_bytes = sum(start + length for start, length in spans) * shape.kv_bytes + 4.0 * queries.numel()
-    call = functools.partial(own(ops.paged_attention), queries, cache, batch, shape.head_dim**-0.5)
+    call = functools.partial(form or own(ops.paged_attention), queries, cache, batch, shape.head_dim**-0.5)
     return call, num_bytes, 4.0 * shape.heads * shape.head_dim * seen
 
 
@@ -228,7 +235,14 @@ def _tuned(
         mock.patch.object(forms, "choose_tiles", lambda *_: tiles),
         mock.patch.object(forms, "num_workers", lambda _: per_sm * sms),
     ):
-        try:
-            yield Row.of(what, card.seconds([call]), limits, num_bytes, flops)
-        except Exception as error:  # too much shared memory, mostly
-            print(f"  {what}: {type(error).__name__}: {str(error)[:100]}", flush=True)
+        yield from _tried(card, limits, what, call, num_bytes, flops)
+
+
+def _tried(
+    card: Card, limits: Limits, what: str, call: Callable[[], object], num_bytes: float, flops: float
+) -> Iterator[Row]:
+    """A row of what this card may not have room for, or not know."""
+    try:
+        yield Row.of(what, card.seconds([call]), limits, num_bytes, flops)
+    except Exception as error:
+        print(f"  {what}: {type(error).__name__}: {str(error)[:100]}", flush=True)

@@ -76,6 +76,10 @@ def install() -> None:
                 _library.impl(name, _Emulated(operation).__call__, "CUDA", allow_override=True)
         real_copy = _copy_by(lambda to, source, ahead: copy.call_boxed(keys, to, source, ahead))
         _library.impl("aten::copy_", real_copy, "CUDA", allow_override=True)
+    # Only CUDA has them.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
     interpreter.GridExecutor.__call__ = _launch
     interpreter._patch_lang = _patch_once
     # What it looks for took a quarter of the interpreter's time.
