@@ -7,8 +7,8 @@
 Clients ask the base model and its adapters over HTTP, HTTP streams and gRPC streams, a tenth of them leaves mid-answer,
 and twice a second the catalogue changes, by which one name is another adapter or gone. Every answer must be what the
 same request got alone before. Where processes are killed an answer may end in an error, which must say so; none may be
-wrong or without an end. At last memory, threads and open files of each process are held against those after the
-first quarter. Exits with 1 where anything was wrong or hung, or failed without a kill.
+wrong or without an end. Memory, threads and open files of each process are looked at after each quarter. Exits with 1
+where anything was wrong or hung, or failed without a kill.
 """
 
 import argparse
@@ -29,8 +29,13 @@ from tqdm import tqdm
 PROMPTS = ("Once upon a time", "The captain said", "select", "A little girl found")
 LENGTHS = (1, 12, 40, 120)
 ALWAYS = ("tales", "pirate", "sql")
+STUB = "stub of tales"
 CHANGING = "swapped"
 """Now one adapter, now the other, now not there."""
+Sizes = dict[str, tuple[int, int, int]]
+"""Of each process: MB of its own, threads, open files; a process that was not there has zeros."""
+ABSENT = ("unknown model", "is not served", "HTTP 404")
+"""What an error says of a model that is not there."""
 TIMEOUT_S = 60.0
 """After which a request counts as hung."""
 
@@ -107,7 +112,7 @@ class Soak:
             self.tally.right += 1
         elif stream.error is None:
             self.tally.wrong.append(f"{model} {num_tokens}: {stream.text!r}, expected one of {expected}")
-        elif model == CHANGING and any(words in stream.error for words in ("unknown model", "HTTP 404")):
+        elif model == CHANGING and any(words in stream.error for words in ABSENT):
             self.tally.absent += 1
         else:
             self.tally.errors[" ".join(stream.error.split())[:100]] += 1
@@ -121,14 +126,13 @@ class Soak:
             await asyncio.sleep(0.5)
 
     async def _kill(self, every_s: float) -> None:
-        for name in itertools.cycle(("core", "text", "server", "stub")):
+        for name in itertools.cycle(("core", "text", "server", STUB)):
             await asyncio.sleep(every_s)
             if self._over():
                 return
             try:
-                pid = self._service.stub_pid("tales") if name == "stub" else self._service.pid(name)
-                psutil.Process(pid).kill()
-            except (AssertionError, KeyError, psutil.NoSuchProcess):
+                psutil.Process(pid(self._service, name)).kill()
+            except (AssertionError, KeyError, TypeError, psutil.NoSuchProcess):
                 tqdm.write(f"{name} was not there to be killed")
 
 
@@ -146,33 +150,46 @@ def catalogue(generation: int, changing: str | None) -> dict[str, object]:
     return {"generation": generation, "adapters": adapters}
 
 
-def sizes(service: Service) -> dict[str, tuple[float, int, int]]:
-    """Of each process: MB of its own, threads, open files."""
-    found = {"supervisor": psutil.Process(service.process.pid)}
-    found |= {name: psutil.Process(service.pid(name)) for name in ("core", "text", "server")}
-    found["stub of tales"] = psutil.Process(service.stub_pid("tales"))
-    return {name: (p.memory_full_info().uss / 1e6, p.num_threads(), p.num_fds()) for name, p in found.items()}
+def sizes(service: Service) -> Sizes:
+    """As they are now."""
+    return {name: size(service, name) for name in ("supervisor", "core", "text", "server", STUB)}
 
 
-async def watch(soak: Soak, service: Service, seconds: float) -> dict[str, tuple[float, int, int]]:
-    """Show how it goes; sizes after the first quarter."""
-    early = {}
-    with tqdm(total=round(seconds), unit="s", dynamic_ncols=True) as bar:
-        for second in range(bar.total):
+def size(service: Service, name: str) -> tuple[int, int, int]:
+    """Of one process."""
+    try:
+        process = psutil.Process(pid(service, name))
+        return round(process.memory_full_info().uss / 1e6), process.num_threads(), process.num_fds()
+    except (AssertionError, KeyError, TypeError, psutil.NoSuchProcess):
+        return 0, 0, 0
+
+
+def pid(service: Service, name: str) -> int:
+    """Process id. Raises one of several errors where it is not there."""
+    if name == "supervisor":
+        return service.process.pid
+    return service.stub_pid("tales") if name == STUB else service.pid(name)
+
+
+async def watch(soak: Soak, service: Service, seconds: int) -> list[Sizes]:
+    """Show how it goes; sizes after each quarter but the last."""
+    found = []
+    with tqdm(total=seconds, unit="s", dynamic_ncols=True) as bar:
+        for second in range(1, seconds + 1):
             await asyncio.sleep(1)
             tally = soak.tally
             bar.set_postfix(right=tally.right, left=tally.left, errors=tally.errors.total(), wrong=len(tally.wrong))
             bar.update()
-            if second == bar.total // 4:
-                early = await asyncio.to_thread(sizes, service)
-    return early
+            if second in (seconds // 4, seconds // 2, seconds * 3 // 4):
+                found.append(await asyncio.to_thread(sizes, service))
+    return found
 
 
-async def both(soak: Soak, service: Service, args: argparse.Namespace) -> dict[str, tuple[float, int, int]]:
+async def both(soak: Soak, service: Service, args: argparse.Namespace) -> list[Sizes]:
     """The soak and its watch."""
-    seconds = args.minutes * 60
-    early, _ = await asyncio.gather(watch(soak, service, seconds), soak.run(seconds, args.clients, args.kill))
-    return early
+    seconds = round(args.minutes * 60)
+    found, _ = await asyncio.gather(watch(soak, service, seconds), soak.run(seconds, args.clients, args.kill))
+    return found
 
 
 def main() -> int:
@@ -185,16 +202,16 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, serving(example(), Path(folder)) as service:
         soak = Soak(service, args.seed)
-        early = asyncio.run(both(soak, service, args))
+        seen = asyncio.run(both(soak, service, args))
         service.wait_ready()
-        late = sizes(service)
+        seen.append(sizes(service))
     tally = soak.tally
     print(f"right {tally.right}, clients that left {tally.left}, asked for what was not there {tally.absent}")
     for error, count in tally.errors.most_common():
         print(f"{count:6} x {error}")
-    print(f"{'':14}{'MB':>16}{'threads':>14}{'files':>14}   after a quarter, at the end")
-    for name, values in late.items():
-        print(f"{name:14}", *(f"{a:6.0f} {b:6.0f}" for a, b in zip(early[name], values, strict=True)), sep="  ")
+    print(f"{'after each quarter':20}{'MB':>24}{'threads':>24}{'open files':>24}")
+    for name in seen[0]:
+        print(f"{name:20}", *(f"{each[name][i]:6}" for i in range(3) for each in seen), sep="")
     for wrong in tally.wrong:
         print(f"WRONG: {wrong}")
     return int(bool(tally.wrong or (tally.errors and not args.kill) or not tally.right))
