@@ -13,7 +13,8 @@ SIDE_BY_SIDE = -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
-# A Kubernetes for tests and for people: hack/cluster.
+# A Kubernetes for tests and for people: hack/cluster. IPV6=1: one without any address of IPv4.
+export QUIRE_CLUSTER_IPV6 = $(IPV6)
 CLUSTER = PYTHONPATH=hack $(BIN)/python -m cluster
 
 help: ## this list
@@ -38,7 +39,7 @@ emulated: ## the GPU path without a GPU: PyTorch's CUDA build on an emulated dev
 cluster-tools: dev-env ## find, download or build the programs of Kubernetes for the cluster tests (minutes, once)
 	@$(CLUSTER) tools
 
-cluster-up: dev-env ## a Kubernetes of one node on this machine, without Docker (as root on Debian; else no node)
+cluster-up: dev-env ## a Kubernetes of one node on this machine, without Docker (as root on Debian; else no node; IPV6=1)
 	@$(CLUSTER) up
 
 cluster-images: dev-env ## build this checkout's images for it (make cluster-load puts them on its node)
@@ -47,8 +48,8 @@ cluster-images: dev-env ## build this checkout's images for it (make cluster-loa
 cluster-load: dev-env
 	@$(CLUSTER) load
 
-e2e: cluster-tools cluster-images ## real pods: the chart, an LLMService, tokens, on a node of its own (needs root on Debian)
-	@QUIRE_PODS=1 $(BIN)/python -m pytest -q --durations=10 tests/pods
+e2e: cluster-tools cluster-images ## real pods: the chart, an LLMService, tokens, on a node of its own (root on Debian; IPV6=1)
+	@QUIRE_PODS=1 $(BIN)/python -m pytest -q --durations=10 $(or $(WHAT),tests/pods)
 
 cluster-down: dev-env ## end it, with everything that ran on it
 	@$(CLUSTER) down

@@ -15,6 +15,7 @@ from quire_server.output import set_up_logging
 from quire_server.settings import Settings
 from quire_server.vllm_repository import write_documents
 from quire_spec import capability, names
+from quire_spec.address import ALL, POD_IP_VARIABLE, listening
 from quire_spec.errors import QuireError
 
 EXIT_STOPPED = 0
@@ -98,7 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     folders.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="sockets; one supervisor's alone")
     folders.add_argument("--cache-dir", type=Path, required=True, metavar="DIR", help="fetched adapters, kept")
     ports = parser.add_argument_group("network")
-    ports.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    ports.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help=f"address to listen on (default: %(default)s); {ALL}: all, of IPv6 where ${POD_IP_VARIABLE} is",
+    )
     for name, port in (
         ("http", names.HTTP_PORT),
         ("grpc", names.GRPC_PORT),
@@ -143,7 +148,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         served_name=args.served_name,
         run_dir=args.run_dir.absolute(),
         cache_dir=args.cache_dir.absolute(),
-        host=args.host,
+        host=listening(args.host, os.environ),
         http_port=args.http_port,
         grpc_port=args.grpc_port,
         metrics_port=args.metrics_port,

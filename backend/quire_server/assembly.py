@@ -25,6 +25,7 @@ from quire_server.settings import Settings
 from quire_server.sources import SourceOptions
 from quire_server.supervisor import Supervisor
 from quire_spec import names
+from quire_spec.address import is_v6
 from quire_spec.catalogue import Catalogue
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError
@@ -110,7 +111,7 @@ def _sources(settings: Settings) -> SourceOptions:
 def _check_ports(settings: Settings) -> None:
     """Refuse a port that is taken: the server would say so late, and its gRPC port it would even share silently."""
     for flag, port in settings.ports.items():
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        family = socket.AF_INET6 if is_v6(settings.host) else socket.AF_INET
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from quire_server import preload
 from quire_spec import names
+from quire_spec.address import in_url, is_v6
 from quire_spec.errors import ConfigError
 
 IMAGE_ROOT = Path("/opt/tritonserver")
@@ -178,8 +179,8 @@ def server_command(
     """The server's command line and its whole environment; makes its backend folder in `options.run_dir`."""
     backends = _make_backends(install, python, options.run_dir)
     closed = f"{','.join(RESTRICTED)}:{KEY_HEADER}={options.key}"
-    # An address of IPv6: the server's HTTP library wants a prefix, gRPC wants brackets.
-    http_host = f"ipv6:{options.host}" if ":" in options.host else options.host
+    # The server's HTTP library knows an address of IPv6 by a prefix.
+    http_host = f"ipv6:{options.host}" if is_v6(options.host) else options.host
     flags = {
         "model-repository": options.repository,
         "backend-directory": backends,
@@ -187,7 +188,7 @@ def server_command(
         "load-model": options.base,
         "http-address": http_host,
         "http-port": options.http_port,
-        "grpc-address": f"[{options.host}]" if ":" in options.host else options.host,
+        "grpc-address": in_url(options.host),
         "grpc-port": options.grpc_port,
         "metrics-address": http_host,
         "metrics-port": options.metrics_port,

@@ -7,6 +7,7 @@ Counts what is on the disk and knows nothing of protocols. Nothing here can make
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from aiohttp import web
 
 from quire_server.background import in_thread
+from quire_spec.address import ALL, listening
 from quire_spec.document import to_json
 from quire_spec.progress import PATH, Progress, in_units
 
@@ -127,7 +129,7 @@ async def _answering(meter: Meter, port: int | None) -> AsyncIterator[None]:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
     try:
         await runner.setup()
-        await web.TCPSite(runner, "0.0.0.0", port).start()
+        await web.TCPSite(runner, listening(ALL, os.environ), port).start()
     except (OSError, OverflowError) as error:
         log.warning("nobody can ask how far the download is port=%d error=%s", port, error)
     try:

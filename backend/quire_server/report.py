@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from quire_server.settings import Settings
+from quire_spec.address import in_url
 from quire_spec.status import AdapterState, PodStatus
 
 _MAX_NAMED = 5
@@ -18,7 +19,7 @@ def some(names: Sequence[str]) -> str:
 
 def ready(settings: Settings, status: PodStatus, seconds: float) -> str:
     """The block that is printed once, when everything that can be ready is."""
-    host = settings.host if ":" not in settings.host else f"[{settings.host}]"
+    host = in_url(settings.host)
     failed = [a for a in status.adapters if a.state is AdapterState.FAILED]
     by_parameter = [a.name for a in status.adapters if a.state is AdapterState.READY and a.model is None]
     lines = [

@@ -15,6 +15,7 @@ from tritonclient.grpc import aio as grpc
 from tritonclient.utils import InferenceServerException
 
 from quire_server.launch import GRPC_KEY_HEADER
+from quire_spec.address import in_url
 from quire_spec.errors import Internal, Unavailable
 
 _LOAD_TIMEOUT_S = 150.0
@@ -31,7 +32,7 @@ class ServerClient:
     """One server, by its ports. Use it as an async context manager."""
 
     def __init__(self, host: str, http_port: int, grpc_port: int, key: str) -> None:
-        host = f"[{host}]" if ":" in host else host
+        host = in_url(host)
         self._url = f"http://{host}:{http_port}/v2"
         self._grpc_address = f"{host}:{grpc_port}"
         self._headers = {GRPC_KEY_HEADER: key}

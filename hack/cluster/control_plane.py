@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import network, processes
+from cluster import processes
 from cluster.kubeconfig import Access
+from cluster.network import HERE, in_url
 from cluster.pki import Authority
 from cluster.tools import Tools
 
@@ -119,13 +120,13 @@ def _certificates(folder: Path, address: str) -> None:
     if (folder / "ca.crt").exists():
         return
     authority = Authority(folder)
-    hosts = [*_API_NAMES, *sorted({"127.0.0.1", network.API_SERVICE, address})]
+    hosts = [*_API_NAMES, *sorted({"127.0.0.1", HERE.api_service, address})]
     authority.issue("apiserver", "kube-apiserver", hosts=hosts, client=False)
     authority.issue("admin", "admin", "system:masters")
     authority.issue("controllers", "system:kube-controller-manager")
     authority.issue("scheduler", "system:kube-scheduler")
     authority.issue("proxy", "system:kube-proxy")
-    authority.issue("kubelet", f"system:node:{NODE_NAME}", "system:nodes", [NODE_NAME, network.NODE])
+    authority.issue("kubelet", f"system:node:{NODE_NAME}", "system:nodes", [NODE_NAME, HERE.node])
     authority.issue("apiserver-kubelet", "apiserver-kubelet", "system:masters")
     authority.issue("front-proxy", "front-proxy")
     authority.service_account_keys()
@@ -145,7 +146,7 @@ def _kubeconfigs(folder: Path, port: int, address: str) -> Access:
         ("proxy", address),
     ):
         certificate, key = (pki / f"{name}.crt").read_text(), (pki / f"{name}.key").read_text()
-        found[name] = Access(f"https://{host}:{port}", ca, certificate, key)
+        found[name] = Access(f"https://{in_url(host)}:{port}", ca, certificate, key)
         found[name].write(folder / f"{name}.kubeconfig")
     return found["admin"]
 
@@ -167,7 +168,7 @@ def _api_server(folder: Path, port: int, etcd: str, address: str) -> list[str]:
     pki = folder / "pki"
     return [
         f"--etcd-servers={etcd}",
-        f"--bind-address={'127.0.0.1' if address == '127.0.0.1' else '0.0.0.0'}",
+        f"--bind-address={'127.0.0.1' if address == '127.0.0.1' else HERE.all}",
         # Loopback is refused as the address of the service `kubernetes`. With no node, nobody goes there.
         f"--advertise-address={'192.0.2.1' if address == '127.0.0.1' else address}",
         f"--secure-port={port}",
@@ -176,7 +177,7 @@ def _api_server(folder: Path, port: int, etcd: str, address: str) -> list[str]:
         f"--client-ca-file={pki}/ca.crt",
         "--authorization-mode=Node,RBAC",
         "--enable-admission-plugins=NodeRestriction",
-        f"--service-cluster-ip-range={network.SERVICES}",
+        f"--service-cluster-ip-range={HERE.services}",
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-signing-key-file={pki}/sa.key",
         f"--service-account-key-file={pki}/sa.pub",
@@ -217,7 +218,7 @@ def _controllers(folder: Path, port: int, tools: Tools) -> list[str]:
         f"--cluster-signing-key-file={pki}/ca.key",
         "--use-service-account-credentials=true",
         "--allocate-node-cidrs=false",
-        f"--service-cluster-ip-range={network.SERVICES}",
+        f"--service-cluster-ip-range={HERE.services}",
         # Many tests share it; what it may send by default, 20 requests a second, would be what they wait for.
         "--kube-api-qps=200",
         "--kube-api-burst=400",

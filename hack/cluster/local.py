@@ -29,7 +29,7 @@ def up(say: tools.Say) -> Path:
     here.mkdir(parents=True, mode=0o700)
     try:
         say("starting the control plane")
-        plane = control_plane.start(here, programs, network.HOST if with_node else "127.0.0.1")
+        plane = control_plane.start(here, programs, network.HERE.host if with_node else "127.0.0.1")
         if with_node:
             say("starting the node")
             node.start(plane, archive.pause(here / "pause.tar"))
@@ -65,7 +65,7 @@ def load(images: Path) -> None:
     if programs is None:
         raise tools.Unavailable("the programs of Kubernetes have gone; make cluster-tools")
     access = Access.read(here / "admin.kubeconfig")
-    node.Node(control_plane.ControlPlane(here, programs, network.HOST, access), running).load(images)
+    node.Node(control_plane.ControlPlane(here, programs, network.HERE.host, access), running).load(images)
 
 
 def _can_have_node(say: tools.Say) -> bool:

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from cluster import cgroups, network
 from cluster.control_plane import NODE_NAME
+from cluster.network import HERE
 from cluster.tools import Tools, version
 
 SOCKET = "/run/containerd/containerd.sock"
@@ -66,7 +67,7 @@ class _Programs:
             f"--config={config}",
             f"--kubeconfig={self.folder}/kubelet.kubeconfig",
             f"--hostname-override={NODE_NAME}",
-            f"--node-ip={network.NODE}",
+            f"--node-ip={HERE.node}",
             f"--root-dir={self.folder}/kubelet",
             *old,
             *endpoint,
@@ -99,18 +100,13 @@ def _mounts(folder: Path) -> None:
 
 def _network() -> None:
     _wait(lambda: subprocess.run(["ip", "link", "show", "eth0"], capture_output=True).returncode == 0, "the link")
-    for arguments in (
-        "link set lo up",
-        f"address add {network.NODE}/{network.LINK_BITS} dev eth0",
-        "link set eth0 up",
-        f"route add default via {network.HOST}",
-    ):
+    network.add_address(f"{HERE.node}/{HERE.link_bits}", "eth0")
+    for arguments in ("link set lo up", "link set eth0 up", f"route add default via {HERE.host} dev eth0"):
         subprocess.run(["ip", *arguments.split()], check=True)
-    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
-    # A pod that calls a service which leads back to its own bridge is only translated with this.
-    bridged = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
-    if bridged.exists():
-        bridged.write_text("1")
+    for setting in HERE.sysctls:
+        file = Path("/proc/sys", setting)
+        if file.exists():  # what has to do with bridges comes with a module
+            file.write_text("1")
 
 
 def _wait(ready: Callable[[], bool], what: str) -> None:
@@ -133,8 +129,8 @@ _CNI = {
             "hairpinMode": True,
             "ipam": {
                 "type": "host-local",
-                "ranges": [[{"subnet": network.PODS}]],
-                "routes": [{"dst": "0.0.0.0/0"}],
+                "ranges": [[{"subnet": HERE.pods}]],
+                "routes": [{"dst": HERE.everywhere}],
             },
         },
         {"type": "portmap", "capabilities": {"portMappings": True}},
@@ -189,7 +185,7 @@ def _kubelet(folder: Path, tools: Tools) -> dict[str, object]:
         "cgroupDriver": "cgroupfs",
         "cgroupRoot": f"/{cgroups.name(folder)}",
         "failSwapOn": False,
-        "clusterDNS": [network.DNS],
+        "clusterDNS": [HERE.dns],
         "clusterDomain": "cluster.local",
         "makeIPTablesUtilChains": False,
         "volumePluginDir": f"{folder}/plugins",
@@ -206,7 +202,8 @@ def _proxy(folder: Path) -> dict[str, object]:
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
         "mode": "iptables",
-        "clusterCIDR": network.PODS,
+        "clusterCIDR": HERE.pods,
+        "bindAddress": HERE.node,  # its family is the one that services are translated in
         "hostnameOverride": NODE_NAME,
         "clientConnection": {"kubeconfig": f"{folder}/proxy.kubeconfig"},
         # Limits of the whole machine, which are not the node's to change.

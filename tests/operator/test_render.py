@@ -37,6 +37,7 @@ from quire_spec.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("golden")
+POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 OPERATOR = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "quire"}}}
 CLUSTER = Cluster(
     admin_key="k", offers=frozenset(OPTIONAL), operator=OPERATOR, owner_uid="u-1",
@@ -352,7 +353,9 @@ def test_the_job_runs_what_the_download_takes(monkeypatch):
     (container,) = one(objects(of), "Job")["spec"]["template"]["spec"]["containers"]
     assert container["command"][:4] == ["tini", "--", "python3", "-m"]
     assert importlib.util.find_spec(container["command"][4]) is not None
-    monkeypatch.setenv(container["env"][0]["name"], container["env"][0]["value"])
+    pod_ip, port = container["env"]
+    assert pod_ip == POD_IP
+    monkeypatch.setenv(port["name"], port["value"])
     args = quire_server.download._parser().parse_args(container["args"])
     assert [p["containerPort"] for p in container["ports"] if p["name"] == "health"] == [args.progress_port]
     assert quire_server.download._source(args.source) == of.spec.model.source
@@ -445,7 +448,7 @@ def test_overrides_of_the_pod_are_merged_last():
     container, side = template["spec"]["containers"]
     assert side == {"name": "side", "image": "side:1"}
     assert container["resources"]["limits"] == {"memory": "24Gi", "nvidia.com/gpu": "1", "cpu": "8"}
-    assert container["env"] == [{"name": "NCCL_DEBUG", "value": "WARN"}]
+    assert container["env"] == [POD_IP, {"name": "NCCL_DEBUG", "value": "WARN"}]
     assert template["spec"]["priorityClassName"] == "high"
 
 

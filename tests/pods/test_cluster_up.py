@@ -22,7 +22,7 @@ import sys, time
 from pathlib import Path
 from cluster import archive, control_plane, network, node, tools
 folder = Path(sys.argv[1])
-plane = control_plane.start(folder, tools.find(), network.HOST, dies_with_us=True)
+plane = control_plane.start(folder, tools.find(), network.HERE.host, dies_with_us=True)
 node.start(plane, archive.pause(folder / "pause.tar"), dies_with_us=True)
 print("started", flush=True)
 time.sleep(600)

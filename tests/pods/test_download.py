@@ -17,6 +17,8 @@ from support.cluster import ROOT
 from support.pod import eventually
 from support.pods import API, SYSTEM, condition, door, examples_volume, llm, story, tales
 
+from quire_spec.address import in_url
+
 WEIGHTS = ROOT / "examples/models/tiny/model.safetensors"
 PORT = 8000
 HOLD = "/tmp/hold"
@@ -44,7 +46,7 @@ async def main():
     app.router.add_route("*", "/{{path:.*}}", files.handle)
     runner = web.AppRunner(app)
     await runner.setup()
-    await web.TCPSite(runner, "0.0.0.0", {PORT}).start()
+    await web.TCPSite(runner, port={PORT}).start()
     while True:
         (files.more.clear if pathlib.Path("{HOLD}").exists() else files.more.set)()
         await asyncio.sleep(0.1)
@@ -119,7 +121,7 @@ def namespace(cluster, operator, tmp_path_factory):
         wait = ["wait", "pod/place", "--for=condition=Ready", "--timeout=50s"]
         cluster.kubectl(*wait, namespace=name)
         host = cluster.get("v1", "Service", "place", name)["spec"]["clusterIP"]
-        http = {"url": f"http://{host}:{PORT}/", "sha256": "0" * 64}
+        http = {"url": f"http://{in_url(host)}:{PORT}/", "sha256": "0" * 64}
         cluster.apply(tales(model={"source": {"http": http}}, adapters=[]), name)
         yield name
 

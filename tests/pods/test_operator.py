@@ -9,9 +9,12 @@ import re
 import time
 
 import pytest
+from cluster.network import HERE
 from support.cluster import ROOT
 from support.pod import eventually
 from support.pods import API, SYSTEM, Door, condition, container, door, examples_volume, llm, pods, ready, story
+
+from quire_spec.address import is_v6
 
 SQL = {"name": "sql", "source": {"pvc": {"claimName": "examples", "path": "adapters/sql"}}}
 STORY, QUESTION = "Once upon a time", "Question: list the names of customers in Paris\nSQL:"
@@ -72,6 +75,14 @@ def test_base_and_adapter_answer_through_the_service(cluster, namespace):
     assert sorted(status["models"]) == ["pirate", "tales"]
     assert status["replicas"] == 1
     assert status["plan"]
+
+
+def test_pods_have_the_clusters_family_of_addresses(cluster, namespace):
+    if not cluster.programs:
+        pytest.skip("a cluster that is given has the addresses that it has")
+    found = [pod["status"]["podIP"] for where in (namespace, SYSTEM) for pod in cluster.items("v1", "Pod", where)]
+    assert len(found) >= 2
+    assert {is_v6(ip) for ip in found} == {is_v6(HERE.host)}
 
 
 def test_kubectl_shows_it(cluster, namespace):

@@ -428,11 +428,14 @@ def test_killed_servers_leave_neither_shared_memory_nor_copies_of_models(tmp_pat
     assert not pod.copies()
 
 
-def test_ipv6(tmp_path, folders):
-    with started(tmp_path / "pod", catalogue(1, a=folders["a"]), "--host=::1") as pod:
+@pytest.mark.parametrize(("host", "shown"), [("::1", "::1"), ("0.0.0.0", "::")])
+def test_ipv6(host, shown, tmp_path, folders, monkeypatch):
+    """Asked for, or that of the pod."""
+    monkeypatch.setenv("POD_IP", "fd00::7")
+    with started(tmp_path / "pod", catalogue(1, a=folders["a"]), f"--host={host}") as pod:
         pod.wait(lambda: "is ready" in pod.out.read_text(), 30, "ready")
         pod.processes()
-        assert f"gRPC      [::1]:{pod.ports['grpc']}\n" in pod.out.read_text()
+        assert f"gRPC      [{shown}]:{pod.ports['grpc']}\n" in pod.out.read_text()
         with urllib.request.urlopen(f"http://[::1]:{pod.ports['health']}/metrics", timeout=5) as answer:
             assert b"nv_inference" in answer.read()
         for port in ("http", "grpc"):

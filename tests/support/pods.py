@@ -22,6 +22,8 @@ from cluster import archive, cgroups, control_plane, images, network, node, proc
 from support.cluster import GIVEN, ROOT, Cluster, running
 from support.service import free_ports, grpc_text
 
+from quire_spec.address import in_url
+
 KIND = ROOT / "examples/kind"
 API = ("quire.dev/v1alpha1", "LLMService")
 SYSTEM = "quire-system"
@@ -42,7 +44,7 @@ def with_node(folder: Path) -> Iterator[Cluster]:
     node.prepare(print)
     archives = images.built()
     programs = tools.make(print)
-    plane = control_plane.start(folder / "control-plane", programs, network.HOST, dies_with_us=True)
+    plane = control_plane.start(folder / "control-plane", programs, network.HERE.host, dies_with_us=True)
     try:
         started = node.start(plane, archive.pause(folder / "pause.tar"), dies_with_us=True)
         for file in archives:
@@ -138,7 +140,7 @@ class Door:
 
     def text(self, model: str, prompt: str, max_tokens: int = 16) -> str:
         """What a model answers by gRPC, greedily, without the prompt."""
-        client = grpcclient.InferenceServerClient(f"{self.host}:{self.ports['grpc']}")
+        client = grpcclient.InferenceServerClient(f"{in_url(self.host)}:{self.ports['grpc']}")
         exclude = grpcclient.InferInput("exclude_input_in_output", [1], "BOOL")
         exclude.set_data_from_numpy(np.array([True]))
         answers: list[Any] = []

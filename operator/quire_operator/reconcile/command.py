@@ -19,6 +19,7 @@ from quire_operator.reconcile import log as logs
 from quire_operator.reconcile.controller import Controller, Settings
 from quire_operator.reconcile.health import serving
 from quire_operator.reconcile.lease import Lease
+from quire_spec.address import listening
 from quire_spec.errors import ConfigError, QuireError
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ async def operate(login: Login, options: argparse.Namespace) -> None:
     async with Client(login) as client, contextlib.AsyncExitStack() as stack:
         held: asyncio.Task[None] | None = None
         controller = Controller(client, settings)
-        port = await stack.enter_async_context(serving(controller, options.host, options.port))
+        port = await stack.enter_async_context(serving(controller, listening(options.host, os.environ), options.port))
         log.info("serving health and metrics port=%d server=%s", port, login.server)
         if options.lease:
             lease = Lease(client, login.namespace, options.lease, f"{socket.gethostname()}-{os.getpid()}")

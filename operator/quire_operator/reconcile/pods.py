@@ -22,6 +22,7 @@ import aiohttp
 from quire_operator.reconcile.adapters import is_ahead, needs_push
 from quire_operator.reconcile.conditions import short
 from quire_operator.reconcile.observed import Pod
+from quire_spec.address import in_url
 from quire_spec.catalogue import REPLACES, Catalogue, Mark
 from quire_spec.document import compact, from_json
 from quire_spec.errors import ConfigError
@@ -188,8 +189,7 @@ class _Admin:
     """The admin port of one pod."""
 
     def __init__(self, session: aiohttp.ClientSession, pod: Pod, key: str) -> None:
-        host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
-        self._session, self._base = session, f"http://{host}:{pod.health_port}"
+        self._session, self._base = session, f"http://{in_url(pod.ip)}:{pod.health_port}"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def visit(self, push: _Push | None) -> tuple[PodStatus, Exchange, str]:

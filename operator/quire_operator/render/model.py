@@ -10,6 +10,7 @@ from typing import Any
 from quire_operator.plan.memory import GIB
 from quire_operator.plan.plan import Plan, quantity, up
 from quire_operator.render import names
+from quire_operator.render.environment import environment
 from quire_operator.service import LLMService
 from quire_spec.catalogue import Source
 from quire_spec.document import compact, to_json
@@ -91,8 +92,6 @@ def download_container(service: LLMService, image: str, security: dict[str, Any]
 
     It answers on the health port, where in an init container nobody else listens yet.
     """
-    env = [{"name": PORT_VARIABLE, "value": str(service.spec.runtime.ports.health)}]
-    env += [{"name": e.name, "value": e.value} for e in service.spec.runtime.env]
     source = json.dumps(_identity(service.spec.model.source), sort_keys=True)
     return {
         "name": DOWNLOAD,
@@ -104,7 +103,7 @@ def download_container(service: LLMService, image: str, security: dict[str, Any]
             f"--secrets-dir={names.SECRETS_DIR}",
             f"--report={_TERMINATION_LOG}",
         ],
-        "env": env,
+        "env": environment(service, **{PORT_VARIABLE: str(service.spec.runtime.ports.health)}),
         "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
         "securityContext": security,
         "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -12,8 +12,10 @@ from quire_operator.plan.gpu import GPU_RESOURCE, PRODUCT_LABEL
 from quire_operator.plan.host import start_seconds
 from quire_operator.plan.plan import Plan
 from quire_operator.render import model, names, security
+from quire_operator.render.environment import environment
 from quire_operator.render.merge import merge
 from quire_operator.service import LLMService
+from quire_spec.address import ALL
 
 CONTAINER = names.SERVER
 PROPAGATION_S = 10
@@ -89,12 +91,11 @@ def _spec(service: LLMService, plan: Plan, engine_map: str) -> dict[str, Any]:
 
 def _container(service: LLMService, plan: Plan) -> dict[str, Any]:
     runtime = service.spec.runtime
-    env = [{"name": e.name, "value": e.value} for e in runtime.env]
     return {
         "name": CONTAINER,
         "image": plan.image.value,
         "args": arguments(service),
-        **({"env": env} if env else {}),
+        "env": environment(service),
         "ports": [{"name": n, "containerPort": getattr(runtime.ports, n)} for n in runtime.ports.__slots__],
         "resources": _resources(service, plan),
         "startupProbe": {
@@ -132,7 +133,7 @@ def arguments(service: LLMService) -> list[str]:
         f"--served-name={service.served_name}",
         f"--run-dir={names.RUN_DIR}",
         f"--cache-dir={names.CACHE_DIR}/adapters",
-        "--host=0.0.0.0",
+        f"--host={ALL}",
         *(f"--{name}-port={getattr(ports, name)}" for name in ports.__slots__),
         f"--admin-key-file={names.ADMIN_DIR}/{names.ADMIN_KEY}",
         f"--secrets-dir={names.SECRETS_DIR}",

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a process listens, and addresses in URLs."""
+
+import pytest
+
+from quire_spec.address import in_url, listening
+
+
+@pytest.mark.parametrize(
+    ("host", "pod_ip", "expected"),
+    [
+        ("0.0.0.0", None, "0.0.0.0"),
+        ("0.0.0.0", "10.244.0.7", "0.0.0.0"),
+        ("0.0.0.0", "fd00:10:244::7", "::"),
+        ("127.0.0.1", "fd00:10:244::7", "127.0.0.1"),
+        ("::", "10.244.0.7", "::"),
+        ("localhost", None, "localhost"),
+    ],
+)
+def test_all_addresses_are_those_of_the_pods_family(host, pod_ip, expected):
+    assert listening(host, {} if pod_ip is None else {"POD_IP": pod_ip}) == expected
+
+
+def test_in_a_url():
+    assert [in_url(host) for host in ("::1", "10.0.0.1", "localhost")] == ["[::1]", "10.0.0.1", "localhost"]
