@@ -25,7 +25,7 @@ from quire_server.settings import Settings
 from quire_server.sources import SourceOptions
 from quire_server.supervisor import Supervisor
 from quire_spec import names
-from quire_spec.address import is_v6
+from quire_spec.address import in_url, is_v6
 from quire_spec.catalogue import Catalogue
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError
@@ -118,6 +118,6 @@ def _check_ports(settings: Settings) -> None:
                 probe.bind((settings.host, port))
             except OSError as error:
                 raise ConfigError(
-                    f"{flag} {port}: cannot listen on {settings.host}:{port} ({error.strerror}); "
+                    f"{flag} {port}: cannot listen on {in_url(settings.host)}:{port} ({error.strerror}); "
                     "stop what is there, or give another port"
                 ) from error

@@ -130,6 +130,7 @@ def tune_rows(card: Card, limits: Limits, shape: Shape) -> Iterator[Row]:
         for p in (528, 1056, 2112)
         for s in (2, 3, 4)
     ]
+    expands.append(forms.Tiles(early=False))
     tried = {"down": shrinks, "gate, up": expands} if card.is_gpu else {"down": shrinks[:1]}
     for name, all_tiles in tried.items():
         for tiles in all_tiles:

@@ -25,7 +25,7 @@ from support import sass
 from support.spans import make_batch
 
 import quire_kernels as ops
-from quire_kernels.gpu import attention
+from quire_kernels.gpu import attention, lora
 
 BF16 = torch.bfloat16
 found: list[dict[str, Any]] = []
@@ -64,6 +64,7 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> 
             "matrix": matrix,
             "from_registers": sum(bool(each.left) for each in sass.parse(code)[0]),
             "overwritten": sass.overwritten(code),
+            "early": [word for word in ("launch_dependents", "wait") if f"griddepcontrol.{word}" in kernel.asm["ptx"]],
             "wide_copies": kernel.asm["ptx"].count("cp.async.cg.shared.global [ %"),
             # Copies that a wait leaves on their way.
             "in_flight": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.asm["ptx"])), default=0),
@@ -80,6 +81,7 @@ def _tool(name: str, *args: str) -> str:
 def _call_all() -> None:
     own = lambda op: op.named("cuda", "own")  # noqa: E731
     attention.num_workers = lambda device: 3 * 132  # type: ignore[assignment]
+    lora.launches_early = attention.launches_early = lambda device: True  # type: ignore[assignment]
     for spans in ([(1500, 1)] * 3, [(0, 700)], [(1500, 1), (0, 700)], [(40, 1)], [(3, 1)] * 16, [(0, 90)] * 5):
         queries, cache, batch = make_batch(spans, heads=(32, 8), head_dim=128, dtype=BF16)
         own(ops.paged_attention)(queries, cache, batch, 0.1)

@@ -27,12 +27,15 @@ import triton.language as tl
 from torch import Tensor
 
 from quire_kernels.attention import AttentionBatch
+from quire_kernels.gpu.early_launch import launches_early
 
 WORKERS_PER_SM = 3
 """Workers that share a multiprocessor: while one begins a pair, the others read. Three fit by shared memory, at 73 KB
 for heads of 128 in bfloat16 (compiled for sm_90)."""
 MIN_SHARE = 2
 """Tiles of keys below which a worker's share is not cut: a partial result must be written, read and merged."""
+EARLY = True
+"""Whether `_combine` is launched while `_attend` runs, where the card can do that; see early_launch.py."""
 INTERPRETED_WORKERS = 5
 _PARTS = 16
 
@@ -85,6 +88,7 @@ def paged_attention(
     dim = max(triton.next_power_of_2(head_dim), 16)
     partials, stats = _workspace(queries, workers, short_rows, dim)
     out = queries.new_empty(num_tokens, num_heads, head_dim)
+    early = EARLY and has_short and launches_early(queries.device)
     sizes = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "SHORT_ROWS": short_rows}
     _attend[(workers + max_blocks * num_kv_heads,)](
         queries,
@@ -112,6 +116,7 @@ def paged_attention(
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
         MIN_SHARE=MIN_SHARE,
+        EARLY=early,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         maxnreg=tiles.max_registers,
@@ -128,7 +133,9 @@ def paged_attention(
             WORKERS=workers,
             MIN_SHARE=MIN_SHARE,
             PARTS=_PARTS,
+            EARLY=early,
             num_warps=2,
+            launch_pdl=early,
             **sizes,
         )
     return out
@@ -269,7 +276,10 @@ def _attend(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     MIN_SHARE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     if pid < WORKERS:
         _attend_shorts(
@@ -472,6 +482,7 @@ def _combine(
     SHORT_ROWS: tl.constexpr,
     MIN_SHARE: tl.constexpr,
     PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One row of the pair (span, KV head) that is cut between workers `program_id(0) - 1` and `program_id(0)` for the
     first time."""
@@ -480,36 +491,39 @@ def _combine(
     total = tl.load(work + num_spans) * NUM_KV_HEADS
     share = _share(total, WORKERS, MIN_SHARE)
     cut = worker * share
-    if cut < total:
-        span = _find(work, num_spans, cut // NUM_KV_HEADS)
-        before = tl.load(work + span)
-        tiles = tl.load(work + span + 1) - before
-        head = (cut - before * NUM_KV_HEADS) // tiles
-        first = before * NUM_KV_HEADS + head * tiles
-        start = tl.load(query_starts + span)
-        length = tl.load(query_starts + span + 1) - start
-        if (first < cut) & (first >= cut - share) & (row < length * GROUP):
-            dims = tl.arange(0, DIM)
-            acc = tl.zeros([DIM], dtype=tl.float32)
-            most = float("-inf")
-            weight = 0.0
-            last_worker = (first + tiles - 1) // share
-            for some in range(worker - 1, last_worker + 1, PARTS):
-                workers = some + tl.arange(0, PARTS)
-                there = workers <= last_worker
-                # The pair comes first in a worker's share unless it begins within it.
-                slot = (2 * workers + tl.where(first > workers * share, 1, 0)) * SHORT_ROWS + row
-                peaks = tl.load(stats + slot, mask=there, other=float("-inf"))
-                weights = tl.load(stats + 2 * WORKERS * SHORT_ROWS + slot, mask=there, other=0.0)
-                readable = there[:, None] & (dims < HEAD_DIM)[None, :]
-                sums = tl.load(partials + slot[:, None] * DIM + dims[None, :], mask=readable, other=0.0)
-                new_most = tl.maximum(most, tl.max(peaks, axis=0))
-                base = tl.where(new_most == float("-inf"), 0.0, new_most)
-                factors = tl.exp2(peaks - base)
-                kept = tl.exp2(most - base)
-                weight = weight * kept + tl.sum(weights * factors, axis=0)
-                acc = acc * kept + tl.sum(sums * factors[:, None], axis=0)
-                most = new_most
-            token = (start + row // GROUP).to(tl.int64)
-            place = out + (token * NUM_KV_HEADS * GROUP + head * GROUP + row % GROUP) * HEAD_DIM + dims
-            tl.store(place, (acc / tl.maximum(weight, 1.0)).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    span = _find(work, num_spans, cut // NUM_KV_HEADS)
+    before = tl.load(work + span)
+    # Past the last share there is nothing to divide by.
+    tiles = tl.maximum(tl.load(work + span + 1) - before, 1)
+    head = (cut - before * NUM_KV_HEADS) // tiles
+    first = before * NUM_KV_HEADS + head * tiles
+    start = tl.load(query_starts + span)
+    length = tl.load(query_starts + span + 1) - start
+    if EARLY:
+        # In every program: where nothing is cut, there was work all the same.
+        tl.extra.cuda.gdc_wait()
+    if (cut < total) & (first < cut) & (first >= cut - share) & (row < length * GROUP):
+        dims = tl.arange(0, DIM)
+        acc = tl.zeros([DIM], dtype=tl.float32)
+        most = float("-inf")
+        weight = 0.0
+        last_worker = (first + tiles - 1) // share
+        for some in range(worker - 1, last_worker + 1, PARTS):
+            workers = some + tl.arange(0, PARTS)
+            there = workers <= last_worker
+            # The pair comes first in a worker's share unless it begins within it.
+            slot = (2 * workers + tl.where(first > workers * share, 1, 0)) * SHORT_ROWS + row
+            peaks = tl.load(stats + slot, mask=there, other=float("-inf"))
+            weights = tl.load(stats + 2 * WORKERS * SHORT_ROWS + slot, mask=there, other=0.0)
+            readable = there[:, None] & (dims < HEAD_DIM)[None, :]
+            sums = tl.load(partials + slot[:, None] * DIM + dims[None, :], mask=readable, other=0.0)
+            new_most = tl.maximum(most, tl.max(peaks, axis=0))
+            base = tl.where(new_most == float("-inf"), 0.0, new_most)
+            factors = tl.exp2(peaks - base)
+            kept = tl.exp2(most - base)
+            weight = weight * kept + tl.sum(weights * factors, axis=0)
+            acc = acc * kept + tl.sum(sums * factors[:, None], axis=0)
+            most = new_most
+        token = (start + row // GROUP).to(tl.int64)
+        place = out + (token * NUM_KV_HEADS * GROUP + head * GROUP + row % GROUP) * HEAD_DIM + dims
+        tl.store(place, (acc / tl.maximum(weight, 1.0)).to(out.dtype.element_ty), mask=dims < HEAD_DIM)

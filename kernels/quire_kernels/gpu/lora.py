@@ -6,6 +6,8 @@ linear are split between programs, each of which writes a plane of its own of A 
 order. So nothing is cleared before, nothing is added atomically, and the result is the same every time. Grids and
 constants follow from the sizes of the step and of the slots alone, so a captured step serves whatever the slots hold
 later: programs read an adapter's rank on the device, and loop to it. Never run on a GPU yet: tested in the interpreter.
+
+Expand is launched while shrink runs, where the card can do that (early_launch.py).
 """
 
 import functools
@@ -17,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire_kernels import lora as ops
+from quire_kernels.gpu.early_launch import launches_early
 from quire_kernels.linear import linear
 from quire_kernels.lora import AdapterBatch
 from quire_kernels.lora_slots import ALIGNMENT, LinearSlots
@@ -48,6 +51,8 @@ class Tiles:
     shrink_stages: int = 4
     """Of the compiler's pipeline: 3 tiles of x and A are on their way while one is multiplied."""
     expand_stages: int = 3
+    early: bool = True
+    """Whether expand is launched while shrink runs, where the card can do that; see early_launch.py."""
 
 
 TILES = Tiles()
@@ -60,8 +65,9 @@ def add_lora(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch)
     [num_splits, num_tokens, num_slices, rank], are written once, and read once by each program of expand.
     """
     planes = _planes(x, adapters, batch)
-    _launch_shrink(planes, x, adapters, batch)
-    _launch_expand_planes(out, planes, adapters, batch)
+    early = TILES.early and launches_early(x.device)
+    _launch_shrink(planes, x, adapters, batch, early)
+    _launch_expand_planes(out, planes, adapters, batch, early)
 
 
 def adapted_linear(
@@ -76,10 +82,10 @@ def adapted_linear(
     planes = _planes(x, adapters, batch)
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        _launch_shrink(planes, x, adapters, batch)
+        _launch_shrink(planes, x, adapters, batch, early=False)
     out = linear(x, weight, bias, residual)
     main.wait_stream(side)
-    _launch_expand_planes(out, planes, adapters, batch)
+    _launch_expand_planes(out, planes, adapters, batch, early=False)
     return out
 
 
@@ -98,7 +104,8 @@ def _planes(x: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> Tensor:
     return x.new_empty((num_splits, num_tokens, num_slices, ld_planes), dtype=torch.float32)
 
 
-def _launch_shrink(planes: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
+def _launch_shrink(planes: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch, early: bool) -> None:
+    """`early`: the next launch in the stream may begin, and waits for this one by itself."""
     in_features, routing = x.shape[1], _routing(batch)
     num_splits, _, num_slices, ld_planes = planes.shape
     assert x.stride(1) == 1 and num_slices <= 3
@@ -119,21 +126,23 @@ def _launch_shrink(planes: Tensor, x: Tensor, adapters: LinearSlots, batch: Adap
         _share(in_features, len(routing.slots) * num_slices),
         **_constants(adapters),
         INPUTS=TILES.inputs,
+        EARLY=early,
         num_warps=4,
         num_stages=TILES.shrink_stages,
     )
 
 
-def _launch_expand_planes(out: Tensor, planes: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
+def _launch_expand_planes(out: Tensor, planes: Tensor, adapters: LinearSlots, batch: AdapterBatch, early: bool) -> None:
+    """`early`: the launch before it in the stream is the shrink of these planes, and may not be over."""
     assert out.stride(1) == 1
     strides = planes.stride(0), planes.stride(1)
-    _launch_expand(out, planes, *strides, len(planes), adapters, _routing(batch), looked_up=False)
+    _launch_expand(out, planes, *strides, len(planes), adapters, _routing(batch), looked_up=False, early=early)
 
 
 def add_lora_rows(out: Tensor, token_ids: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
     """See lora.add_lora_rows. One launch; reads a row of A for each token and B once for each tile."""
     assert out.stride(1) == 1
-    _launch_expand(out, token_ids, 0, 0, 1, adapters, _routing(batch), looked_up=True)
+    _launch_expand(out, token_ids, 0, 0, 1, adapters, _routing(batch), looked_up=True, early=False)
 
 
 def _routing(batch: AdapterBatch) -> Routing:
@@ -161,6 +170,7 @@ def _launch_expand(
     adapters: LinearSlots,
     routing: Routing,
     looked_up: bool,
+    early: bool,
 ) -> None:
     """`source`: planes, or token ids whose rows of A are read."""
     first, second, third = (*adapters.site.widths, 0, 0)[:3]
@@ -190,8 +200,10 @@ def _launch_expand(
         MANY=adapters.max_rank > _WIDEST,
         COLUMNS=TILES.columns,
         LOOKED_UP=looked_up,
+        EARLY=early,
         num_warps=4,
         num_stages=TILES.expand_stages,
+        launch_pdl=early,
     )
 
 
@@ -216,7 +228,10 @@ def _shrink(
     NARROW: tl.constexpr,
     WIDE: tl.constexpr,
     INPUTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     tile, split, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(tile_slots_ptr + tile).to(tl.int64)
     if slot >= 0:
@@ -294,6 +309,7 @@ def _expand(
     MANY: tl.constexpr,
     COLUMNS: tl.constexpr,
     LOOKED_UP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     tile, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tile_slots_ptr + tile).to(tl.int64)
@@ -316,6 +332,10 @@ def _expand(
         else:
             shrunk_ptr = source_ptr + rows * ld_source + index * slice_size
         to = out_ptr + rows * ld_out + start
+        if EARLY:
+            # What was read so far was there when shrink began. A program without a slot need not wait: where no program
+            # waits, there was nothing to shrink either.
+            tl.extra.cuda.gdc_wait()
         if rank <= NARROW:
             if rank > 0:
                 _expand_columns(

@@ -18,6 +18,8 @@ REGISTERS = 64 << 10
 MAX_STACK = 64
 """Bytes that a thread may spill: a few registers."""
 
+EARLY = ("_attend", "_combine", "_shrink", "_expand")
+
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
@@ -47,6 +49,14 @@ def test_deltas_are_multiplied_without_the_matrix_units_of_hopper(kernels):
     of_lora = [k for k in kernels if k["name"] in ("_shrink", "_expand")]
     assert not any(k["matrix"] for k in of_lora)
     assert all(k["wide_copies"] for k in of_lora)
+
+
+def test_kernels_that_begin_early_wait_by_themselves(kernels):
+    """Prompts have nothing to put together, and rows that are looked up no shrink before them."""
+    found = {name: {tuple(k["early"]) for k in kernels if k["name"] == name} for name in EARLY}
+    first, second = ("launch_dependents",), ("wait",)
+    assert found == {"_attend": {first, ()}, "_combine": {second}, "_shrink": {first}, "_expand": {second, ()}}
+    assert not any(k["early"] for k in kernels if k["name"] not in EARLY)
 
 
 def test_a_step_of_another_size_finds_its_kernels_compiled(kernels):
