@@ -119,7 +119,9 @@ def test_no_pod_before_the_model_is_there_and_every_step_is_told(cluster, namesp
         assert operating.status()["cache"] == {"state": "Failed", "bytes": "1000"}
         downloads(kubelet, namespace, ended(Result.DOWNLOADED, bytes=2**20, revision=COMMIT))
         says(operating, "ModelCached", "True", "Downloaded")
-        assert operating.status()["cache"] == {"state": "Ready", "bytes": str(2**20), "revision": COMMIT}
+        # News of the Job may be here before its pod's.
+        there = {"state": "Ready", "bytes": str(2**20), "revision": COMMIT}
+        eventually(lambda: operating.status()["cache"] == there, 30, f"{there}")
         says(operating, "Ready", "True", "Ready")
         reasons = [e["reason"] for e in cluster.items("events.k8s.io/v1", "Event", namespace)]
         assert {"Downloading", "AuthFailed", "Downloaded"} <= set(reasons)

@@ -327,6 +327,11 @@ def test_a_model_that_is_there():
     assert later["cache"] == found["cache"], "the Job's pod is gone, what it said is not"
 
 
+def test_a_model_that_is_there_before_its_pod_has_said_so():
+    found = of(healthy(job_pods=(ended_download(Result.AUTH_FAILED),)))
+    assert (found["cache"], condition(found, "ModelCached")["message"]) == ({"state": "Ready"}, "all files are there")
+
+
 DOWNLOADS = {
     "the Job is being made": ({"job": None}, "DownloadPending", "Pending", "being made"),
     "its pod has no node": (

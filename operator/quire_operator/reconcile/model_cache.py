@@ -49,8 +49,10 @@ def _of_job(
     outcomes = [outcome for pod in pods if (outcome := _outcome(pod))]
     last = outcomes[-1] if outcomes else None
     if job_succeeded(observed.job):
-        # A Job's pod goes, and what it said with it; one that found all there does not know the commit.
-        cache = (dict(before) if before.get("state") == "Ready" else {}) | _cache("Ready", last)
+        # A Job's pod goes, and what it said with it; one that found all there does not know the commit. And news of the
+        # Job may be here before those of its last pod: what a try before it said is not what there is.
+        done = [outcome for outcome in outcomes if outcome.result is Result.DOWNLOADED]
+        cache = (dict(before) if before.get("state") == "Ready" else {}) | _cache("Ready", done[-1] if done else None)
         return _condition(True, Reason.DOWNLOADED, _there(cache)), cache
     if failed := _job_condition(observed.job, "Failed"):
         reason, message = _failure(service, pods, last)
