@@ -211,6 +211,8 @@ def tune_rows(card: Card, limits: Limits, shape: Shape) -> Iterator[Row]:
         tiles = replace(base, short_keys=keys, stages=stages, warps=warps, max_registers=min(room, 248))
         what = f"tune decode: keys {keys}, stages {stages}, warps {warps}, workers {per_sm} a multiprocessor"
         yield from _tuned(card, limits, what, tiles, per_sm, call, num_bytes, 0.0)
+    with mock.patch.object(forms, "launches_early", lambda _: False):
+        yield Row.of("tune decode: no early launch", card.seconds([call]), limits, num_bytes)
     spans = [(0, 8192)] if card.is_gpu else [(0, 40)]
     call, long_bytes, flops = _span_call(card, shape, spans)
     longs = [(r, k, w, s) for r in (64, 128) for k in (32, 64, 128) for w in (4, 8) for s in (3, 5, 7)]

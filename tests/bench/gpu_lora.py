@@ -130,13 +130,15 @@ def tune_rows(card: Card, limits: Limits, shape: Shape) -> Iterator[Row]:
         for p in (528, 1056, 2112)
         for s in (2, 3, 4)
     ]
-    expands.append(forms.Tiles(early=False))
     tried = {"down": shrinks, "gate, up": expands} if card.is_gpu else {"down": shrinks[:1]}
     for name, all_tiles in tried.items():
         for tiles in all_tiles:
             sizes = ", ".join(f"{f.name} {getattr(tiles, f.name)}" for f in fields(tiles))
             with mock.patch.object(forms, "TILES", tiles):
                 yield _kernel_row(card, limits, f"tune adapters on {name}: {sizes}", sites[name], num, rank, slots)
+        with mock.patch.object(forms, "launches_early", lambda _: False):
+            what = f"tune adapters on {name}: no early launch"
+            yield _kernel_row(card, limits, what, sites[name], num, rank, slots)
 
 
 def _batch(card: Card) -> tuple[int, int, int]:

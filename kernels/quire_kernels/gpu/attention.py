@@ -34,8 +34,6 @@ WORKERS_PER_SM = 3
 for heads of 128 in bfloat16 (compiled for sm_90)."""
 MIN_SHARE = 2
 """Tiles of keys below which a worker's share is not cut: a partial result must be written, read and merged."""
-EARLY = True
-"""Whether `_combine` is launched while `_attend` runs, where the card can do that; see early_launch.py."""
 INTERPRETED_WORKERS = 5
 _PARTS = 16
 
@@ -88,7 +86,7 @@ def paged_attention(
     dim = max(triton.next_power_of_2(head_dim), 16)
     partials, stats = _workspace(queries, workers, short_rows, dim)
     out = queries.new_empty(num_tokens, num_heads, head_dim)
-    early = EARLY and has_short and launches_early(queries.device)
+    early = has_short and launches_early(queries.device)
     sizes = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "SHORT_ROWS": short_rows}
     _attend[(workers + max_blocks * num_kv_heads,)](
         queries,

@@ -9,10 +9,13 @@ read. So the launch costs nothing, nor do such reads, each of which waits for th
 A kernel may be over before the one that it did not wait for, and the next one would begin too early: some program has
 to wait whenever the first kernel does anything.
 
+QUIRE_EARLY_LAUNCH=0 turns it off, for comparing and for narrowing down a fault.
+
 Source: the CUDA C++ programming guide, and vLLM's LoRA kernels, which do the same.
 """
 
 import functools
+import os
 
 import torch
 import triton
@@ -20,7 +23,7 @@ import triton
 
 @functools.cache
 def launches_early(device: torch.device) -> bool:
-    """Whether this device can, and kernels are compiled."""
-    if device.type != "cuda" or triton.knobs.runtime.interpret:
+    """Whether this device can, kernels are compiled, and nobody turned it off."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret or os.environ.get("QUIRE_EARLY_LAUNCH") == "0":
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -51,8 +51,6 @@ class Tiles:
     shrink_stages: int = 4
     """Of the compiler's pipeline: 3 tiles of x and A are on their way while one is multiplied."""
     expand_stages: int = 3
-    early: bool = True
-    """Whether expand is launched while shrink runs, where the card can do that; see early_launch.py."""
 
 
 TILES = Tiles()
@@ -65,7 +63,7 @@ def add_lora(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch)
     [num_splits, num_tokens, num_slices, rank], are written once, and read once by each program of expand.
     """
     planes = _planes(x, adapters, batch)
-    early = TILES.early and launches_early(x.device)
+    early = launches_early(x.device)
     _launch_shrink(planes, x, adapters, batch, early)
     _launch_expand_planes(out, planes, adapters, batch, early)
 

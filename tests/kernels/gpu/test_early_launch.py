@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a kernel is launched before the one before it is over."""
+
+import pytest
+import torch
+import triton
+
+from quire_kernels.gpu.early_launch import launches_early
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "interpreted", "wanted", "expected"),
+    [
+        ("cuda", (9, 0), False, None, True),
+        ("cuda", (10, 0), False, "1", True),
+        ("cuda", (9, 0), False, "0", False),
+        ("cuda", (8, 9), False, None, False),
+        ("cuda", (9, 0), True, None, False),
+        ("cpu", (9, 0), False, None, False),
+    ],
+)
+def test_on_hopper_where_kernels_are_compiled(monkeypatch, device, capability, interpreted, wanted, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", interpreted)
+    if wanted is not None:
+        monkeypatch.setenv("QUIRE_EARLY_LAUNCH", wanted)
+    assert launches_early.__wrapped__(torch.device(device)) is expected
