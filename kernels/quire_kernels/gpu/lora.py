@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels import lora as ops
 from quire_kernels.gpu.early_launch import launches_early
 from quire_kernels.linear import linear
 from quire_kernels.lora import AdapterBatch
@@ -62,10 +61,7 @@ def add_lora(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch)
     Reads an adapter's matrices once for each tile of its tokens, from memory the first time. The planes, float32
     [num_splits, num_tokens, num_slices, rank], are written once, and read once by each program of expand.
     """
-    planes = _planes(x, adapters, batch)
-    early = launches_early(x.device)
-    _launch_shrink(planes, x, adapters, batch, early)
-    _launch_expand_planes(out, planes, adapters, batch, early)
+    _launch_both(out, x, adapters, batch, launches_early(x.device))
 
 
 def adapted_linear(
@@ -74,7 +70,10 @@ def adapted_linear(
     """See lora.adapted_linear. In a captured step the launch that shrinks has a branch of its own in the graph, beside
     the base's product; expand comes after both. (This has never run on a GPU.)"""
     if not torch.cuda.is_current_stream_capturing():
-        return ops.adapted_linear.reference(x, weight, bias, residual, adapters, batch)
+        out = linear(x, weight, bias, residual)
+        # The kernels of the capture, which has to find them compiled.
+        _launch_both(out, x, adapters, batch, early=False)
+        return out
     main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
     # Of the step's own stream, which uses it last.
     planes = _planes(x, adapters, batch)
@@ -85,6 +84,12 @@ def adapted_linear(
     main.wait_stream(side)
     _launch_expand_planes(out, planes, adapters, batch, early=False)
     return out
+
+
+def _launch_both(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch, early: bool) -> None:
+    planes = _planes(x, adapters, batch)
+    _launch_shrink(planes, x, adapters, batch, early)
+    _launch_expand_planes(out, planes, adapters, batch, early)
 
 
 @functools.cache

@@ -168,10 +168,31 @@ def test_a_stream_of_its_own_is_only_for_who_asks(monkeypatch):
     assert adapted_linear._choose("cuda") is adapted_linear.reference
     monkeypatch.setattr(dispatch, "wishes", lambda: {"adapted_linear": "side"})
     assert adapted_linear._choose("cuda") is forms.adapted_linear
-    # Outside of a capture it does what the other one does.
+
+
+def test_a_capture_finds_its_kernels_compiled(monkeypatch):
+    """By the same step before it, which is not captured: nothing is launched early there, either."""
+    early = []
+
+    def logged(function):
+        def run(*args):
+            early.append(args[-1])
+            return function(*args[:-1], False)
+
+        return run
+
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(adapted_linear, "reference", lambda *args: args)
-    assert forms.adapted_linear(1, 2, 3, 4, 5, 6) == (1, 2, 3, 4, 5, 6)
+    monkeypatch.setattr(forms, "launches_early", lambda _: True)
+    for name in ("_launch_shrink", "_launch_expand_planes"):
+        monkeypatch.setattr(forms, name, logged(getattr(forms, name)))
+    site, ranks = SITES["q, k and v"]
+    module, batch = _filled([site], 0, ranks, torch.float32), _batch(_shuffled())
+    x, weight = torch.randn(35, 40), torch.randn(136, 40)
+    found = adapted_linear.named("cuda", "side")(x, weight, None, None, module, batch)
+    assert early == [False, False]
+    torch.testing.assert_close(found, adapted_linear.reference(x, weight, None, None, module, batch))
+    own(add_lora)(found, x, module, batch)
+    assert early[2:] == [True, True]
 
 
 def test_deltas_of_another_adapter_in_the_same_slot():
