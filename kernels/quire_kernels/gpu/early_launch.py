@@ -26,4 +26,5 @@ def launches_early(device: torch.device) -> bool:
     """Whether this device can, kernels are compiled, and nobody turned it off."""
     if device.type != "cuda" or triton.knobs.runtime.interpret or os.environ.get("QUIRE_EARLY_LAUNCH") == "0":
         return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    # AMD's have such numbers too, and another instruction set.
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

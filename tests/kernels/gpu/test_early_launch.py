@@ -25,3 +25,10 @@ def test_on_hopper_where_kernels_are_compiled(monkeypatch, device, capability, i
     if wanted is not None:
         monkeypatch.setenv("QUIRE_EARLY_LAUNCH", wanted)
     assert launches_early.__wrapped__(torch.device(device)) is expected
+
+
+def test_not_on_amd(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not launches_early.__wrapped__(torch.device("cuda"))
