@@ -14,7 +14,7 @@ SIDE_BY_SIDE = -n 2 --dist loadfile --no-loadscope-reorder
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
 # A Kubernetes for tests and for people: hack/cluster. IPV6=1: one without any address of IPv4.
-export QUIRE_CLUSTER_IPV6 = $(IPV6)
+export QUIRE_CLUSTER_IPV6 ?= $(IPV6)
 CLUSTER = PYTHONPATH=hack $(BIN)/python -m cluster
 
 help: ## this list

@@ -76,7 +76,7 @@ def install() -> None:
                 _library.impl(name, _Emulated(operation).__call__, "CUDA", allow_override=True)
         real_copy = _copy_by(lambda to, source, ahead: copy.call_boxed(keys, to, source, ahead))
         _library.impl("aten::copy_", real_copy, "CUDA", allow_override=True)
-    # Only CUDA has them.
+    # Fused attention has operations of its own for CUDA, which no other device can do in its place.
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
