@@ -231,7 +231,9 @@ class DecodeGraphs:
             self._state.lengths.index_copy_(0, rows, positions.to(torch.int32))
             prepare_inputs(rows, query_starts, self._state, self._kv.block_size, inputs)
             # Made in each run: what it plans for its layers belongs to this run.
-            attention = AttentionBatch(query_starts, inputs.context_lengths, inputs.block_tables, _no_groups, 1, 1)
+            attention = AttentionBatch(
+                query_starts, inputs.context_lengths, inputs.block_tables, _no_groups, lengths=[1] * size
+            )
             batch = Batch(
                 token_ids=tokens,
                 positions=inputs.positions,

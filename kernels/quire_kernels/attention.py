@@ -2,8 +2,9 @@
 """Attention of a mixed batch over the paged cache: prompts, chunks of prompts and decoded tokens side by side."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,15 @@ class SpanGroup:
         return self.masks[window]
 
 
+class Opening(NamedTuple):
+    """A span that begins its sequence: a whole prompt, or its first chunk. Its tokens see each other, no others."""
+
+    span: int
+    first: int
+    """Its first token's row in the batch."""
+    length: int
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
     """What the attention of every layer of a step needs to know; made once a step by `plan_attention`."""
@@ -82,10 +92,12 @@ class AttentionBatch:
     """[num_spans, max_blocks] int64, padded with a block of the same span."""
     group: Callable[[], tuple[SpanGroup, ...]]
     """Makes `groups`."""
-    shortest: int
-    """Tokens of the shortest span."""
-    longest: int
-    """Tokens of the longest one."""
+    lengths: Sequence[int]
+    """Tokens of each span."""
+    openings: tuple[Opening, ...] = ()
+    """In a captured step, which has only decoding spans: none."""
+    apart_from: int | None = None
+    """Openings of as many tokens or more are somebody else's: nothing is computed for them."""
     plans: dict[object, Tensor] = field(default_factory=dict)
     """What a form has planned on the device for all layers of the step."""
 
@@ -93,6 +105,17 @@ class AttentionBatch:
     def groups(self) -> tuple[SpanGroup, ...]:
         """The same spans, as the gathering form takes them."""
         return self.group()
+
+    @functools.cached_property
+    def shortest(self) -> int:
+        """Tokens of the shortest span."""
+        return min(self.lengths)
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Tokens of the longest span that is not somebody else's."""
+        apart = {o.span for o in self.openings if self.apart_from is not None and o.length >= self.apart_from}
+        return max(length for span, length in enumerate(self.lengths) if span not in apart)
 
 
 def plan_attention(
@@ -112,6 +135,7 @@ def plan_attention(
     for length in lengths:
         query_starts.append(query_starts[-1] + length)
     contexts = [start + length for start, length in zip(starts, lengths, strict=True)]
+    openings = (Opening(i, query_starts[i], length) for i, length in enumerate(lengths) if starts[i] == 0)
 
     def group() -> tuple[SpanGroup, ...]:
         groupings = _groupings(starts, lengths, cache)
@@ -122,8 +146,8 @@ def plan_attention(
         on_device(torch.tensor(contexts, dtype=torch.int32), device),
         on_device(block_tables, device),
         group,
-        min(lengths),
-        max(lengths),
+        lengths,
+        tuple(openings),
     )
 
 
@@ -274,6 +298,7 @@ def _in_place(
 
 
 paged_attention.form_in("cuda", "own", "quire_kernels.gpu.attention")
+paged_attention.form_in("cuda", "fused", "quire_kernels.gpu.fused_attention")
 
 
 @paged_attention.form("cuda")

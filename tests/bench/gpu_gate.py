@@ -17,6 +17,7 @@ from torch import Tensor
 
 import quire_kernels as ops
 from quire_kernels import Op
+from quire_kernels.gpu import fused_attention
 
 ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """Largest ||found - expected|| / ||expected||: a few roundings of the type."""
@@ -89,6 +90,8 @@ def check_all(card: Card, quick: bool, share: Share) -> Iterator[Finding]:
             for what, found, expected in _pairs(card, dtype) if share.index == 0 else ():
                 yield Finding(f"{what}, {str(dtype).removeprefix('torch.')}", error_of(found, expected), ERRORS[dtype])
             yield from _attention(card, dtype, quick, share)
+            if share.takes(share.num // 3):
+                yield from _fused_attention(card, dtype)
             if share.takes(share.num // 2):
                 yield from _lora(card, dtype)
     if share.takes(share.num - 1):
@@ -161,6 +164,17 @@ def _attention(card: Card, dtype: torch.dtype, quick: bool, share: Share) -> Ite
             what += f", {str(dtype).removeprefix('torch.')}"
             yield Finding(what, error_of(results[0], expected), ERRORS[dtype])
             yield Finding(f"{what}, the same bits", float(any(not torch.equal(results[0], r) for r in results)), 0.0)
+
+
+def _fused_attention(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
+    """Prompts of 32 tokens and more by torch's; in float32 by ours."""
+    form = ops.paged_attention.named("cuda", "fused")
+    with mock.patch.object(fused_attention, "MIN_TOKENS", 32):
+        for name, spans in (SPANS if card.is_gpu else SMALL_SPANS).items():
+            queries, cache, batch = attention_case(card, spans, (32, 8) if card.is_gpu else (4, 2), 128, 16, dtype)
+            expected = ops.paged_attention.reference(queries, cache, batch, 128**-0.5)
+            what = f"paged_attention (fused) {name}, {str(dtype).removeprefix('torch.')}"
+            yield Finding(what, error_of(form(queries, cache, batch, 128**-0.5), expected), ERRORS[dtype])
 
 
 def attention_case(

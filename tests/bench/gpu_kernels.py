@@ -10,9 +10,11 @@ from unittest import mock
 import torch
 from card import Card
 from gpu_gate import attention_case, own
+from torch.nn.attention import SDPBackend
 
 import quire_kernels as ops
 from quire_kernels.gpu import attention as forms
+from quire_kernels.gpu import fused_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,8 @@ def _decode_call(card: Card, shape: Shape, contexts: Sequence[int]) -> Callable[
 
 
 def prefill_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Iterator[Row]:
-    """Attention of prompts, of a chunk behind a long context, and of a mixed step; whole prompts by torch's too, which
-    has a fused one for them: copies of keys and values side by side, and what this card has for the rest."""
+    """Attention of prompts, of a chunk behind a long context, and of a mixed step; those with whole prompts by the form
+    that leaves them to torch's fused attention too, by each kernel that it may take."""
     cases = {
         "prefill, 8,192 tokens": [(0, 8192)],
         "prefill, 4 x 2,048 tokens": [(0, 2048)] * 4,
@@ -112,13 +114,14 @@ def prefill_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Itera
     }
     if not card.is_gpu:
         cases = {"prefill, 40 tokens": [(0, 40)], "mixed": [(0, 33), (20, 1)]}
-    torchs = ops.paged_attention.named("cuda", "torch")
+    fused = ops.paged_attention.named("cuda", "fused")
     for what, spans in list(cases.items())[: 1 if quick else None]:
         call, num_bytes, flops = _span_call(card, shape, spans)
         yield Row.of(what, card.seconds([call]), limits, num_bytes, flops)
-        if all(start == 0 for start, _ in spans):
-            call, *_ = _span_call(card, shape, spans, torchs)
-            yield from _tried(card, limits, f"{what}, torch", call, num_bytes, flops)
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) if spans[0][0] == 0 else ():
+            call, *_ = _span_call(card, shape, spans, fused)
+            with mock.patch.object(fused_attention, "BACKENDS", (backend,)):
+                yield from _tried(card, limits, f"{what}, fused ({backend.name.lower()})", call, num_bytes, flops)
 
 
 def _span_call(

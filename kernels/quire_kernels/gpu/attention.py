@@ -164,7 +164,7 @@ def num_workers(device: torch.device) -> int:
 def _plan_once(batch: AttentionBatch, window: int, max_short: int, short_keys: int, long_tokens: int) -> Tensor:
     """Where each span's work begins: [2, num_spans + 1] int32, tiles of keys of short spans and tiles of queries of
     long ones. Made by the first layer that asks, on the device: lengths may have come into being there."""
-    key = window, max_short, short_keys, long_tokens
+    key = window, max_short, short_keys, long_tokens, batch.apart_from
     work = batch.plans.get(key)
     if work is None:
         num_spans = len(batch.context_lengths)
@@ -178,6 +178,7 @@ def _plan_once(batch: AttentionBatch, window: int, max_short: int, short_keys: i
             MAX_SHORT=max_short,
             SHORT_KEYS=short_keys,
             LONG_TOKENS=long_tokens,
+            APART_FROM=batch.apart_from,
             BLOCK=min(max(triton.next_power_of_2(num_spans), 16), 1024),
             num_warps=4,
         )
@@ -201,6 +202,7 @@ def _plan(
     MAX_SHORT: tl.constexpr,
     SHORT_KEYS: tl.constexpr,
     LONG_TOKENS: tl.constexpr,
+    APART_FROM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     short_sum = 0
@@ -215,7 +217,10 @@ def _plan(
         context = tl.load(context_lengths + spans, mask=there, other=0)
         skipped = tl.where(window > 0, tl.maximum(context - length - window + 1, 0) // SHORT_KEYS, 0)
         tiles = tl.where(length <= MAX_SHORT, (context + SHORT_KEYS - 1) // SHORT_KEYS - skipped, 0)
-        blocks = tl.where(length > MAX_SHORT, (length + LONG_TOKENS - 1) // LONG_TOKENS, 0)
+        long = length > MAX_SHORT
+        if APART_FROM is not None:
+            long = long & ((length < APART_FROM) | (length < context))
+        blocks = tl.where(long, (length + LONG_TOKENS - 1) // LONG_TOKENS, 0)
         tl.store(work + spans + 1, short_sum + tl.cumsum(tiles, 0), mask=there)
         tl.store(work + num_spans + 1 + spans + 1, long_sum + tl.cumsum(blocks, 0), mask=there)
         short_sum += tl.sum(tiles, 0)

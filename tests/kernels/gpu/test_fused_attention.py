@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long prompts by PyTorch's fused attention, the rest by the kernel, interpreted: together they equal the reference."""
+
+import pytest
+import torch
+from support.interpreter import own
+from support.spans import make_batch
+
+from quire_kernels import paged_attention
+from quire_kernels.gpu import fused_attention
+
+SCALE = 0.15
+MIXES = {
+    "prompts alone": [(0, 33), (0, 40)],
+    "beside decodes": [(40, 1), (0, 33), (41, 1), (300, 1)],
+    "beside chunks and short prompts": [(0, 64), (16, 40), (0, 20), (5, 1), (0, 1), (0, 33)],
+    "none that is long": [(40, 1), (0, 31), (16, 40)],
+}
+
+
+@pytest.fixture(autouse=True)
+def short_prompts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(42)
+    monkeypatch.setattr(fused_attention, "MIN_TOKENS", 32)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the prompts that the fused attention computes, as it comes to them."""
+    found: list[int] = []
+    attend_itself = fused_attention._attend_itself
+
+    def noted(queries, cache, batch, opening, scale):
+        found.append(opening.length)
+        return attend_itself(queries, cache, batch, opening, scale)
+
+    monkeypatch.setattr(fused_attention, "_attend_itself", noted)
+    return found
+
+
+def _check(queries, cache, batch, tolerance=3e-3, **options):
+    found = paged_attention.named("cuda", "fused")(queries, cache, batch, SCALE, **options)
+    expected = paged_attention.reference(queries, cache, batch, SCALE, **options)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("spans", MIXES.values(), ids=MIXES.keys())
+def test_equals_reference(spans, alone):
+    _check(*make_batch(spans, heads=(4, 2), dtype=torch.float16))
+    assert alone == [length for start, length in spans if start == 0 and length >= 32]
+
+
+@pytest.mark.parametrize("block_size", [8, 128])
+@pytest.mark.parametrize("length", [33, 64, 127])
+def test_lengths_that_are_rounded_up(length, block_size, alone):
+    _check(*make_batch([(0, length), (7, 1)], heads=(4, 2), block_size=block_size, dtype=torch.float16))
+    assert alone == [length]
+
+
+def test_what_lies_past_a_context_is_not_read(alone):
+    queries, cache, batch = make_batch([(0, 33), (0, 64)], heads=(4, 2), dtype=torch.float16)
+    cache[:, batch.block_tables[0, 2], 1:] = float("nan")
+    _check(queries, cache, batch)
+    assert alone == [33, 64]
+
+
+def test_an_eight_bit_cache(alone):
+    spans = MIXES["beside decodes"]
+    _check(*make_batch(spans, heads=(4, 2), dtype=torch.float16, cache_dtype=torch.float8_e4m3fn))
+    assert alone == [33]
+
+
+def test_a_window_that_is_wider_than_the_prompts(alone):
+    _check(*make_batch(MIXES["beside decodes"], heads=(4, 2), dtype=torch.float16), window=33)
+    assert alone == [33]
+
+
+@pytest.mark.parametrize("options", [{"window": 20}, {"softcap": 2.0}], ids=str)
+def test_what_it_does_not_know_is_the_kernels(options, alone):
+    _check(*make_batch(MIXES["prompts alone"], heads=(4, 2), dtype=torch.float16), **options)
+    assert not alone
+
+
+def test_float32_is_the_kernels(alone):
+    _check(*make_batch(MIXES["prompts alone"], heads=(4, 2)), tolerance=3e-6)
+    assert not alone
+
+
+def test_the_kernel_leaves_them_out():
+    """It is launched for decoding spans alone where the others are not its own."""
+    queries, cache, batch = make_batch([(40, 1), (0, 33)], heads=(4, 2))
+    apart = fused_attention.replace(batch, apart_from=32)
+    assert (batch.longest, apart.longest) == (33, 1)
+    queries[1:] = float("nan")
+    found = own(paged_attention)(queries, cache, apart, SCALE)
+    expected = paged_attention.reference(queries, cache, batch, SCALE)
+    torch.testing.assert_close(found[:1], expected[:1], rtol=3e-6, atol=3e-6)
+
+
+def test_few_lengths_are_planned_for():
+    planned = {fused_attention.planned_tokens(length) for length in range(1025, 8193)}
+    assert len(planned) == 24
+    assert all(0 <= fused_attention.planned_tokens(n) - n <= n / 8 for n in range(1024, 8193))
