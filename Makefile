@@ -8,8 +8,8 @@ EMULATED ?= .venv-emulated
 # Two threads a process at most in tests: they start several processes side by side.
 export OMP_NUM_THREADS ?= 2
 # Two files of tests at a time: half of the time they wait for servers to start and for clocks. In their order, so that the
-# long ones, which start Kubernetes, are not the last.
-SIDE_BY_SIDE = -n 2 --dist loadfile --no-loadscope-reorder
+# long ones, which start Kubernetes, are not the last. Not in a cluster that is given: its operators would meet.
+SIDE_BY_SIDE = $(if $(QUIRE_TEST_KUBECONFIG),,-n 2 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated

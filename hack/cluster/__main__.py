@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from cluster import images, local, network, tools
+from cluster import definitions, images, local, network, tools
 from cluster.control_plane import StartError
 
 
@@ -39,7 +39,10 @@ def main() -> int:
 
 def _run(command: str, archive: Path | None) -> None:
     if command == "tools":
-        say(str(tools.make(say)))
+        found = tools.make(say)
+        say(str(found))
+        if found.version < definitions.CURRENT:
+            _say_definitions()
     elif command == "up":
         say(f"up; to use it:\n\n  export KUBECONFIG={local.up(say)}\n  kubectl get nodes\n  make cluster-down\n")
     elif command == "down":
@@ -50,6 +53,13 @@ def _run(command: str, archive: Path | None) -> None:
         for file in [archive] if archive else images.built():
             say(f"loading {file.name}")
             local.load(file)
+
+
+def _say_definitions() -> None:
+    try:
+        say(f"beside it, for definitions: {definitions.make(say)}")
+    except tools.Unavailable as error:
+        say(f"tests of the definition in a current Kubernetes will be skipped: {error}")
 
 
 if __name__ == "__main__":

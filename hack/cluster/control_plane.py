@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import processes
+from cluster import definitions, processes
 from cluster.kubeconfig import Access
 from cluster.network import HERE, in_url
 from cluster.pki import Authority
@@ -25,7 +25,7 @@ NODE_NAME = "quire-node"
 START_S = 60.0
 AUDIT_LOG = "audit.log"
 """One JSON object a line: what service accounts asked the API server for."""
-_STOPPED_IN_ORDER = ("kube-scheduler", "kube-controller-manager", "kube-apiserver", "etcd")
+_STOPPED_IN_ORDER = ("kube-scheduler", "kube-controller-manager", "kube-apiserver", definitions.PROGRAM, "etcd")
 _API_NAMES = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
 
 
@@ -86,6 +86,38 @@ def start(folder: Path, tools: Tools, address: str = "127.0.0.1", dies_with_us: 
     return plane
 
 
+def start_definitions(folder: Path, tools: Tools, program: Path, cluster: Path) -> ControlPlane:
+    """Start the API server of definitions (definitions.py) on an etcd of `tools` and wait until it answers: 2 s.
+
+    It ends with this thread.
+
+    Args:
+        folder: of its own.
+        tools: they have etcd.
+        program: what is to be started.
+        cluster: kubeconfig of the cluster that has the namespaces, and all else that it asks for.
+
+    Raises:
+        StartError: a program ended or did not answer in time.
+    """
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    _certificates(folder / "pki", "127.0.0.1")
+    api, client, peer = free_ports(3)
+    plane = ControlPlane(folder, tools, "127.0.0.1", _kubeconfigs(folder, api, "127.0.0.1"))
+    starter = _Starter(folder, tools, dies_with_us=True)
+    try:
+        starter.start("etcd", *_etcd(folder, client, peer))
+        starter.wait("etcd", lambda: _answers(f"http://127.0.0.1:{client}/health"))
+        flags = _definitions(folder, api, f"http://127.0.0.1:{client}", cluster)
+        starter.start(program.name, *flags, program=str(program))
+        starter.wait(program.name, lambda: _answers(f"{plane.access.server}/readyz", plane.access.ssl_context()))
+    except BaseException:
+        plane.stop()
+        raise
+    return plane
+
+
 def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
     """Ports that nobody listens on now."""
     with contextlib.ExitStack() as stack:
@@ -102,8 +134,8 @@ class _Starter:
         self.folder, self.tools, self.dies_with_us = folder, tools, dies_with_us
         self.started: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, *flags: str) -> None:
-        argv = [self.tools.path(name), *flags]
+    def start(self, name: str, *flags: str, program: str = "") -> None:
+        argv = [program or self.tools.path(name), *flags]
         self.started[name] = processes.start(self.folder, name, argv, dies_with_us=self.dies_with_us)
 
     def wait(self, name: str, ready: Callable[[], bool]) -> None:
@@ -194,6 +226,26 @@ def _api_server(folder: Path, port: int, etcd: str, address: str) -> list[str]:
         "--allow-privileged=true",
         f"--audit-policy-file={_audit_policy(folder)}",
         f"--audit-log-path={folder / AUDIT_LOG}",
+    ]
+
+
+def _definitions(folder: Path, port: int, etcd: str, kubeconfig: Path) -> list[str]:
+    pki = folder / "pki"
+    return [
+        f"--etcd-servers={etcd}",
+        "--bind-address=127.0.0.1",
+        f"--secure-port={port}",
+        f"--tls-cert-file={pki}/apiserver.crt",
+        f"--tls-private-key-file={pki}/apiserver.key",
+        f"--client-ca-file={pki}/ca.crt",
+        # Who the administrator is, the certificate says; nobody else asks.
+        f"--kubeconfig={kubeconfig}",
+        f"--authentication-kubeconfig={kubeconfig}",
+        f"--authorization-kubeconfig={kubeconfig}",
+        "--authentication-skip-lookup",
+        # What an older cluster does not have, it would wait for.
+        "--enable-priority-and-fairness=false",
+        "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
     ]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import debian, layers, tools
+from cluster import debian, layers, tools, workshop
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATOR = "localhost/quire-operator:e2e"
@@ -183,7 +183,7 @@ def _base(buildah: _Buildah, pip: Pip) -> str:
     with tempfile.TemporaryDirectory(dir=buildah.folder) as temporary:
         work = Path(temporary)
         debootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(_BASE_PACKAGES)}"]
-        buildah.logged("mmdebstrap", [*debootstrap, debian.SUITE, str(work / "base.tar"), debian.mirror()])
+        buildah.logged("mmdebstrap", [*debootstrap, debian.SUITE, str(work / "base.tar"), workshop.mirror()])
         (work / "pip.conf").write_text(pip.config)
         (work / "constraints").write_text(pip.constraints)
         container = buildah.run("from", "scratch")

@@ -5,6 +5,7 @@
     the cache            $QUIRE_CLUSTER_CACHE, by default ~/.cache/quire/cluster; one folder a version
     release.py           an official release, where it can be reached
     debian.py            a build from Debian's own source package
+    definitions.py       beside that one, which is old: a current Kubernetes' API server of definitions
 
 A cluster that exists already needs none of them: QUIRE_TEST_KUBECONFIG names its kubeconfig for the tests.
 """

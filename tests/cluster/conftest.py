@@ -4,7 +4,7 @@
 from pathlib import Path
 
 import pytest
-from support.cluster import ABSENT, available, running
+from support.cluster import ABSENT, available, current_definitions, running
 
 HERE = Path(__file__).parent
 
@@ -24,6 +24,14 @@ def cluster(tmp_path_factory):
     with running(tmp_path_factory.mktemp("cluster")) as cluster:
         cluster.install_crd()
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def current(cluster, tmp_path_factory):
+    """An API server that takes the CRD as a current Kubernetes does, if only for that."""
+    with current_definitions(cluster, tmp_path_factory.mktemp("definitions")) as current:
+        current.install_crd()
+        yield current
 
 
 @pytest.fixture

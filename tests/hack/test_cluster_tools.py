@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from cluster import debian, release, tools
+from cluster import debian, definitions, release, tools, workshop
 
 HACK = Path(__file__).resolve().parents[2] / "hack"
 
@@ -146,7 +146,34 @@ def test_what_cannot_be_had_is_said_with_every_reason(tmp_path):
 def test_too_little_space_is_said_before_the_build(cache, monkeypatch):
     monkeypatch.setattr(debian, "NEEDED_BYTES", 2**60)
     monkeypatch.setattr(debian, "_COMMANDS", {})
-    monkeypatch.setattr(debian, "mirror", lambda: "http://127.0.0.1:9")
+    monkeypatch.setattr(workshop, "mirror", lambda: "http://127.0.0.1:9")
     cache.mkdir()
     with pytest.raises(tools.Unavailable, match="GiB free at"):
         debian.build(cache, print)
+
+
+def test_the_newest_server_of_definitions_in_the_cache_is_found(cache):
+    assert definitions.find() is None
+    for version in ("v1.9.1", "v1.36.4", "v1.35.9"):
+        put(cache / f"definitions-{version}", definitions.PROGRAM)
+    found = definitions.make(print)
+    assert found == cache / "definitions-v1.36.4" / definitions.PROGRAM
+    assert tools.find() is None
+
+
+def test_a_build_that_failed_is_not_tried_each_time(cache):
+    cache.mkdir()
+    (cache / "definitions.log").write_text("no space left")
+    with pytest.raises(tools.Unavailable, match=r"the last build failed, see .*definitions\.log; remove it"):
+        definitions.make(print)
+
+
+def test_tools_are_there_without_it(cache, tmp_path):
+    """An old Kubernetes is better than none."""
+    put(cache / "v1.20.2-debian", *tools.ALL)
+    environment = os.environ | {"PYTHONPATH": str(HACK), "PATH": str(tmp_path)}
+    argv = [sys.executable, "-m", "cluster", "tools"]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert "Kubernetes 1.20.2 in" in done.stdout
+    assert "in a current Kubernetes will be skipped: build from Debian's packages: this is no Debian" in done.stdout

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from cluster import control_plane, tools
+from cluster import control_plane, definitions, tools
 from cluster.kubeconfig import Access
 from support.pod import eventually
 
@@ -256,5 +256,25 @@ def running(folder: Path) -> Iterator[Cluster]:
         cluster = Cluster(plane.access, plane.kubeconfig, folder, found)
         with cluster.http:
             yield cluster
+    finally:
+        plane.stop()
+
+
+@contextlib.contextmanager
+def current_definitions(cluster: Cluster, folder: Path) -> Iterator[Cluster]:
+    """The cluster itself where it is current, or else an API server of definitions alone; skips the test where there is
+    neither. It has custom resources only, in the cluster's namespaces."""
+    if cluster.version >= definitions.CURRENT[:2]:
+        yield cluster
+        return
+    program, programs = definitions.find(), tools.find()
+    if program is None or programs is None:
+        here = ".".join(map(str, cluster.version))
+        pytest.skip(f"needs a current Kubernetes, and this one is {here}: run make cluster-tools (minutes, once)")
+    plane = control_plane.start_definitions(folder / "control-plane", programs, program, cluster.kubeconfig)
+    try:
+        current = Cluster(plane.access, plane.kubeconfig, folder, programs)
+        with current.http:
+            yield current
     finally:
         plane.stop()
