@@ -45,8 +45,8 @@ class SlotTable:
 
     Fairness. An adapter that has waited for a slot longer than RESERVE_AFTER_S gets one reserved: an idle one, or that
     of the running adapter whose last start is longest ago. A reserved slot takes no new sequences of the adapter in
-    it, so it drains. Once idle, it waits for its adapter only when that is in host memory or on its way there;
-    otherwise whoever can use it, may. At most half of the slots are reserved at a time, for those who have waited
+    it, the first one that it was filled for excepted, so it drains. Once idle, it waits for its adapter only when that
+    is in host memory or on its way there; otherwise whoever can use it, may. At most half of the slots are reserved at a time, for those who have waited
     longest: the others go on building up large batches. So of D adapters that wait, the last has its slot after at
     most ceil(D / R) drains, R being the slots that may be reserved, and a drain the longest sequence and a load.
 
@@ -131,7 +131,10 @@ class SlotTable:
         """
         slot = self._slot_of.get(digest)
         if slot is not None:
-            return not self._slots[slot].loading and not (new and self._reserved_for_other(slot, digest))
+            state = self._slots[slot]
+            # One runs where its adapter was brought for it, also if the slot is reserved for another meanwhile: a fresh
+            # slot is nobody else's, so otherwise both would wait for ever.
+            return not state.loading and (state.fresh or not (new and self._reserved_for_other(slot, digest)))
         if digest not in self._missed:
             if (idle := self._idle_slot(digest)) is None:
                 self._missed.add(digest)

@@ -310,6 +310,27 @@ def test_a_slot_that_was_filled_for_a_sequence_waits_for_it() -> None:
     assert not adapters.ready("b", 0.0, new=True) and adapters.load() == [("b", 0)]
 
 
+def test_a_slot_that_is_reserved_while_it_is_filled_runs_the_one_that_it_was_filled_for() -> None:
+    adapters = registry("cab", max_loras=1, host_loras=2)
+    assert adapters.states() == {"a": "host", "b": "host", "c": "disk"}
+    for digest in "caa":
+        adapters.open(digest)
+    # The slot is reserved for c, which has waited longest. But c is not in memory yet, so a may have it.
+    assert not adapters.run("c", now=0.0)
+    adapters.begin_step(RESERVE_AFTER_S)
+    assert not adapters.ready("a", RESERVE_AFTER_S, new=True)
+    (load,) = adapters.slots.take_loads()
+    # Before a is in it, c could use it.
+    assert adapters.fetch() == ["c"]
+    adapters.slots.loaded(load)
+    assert not adapters.run("c", now=RESERVE_AFTER_S)
+    assert adapters.run("a", now=RESERVE_AFTER_S)
+    assert not adapters.run("a", now=RESERVE_AFTER_S)
+    adapters.end("a")
+    assert adapters.run("c", now=RESERVE_AFTER_S)
+    adapters.check_integrity({"a": 1, "c": 1}, {"c": 1})
+
+
 def test_a_copy_that_failed_leaves_the_slot_empty() -> None:
     adapters = registry("a")
     adapters.open("a")
