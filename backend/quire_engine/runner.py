@@ -277,7 +277,10 @@ class TorchRunner(Runner):
     def _chosen(self, logits: Tensor, spans: list[Span]) -> Tensor:
         """Of logits of each span, those of spans that choose a token."""
         choosing = [i for i, span in enumerate(spans) if span.samples]
-        return logits if len(choosing) == len(spans) else logits[on_device(choosing, self._device)]
+        if len(choosing) == len(spans):
+            return logits
+        # With its type said: an empty list has none, and steps of a prompt's single tokens choose nothing.
+        return logits[on_device(torch.tensor(choosing, dtype=torch.int64), self._device)]
 
     def _capture(self, kv: KVCache, config: EngineConfig, max_model_len: int) -> DecodeGraphs | None:
         """Graphs of decoding steps over `kv`, if this runner has any."""

@@ -163,6 +163,25 @@ def test_the_same_tokens_as_without(folder, monkeypatch, ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_chooses_no_token(folder, monkeypatch, ahead):
+    """With one token a step, a graph computes prompts too, and their tokens but the last choose nothing."""
+    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
+    config = dataclasses.replace(CONFIG, model=str(folder), max_num_seqs=1, async_scheduling=ahead)
+    found = []
+    for num_tokens in (40, 1):
+        monkeypatch.setattr(of_decoding, "are_wanted", lambda device, wanted=num_tokens == 1: wanted)
+        monkeypatch.setattr(of_decoding, "GraphRecorder", lambda device: _Replays())
+        engine = Engine.from_config(dataclasses.replace(config, max_num_batched_tokens=num_tokens))
+        engine.add(Generate(0, [1, 2, 3], {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}))
+        found.append([])
+        while engine.has_work:
+            for result in engine.step().results:
+                assert result.error_code is None, result.error
+                found[-1] += result.token_ids
+    assert found[1] == found[0] and len(found[0]) == 5
+
+
+@pytest.mark.parametrize("ahead", [False, True])
 def test_the_same_tokens_with_adapters(folder, monkeypatch, ahead):
     """Three adapters take turns in two slots, beside sequences without: what a slot holds changes between replays."""
     adapters, seen = (None, "adapter 0", "adapter 1", "adapter 2"), []
