@@ -81,11 +81,19 @@ class Adjustment:
 
     def _forbidden(self, positions: Sequences[int]) -> Iterator[tuple[int, int]]:
         """(row, token) pairs that only this step forbids."""
-        for row, sequence in self._held:
-            if positions[row] - len(sequence.prompt_token_ids) < sequence.params.min_tokens:
-                yield from ((row, token) for token in sequence.stop_token_ids)
+        held = {
+            row: sequence.stop_token_ids
+            for row, sequence in self._held
+            if positions[row] - len(sequence.prompt_token_ids) < sequence.params.min_tokens
+        }
+        for row, stops in held.items():
+            yield from ((row, token) for token in stops)
         for row, sequence, words in self._bad_words:
-            yield from ((row, token) for token in words.completed_by(sequence.output_token_ids))
+            completed = {*words.completed_by(sequence.output_token_ids)}
+            allowed = sequence.params.allowed_token_ids
+            # Where no allowed token were left, a bad word comes: any other token would be one that is not allowed.
+            if not (allowed and (completed | held.get(row, frozenset())).issuperset(allowed)):
+                yield from ((row, token) for token in completed)
 
 
 class _Allowed:

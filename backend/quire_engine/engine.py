@@ -120,6 +120,8 @@ class Engine:
         self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
         self._check_tokens("logit_bias", params.logit_bias or ())
         bad_words = tuple(tuple(self._check_tokens("bad_words", word)) for word in request.bad_word_ids)
+        if not all(bad_words):
+            raise InvalidArgument("bad_words: a word without tokens; give each at least one")
         stops = stops if params.ignore_eos else stops | self.eos_token_ids
         _check_allowed(params, stops, bad_words)
         room = max(self.max_model_len - len(prompt), 0)

@@ -96,6 +96,21 @@ def test_logit_bias_is_transformers() -> None:
     steps.run(check, num_steps=2)
 
 
+def test_an_allowed_token_comes_where_bad_words_would_leave_none() -> None:
+    """What is wrong together from the start is refused; this shows only once the words have begun."""
+    one = _sequence(bad_words=[[4, 4]], allowed_token_ids=[4])
+    two = _sequence(bad_words=[[4, 4]], allowed_token_ids=[4, 5])
+    held = _sequence(bad_words=[[4, 4]], allowed_token_ids=[4, 5], stops=[5], min_tokens=2)
+    sequences = [one, two, held]
+    adjustment = Adjustment.of(sequences, VOCAB, CPU, Tally(3, VOCAB, CPU), sequences)
+    assert adjustment is not None
+    for output, expected in (([], [[4], [4, 5], [4]]), ([4], [[4], [5], [4]]), ([4, 4], [[4], [5], [5]])):
+        for sequence in sequences:
+            sequence.output_token_ids = list(output)
+        adjusted = adjustment(_logits(3), [sequence.num_tokens for sequence in sequences])
+        assert [row.isfinite().nonzero()[:, 0].tolist() for row in adjusted] == expected
+
+
 def test_bad_words_are_transformers() -> None:
     words = [[5], [2, 7], [2, 2, 7], [3, 3, 3, 3], [11, 0]]
     steps = Steps([_sequence(bad_words=words), _sequence(bad_words=[[4, 4]], temperature=0.0)])

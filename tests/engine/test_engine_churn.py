@@ -82,9 +82,10 @@ class World:
         salt: str | None = None,
         fork_of: int | None = None,
         priority: int = 0,
+        bad_words: list[list[int]] | None = None,
         **params: Any,
     ) -> int:
-        request = Generate(self.num_added, prompt, params, adapter, salt, fork_of=fork_of, priority=priority)
+        request = Generate(self.num_added, prompt, params, adapter, salt, bad_words or [], fork_of, priority)
         self.engine.add(request)
         self.num_added += 1
         self.open[request.id], self.outputs[request.id] = request, []
@@ -243,6 +244,7 @@ def test_requests_that_are_wrong_are_refused_and_change_nothing() -> None:
         ({"prompt": [1], "stop_token_ids": [VOCAB]}, f"stop_token_ids: token id {VOCAB}"),
         ({"prompt": [1], "temperature": -1}, "temperature"),
         ({"prompt": [1], "best_off": 2}, "unknown sampling parameter 'best_off'"),
+        ({"prompt": [1], "bad_words": [[2, 3], []]}, "bad_words: a word without tokens"),
         ({"prompt": [1], "adapter": "sha256:no"}, "adapter 'sha256:no' is not loaded"),
     ]
     for request, message in refused:
