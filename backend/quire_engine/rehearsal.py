@@ -51,11 +51,13 @@ def largest_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
 
 
 def small_steps(config: EngineConfig, max_model_len: int) -> Iterator[list[Span]]:
-    """A decoding sequence, a prompt, and both, for each other way of choosing: a GPU's kernels are compiled before
-    anyone waits for them."""
+    """A decoding sequence, a prompt, and both, if there may be two, for each other way of choosing: a GPU's kernels are
+    compiled before anyone waits for them."""
     room, slot = max(max_model_len - 1, 1), SlotId(0) if config.enable_lora else None
     decoding, prompt = (room - 1, 1), (0, min(room, _MIXED_TOKENS))
-    for places, params in (([decoding], _GREEDY), ([prompt], _GREEDY), *(([decoding, prompt], c) for c in _CHOICES)):
+    # The sampler has room for as many as may be, and no more.
+    both = [decoding, prompt][: config.max_num_seqs]
+    for places, params in (([decoding], _GREEDY), ([prompt], _GREEDY), *((both, choice) for choice in _CHOICES)):
         yield [spare_span(start, length, config.block_size, slot, params) for start, length in places]
 
 

@@ -44,11 +44,12 @@ class SlotTable:
     sequences wait. It is then kept for them until the first runs, so that nobody who comes meanwhile takes it away.
 
     Fairness. An adapter that has waited for a slot longer than RESERVE_AFTER_S gets one reserved: an idle one, or that
-    of the running adapter whose last start is longest ago. A reserved slot takes no new sequences of the adapter in
-    it, the first one that it was filled for excepted, so it drains. Once idle, it waits for its adapter only when that
-    is in host memory or on its way there; otherwise whoever can use it, may. At most half of the slots are reserved at a time, for those who have waited
-    longest: the others go on building up large batches. So of D adapters that wait, the last has its slot after at
-    most ceil(D / R) drains, R being the slots that may be reserved, and a drain the longest sequence and a load.
+    of the running adapter whose last start is longest ago. A reserved slot takes no new sequences of the adapter in it,
+    the first one that it was filled for excepted, so it drains. Once idle, it waits for its adapter only when that is
+    in host memory or on its way there; otherwise whoever can use it, may. At most half of the slots are reserved at a
+    time, for those who have waited longest: the others go on building up large batches. So of D adapters that wait, the
+    last has its slot after at most ceil(D / R) drains, R being the slots that may be reserved, and a drain the longest
+    sequence and a load.
 
     Pins. A pinned adapter is placed before any sequence asks and keeps its slot while idle. Only when every slot is
     pinned an idle pinned adapter yields to others: a promise to serve goes before one to keep warm.

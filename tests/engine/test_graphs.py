@@ -243,8 +243,8 @@ class _Recorder(_Replays):
         return super().__call__(step)
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-def test_an_engine_starts_as_on_a_gpu(folder, monkeypatch, adapters):
+@pytest.mark.parametrize(("adapters", "max_num_seqs"), [(False, 6), (True, 6), (True, 1)])
+def test_an_engine_starts_as_on_a_gpu(folder, monkeypatch, adapters, max_num_seqs):
     """All of it but the capture and the questions to the device: what is measured runs before there is a cache."""
     mib = 1 << 20
     answers = {"max_memory_reserved": 300 * mib, "memory_reserved": 200 * mib, "mem_get_info": (700 * mib, 1000 * mib)}
@@ -262,6 +262,7 @@ def test_an_engine_starts_as_on_a_gpu(folder, monkeypatch, adapters):
 
     monkeypatch.setattr(TorchRunner, "_measure", measure)
     config = dataclasses.replace(CONFIG, model=str(folder), swap_space=1e-3, async_scheduling=True)
+    config = dataclasses.replace(config, max_num_seqs=max_num_seqs)
     if adapters:
         config = dataclasses.replace(config, enable_lora=True, max_loras=2, max_lora_rank=8)
     engine = Engine.from_config(config)
