@@ -167,7 +167,7 @@ def _attention(card: Card, dtype: torch.dtype, quick: bool, share: Share) -> Ite
 
 
 def _fused_attention(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
-    """Prompts of 32 tokens and more by torch's; in float32 by ours."""
+    """Prompts of 32 tokens and more by torch's."""
     form = ops.paged_attention.named("cuda", "fused")
     with mock.patch.object(fused_attention, "MIN_TOKENS", 32):
         for name, spans in (SPANS if card.is_gpu else SMALL_SPANS).items():

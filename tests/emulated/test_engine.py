@@ -9,10 +9,13 @@ import pytest
 import torch
 from support.emulated import device
 from support.tiny import VOCAB, make_adapter, make_checkpoint
+from torch.nn.attention import SDPBackend
 
 from quire_engine.llm import LLM
 from quire_engine.outputs import LoRARequest
 from quire_engine.runner import TorchRunner
+from quire_kernels import paged_attention
+from quire_kernels.gpu import fused_attention
 from quire_kernels.lora import adapted_linear
 from quire_spec.errors import ConfigError
 from quire_spec.sampling import SamplingParams
@@ -70,6 +73,24 @@ def test_tokens_are_the_cpus_however_they_are_chosen(model):
         assert ours.keys() == theirs.keys()
         for token, found in ours.items():
             assert found.logprob == pytest.approx(theirs[token].logprob, abs=1e-3)
+
+
+def test_long_prompts_are_computed_apart(model, monkeypatch):
+    """Beside others' tokens, and behind steps that are under way. PyTorch's fused attention is not to be had here."""
+    attend, alone = fused_attention._attend_itself, []
+
+    def counted(queries: Any, cache: Any, batch: Any, opening: Any, scale: float) -> Any:
+        alone.append((opening.length, len(batch.lengths)))
+        return attend(queries, cache, batch, opening, scale)
+
+    monkeypatch.setattr(fused_attention, "_attend_itself", counted)
+    monkeypatch.setattr(fused_attention, "MIN_TOKENS", 16)
+    monkeypatch.setattr(fused_attention, "BACKENDS", (SDPBackend.MATH,))
+    monkeypatch.setitem(paged_attention.forms, "cuda", fused_attention.paged_attention)
+    cpu, gpu = _both(model, _prompts(5, 60, 17, 30, 9), SamplingParams(temperature=0.0, max_tokens=9))
+    _same(cpu, gpu)
+    assert {length for length, _ in alone} >= {17}
+    assert any(num_spans > 1 for _, num_spans in alone)
 
 
 @pytest.mark.parametrize("form", ["torch", "side"])

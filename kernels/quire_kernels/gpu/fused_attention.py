@@ -43,7 +43,7 @@ def paged_attention(
     """
     apart = [opening for opening in batch.openings if opening.length >= MIN_TOKENS]
     beyond = softcap is not None or (window is not None and window < batch.longest)
-    if not apart or beyond or queries.element_size() > 2:
+    if not apart or beyond:
         return attend(queries, cache, batch, scale, window, softcap)
     if len(apart) < len(batch.context_lengths):
         out = attend(queries, cache, replace(batch, apart_from=MIN_TOKENS), scale, window, softcap)

@@ -38,27 +38,28 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def _check(queries, cache, batch, tolerance=3e-3, **options):
+def _check(queries, cache, batch, tolerance=3e-6, **options):
     found = paged_attention.named("cuda", "fused")(queries, cache, batch, SCALE, **options)
     expected = paged_attention.reference(queries, cache, batch, SCALE, **options)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float16, 3e-3)], ids=str)
 @pytest.mark.parametrize("spans", MIXES.values(), ids=MIXES.keys())
-def test_equals_reference(spans, alone):
-    _check(*make_batch(spans, heads=(4, 2), dtype=torch.float16))
+def test_equals_reference(spans, dtype, tolerance, alone):
+    _check(*make_batch(spans, heads=(4, 2), dtype=dtype), tolerance)
     assert alone == [length for start, length in spans if start == 0 and length >= 32]
 
 
 @pytest.mark.parametrize("block_size", [8, 128])
 @pytest.mark.parametrize("length", [33, 64, 127])
 def test_lengths_that_are_rounded_up(length, block_size, alone):
-    _check(*make_batch([(0, length), (7, 1)], heads=(4, 2), block_size=block_size, dtype=torch.float16))
+    _check(*make_batch([(0, length), (7, 1)], heads=(4, 2), block_size=block_size))
     assert alone == [length]
 
 
 def test_what_lies_past_a_context_is_not_read(alone):
-    queries, cache, batch = make_batch([(0, 33), (0, 64)], heads=(4, 2), dtype=torch.float16)
+    queries, cache, batch = make_batch([(0, 33), (0, 64)], heads=(4, 2))
     cache[:, batch.block_tables[0, 2], 1:] = float("nan")
     _check(queries, cache, batch)
     assert alone == [33, 64]
@@ -66,23 +67,18 @@ def test_what_lies_past_a_context_is_not_read(alone):
 
 def test_an_eight_bit_cache(alone):
     spans = MIXES["beside decodes"]
-    _check(*make_batch(spans, heads=(4, 2), dtype=torch.float16, cache_dtype=torch.float8_e4m3fn))
+    _check(*make_batch(spans, heads=(4, 2), cache_dtype=torch.float8_e4m3fn))
     assert alone == [33]
 
 
 def test_a_window_that_is_wider_than_the_prompts(alone):
-    _check(*make_batch(MIXES["beside decodes"], heads=(4, 2), dtype=torch.float16), window=33)
+    _check(*make_batch(MIXES["beside decodes"], heads=(4, 2)), window=33)
     assert alone == [33]
 
 
 @pytest.mark.parametrize("options", [{"window": 20}, {"softcap": 2.0}], ids=str)
 def test_what_it_does_not_know_is_the_kernels(options, alone):
-    _check(*make_batch(MIXES["prompts alone"], heads=(4, 2), dtype=torch.float16), **options)
-    assert not alone
-
-
-def test_float32_is_the_kernels(alone):
-    _check(*make_batch(MIXES["prompts alone"], heads=(4, 2)), tolerance=3e-6)
+    _check(*make_batch(MIXES["prompts alone"], heads=(4, 2)), **options)
     assert not alone
 
 
