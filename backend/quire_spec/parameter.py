@@ -36,7 +36,7 @@ def from_text(parameter: Field[Any], value: Any) -> Any:
         return value
     try:
         return float(value) if kind == "float" else json.loads(value.lower() if kind == "bool" else value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 
