@@ -45,7 +45,7 @@ class Stale(InvalidArgument):
 
 
 class _Superseded(Exception):
-    """The catalogue changed while a source was being read."""
+    """The catalogue changed before a source was read."""
 
 
 class AdapterBoard:
@@ -175,8 +175,8 @@ class AdapterBoard:
     async def _try(self, entry: Entry) -> float | None:
         """Do what is missing; returns the seconds after which to try again, None for not before something changes."""
         if entry.blocked:
-            await self._restore(entry)
-            return None
+            return None if await self._restore(entry) else _LINK_RETRY_S
+        asked = entry.asked
         try:
             await self._converge(entry)
             entry.failures = 0
@@ -187,32 +187,40 @@ class AdapterBoard:
             entry.set(AdapterState.LOADING)
             return _LINK_RETRY_S
         except Exception as error:
-            return await self._failed(entry, error)
+            # What failed may not be what is wanted by now.
+            return await self._failed(entry, error) if entry.asked == asked else 0.0
 
     async def _failed(self, entry: Entry, error: Exception) -> float | None:
         if not isinstance(error, QuireError):
             log.error("adapter task failed name=%s", entry.name, exc_info=error)
             error = Internal(f"{type(error).__name__}: {error}")
         entry.set(AdapterState.FAILED, entry.explain(error))
-        await self._restore(entry)
-        if isinstance(error, InvalidArgument):
-            entry.blocked = True
-            return None
+        # Before anything is waited for: a catalogue that comes meanwhile takes it back.
+        entry.blocked = isinstance(error, InvalidArgument)
+        restored = await self._restore(entry)
+        if entry.blocked:
+            return None if restored else _LINK_RETRY_S
         entry.failures += 1
         return min(_FIRST_RETRY_S * 2.0 ** (entry.failures - 1), _MAX_RETRY_S)
 
-    async def _restore(self, entry: Entry) -> None:
-        """Keep the one before in its place, while its replacement fails."""
-        if entry.live is not None:
-            # It was fine when it was put there; if a process is gone, its successor will wake us.
-            with contextlib.suppress(QuireError):
+    async def _restore(self, entry: Entry) -> bool:
+        """Keep the one before in its place, while its replacement fails; False when that has failed, too."""
+        try:
+            if entry.live is not None:
                 await self._place(entry, entry.live)
+        except LinkLost:
+            return False
+        except QuireError as error:
+            log.warning("adapter before cannot be put back yet name=%s error=%s", entry.name, error)
+            return False
+        return True
 
     async def _converge(self, entry: Entry) -> None:
         if entry.looked != entry.asked:
             await self._fetch(entry)
         assert entry.fetched is not None, "fetch returns or raises"
-        if not self._in_place(entry, entry.fetched):
+        # Again: another name of the content may have had it pinned otherwise meanwhile.
+        while not self._in_place(entry, entry.fetched):
             entry.set(AdapterState.LOADING)
             await self._place(entry, entry.fetched)
         entry.set(AdapterState.READY)
@@ -224,7 +232,11 @@ class AdapterBoard:
         if changed:
             entry.set(AdapterState.FETCHING)
         try:
-            entry.fetched = await self._fetch_cancellably(entry, source)
+            async with self._fetches:
+                if entry.asked != asked:
+                    raise _Superseded
+                before, entry.fetched = entry.fetched, await self._fetch_cancellably(entry, source)
+            self._left(before, entry.fetched)
             entry.fetched_from = source
         except QuireError as error:
             if changed:
@@ -233,17 +245,17 @@ class AdapterBoard:
         entry.looked = asked
 
     async def _fetch_cancellably(self, entry: Entry, source: Source) -> Fetched:
-        async with self._fetches:
-            entry.fetching_from = source
-            entry.fetching = asyncio.create_task(self._fetcher.fetch(source), name=f"fetch {entry.name}")
-            try:
-                return await entry.fetching
-            except asyncio.CancelledError:
-                if entry.wanted is None or entry.wanted.source != source:
-                    raise _Superseded from None
-                raise
-            finally:
-                entry.fetching = None
+        entry.fetching_from = source
+        entry.fetching = asyncio.create_task(self._fetcher.fetch(source), name=f"fetch {entry.name}")
+        try:
+            return await entry.fetching
+        except asyncio.CancelledError:
+            # Of the fetch alone, by `_want`; what is wanted now may be the same source again.
+            if (task := asyncio.current_task()) is None or not task.cancelling():
+                raise _Superseded from None
+            raise
+        finally:
+            entry.fetching = None
 
     async def _place(self, entry: Entry, fetched: Fetched) -> None:
         """Load it, then let the name stand for it, then open its model: at no time does a name lead nowhere."""
@@ -253,7 +265,8 @@ class AdapterBoard:
             if core.adapters.get(fetched.digest) != pinned:
                 await core.load(fetched.digest, fetched.folder, pinned)
         self._aliases[entry.name] = fetched.digest
-        entry.live = fetched
+        before, entry.live = entry.live, fetched
+        self._left(before, fetched)
         await text.publish(self._aliases, self._limits())
         self._unneeded.set()
         async with self._registrations:
@@ -262,7 +275,9 @@ class AdapterBoard:
     def _in_place(self, entry: Entry, fetched: Fetched) -> bool:
         core, text, server = self._links.need()
         return (
-            core.adapters.get(fetched.digest) == self._pinned(fetched.digest)
+            # As long as it is not, the next that is published would be the one before.
+            entry.live == fetched
+            and core.adapters.get(fetched.digest) == self._pinned(fetched.digest)
             and text.aliases.get(entry.name) == fetched.digest
             and text.limits.get(entry.name) == (entry.wanted and entry.wanted.limits)
             and (entry.name in server.models) == entry.exposed
@@ -279,8 +294,10 @@ class AdapterBoard:
         except QuireError as error:
             log.warning("adapter cannot be removed yet name=%s error=%s", entry.name, error)
             return _LINK_RETRY_S
+        had = {entry.live, entry.fetched}
         entry.live = entry.fetched = entry.fetched_from = None
-        self._unneeded.set()
+        for before in had:
+            self._left(before, None)
         log.info("adapter removed name=%s", entry.name)
         return None
 
@@ -295,9 +312,9 @@ class AdapterBoard:
             core = self._links.core
             if core is None:
                 continue
-            for digest in core.adapters.keys() - self.digests():
+            for digest in core.adapters.keys() - self._needed():
                 try:
-                    await core.unload(digest, self.digests)
+                    await core.unload(digest, self._needed)
                     log.info("adapter unloaded digest=%s", digest)
                 except QuireError as error:
                     log.warning("adapter cannot be unloaded digest=%s error=%s", digest, error)
@@ -312,6 +329,20 @@ class AdapterBoard:
         if entry.fetching is not None and (wanted is None or wanted.source != entry.fetching_from):
             entry.fetching.cancel()
         entry.wake.set()
+
+    def _needed(self) -> set[str]:
+        """Digests that the core has to hold: also those that text may take names for while it is being told."""
+        text = self._links.text
+        return self.digests() | (text.digests if text is not None else set())
+
+    def _left(self, before: Fetched | None, after: Fetched | None) -> None:
+        """A name has another content than before: the others of that one look whether it is still to be pinned."""
+        if before in (None, after):
+            return
+        self._unneeded.set()
+        for entry in self._wanted():
+            if before in (entry.live, entry.fetched):
+                entry.wake.set()
 
     def _pinned(self, digest: str) -> bool:
         """An adapter of two names is pinned when one of them is."""

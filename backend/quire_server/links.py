@@ -72,6 +72,8 @@ class TextLink:
         """Adapter names and the digests they stand for, as last sent."""
         self.limits: dict[str, AdapterLimits] = {}
         """Limits of those that have any, as last sent."""
+        self.digests: set[str] = set()
+        """That names stand for there, as last sent or as is being sent."""
         self._lock = asyncio.Lock()
 
     async def publish(self, aliases: Mapping[str, str], limits: Mapping[str, AdapterLimits]) -> None:
@@ -80,8 +82,9 @@ class TextLink:
             table, bounds = dict(aliases), dict(limits)
             if (table, bounds) != (self.aliases, self.limits):
                 args = {"adapters": table, "limits": {name: to_json(each) for name, each in bounds.items()}}
+                self.digests |= set(table.values())
                 await self.control.call("set_adapters", args, timeout_s=_CALL_S)
-                self.aliases, self.limits = table, bounds
+                self.aliases, self.limits, self.digests = table, bounds, set(table.values())
 
     async def linked(self) -> bool:
         """True when text has its connection to the core."""

@@ -429,3 +429,117 @@ async def test_a_defect_fails_one_adapter_and_is_logged(world, one, two, monkeyp
     await world.until_states(a="Ready", b="Failed")
     assert world.one("b").error == "KeyError: 'oops'"
     assert "oops" in caplog.text
+
+
+async def test_a_change_that_is_taken_back_at_once_is_no_end_of_the_adapter(world, one):
+    files = Files({"/a/adapter_config.json": b'{"r": 8}', "/a/adapter_model.safetensors": b"w"})
+    hung = asyncio.Event()
+
+    async def slow(request):
+        await hung.wait()
+        return await files.handle(request)
+
+    server = await serve(slow)
+    there = {"source": {"http": {"url": str(server.make_url("/a"))}}}
+    world.want(1, a=there)
+    await asyncio.sleep(0.1)
+    world.want(2, a=one)
+    world.want(3, a=there)
+    hung.set()
+    await world.until_states(a="Ready")
+    await server.close()
+
+
+async def test_what_fails_when_it_is_not_wanted_any_more_does_not_block_what_is(world, one, two, monkeypatch):
+    load = CoreLink.load
+
+    async def picky(self, digest, folder, pinned):
+        await load(self, digest, folder, pinned)
+        if json.loads((folder / "adapter_config.json").read_text())["r"] == 3:
+            raise InvalidArgument("rank 3 is no power of two")
+
+    monkeypatch.setattr(CoreLink, "load", picky)
+    world.core.gate.clear()
+    world.want(1, a=adapter_folder(two, rank=3))
+    await world.until(lambda: world.core.calls)
+    world.want(2, a=one)
+    world.core.gate.set()
+    await world.until_states(a="Ready")
+
+
+async def test_a_catalogue_that_comes_while_the_one_before_is_put_back_is_worked_on(world, one, two, tmp_path):
+    world.want(1, a=one)
+    await world.until_states(a="Ready")
+    world.core.refuse["load_adapter"] = InvalidArgument("rank 64 exceeds 16")
+    world.server.gate.clear()
+    world.want(2, a={"source": {"path": str(two)}, "expose": "Parameter"})
+    await world.until(lambda: world.server.names("unload_model"))
+    world.core.refuse.clear()
+    world.want(3, a=adapter_folder(tmp_path / "three", weights=b"3"))
+    world.server.gate.set()
+    await world.until_states(a="Ready")
+
+
+async def test_a_content_stays_loaded_until_text_has_been_told_of_the_next(world, one, two, monkeypatch):
+    monkeypatch.setattr(adapters, "LINGER_S", 0.3)
+    world.want(1, a=one, b=two)
+    await world.until_states(a="Ready", b="Ready")
+    old = world.one("a").digest
+    world.want(2, a=one)
+    await world.until(lambda: len(world.text.calls) > 2 or world.links.text.aliases == {"a": old})
+    world.text.gate.clear()
+    world.want(3, a=two)
+    await world.until(lambda: world.one("a").digest != old)
+    await asyncio.sleep(0.6)
+    assert old in world.links.core.adapters, "text still sends requests for it"
+    world.text.gate.set()
+    await world.until(lambda: list(world.links.core.adapters) == [world.one("a").digest])
+
+
+async def test_a_content_is_not_pinned_for_a_name_that_has_left_it(world, one, two):
+    pinned = {"pinned": True}
+    world.want(1, a={"source": {"path": str(one)}} | pinned, b=one)
+    await world.until_states(a="Ready", b="Ready")
+    shared = world.one("b").digest
+    assert world.links.core.adapters == {shared: True}
+    world.want(2, a={"source": {"path": str(two)}} | pinned, b=one)
+    await world.until_states(a="Ready", b="Ready")
+    await world.until(lambda: world.links.core.adapters == {shared: False, world.one("a").digest: True})
+
+
+async def test_what_cannot_be_put_back_at_once_is_put_back_later(world, one, two, monkeypatch):
+    monkeypatch.setattr(adapters, "_LINK_RETRY_S", 0.02)
+    world.want(1, a=one)
+    await world.until_states(a="Ready")
+    world.core.refuse["load_adapter"] = InvalidArgument("rank 64 exceeds 16")
+    world.want(2, a=two)
+    await world.until_states(a="Failed")
+    world.down("core")
+    world.up("core")
+    world.core.refuse["load_adapter"] = Unavailable("no memory")
+    await world.until(lambda: world.core.calls)
+    assert world.board.serving() == set()
+    world.core.refuse.clear()
+    await world.until(lambda: world.board.serving() == {"a"})
+
+
+async def test_a_name_that_returns_to_what_text_still_has_is_not_moved_by_the_next_call(world, one, two, monkeypatch):
+    monkeypatch.setattr(adapters, "LINGER_S", 9.0)
+    three = adapter_folder(world.folder / "three", weights=b"3")
+    world.want(1, a=one, b=two)
+    await world.until_states(a="Ready", b="Ready")
+    first = world.one("a").digest
+    world.core.gate.clear()
+    world.want(2, a=three, b=two)
+    await world.until(lambda: len(world.core.calls) == 3)
+    world.down("text")
+    world.up("text")
+    await world.until(lambda: len(world.links.text.aliases) == 2)
+    # Loaded, and told to the text process of before; then it is not wanted any more.
+    world.core.gate.set()
+    world.want(3, a=one, b=two)
+    await world.until_states(a="Ready", b="Ready")
+    assert world.one("a").digest == first
+    world.want(4, a=one, b=three)
+    await world.until_states(a="Ready", b="Ready")
+    assert world.links.text.aliases["a"] == first
