@@ -5,12 +5,14 @@ Models are loaded over gRPC. Over HTTP the connection's thread does the loading,
 has most HTTP connections on one thread, and their streams would stand still for as long.
 """
 
+import asyncio
 import json
 from collections.abc import Awaitable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+from grpc.aio import UsageError
 from tritonclient.grpc import aio as grpc
 from tritonclient.utils import InferenceServerException
 
@@ -24,6 +26,7 @@ _PROBE_TIMEOUT_S = 5.0
 _SILENT = ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED", "StatusCode.CANCELLED")
 """No answer of the server's."""
 _CLOSED = "ServerClient is an async context manager"
+_LEFT = "server: it is gone, and our connection to it closed"
 _CHANNEL = [("grpc.enable_http_proxy", 0)]
 """A pod's proxy leads out of the cluster; gRPC would go to this very machine by it."""
 
@@ -92,6 +95,13 @@ class ServerClient:
             if error.status() in _SILENT:
                 raise Unavailable(f"server: {error.message()}") from error
             raise Internal(f"server: {error.message()}") from error
+        except UsageError as error:
+            raise Unavailable(_LEFT) from error
+        except asyncio.CancelledError:
+            # So gRPC ends the calls of a channel that is closed, and nobody has cancelled the task that waits.
+            if (task := asyncio.current_task()) is None or not task.cancelling():
+                raise Unavailable(_LEFT) from None
+            raise
 
     async def _probe(self, path: str) -> bool:
         assert self._session is not None, _CLOSED
