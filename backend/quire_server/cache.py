@@ -82,7 +82,7 @@ class Cache:
         with folder.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             folder.mkdir(exist_ok=True)
-            yield Partial(folder)
+            yield Partial(folder, lock.fileno())
 
     def commit(self, key: str, partial: "Partial") -> Record:
         """Make a complete partial an adapter of the cache: all of it or nothing. Reads and syncs the files: slow."""
@@ -132,9 +132,16 @@ class Cache:
 class Partial:
     """The files of one source that are being fetched."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lock: int | None = None) -> None:
+        """`lock` is the file descriptor whose lock keeps others away, if one does."""
         self.folder = folder
+        self._lock = lock
         self._notes = folder.with_suffix(".json")
+
+    def held(self) -> contextlib.AbstractContextManager[object]:
+        """Keeps others away until it is closed, however soon the one who has locked the files goes."""
+        # A lock is of the open file: it lasts as long as the last descriptor.
+        return contextlib.nullcontext() if self._lock is None else os.fdopen(os.dup(self._lock))
 
     def versions(self) -> dict[str, str | None]:
         """Version that each file begun was of."""

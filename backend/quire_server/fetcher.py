@@ -105,13 +105,23 @@ class Fetcher:
                     await self._transfer.bring(place, partial, name)
                     await self._transfer.verify(place, partial, name)
                 if not (stale := await self._stale(place, partial)):
-                    return await in_thread(self._cache.commit, key, partial)
+                    return await self._commit(key, partial)
                 for name in stale:
                     partial.drop(name)
         raise Unavailable(
             f"{place.where(stale[0])}: it changed while it was read, {_MAX_CHANGES} times; write a new adapter beside "
             "the old one, and put it in its place by renaming"
         )
+
+    async def _commit(self, key: str, partial: Partial) -> Record:
+        # When we are cancelled, the thread goes on: until it is done, nobody else may write to what it hashes.
+        held = partial.held()
+
+        def commit() -> Record:
+            with held:
+                return self._cache.commit(key, partial)
+
+        return await in_thread(commit)
 
     async def _stale(self, place: Place, partial: Partial) -> list[str]:
         """Files that are not any more what was read of them: two files of two adapters may fit each other by form."""

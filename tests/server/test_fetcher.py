@@ -5,6 +5,7 @@ import asyncio
 import hashlib
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -58,6 +59,36 @@ def at(prefix: str = "") -> dict[str, bytes]:
 
 
 # Folders
+
+
+async def test_what_is_being_hashed_is_not_written_to_by_the_next_fetch(tmp_path, monkeypatch):
+    """A fetch that nobody wants any more is cancelled; the thread that makes an adapter of its files is not."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(folder):
+        digest = adapter_digest(folder)
+        if not begun.is_set():
+            begun.set()
+            go_on.wait(10)
+        return digest
+
+    monkeypatch.setattr("quire_server.cache.adapter_digest", slowly)
+    folder = folder_with(tmp_path / "a")
+    async with fetcher(tmp_path, allow_paths=True) as f:
+        first = asyncio.create_task(f.fetch(Source(path=str(folder))))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.wait([first])
+        (folder / CONFIG_FILE).write_bytes(b'{"r": 16}')
+        second = asyncio.create_task(f.fetch(Source(path=str(folder))))
+        partial = next((tmp_path / "cache/partial").glob("*/"))
+        await asyncio.sleep(0.3)
+        assert (partial / CONFIG_FILE).read_bytes() == CONFIG
+        go_on.set()
+        assert content(await second)[CONFIG_FILE] == b'{"r": 16}'
+    for made in (tmp_path / "cache/adapters").iterdir():
+        assert adapter_digest(made) == made.name
 
 
 async def test_a_folder_is_copied_so_that_later_changes_cannot_reach_what_was_hashed(tmp_path):
