@@ -107,11 +107,13 @@ class AdapterBoard:
             else:
                 entry = self._entries[adapter.name] = Entry(adapter.name, adapter, adapter.name in exposed)
                 self._spawn(self._work(entry), f"adapter {adapter.name}")
+        self._tell_of_none()
 
     def look(self) -> None:
         """A process has come up or gone: every adapter looks whether it is still in place."""
         for entry in self._entries.values():
             entry.wake.set()
+        self._tell_of_none()
 
     def hold(self) -> None:
         """Have `pending` name all adapters that are not settled now, for HOLD_S at most."""
@@ -198,6 +200,7 @@ class AdapterBoard:
         # Before anything is waited for: a catalogue that comes meanwhile takes it back.
         entry.blocked = isinstance(error, InvalidArgument)
         restored = await self._restore(entry)
+        await self._tell()
         if entry.blocked:
             return None if restored else _LINK_RETRY_S
         entry.failures += 1
@@ -302,6 +305,17 @@ class AdapterBoard:
         return None
 
     # All adapters
+
+    def _tell_of_none(self) -> None:
+        if self._catalogue is not None and not self._wanted():
+            self._spawn(self._tell(), "tell of no adapter")
+
+    async def _tell(self) -> None:
+        """Have text know the names that there are, be it none: until then it calls any other one not announced yet."""
+        if (text := self._links.text) is not None:
+            # If it is gone, its successor is told.
+            with contextlib.suppress(QuireError):
+                await text.publish(self._aliases, self._limits())
 
     async def _collect(self) -> None:
         """Unload what no name stands for any more."""

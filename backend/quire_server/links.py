@@ -74,17 +74,18 @@ class TextLink:
         """Limits of those that have any, as last sent."""
         self.digests: set[str] = set()
         """That names stand for there, as last sent or as is being sent."""
+        self._told = False
         self._lock = asyncio.Lock()
 
     async def publish(self, aliases: Mapping[str, str], limits: Mapping[str, AdapterLimits]) -> None:
-        """Send names and limits, if they differ from what was sent: many adapters that become ready share one call."""
+        """Send names and limits, unless they were sent last: many adapters that become ready share one call."""
         async with self._lock:
             table, bounds = dict(aliases), dict(limits)
-            if (table, bounds) != (self.aliases, self.limits):
+            if not self._told or (table, bounds) != (self.aliases, self.limits):
                 args = {"adapters": table, "limits": {name: to_json(each) for name, each in bounds.items()}}
                 self.digests |= set(table.values())
                 await self.control.call("set_adapters", args, timeout_s=_CALL_S)
-                self.aliases, self.limits, self.digests = table, bounds, set(table.values())
+                self.aliases, self.limits, self.digests, self._told = table, bounds, set(table.values()), True
 
     async def linked(self) -> bool:
         """True when text has its connection to the core."""

@@ -543,3 +543,18 @@ async def test_a_name_that_returns_to_what_text_still_has_is_not_moved_by_the_ne
     world.want(4, a=one, b=three)
     await world.until_states(a="Ready", b="Ready")
     assert world.links.text.aliases["a"] == first
+
+
+async def test_text_is_told_that_there_is_no_name(world, two):
+    """Else it would call every name one that is not announced yet, for ever."""
+    told = [{"adapters": {}, "limits": {}}]
+    world.want(1)
+    await world.until(lambda: world.text.names("set_adapters") == told)
+    world.down("text")
+    world.up("text")
+    await world.until(lambda: world.text.names("set_adapters") == told)
+    world.want(2, a=two / "nowhere")
+    world.down("text")
+    world.up("text")
+    await world.until_states(a="Failed")
+    await world.until(lambda: world.text.names("set_adapters") == told)
