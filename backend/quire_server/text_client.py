@@ -165,6 +165,9 @@ class _Connection:
             log.info("connection to the text process broke error=%s", error)
         except Internal as error:
             log.error("connection to the text process is out of step error=%s", error)
+        except Exception:
+            # Events of the right form may hold anything; whatever it does to us, what is open gets its end.
+            log.exception("connection to the text process is given up")
         self._end()
 
     def _take(self, message: Events) -> None:

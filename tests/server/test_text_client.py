@@ -141,7 +141,14 @@ def test_away_at_first_then_there(path, client, events):
     assert events.get(timeout=5).id == 2
 
 
-@pytest.mark.parametrize("noise", [b"\xff" * 64, encode(Hello("text", "", 1))], ids=["bytes", "message"])
+NOISE = {
+    "bytes": b"\xff" * 64,
+    "message": encode(Hello("text", "", 1)),
+    "event": encode(Events([Event([], "", [], "stop")])),
+}
+
+
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
 def test_noise_ends_the_connection_and_its_requests(listener, client, events, noise):
     listener.accept()
     client.submit(submit(1))
