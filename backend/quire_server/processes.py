@@ -78,10 +78,18 @@ class Child:
             bufsize=0,
             process_group=0,
         )
-        child = cls(name, popen, relay)
-        child._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: _Lines(child._line, child._quiet.set), popen.stdout
-        )
+        try:
+            child = cls(name, popen, relay)
+            child._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: _Lines(child._line, child._quiet.set), popen.stdout
+            )
+        except BaseException:
+            # Cancelled, or out of descriptors: nobody has it yet, so nobody else would end it.
+            os.killpg(popen.pid, signal.SIGKILL)
+            popen.wait()
+            if popen.stdout is not None:
+                popen.stdout.close()
+            raise
         return child
 
     def signal(self, number: int) -> None:

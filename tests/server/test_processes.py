@@ -54,6 +54,23 @@ async def test_output_comes_line_by_line_with_the_name_and_its_end_without_newli
     assert sorted(lines) == sorted([("core", "a"), ("core", "é"), ("core", "100%"), ("core", "end")])
 
 
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_a_start_that_does_not_come_to_its_end_leaves_no_process(cancelled, monkeypatch):
+    async def connect(*_):
+        if cancelled:
+            await asyncio.sleep(60)
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "connect_read_pipe", connect)
+    before = {child.pid for child in psutil.Process().children()}
+    starting = asyncio.create_task(start("import time; time.sleep(60)"))
+    await asyncio.sleep(0.05)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError if cancelled else OSError):
+        await starting
+    assert not [child for child in psutil.Process().children() if child.pid not in before]
+
+
 async def test_an_endless_line_is_cut_not_kept():
     child = await start("print('x' * 1_000_000, end='')")
     assert await child.wait() == 0
