@@ -5,6 +5,7 @@ Reads YAML as kubectl does where PyYAML differs by itself: a key given twice is 
 text. Knows nothing of LLMService; the commands call it.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,8 +14,10 @@ from typing import Any
 
 import yaml
 
-from quire_operator.errors import FieldPath
+from quire_operator.errors import FieldPath, shown
 from quire_spec.errors import ConfigError
+
+_Fields = dict[str, tuple[yaml.Node, yaml.Node]]
 
 MAX_VALUES = 100_000
 """Values in a document: ten times the largest LLMService. YAML's aliases can blow a small file up without bound."""
@@ -27,12 +30,16 @@ class ManifestError(ConfigError):
     """A file cannot be read, or is not YAML; the message begins with file, line and column where they are known."""
 
 
+_TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_TAG}merge"
+
+
 class _Loader(yaml.CSafeLoader):
-    """The safe loader, less the guess that text like 2026-01-01 is a date."""
+    """The safe loader, less the guesses that text like 2026-01-01 is a date and that = is more than text."""
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (f"{_TAG}timestamp", f"{_TAG}value")]
     for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
 }
 
@@ -81,6 +88,7 @@ def parse(text: str, file: str) -> Iterator[Manifest]:
     """The documents of a YAML text; raises ManifestError as `read` does."""
     loader = _Loader(text)
     try:
+        _check_depth(text, file)
         while loader.check_node():
             node = loader.get_node()
             assert node is not None, "check_node said that there is one"
@@ -98,6 +106,32 @@ def parse(text: str, file: str) -> Iterator[Manifest]:
         loader.dispose()
 
 
+def _check_depth(text: str, file: str) -> None:
+    """Refuse what is too deep while it is only events: the loader makes nodes of it by recursion in C, and ends the
+    process where its stack ends."""
+    loader = _Loader(text)
+    depth = 0
+    try:
+        while loader.check_event():
+            event = loader.get_event()
+            if isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+            elif isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+                if depth > MAX_DEPTH + 1:  # the outermost has a depth of 0
+                    assert event.start_mark is not None, "only tokens made by hand have none"
+                    raise _error(file, event.start_mark, _TOO_DEEP)
+    finally:
+        loader.dispose()
+
+
+_TOO_DEEP = f"more than {MAX_DEPTH} objects and lists inside of each other"
+
+
+def _error(file: str, mark: Any, what: str) -> ManifestError:
+    return ManifestError(f"{file}:{mark.line + 1}:{mark.column + 1}: {what}")
+
+
 class _Builder:
     """Turns the nodes of one document into values, and notes their lines."""
 
@@ -105,28 +139,45 @@ class _Builder:
         self.loader, self.lines, self.file = loader, lines, file
         self.num_values = 0
         self.open: set[int] = set()
-        self.flat: set[int] = set()
+        self.merging: set[int] = set()
+        self.known: dict[int, _Fields] = {}
 
     def build(self, node: yaml.Node, path: FieldPath) -> Any:
-        self.num_values += 1
-        if self.num_values > MAX_VALUES or id(node) in self.open:
-            raise self._error(node, f"more than {MAX_VALUES} values, or an alias inside of itself")
+        self._count(node, 1)
+        if id(node) in self.open:
+            raise self._too_many(node)
         if len(path) > MAX_DEPTH:
-            raise self._error(node, f"more than {MAX_DEPTH} objects and lists inside of each other")
+            raise self._error(node, _TOO_DEEP)
         if isinstance(node, yaml.ScalarNode):
-            return self.loader.construct_object(node)
+            return self._scalar(node)
         self.open.add(id(node))
         value = self._mapping(node, path) if isinstance(node, yaml.MappingNode) else self._list(node, path)
         self.open.discard(id(node))
         return value
 
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        kind = node.tag.removeprefix(_TAG)
+        try:
+            value = self.loader.construct_object(node)
+        except (ValueError, KeyError, AttributeError) as error:
+            # Whatever the constructors make of 0x_, !!int abc, or a number of thousands of digits.
+            raise self._error(
+                node, f"{shown(node.value)} is not a valid {kind}; put it in quotes to be text"
+            ) from error
+        if not isinstance(value, str | bool | int | float | None) or (
+            isinstance(value, float) and not math.isfinite(value)
+        ):
+            raise self._error(
+                node, f"{shown(node.value)} is a {kind}, which JSON cannot say; put it in quotes to be text"
+            )
+        return value
+
     def _mapping(self, node: yaml.MappingNode, path: FieldPath) -> dict[str, Any]:
-        self._flatten(node)
         value = {}
-        for key, content in node.value:
-            here = (*path, str(key.value))
+        for name, (key, content) in self._fields(node).items():
+            here = (*path, name)
             self.lines[here] = key.start_mark.line + 1
-            value[str(key.value)] = self.build(content, here)
+            value[name] = self.build(content, here)
         return value
 
     def _list(self, node: yaml.Node, path: FieldPath) -> list[Any]:
@@ -136,22 +187,48 @@ class _Builder:
             value.append(self.build(content, (*path, i)))
         return value
 
-    def _flatten(self, node: yaml.MappingNode) -> None:
-        # Once a node, before its merge keys are resolved: an alias leads to the same node again, with them resolved.
-        if id(node) in self.flat:
-            return
-        self.flat.add(id(node))
-        seen: dict[str, int] = {}
-        for key, _ in node.value:
+    def _fields(self, node: yaml.MappingNode) -> _Fields:
+        """Key and value by name, with what is merged into them.
+
+        PyYAML's own way copies what is merged again and again, so that a few lines of merges within merges fill the
+        memory.
+        """
+        if id(node) in self.known:
+            return self.known[id(node)]
+        if id(node) in self.merging:
+            raise self._too_many(node)
+        self.merging.add(id(node))
+        own: _Fields = {}
+        merged: _Fields = {}
+        for key, content in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise self._error(key, "a key that is not text")
-            if key.value in seen:
-                raise self._error(
-                    key, f"key {key.value!r} is given in line {seen[key.value]} already; keep one of them"
-                )
-            seen[key.value] = key.start_mark.line + 1
-        self.loader.flatten_mapping(node)
+            if key.value in own:
+                line = own[key.value][0].start_mark.line + 1
+                raise self._error(key, f"key {key.value!r} is given in line {line} already; keep one of them")
+            own[key.value] = (key, content)
+        for key, content in [pair for pair in own.values() if pair[0].tag == _MERGE]:
+            del own[key.value]
+            # Of several sources, the first that has a key counts.
+            for source in content.value if isinstance(content, yaml.SequenceNode) else [content]:
+                if not isinstance(source, yaml.MappingNode):
+                    raise self._error(
+                        source, "<< takes an object, or a list of them; quote it to have a key of that name"
+                    )
+                fields = self._fields(source)
+                self._count(source, len(fields))
+                merged = fields | merged
+        self.merging.discard(id(node))
+        self.known[id(node)] = merged | own
+        return self.known[id(node)]
+
+    def _count(self, node: yaml.Node, num: int) -> None:
+        self.num_values += num
+        if self.num_values > MAX_VALUES:
+            raise self._too_many(node)
+
+    def _too_many(self, node: yaml.Node) -> ManifestError:
+        return self._error(node, f"more than {MAX_VALUES} values, or an alias inside of itself")
 
     def _error(self, node: yaml.Node, what: str) -> ManifestError:
-        mark = node.start_mark
-        return ManifestError(f"{self.file}:{mark.line + 1}:{mark.column + 1}: {what}")
+        return _error(self.file, node.start_mark, what)

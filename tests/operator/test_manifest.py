@@ -44,6 +44,19 @@ def test_aliases_and_merge_keys_mean_what_they_mean_for_kubectl():
     }
 
 
+def test_what_is_merged_into_what_is_merged_is_no_key_given_twice():
+    document = only("a: {<<: &m {<<: {x: 1}, x: 2}}\nb: *m\nc: {<<: [{x: 1}, {x: 2, y: 2}], z: '='}\nd: =\n")
+    assert document.body == {"a": {"x": 2}, "b": {"x": 2}, "c": {"x": 1, "y": 2, "z": "="}, "d": "="}
+
+
+def test_merges_within_merges_take_neither_memory_nor_time():
+    inner = ", ".join(f"&a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 20))
+    assert only(f"a: {{<<: [&a0 {{x: 1}}, {inner}]}}\n").body == {"a": {"x": 1}}
+    big = f"a: &a {{{', '.join(f'k{i}: 1' for i in range(2000))}}}\nb: {{<<: [{', '.join(['{<<: *a}'] * 100)}]}}\n"
+    with pytest.raises(ManifestError, match="more than 100000 values"):
+        only(big)
+
+
 BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
 
 
@@ -57,6 +70,19 @@ BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         (BOMB, "f.yaml:1:"),
         ("[a]: 1\n", "f.yaml:1:1: a key that is not text"),
         ("a: !!python/object:os.system x\n", "f.yaml:1:4: not YAML: could not determine a constructor for the tag"),
+        ("a: " + 100_000 * "[", "f.yaml:1:104: more than 100 objects and lists inside of each other"),
+        ("a: &a {<<: *a, b: 1}\n", "f.yaml:1:4: more than 100000 values, or an alias inside of itself"),
+        ("a: {<<: 1}\n", "f.yaml:1:9: << takes an object, or a list of them; quote it"),
+        ("a: 0x_\n", 'f.yaml:1:4: "0x_" is not a valid int; put it in quotes'),
+        ("a: !!bool b\n", 'f.yaml:1:4: "b" is not a valid bool; put it in quotes'),
+        ("a: !!timestamp b\n", 'f.yaml:1:4: "b" is not a valid timestamp; put it in quotes'),
+        (
+            "a: !!timestamp 2026-01-01\n",
+            'f.yaml:1:4: "2026-01-01" is a timestamp, which JSON cannot say; put it in quotes',
+        ),
+        ("a: " + 5000 * "9" + "\n", 'f.yaml:1:4: "9999'),
+        ("a: -.inf\n", 'f.yaml:1:4: "-.inf" is a float, which JSON cannot say; put it in quotes'),
+        ("a: !!binary aGVsbG8=\n", 'f.yaml:1:4: "aGVsbG8=" is a binary, which JSON cannot say; put it in quotes'),
         ("a: \x07\n", "f.yaml: not YAML: unacceptable character"),
     ],
 )
