@@ -21,6 +21,8 @@ from quire_operator.quantity import num_bytes
 from quire_spec.errors import Internal
 
 Schema = Mapping[str, Any]
+Wrong = frozenset[FieldPath]
+"""Fields that are known to be wrong."""
 
 _FIELD = re.compile(r"\b(?:oldSelf|self)((?:\.[A-Za-z_]\w*\b(?!\())+)")
 
@@ -64,33 +66,36 @@ def problems(
     Raises:
         Internal: a rule cannot be evaluated although nothing is structurally wrong, so the rule itself is.
     """
+    yield from _problems(schema, value, old, frozenset(problem.meant or problem.path for problem in known), path)
+
+
+def _problems(schema: Schema, value: Any, old: Any, wrong: Wrong, path: FieldPath) -> Iterator[Problem]:
     for entry in schema.get("x-kubernetes-validations", ()):
-        yield from _judge(Rule.from_crd(entry), value, old, known, path)
+        yield from _judge(Rule.from_crd(entry), value, old, wrong, path)
     if isinstance(value, Mapping):
         fields, rest = schema.get("properties", {}), schema.get("additionalProperties", {})
         for key, item in value.items():
             before = old.get(key, ABSENT) if isinstance(old, Mapping) else ABSENT
-            yield from problems(fields.get(key, rest), item, before, known, (*path, key))
+            yield from _problems(fields.get(key, rest), item, before, wrong, (*path, key))
     elif isinstance(value, list):
         for i, item in enumerate(value):
-            yield from problems(schema.get("items", {}), item, ABSENT, known, (*path, i))
+            yield from _problems(schema.get("items", {}), item, ABSENT, wrong, (*path, i))
 
 
-def _judge(rule: Rule, value: Any, old: Any, known: Collection[Problem], path: FieldPath) -> Iterator[Problem]:
-    if ("oldSelf" in rule.expression and old is ABSENT) or _spoilt(rule, known, path):
+def _judge(rule: Rule, value: Any, old: Any, wrong: Wrong, path: FieldPath) -> Iterator[Problem]:
+    if ("oldSelf" in rule.expression and old is ABSENT) or _spoilt(rule, wrong, path):
         return
     try:
         holds = _program(rule.expression).execute(_context(value, old))
     except Exception as error:  # the library raises whatever its Rust side or a callback brings
-        if known:
+        if wrong:
             return
         raise Internal(f"rule {rule.expression!r} cannot be evaluated: {error}") from error
     if holds is not True:
         yield Problem((*path, *rule.subject), _found(value, rule.subject), rule.must, rule.fix)
 
 
-def _spoilt(rule: Rule, known: Collection[Problem], path: FieldPath) -> bool:
-    wrong = {problem.meant or problem.path for problem in known}
+def _spoilt(rule: Rule, wrong: Wrong, path: FieldPath) -> bool:
     return any((*path, *field)[:n] in wrong for field in rule.fields for n in range(1, len(path) + len(field) + 1))
 
 

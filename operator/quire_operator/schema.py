@@ -5,6 +5,7 @@ Pure: schema and value in, value or problems out. crd.py calls it; the CEL half 
 an API server: an unknown field is a problem (kubectl says the same, an API server may drop the field silently).
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -84,13 +85,15 @@ def _twins(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
         for key, item in value.items():
             yield from _twins(fields.get(key, rest), item, (*path, key))
     elif isinstance(value, list):
-        seen: list[object] = []
+        # By their text: values do not hash, and to compare each with each takes minutes for a list that is too long.
+        seen: dict[str, int] = {}
         keys = schema.get("x-kubernetes-list-map-keys")
         for i, item in enumerate(value):
             yield from _twins(schema.get("items", {}), item, (*path, i))
             identity = [item.get(key) for key in keys] if keys and isinstance(item, Mapping) else item
-            if schema.get("x-kubernetes-list-type") in ("map", "set") and identity in seen:
-                here = (*path, i, *(keys or ())[:1])
-                found = identity[0] if keys and isinstance(identity, list) else item
-                yield Problem(here, found, f"is in entry {seen.index(identity)} already", "give each entry its own")
-            seen.append(identity)
+            if schema.get("x-kubernetes-list-type") in ("map", "set"):
+                first = seen.setdefault(json.dumps(identity, sort_keys=True, default=str), i)
+                if first != i:
+                    here = (*path, i, *(keys or ())[:1])
+                    found = identity[0] if keys and isinstance(identity, list) else item
+                    yield Problem(here, found, f"is in entry {first} already", "give each entry its own")
