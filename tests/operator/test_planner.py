@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.planning import ANY_TP, GIB, LLAMA_8B, MODELS, checkpoint, faults, inputs, plan, service
+from support.planning import ANY_TP, GIB, LLAMA_8B, MODELS, NO_LORA, checkpoint, faults, inputs, plan, service
 
 from quire_operator.plan import planner, ways
 from quire_operator.plan.checkpoint import Checkpoint, SizeFrom, header_length
@@ -282,6 +282,12 @@ def test_a_pinned_kv_cache_is_taken_as_it_is_or_refused():
     assert (made.bytes.kv, made.kvTokens, made.kvCacheMemory.value) == (4 * GIB, 32768, "4Gi")
     assert made.maxModelLen.value == 16384
     assert refused("8b", L4, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 8Gi}")[0] is Why.DOES_NOT_FIT
+
+
+def test_sizes_that_nobody_has_stay_numbers_that_a_status_can_hold():
+    made = plan("tiny", None, f"{NO_LORA}\nengine: {{kvCacheMemory: 9999999999999Ti, swapSpace: 9999999999999Ti}}")
+    assert made.kvTokens < 2**63
+    assert faults(made.to_json()) == []
 
 
 def test_an_fp8_cache_holds_twice_the_tokens():

@@ -26,6 +26,8 @@ GPU_TOKENS = ((70 * GIB, 8192), (32 * GIB, 4096), (0, 2048))
 """Token budget by memory: a large GPU needs more tokens in a step to be busy."""
 CPU_TOKENS = 512
 """Token budget on a CPU: at 2048 one long prompt would hold up running answers for seconds."""
+MOST_TOKENS = 2**63 - 1
+"""A status holds no larger number, and a spec may pin any size of the KV cache: its plan could not be written."""
 CPU_KV_BYTES = 4 * GIB
 """Most that a KV cache on a CPU takes when nobody says how much memory there is."""
 
@@ -84,7 +86,7 @@ def way(inputs: Inputs, tp: int, tokens: int, seqs: int) -> Way:
     share = _utilization(inputs, tp)
     per_token = memory.token_bytes(shape, limits.kv_element_bytes(inputs), tp)
     kv_bytes = _kv_bytes(inputs, tp, costs, share, seqs, per_token)
-    kv_tokens = max(0, kv_bytes // per_token)
+    kv_tokens = min(max(0, kv_bytes // per_token), MOST_TOKENS)
     return Way(tp, tokens, seqs, share, costs, kv_bytes, kv_tokens, _length(inputs, kv_tokens))
 
 
