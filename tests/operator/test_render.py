@@ -413,6 +413,50 @@ def test_network_policies():
     assert "NetworkPolicy" not in {kind for kind, _ in off}
 
 
+@pytest.mark.parametrize("url", ["http://h:99999/a", "http://[h", "https://h:port"])
+def test_a_url_that_leads_to_no_port_is_said(url):
+    for spec in (f"adapters: [{{name: a, source: {{http: {{url: '{url}'}}}}}}]",
+                 f"runtime: {{env: [{{name: HF_ENDPOINT, value: '{url}'}}]}}"):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"{re.escape(repr(url))} is not a URL"):
+            objects(service(f"{GPU}{spec}"))
+
+
+def test_labels_that_the_operator_finds_its_objects_by_are_its_own():
+    stolen = "{app.kubernetes.io/managed-by: helm, app.kubernetes.io/instance: other, team: a}"
+    found = objects(
+        service(f"{GPU}observability: {{metricsLabels: {stolen}}}\npodTemplate: {{metadata: {{labels: {stolen}}}}}")
+    )
+    for meta in (one(found, "PodMonitor")["metadata"], one(found, "Deployment")["spec"]["template"]["metadata"]):
+        labels = meta["labels"]
+        assert labels["app.kubernetes.io/managed-by"] == "quire-operator"
+        assert (labels["app.kubernetes.io/instance"], labels["team"]) == ("s", "a")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("containers: null", "containers: must stay a list of objects with names"),
+        ("containers: x", "containers: must stay a list of objects with names"),
+        ("containers: [x]", "containers: 'x' is not an object; give each entry its name"),
+        ("containers: [x, {$patch: replace}]", "containers: 'x' is not an object; give each entry its name"),
+        ("containers: [{image: x}]", "containers: must stay a list of objects with names"),
+        ("containers: [{name: server, env: [A]}]", "env: 'A' is not an object; give each entry its name"),
+        ("containers: [{name: server, $patch: delete}]", "containers: the container 'server' must stay"),
+        ("volumes: null", "volumes: must stay a list of objects with names"),
+        ("$patch: replace", "containers: must stay a list of objects with names"),
+    ],
+)
+def test_an_override_that_leaves_no_pod_of_ours_is_said(override, message):
+    with pytest.raises(ConfigError, match=f"^spec.podTemplate.spec.{re.escape(message)}"):
+        objects(service(f"{GPU}podTemplate: {{spec: {{{override}}}}}"))
+
+
+def test_an_override_may_take_what_is_not_needed():
+    found = objects(service(f"{GPU}podTemplate: {{spec: {{containers: [{{name: server, securityContext: null}}]}}}}"))
+    assert "securityContext" not in one(found, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    assert one(found, "Job")["spec"]["template"]["spec"]["containers"][0]["securityContext"] == {}
+
+
 def test_a_budget_only_for_several_pods():
     assert ("PodDisruptionBudget", "s") not in objects(service(GPU))
     assert one(objects(service(f"{GPU}replicas: 2")), "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1

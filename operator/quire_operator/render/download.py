@@ -24,7 +24,7 @@ def job(service: LLMService, plan: Plan, server: dict[str, Any]) -> dict[str, An
     """
     (container,) = [c for c in server["containers"] if c["name"] == names.SERVER]
     downloader = {
-        **model.download_container(service, plan.image.value, container["securityContext"]),
+        **model.download_container(service, plan.image.value, container.get("securityContext", {})),
         "ports": [{"name": "health", "containerPort": service.spec.runtime.ports.health}],
     }
     spec = {

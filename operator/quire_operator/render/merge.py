@@ -11,6 +11,8 @@ the x-kubernetes-patch-merge-key of the PodSpec's fields.
 from collections.abc import Mapping
 from typing import Any
 
+from quire_spec.errors import ConfigError
+
 _DIRECTIVE = "$patch"
 
 _KEYS: Mapping[str, str] = {
@@ -35,7 +37,11 @@ _EXCLUSIVE: Mapping[str, frozenset[str]] = {"volumes": frozenset({"name"})}
 
 
 def merge(base: Any, patch: Any, field: str = "") -> Any:
-    """`base` with `patch` over it; neither is changed. `field` is the name of the field that they are the value of."""
+    """`base` with `patch` over it; neither is changed. `field` is the name of the field that they are the value of.
+
+    Raises:
+        ConfigError: an entry of a list that merges is not an object.
+    """
     if isinstance(base, Mapping) and isinstance(patch, Mapping):
         if patch.get(_DIRECTIVE) == "replace":
             return _plain(patch)
@@ -45,18 +51,20 @@ def merge(base: Any, patch: Any, field: str = "") -> Any:
                 merged[key] = merge(base[key], item, key) if key in base else _plain(item)
         return {key: merged[key] for key in (*base, *patch) if key in merged}
     if isinstance(base, list) and isinstance(patch, list) and field in _KEYS:
+        if strays := [item for item in patch if not isinstance(item, Mapping)]:
+            raise ConfigError(f"{field}: {strays[0]!r} is not an object; give each entry its {_KEYS[field]}")
         return _merge_list(base, patch, field)
     return _plain(patch)
 
 
 def _merge_list(base: list[Any], patch: list[Any], field: str) -> list[Any]:
     key = _KEYS[field]
-    if any(isinstance(item, Mapping) and item.get(_DIRECTIVE) == "replace" for item in patch):
+    if any(item.get(_DIRECTIVE) == "replace" for item in patch):
         return [_plain(item) for item in patch if item.get(_DIRECTIVE) != "replace"]
     merged = list(base)
     for item in patch:
-        places = [i for i, other in enumerate(merged) if isinstance(item, Mapping) and other.get(key) == item.get(key)]
-        if isinstance(item, Mapping) and item.get(_DIRECTIVE) == "delete":
+        places = [i for i, other in enumerate(merged) if other.get(key) == item.get(key)]
+        if item.get(_DIRECTIVE) == "delete":
             merged = [other for i, other in enumerate(merged) if i not in places]
         elif places:
             merged[places[0]] = _merge_entry(merged[places[0]], item, field)

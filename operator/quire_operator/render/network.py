@@ -8,6 +8,7 @@ from quire_operator.render import model, names
 from quire_operator.render.cluster import Cluster
 from quire_operator.service import LLMService
 from quire_spec.catalogue import Source
+from quire_spec.errors import ConfigError
 
 _PROTOCOLS = {"http": "http", "grpc": "kubernetes.io/h2c", "metrics": "http", "health": "http"}
 _DNS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
@@ -59,17 +60,32 @@ def download_policy(of: LLMService, cluster: Cluster) -> dict[str, Any]:
 
 
 def fetch_ports(of: LLMService, sources: list[Source]) -> list[int]:
-    """Ports that files come from; 443 always. A mirror of the hub and a proxy are named in the environment."""
+    """Ports that files come from; 443 always. A mirror of the hub and a proxy are named in the environment.
+
+    Raises:
+        ConfigError: a URL has no port that can be told, which its pattern in the CRD does not find.
+    """
     urls = [e.value for e in of.spec.runtime.env if e.name.upper() in ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY")]
     urls += [s.http.url for s in sources if s.http] + [s.s3.endpoint for s in sources if s.s3 and s.s3.endpoint]
-    parts = [urlsplit(url) for url in urls]
-    return sorted({443, *(p.port or (80 if p.scheme == "http" else 443) for p in parts)})
+    return sorted({443, *map(_port, urls)})
+
+
+def _port(url: str) -> int:
+    """The port that a URL leads to."""
+    try:
+        parts = urlsplit(url)
+        return parts.port or (80 if parts.scheme == "http" else 443)
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is not a URL ({error}); correct it where the spec has it") from error
 
 
 def pod_monitor(of: LLMService) -> dict[str, Any]:
     """The PodMonitor: the health port tells all metrics, the server's own among them."""
     meta = names.meta(of, of.name)
-    meta["labels"] = {**meta["labels"], **of.spec.observability.metricsLabels}
+    # Those by which the operator finds what it made stay: without them it would make the PodMonitor again each time.
+    found_by = {names.MANAGED_BY, names.INSTANCE, names.COMPONENT}
+    wanted = {key: value for key, value in of.spec.observability.metricsLabels.items() if key not in found_by}
+    meta["labels"] = {**meta["labels"], **wanted}
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",

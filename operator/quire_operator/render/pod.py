@@ -6,6 +6,7 @@ to that parser.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from quire_operator.plan.gpu import GPU_RESOURCE, PRODUCT_LABEL
@@ -16,6 +17,7 @@ from quire_operator.render.environment import environment
 from quire_operator.render.merge import merge
 from quire_operator.service import LLMService
 from quire_spec.address import ALL
+from quire_spec.errors import ConfigError
 
 CONTAINER = names.SERVER
 PROPAGATION_S = 10
@@ -27,7 +29,11 @@ _ALWAYS_OPEN_CORES = 2
 
 
 def template(service: LLMService, plan: Plan, engine_map: str) -> dict[str, Any]:
-    """The pod template, with spec.podTemplate merged in last; `engine_map` is the ConfigMap of engine.json."""
+    """The pod template, with spec.podTemplate merged in last; `engine_map` is the ConfigMap of engine.json.
+
+    Raises:
+        ConfigError: spec.podTemplate cannot be merged in.
+    """
     made = {
         "metadata": {
             "labels": {**names.labels(service, names.SERVER), "llm-d.ai/engine-type": "vllm"},
@@ -35,8 +41,25 @@ def template(service: LLMService, plan: Plan, engine_map: str) -> dict[str, Any]
         },
         "spec": _spec(service, plan, engine_map),
     }
-    merged: dict[str, Any] = merge(made, _overrides(service))
+    try:
+        merged: dict[str, Any] = merge(made, _overrides(service))
+    except ConfigError as error:
+        raise ConfigError(f"spec.podTemplate.spec.{error}") from error
+    _check(merged["spec"])
     return merged
+
+
+def _check(spec: Mapping[str, Any]) -> None:
+    """Raise ConfigError where an override took what the download Job is made from; the API server checks the rest."""
+    where = "spec.podTemplate.spec"
+    for field in ("containers", "volumes"):
+        entries = spec.get(field)
+        if not isinstance(entries, list) or not all(isinstance(e, Mapping) and "name" in e for e in entries):
+            raise ConfigError(f"{where}.{field}: must stay a list of objects with names; change or add single entries")
+    if [c["name"] for c in spec["containers"]].count(CONTAINER) != 1:
+        raise ConfigError(
+            f"{where}.containers: the container {CONTAINER!r} must stay; change it instead of removing it"
+        )
 
 
 def drain_seconds(service: LLMService) -> int:
@@ -59,11 +82,12 @@ def progress_seconds(service: LLMService, plan: Plan) -> int:
 
 
 def _overrides(service: LLMService) -> dict[str, Any]:
-    """spec.podTemplate, less the labels that pods are found by: a Deployment whose pods lack them is refused."""
+    """spec.podTemplate, less the labels that pods are found by: a Deployment whose pods lack those of its selector is
+    refused, and the operator does not see pods without its own."""
     wanted = dict(service.spec.podTemplate)
     meta = dict(wanted.get("metadata", {}))
     if "labels" in meta:
-        fixed = names.selector(service, names.SERVER)
+        fixed = names.labels(service, names.SERVER)
         meta["labels"] = {key: value for key, value in meta["labels"].items() if key not in fixed}
         wanted["metadata"] = meta
     return wanted
