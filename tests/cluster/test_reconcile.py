@@ -192,6 +192,25 @@ def test_what_only_looks_like_a_child_is_not_pruned(operating, cluster, namespac
     assert cluster.get("v1", "ConfigMap", "mine", namespace) is not None
 
 
+@pytest.mark.parametrize("label", ["managed-by", "instance"])
+def test_a_child_that_lost_the_label_it_is_found_by_has_it_again(operating, cluster, namespace, label):
+    wanted = children(cluster, namespace)
+    for (version, kind), name in CHILDREN.items():
+        stolen = {"metadata": {"labels": {f"app.kubernetes.io/{label}": None if kind == "Service" else "other"}}}
+        cluster.merge(version, kind, name, stolen, namespace)
+    cluster.merge(API, KIND, "tales", {"spec": {"rollout": {"drainSeconds": 61}}}, namespace)
+    cluster.merge(API, KIND, "tales", {"spec": {"rollout": {"drainSeconds": 60}}}, namespace)
+    operating.settles()
+    assert operating.condition("ConfigValid")["reason"] != "Conflict"
+    eventually(
+        lambda: operating.touch() or names_of(children(cluster, namespace)) >= names_of(wanted), 15, "labels back"
+    )
+
+
+def names_of(found):
+    return {(body["kind"], body["metadata"]["name"]) for body in found if body["kind"] != "Secret"}
+
+
 def test_an_object_of_somebody_else_is_left_alone(cluster, namespace, kubelet):
     spec = {"ports": [{"port": 80, "protocol": "TCP"}], "selector": {"app": "theirs"}}
     cluster.apply({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "tales"}, "spec": spec}, namespace)

@@ -166,7 +166,8 @@ class Applier:
         labels = meta.get("labels") or {}
         mine = labels.get(names.MANAGED_BY) == names.MANAGER and labels.get(names.INSTANCE) == key[1]
         owner = controller(body)
-        if mine and owner in (uid, ""):
+        # What the service controls is its own also without our labels, which is how a watch loses sight of it.
+        if owner == uid or (mine and not owner):
             return
         owners = [o for o in meta.get("ownerReferences") or () if o.get("uid") == owner]
         if mine and owners and owners[0].get("kind") == kinds.LLM_SERVICE.name and owners[0].get("name") == key[1]:
