@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Specs drawn from the CRD's own schema, every field of it, through checks, planner and renderer: the same each time,
+no error but one in words, and objects that the operator finds again.
+
+What the CRD leaves open is drawn from below: texts that its patterns let through and that are no URLs, overrides of
+pods that are no lists, labels of others. `FUZZ_SPECS=20000` draws more.
+"""
+
+import functools
+import json
+import os
+import random
+import re
+
+import pytest
+from support.planning import MODELS, faults
+
+from quire_operator import crd, patterns
+from quire_operator.engine_config import EngineRefuses
+from quire_operator.plan.errors import Unplannable
+from quire_operator.plan.gpu import Gpu
+from quire_operator.plan.inputs import Inputs
+from quire_operator.plan.plan import Plan
+from quire_operator.plan.planner import make_plan
+from quire_operator.render import names
+from quire_operator.render.cluster import OPTIONAL, Cluster
+from quire_operator.render.desired import desired
+from quire_operator.service import Device, LLMService
+from quire_spec.errors import ConfigError
+
+NUM_SPECS = int(os.environ.get("FUZZ_SPECS", "400"))
+CLUSTER = Cluster(admin_key="k", offers=frozenset(OPTIONAL), operator={"podSelector": {}}, owner_uid="u")
+TEXTS = ["a", "tales-1.5", "A.b_c", "o/m", "x y", "", "token", "main", "eu-central-1", "0" * 64, "NVIDIA-L4"]
+TEXTS += ["4Gi", "512Mi", "1", "1.5G", "9999999999999Ti", "2.5", "1500m", "0.9", "0.999", "s3://bb/a", "10.0.0.0/8"]
+TEXTS += ["http://h:9000", "https://h/a", "http://h:99999/x", "http://[x", "https://h:port/", "nvidia.com/gpu", "A_B"]
+KEYS = [names.MANAGED_BY, names.INSTANCE, names.COMPONENT, "app.kubernetes.io/name", "team", "", "é"]
+ENTRIES = [None, "x", [], ["x"], [None], [{}], [{"name": ["x"]}], [{"$patch": "replace"}, {"name": "c"}]]
+ENTRIES += [[{"name": "server", "$patch": "delete"}], [{"name": "server", "securityContext": None, "env": None}]]
+OVERRIDES = [{"$patch": "replace"}, {"securityContext": None}, {"nodeSelector": {"a": None}}, {"x": 10**30}]
+OVERRIDES += [{field: entries} for field in ("containers", "volumes") for entries in ENTRIES]
+
+
+def drawn(rng, schema, path=()):
+    """A value for a schema, most often a valid one."""
+    if path == ("podTemplate", "spec"):
+        return rng.choice(OVERRIDES)
+    if "enum" in schema:
+        return rng.choice(schema["enum"])
+    if schema["type"] == "boolean":
+        return rng.random() < 0.5
+    if schema["type"] == "integer":
+        least, most = schema["minimum"], schema["maximum"]
+        return min(most, max(least, rng.choice([least, most, 2, 16, 512, 4096])))
+    if schema["type"] == "string":
+        return rng.choice(texts(schema.get("pattern"), schema.get("minLength", 0), schema["maxLength"]))
+    if schema["type"] == "array":
+        return [drawn(rng, schema["items"], (*path, 0)) for _ in range(rng.randrange(4))]
+    if "properties" not in schema:
+        return {key: drawn(rng, schema["additionalProperties"]) for key in rng.sample(KEYS, rng.randrange(3))}
+    fields = schema["properties"]
+    if {"huggingFace", "s3"} <= set(fields):
+        kind = rng.choice([*fields])
+        return {kind: drawn(rng, fields[kind], (*path, kind))}
+    full = rng.choice([0.1, 0.3, 0.6])
+    wanted = [name for name in fields if name in schema.get("required", ()) or rng.random() < full]
+    return {name: drawn(rng, fields[name], (*path, name)) for name in wanted}
+
+
+@functools.cache
+def texts(pattern, least, most):
+    """Those that a schema lets through."""
+    return [t for t in TEXTS if least <= len(t) <= most and re.search((pattern or "").replace("$", r"\Z"), t)]
+
+
+def valid(body):
+    """The body without the fields that rules between fields refuse; None when that leaves none."""
+    for _ in range(40):
+        problems = crd.check(body).problems
+        if not problems:
+            return body
+        *parents, last = problems[0].path
+        node = body
+        for key in parents:
+            node = node[key]
+        if last not in (range(len(node)) if isinstance(node, list) else node):
+            return None
+        del node[last]
+    return None
+
+
+def test_every_pattern_has_texts_to_draw():
+    for pattern in patterns.WORDS:
+        assert texts(pattern, 1, 64), pattern
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_any_spec_is_planned_and_rendered_or_refused_in_words(block):
+    rng = random.Random(block)
+    num_rendered = 0
+    for _ in range(NUM_SPECS // 4):
+        spec = drawn(rng, crd.load()["properties"]["spec"])
+        body = {"apiVersion": crd.API, "kind": "LLMService", "metadata": {"name": "tales"}, "spec": spec}
+        if (kept := valid(body)) is None:
+            continue
+        try:
+            num_rendered += rendered(rng, kept)
+        except Exception as error:
+            raise AssertionError(json.dumps(kept)) from error
+    assert num_rendered > NUM_SPECS // 16
+
+
+def rendered(rng, body):
+    """Whether a valid body could be planned and rendered, after looking at what came of it."""
+    service, again = (LLMService.from_body(crd.check(json.loads(json.dumps(body))).body) for _ in range(2))
+    gpu = None if service.spec.device is Device.CPU else Gpu.of_product(rng.choice(["NVIDIA-L4", "NVIDIA-H100-PCIe"]))
+    try:
+        plan = make_plan(Inputs.of(service, MODELS[rng.choice([*MODELS])], gpu))
+    except Unplannable:
+        plan = make_plan(Inputs.of(LIGHT, MODELS["tiny"], None))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert faults(plan.to_json()) == []
+    assert plan.kvTokens < 2**63
+    for name in ("maxModelLen", "maxNumSeqs", "maxNumBatchedTokens", "blockSize", "tensorParallelSize", "dtype"):
+        pinned = getattr(service.spec.engine, name)
+        assert pinned in (None, getattr(plan, name).value) or plan.inputsHash == LIGHT_HASH, name
+    try:
+        made = desired(service, plan, CLUSTER)
+    except (ConfigError, EngineRefuses):
+        return False
+    assert made == desired(again, plan, CLUSTER)
+    for manifest in json.loads(json.dumps(made.manifests, allow_nan=False)):
+        check_found_again(manifest["metadata"])
+        if manifest["kind"] == "Deployment":
+            check_found_again(manifest["spec"]["template"]["metadata"] | {"name": "pod"})
+    return True
+
+
+def check_found_again(meta):
+    """The operator sees what has these labels and no more."""
+    assert len(meta["name"]) <= 63
+    assert (meta["labels"][names.MANAGED_BY], meta["labels"][names.INSTANCE]) == (names.MANAGER, "tales"), meta["name"]
+
+
+_LIGHT = {"device": "CPU", "model": {"source": {"pvc": {"claimName": "c"}}}}
+LIGHT = LLMService.from_body(
+    crd.check({"apiVersion": crd.API, "kind": "LLMService", "metadata": {"name": "tales"}, "spec": _LIGHT}).body
+)
+"""What can always be planned: a spec that cannot is rendered by its plan."""
+LIGHT_HASH = Inputs.of(LIGHT, MODELS["tiny"], None).digest
