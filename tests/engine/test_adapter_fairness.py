@@ -71,7 +71,7 @@ def bound(num_adapters: int, num_slots: int) -> float:
     return RESERVE_AFTER_S + (math.ceil(num_adapters / max(1, num_slots // 2)) + 1) * drain
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32),
     num_slots=st.integers(1, 6),

@@ -537,4 +537,4 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 TestRegistryMachine = RegistryMachine.TestCase
-TestRegistryMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestRegistryMachine.settings = settings(max_examples=100, stateful_step_count=50)

@@ -217,7 +217,7 @@ class DeskMachine(RuleBasedStateMachine):
         assert 0 <= self.desk.num_queued <= min(self.desk.num_open, LIMITS.max_num_queued_reqs)
 
 
-DeskMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+DeskMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 test_desk = DeskMachine.TestCase
 
 

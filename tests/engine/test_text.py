@@ -164,7 +164,7 @@ def test_training_truncation_and_padding_are_dropped(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_stream_equals_decode_of_everything(loaded: dict[str, Tokenizer], kind: str, data: st.DataObject):
     tokenizer = loaded[kind]
@@ -176,7 +176,7 @@ def test_stream_equals_decode_of_everything(loaded: dict[str, Tokenizer], kind: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_output_goes_on_where_its_prompt_ends(loaded: dict[str, Tokenizer], kind: str, data: st.DataObject):
     tokenizer = loaded[kind]
@@ -194,7 +194,7 @@ def test_output_goes_on_where_its_prompt_ends(loaded: dict[str, Tokenizer], kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=st.text(max_size=40))
 def test_no_replacement_character_for_a_character_that_comes(loaded: dict[str, Tokenizer], kind: str, text: str):
     tokenizer = loaded[kind]
@@ -242,7 +242,7 @@ def test_output_keeps_the_space_between_prompt_and_first_word(loaded: dict[str, 
     assert Detokenizer(tokenizer, params, [1]).push(output, True).text == "brown"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_stop_strings_cut_the_same_place_however_the_tokens_come(loaded: dict[str, Tokenizer], data: st.DataObject):
     tokenizer = loaded["byte_level"]

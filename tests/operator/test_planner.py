@@ -54,7 +54,7 @@ def planned(model, memory, engine, lora, count=1):
     return made, found, planner.make_plan(made) if found else None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     model=st.sampled_from(["8b", "70b", "qwen", "tiny"]),
     less=st.integers(2_000, 200_000),
@@ -78,7 +78,7 @@ def test_more_memory_never_plans_worse(model, less, more, count, engine, lora):
     check(large, made)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     model=st.sampled_from(["qwen", "tiny"]), less=st.integers(500, 60_000), more=st.integers(0, 20_000), engine=pins,
     lora=loras,
@@ -120,7 +120,7 @@ def check(given, made):
     less=st.tuples(st.integers(0, 64), st.sampled_from(capability.LORA_RANKS)),
     more=st.tuples(st.integers(0, 64), st.sampled_from(capability.LORA_RANKS)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_more_or_larger_adapter_slots_never_plan_better(less, more):
     low, high = sorted([less, more])
     if low[1] > high[1]:
