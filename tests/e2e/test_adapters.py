@@ -84,7 +84,8 @@ def test_fifty_adapter_models_are_ready_within_15_seconds(own):
     tries = [add(own, folders)]
     if tries[0] >= 15:
         own.put_adapters(catalogue(own.status()["generation"] + 1))
-        own.wait(lambda: own.status()["models"] == ["tales"], 30, "rid of the first fifty")
+        # Names go from the status at once, their stubs one after another.
+        own.wait(lambda: len(own.processes()) < 50, 60, "rid of the first fifty's stubs")
         tries.append(add(own, folders))
     print(f"\n50 adapter models ready after {', '.join(f'{took:.1f} s' for took in tries)}")
     assert min(tries) < 15, tries
