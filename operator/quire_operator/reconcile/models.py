@@ -7,7 +7,7 @@ Read once for a source and then remembered: a plan is pinned anyway, and a branc
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quire_operator.kube import kinds
@@ -16,7 +16,7 @@ from quire_operator.kube.errors import Stale
 from quire_operator.kube.kinds import Kind
 from quire_operator.plan.checkpoint import Checkpoint
 from quire_operator.plan.files import files_of, read_checkpoint
-from quire_operator.reconcile.cache import Cache, Key, controller
+from quire_operator.reconcile.cache import Cache, Entry, Key, controller
 from quire_operator.reconcile.packed import unpack
 from quire_operator.render import names, reader
 from quire_operator.service import LLMService
@@ -95,7 +95,7 @@ class Models:
             await self._start(manifest, service, uid)
             raise Waiting(f"Job {name} is to read config.json from claim {source.claimName}")
         try:
-            found = _told(entry.body(), self._messages(entry.key, name), source)
+            found = _told(entry.body(), await self._messages(entry, name), source)
         except ConfigError as error:
             self._failed[place] = (now, str(error))
             await self._client.delete(kinds.JOB, namespace, name, entry.uid)
@@ -130,15 +130,13 @@ class Models:
         for key in self._waiting.pop(place, set()):
             self._wake(key, 0.0)
 
-    def _messages(self, key: Key, job: str) -> list[tuple[int, str]]:
+    async def _messages(self, entry: Entry, job: str) -> list[tuple[int, str]]:
         """Exit codes and termination messages of the Job's pods."""
-        states = [
-            state
-            for pod in self._pods(key, job)
-            for container in pod.get("status", {}).get("containerStatuses") or ()
-            if (state := container.get("state", {}).get("terminated"))
-        ]
-        return [(state.get("exitCode", 1), state.get("message", "")) for state in states]
+        found = _messages(self._pods(entry.key, job))
+        if not found and any(_is_over(entry.body(), how) for how in ("Complete", "Failed")):
+            # News of pods come by another watch, and may be behind those of their Job.
+            found = _messages((await self._client.list(kinds.POD, entry.key[0], labels=f"job-name={job}")).items)
+        return found
 
     def _trouble(self, key: Key, job: str) -> str:
         """Why a pod of the Job does not run, for the message."""
@@ -155,6 +153,21 @@ class Models:
     def _pods(self, key: Key, job: str) -> list[dict[str, Any]]:
         bodies = [entry.body() for entry in self._cache.of(key, kinds.POD)]
         return [body for body in bodies if body["metadata"].get("labels", {}).get("job-name") == job]
+
+
+def _messages(pods: Iterable[Mapping[str, Any]]) -> list[tuple[int, str]]:
+    states = [
+        state
+        for pod in pods
+        for container in pod.get("status", {}).get("containerStatuses") or ()
+        if (state := container.get("state", {}).get("terminated"))
+    ]
+    return [(state.get("exitCode", 1), state.get("message", "")) for state in states]
+
+
+def _is_over(job: Mapping[str, Any], how: str) -> bool:
+    conditions = job.get("status", {}).get("conditions") or ()
+    return any(c["type"] == how and c["status"] == "True" for c in conditions)
 
 
 def _told(job: Mapping[str, Any], messages: list[tuple[int, str]], source: PvcSource) -> Checkpoint | None:
@@ -175,7 +188,7 @@ def _told(job: Mapping[str, Any], messages: list[tuple[int, str]], source: PvcSo
         if condition["type"] == "Failed" and condition["status"] == "True":
             said = next((message for _, message in messages if message), condition.get("message", ""))
             raise ConfigError(f"{where}: the Job that reads config.json failed: {said or condition.get('reason')}")
-    if any(c["type"] == "Complete" and c["status"] == "True" for c in conditions):
+    if _is_over(job, "Complete"):
         raise ConfigError(f"{where}: the Job that reads config.json ended without a word; is the image a Quire image?")
     return None
 
