@@ -238,10 +238,10 @@ def _definitions(folder: Path, port: int, etcd: str, kubeconfig: Path) -> list[s
         f"--tls-cert-file={pki}/apiserver.crt",
         f"--tls-private-key-file={pki}/apiserver.key",
         f"--client-ca-file={pki}/ca.crt",
-        # Who the administrator is, the certificate says; nobody else asks.
         f"--kubeconfig={kubeconfig}",
         f"--authentication-kubeconfig={kubeconfig}",
         f"--authorization-kubeconfig={kubeconfig}",
+        # Who the administrator is, the certificate says by this authority; nobody else asks.
         "--authentication-skip-lookup",
         # What an older cluster does not have, it would wait for.
         "--enable-priority-and-fairness=false",
