@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ranks import ThreadRank
 from support.tiny import VOCAB, make_adapter, make_checkpoint
 from support.tokenizer import byte_level, save
 
@@ -25,6 +26,7 @@ from quire_spec.errors import InvalidArgument, NotFound
 from quire_spec.messages import Generate
 from quire_spec.sampling import SamplingParams
 from quire_spec.shape import ModelShape
+from quire_spec.shard import Shard
 from quire_spec.sizing import kv_block_bytes
 
 NAMES = ["llama", "llama-longrope", "qwen2-windows", "gemma2", "opt", "phi3"]
@@ -63,7 +65,7 @@ class World:
     def engine(self, **fields: Any) -> Engine:
         config = EngineConfig.from_json({"model": str(self.folder), "dtype": "float32", "max_model_len": 96} | fields)
         checkpoint = Checkpoint.load(self.folder)
-        runner = open_runner(config, checkpoint.shape, self.folder)
+        runner = open_runner(config, checkpoint.shape, self.folder, start=ThreadRank)
         return Engine(config, checkpoint, runner, runner.memory, lambda: self.now)
 
     def job(self, asked: Asked, first_id: int) -> Job:
@@ -184,7 +186,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, di
     return made
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(14))
 def test_outputs_are_those_of_each_request_alone(models, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     folder, adapters = models[NAMES[seed % len(NAMES)]]
@@ -193,8 +195,10 @@ def test_outputs_are_those_of_each_request_alone(models, seed: int, monkeypatch:
     asked = [_asked(draw, list(world.adapters), [0, 0, -1, 1] if policy == "priority" else [0]) for _ in range(12)]
     expected = world.alone(asked)
     size = draw.choice([8, 16])
-    block = kv_block_bytes(ModelShape.load(folder), size, 4)
+    ranks = draw.choice([2, 4]) if seed >= 12 else 1
+    block = kv_block_bytes(Shard(ModelShape.load(folder), 0, ranks).local, size, 4)
     fields: dict[str, Any] = {
+        "tensor_parallel_size": ranks,
         "block_size": size,
         # Room for one sequence, and little more.
         "kv_cache_memory_bytes": (96 // size + draw.randint(0, 4)) * block,

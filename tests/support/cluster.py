@@ -10,6 +10,7 @@ import functools
 import os
 import secrets
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,9 @@ class Cluster:
             timeout=30,
             trust_env=False,
         )
+        # Nodes ask in threads of their own. Of two that share a client, one may take a connection that the other is just
+        # using for idle, and close it: httpcore looks at what a connection does, and then at its socket.
+        self._asking = threading.Lock()
 
     @functools.cached_property
     def version(self) -> tuple[int, int]:
@@ -96,7 +100,8 @@ class Cluster:
     def request(self, method: str, path: str, body: Any = None, content_type: str = "", **params: Any) -> Any:
         """The answer's document; raises ApiError for a status of 400 and above."""
         headers = {"Content-Type": content_type or "application/json"} if body is not None else {}
-        response = self.http.request(method, path, json=body, headers=headers, params=params)
+        with self._asking:
+            response = self.http.request(method, path, json=body, headers=headers, params=params)
         if response.status_code >= 400:
             raise ApiError(response)
         return response.json()
