@@ -11,14 +11,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from quire_spec.messages import AdapterMove
 
 MAX_ADAPTER_LABELS = 100
-"""Adapters with series of their own; the others share "other". Each costs about 60 lines of a scrape, most of them
+"""Adapters with series of their own; the others share one. Each costs about 60 lines of a scrape, most of them
 buckets, and a thousand adapters would make the scrape larger than the traffic it describes."""
 
 # Coarse: these are seen beside the time to the first token, to tell what it went to.
 _QUEUE_BUCKETS = (0.01, 0.1, 0.5, 1.0, 2.5, 10.0, 60.0)
 _LOAD_BUCKETS = (0.005, 0.025, 0.1, 0.5, 2.5, 10.0)
 
-OTHER = "other"
+OTHER = "_other"
+"""No name that an adapter may have."""
 
 
 class AdapterMetrics:
@@ -127,7 +128,7 @@ class AdapterLabels:
         self._shown: set[str] = set()
 
     def label(self, name: str) -> str:
-        """The label value for an adapter; an adapter that was taken from the catalogue is "other" from then on."""
+        """The label value for an adapter; an adapter that was taken from the catalogue is `OTHER` from then on."""
         if name in self._shown:
             return name
         if name not in self._names or len(self._shown) >= MAX_ADAPTER_LABELS:

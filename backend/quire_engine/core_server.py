@@ -15,7 +15,7 @@ from typing import Any
 from quire_engine import process
 from quire_engine.connection import Connection, listen
 from quire_engine.core_loop import CoreLoop
-from quire_engine.engine import Engine
+from quire_engine.engine import Engine, copy_failure
 from quire_engine.loader import Loader
 from quire_engine.step import SlotLoad
 from quire_engine.step_thread import StepThread
@@ -178,9 +178,7 @@ class CoreServer:
             await self._loader.copy(work)
         except Exception as error:  # whatever a device throws costs this adapter's sequences, never the engine
             _log.exception("adapter cannot be copied digest=%s slot=%d", load.digest, load.slot)
-            failure = Internal(
-                f"adapter {load.digest!r}: copying it into a slot failed: {type(error).__name__}: {error}"
-            )
+            failure = copy_failure(load, f"{type(error).__name__}: {error}")
         await self._do(lambda: self._engine.slot_loaded(load, failure))
 
     async def _read(self, digest: str, path: Path) -> tuple[object, float]:

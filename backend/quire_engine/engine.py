@@ -23,7 +23,7 @@ from quire_engine.step import Runner, SlotLoad
 from quire_engine.steps import Steps, failure
 from quire_spec.capability import DTYPE_BYTES
 from quire_spec.config import EngineConfig
-from quire_spec.errors import ConfigError, InvalidArgument, QuireError
+from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
 from quire_spec.messages import AdapterMove, Generate, SequenceResult, Stats, StepResult
 from quire_spec.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
 from quire_spec.shape import ModelShape
@@ -225,13 +225,21 @@ class Engine:
 
     def fetch(self) -> None:
         """Do what `take_fetches` asks in this thread, for owners that have no other to keep the steps going."""
-        for digest, path in self.take_fetches():
-            try:
-                host = self.read_adapter(path)
-            except QuireError as error:
-                self.fail_adapter(digest, error)
-            else:
-                self.add_adapter(digest, path, host)
+        fetches = self.take_fetches()
+        try:
+            while fetches:
+                digest, path = fetches[0]
+                try:
+                    host = self.read_adapter(path)
+                except QuireError as error:
+                    self.fail_adapter(digest, error)
+                else:
+                    self.add_adapter(digest, path, host)
+                del fetches[0]
+        finally:
+            # Control-C, or no memory: the next sequence asks for them again.
+            for digest, _ in fetches:
+                self.fail_adapter(digest, Internal(f"adapter {digest!r}: reading it was cut short"))
 
     def adapters(self) -> dict[str, str]:
         """Where each registered adapter is, by digest: slot, host or disk."""
@@ -255,8 +263,6 @@ class Engine:
             num_swapped_out_blocks=tables.num_swapped_out_blocks,
             num_swapped_in_blocks=tables.num_swapped_in_blocks,
             num_steps=scheduler.num_steps,
-            running_adapters=self._adapters.running(),
-            waiting_adapters=self._adapters.waiting(),
             num_adapter_evictions=self._adapters.slots.num_evictions,
             slot_adapters=self._adapters.slots.adapters(),
             num_host_adapters=self._adapters.num_host,
@@ -270,14 +276,26 @@ class Engine:
     def _load_slots(self) -> bool:
         """Have adapters copied into slots; whether sequences may run now that could not before."""
         loads = self._adapters.slots.take_loads()
-        for load in loads:
-            self._begun[load] = self._clock()
-            self.carry(load, self._runner.load(load))
+        self._begun |= dict.fromkeys(loads, self._clock())
+        rest = iter(loads)
+        try:
+            for load in rest:
+                self.carry(load, self._runner.load(load))
+        finally:
+            # There are none, unless Control-C came.
+            for load in rest:
+                self.slot_loaded(load, copy_failure(load, "it was cut short"))
         return bool(loads) and not self._scheduler.stalled
 
     def _carry_now(self, load: SlotLoad, work: Callable[[], None]) -> None:
-        work()
-        self.slot_loaded(load)
+        failure: QuireError | None = copy_failure(load, "it was cut short")
+        try:
+            work()
+            failure = None
+        except Exception as error:  # whatever a device throws costs this adapter's sequences, never the engine
+            failure = copy_failure(load, f"{type(error).__name__}: {error}")
+        finally:
+            self.slot_loaded(load, failure)
 
     def _fail_waiting(self, digest: str, error: QuireError) -> None:
         failed = self._scheduler.fail_adapter(digest)
@@ -331,6 +349,11 @@ def _registry(config: EngineConfig, shape: ModelShape, memory: MemoryPlan) -> Ad
             f"{largest} bytes each; raise it, or lower max_loras or max_lora_rank"
         )
     return AdapterRegistry(config.max_loras, config.host_loras, given)
+
+
+def copy_failure(load: SlotLoad, why: str) -> Internal:
+    """What the sequences of an adapter are told when its copy into a slot failed."""
+    return Internal(f"adapter {load.digest!r}: copying it into a slot failed: {why}")
 
 
 def check_max_model_len(config: EngineConfig, shape: ModelShape) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a model's files are: a folder as it is, or a hub id as a folder of the hub's local cache.
 
-Only weights (safetensors), configuration and tokenizer are fetched, never code. The engine and the text process call
-it, one after the other: the second finds what the first has brought.
+Only weights (safetensors), configuration, tokenizer and chat template are fetched, never code. The engine and the text
+process call it, maybe at the same time: huggingface_hub's locks on files have one wait for what the other brings.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 
 from quire_spec.errors import ConfigError
 
-_WANTED = ["*.json", "*.safetensors"]
+_WANTED = ["*.json", "*.safetensors", "*.jinja"]
 # Subfolders hold other formats, `consolidated` files the same weights a second time.
 _UNWANTED = ["*/*", "consolidated*"]
 

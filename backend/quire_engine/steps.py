@@ -67,15 +67,25 @@ class Steps:
             return []
         if not flight.failed:
             following = self._scheduler.schedule_ahead(self._clock())
-            self._load_slots()
+            try:
+                self._load_slots()
+            except BaseException as error:  # Control-C
+                if following is not None:
+                    self._flight = Flight(following, partial(_throw, error), failed=True)
+                self._fail(flight)
+                raise
             self._flight = self._begin(following)
         return self._finish(flight)
 
     def _plan(self) -> StepPlan | None:
         plan = self._scheduler.schedule(self._clock())
-        if self._load_slots() and plan is None:
-            plan = self._scheduler.schedule(self._clock())
-        return plan
+        try:
+            loaded = self._load_slots()
+        except BaseException:  # Control-C
+            if plan is not None:
+                self._scheduler.fail(plan)
+            raise
+        return self._scheduler.schedule(self._clock()) if loaded and plan is None else plan
 
     def _begin(self, plan: StepPlan | None) -> Flight | None:
         """What is thrown here comes when it is the step's turn: the one before it goes on to its end."""

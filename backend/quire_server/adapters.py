@@ -177,7 +177,9 @@ class AdapterBoard:
     async def _try(self, entry: Entry) -> float | None:
         """Do what is missing; returns the seconds after which to try again, None for not before something changes."""
         if entry.blocked:
-            return None if await self._restore(entry) else _LINK_RETRY_S
+            restored = await self._restore(entry)
+            await self._tell()
+            return None if restored else _LINK_RETRY_S
         asked = entry.asked
         try:
             await self._converge(entry)
@@ -326,7 +328,7 @@ class AdapterBoard:
             core = self._links.core
             if core is None:
                 continue
-            for digest in core.adapters.keys() - self._needed():
+            for digest in core.held() - self._needed():
                 try:
                     await core.unload(digest, self._needed)
                     log.info("adapter unloaded digest=%s", digest)

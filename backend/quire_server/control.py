@@ -2,7 +2,7 @@
 """The supervisor's end of text.sock and core.sock: calls with deadlines. It knows no method by name.
 
 One `Control` is one connection. It is never made again: when it ends, every call on it ends with LinkLost, and whoever
-holds it learns that the process behind it is dead or broken (supervisor.py).
+holds it learns that the process behind it is dead or broken (pod.py).
 """
 
 import asyncio

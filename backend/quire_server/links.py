@@ -2,7 +2,7 @@
 """What the supervisor has to do with each running process, and what that process is known to hold.
 
 A link lasts as long as its process: when the process dies, what it held is forgotten with the link, and the adapters
-find out by looking at the new one (adapters.py). supervisor.py makes links and takes them away.
+find out by looking at the new one (adapters.py). pod.py makes links and takes them away.
 """
 
 import asyncio
@@ -33,6 +33,8 @@ class CoreLink:
         self.control = control
         self.adapters: dict[str, bool] = {}
         """Digests loaded, and whether pinned."""
+        self._late: set[str] = set()
+        """Digests whose load took too long for us: they may come to be there all the same."""
         self.started_at = str(status.get("started_at"))
         self.memory = _memory(status.get("memory"))
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -41,26 +43,37 @@ class CoreLink:
         """Have the core hold an adapter; nothing is asked when it already does.
 
         Raises:
-            InvalidArgument: the core refuses the adapter. LinkLost: the core is gone.
+            InvalidArgument: the core refuses the adapter. Unavailable: it takes too long. LinkLost: the core is gone.
         """
         async with self._locks[digest]:
             if self.adapters.get(digest) == pinned:
                 return
             args = {"digest": digest, "path": str(folder), "pinned": pinned}
-            await self.control.call("load_adapter", args, timeout_s=_LOAD_S)
+            try:
+                await self.control.call("load_adapter", args, timeout_s=_LOAD_S)
+            except Unavailable:
+                self._late.add(digest)
+                raise
+            self._late.discard(digest)
             self.adapters[digest] = pinned
+
+    def held(self) -> set[str]:
+        """Digests that it has, or may have."""
+        return self.adapters.keys() | self._late
 
     async def unload(self, digest: str, needed: Callable[[], set[str]]) -> None:
         """Have the core drop an adapter, unless it is among the needed digests by the time it is our turn."""
         async with self._locks[digest]:
-            if digest in needed() or digest not in self.adapters:
+            if digest in needed() or digest not in self.held():
                 return
-            pinned = self.adapters.pop(digest)
+            pinned = self.adapters.pop(digest, None)
             try:
                 await self.control.call("unload_adapter", {"digest": digest}, timeout_s=_CALL_S)
             except QuireError:
-                self.adapters[digest] = pinned
+                if pinned is not None:
+                    self.adapters[digest] = pinned
                 raise
+            self._late.discard(digest)
 
 
 class TextLink:

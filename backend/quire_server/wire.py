@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from quire_spec import names
 from quire_spec.errors import Code, InvalidArgument, QuireError
-from quire_spec.messages import Event, Submit
+from quire_spec.messages import Event, Submit, joined
 from quire_spec.sampling import SamplingParams
 
 Array = npt.NDArray[Any]
@@ -100,22 +100,7 @@ def news(events: Sequence[Event], told: Sequence[Event]) -> list[Event]:
     by_output: list[list[Event]] = [[] for _ in told]
     for event in events:
         by_output[event.index].append(event)
-    return [merge(own) if own else _without_news(before) for own, before in zip(by_output, told, strict=True)]
-
-
-def merge(events: Sequence[Event]) -> Event:
-    """One event that says what `events`, successive ones of an output, say together."""
-    last = events[-1]
-    if len(events) == 1:
-        return last
-    with_logprobs = [event.logprobs for event in events if event.logprobs is not None]
-    return dataclasses.replace(
-        last,
-        text="".join(event.text for event in events),
-        token_ids=[token for event in events for token in event.token_ids],
-        logprobs=[position for positions in with_logprobs for position in positions] if with_logprobs else None,
-        prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs), None),
-    )
+    return [joined(own) if own else _without_news(before) for own, before in zip(by_output, told, strict=True)]
 
 
 def output_tensors(events: Sequence[Event], wanted: Wanted, told: Sequence[Event]) -> dict[str, Array]:

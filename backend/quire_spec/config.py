@@ -2,7 +2,8 @@
 """EngineConfig: everything that decides how an engine runs, as one frozen value.
 
 Written as engine.json by `quire render` and the operator, read by every process of a pod. Field names are vLLM's
-engine arguments wherever the meaning is the same. Nothing reads the environment instead; nothing changes it later.
+engine arguments wherever the meaning is the same. Nothing changes it later, and the environment has switches for
+narrowing down a fault only (docs/performance.md).
 """
 
 import math

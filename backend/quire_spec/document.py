@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen dataclasses from JSON documents and back, strictly: an unknown key or a wrong type is an error with its path.
 
-Every document of ours (engine.json, adapters.json, status, messages) is read by this one function, so that they all
+Every document of ours (engine.json, adapters.json, status) is read by this one function, so that they all
 refuse the same way.
 """
 

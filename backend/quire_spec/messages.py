@@ -6,7 +6,7 @@ Hello. When a connection ends, everything its peer had open on it is over: the s
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -78,6 +78,21 @@ class Event:
     def final(self) -> bool:
         """True for the last event of a request."""
         return (self.finish_reason is not None and not self.more) or self.error_code is not None
+
+
+def joined(events: Sequence[Event]) -> Event:
+    """One event that says what `events`, successive ones of an output, say together."""
+    last = events[-1]
+    if len(events) == 1:
+        return last
+    with_logprobs = [event.logprobs for event in events if event.logprobs is not None]
+    return dataclasses.replace(
+        last,
+        text="".join(event.text for event in events),
+        token_ids=[token for event in events for token in event.token_ids],
+        logprobs=[position for positions in with_logprobs for position in positions] if with_logprobs else None,
+        prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs), None),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +168,6 @@ class Stats:
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
     num_steps: int = 0
-    running_adapters: list[str] = field(default_factory=list)
-    """Digests."""
-    waiting_adapters: list[str] = field(default_factory=list)
     num_adapter_evictions: int = 0
     slot_adapters: list[str] = field(default_factory=list)
     """Digests of the adapters in device slots."""

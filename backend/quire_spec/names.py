@@ -26,7 +26,7 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?")
 """What the server takes in a URL and Kubernetes in a label's value; both servedName and adapter names obey it."""
 
 MAX_EXPOSED_ADAPTERS = 64
-"""Adapters that get a server model of their own by default: each costs a stub process of about 17 MB."""
+"""Adapters that get a server model of their own by default: each costs a stub process of about 22 MiB."""
 
 # Tensors of the model interface: those of NVIDIA's vllm_backend, then ours.
 TEXT_INPUT = "text_input"

@@ -3,7 +3,7 @@
 
 Fields are spelled as in the resource, so that one search finds a field everywhere; crds/llmservices.yaml documents
 each, and a test holds the two together. Values that go into Kubernetes objects as they are stay dictionaries.
-Called by serve.py.
+Called by whoever takes a manifest: reconcile, render, plan and the commands.
 """
 
 from collections.abc import Mapping

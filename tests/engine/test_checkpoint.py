@@ -2,7 +2,13 @@
 """A model is found where it is said to be, and its folder read as far as scheduling needs it."""
 
 import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -57,6 +63,41 @@ def test_a_cached_hub_model_needs_no_network(hub_cache: Path) -> None:
     folder = resolve_model("org/name", None, progress=False)
     assert folder == next((hub_cache / "snapshots").iterdir())
     assert Checkpoint.load(folder).shape.vocab_size == 16
+
+
+def test_what_is_fetched_of_a_hub_model(tmp_path: Path) -> None:
+    """In a process of its own, as huggingface_hub reads its settings when it is imported."""
+    wanted = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
+    others = ["README.md", "consolidated.safetensors", "modeling.py", "original/model.safetensors", "weights.bin"]
+    commit = "0123456789abcdef0123456789abcdef01234567"
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            name = self.path.partition(f"/resolve/{commit}/")[2]
+            told: Any = {"id": "org/name", "sha": commit, "siblings": [{"rfilename": n} for n in wanted + others]}
+            if "/tree/" in self.path:
+                told = [{"type": "file", "path": n, "size": len(n), "oid": n} for n in wanted + others]
+            body = (name or json.dumps(told)).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("ETag", f'"{name}"')
+            self.send_header("X-Repo-Commit", commit)
+            self.end_headers()
+            self.wfile.write(body if self.command == "GET" else b"")
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+        code = "from quire_engine.hub import resolve_model; print(resolve_model('org/name', None, progress=False))"
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert sorted(str(file.name) for file in Path(done.stdout.strip()).rglob("*") if file.is_file()) == wanted
 
 
 @pytest.mark.parametrize("model", ["org/other", "no such/model/at all"])

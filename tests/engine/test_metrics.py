@@ -176,7 +176,7 @@ def test_adapters_beyond_the_bound_share_a_label(metrics: Metrics):
         metrics.by_adapter.slots([name])
     found = samples(metrics)["quire_adapter_requests_total"]
     assert len(found) == MAX_ADAPTER_LABELS + 1
-    assert value(metrics, "quire_adapter_requests_total", adapter="other") == 50
+    assert value(metrics, "quire_adapter_requests_total", adapter="_other") == 50
     assert len(samples(metrics)["quire_adapter_slot_residency"]) == MAX_ADAPTER_LABELS
     start = time.perf_counter()
     metrics.exposition()
@@ -187,10 +187,10 @@ def test_adapters_that_go_make_room_for_others(metrics: Metrics):
     labels = AdapterLabels()
     every = list(names(MAX_ADAPTER_LABELS + 1))
     assert labels.keep(every) == set()
-    assert [labels.label(name) for name in every] == [*every[:-1], "other"]
+    assert [labels.label(name) for name in every] == [*every[:-1], "_other"]
     assert labels.keep(every[1:]) == {every[0]}
     assert labels.label(every[-1]) == every[-1]
-    assert labels.label(every[0]) == "other"
+    assert labels.label(every[0]) == "_other"
 
     metrics.by_adapter.catalogue(["a", "b"])
     metrics.tokens("a", 1)
@@ -198,4 +198,4 @@ def test_adapters_that_go_make_room_for_others(metrics: Metrics):
     metrics.by_adapter.catalogue(["b"])
     metrics.tokens("a", 4)
     found = samples(metrics)["quire_adapter_tokens_total"]
-    assert {labels["adapter"]: v for labels, v in found} == {"b": 1, "other": 4}
+    assert {labels["adapter"]: v for labels, v in found} == {"b": 1, "_other": 4}

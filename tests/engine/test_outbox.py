@@ -24,7 +24,7 @@ def test_merged_events_say_the_same_as_single_ones(posts: list[tuple[int, bool]]
         expected.setdefault(request, []).append(number)
         if flush:
             sent += [e for batch in outbox.take() for e in batch]
-            assert not outbox
+            assert outbox.take() == []
     sent += [e for batch in outbox.take() for e in batch]
     for request, numbers in expected.items():
         mine = [e for e in sent if e.id == request]

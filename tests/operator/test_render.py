@@ -289,11 +289,8 @@ def test_an_upgrade_of_the_operator_changes_nothing_that_was_planned():
 # Single objects.
 
 
-def test_the_deployment_waits_for_the_model_and_never_surges():
-    of = service(f"{GPU}replicas: 2")
-    waiting = one(objects(of, cluster=dataclasses.replace(CLUSTER, model_ready=False)), "Deployment")["spec"]
-    assert waiting["replicas"] == 0
-    spec = one(objects(of), "Deployment")["spec"]
+def test_the_deployment_never_surges():
+    spec = one(objects(service(f"{GPU}replicas: 2")), "Deployment")["spec"]
     assert spec["replicas"] == 2
     assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 

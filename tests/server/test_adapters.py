@@ -558,3 +558,17 @@ async def test_text_is_told_that_there_is_no_name(world, two):
     world.up("text")
     await world.until_states(a="Failed")
     await world.until(lambda: world.text.names("set_adapters") == told)
+    # One that is not tried again, as it is wrong in itself.
+    world.down("text")
+    world.up("text")
+    await world.until(lambda: world.text.names("set_adapters") == told)
+
+
+async def test_a_load_that_took_too_long_for_us_is_unloaded_when_nobody_wants_it(world, two):
+    """The core may have finished it all the same, and a pinned one would keep its slot for ever."""
+    world.core.refuse["load_adapter"] = Unavailable("core: no answer to 'load_adapter' within 300 s")
+    world.want(1, a=two)
+    await world.until_states(a="Failed")
+    [digest] = [args["digest"] for args in world.core.names("load_adapter")][:1]
+    world.want(2)
+    await world.until(lambda: world.core.names("unload_adapter") == [{"digest": digest}])

@@ -12,7 +12,7 @@ from quire_server import wire
 from quire_server.interface import OUTPUTS
 from quire_spec.errors import Code, InvalidArgument, QuireError, Unavailable
 from quire_spec.frames import Decoder, encode
-from quire_spec.messages import Event
+from quire_spec.messages import Event, joined
 
 RETURNS = (
     "finish_reason",
@@ -317,16 +317,16 @@ class TestMerge:
             Event(7, "", [], None, -1.0, None, 3, 1),
             Event(7, "bc", [2, 3], "stop", -3.0, [{"2": {}}, {"3": {}}], 3, 3),
         ]
-        assert wire.merge(events) == Event(7, "abc", [1, 2, 3], "stop", -3.0, [{"1": {}}, {"2": {}}, {"3": {}}], 3, 3)
+        assert joined(events) == Event(7, "abc", [1, 2, 3], "stop", -3.0, [{"1": {}}, {"2": {}}, {"3": {}}], 3, 3)
 
     def test_one_event_is_itself_and_no_logprobs_stay_none(self):
-        assert wire.merge([Event(7, "a")]) == Event(7, "a")
-        assert wire.merge([Event(7, "a"), Event(7, "b")]).logprobs is None
+        assert joined([Event(7, "a")]) == Event(7, "a")
+        assert joined([Event(7, "a"), Event(7, "b")]).logprobs is None
 
     def test_log_probabilities_of_the_prompt_are_kept(self):
         events = [Event(7, prompt_logprobs=[None, {"5": {}}]), Event(7, "b", [2])]
-        assert wire.merge(events).prompt_logprobs == [None, {"5": {}}]
-        assert wire.merge([events[1], events[0]]).prompt_logprobs == [None, {"5": {}}]
+        assert joined(events).prompt_logprobs == [None, {"5": {}}]
+        assert joined([events[1], events[0]]).prompt_logprobs == [None, {"5": {}}]
 
 
 class TestErrors:

@@ -74,8 +74,8 @@ class Cluster:
             timeout=30,
             trust_env=False,
         )
-        # Nodes ask in threads of their own. Of two that share a client, one may take a connection that the other is just
-        # using for idle, and close it: httpcore looks at what a connection does, and then at its socket.
+        # Nodes ask in threads of their own. Of two that share a client, one may take a connection for idle that the
+        # other has just begun to use, and close it: httpcore looks at what a connection does, and then at its socket.
         self._asking = threading.Lock()
 
     @functools.cached_property

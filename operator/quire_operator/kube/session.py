@@ -25,7 +25,8 @@ _TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=_CONNECT_S)
 _MAX_CONNECTIONS = 32
 _CLOSE_S = 0.1
 _TWICE = ("GET", "PATCH", "DELETE")
-"""Requests that may be sent again when the answer is lost; patches are applies here, deletes name a uid."""
+"""Requests that may be sent again when the answer is lost; patches are applies, or replace what they test; deletes name
+a uid."""
 _RETRY_S = (0.2, 1.0)
 _MOST_RETRY_S = 2.0
 """A server that wants a longer pause gets it from the work queue, which does something else meanwhile."""

@@ -24,5 +24,3 @@ class Cluster:
     """NetworkPolicy peer that the operator is; None: nobody reaches administration through the network."""
     owner_uid: str | None = None
     """metadata.uid of the LLMService; None: objects belong to nobody."""
-    model_ready: bool = True
-    """The model's files are there; until then no pod takes a GPU."""

@@ -60,7 +60,7 @@ def _core(service: LLMService, plan: Plan, cluster: Cluster) -> Iterator[Manifes
         yield download.job(service, plan, template["spec"])
     yield network.service(service)
     yield network.pods_service(service)
-    yield scaling.deployment(service, plan, cluster, template)
+    yield scaling.deployment(service, plan, template)
     if budget := scaling.disruption_budget(service):
         yield budget
     if spec.autoscaling and spec.autoscaling.kind == "HorizontalPodAutoscaler":

@@ -5,7 +5,6 @@ from typing import Any
 
 from quire_operator.plan.plan import Plan
 from quire_operator.render import names, pod
-from quire_operator.render.cluster import Cluster
 from quire_operator.service import Autoscaling, LLMService
 from quire_spec import names as spec_names
 
@@ -13,11 +12,8 @@ _QUEUE_SHARE = 8
 """A pod's queue is long when it has an eighth of the requests that the pod should have."""
 
 
-def deployment(service: LLMService, plan: Plan, cluster: Cluster, template: dict[str, Any]) -> dict[str, Any]:
-    """The Deployment of the pods that `template` is of.
-
-    It has no replicas while the model is not there: GPUs that wait for a download serve nobody.
-    """
+def deployment(service: LLMService, plan: Plan, template: dict[str, Any]) -> dict[str, Any]:
+    """The Deployment of the pods that `template` is of."""
     rollout = service.spec.rollout
     # Not on the pods: inputs may change without a change of what they lead to, and then no pod is replaced.
     plan_of = {names.PLAN: plan.inputsHash}
@@ -26,7 +22,7 @@ def deployment(service: LLMService, plan: Plan, cluster: Cluster, template: dict
         "kind": "Deployment",
         "metadata": {**names.meta(service, service.name), "annotations": plan_of},
         "spec": {
-            "replicas": service.spec.replicas if cluster.model_ready else 0,
+            "replicas": service.spec.replicas,
             "revisionHistoryLimit": 3,
             "progressDeadlineSeconds": pod.progress_seconds(service, plan),
             "selector": {"matchLabels": names.selector(service, names.SERVER)},
