@@ -18,11 +18,11 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quire_engine.text import NAMED_TOKENS
 from quire_spec.document import load_object
 from quire_spec.errors import InvalidArgument
 
 TEMPLATE_FILE = "chat_template.jinja"
-_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 Message = Mapping[str, Any]
 """{"role": "user", "content": "..."}, as OpenAI's."""
@@ -66,7 +66,7 @@ class ChatTemplate:
         if isinstance(source, list):
             # Several by name; "default" is for a plain conversation.
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        tokens = {name: config[name] for name in _TOKENS if config.get(name)}
+        tokens = {name: config[name] for name in NAMED_TOKENS if config.get(name)}
         texts = {name: token if isinstance(token, str) else token["content"] for name, token in tokens.items()}
         return cls(source, texts) if isinstance(source, str) else None
 

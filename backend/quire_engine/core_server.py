@@ -12,7 +12,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from quire_engine import process
 from quire_engine.connection import Connection, listen
 from quire_engine.core_loop import CoreLoop
 from quire_engine.engine import Engine, copy_failure
@@ -22,6 +21,7 @@ from quire_engine.step_thread import StepThread
 from quire_spec.document import to_json
 from quire_spec.errors import Internal, InvalidArgument, QuireError
 from quire_spec.messages import Abort, Call, Generate, Message, Reply, StepResult
+from quire_spec.status import now
 
 MAX_UNSENT_BYTES = 256 * 2**20
 """Results that wait for the text process at most: minutes of a full engine. A text process that is so late is stuck;
@@ -38,7 +38,7 @@ class CoreServer:
         self._engine = engine
         self._steps = steps
         self._event_loop = asyncio.get_running_loop()
-        self._started_at = process.now()
+        self._started_at = now()
         self._loop = CoreLoop(engine, self._publish, self._fetch, self._carry)
         self._loader = Loader()
         self._text: Connection | None = None

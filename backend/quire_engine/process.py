@@ -15,19 +15,15 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from quire_spec import names
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError
 
-EXIT_CONFIG = 2
 EXIT_DEFECT = 70
 """EX_SOFTWARE of sysexits.h."""
-
-MAX_SOCKET_PATH = 107
-"""Bytes of a Unix socket's path at most: what Linux's sockaddr_un has room for."""
 
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger("quire.process")
@@ -50,7 +46,7 @@ class Arguments:
             ConfigError: the path is longer than a socket's can be.
         """
         path = self.run_dir / name
-        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        if len(os.fsencode(path)) > names.MAX_SOCKET_PATH:
             raise ConfigError(f"--run-dir {self.run_dir}: too long for a socket in it; {path} may have 107 bytes")
         return path
 
@@ -69,7 +65,7 @@ def run(name: str, main: Callable[[Arguments], None]) -> NoReturn:
     except ConfigError as error:
         # For a person who reads the last line of a log: the message says what to do, a traceback would bury it.
         print(f"{name}: {error}", file=sys.stderr)
-        leave(EXIT_CONFIG)
+        leave(names.EXIT_CONFIG)
     except Exception:
         _log.exception("process failed name=%s", name)
         leave(EXIT_DEFECT)
@@ -100,11 +96,6 @@ def watch_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_exception_handler(_loop_failed)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave, 0)
-
-
-def now() -> str:
-    """This moment, RFC 3339, UTC."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _parse(name: str) -> Arguments:

@@ -20,7 +20,7 @@ from quire_spec.sampling import SamplingParams
 
 TOKENIZER_FILE = "tokenizer.json"
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _INVALID_BYTES = {0xDC00 + byte: "�" for byte in range(0x80, 0x100)}
 """What the codec's "surrogateescape" makes of invalid bytes, to U+FFFD."""
 
@@ -243,7 +243,7 @@ def _apply_config(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> No
     for _, entry in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
         if tokenizer.token_to_id(entry["content"]) is None:
             (tokenizer.add_special_tokens if entry.get("special") else tokenizer.add_tokens)([_added_token(entry)])
-    named = [config[name] for name in _NAMED_TOKENS if config.get(name)]
+    named = [config[name] for name in NAMED_TOKENS if config.get(name)]
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     more = list(extra.values()) if isinstance(extra, dict) else list(extra)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}

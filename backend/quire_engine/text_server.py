@@ -19,12 +19,12 @@ from quire_engine.generation import Generation
 from quire_engine.metrics import Metrics
 from quire_engine.pace import Pace
 from quire_engine.port import Port
-from quire_engine.process import now
 from quire_engine.text import Tokenizer
 from quire_spec.catalogue import AdapterLimits
 from quire_spec.document import from_json
 from quire_spec.errors import Internal, InvalidArgument, QuireError
 from quire_spec.messages import Call, Cancel, Message, Reply, Submit
+from quire_spec.status import now
 
 _INLINE_CHARS = 2048
 """Prompts up to this are tokenized at once: about half a millisecond, and a thread costs a tenth of one."""

@@ -20,7 +20,6 @@ from quire_spec.errors import QuireError
 
 EXIT_STOPPED = 0
 EXIT_CANNOT_RUN = 1
-EXIT_CONFIG = 2
 
 _HELP = """\
 Serve one model and its adapters: start Triton Inference Server, the text process and the engine core, keep them
@@ -54,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         asyncio.run(serve(_settings(args)))
     except CannotRun as error:
-        return _say(error, EXIT_CONFIG if error.wrong_config else EXIT_CANNOT_RUN)
+        return _say(error, names.EXIT_CONFIG if error.wrong_config else EXIT_CANNOT_RUN)
     except QuireError as error:
-        return _say(error, EXIT_CONFIG)
+        return _say(error, names.EXIT_CONFIG)
     return EXIT_STOPPED
 
 

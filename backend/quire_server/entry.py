@@ -6,10 +6,9 @@ import logging
 from dataclasses import dataclass, field
 
 from quire_server.fetcher import Fetched
-from quire_server.processes import now
 from quire_spec.catalogue import Adapter, Source
 from quire_spec.errors import QuireError
-from quire_spec.status import AdapterState, AdapterStatus
+from quire_spec.status import AdapterState, AdapterStatus, now
 
 log = logging.getLogger(__name__)
 

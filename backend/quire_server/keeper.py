@@ -14,13 +14,12 @@ from typing import Any
 
 from quire_server.output import is_chatter
 from quire_server.processes import Child
+from quire_spec import names
 from quire_spec.errors import QuireError
 from quire_spec.status import ProcessState, ProcessStatus
 
 log = logging.getLogger(__name__)
 
-EXIT_CONFIG = 2
-"""A process that ends so cannot run with this configuration; starting it again changes nothing."""
 MAX_FIRST_STARTS = 3
 _STEADY_S = 30.0
 """A process that was up this long has earned an immediate restart."""
@@ -138,13 +137,14 @@ class Keeper:
 
     def _judge(self, code: int | None, tail: list[str], how: str) -> None:
         """Raise CannotRun when another start makes no sense."""
-        if self._ever_ready or (code != EXIT_CONFIG and self._lives < MAX_FIRST_STARTS):
+        if self._ever_ready or (code != names.EXIT_CONFIG and self._lives < MAX_FIRST_STARTS):
             return
         lines = [line for line in tail if line.strip() and not is_chatter(self.name, line)][-_TAIL_LINES:]
         said = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
         times = f" {self._lives} times" if self._lives > 1 else ""
         raise CannotRun(
-            f"{self.name} ended{times} with {how} before it was ready; its last lines:\n{said}", code == EXIT_CONFIG
+            f"{self.name} ended{times} with {how} before it was ready; its last lines:\n{said}",
+            code == names.EXIT_CONFIG,
         )
 
     def _set(self, state: ProcessState) -> None:

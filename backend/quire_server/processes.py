@@ -15,10 +15,10 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from quire_server import tether
+from quire_spec.status import now
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TAIL_LINES = 40
@@ -31,11 +31,6 @@ _REAP_S = 1.0
 def adopt_orphans() -> None:
     """Make this process the parent of its descendants' orphans, so that it can reap the stubs of a killed server."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def now() -> str:
-    """This moment, RFC 3339, UTC."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class Child:

@@ -15,8 +15,6 @@ from quire_spec.errors import ConfigError
 REPOSITORY = "repository"
 _SHM_PREFIX = "shm-prefix"
 _OURS = (names.TEXT_SOCKET, names.CORE_SOCKET, REPOSITORY, "backends", ledger.FOLDER, _SHM_PREFIX)
-_MAX_SOCKET_PATH = 107
-"""Bytes that Linux's sockaddr_un has room for."""
 
 
 @contextlib.contextmanager
@@ -27,7 +25,7 @@ def owned(run_dir: Path) -> Iterator[Path]:
         ConfigError: it cannot be made, its path is too long for a socket, or another supervisor owns it.
     """
     run_dir = Path(os.path.realpath(run_dir))
-    if len(os.fsencode(run_dir / names.TEXT_SOCKET)) > _MAX_SOCKET_PATH:
+    if len(os.fsencode(run_dir / names.TEXT_SOCKET)) > names.MAX_SOCKET_PATH:
         raise ConfigError(f"--run-dir {str(run_dir)!r}: too long for a socket in it; take a shorter path")
     new = not run_dir.exists()
     try:

@@ -19,6 +19,7 @@ from quire_server.adapters import AdapterBoard
 from quire_server.links import ServerLink
 from quire_server.pod import Pod
 from quire_server.settings import Settings
+from quire_spec import address
 from quire_spec.catalogue import Catalogue
 from quire_spec.errors import QuireError
 from quire_spec.status import PodStatus, ProcessState
@@ -105,7 +106,7 @@ class Supervisor:
 
     async def _server_metrics(self) -> str:
         host, port = self._settings.loopback, self._settings.metrics_port
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+        url = f"http://{address.in_url(host)}:{port}/metrics"
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with self._session.get(url, timeout=_METRICS_TIMEOUT) as answer:
                 return await answer.text()

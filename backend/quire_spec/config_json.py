@@ -7,7 +7,7 @@ What the keys mean for a family is told by families.py and shape.py.
 from collections.abc import Mapping
 from typing import Any
 
-from quire_spec.errors import ConfigError
+from quire_spec.errors import ConfigError, short
 
 # Far beyond any model, and small enough that no arithmetic overflows: a config.json may come from anyone.
 _MAX_INTEGER = 2**31 - 1
@@ -24,7 +24,7 @@ class ConfigJson:
     def __init__(self, values: object, defaults: Mapping[str, Any] | None = None, where: str = "config.json") -> None:
         """`defaults`: values of keys that are not there at all."""
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{where}: expected an object, found {_short(values)}")
+            raise ConfigError(f"{where}: expected an object, found {short(values)}")
         self._values = {**(defaults or {}), **values}
         self._where = where
 
@@ -93,7 +93,7 @@ class ConfigJson:
 
     def error(self, key: str, value: object, wanted: str) -> ConfigError:
         """The refusal of a value, to be raised."""
-        return ConfigError(f"{self._where}: {key}: {_short(value)} is not {wanted}")
+        return ConfigError(f"{self._where}: {key}: {short(value)} is not {wanted}")
 
     def _get(self, key: str, default: Any) -> Any:
         value = self._values.get(key)
@@ -101,8 +101,3 @@ class ConfigJson:
         if value is None:
             raise ConfigError(f"{self._where}: {key} is missing")
         return value
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from quire_spec.errors import ConfigError
+from quire_spec.errors import ConfigError, short
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ def _scalar(hint: Any, value: object, where: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{where}: expected {_name(hint)}, found {_kind(value)} {_short(value)}")
+        raise ConfigError(f"{where}: expected {_name(hint)}, found {_kind(value)} {short(value)}")
     return value
 
 
@@ -146,8 +146,3 @@ def _kind(value: object) -> str:
         return "null"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list"}
     return names.get(type(value), "an object" if isinstance(value, Mapping) else type(value).__name__)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

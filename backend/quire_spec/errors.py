@@ -82,3 +82,12 @@ def error_from(code: str, message: str) -> QuireError:
     """The exception for a code that came over the wire; an unknown code becomes `Internal`."""
     known = Code(code) if code in Code.__members__ else Code.INTERNAL
     return _BY_CODE[known](message)
+
+
+def short(value: object) -> str:
+    """`value` as a message quotes it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes integers of thousands of digits only when told to
+        text = f"a value of type {type(value).__name__} with thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -16,6 +16,11 @@ CATALOGUE_FILE = "adapters.json"
 
 CORE_SOCKET = "core.sock"
 TEXT_SOCKET = "text.sock"
+MAX_SOCKET_PATH = 107
+"""Bytes of a Unix socket's path at most: what Linux's sockaddr_un has room for."""
+
+EXIT_CONFIG = 2
+"""A process that ends so cannot run with this configuration; starting it again changes nothing."""
 
 API_GROUP = "quire.dev"
 API_VERSION = "v1alpha1"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field
 from typing import Any
 
-from quire_spec.errors import InvalidArgument
+from quire_spec.errors import InvalidArgument, short
 
 _LARGEST = 2**63
 
@@ -85,15 +85,6 @@ def check_range(name: str, value: float, low: float, high: float) -> None:
 def kind_of(parameter: Field[Any]) -> str:
     """The parameter's type, as it is written."""
     return parameter.type.__name__ if isinstance(parameter.type, type) else str(parameter.type)
-
-
-def short(value: object) -> str:
-    """`value` as an error message quotes it."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes integers of thousands of digits only when told to
-        text = f"a value of type {type(value).__name__} with thousands of digits"
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _token_id(key: object) -> object:

@@ -10,8 +10,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from quire_spec.errors import InvalidArgument
-from quire_spec.parameter import check, check_range, entries, from_text, normal, short, within
+from quire_spec.errors import InvalidArgument, short
+from quire_spec.parameter import check, check_range, entries, from_text, normal, within
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKENS = 128

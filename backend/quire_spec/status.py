@@ -2,6 +2,7 @@
 """The status document of a pod: what GET /status answers, and the only thing the operator believes."""
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
 
 
@@ -86,3 +87,8 @@ class PodStatus:
     adapters: list[AdapterStatus] = field(default_factory=list)
     catalogue: str = ""
     """Digest of that catalogue (catalogue.Mark); empty before there is one."""
+
+
+def now() -> str:
+    """This moment as documents have it: RFC 3339, UTC."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
