@@ -92,7 +92,8 @@ def check(body: object, old: object = ABSENT) -> Checked:
     full = schema.complete(load(), body)
     before = old if old is ABSENT else schema.complete(load(), old)
     structural = list(schema.problems(load(), full))
-    broken = list(rules.problems(load(), full, before, structural))
+    # Each rule gets a copy of its value, however many fields are in it that no rule knows.
+    broken = list(rules.problems(load(), schema.known(load(), full), before, structural))
     return Checked(full, tuple(in_order([*structural, *broken])))
 
 

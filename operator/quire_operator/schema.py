@@ -44,6 +44,17 @@ def sparse(schema: Schema, value: Any) -> Any:
     return value
 
 
+def known(schema: Schema, value: Any) -> Any:
+    """The value without fields that the schema does not have, as an API server stores it. A copy."""
+    if isinstance(value, Mapping):
+        fields, rest = schema.get("properties", {}), schema.get("additionalProperties", {})
+        free = schema.get(_FREE) or "properties" not in schema
+        return {key: known(fields.get(key, rest), item) for key, item in value.items() if free or key in fields}
+    if isinstance(value, list):
+        return [known(schema.get("items", {}), item) for item in value]
+    return value
+
+
 def problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[Problem]:
     """What is structurally wrong with a completed value; `path` is where it stands in its document."""
     for error in _validator(schema).iter_errors(value):
