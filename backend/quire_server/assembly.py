@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -117,6 +118,11 @@ def _check_ports(settings: Settings) -> None:
             try:
                 probe.bind((settings.host, port))
             except OSError as error:
+                if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                    raise ConfigError(
+                        f"--host {settings.host}: not an address of this machine ({error.strerror}); give one of its "
+                        "own, or 0.0.0.0 for all"
+                    ) from error
                 raise ConfigError(
                     f"{flag} {port}: cannot listen on {in_url(settings.host)}:{port} ({error.strerror}); "
                     "stop what is there, or give another port"

@@ -5,6 +5,7 @@ Called by schema.py for each fault; knows nothing of how it was found.
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ _BOUNDS = {
 }
 
 
+UNKNOWN = "unknown field"
+"""The rule that a field breaks which there is not."""
 _MAX_UNKNOWN = 50
 """Of an object's unknown fields, those that are told one by one: finding what was meant takes 0.1 ms for each."""
 
@@ -38,6 +41,8 @@ def explain(keyword: str, limit: Any, value: Any, schema: Schema, path: FieldPat
     """The problems behind one failed keyword of `schema`, whose argument is `limit`, at `path` with `value`."""
     if keyword in ("minLength", "minItems") and limit == 1:
         yield Problem(path, value, "must not be empty", "fill it in, or omit the field")
+    elif keyword == "minLength" and not re.search(schema.get("pattern", ""), value):
+        return  # the pattern says more
     elif keyword in _BOUNDS:
         rule, fix = _BOUNDS[keyword]
         yield Problem(path, value, rule.format(limit), fix)
@@ -53,14 +58,12 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
 
 def _unknown(_: Any, value: Any, schema: Schema, path: FieldPath) -> Iterator[Problem]:
-    fields = schema["properties"]
-    # A field with an empty schema is one that only an API server writes.
-    known = sorted(name for name, field in fields.items() if field)
-    unknown = sorted(set(value) - set(fields))
+    known = _known(schema)
+    unknown = sorted(set(value) - set(schema["properties"]))
     for name in unknown[:_MAX_UNKNOWN]:
         meant = nearest(name, known)
         fix = f"did you mean {meant}? There are {', '.join(known)}" if meant else f"there are {', '.join(known)}"
-        yield Problem((*path, name), ABSENT, "unknown field", fix, (*path, meant) if meant else None)
+        yield Problem((*path, name), ABSENT, UNKNOWN, fix, (*path, meant) if meant else None)
     if len(unknown) > _MAX_UNKNOWN:
         yield Problem(path, ABSENT, f"has {len(unknown) - _MAX_UNKNOWN} more unknown fields", "remove them")
 
@@ -72,13 +75,31 @@ def _missing(limit: Any, value: Any, schema: Schema, path: FieldPath) -> Iterato
             yield Problem((*path, name), ABSENT, "missing", f"add it ({what.rstrip('.')})" if what else "add it")
 
 
-def _type(limit: Any, value: Any, _: Schema, path: FieldPath) -> Iterator[Problem]:
-    fix = f"give {_KINDS[limit]}"
+def _type(limit: Any, value: Any, schema: Schema, path: FieldPath) -> Iterator[Problem]:
+    yield Problem(path, value, f"must be {_KINDS[limit]}", _typed(limit, value, schema))
+
+
+def _typed(limit: str, value: Any, schema: Schema) -> str:
+    """How to give a value the type that it must have."""
     if limit == "string" and isinstance(value, bool | int | float):
-        fix = f'put it in quotes: "{shown(value)}"'
-    elif limit in ("integer", "boolean") and isinstance(value, str):
-        fix = f"write {_KINDS[limit]}, without quotes"
-    yield Problem(path, value, f"must be {_KINDS[limit]}", fix)
+        pattern = schema.get("pattern")
+        if pattern and (patterns.WORDS[pattern][0] == patterns.WITH_UNIT or not re.search(pattern, shown(value))):
+            return patterns.WORDS[pattern][1]
+        return f'put it in quotes: "{shown(value)}"'
+    if limit in ("integer", "boolean") and isinstance(value, str):
+        return f"write {_KINDS[limit]}, without quotes"
+    if limit == "object" and (fields := _known(schema)):
+        return f"give an object; there are {', '.join(fields)}"
+    if limit == "array":
+        fields = schema["items"].get("required") or _known(schema["items"])
+        entry = f"{fields[0]}: ..." if fields else "..." if isinstance(value, Mapping) else shown(value)
+        return f"give a list, each entry like - {entry}"
+    return f"give {_KINDS[limit]}"
+
+
+def _known(schema: Schema) -> list[str]:
+    """Fields that a user may write: one with an empty schema is one that only an API server writes."""
+    return sorted(name for name, field in schema.get("properties", {}).items() if field)
 
 
 def _enum(limit: Any, value: Any, _: Schema, path: FieldPath) -> Iterator[Problem]:
@@ -91,8 +112,9 @@ def _enum(limit: Any, value: Any, _: Schema, path: FieldPath) -> Iterator[Proble
     yield Problem(path, value, f"must be {'one of ' if len(allowed) > 1 else ''}{', '.join(allowed)}", fix)
 
 
-def _pattern(limit: Any, value: Any, _: Schema, path: FieldPath) -> Iterator[Problem]:
-    yield Problem(path, value, *patterns.WORDS[limit])
+def _pattern(limit: Any, value: Any, schema: Schema, path: FieldPath) -> Iterator[Problem]:
+    if value or schema.get("minLength") != 1:  # which says that it must not be empty
+        yield Problem(path, value, *patterns.WORDS[limit])
 
 
 _EXPLAIN: dict[str, Callable[[Any, Any, Schema, FieldPath], Iterator[Problem]]] = {

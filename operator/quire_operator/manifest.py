@@ -26,6 +26,16 @@ MAX_DEPTH = 100
 """Objects and lists inside of each other: three times what a pod template has. Whoever checks them recurses."""
 
 
+_FIXES: dict[str | None, str] = {
+    "found character that cannot start any token": "indent by spaces, no tabs; quote text that begins with @ ` or %",
+    "mapping values are not allowed in this context": "indent it like its neighbours, and quote text that holds ': '",
+    "could not find expected ':'": "write it as key: value, with the space",
+    "found unexpected end of stream": "end the quotes that begin here",
+    "found undefined alias": "quote text that begins with *",
+}
+"""What to do about what YAML's parser finds most often, by its words."""
+
+
 class ManifestError(ConfigError):
     """A file cannot be read, or is not YAML; the message begins with file, line and column where they are known."""
 
@@ -97,9 +107,12 @@ def parse(text: str, file: str) -> Iterator[Manifest]:
             if body is not None:
                 yield Manifest(file, body, lines)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        # What a scanner looks for in vain it misses where the text ends; what is wrong is where it began to look.
+        begun = (error.context or "").startswith("while scanning a ")
+        mark = error.context_mark if begun else error.problem_mark or error.context_mark
         where = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
-        raise ManifestError(f"{where}: not YAML: {error.problem}") from error
+        fix = f"; {_FIXES[error.problem]}" if error.problem in _FIXES else ""
+        raise ManifestError(f"{where}: not YAML: {error.problem}{fix}") from error
     except yaml.YAMLError as error:
         raise ManifestError(f"{file}: not YAML: {error}") from error
     finally:
@@ -202,7 +215,7 @@ class _Builder:
         merged: _Fields = {}
         for key, content in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise self._error(key, "a key that is not text")
+                raise self._error(key, "a key that is not text; quote it, or render the template that {{ }} is of")
             if key.value in own:
                 line = own[key.value][0].start_mark.line + 1
                 raise self._error(key, f"key {key.value!r} is given in line {line} already; keep one of them")

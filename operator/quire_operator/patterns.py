@@ -4,7 +4,8 @@
 Called by explain.py. A test holds the table to the CRD: every pattern there has an entry here.
 """
 
-_QUANTITY = "must be a number with a unit"
+WITH_UNIT = "must be a number with a unit"
+"""Of a size: without a unit it would be bytes."""
 _NAME = "must be a-z, 0-9, '-' and '.', beginning and ending with a letter or digit"
 _CIDR = "must be a range of addresses"
 
@@ -14,7 +15,7 @@ WORDS: dict[str, tuple[str, str]] = {
         "must be letters, digits, '-', '_' and '.', beginning and ending with a letter or digit",
         "use a name such as Tales-1.5",
     ),
-    r"^[1-9][0-9]*(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$": (_QUANTITY, "write it like 4Gi or 512Mi"),
+    r"^[1-9][0-9]*(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$": (WITH_UNIT, "write it like 4Gi or 512Mi"),
     r"^[1-9][0-9]*(\.[0-9]+)?m?$": ("must be a number of cores", 'write it like "4" or "1500m", with the quotes'),
     r"^0\.[1-9][0-9]{0,2}$": ("must be a decimal from 0.1 to 0.999", 'write it like "0.90", with the quotes'),
     r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$": (

@@ -299,7 +299,25 @@ INVALID = [
     ),
     ({"spec.lora.maxLoaded": 4.0}, f"spec.lora.maxLoaded: 4.0: {WHOLE}"),
     ({"spec.lora.maxLoaded": True}, f"spec.lora.maxLoaded: true: {WHOLE}"),
-    ({"spec.lora": [1]}, "spec.lora: [1]: must be an object; give an object"),
+    (
+        {"spec.engine.maxLoaded": 8},
+        "spec.engine.maxLoaded: unknown field; did you mean spec.lora.maxLoaded? There are "
+        f"{', '.join(sorted(OPENAPI['properties']['spec']['properties']['engine']['properties']))}",
+    ),
+    (
+        {"spec.model.revision": "main"},
+        "spec.model.revision: unknown field; did you mean spec.model.source.huggingFace.revision? "
+        "There are servedName, source",
+    ),
+    (
+        {"spec.lora": [1]},
+        "spec.lora: [1]: must be an object; give an object; there are maxCached, maxCachedMemory, maxLoaded, maxRank",
+    ),
+    (
+        {"spec.model": "org/model"},
+        'spec.model: "org/model": must be an object; give an object; there are servedName, source',
+    ),
+    ({"spec.gpu.nodeSelector": "l4"}, 'spec.gpu.nodeSelector: "l4": must be an object; give an object'),
     ({"spec.paused": "yes"}, 'spec.paused: "yes": must be true or false; write true or false, without quotes'),
     ({"spec.device": "cpu"}, 'spec.device: "cpu": must be one of GPU, CPU; did you mean CPU?'),
     (
@@ -315,6 +333,12 @@ INVALID = [
         {"spec.engine.kvCacheMemory": "4GB"},
         'spec.engine.kvCacheMemory: "4GB": must be a number with a unit; write it like 4Gi or 512Mi',
     ),
+    (
+        {"spec.engine.gpuMemoryUtilization": 1},
+        'spec.engine.gpuMemoryUtilization: 1: must be a string; write it like "0.90", with the quotes',
+    ),
+    ({"spec.runtime.memory": 16}, "spec.runtime.memory: 16: must be a string; write it like 4Gi or 512Mi"),
+    ({"spec.runtime.cpu": 4}, 'spec.runtime.cpu: 4: must be a string; put it in quotes: "4"'),
     (
         {"spec.engine.quantization": "FP8"},
         'spec.engine.quantization: "FP8": must be None; write None',
@@ -343,7 +367,23 @@ INVALID = [
     ),
     ({"spec.adapters": [ADAPTER, ADAPTER]}, f'spec.adapters[1].name: "sql": {TWIN}'),
     ({"spec.adapters": [{"name": "sql"}]}, f"spec.adapters[0].source: {SOURCE}"),
-    ({"spec.adapters": {"sql": {}}}, 'spec.adapters: {"sql": {}}: must be a list; give a list'),
+    (
+        {"spec.adapters": {"sql": {}}},
+        'spec.adapters: {"sql": {}}: must be a list; give a list, each entry like - name: ...',
+    ),
+    (
+        {"spec.cache.accessModes": "ReadWriteMany"},
+        'spec.cache.accessModes: "ReadWriteMany": must be a list; give a list, each entry like - "ReadWriteMany"',
+    ),
+    *(
+        (
+            {"spec.model.source": {"http": {"url": "https://h/a", "sha256": text}}},
+            f'spec.model.source.http.sha256: "{text}": must be 64 hexadecimal digits; take the first column of '
+            "sha256sum's output",
+        )
+        for text in ("ABCD", "")
+    ),
+    ({f"{HUB}.repo": ""}, f'{HUB}.repo: "": must not be empty; fill it in, or omit the field'),
     (
         {"spec.cache.accessModes": ["ReadWriteOnce", "ReadWriteOnce"]},
         f'spec.cache.accessModes[1]: "ReadWriteOnce": {TWIN}',
@@ -372,7 +412,7 @@ def test_exact_path_and_message(changes, message):
 @pytest.mark.parametrize("body", [None, [], "text", 3])
 def test_a_document_that_is_no_object(body):
     (problem,) = crd.check(body).problems
-    assert str(problem).endswith("must be an object; give an object")
+    assert str(problem).endswith("must be an object; give an object; there are apiVersion, kind, metadata, spec")
     assert problem.path == ()
 
 

@@ -257,3 +257,8 @@ def test_an_exec_entry_that_cannot_be_used_is_refused_at_the_start(tmp_path, ent
 def test_certificates_that_cannot_be_read_name_the_file(tmp_path, user, words):
     with pytest.raises(ConfigError, match=f"kubeconfig .*/config: .*{words}.*see kubectl config view"):
         Login.from_kubeconfig(kubeconfig(tmp_path, user, "https://127.0.0.1:1"))
+
+
+def test_a_kubeconfig_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=f"^kubeconfig {tmp_path}/none: does not exist; give another with --kubeconf"):
+        Login.find(str(tmp_path / "none"))

@@ -498,6 +498,14 @@ def test_a_port_that_is_taken_is_named(tmp_path, port):
     assert flag.replace("=", " ") in log and "give another port" in log
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-name.invalid"])
+def test_an_address_that_is_another_machines_is_named(tmp_path, host):
+    with started(tmp_path / "pod", catalogue(1), f"--host={host}") as pod:
+        code, log = ended(pod)
+    assert code == 2
+    assert f"--host {host}: not an address of this machine" in log and "port" not in log
+
+
 def test_a_run_folder_has_one_owner(tmp_path):
     with started(tmp_path / "first", catalogue(1)) as first:
         first.wait(first.run_dir.exists, 10, "up")

@@ -119,6 +119,8 @@ class Login:
         Raises:
             ConfigError: the file cannot be read, or lacks what the context names.
         """
+        if not path.exists():
+            raise ConfigError(f"kubeconfig {path}: does not exist; give another with --kubeconfig")
         try:
             config = yaml.load(path.read_text(), yaml.CSafeLoader)
             name = context or config["current-context"]
