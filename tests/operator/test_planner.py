@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from hypothesis import example, given, settings
@@ -112,7 +113,7 @@ def check(given, made):
         assert made.bytes.total == made.gpu.visibleMiB * 2**20
         assert made.bytes.reserve >= 0
     else:
-        assert made.hostBytes.total <= (given.memory_limit or made.hostBytes.total)
+        assert made.hostBytes.needed <= made.hostBytes.total <= (given.memory_limit or made.hostBytes.total)
         assert made.hostBytes.model == made.bytes.total
 
 
@@ -336,6 +337,64 @@ def test_a_kv_cache_on_a_cpu_that_is_too_small_is_said():
     assert text.startswith("spec.engine.kvCacheMemory: 1Mi: a context of 4096 tokens takes ")
     needed = int(text.partition(" takes ")[2].partition("Mi")[0])
     assert plan("qwen", None, f"engine: {{kvCacheMemory: {needed}Mi}}\nlora: {{maxLoaded: 0}}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "swapSpace: 4Gi",
+        "swapSpace: 4Gi, tensorParallelSize: 2",
+        "maxModelLen: 1000, minConcurrency: 3",
+        "maxNumSeqs: 7",
+    ],
+)
+def test_the_memory_that_a_refusal_on_a_cpu_names_is_enough_and_the_least(text):
+    spec = f"lora: {{maxLoaded: 4}}\nengine: {{{text}}}\nruntime: {{memory: %dMi}}"
+    needed = int(refused("qwen", None, spec % 8192)[1].partition("raise it to ")[2].partition("Mi")[0])
+    assert plan("qwen", None, spec % needed).hostBytes.needed <= needed * 2**20
+    assert refused("qwen", None, spec % (needed - 2))[0] is Why.DOES_NOT_FIT
+
+
+@pytest.mark.parametrize(
+    ("gpu", "field"),
+    [
+        (L4, "kvCacheMemory: 64Gi"), ("NVIDIA-H200", "gpuMemoryUtilization: '0.1'"), (L4, "maxNumSeqs: 4096"),
+        ("NVIDIA-GeForce-RTX-5090", "dtype: float32"), (None, "kvCacheMemory: 64Mi"), (None, "swapSpace: 64Gi"),
+    ],
+)  # fmt: skip
+def test_a_pinned_field_that_is_why_it_does_not_fit_is_named(gpu, field):
+    rest = "lora: {maxLoaded: 0}\nruntime: {memory: 60Gi}"
+    text = refused("8b", gpu, f"{rest}\nengine: {{{field}}}")[1]
+    assert f"no spec.engine.{field.replace(':', '').replace(chr(39), '')}" in text.splitlines()[0]
+    assert plan("8b", gpu, rest)
+
+
+def test_a_table_says_by_how_much_a_pinned_kv_cache_is_too_large():
+    text = refused("8b", L4, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 8Gi}")[1]
+    assert text.splitlines()[2].split() == ["1", "19.68", "15.11", "0.29", "0.50", "0.00", "3.79", "4.21"]
+
+
+@pytest.mark.parametrize("pinned", [{"maxModelLen": 32768}, {"minConcurrency": 2}, {"tensorParallelSize": 1}])
+def test_what_is_said_to_hold_more_requests_does(pinned):
+    """Each option by itself, as it stands there."""
+    advice = plan("qwen", L4, f"{NO_LORA}\nengine: {json.dumps(pinned)}").advice
+    gpus, larger, *shorter = advice.partition("To hold more: ")[2].split("; ")
+    assert gpus.startswith("spec.gpu.count 2 with spec.engine.tensorParallelSize 2 gives ")
+    shared = json.dumps(pinned | {"tensorParallelSize": 2})
+    tried = [plan("qwen", L4, f"{NO_LORA}\nengine: {shared}\ngpu: {{count: 2}}")]
+    tried += [plan("qwen", larger.partition(" gives ")[0], f"{NO_LORA}\nengine: {json.dumps(pinned)}")]
+    for made, option in zip(tried, (gpus, larger), strict=True):
+        assert f" gives {made.kvTokens} KV tokens and a context of {made.maxModelLen.value}" in option
+    for option in shorter:
+        length = re.fullmatch(r"lower spec.engine.maxModelLen to (\d+).", option)[1]
+        tried.append(plan("qwen", L4, f"{NO_LORA}\nengine: {{maxModelLen: {length}}}"))
+    assert len(tried) == 2 + ("maxModelLen" in pinned)
+    assert all(made.kvTokens >= 4 * made.maxModelLen.value for made in tried)
+
+
+def test_a_shorter_context_is_no_advice_where_the_kv_cache_shrinks_with_it():
+    advice = plan("70b", None, f"{NO_LORA}\nengine: {{maxModelLen: 65536}}").advice
+    assert advice.endswith("To hold more: raise spec.runtime.memory or spec.engine.kvCacheMemory.")
 
 
 # One copy of an adapter of rank 16 of everything that one can change; sums are in whole MiB.

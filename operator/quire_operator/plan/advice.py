@@ -6,20 +6,27 @@ Pure. Everything it recommends has been planned first; what the engine refuses i
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from quire_operator.plan import limits, memory
 from quire_operator.plan.gpu import PRODUCTS, Gpu
 from quire_operator.plan.host import host_of
 from quire_operator.plan.inputs import Inputs
-from quire_operator.plan.memory import GIB, MIB
+from quire_operator.plan.memory import GIB, MIB, up
 from quire_operator.plan.plan import Fit
-from quire_operator.plan.ways import Way, all_ways, best
+from quire_operator.plan.ways import Way, all_ways, best, whole_blocks
+from quire_operator.quantity import num_bytes
 from quire_spec.shard import why_not_shared
 
 ENOUGH_REQUESTS = 4
 """Requests of full length that a service without LowConcurrency holds."""
 _LARGE_SHARE = 4
 """Adapters take much when they take a quarter of what KV gets."""
+_LARGE = (
+    "kvCacheMemory", "gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "tensorParallelSize", "dtype",
+    "swapSpace",
+)  # fmt: skip
+"""Fields of spec.engine that may be what does not fit, and can be left out."""
 
 
 def judge(inputs: Inputs, found: Way) -> tuple[Fit, str]:
@@ -56,19 +63,10 @@ def smallest(inputs: Inputs) -> Iterator[tuple[int, str]]:
         if count not in inputs.abilities.tensor_parallel_sizes or why_not_shared(inputs.model.shape, count):
             continue
         for product in PRODUCTS:
-            if _found_on(inputs, product, count) is not None:
+            engine = replace(inputs.engine, tensorParallelSize=count)
+            if _fits_with(inputs, gpu=Gpu.of_product(product), max_gpus=count, engine=engine):
                 yield count, product
                 break
-
-
-def _found_on(inputs: Inputs, product: str, count: int) -> Way | None:
-    """The best way on `count` GPUs of a kind; None when none fits."""
-    gpu = Gpu.of_product(product)
-    if gpu is None or limits.type_problem(inputs, gpu):
-        return None
-    engine = replace(inputs.engine, tensorParallelSize=count)
-    other = replace(inputs, gpu=gpu, max_gpus=count, engine=engine)
-    return best(other, all_ways(other))
 
 
 def _table(inputs: Inputs, tried: list[Way]) -> Iterator[str]:
@@ -89,14 +87,15 @@ def _row(inputs: Inputs, found: Way) -> tuple[int, ...]:
     assert inputs.gpu is not None, "only GPUs have a table"
     costs = found.costs
     share = inputs.gpu.visible_bytes * found.utilization // 1000
-    needed = _least_kv_bytes(inputs, found.tp)
+    pinned = inputs.engine.kvCacheMemory
+    needed = max(_least_kv_bytes(inputs, found.tp), 0 if pinned is None else num_bytes(pinned))
     left = share - costs.total
     return share, costs.weights, costs.activations, costs.non_torch, costs.lora, left, needed - left
 
 
 def _least_kv_bytes(inputs: Inputs, tp: int) -> int:
     pinned = inputs.engine.maxModelLen
-    tokens = pinned or limits.least_length(inputs) * inputs.engine.minConcurrency
+    tokens = whole_blocks(pinned or limits.least_length(inputs) * inputs.engine.minConcurrency)
     return tokens * memory.token_bytes(inputs.model.shape, limits.kv_element_bytes(inputs), tp)
 
 
@@ -111,38 +110,46 @@ def _would_do(inputs: Inputs) -> str:
 
 
 def _smaller(inputs: Inputs) -> str:
-    """What in the spec could be made smaller."""
-    parts = ["a smaller model"]
+    """What in the spec could be made smaller, or left to the planner."""
+    engine, parts = inputs.engine, ["a smaller model"]
     if inputs.lora.maxLoaded:
         parts.append(f"less than spec.lora.maxLoaded {inputs.lora.maxLoaded} of maxRank {inputs.lora.maxRank}")
-    if inputs.engine.maxModelLen is not None:
-        parts.append(f"less than spec.engine.maxModelLen {inputs.engine.maxModelLen}")
+    if engine.maxModelLen is not None:
+        parts.append(f"less than spec.engine.maxModelLen {engine.maxModelLen}")
+    if _fits_with(inputs, engine=replace(engine, minConcurrency=1)):
+        parts.append(f"less than spec.engine.minConcurrency {engine.minConcurrency}")
+    for name in _LARGE:
+        value = getattr(engine, name)
+        unset: dict[str, Any] = {name: None}
+        if value is not None and _fits_with(inputs, engine=replace(engine, **unset)):
+            parts.append(f"no spec.engine.{name} {value}")
     return ", ".join(parts)
 
 
 def _cpu_does_not_fit(inputs: Inputs, tried: list[Way]) -> str:
     nearest = max(tried, key=lambda w: (w.kv_bytes, -w.max_num_seqs))
     host, costs, tp = host_of(inputs, 0), nearest.costs, nearest.tp
-    kv = _least_kv_bytes(inputs, tp)
-    if inputs.engine.kvCacheMemory is not None:
-        kv = max(kv, nearest.kv_bytes)
+    pinned = inputs.engine.kvCacheMemory
+    least = up(_least_kv_bytes(inputs, tp))
+    kv = least if pinned is None else max(least, num_bytes(pinned))
     rows = {
         "weights": tp * costs.weights, "step": tp * costs.activations, "adapter slots": tp * costs.lora,
         "least KV cache": tp * kv,
-        "adapter copies": host.lora_copies, "processes": host.processes, "models' processes": host.stubs,
-        "shared memory": host.shared_memory,
+        "adapter copies": host.lora_copies, "swap space": host.swap, "processes": host.processes,
+        "models' processes": host.stubs, "shared memory": host.shared_memory,
     }  # fmt: skip
-    total, limit = sum(rows.values()), inputs.memory_limit
+    total, limit = host.whole + tp * (costs.whole + kv), inputs.memory_limit
     length = limits.least_length(inputs)
-    if limit is not None and total > limit:
+    if pinned is not None and num_bytes(pinned) < least:
         head = (
-            f"spec.runtime.memory: {limit // MIB}Mi: the model does not fit with a context of {length} tokens; raise "
-            f"it to {total // MIB + 1}Mi, or take {_smaller(inputs)}"
+            f"spec.engine.kvCacheMemory: {pinned}: a context of {length} tokens takes {least // MIB}Mi; raise it, or "
+            f"take {_smaller(inputs)}"
         )
     else:
+        assert limit is not None, "where nobody says how much memory there is, the KV cache is as large as it must be"
         head = (
-            f"spec.engine.kvCacheMemory: {inputs.engine.kvCacheMemory}: a context of {length} tokens takes "
-            f"{kv // MIB + 1}Mi; raise it, or take {_smaller(inputs)}"
+            f"spec.runtime.memory: {limit // MIB}Mi: the model does not fit with a context of {length} tokens; raise "
+            f"it to {total // MIB}Mi, or take {_smaller(inputs)}"
         )
     table = [f"  {name:<18} {size / GIB:>8.2f} GiB" for name, size in rows.items() if size]
     return "\n".join([head, *table])
@@ -167,7 +174,8 @@ def _low_concurrency(inputs: Inputs, found: Way) -> str:
     options = [*_more_gpus(inputs, found), *_fewer_slots(inputs, found)]
     if inputs.engine.maxModelLen is not None:
         shorter = found.kv_tokens // ENOUGH_REQUESTS
-        options.append(f"lower spec.engine.maxModelLen to {shorter}")
+        if _enough_with(inputs, engine=replace(inputs.engine, maxModelLen=shorter)):
+            options.append(f"lower spec.engine.maxModelLen to {shorter}")
     if inputs.gpu is None:
         options.append("raise spec.runtime.memory or spec.engine.kvCacheMemory")
     return f"{head} To hold more: {'; '.join(options)}." if options else head
@@ -182,12 +190,16 @@ def _more_gpus(inputs: Inputs, found: Way) -> Iterator[str]:
         more = replace(inputs, max_gpus=count, engine=replace(inputs.engine, tensorParallelSize=None))
         if count <= found.tp or limits.why_not(more, count):
             continue
-        more = replace(more, engine=replace(inputs.engine, tensorParallelSize=count))
-        if (other := best(more, all_ways(more))) and _enough(other):
+        if other := _enough_with(inputs, max_gpus=count):
             yield _offer(f"spec.gpu.count {count}", other)
             break
+        # By itself a plan takes the fewest GPUs that have the longest context.
+        if other := _enough_with(more, engine=replace(inputs.engine, tensorParallelSize=count)):
+            yield _offer(f"spec.gpu.count {count} with spec.engine.tensorParallelSize {count}", other)
+            break
     for product, (mib, _) in PRODUCTS.items():
-        if mib > gpu.memory_mib and (other := _found_on(inputs, product, found.tp)) and _enough(other):
+        larger = Gpu.of_product(product) if mib > gpu.memory_mib else None
+        if larger and (other := _enough_with(inputs, gpu=larger)):
             yield _offer(product, other)
             break
 
@@ -201,8 +213,18 @@ def _fewer_slots(inputs: Inputs, found: Way) -> Iterator[str]:
         )
 
 
-def _enough(found: Way) -> bool:
-    return found.kv_tokens >= ENOUGH_REQUESTS * found.max_model_len
+def _fits_with(inputs: Inputs, **changes: Any) -> Way | None:
+    """The best way with these changes, if one fits."""
+    changed = replace(inputs, **changes)
+    if changed.gpu is not None and limits.type_problem(changed, changed.gpu):
+        return None
+    return best(changed, all_ways(changed))
+
+
+def _enough_with(inputs: Inputs, **changes: Any) -> Way | None:
+    """The same, if it holds ENOUGH_REQUESTS."""
+    found = _fits_with(inputs, **changes)
+    return found if found and found.kv_tokens >= ENOUGH_REQUESTS * found.max_model_len else None
 
 
 def _offer(what: str, found: Way) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quire_operator.plan import limits, memory
 from quire_operator.plan.inputs import Inputs
-from quire_operator.plan.memory import GIB, MIB
+from quire_operator.plan.memory import GIB, MIB, up
 from quire_operator.quantity import num_bytes
 from quire_spec import names
 
@@ -50,6 +50,11 @@ class Host:
     def total(self) -> int:
         """All of it."""
         return self.processes + self.stubs + self.lora_copies + self.shared_memory + self.swap
+
+    @property
+    def whole(self) -> int:
+        """All of it with each part in whole MiB, as a plan has it."""
+        return sum(map(up, (self.processes, self.stubs, self.lora_copies, self.shared_memory, self.swap)))
 
 
 def host(

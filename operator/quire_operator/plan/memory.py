@@ -46,6 +46,16 @@ class Costs:
         """All of it."""
         return self.weights + self.activations + self.non_torch + self.lora
 
+    @property
+    def whole(self) -> int:
+        """All of it with each part in whole MiB, as a plan has it."""
+        return sum(map(up, (self.weights, self.activations, self.non_torch, self.lora)))
+
+
+def up(size: int) -> int:
+    """Rounded up to whole MiB."""
+    return -(-size // MIB) * MIB
+
 
 def token_bytes(shape: ModelShape, element_bytes: int, tp: int) -> int:
     """KV bytes of one token on each of `tp` devices; KV heads that are fewer than devices are on several."""

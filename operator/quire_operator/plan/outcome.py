@@ -8,7 +8,7 @@ from quire_operator.plan import advice, limits
 from quire_operator.plan.gpu import Gpu
 from quire_operator.plan.host import host_of, shared_memory
 from quire_operator.plan.inputs import Inputs
-from quire_operator.plan.memory import MIB
+from quire_operator.plan.memory import MIB, up
 from quire_operator.plan.plan import (
     VERSION,
     DeviceBytes,
@@ -20,7 +20,6 @@ from quire_operator.plan.plan import (
     T,
     down,
     quantity,
-    up,
 )
 from quire_operator.plan.ways import MEAN_SEQUENCE, Way, block_size
 

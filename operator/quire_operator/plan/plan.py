@@ -186,11 +186,6 @@ def quantity(size: int) -> str:
     return f"{size // MIB}Mi" if size else "0"
 
 
-def up(size: int) -> int:
-    """Rounded up to whole MiB."""
-    return -(-size // MIB) * MIB
-
-
 def down(size: int) -> int:
     """Rounded down to whole MiB."""
     return size // MIB * MIB

@@ -114,7 +114,7 @@ def _kv_bytes(inputs: Inputs, tp: int, costs: Costs, share: int, seqs: int, per_
     if inputs.gpu is not None:
         left = inputs.gpu.visible_bytes * share // 1000 - costs.total
     elif inputs.memory_limit is not None:
-        left = ((inputs.memory_limit - host_of(inputs, 0).total) // tp - costs.total) // MIB * MIB
+        left = ((inputs.memory_limit - host_of(inputs, 0).whole) // tp - costs.whole) // MIB * MIB
     else:
         left = pinned or _cpu_kv_bytes(inputs, tp, seqs, per_token)
     if pinned is None:
@@ -124,13 +124,15 @@ def _kv_bytes(inputs: Inputs, tp: int, costs: Costs, share: int, seqs: int, per_
 
 def _cpu_kv_bytes(inputs: Inputs, tp: int, seqs: int, per_token: int) -> int:
     """A KV cache on a CPU of unknown memory: room for all sequences, bounded, but never less than one of them."""
-    length = _whole(limits.length_limit(inputs))
+    length = whole_blocks(limits.length_limit(inputs))
     wanted = max(length * inputs.engine.minConcurrency, seqs * min(MEAN_SEQUENCE, length)) * per_token
-    least = length if inputs.engine.maxModelLen else _whole(limits.least_length(inputs)) * inputs.engine.minConcurrency
+    shortest = whole_blocks(limits.least_length(inputs))
+    least = length if inputs.engine.maxModelLen else shortest * inputs.engine.minConcurrency
     return -(-max(min(wanted, CPU_KV_BYTES // tp), least * per_token) // MIB) * MIB
 
 
-def _whole(num_tokens: int) -> int:
+def whole_blocks(num_tokens: int) -> int:
+    """So many tokens or more, in whole blocks."""
     return -(-num_tokens // WHOLE_BLOCKS) * WHOLE_BLOCKS
 
 

@@ -7,8 +7,8 @@ The files of one source are in a folder of its own, named by the source, so that
 import json
 from typing import Any
 
-from quire_operator.plan.memory import GIB
-from quire_operator.plan.plan import Plan, quantity, up
+from quire_operator.plan.memory import GIB, up
+from quire_operator.plan.plan import Plan, quantity
 from quire_operator.render import names
 from quire_operator.render.environment import environment
 from quire_operator.service import LLMService
