@@ -28,14 +28,19 @@ class ConfigJson:
         self._values = {**(defaults or {}), **values}
         self._where = where
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing in it."""
+        return not self._values
+
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None, most: int = _MAX_INTEGER) -> int:
-        """A positive integer of at most `most`."""
+    def integer(self, key: str, default: int | None = None, most: int = _MAX_INTEGER, least: int = 1) -> int:
+        """An integer of at most `most` and at least `least`, 0 or 1."""
         value = self._get(key, default)
-        if type(value) is not int or value < 1:
-            raise self.error(key, value, "a positive integer")
+        if type(value) is not int or value < least:
+            raise self.error(key, value, "a positive integer" if least else "0 or a positive integer")
         if value > most:
             raise self.error(key, value, f"at most {most}")
         return value
@@ -86,8 +91,9 @@ class ConfigJson:
             raise self.error(key, value, "a token id or a list of token ids")
         return tuple(found)
 
-    def section(self, key: str) -> "ConfigJson":
-        """An object in this one; empty when it is not there."""
+    def section(self, *keys: str) -> "ConfigJson":
+        """The first of these objects in this one that is not empty; an empty one when there is none."""
+        key = next((key for key in keys if self._values.get(key) not in (None, {})), keys[-1])
         value = self._values.get(key)
         return ConfigJson({} if value is None else value, where=f"{self._where}: {key}")
 

@@ -77,6 +77,11 @@ def _every_layer(config: ConfigJson, index: int) -> bool:
     return True
 
 
+def _unless_listed(config: ConfigJson, index: int) -> bool:
+    listed = _listed(config, index)
+    return True if listed is None else listed
+
+
 def _listed(config: ConfigJson, index: int) -> bool | None:
     """What `layer_types` says, as transformers writes it since 4.54; None: it is not there."""
     if "layer_types" not in config:
@@ -91,7 +96,7 @@ def _upper_layers(config: ConfigJson, index: int) -> bool:
     if not config.flag("use_sliding_window"):
         return False
     listed = _listed(config, index)
-    return index >= config.integer("max_window_layers") if listed is None else listed
+    return index >= config.integer("max_window_layers", least=0) if listed is None else listed
 
 
 def _even_layers(config: ConfigJson, index: int) -> bool:
@@ -102,17 +107,28 @@ def _even_layers(config: ConfigJson, index: int) -> bool:
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("llama", biases=("attention_bias", "attention_bias", "mlp_bias")),
     "MistralForCausalLM": Family(
-        "mistral", defaults={"num_key_value_heads": 8, "sliding_window": 4096}, windowed=_every_layer
+        "mistral", defaults={"num_key_value_heads": 8, "sliding_window": 4096}, windowed=_unless_listed
     ),
     "Qwen2ForCausalLM": Family(
         "qwen2",
-        defaults={"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+        defaults={
+            "num_key_value_heads": 32,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
         biases=(True, False, False),
         windowed=_upper_layers,
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3",
-        defaults={"head_dim": 128, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+        defaults={
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
         biases=("attention_bias", "attention_bias", False),
         windowed=_upper_layers,
     ),

@@ -60,15 +60,17 @@ class Rope:
         Raises:
             ConfigError: the scaling is not supported, or a number is missing or wrong.
         """
-        scaling = config.section("rope_scaling" if "rope_scaling" in config else "rope_parameters")
+        scaling = config.section("rope_scaling", "rope_parameters")
         if "full_attention" in scaling or "sliding_attention" in scaling:
             raise ConfigError("config.json: rope_parameters: one rope for each layer type is not supported")
-        kind = _kind(scaling)
+        kind = _kind(scaling, phi=partial)
         theta = scaling.number("rope_theta", config.number("rope_theta", 10000.0))
         if theta <= 1:
             raise config.error("rope_theta", theta, "more than 1")
-        share = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) if partial else 1.0
-        dim = int(head_dim * share)
+        share = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+        if not partial and kind != "default" and share != 1:
+            raise config.error("partial_rotary_factor", share, f"supported beside rope scaling {kind!r} in this family")
+        dim = int(head_dim * share) if partial else head_dim
         if dim % 2 or not 0 < dim <= head_dim:
             raise ConfigError(f"config.json: {dim} of head_dim {head_dim} elements rotate; that is not an even part")
         if kind == "default":
@@ -122,10 +124,10 @@ class Rope:
         return cls("longrope", theta, dim, factor, trained, attention, short_factor=short, long_factor=long)
 
 
-def _kind(scaling: ConfigJson) -> str:
+def _kind(scaling: ConfigJson, phi: bool) -> str:
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    # Early Phi-3 checkpoints call it so.
-    if kind == "su" or (kind == "yarn" and "short_factor" in scaling):
+    # Early Phi-3 checkpoints call it so; elsewhere yarn is yarn, whatever stands beside it.
+    if kind == "su" or (kind == "yarn" and phi):
         kind = "longrope"
     if kind not in KINDS:
         raise ConfigError(f"config.json: rope scaling {kind!r} is not supported; supported are {', '.join(KINDS)}")

@@ -87,6 +87,13 @@ class ModelShape:
                 f"supported are {', '.join(capability.ARCHITECTURES)}"
             )
         family = FAMILIES[architecture]
+        model_type = config.get("model_type")
+        # transformers goes by the type, vLLM by the architecture: here they have to agree.
+        if model_type != family.module and model_type in [each.module for each in FAMILIES.values()]:
+            raise ConfigError(
+                f"config.json: model_type {model_type!r} is not the one of architecture {architecture!r}, which is "
+                f"{family.module!r}; correct the wrong one"
+            )
         known = {key: value for key, value in config.items() if key not in family.ignored}
         return cls._read(ConfigJson(known, family.defaults), architecture)
 
@@ -102,8 +109,7 @@ class ModelShape:
         heads, kv_heads, head_dim = _heads(config, hidden)
         positions = config.integer("max_position_embeddings")
         qkv_bias, output_bias, mlp_bias = (b if isinstance(b, bool) else config.flag(b, False) for b in family.biases)
-        if "quantization_config" in config:
-            raise ConfigError("config.json: quantization_config: quantized checkpoints are not supported")
+        _refuse_what_no_family_has(config)
         learnt = family.learnt_positions
         rope = None
         if learnt is None:
@@ -127,7 +133,7 @@ class ModelShape:
             attention_softcap=_own_number(config, family, "attn_logit_softcapping"),
             logits_softcap=_own_number(config, family, "final_logit_softcapping"),
             norm_eps=config.number("rms_norm_eps", 1e-6),
-            activation=_activation(config, family.names.get("hidden_act", "hidden_act")),
+            activation=_activation(config, family),
             tie_word_embeddings=config.flag("tie_word_embeddings", False),
             attention_bias=qkv_bias,
             output_bias=output_bias,
@@ -136,6 +142,17 @@ class ModelShape:
             dtype=config.text("dtype", config.text("torch_dtype", "float32")),
             eos_token_ids=config.token_ids("eos_token_id"),
         )
+
+
+def _refuse_what_no_family_has(config: ConfigJson) -> None:
+    """Refuse what transformers would obey, whatever the family."""
+    if "quantization_config" in config:
+        raise ConfigError("config.json: quantization_config: quantized checkpoints are not supported")
+    if not config.section("per_layer_config").empty:
+        raise ConfigError("config.json: per_layer_config: layers that differ from each other are not supported")
+    for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if config.flag(key, causal) is not causal:
+            raise config.error(key, not causal, "supported: a token sees those before it and none after it")
 
 
 def _heads(config: ConfigJson, hidden_size: int) -> tuple[int, int, int]:
@@ -161,8 +178,9 @@ def _own_number(config: ConfigJson, family: Family, key: str) -> float | None:
     return config.number(key) if key in family.defaults and key in config else None
 
 
-def _activation(config: ConfigJson, key: str) -> str:
-    name = config.text(key, "silu")
+def _activation(config: ConfigJson, family: Family) -> str:
+    key = family.names.get("hidden_act", "hidden_act")
+    name = config.text(key, family.defaults.get(key, "silu"))
     if name not in capability.ACTIVATIONS:
         raise config.error(key, name, f"supported; supported are {', '.join(capability.ACTIVATIONS)}")
     return name

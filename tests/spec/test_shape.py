@@ -48,7 +48,7 @@ def test_ends_of_sequence(values, expected):
 
 
 def test_biases():
-    qwen = _shape("Qwen2ForCausalLM", attention_bias=False)
+    qwen = _shape("Qwen2ForCausalLM", num_key_value_heads=2, attention_bias=False)
     assert (qwen.attention_bias, qwen.output_bias, qwen.mlp_bias) == (True, False, False)
     llama = _shape(attention_bias=True, mlp_bias=True)
     assert (llama.attention_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
@@ -65,8 +65,9 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
         {"rope_theta": 500, "rope_scaling": {"type": "linear", "factor": 4}},
         # What transformers 5 makes of both.
         {"rope_theta": 500.0, "rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default"}},
+        {"rope_scaling": {}, "rope_parameters": LINEAR | {"rope_theta": 500.0}},
     ],
-    ids=["transformers 5", "transformers 4", "type", "both"],
+    ids=["transformers 5", "transformers 4", "type", "both", "an empty one"],
 )
 def test_dialects_of_rope(dialect):
     assert _shape(**dialect) == _shape(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0})
@@ -85,10 +86,33 @@ def test_longrope_of_phi(name):
     assert shape.rope.attention_factor == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)
 
 
+def test_yarn_of_others_is_no_longrope():
+    scaling = {"type": "yarn", "factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    assert _shape(rope_scaling=scaling).rope.kind == "yarn"
+
+
+def test_qwen_leaves_out_as_many_kv_heads_as_its_class_has():
+    qwen = {"num_attention_heads": 64, "head_dim": 16}
+    for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        assert _shape(name, **qwen).num_kv_heads == 32
+        assert _shape(name, **qwen, num_key_value_heads=None).num_kv_heads == 64
+
+
+def test_gemmas_activation_may_be_null():
+    assert _shape("Gemma2ForCausalLM", hidden_activation=None).activation == "gelu_pytorch_tanh"
+
+
 def test_mistral_has_its_window_in_every_layer():
     assert _shape("MistralForCausalLM", num_key_value_heads=2).windows == (4096,) * 4
     assert _shape("MistralForCausalLM", num_key_value_heads=2, sliding_window=16).windows == (16,) * 4
     assert _shape("MistralForCausalLM", num_key_value_heads=2, sliding_window=None).windows == (None,) * 4
+
+
+def test_ministral_has_its_window_in_the_layers_that_it_lists():
+    ministral = {"num_key_value_heads": 2, "sliding_window": 16}
+    listed = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    assert _shape("MistralForCausalLM", **ministral, layer_types=listed).windows == (None, 16, 16, None)
+    assert _shape("MistralForCausalLM", **ministral, layer_types=None).windows == (16,) * 4
 
 
 def test_llama_has_no_window_whatever_its_config_says():
@@ -105,11 +129,12 @@ QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_la
         (QWEN_WINDOWS, (None, None, None, 16)),
         (QWEN_WINDOWS | {"layer_types": ["sliding_attention", "full_attention"] * 2}, (16, None, 16, None)),
         (QWEN_WINDOWS | {"sliding_window": None}, (None,) * 4),
+        (QWEN_WINDOWS | {"max_window_layers": 0}, (16,) * 4),
     ],
-    ids=["off", "upper layers", "listed", "no width"],
+    ids=["off", "upper layers", "listed", "no width", "all layers"],
 )
 def test_windows_of_qwen(values, windows):
-    assert _shape("Qwen2ForCausalLM", **values).windows == windows
+    assert _shape("Qwen2ForCausalLM", num_key_value_heads=2, **values).windows == windows
 
 
 def test_windows_of_gemma_alternate():
@@ -200,6 +225,23 @@ REFUSALS = {
         },
         "original_max_position_embeddings: 1 is not more than 1",
     ),
+    "attention to what comes after": ({"is_causal": False}, "is_causal: False is not supported"),
+    "attention both ways": (
+        {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+        "use_bidirectional_attention: True is not supported",
+    ),
+    "layers of their own": (
+        {"per_layer_config": {"0": {"rms_norm_eps": 0.1}}},
+        "per_layer_config: layers that differ from each other are not supported",
+    ),
+    "another model's type": (
+        {"model_type": "mistral"},
+        "model_type 'mistral' is not the one of architecture 'LlamaForCausalLM', which is 'llama'",
+    ),
+    "a part of each head, stretched": (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
+        "partial_rotary_factor: 0.5 is not supported beside rope scaling 'linear'",
+    ),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config: quantized checkpoints are not supported"),
     "a rope that is no object": ({"rope_scaling": "linear"}, "rope_scaling: expected an object, found 'linear'"),
     "an unknown rope": (
@@ -231,7 +273,7 @@ def test_refusals_name_the_key(values, complaint):
 @pytest.mark.parametrize("kinds", [["full_attention"] * 3, ["chunked_attention"] * 4, "full_attention", [1, 2, 3, 4]])
 def test_layer_types_are_checked(kinds):
     with pytest.raises(ConfigError, match=r"layer_types: .* is not"):
-        _shape("Qwen2ForCausalLM", **QWEN_WINDOWS, layer_types=kinds)
+        _shape("Qwen2ForCausalLM", num_key_value_heads=2, **QWEN_WINDOWS, layer_types=kinds)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, "1" * 5000, "3", '{"architectures"'])
