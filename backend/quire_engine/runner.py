@@ -102,7 +102,7 @@ class TorchRunner(Runner):
         self._swapper: Swapper | None = None
         compiles = _compiles(self._device) and ranks is None
         with self._compiling(config, max_model_len) if compiles else nullcontext():
-            load_weights(folder, self._model.tensors(), tied=shape.tie_word_embeddings, progress=progress)
+            load_weights(folder, self._model.tensors(), tied=shape.tied_to, progress=progress)
         self._model.pack()
         if self._device.type == "cpu":
             give_back_memory()

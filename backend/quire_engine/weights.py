@@ -21,28 +21,30 @@ FLOATS = ("F64", "F32", "BF16", "F16")
 
 # Bytes read at a time: bounds what conversion holds beside the parameters.
 _CHUNK_BYTES = 64 << 20
+_HEAD = "lm_head.weight"
 # In old Llama checkpoints; computed here from config.json.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def load_weights(
-    folder: Path, tensors: Iterable[tuple[str, Target]], *, tied: bool = False, progress: bool = False
+    folder: Path, tensors: Iterable[tuple[str, Target]], *, tied: str | None = None, progress: bool = False
 ) -> None:
     """Fill parameters from the checkpoint in `folder`, converting to their dtype and device.
 
     Args:
         tensors: each tensor's name in the checkpoint, and the part of a parameter that it, or a part of it, fills.
-        tied: the output projection is the embedding; its copy in some checkpoints is left alone.
+        tied: the embedding's name, where the output projection is the same; its copy in some checkpoints is left alone.
         progress: show a bar on stderr.
 
     Raises:
-        ConfigError: files or tensors are missing, unexpected, of another shape or not floating point.
+        ConfigError: files or tensors are missing, unexpected, of another shape or not floating point; or the output
+            projection is another than the embedding, against `tied`.
     """
     where = _locate(folder)
     # Some checkpoints, of OPT above all, were saved from what is inside the module `model`.
     outer = "" if any(name.startswith("model.") for name in where) else "model."
     targets = {name.removeprefix(outer): whole(target) for name, target in tensors}
-    found = {name for name in where if not _DERIVED.fullmatch(name)} - ({"lm_head.weight"} if tied else set())
+    found = {name for name in where if not _DERIVED.fullmatch(name)} - ({_HEAD} if tied else set())
     if missing := sorted(set(targets) - found):
         raise ConfigError(f"{folder}: {_some(missing)} missing; config.json does not fit this checkpoint, or it is cut")
     if unexpected := sorted(found - set(targets)):
@@ -51,6 +53,10 @@ def load_weights(
     with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
         for path in sorted({where[name] for name in targets}):
             _load_file(path, {name: t for name, t in targets.items() if where[name] == path}, bar)
+    if tied and _HEAD in where and not _same(where, tied.removeprefix(outer), _HEAD):
+        raise ConfigError(
+            f"{folder}: {_HEAD} differs from {tied}, which it is by config.json; set tie_word_embeddings to false there"
+        )
 
 
 def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
@@ -70,6 +76,17 @@ def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
         return False
     narrow = min(own.dtype, tensor.dtype, key=lambda dtype: dtype.itemsize)
     return torch.equal(own.to(narrow), tensor.to(narrow))
+
+
+def _same(where: dict[str, Path], name: str, other: str) -> bool:
+    """Whether two matrices of a checkpoint have the same values, a chunk of both at a time."""
+    with _open(where[name]) as file, _open(where[other]) as others:
+        one, two = file.get_slice(name), others.get_slice(other)
+        if one.get_shape() != two.get_shape():
+            return False
+        rows, columns = one.get_shape()
+        size = max(1, _CHUNK_BYTES // (8 * columns))
+        return all(torch.equal(one[i : i + size].float(), two[i : i + size].float()) for i in range(0, rows, size))
 
 
 def _locate(folder: Path) -> dict[str, Path]:

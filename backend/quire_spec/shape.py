@@ -65,6 +65,11 @@ class ModelShape:
         return FAMILIES[self.architecture]
 
     @property
+    def tied_to(self) -> str | None:
+        """The checkpoint's tensor that is the output projection too: the embedding; None: it has one of its own."""
+        return f"{self.family.layers.removesuffix('layers')}embed_tokens.weight" if self.tie_word_embeddings else None
+
+    @property
     def rope_switch(self) -> int | None:
         """Tokens beyond which all of a sequence's keys are rotated otherwise; None: never."""
         return None if self.rope is None else self.rope.switch

@@ -35,7 +35,7 @@ def folder(request, tmp_path_factory):
 def _load(folder, dtype=torch.float32):
     shape = ModelShape.load(folder)
     model = model_class(shape.architecture)(shape, Placement(dtype, CPU))
-    load_weights(folder, model.tensors(), tied=shape.tie_word_embeddings)
+    load_weights(folder, model.tensors(), tied=shape.tied_to)
     return model
 
 

@@ -42,7 +42,7 @@ def _model(folder, ranks=None):
     shape = ModelShape.load(folder)
     local = shape if ranks is None else ranks.shard.local
     model = model_class(shape.architecture)(local, Placement(torch.float32, CPU, ranks))
-    load_weights(folder, model.tensors(), tied=shape.tie_word_embeddings)
+    load_weights(folder, model.tensors(), tied=shape.tied_to)
     return model
 
 

@@ -28,7 +28,7 @@ def folder(tmp_path):
 def _load(folder, dtype=torch.float32, **options):
     shape = ModelShape.load(folder)
     model = model_class(shape.architecture)(shape, Placement(dtype, CPU))
-    load_weights(folder, model.tensors(), tied=shape.tie_word_embeddings, **options)
+    load_weights(folder, model.tensors(), tied=shape.tied_to, **options)
     return dict(model.tensors())
 
 
@@ -67,8 +67,20 @@ def test_conversion_rounds_to_nearest(folder, dtype):
 
 def test_tied_checkpoints_may_carry_the_head(tmp_path):
     folder = make_checkpoint(tmp_path, "qwen2")
-    _rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(320, 64)}))
+    embedding = load_file(folder / SINGLE)["model.embed_tokens.weight"]
+    _rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
     assert "lm_head.weight" not in _load(folder)
+
+
+def test_a_head_of_its_own_is_not_taken_for_the_embedding(tmp_path, monkeypatch):
+    # transformers would use it, whatever config.json says.
+    folder = make_checkpoint(tmp_path, "qwen2")
+    monkeypatch.setattr(weights, "_CHUNK_BYTES", 1000)
+    embedding = load_file(folder / SINGLE)["model.embed_tokens.weight"]
+    embedding[-1, -1] += 1
+    _rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": embedding}))
+    with pytest.raises(ConfigError, match=r"lm_head.weight differs from model.embed_tokens.*tie_word_embeddings"):
+        _load(folder)
 
 
 def test_checkpoints_saved_without_the_outer_module(tmp_path):
