@@ -30,8 +30,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 # What a file may hold beside its tensors: names, shapes and metadata.
 _MAX_HEADER_BYTES = 8 << 20
 _KEY = re.compile(
-    r"base_model\.model\.(?P<module>[\w.]{1,200})\."
-    r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<looked_up>[AB])|(?P<base>base_layer)\.weight)"
+    r"base_model\.model\.(?P<module>[\w.]{1,200}?)\."
+    r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<looked_up>[AB])|(?P<base>(base_layer\.)?weight))"
 )
 OUTSIDE = -1
 """The layer of what is in none: the embedding and the output projection."""
@@ -122,15 +122,15 @@ def _read(
     checkpoint: Path | None,
 ) -> HostAdapter:
     halves, copies = _halves(file.keys(), shape)
+    _check_outside(halves, config, shape)
     _check_targets(halves, config, shape)
     sizes = linears(shape) | vocabulary(shape)
-    _check_outside(halves, config, shape)
     for module, names in halves.items():
         d_in, d_out = sizes[module.path]
         rank = config.rank(module.name)
         _check_tensor(file, names["A"], (rank, d_in))
         _check_tensor(file, names["B"], (d_out, rank))
-    for module, name in copies.items():
+    for name, module in copies.items():
         _check_copy(file, name, module, shape, checkpoint)
     pairs = {}
     for module, names in halves.items():
@@ -191,22 +191,22 @@ def _modules(shape: ModelShape) -> dict[str, _Module]:
     return {module.name: module for module in (*found, *outside)}
 
 
-def _halves(keys: list[str], shape: ModelShape) -> tuple[dict[_Module, dict[str, str]], dict[_Module, str]]:
-    """Each adapted module's A and B by name, and copies of the base's weights of those outside the layers.
+def _halves(keys: list[str], shape: ModelShape) -> tuple[dict[_Module, dict[str, str]], dict[str, _Module]]:
+    """Each adapted module's A and B by name; and, by name, copies of the base's weights of modules outside the layers.
 
     Raises:
         InvalidArgument: a tensor is none of ours, half a pair is missing, or there is none at all.
     """
     modules = _modules(shape)
     halves: dict[_Module, dict[str, str]] = {}
-    copies: dict[_Module, str] = {}
+    copies: dict[str, _Module] = {}
     for key in sorted(keys):
         match = _KEY.fullmatch(key)
         module = modules.get(match["module"]) if match else None
         if match is None or module is None:
             raise InvalidArgument(_stranger(key, shape))
         if match["base"] and module.layer == OUTSIDE:
-            copies[module] = key
+            copies[key] = module
             continue
         half = match["looked_up" if module.path == "embed_tokens" else "half"]
         if half is None:
@@ -235,7 +235,11 @@ def _stranger(key: str, shape: ModelShape) -> str:
 
 
 def _check_targets(halves: Mapping[_Module, Any], config: PeftConfig, shape: ModelShape) -> None:
-    """Refuse a file that lacks tensors of modules that its config says were trained: it is cut or mixed up."""
+    """Refuse a file that lacks tensors of modules that its config says were trained, or has those of others: it is cut
+    or mixed up."""
+    for module in halves:
+        if not config.may_target(module.name):
+            raise InvalidArgument(f"the file has tensors for {module.name}, and target_modules does not name it")
     for module in _modules(shape).values():
         if module.target in config.full_targets and module not in halves:
             where = "the file" if module.layer == OUTSIDE else f"layer {module.layer}"
@@ -255,8 +259,8 @@ def _check_copy(file: TensorFile, name: str, module: _Module, shape: ModelShape,
     """Refuse a copy of the base's weight that is another than the base's: a grown or a trained one."""
     _check_tensor(file, name, (shape.vocab_size, shape.embedding_size))
     own = f"{module.name}.weight"
-    if own == "lm_head.weight" and shape.tie_word_embeddings:
-        own = f"{shape.family.layers.removesuffix('layers')}embed_tokens.weight"
+    if own == "lm_head.weight" and shape.tied_to is not None:
+        own = shape.tied_to
     if checkpoint is None or not equals_checkpoint(checkpoint, own, file.get_tensor(name)):
         raise InvalidArgument(
             f"{name} differs from the base model's {own}: rows were trained or added; only adapters of it are "

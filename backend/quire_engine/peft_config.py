@@ -61,6 +61,8 @@ class PeftConfig:
     alpha_pattern: Mapping[str, float]
     ensure_weight_tying: bool
     """Embedding and output projection, where they are one, share their adapter."""
+    targets: frozenset[str] | None
+    """Paths that those of all adapted modules end in; None: not told so."""
     full_targets: frozenset[str]
     """Names of modules that were adapted in every layer."""
 
@@ -81,12 +83,18 @@ class PeftConfig:
             rank_pattern=_pattern("rank_pattern", values.get("rank_pattern"), _positive_int),
             alpha_pattern=_pattern("alpha_pattern", values.get("alpha_pattern"), _number),
             ensure_weight_tying=_flag("ensure_weight_tying", values.get("ensure_weight_tying")),
+            targets=_targets(values),
             full_targets=_full_targets(values),
         )
         largest = max(config.r, *config.rank_pattern.values(), 0)
         if largest > max_rank:
             raise InvalidArgument(f"rank {largest} exceeds max_lora_rank {max_rank}; raise it or train a smaller one")
         return config
+
+    def may_target(self, module: str) -> bool:
+        """Whether a module, by its path in the model, may be adapted: PEFT leaves tensors of others unread."""
+        names = module.split(".")
+        return self.targets is None or any(".".join(names[i:]) in self.targets for i in range(len(names)))
 
     def rank(self, module: str) -> int:
         """Rank of a module, by its path in the model."""
@@ -131,12 +139,17 @@ def _check_fields(values: Mapping[str, Any]) -> None:
         raise InvalidArgument(f"{short(name)} {short(values[name])} is not supported: {reason}")
 
 
+def _targets(values: Mapping[str, Any]) -> frozenset[str] | None:
+    """What target_modules lists; None: it is no list."""
+    targets = values.get("target_modules")
+    return frozenset(name for name in targets if isinstance(name, str)) if isinstance(targets, list) else None
+
+
 def _full_targets(values: Mapping[str, Any]) -> frozenset[str]:
     """Names in target_modules, where nothing says that only some layers or modules were meant."""
-    targets = values.get("target_modules")
-    if not isinstance(targets, list) or values.get("layers_to_transform") is not None or values.get("exclude_modules"):
+    if values.get("layers_to_transform") is not None or values.get("exclude_modules"):
         return frozenset()
-    return frozenset(name for name in targets if isinstance(name, str))
+    return _targets(values) or frozenset()
 
 
 def _pattern(name: str, value: Any, read: Any) -> dict[str, Any]:

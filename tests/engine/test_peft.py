@@ -164,6 +164,10 @@ CONFIGS = {
     "pattern value": ({"rank_pattern": {"q_proj": -1}}, r"rank_pattern\['q_proj'\] -1 is not a positive integer"),
     "no expression": ({"alpha_pattern": {"(q_proj": 1}}, r"alpha_pattern: key '\(q_proj' is not a usable expression"),
     "endless expression": ({"rank_pattern": {r"([\w.]+)+x": 1}}, "repeated group"),
+    "another target": (
+        {"target_modules": ["q_proj"], "lora_alpha": 8},
+        "the file has tensors for model.layers.0.mlp.down_proj, and target_modules does not name it",
+    ),
     "long expression": ({"rank_pattern": {"a" * 300: 1}}, "is not a usable expression: too long"),
 }
 
@@ -239,6 +243,17 @@ def test_wrong_tensors_are_refused_by_name(change, complaint, adapter, shape):
     _rewrite(adapter, change)
     with pytest.raises(InvalidArgument, match=complaint):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
+
+
+@pytest.mark.parametrize("module", ["model.embed_tokens", "lm_head"])
+def test_the_bases_own_weights_may_stand_beside(module, adapter, shape, checkpoint):
+    # As save_pretrained(save_embedding_layers=True) writes them.
+    weight = load_file(checkpoint / "model.safetensors")[f"{module}.weight"]
+    _rewrite(adapter, lambda t: t.update({f"base_model.model.{module}.weight": weight.bfloat16()}))
+    assert read_adapter(adapter, shape, MAX_RANK, torch.float32, checkpoint=checkpoint).pairs
+    _rewrite(adapter, lambda t: t.update({f"base_model.model.{module}.weight": weight * 1.1}))
+    with pytest.raises(InvalidArgument, match=f"{module}.weight differs from the base model's .*: rows were trained"):
+        read_adapter(adapter, shape, MAX_RANK, torch.float32, checkpoint=checkpoint)
 
 
 def test_pickled_weights_are_refused(adapter, shape):
