@@ -22,7 +22,7 @@ class Checkpoint:
     folder: Path
     shape: ModelShape
     eos_token_ids: frozenset[int]
-    """End-of-sequence tokens of config.json and generation_config.json together."""
+    """End-of-sequence tokens of config.json and generation_config.json together, those that the vocabulary has."""
     fingerprint: str
     """Tells this checkpoint's KV blocks from another's: see `fingerprint_of`."""
 
@@ -35,7 +35,9 @@ class Checkpoint:
         """
         shape = ModelShape.load(folder)
         eos = frozenset(shape.eos_token_ids) | _generation_eos(folder / "generation_config.json")
-        return cls(folder, shape, eos, fingerprint_of(folder))
+        # transformers never meets the others: ids of another vocabulary, or -1 for none.
+        known = frozenset(token for token in eos if 0 <= token < shape.vocab_size)
+        return cls(folder, shape, known, fingerprint_of(folder))
 
 
 def fingerprint_of(folder: Path) -> str:

@@ -114,6 +114,12 @@ def test_stop_tokens_of_both_files_count(tmp_path: Path, eos: object, wanted: se
     assert Checkpoint.load(folder).eos_token_ids == wanted
 
 
+@pytest.mark.parametrize("eos", [-1, [-1, 320], 10**9])
+def test_stop_tokens_outside_the_vocabulary_are_none(tmp_path: Path, eos: object) -> None:
+    # A step that holds them back would fail, or forbid another token.
+    assert Checkpoint.load(checkpoint(tmp_path / "m", eos_token_id=eos)).eos_token_ids == {2}
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [true]}'])
 def test_a_broken_generation_config_is_named(tmp_path: Path, text: str) -> None:
     folder = checkpoint(tmp_path / "m")
