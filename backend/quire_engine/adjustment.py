@@ -36,7 +36,7 @@ class Adjustment:
         self._allowed = _Allowed.of(sequences, vocab_size, device)
         self._bias = _Bias.of(sequences, device)
         self._penalties = _Penalties.of(sequences, device, tally, running)
-        self._held = [(row, s) for row, s in enumerate(sequences) if s.params.min_tokens and s.stop_token_ids]
+        self._held = [(row, s) for row, s in enumerate(sequences) if s.params.min_tokens and s.held_token_ids]
         """Rows that no stop token may end yet."""
         self._bad_words = [(row, s, _BadWords(s.bad_words)) for row, s in enumerate(sequences) if s.bad_words]
         self._always = bool(self._allowed or self._bias or self._penalties)
@@ -82,7 +82,7 @@ class Adjustment:
     def _forbidden(self, positions: Sequences[int]) -> Iterator[tuple[int, int]]:
         """(row, token) pairs that only this step forbids."""
         held = {
-            row: sequence.stop_token_ids
+            row: sequence.held_token_ids
             for row, sequence in self._held
             if positions[row] - len(sequence.prompt_token_ids) < sequence.params.min_tokens
         }

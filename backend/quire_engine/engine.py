@@ -122,8 +122,7 @@ class Engine:
         bad_words = tuple(tuple(self._check_tokens("bad_words", word)) for word in request.bad_word_ids)
         if not all(bad_words):
             raise InvalidArgument("bad_words: a word without tokens; give each at least one")
-        stops = stops if params.ignore_eos else stops | self.eos_token_ids
-        _check_allowed(params, stops, bad_words)
+        _check_allowed(params, stops | self.eos_token_ids, bad_words)
         room = max(self.max_model_len - len(prompt), 0)
         self._scheduler.add(
             Sequence(
@@ -132,7 +131,8 @@ class Engine:
                 params=params,
                 seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
                 max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-                stop_token_ids=stops,
+                stop_token_ids=stops if params.ignore_eos else stops | self.eos_token_ids,
+                held_token_ids=stops | self.eos_token_ids if params.min_tokens else frozenset(),
                 bad_words=bad_words,
                 adapter=request.adapter,
                 cache_salt=request.cache_salt,
@@ -368,8 +368,8 @@ def check_max_model_len(config: EngineConfig, shape: ModelShape) -> int:
     return config.max_model_len or limit
 
 
-def _check_allowed(params: SamplingParams, stops: frozenset[int], bad_words: Iterable[tuple[int, ...]]) -> None:
-    forbidden = {word[0] for word in bad_words if len(word) == 1} | (stops if params.min_tokens else frozenset())
+def _check_allowed(params: SamplingParams, ends: frozenset[int], bad_words: Iterable[tuple[int, ...]]) -> None:
+    forbidden = {word[0] for word in bad_words if len(word) == 1} | (ends if params.min_tokens else frozenset())
     if params.allowed_token_ids and forbidden.issuperset(params.allowed_token_ids):
         raise InvalidArgument(
             "sampling parameter 'allowed_token_ids': bad_words and min_tokens forbid all of them; allow another token"

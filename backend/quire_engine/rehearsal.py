@@ -86,6 +86,6 @@ def _everything(vocab_size: int, num_logprobs: int) -> SamplingParams:
 
 def _asking(span: Span, vocab_size: int) -> Span:
     """With as many tokens forbidden as there may be: bad words come with a space before them and without."""
-    span.sequence.stop_token_ids = frozenset(range(1, min(MAX_STOP_TOKENS + 2, vocab_size)))
+    span.sequence.held_token_ids = frozenset(range(1, min(MAX_STOP_TOKENS + 2, vocab_size)))
     span.sequence.bad_words = tuple((1 + token % (vocab_size - 1),) for token in range(2 * MAX_BAD_WORDS))
     return span

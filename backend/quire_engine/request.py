@@ -61,6 +61,9 @@ class Sequence:
     """params.max_tokens, cut to what max_model_len leaves."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the output: params.stop_token_ids, and the model's unless ignore_eos."""
+    held_token_ids: frozenset[int] = frozenset()
+    """Tokens that are not taken before params.min_tokens are: those that would end a text, the model's own also where
+    ignore_eos lets it go on."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Runs of tokens that the output must not have."""
     adapter: str | None = None

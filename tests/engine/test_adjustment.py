@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def _sequence(bad_words: Any = (), stops: Any = (), prompt: list[int] | None = None, **params: Any) -> Sequence:
     words = tuple(map(tuple, bad_words))
     return Sequence(
-        0, prompt or PROMPT, SamplingParams(**params), 0, 100, stop_token_ids=frozenset(stops), bad_words=words
+        0, prompt or PROMPT, SamplingParams(**params), 0, 100, held_token_ids=frozenset(stops), bad_words=words
     )
 
 
@@ -138,7 +138,7 @@ def test_min_tokens_is_transformers() -> None:
             process = oracle.MinNewTokensLengthLogitsProcessor(
                 len(sequence.prompt_token_ids),
                 sequence.params.min_tokens,
-                sorted(sequence.stop_token_ids),
+                sorted(sequence.held_token_ids),
                 device="cpu",
             )
             torch.testing.assert_close(adjusted[i : i + 1], process(_ids(sequence), logits[i : i + 1].clone()))

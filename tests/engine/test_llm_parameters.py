@@ -120,6 +120,16 @@ def test_min_tokens_forbids_every_token_that_would_end_it(world: World) -> None:
     assert ended == free[: free.index(stop) + 1]
 
 
+def test_min_tokens_holds_the_end_of_sequence_back_even_where_it_is_ignored(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = world.expected(PROMPTS[2])[4]
+    wanted = world.expected(PROMPTS[2], eos_token_id=end, min_new_tokens=10, pad_token_id=end)[:10]
+    monkeypatch.setattr(world.llm.engine, "eos_token_ids", frozenset([end]))
+    [tokens] = world.tokens([PROMPTS[2]], _greedy(ignore_eos=True, min_tokens=10))
+    assert (tokens[:10], len(tokens)) == (wanted, NUM)
+
+
 def test_a_prompt_is_cut_from_its_start(world: World) -> None:
     llm, text = world.llm, "the quick brown fox jumps over the lazy dog"
     every = llm.tokenizer.encode(text)

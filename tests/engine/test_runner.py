@@ -307,7 +307,7 @@ def test_the_largest_steps_take_the_whole_budget(engine_runner):
     assert seen == [(64, 57, (8, 16), {0, 1}), (64, 64, (1, 16), {0})]
     for sequences in sampled:
         assert all(s.params.penalized and s.params.allowed_token_ids and s.params.logit_bias for s in sequences)
-        assert all(s.params.logprobs is not None and s.stop_token_ids and s.bad_words for s in sequences)
+        assert all(s.params.logprobs is not None and s.held_token_ids and s.bad_words for s in sequences)
     assert [max(s.params.logprobs for s in sequences) for sequences in sampled] == [CONFIG.max_logprobs, 1]
 
 
@@ -352,7 +352,7 @@ def test_before_requests_come_a_prompt_ran_beside_a_decoding_sequence(engine_run
 def test_ranks_ask_for_tokens_that_all_of_them_have():
     config = dataclasses.replace(CONFIG, tensor_parallel_size=4)
     for span in (span for spans in largest_steps(config, 128, 400) for span in spans):
-        asked = {*span.sequence.stop_token_ids, *(span.sequence.params.logit_bias or ()), *span.sequence.tokens(0, 1)}
+        asked = {*span.sequence.held_token_ids, *(span.sequence.params.logit_bias or ()), *span.sequence.tokens(0, 1)}
         assert max(asked.union(*span.sequence.bad_words)) == 99
 
 

@@ -17,7 +17,7 @@ PROMPT = [1, 2, 3]
 
 
 def _row(position=3, seed=0, stops=(), **params):
-    sequence = Sequence(0, PROMPT, SamplingParams(**params), seed, 100, stop_token_ids=frozenset(stops))
+    sequence = Sequence(0, PROMPT, SamplingParams(**params), seed, 100, held_token_ids=frozenset(stops))
     return Row(sequence, position)
 
 
