@@ -3,7 +3,8 @@
 
 They are optional: where the processor or a C++ compiler lacks, or QUIRE_NATIVE=0 is set, `load` returns None and torch
 does the work. The sources under csrc/ include nothing but standard headers, so a build takes about five seconds on two
-cores; it is kept in QUIRE_NATIVE_CACHE, or else under the user's cache folder. `python -m quire_kernels.native` builds
+cores; it is kept in QUIRE_NATIVE_CACHE, or else under the user's cache folder, where a new build takes away those of
+other versions that nobody has loaded for a month. `python -m quire_kernels.native` builds
 ahead, for images that have no compiler at run time.
 """
 
@@ -18,9 +19,10 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "csrc"
 _NEEDED = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"})
 """Flags of the processor, as the kernel names them."""
+_KEEP_SECONDS = 30 * 24 * 3600.0
+"""How long a build that nobody loads is kept: going back to another version is then quick."""
 _OPTIONS = (
     "-std=c++17",
     "-O3",
@@ -91,11 +95,24 @@ def build() -> Path:
     folder = _cache_folder()
     library = folder / f"native-{digest.hexdigest()[:16]}.so"
     if library.exists():
+        # So that a build of another version knows that this one is in use; in an image it is not ours to touch.
+        with suppress(OSError):
+            os.utime(library)
         return library
     with _locked(folder / "native.lock"):
         if not library.exists():
             _compile(sources, library)
+            _sweep(library)
     return library
+
+
+def _sweep(library: Path) -> None:
+    """Remove builds of other versions that nobody has loaded for long, and what those left that were killed."""
+    oldest = time.time() - _KEEP_SECONDS
+    for path in library.parent.glob("native-*"):
+        with suppress(OSError):
+            if path != library and path.stat().st_mtime < oldest:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _check_processor() -> None:
@@ -108,7 +125,7 @@ def _compile(sources: list[Path], library: Path) -> None:
     if compiler is None:
         raise BuildError("no C++ compiler; install g++ or set CXX")
     logger.info("native kernels: compiling with %s into %s", compiler, library.parent)
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix="native-", dir=library.parent) as scratch:
         objects = [str(Path(scratch, source.stem + ".o")) for source in sources]
         out = str(Path(scratch, "native.so"))
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -3,15 +3,18 @@
 
 import hashlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections import defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path.home() / ".cache/quire/emulator"
+KEEP_SECONDS = 30 * 24 * 3600.0
 _OURS = {"libcudart.so.13": "cudart.cpp", "libnccl.so.2": "nccl.cpp", "libcuda.so.1": "cuda.cpp"}
 _PREFIXES = {
     "libcudart.so.13": r"cuda[A-Z]|__cuda",
@@ -46,7 +49,9 @@ def build() -> list[Path]:
     sources = [*sorted(HERE.glob("*.cpp")), Path(__file__), _package("torch") / "version.py"]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     folder = CACHE / digest
-    if not folder.exists():
+    if folder.exists():
+        os.utime(folder)
+    else:
         CACHE.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=CACHE))
         try:
@@ -54,7 +59,16 @@ def build() -> list[Path]:
             made.rename(folder)
         finally:
             shutil.rmtree(made, ignore_errors=True)
+        sweep(CACHE)
     return [folder / name for name in _PREFIXES]
+
+
+def sweep(cache: Path) -> None:
+    """Remove what nobody has used for long: builds of other versions, and what those have left that were killed."""
+    oldest = time.time() - KEEP_SECONDS
+    for folder in cache.iterdir():
+        if folder.stat().st_mtime < oldest:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _package(name: str) -> Path:

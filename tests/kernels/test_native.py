@@ -5,6 +5,7 @@ they cannot be had."""
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -272,3 +273,20 @@ def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
     outputs = [process.communicate(timeout=120) for process in together]
     assert sum("compiling" in err for _, err in outputs) == 1
     assert {out.strip() for out, _ in outputs} == {str(next(tmp_path.glob("*.so")))}
+
+
+def test_builds_of_other_versions_that_nobody_loads_are_removed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("QUIRE_NATIVE_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "_compile", lambda sources, library: library.write_bytes(b""))
+    for name, days in {"native-old.so": 31, "native-recent.so": 29, "preload-old.so": 31, "adapters": 31}.items():
+        (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (time.time() - days * 24 * 3600,) * 2)
+    (tmp_path / "native-killed").mkdir()
+    (tmp_path / "native-killed/one.o").write_bytes(b"")
+    os.utime(tmp_path / "native-killed", (1, 1))
+    library = native.build()
+    kept = {"native-recent.so", "preload-old.so", "adapters", "native.lock", library.name}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    os.utime(library, (1, 1))
+    assert native.build() == library
+    assert library.stat().st_mtime > time.time() - 60, "whoever loads it says so"
