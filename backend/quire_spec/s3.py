@@ -5,13 +5,34 @@ The planner reads a model's sizes where the pods then download it: both have to 
 none, so both ask here.
 """
 
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from quire_spec.errors import AccessDenied, ConfigError, Unavailable
+from quire_spec.secret import said
+
+KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+"""What a bucket's Secret holds; the last is not always needed."""
 _DEFAULT_REGION = "us-east-1"
 _AMBIENT = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
 """Environment that a platform gives a pod an identity with. Without any, requests go unsigned: public buckets."""
+
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/[\w.~/-]*)?", re.ASCII)
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise ConfigError for what obstore cannot ask: it panics, which ends more than the request."""
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None or int(match["port"] or 0) >= 2**16:
+        # Not quoted: what is wrong with it may be a password in it.
+        raise ConfigError(
+            "s3 source: the endpoint is not http(s)://host, with a port and a path where there are; correct it"
+        )
 
 
 def store_options(
@@ -33,8 +54,8 @@ def store_options(
             "connect_timeout": timedelta(seconds=15),
             "timeout": timedelta(seconds=timeout_s),
         },
-        # Whoever asks tries again by itself.
-        "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=20)},
+        # Whoever asks tries again by itself; of a file that is read, obstore would not see that the rest is another's.
+        "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=20)},
     }
     if endpoint:
         options["endpoint"] = endpoint
@@ -46,3 +67,16 @@ def store_options(
     elif not any(environment.get(name) for name in _AMBIENT):
         options["skip_signature"] = True
     return options
+
+
+def refused(where: str, error: Exception) -> Unavailable:
+    """What an error of obstore's says, in words that hold no secret."""
+    # Not what comes after the status: a bucket quotes the request, with its token.
+    status, code = _STATUS.search(str(error)), _CODE.search(str(error))
+    if status is None:
+        # What comes before the dash is the URL and how long it took; further lines are obstore's debug output.
+        return Unavailable(f"{where}: {said(error).rpartition(' - ')[2]}")
+    words = f"{where}: HTTP {status[1]}" + (f" {code[1]}" if code else "")
+    if status[1] == "400":
+        return AccessDenied(f"{words}; the source's secret is wrong or no longer good, or its region is another")
+    return Unavailable(words)

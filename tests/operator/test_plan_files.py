@@ -6,7 +6,7 @@ import json
 
 import pytest
 from support.planning import LLAMA_8B
-from support.sources import Bucket, Files, Hub, serve
+from support.sources import Bucket, Files, Hub, Raw, serve
 
 from quire_operator.plan import files as plan_files
 from quire_operator.plan.checkpoint import SizeFrom
@@ -170,6 +170,70 @@ async def test_s3_errors(bucket):
         await load(s3(bucket, "s3://models/other"))
     with pytest.raises(ConfigError, match="secret 's3': needs the keys"):
         s3(bucket, keys={"AWS_ACCESS_KEY_ID": "x"})
+
+
+async def test_s3_tells_what_a_bucket_says_and_not_what_it_quotes():
+    body = b"<Error><Code>ExpiredToken</Code><Token-0>s3cr3t</Token-0></Error>"
+    raw = Raw(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    source = S3Source("s3://models/llama", await raw.start(), None, SecretRef("s3"))
+    with pytest.raises(AccessDenied, match="HTTP 400 ExpiredToken; the source's secret is wrong") as caught:
+        await load(S3Files(source, KEYS))
+    assert "s3cr3t" not in str(caught.value)
+    await raw.close()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://user:s3cr3t@h", "http://[::", "http://h:99999", 'http://a"b', "http://h:9)"]
+)
+def test_an_endpoint_that_obstore_would_panic_on_is_refused(endpoint):
+    """The CRD's pattern takes all of these."""
+    with pytest.raises(ConfigError, match=r"s3 source: the endpoint is not http\(s\)://host") as caught:
+        S3Files(S3Source("s3://models/llama", endpoint), KEYS)
+    assert "s3cr3t" not in str(caught.value)
+
+
+def test_a_panic_is_an_error_of_one_service(monkeypatch):
+    class Panic(BaseException):
+        """As pyo3's: no Exception, so that whoever waits for everything of one service does not catch it."""
+
+    def panic(*_, **__):
+        raise Panic("called unwrap on an Err value")
+
+    monkeypatch.setattr("obstore.get_range", panic)
+    with pytest.raises(ConfigError, match="cannot be asked: called unwrap on an Err value; correct source or Secret"):
+        S3Files(S3Source("s3://models/llama"), KEYS).read("config.json", 0, 8)
+
+
+async def test_a_secret_may_end_in_a_newline_and_have_none_inside(web, bucket):
+    """Files mostly end in one, and so do the values of Secrets that are made of files."""
+    values = {"token": "hf_s3cr3t\n", "ca.crt": "a\nb\n", **{key: f"{value}\n" for key, value in KEYS.items()}}
+    mine = SecretRef("mine")
+    of_s3 = Source(s3=S3Source("s3://models/llama", bucket.endpoint, "eu-central-1", mine))
+    of_hub = Source(huggingFace=HuggingFaceSource("org/llama", None, mine))
+    of_http = Source(http=HttpSource(f"{web.url}/models/llama", None, mine))
+    assert (await load(files_of(of_s3, None, lambda ref: values))).weights_bytes == 5_000_000
+    assert files_of(of_hub, None, lambda ref: values).token == "hf_s3cr3t"
+    assert (await load(files_of(of_http, None, lambda ref: {"X-Key": "s3cr3t\n"}))).weights_bytes == 5_000_000
+    assert {r.headers["X-Key"] for r in web.requests} == {"s3cr3t"}
+    for source in (of_s3, of_hub, of_http):
+        with pytest.raises(AccessDenied, match="holds a line break or another") as caught:
+            files_of(source, None, lambda ref: dict.fromkeys(values, "s3cr3t\ns3cr3t"))
+        assert "s3cr3t" not in str(caught.value)
+
+
+def test_a_url_that_is_none_is_said():
+    with pytest.raises(ConfigError, match=r"the url cannot be read as one; use http\(s\)://host/folder"):
+        read_checkpoint(http("http://user:s3cr3t@[::1"))
+    with pytest.raises(Unavailable, match=r"http://a\.\.b/m/config.json: "):
+        read_checkpoint(http("http://a..b/m"))
+
+
+async def test_bytes_that_trickle_hold_no_thread(monkeypatch):
+    monkeypatch.setattr("quire_operator.plan.remote._READ_S", 0.2)
+    raw = Raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + b" " * 10_000, pause_s=0.01)
+    with pytest.raises(Unavailable, match=r"only \d+ bytes came in 0.2 s"):
+        await load(http(await raw.start()))
+    await raw.close()
 
 
 def folder(path, content):

@@ -23,6 +23,8 @@ class Files:
     cuts: list[int] = field(default_factory=list)
     """Bytes after which each of the next answers to GET is cut."""
     etags: bool = True
+    conditions: bool = True
+    """Know If-Range and If-Match; some servers know only Range."""
     chunked: bool = False
     """Say nothing about the size."""
     more: asyncio.Event | None = None
@@ -47,11 +49,11 @@ class Files:
             return web.Response(status=404)
         etag = f'"{hashlib.md5(data).hexdigest()}"'
         headers = {"ETag": etag} if self.etags else {}
-        if request.headers.get("If-Match", etag) != etag:
+        if self.conditions and request.headers.get("If-Match", etag) != etag:
             return web.Response(status=412)
         status, start, end = 200, 0, len(data)
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
-        if match and request.headers.get("If-Range", etag) == etag:
+        if match and (not self.conditions or request.headers.get("If-Range", etag) == etag):
             start = int(match[1])
             if start >= len(data):
                 return web.Response(status=416, headers={"Content-Range": f"bytes */{len(data)}"})
@@ -86,6 +88,40 @@ async def serve(handle) -> TestServer:
     server = TestServer(app)
     await server.start_server()
     return server
+
+
+@dataclass
+class Raw:
+    """A server that says what it is told to, HTTP or not: to each connection's first request, and then it closes."""
+
+    answer: bytes
+    pause_s: float = 0.0
+    """Before each byte of the body."""
+    requests: list[bytes] = field(default_factory=list)
+
+    async def start(self) -> str:
+        """Listen; returns its URL."""
+        self._server = await asyncio.start_server(self._handle, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            self.requests.append(await reader.readuntil(b"\r\n\r\n"))
+            head, end, body = self.answer.partition(b"\r\n\r\n")
+            pieces = [body[i : i + 1] for i in range(len(body))] if self.pause_s else [body]
+            writer.write(head + end)
+            for piece in pieces:
+                await asyncio.sleep(self.pause_s)
+                writer.write(piece)
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
 
 
 class Hub:

@@ -6,7 +6,7 @@ anything is downloaded.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,8 @@ from quire_operator.plan.checkpoint import (
 from quire_operator.plan.remote import HttpFiles, HubFiles, S3Files
 from quire_spec.catalogue import SecretRef, Source
 from quire_spec.errors import ConfigError, Unavailable
+from quire_spec.s3 import KEYS
+from quire_spec.secret import check_value
 
 MAX_JSON_BYTES = 64 * 2**20
 """Of config.json or an index; the largest indexes have about 10 MB."""
@@ -66,21 +68,34 @@ def files_of(source: Source, folder: Path | None, secrets: Secrets) -> Files:
     """The files of a model source; `folder` is what a path or a claim means here.
 
     Raises:
-        ConfigError: a claim without a folder, or a Secret that cannot be read.
+        ConfigError: a claim without a folder, a Secret that cannot be read, or a URL that is none.
+        AccessDenied: what a Secret holds cannot be sent.
     """
     if folder is not None:
         return FolderFiles(folder)
     if source.huggingFace is not None:
         ref, token = source.huggingFace.tokenSecretRef, None
-        if ref is not None and (token := secrets(ref).get(ref.key or "token")) is None:
-            raise ConfigError(f"secret {ref.name!r}: has no key {ref.key or 'token'!r}; add it, or correct the key")
+        if ref is not None:
+            key = ref.key or "token"
+            if (token := _values(secrets, ref, (key,)).get(key)) is None:
+                raise ConfigError(f"secret {ref.name!r}: has no key {key!r}; add it, or correct the key")
         return HubFiles(source.huggingFace, token)
     if source.s3 is not None:
-        return S3Files(source.s3, secrets(source.s3.credentialsSecretRef) if source.s3.credentialsSecretRef else {})
+        return S3Files(source.s3, _values(secrets, source.s3.credentialsSecretRef, KEYS))
     if source.http is not None:
-        ref = source.http.headersSecretRef
-        return HttpFiles(source.http, secrets(ref) if ref else {})
+        return HttpFiles(source.http, _values(secrets, source.http.headersSecretRef))
     raise ConfigError("spec.model.source: the files cannot be read from here; give --volume or --model-config")
+
+
+def _values(secrets: Secrets, ref: SecretRef | None, keys: Sequence[str] | None = None) -> dict[str, str]:
+    """What a Secret holds under some keys, None: all, without the newline at its end that most files have; nothing
+    where none is named. Raises as `secrets`, and AccessDenied for what cannot be sent."""
+    found = {} if ref is None else {key: value.strip() for key, value in secrets(ref).items()}
+    wanted = {key: value for key, value in found.items() if keys is None or key in keys}
+    for key, value in wanted.items():
+        assert ref is not None, "values come of a Secret"
+        check_value(value, ref.name, key)
+    return wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -16,11 +17,13 @@ from obstore.store import S3Store
 
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
-from quire_spec.s3 import store_options
+from quire_spec.s3 import check_endpoint, refused, store_options
+from quire_spec.secret import said
 
 _MAX_REDIRECTS = 5
 _TIMEOUT = httpx.Timeout(30.0, connect=15.0)
-_S3_TIMEOUT_S = 60.0
+_READ_S = 60.0
+"""Of one file, where that can be said: few threads read for all services."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,11 @@ class HttpFiles:
             return None if answer.status_code in (404, 410) else _body(answer, start, max_bytes, self.where(name))
 
     def _url(self, name: str) -> httpx.URL:
-        base = httpx.URL(self.source.url)
+        try:
+            base = httpx.URL(self.source.url)
+        except httpx.InvalidURL as error:
+            # Not quoted: what is wrong with it may be where its password is.
+            raise ConfigError("http source: the url cannot be read as one; use http(s)://host/folder") from error
         return base.copy_with(path=f"{base.path.rstrip('/')}/{name}")
 
 
@@ -82,14 +89,16 @@ class S3Files:
         """`credentials` are AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and maybe AWS_SESSION_TOKEN, or nothing.
 
         Raises:
-            ConfigError: one of the two is missing.
+            ConfigError: one of the two is missing, or the endpoint is no URL.
         """
+        if source.endpoint is not None:
+            check_endpoint(source.endpoint)
         parts = urlsplit(source.uri)
         self._bucket, self._prefix, self._endpoint = parts.netloc, parts.path.strip("/"), source.endpoint
         if credentials and not {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= set(credentials):
             name = source.credentialsSecretRef.name if source.credentialsSecretRef else ""
             raise ConfigError(f"secret {name!r}: needs the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
-        options = store_options(source.endpoint, source.region, credentials, os.environ, _S3_TIMEOUT_S)
+        options = store_options(source.endpoint, source.region, credentials, os.environ, _READ_S)
         self._store = S3Store(self._bucket, **options)
 
     def where(self, name: str) -> str:
@@ -105,8 +114,12 @@ class S3Files:
         except (PermissionDeniedError, UnauthenticatedError) as error:
             raise AccessDenied(f"{where}: access denied; the Secret is missing, wrong, or lacks access") from error
         except (BaseError, OSError, ValueError) as error:
-            # Further lines are obstore's debug output.
-            raise Unavailable(f"{where}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+            raise refused(where, error) from error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            # A panic of obstore's is no Exception: let out, one service's would end the operator.
+            raise ConfigError(f"{where}: cannot be asked: {said(error)}; correct source or Secret") from error
 
     def _path(self, name: str) -> str:
         return f"{self._prefix}/{name}".strip("/")
@@ -140,8 +153,9 @@ def _answer(
                     target = target.join(answer.headers["Location"])
                     if target.scheme not in ("http", "https") or (url.scheme, target.scheme) == ("https", "http"):
                         raise Unavailable(f"{where}: refused a redirect to {target.scheme}")
-    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-        raise Unavailable(f"{where}: {error or type(error).__name__}") from error
+    except (httpx.HTTPError, httpx.InvalidURL, ImportError, OSError, ValueError) as error:
+        # An ImportError: a proxy by SOCKS. A ValueError: a host that is none.
+        raise Unavailable(f"{where}: {said(error)}") from error
     raise Unavailable(f"{where}: more than {_MAX_REDIRECTS} redirects")
 
 
@@ -154,11 +168,13 @@ def _body(answer: httpx.Response, start: int, max_bytes: int, where: str) -> byt
     if answer.status_code not in (200, 206):
         raise Unavailable(f"{where}: HTTP {answer.status_code} {answer.reason_phrase}".rstrip())
     skip = start if answer.status_code == 200 else 0
-    data = bytearray()
+    data, begun = bytearray(), time.monotonic()
     for chunk in answer.iter_raw():
         data += chunk
         if len(data) >= skip + max_bytes:
             break
+        if time.monotonic() - begun > _READ_S:
+            raise Unavailable(f"{where}: only {len(data)} bytes came in {_READ_S:g} s")
     return bytes(data[skip : skip + max_bytes])
 
 

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is told of a library's errors."""
+
+import pytest
+
+from quire_spec.secret import said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "ValueError"),
+        ("\n  \n", "ValueError"),
+        ("one\ntwo", "one"),
+        ("400, url='https://user:s3cr3t@h:8/a?signature=s3cr3t&b'", "400, url='https://h:8/a"),
+        ("HTTP://s3cr3t@h#s3cr3t to http://b/c@d, and on", "HTTP://h to http://b/c@d, and on"),
+        ("x" * 1000, "x" * 300),
+    ],
+)
+def test_an_error_is_one_short_line_without_users_and_queries(text, words):
+    assert said(ValueError(text)) == words
