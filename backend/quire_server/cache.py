@@ -79,8 +79,11 @@ class Cache:
             BlockingIOError: another owner of this cache is fetching it.
         """
         folder = self._folder / "partial" / key
-        with folder.with_suffix(".lock").open("w") as lock:
+        path = folder.with_suffix(".lock")
+        with path.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                raise BlockingIOError("swept while it was being locked")
             folder.mkdir(exist_ok=True)
             yield Partial(folder, lock.fileno())
 
@@ -89,12 +92,13 @@ class Cache:
         digest = adapter_digest(partial.folder)
         for name in ADAPTER_FILES:
             sync(partial.folder / name)
+        sync(partial.folder)
         target = self.folder(digest)
         try:
             partial.folder.rename(target)
         except OSError:
             # The same content is there already, from another source.
-            if not target.is_dir():
+            if not self.touch(digest):
                 raise
             shutil.rmtree(partial.folder)
         sync(target.parent)
@@ -103,9 +107,13 @@ class Cache:
         partial.forget()
         return record
 
-    def touch(self, digest: str) -> None:
-        """Say that an adapter is in use, so that no sweep takes it, ours or another owner's."""
-        os.utime(self.folder(digest))
+    def touch(self, digest: str) -> bool:
+        """Say that an adapter is in use, so that no sweep takes it, ours or another owner's; False: it is gone."""
+        try:
+            os.utime(self.folder(digest))
+        except FileNotFoundError:
+            return False
+        return True
 
     def sweep(self, used: set[str]) -> list[str]:
         """Remove what nobody has used for a day; returns the digests removed. `used` are ours, and stay."""
@@ -114,16 +122,38 @@ class Cache:
             with contextlib.suppress(OSError):
                 self.touch(digest)
         removed = []
-        for path in [*(self._folder / "adapters").iterdir(), *(self._folder / "partial").iterdir()]:
+        for path in list((self._folder / "adapters").iterdir()):
             with contextlib.suppress(OSError):
-                if path.name in used or path.stat().st_mtime > oldest or path.suffix == ".lock":
-                    continue
-                if path.is_dir():
-                    shutil.rmtree(path)
+                if path.name not in used and path.stat().st_mtime <= oldest and self._remove(path, oldest):
                     removed.append(path.name)
-                else:
-                    path.unlink()
+        for path in [*(self._folder / "partial").iterdir(), *(self._folder / "sources").iterdir()]:
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime <= oldest:
+                    self._forget(path)
         return removed
+
+    def _remove(self, adapter: Path, oldest: float) -> bool:
+        """Take an adapter away in one move: when we are killed, no half of it may keep its name."""
+        away = self._folder / "partial" / f".{adapter.name}"
+        adapter.rename(away)
+        if away.stat().st_mtime > oldest:
+            # Another owner has just said that it uses it.
+            away.rename(adapter)
+            return False
+        shutil.rmtree(away)
+        return True
+
+    def _forget(self, path: Path) -> None:
+        """Remove what a fetch that never came to its end has left, or a record of what is gone."""
+        if path.suffix == ".lock":
+            with self.partial(path.stem) as partial:
+                shutil.rmtree(partial.folder)
+                partial.forget()
+                path.unlink()
+        elif path.name.startswith("."):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        elif path.parent.name == "sources" and self.record(path.stem) is None:
+            path.unlink()
 
     def _record(self, key: str) -> Path:
         return self._folder / "sources" / f"{key}.json"
@@ -136,7 +166,8 @@ class Partial:
         """`lock` is the file descriptor whose lock keeps others away, if one does."""
         self.folder = folder
         self._lock = lock
-        self._notes = folder.with_suffix(".json")
+        # Not with_suffix: a folder's name may have a dot in it, and two folders would share their notes.
+        self._notes = folder.with_name(folder.name + ".json")
 
     def held(self) -> contextlib.AbstractContextManager[object]:
         """Keeps others away until it is closed, however soon the one who has locked the files goes."""

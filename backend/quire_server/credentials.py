@@ -11,6 +11,7 @@ from pathlib import Path
 
 from quire_spec.catalogue import SecretRef
 from quire_spec.errors import AccessDenied, InvalidArgument
+from quire_spec.secret import check_value
 
 _PART = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._]{0,251}[A-Za-z0-9])?|[A-Za-z0-9_]")
 _MAX_BYTES = 64 * 1024
@@ -27,7 +28,7 @@ class Credentials:
 
         Raises:
             InvalidArgument: no --secrets-dir, or a name that is not a Secret's.
-            AccessDenied: the file is not there (yet).
+            AccessDenied: the file is not there (yet), or what it holds cannot be sent.
         """
         path = self._secret(secret)
         found = _bundled(path).get(_checked(key, "key")) if path.is_file() else _read(path / _checked(key, "key"))
@@ -35,6 +36,7 @@ class Credentials:
             raise AccessDenied(
                 f"secret {secret.name!r}: key {key!r} cannot be read; mount the Secret at {str(path)!r} with that key"
             )
+        check_value(found, secret.name, key)
         return found
 
     def has(self, secret: SecretRef, key: str) -> bool:
@@ -45,11 +47,13 @@ class Credentials:
     def items(self, secret: SecretRef) -> dict[str, str]:
         """Every key with its value; raises as `value` does."""
         folder = self._secret(secret)
-        if folder.is_file():
-            return _bundled(folder)
         try:
             # Kubernetes keeps its own links there, named ..data and ..<time>.
-            keys = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+            keys = (
+                sorted(_bundled(folder))
+                if folder.is_file()
+                else sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+            )
         except OSError as error:
             raise AccessDenied(
                 f"secret {secret.name!r}: {str(folder)!r} cannot be read; mount the Secret there"

@@ -19,7 +19,7 @@ from quire_server.background import in_thread
 from quire_server.cache import Cache, Partial, Record, key_of
 from quire_server.places import Place
 from quire_server.sources import SourceOptions, Sources
-from quire_server.transfer import SILENCE_S, Transfer, silence
+from quire_server.transfer import Transfer, ask_version
 from quire_spec.catalogue import Source
 from quire_spec.digest import ADAPTER_FILES, WEIGHTS_FILE
 from quire_spec.errors import Unavailable
@@ -73,10 +73,8 @@ class Fetcher:
         async with lock:
             record = await self._unchanged(place, key)
             with _disk_errors():
-                if record is None:
+                if record is None or not self._cache.touch(record.digest):
                     record = await self._bring_all(place, key)
-                else:
-                    self._cache.touch(record.digest)
         return Fetched(record.digest, self._cache.folder(record.digest))
 
     def sweep(self, used: set[str]) -> list[str]:
@@ -90,7 +88,7 @@ class Fetcher:
             return record
         try:
             for name in ADAPTER_FILES:
-                version = await self._version(place, name)
+                version = await ask_version(place, name)
                 if version is None or version != record.versions.get(name):
                     return None
         except Unavailable as error:
@@ -128,13 +126,10 @@ class Fetcher:
         if place.fixed:
             return []
         noted = partial.versions()
-        found = {name: await self._version(place, name) for name in ADAPTER_FILES if noted.get(name) is not None}
+        found = {
+            name: await self._transfer.version(place, name) for name in ADAPTER_FILES if noted.get(name) is not None
+        }
         return [name for name, version in found.items() if version not in (None, noted[name])]
-
-    async def _version(self, place: Place, name: str) -> str | None:
-        with silence(place.where(name)):
-            async with asyncio.timeout(SILENCE_S):
-                return await place.version(name)
 
     def _limit(self, name: str) -> tuple[int, str]:
         if name == WEIGHTS_FILE:

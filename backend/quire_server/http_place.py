@@ -10,6 +10,7 @@ from yarl import URL
 
 from quire_server.places import Opened
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
+from quire_spec.secret import said
 
 _READ_BYTES = 2**20
 _MAX_REDIRECTS = 5
@@ -76,8 +77,7 @@ class HttpReader:
     async def open(self, url: URL, secret: Mapping[str, str], plain: Mapping[str, str]) -> AsyncIterator[Opened]:
         """GET; raises NotFound and Unavailable, also from the chunks."""
         async with self.request("GET", url, secret, plain) as answer:
-            if answer.status == 416:
-                # The part we hold is not a part of this file: from the beginning.
+            if plain and not _goes_on(answer, plain):
                 async with self.open(url, secret, {}) as opened:
                     yield opened
                 return
@@ -86,7 +86,9 @@ class HttpReader:
             if answer.headers.get("Content-Encoding", "identity") != "identity":
                 raise Unavailable(f"{where}: the server compresses although asked not to; serve the files as they are")
             start, size = _extent(answer, where)
-            yield Opened(start, size, version_of(answer), _chunks(answer, where))
+            # A part need not say what version it is of: it was asked for by its version.
+            version = version_of(answer) or (plain.get("If-Range") if start else None)
+            yield Opened(start, size, version, _chunks(answer, where))
 
     @asynccontextmanager
     async def request(
@@ -100,8 +102,11 @@ class HttpReader:
                 answer = await self._session.request(
                     method, target, headers=headers, allow_redirects=False, timeout=_TIMEOUT
                 )
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise Unavailable(f"{shown(url)}: {error or type(error).__name__}") from error
+            except aiohttp.InvalidURL as error:
+                raise Unavailable(f"{shown(url)}: it, or the proxy's, is not a URL that can be asked") from error
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                # A ValueError: a host that is none, or a secret header beside a user in the URL.
+                raise Unavailable(f"{shown(url)}: {said(error)}") from error
             async with answer:
                 if answer.status not in _REDIRECTS:
                     yield answer
@@ -118,7 +123,7 @@ def checked(answer: aiohttp.ClientResponse, where: str) -> aiohttp.ClientRespons
         raise NotFound(f"{where}: HTTP {answer.status}; check the URL, and that the adapter is stored as safetensors")
     if answer.status in (401, 403):
         raise AccessDenied(f"{where}: HTTP {answer.status}; the source's secret is missing, wrong, or lacks access")
-    raise Unavailable(f"{where}: HTTP {answer.status} {answer.reason or ''}".rstrip())
+    raise Unavailable(f"{where}: HTTP {answer.status}")
 
 
 def version_of(answer: aiohttp.ClientResponse) -> str | None:
@@ -146,6 +151,7 @@ def _checked(url: str) -> URL:
 def _next(current: URL, answer: aiohttp.ClientResponse, first: URL) -> URL:
     try:
         target = current.join(URL(answer.headers["Location"], encoded=True))
+        target.origin()
     except (KeyError, ValueError) as error:
         raise Unavailable(f"{shown(first)}: HTTP {answer.status} without a usable Location") from error
     if target.scheme not in ("http", "https") or (current.scheme == "https" and target.scheme == "http"):
@@ -153,9 +159,27 @@ def _next(current: URL, answer: aiohttp.ClientResponse, first: URL) -> URL:
     return target
 
 
+def _goes_on(answer: aiohttp.ClientResponse, plain: Mapping[str, str]) -> bool:
+    """Whether an answer to a request for a part can be used; if not, the file is to be read from its beginning."""
+    if answer.status != 206:
+        # 416: what we hold is not a part of this file.
+        return answer.status != 416
+    part = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+    if part is None or plain["Range"] != f"bytes={part[1]}-":
+        return False
+    # Some servers know Range and no If-Range: then it may be a part of another version.
+    return version_of(answer) in (None, plain.get("If-Range")) or "If-Range" not in plain
+
+
 def _extent(answer: aiohttp.ClientResponse, where: str) -> tuple[int, int | None]:
     """Offset of the first byte to come, and the size of the whole."""
     if answer.status == 200:
+        chunked = "chunked" in answer.headers.get("Transfer-Encoding", "").lower()
+        if answer.content_length is None and not chunked:
+            raise Unavailable(
+                f"{where}: the server says neither how long the file is nor where it ends, so that a cut could not be "
+                "seen; have it send Content-Length"
+            )
         return 0, answer.content_length
     match = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
     if match is None:
@@ -167,5 +191,6 @@ async def _chunks(answer: aiohttp.ClientResponse, where: str) -> AsyncIterator[b
     try:
         async for data in answer.content.iter_chunked(_READ_BYTES):
             yield data
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise Unavailable(f"{where}: the connection was cut: {error or type(error).__name__}") from error
+    except (aiohttp.ClientError, TimeoutError, OSError, RuntimeError) as error:
+        # aiohttp has a RuntimeError for a connection that was gone before we asked.
+        raise Unavailable(f"{where}: the connection was cut: {said(error)}") from error

@@ -6,7 +6,7 @@ Not hf_hub_download: it cannot stop at a size, and forgets what it has when a do
 
 import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
 import httpx
@@ -18,6 +18,7 @@ from quire_server.background import in_thread
 from quire_server.http_place import HttpReader
 from quire_server.places import Opened
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
+from quire_spec.secret import said
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -72,11 +73,13 @@ class HubPlace:
         now = await self.version(name)
         # A commit's file never changes: a range of it needs no If-Range, which storage behind redirects may not know.
         wanted = {"Range": f"bytes={start}-"} if start and version and version == now else {}
-        try:
-            async with self._reader.open(URL(self._url(name)), self._headers(), wanted) as opened:
-                yield Opened(opened.start, opened.size, now, opened.chunks)
-        except (NotFound, Unavailable) as error:
-            raise type(error)(f"{self.where(name)}: {error}") from error
+        async with AsyncExitStack() as stack:
+            try:
+                opening = self._reader.open(URL(self._url(name)), self._headers(), wanted)
+                opened = await stack.enter_async_context(opening)
+            except (NotFound, Unavailable) as error:
+                raise type(error)(f"{self.where(name)}: {error}") from error
+            yield Opened(opened.start, opened.size, now, opened.chunks)
 
     def _url(self, name: str) -> str:
         return str(huggingface_hub.hf_hub_url(self._repo, name, revision=self._revision, endpoint=self._endpoint))
@@ -102,8 +105,10 @@ class HubPlace:
             ) from error
         except HfHubHTTPError as error:
             raise _refused(where, error) from error
-        except (httpx.HTTPError, OSError, ValueError) as error:
-            raise Unavailable(f"{where}: {error or type(error).__name__}") from error
+        except (httpx.HTTPError, httpx.InvalidURL, ImportError, OSError, RuntimeError, ValueError) as error:
+            # InvalidURL: the hub's, or in NO_PROXY. ImportError: a proxy by SOCKS. RuntimeError: another thread has
+            # closed huggingface_hub's client.
+            raise Unavailable(f"{where}: {said(error)}") from error
 
 
 def _refused(where: str, error: HfHubHTTPError) -> NotFound | Unavailable:

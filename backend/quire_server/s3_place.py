@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files under a prefix of an S3-compatible bucket, by obstore."""
 
+import contextlib
 import os
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,9 +15,13 @@ from obstore.store import S3Store
 
 from quire_server.places import Opened
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, QuireError, Unavailable
-from quire_spec.s3 import store_options
+from quire_spec.s3 import check_endpoint, refused, store_options
 
-_READ_BYTES = 4 * 2**20
+_BUCKET = re.compile(r"[\w.-]+", re.ASCII)
+_AS_IT_IS = ("identity", "aws-chunked", "")
+"""Encodings that change nothing: the second is what some uploads leave behind."""
+_READ_BYTES = 2**18
+"""What a cut may cost: obstore keeps back what is less."""
 _TIMEOUT_S = 600.0
 """Of a file as a whole; a download that it cuts is resumed."""
 
@@ -35,10 +41,10 @@ class S3Place:
             InvalidArgument: the URI is not s3://bucket/prefix, or the endpoint not a URL.
         """
         parts = urlsplit(uri)
-        if parts.scheme != "s3" or not parts.netloc or ".." in parts.path.split("/"):
-            raise InvalidArgument(f"s3 source: uri {uri!r} is not s3://bucket/prefix")
-        if endpoint is not None and urlsplit(endpoint).scheme not in ("http", "https"):
-            raise InvalidArgument(f"s3 source: endpoint {endpoint!r} is not an http(s) URL")
+        if parts.scheme != "s3" or not _BUCKET.fullmatch(parts.netloc) or ".." in parts.path.split("/"):
+            raise InvalidArgument("s3 source: the uri is not s3://bucket/prefix; a key belongs into a Secret")
+        if endpoint is not None:
+            check_endpoint(endpoint)
         self._bucket = parts.netloc
         self._prefix = parts.path.strip("/")
         self._endpoint = endpoint
@@ -65,7 +71,12 @@ class S3Place:
             found, begin = await _get(store, path, start, version)
         except (BaseError, OSError, ValueError) as error:
             raise self._refused(name, error) from error
-        yield Opened(begin, found.meta["size"], _etag(found.meta), self._chunks(found, name))
+        encoding = str(found.attributes.get("Content-Encoding", _AS_IT_IS[0]))
+        if encoding not in _AS_IT_IS:
+            raise Unavailable(f"{self.where(name)}: is stored as {encoding}; store the files as they are")
+        # A part need not say what version it is of: it was asked for by its version.
+        now = _etag(found.meta) or (version if begin else None)
+        yield Opened(begin, found.meta["size"], now, self._chunks(found, name))
 
     def _path(self, name: str) -> str:
         return f"{self._prefix}/{name}".lstrip("/")
@@ -87,18 +98,19 @@ class S3Place:
             return NotFound(f"{where}: no such object; check bucket and prefix, and that it is stored as safetensors")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return AccessDenied(f"{where}: access denied; the source's secret is missing, wrong, or lacks access")
-        # Further lines are obstore's debug output.
-        return Unavailable(f"{where}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+        return refused(where, error)
 
 
 async def _get(store: S3Store, path: str, start: int, version: str | None) -> "tuple[obstore.GetResult, int]":
     """The object from `start` if it still is `version`, else from its beginning; and where that is."""
     if start and version:
-        try:
+        # Nothing comes after the end, which no range can ask for; and it may end sooner than what we hold.
+        if start >= (await obstore.head_async(store, path))["size"]:
+            return await obstore.get_async(store, path), 0
+        with contextlib.suppress(PreconditionError):
             found = await obstore.get_async(store, path, options={"range": {"offset": start}, "if_match": version})
-            return found, start
-        except (PreconditionError, ValueError):
-            pass
+            if _etag(found.meta) in (None, version):
+                return found, start
     return await obstore.get_async(store, path), 0
 
 

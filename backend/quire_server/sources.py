@@ -17,9 +17,7 @@ from quire_server.places import FolderPlace, Place
 from quire_server.s3_place import S3Place
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretRef, Source
 from quire_spec.errors import InvalidArgument
-
-_S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-_S3_TOKEN = "AWS_SESSION_TOKEN"
+from quire_spec.s3 import KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +46,11 @@ class Sources:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        # trust_env: many clusters reach the outside by a proxy only.
-        self._session = aiohttp.ClientSession(trust_env=True, auto_decompress=False)
+        # trust_env: many clusters reach the outside by a proxy only. No cookies: what one source was let in by would
+        # let in the next of the same host, and a place could give them without end.
+        self._session = aiohttp.ClientSession(
+            trust_env=True, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+        )
         return self
 
     async def __aexit__(
@@ -105,7 +106,6 @@ class Sources:
     def _s3_keys(self, secret: SecretRef | None) -> dict[str, str]:
         if secret is None:
             return {}
-        keys = {key: self._credentials.value(secret, key) for key in _S3_KEYS}
-        if self._credentials.has(secret, _S3_TOKEN):
-            keys[_S3_TOKEN] = self._credentials.value(secret, _S3_TOKEN)
-        return keys
+        *needed, token = KEYS
+        keys = needed + [token] * self._credentials.has(secret, token)
+        return {key: self._credentials.value(secret, key) for key in keys}

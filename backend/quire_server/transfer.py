@@ -7,6 +7,7 @@ Bytes of two versions never mix: the version is noted before its first byte. Wha
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 
 from quire_server.background import in_thread
@@ -18,7 +19,9 @@ from quire_spec.errors import InvalidArgument, Unavailable
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
-"""Tries in a row that bring nothing new, before the caller is told."""
+"""Tries in a row that bring next to nothing, before the caller is told."""
+_LEAST_BYTES = 2**16
+"""Less than that is next to nothing, of a try and in SILENCE_S: a place that gives a byte at a time would never end."""
 _PAUSE_S = 0.25
 SILENCE_S = 60.0
 """How long a place may say nothing: a hung file system or peer must not hold an adapter for ever."""
@@ -49,7 +52,7 @@ class Transfer:
                 await self._read(place, partial, name)
                 return
             except Unavailable as error:
-                idle = 0 if partial.size(name) > before else idle + 1
+                idle = 0 if partial.size(name) - before >= _LEAST_BYTES else idle + 1
                 if idle >= _ATTEMPTS:
                     raise
                 log.info("fetch goes on after an error file=%s bytes=%d error=%s", name, partial.size(name), error)
@@ -77,7 +80,8 @@ class Transfer:
 
     async def _write(self, place: Place, partial: Partial, name: str, opened: Opened) -> int:
         """Append what comes to the partial file; returns its size then."""
-        size = opened.start
+        size = before = opened.start
+        since = time.monotonic()
         with (partial.folder / name).open("r+b" if opened.start else "wb") as file:
             file.seek(opened.start)
             while data := await _next(opened, place.where(name)):
@@ -89,12 +93,26 @@ class Transfer:
                     partial.drop(name)
                     raise
                 await in_thread(file.write, data)
+                if (now := time.monotonic()) - since >= SILENCE_S:
+                    if size - before < _LEAST_BYTES:
+                        raise Unavailable(f"{place.where(name)}: {size - before} bytes came in {SILENCE_S:g} s")
+                    since, before = now, size
         return size
 
     def _check_size(self, place: Place, name: str, size: int) -> None:
         limit, fix = self._limit(name)
         if limit is not None and size > limit:
             raise InvalidArgument(f"{place.where(name)}: {size} bytes or more, the limit is {limit}{fix}")
+
+    async def version(self, place: Place, name: str) -> str | None:
+        """What version a file is of now; asked as often as a file is read: an error would lose what was read."""
+        for idle in range(1, _ATTEMPTS):
+            try:
+                return await ask_version(place, name)
+            except Unavailable as error:
+                log.info("place is asked again after an error file=%s error=%s", name, error)
+                await asyncio.sleep(_PAUSE_S * 2**idle)
+        return await ask_version(place, name)
 
     async def verify(self, place: Place, partial: Partial, name: str) -> None:
         """Compare a whole file's SHA-256 with what the place expects; raises DigestMismatch, and drops the file."""
@@ -107,6 +125,13 @@ class Transfer:
             raise DigestMismatch(
                 f"{place.where(name)}: its sha256 is {found}, not {expected}; correct the source or what is there"
             )
+
+
+async def ask_version(place: Place, name: str) -> str | None:
+    """`place.version`, in bounded time."""
+    with silence(place.where(name)):
+        async with asyncio.timeout(SILENCE_S):
+            return await place.version(name)
 
 
 @contextlib.contextmanager

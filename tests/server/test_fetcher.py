@@ -3,14 +3,18 @@
 
 import asyncio
 import hashlib
+import json
 import os
 import shutil
 import threading
 import time
 from pathlib import Path
 
+import huggingface_hub
 import pytest
-from support.sources import Bucket, Files, Hub, serve
+from aiohttp import web as aio
+from aiohttp.test_utils import TestServer
+from support.sources import Bucket, Files, Hub, Raw, serve
 
 from quire_server.cache import Cache
 from quire_server.fetcher import Fetcher
@@ -18,7 +22,7 @@ from quire_server.sources import SourceOptions
 from quire_server.transfer import Transfer
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretRef, Source
 from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
-from quire_spec.errors import InvalidArgument, NotFound, Unavailable
+from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, Unavailable
 
 CONFIG = b'{"r": 8}'
 WEIGHTS = os.urandom(3 * 2**20)
@@ -341,12 +345,174 @@ async def test_nobody_there(tmp_path):
             await f.fetch(Source(http=HttpSource("http://127.0.0.1:9/a")))
 
 
+async def test_a_part_of_another_version_is_not_taken_though_the_server_gives_it(tmp_path, web):
+    """Servers that know Range and not If-Range: the rest of a new file does not go on where the old one was cut."""
+    changed = os.urandom(len(WEIGHTS))
+    web.conditions = False
+    web.cuts = [10**9, 2**20]
+    put = web._send
+
+    async def change_after_the_cut(request, response, data):
+        cut = len(web.cuts) == 1
+        await put(request, response, data)
+        if cut:
+            web.content["/loras/sql/" + WEIGHTS_FILE] = changed
+
+    web._send = change_after_the_cut
+    async with fetcher(tmp_path) as f:
+        assert content(await f.fetch(Source(http=HttpSource(web.url))))[WEIGHTS_FILE] == changed
+
+
+async def test_a_server_that_gives_next_to_nothing_is_given_up(tmp_path, web):
+    web.cuts = [10**9, *[1] * 100]
+    async with fetcher(tmp_path) as f:
+        with pytest.raises(Unavailable, match="was cut"):
+            await f.fetch(Source(http=HttpSource(web.url)))
+    assert len(web.paths()) == 4
+
+
+@pytest.fixture
+async def raw():
+    servers = []
+
+    async def start(answer, pause_s=0.0):
+        servers.append(Raw(answer, pause_s))
+        return servers[-1], await servers[-1].start()
+
+    yield start
+    for server in servers:
+        await server.close()
+
+
+async def refused(tmp_path, url, kind=Unavailable):
+    """The error of a fetch from `url`, which has a signature in its query."""
+    async with fetcher(tmp_path) as f, asyncio.timeout(20):
+        with pytest.raises(kind) as caught:
+            await f.fetch(Source(http=HttpSource(f"{url}/a?signature=s3cr3t")))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http:///x?signature=s3cr3t\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://a..b/x?signature=s3cr3t\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://1.2.3/x?signature=s3cr3t\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/x?signature=s3cr3t\r\nContent-Length: 0\r\n\r\n",
+    ],
+)
+async def test_no_answer_has_the_signature_of_a_url_told(tmp_path, raw, caplog, answer):
+    caplog.set_level("INFO")
+    _, url = await raw(answer)
+    said = await refused(tmp_path, url)
+    assert said.startswith(f"{url}/a/{CONFIG_FILE}: ")
+    assert "goes on after an error" in caplog.text
+    assert "s3cr3t" not in said + caplog.text
+
+
+async def test_a_proxys_password_is_not_told(tmp_path, raw, monkeypatch):
+    _, url = await raw(b"HTTP/1.1 407 Who\r\nContent-Length: 0\r\n\r\n")
+    monkeypatch.setenv("HTTPS_PROXY", url.replace("//", "//user:passw0rd@"))
+    said = await refused(tmp_path, "https://nowhere.invalid")
+    assert "407" in said and "passw0rd" not in said
+    monkeypatch.setenv("HTTPS_PROXY", "user:passw0rd@x y")
+    assert "passw0rd" not in await refused(tmp_path, "https://nowhere.invalid")
+
+
+async def test_what_may_have_been_cut_is_not_taken(tmp_path, raw):
+    """Without length or chunks the end of a connection is the end of the file, also where it was cut."""
+    _, url = await raw(b"HTTP/1.1 200 OK\r\n\r\n{}")
+    assert "have it send Content-Length" in await refused(tmp_path, url)
+
+
+async def test_a_server_that_never_has_a_right_range_is_asked_no_further(tmp_path, raw):
+    server, url = await raw(b"HTTP/1.1 416 No\r\nContent-Length: 0\r\n\r\n")
+    assert "HTTP 416" in await refused(tmp_path, url)
+    assert len(server.requests) == 3
+
+
+async def test_bytes_that_trickle_are_no_answer(tmp_path, raw, monkeypatch):
+    monkeypatch.setattr("quire_server.transfer.SILENCE_S", 0.3)
+    _, url = await raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + b" " * 10_000, pause_s=0.01)
+    assert "bytes came in 0.3 s" in await refused(tmp_path, url)
+
+
+async def test_a_question_that_is_not_answered_once_does_not_cost_what_was_read(tmp_path, web):
+    handle, failed = web.handle, []
+
+    async def once_down(request):
+        if request.method == "HEAD" and not failed:
+            failed.append(request.path)
+            return aio.Response(status=503)
+        return await handle(request)
+
+    server = await serve(once_down)
+    async with fetcher(tmp_path) as f:
+        assert content(await f.fetch(Source(http=HttpSource(str(server.make_url("/loras/sql")))))) == BOTH
+    assert len(web.paths()) == 2 and failed
+    await server.close()
+
+
+async def test_cookies_are_nobodys(tmp_path, web):
+    """What a place gives to one source with a secret would let in another one of the same host that has none."""
+
+    async def prepared(request, response):
+        response.headers["Set-Cookie"] = "session=s3cr3t; Path=/"
+
+    app = aio.Application()
+    app.router.add_route("*", "/{path:.*}", web.handle)
+    app.on_response_prepare.append(prepared)
+    server = TestServer(app)
+    await server.start_server()
+    # By name: nobody keeps cookies of an address.
+    url = f"http://localhost:{server.port}/loras/sql"
+    async with fetcher(tmp_path) as f:
+        assert content(await f.fetch(Source(http=HttpSource(url)))) == BOTH
+    assert [r for r in web.requests if "Cookie" in r.headers] == []
+    await server.close()
+
+
+@pytest.mark.parametrize("value", ["s3cr3t\ns3cr3t", "s3cr3t\x00", "s3cr3t\u20ac"])
+@pytest.mark.parametrize("bundled", [True, False])
+async def test_a_secret_that_cannot_be_sent_is_named_and_not_quoted(tmp_path, web, value, bundled):
+    keys = {"token": value, "AWS_ACCESS_KEY_ID": value, "AWS_SECRET_ACCESS_KEY": value}
+    secret = tmp_path / "secrets/mine"
+    secret.parent.mkdir()
+    if bundled:
+        secret.write_text(json.dumps(keys))
+    else:
+        secret.mkdir()
+        for key, text in keys.items():
+            (secret / key).write_text(text)
+    mine = SecretRef("mine")
+    async with fetcher(tmp_path, secrets_dir=tmp_path / "secrets", hub_endpoint=web.url) as f:
+        for source in (
+            Source(http=HttpSource(web.url, headersSecretRef=mine)),
+            Source(huggingFace=HuggingFaceSource("org/sql-lora", None, mine)),
+            Source(s3=S3Source("s3://models/a", web.url, None, mine)),
+        ):
+            with pytest.raises(AccessDenied, match=r"secret 'mine': key '\w+(-\w+)?' holds a line break") as caught:
+                await f.fetch(source)
+            assert "s3cr3t" not in str(caught.value)
+    assert web.requests == []
+
+
+async def test_a_user_in_the_url_beside_a_secret_header_is_said(tmp_path, web):
+    (tmp_path / "secrets/mine").mkdir(parents=True)
+    (tmp_path / "secrets/mine/Authorization").write_text("Bearer s3cr3t")
+    source = HttpSource(web.url.replace("//", "//user:passw0rd@"), headersSecretRef=SecretRef("mine"))
+    async with fetcher(tmp_path, secrets_dir=tmp_path / "secrets") as f:
+        with pytest.raises(Unavailable, match="AUTHORIZATION") as caught:
+            await f.fetch(Source(http=source))
+    assert "s3cr3t" not in str(caught.value) and "passw0rd" not in str(caught.value)
+
+
 async def test_secret_headers_go_to_the_first_origin_only(tmp_path, web):
     seen = []
 
     async def redirect(request):
-        from aiohttp import web as aio
-
         seen.append(request.headers.get("X-Key"))
         return aio.Response(status=302, headers={"Location": f"{web.url}/{request.path.rsplit('/', 1)[1]}"})
 
@@ -436,6 +602,23 @@ async def test_hub_errors(tmp_path, hub):
             await f.fetch(source("org/sql-lora", None, mine))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("NO_PROXY", "[::1],fd00::/8"), ("HTTPS_PROXY", "socks5://user:passw0rd@127.0.0.1:9")],
+)
+async def test_a_proxy_that_the_hubs_library_cannot_use_is_said(tmp_path, hub, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    huggingface_hub.close_session()
+    source = Source(huggingFace=HuggingFaceSource("org/sql-lora", tokenSecretRef=SecretRef("hf")))
+    try:
+        async with fetcher(tmp_path, **hub.options) as f:
+            with pytest.raises(Unavailable, match="hub repository 'org/sql-lora'") as caught:
+                await f.fetch(source)
+    finally:
+        huggingface_hub.close_session()
+    assert "passw0rd" not in str(caught.value)
+
+
 # S3
 
 
@@ -472,6 +655,35 @@ async def test_s3_resumes(tmp_path, bucket):
     assert any(r.startswith("bytes=") and r != "bytes=0-" for r in bucket.files.ranges())
 
 
+async def test_s3_goes_on_where_a_file_was_whole(tmp_path, bucket, monkeypatch):
+    """No range begins at a file's end: config.json was whole when an earlier process was ended."""
+    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 0)
+    bucket.files.cuts = [10**9, 2**20]
+    async with fetcher(tmp_path, **bucket.options) as f:
+        with pytest.raises(Unavailable):
+            await f.fetch(s3(bucket))
+    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 1)
+    async with fetcher(tmp_path, **bucket.options) as f:
+        assert content(await f.fetch(s3(bucket))) == BOTH
+
+
+async def test_s3_never_mixes_two_versions(tmp_path, bucket):
+    changed = os.urandom(len(WEIGHTS))
+    bucket.files.conditions = False
+    bucket.files.cuts = [10**9, 2**20]
+    put = bucket.files._send
+
+    async def change_after_the_cut(request, response, data):
+        cut = len(bucket.files.cuts) == 1
+        await put(request, response, data)
+        if cut:
+            bucket.files.content[f"/models/loras/sql/{WEIGHTS_FILE}"] = changed
+
+    bucket.files._send = change_after_the_cut
+    async with fetcher(tmp_path, **bucket.options) as f:
+        assert content(await f.fetch(s3(bucket)))[WEIGHTS_FILE] == changed
+
+
 async def test_a_public_bucket_needs_no_secret(tmp_path, bucket):
     bucket.key_id = None
     async with fetcher(tmp_path) as f:
@@ -492,7 +704,116 @@ async def test_s3_errors(tmp_path, bucket):
             await f.fetch(s3(bucket))
 
 
+async def test_s3_tells_what_a_bucket_says_and_not_what_it_quotes(tmp_path, bucket, raw):
+    body = b"<Error><Code>ExpiredToken</Code><Token-0>s3cr3t</Token-0></Error>"
+    _, url = await raw(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    async with fetcher(tmp_path, **bucket.options) as f:
+        with pytest.raises(AccessDenied, match="HTTP 400 ExpiredToken; the source's secret is wrong or no") as caught:
+            await f.fetch(Source(s3=S3Source("s3://models/loras/sql", url, None, SecretRef("s3"))))
+        assert "s3cr3t" not in str(caught.value)
+        with pytest.raises(Unavailable, match=r"at http://127\.0\.0\.1:9: HTTP error: error sending request$"):
+            await f.fetch(Source(s3=S3Source("s3://models/loras/sql", "http://127.0.0.1:9")))
+
+
+async def test_s3_files_that_are_stored_compressed_are_refused(tmp_path, raw):
+    _, url = await raw(b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}")
+    async with fetcher(tmp_path) as f:
+        with pytest.raises(Unavailable, match="is stored as gzip; store the files as they are"):
+            await f.fetch(Source(s3=S3Source("s3://models/loras/sql", url)))
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://user:s3cr3t@h", "http://h?s3cr3t", "http://[::", "http://h:99999", 'http://a"b', "http://h:9)", "ftp://h"],
+)
+async def test_an_endpoint_is_a_url_without_secrets(tmp_path, endpoint):
+    """obstore panics on some of these, and so does whoever waits for it."""
+    async with fetcher(tmp_path) as f:
+        with pytest.raises(ConfigError, match=r"s3 source: the endpoint is not http\(s\)://host") as caught:
+            await f.fetch(Source(s3=S3Source("s3://models/a", endpoint)))
+        assert "s3cr3t" not in str(caught.value)
+        with pytest.raises(InvalidArgument, match="s3://bucket/prefix") as caught:
+            await f.fetch(Source(s3=S3Source("s3://AKIA1:s3cr3t@models/a")))
+        assert "s3cr3t" not in str(caught.value)
+
+
 # The cache
+
+
+async def test_a_sweep_that_is_killed_leaves_no_half_adapter_under_its_name(tmp_path, monkeypatch):
+    source = Source(path=str(folder_with(tmp_path / "a")))
+    async with fetcher(tmp_path, allow_paths=True) as f:
+        fetched = await f.fetch(source)
+        os.utime(fetched.folder, (1, 1))
+
+        def killed(path):
+            (Path(path) / CONFIG_FILE).unlink()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("shutil.rmtree", killed)
+            f.sweep(set())
+    async with fetcher(tmp_path, allow_paths=True) as f:
+        assert content(await f.fetch(source)) == BOTH
+        for path in (tmp_path / "cache/partial").iterdir():
+            os.utime(path, (1, 1))
+        f.sweep({fetched.digest})
+    assert list((tmp_path / "cache/partial").iterdir()) == []
+
+
+async def test_an_adapter_that_another_owner_sweeps_meanwhile_is_fetched_again(tmp_path, web, monkeypatch):
+    source, sweeping = Source(http=HttpSource(web.url)), []
+    async with fetcher(tmp_path) as f:
+        fetched = await f.fetch(source)
+        handle = web.handle
+
+        async def swept(request):
+            if request.method == "HEAD" and not sweeping:
+                os.utime(fetched.folder, (1, 1))
+                sweeping.extend(Cache(tmp_path / "cache").sweep(set()))
+            return await handle(request)
+
+        server = await serve(swept)
+        monkeypatch.setattr("quire_server.fetcher.key_of", lambda source: "one")
+        await f.fetch(source)
+        assert content(await f.fetch(Source(http=HttpSource(str(server.make_url("/loras/sql")))))) == BOTH
+        assert sweeping == [fetched.digest]
+        await server.close()
+
+
+def test_an_adapter_that_is_taken_in_use_while_it_is_swept_stays(tmp_path, monkeypatch):
+    cache = Cache(tmp_path / "cache")
+    folder_with(cache.folder("sha256:0"))
+    os.utime(cache.folder("sha256:0"), (1, 1))
+    rename = Path.rename
+
+    def used_first(path, target):
+        if path == cache.folder("sha256:0"):
+            assert Cache(tmp_path / "cache").touch("sha256:0")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", used_first)
+    assert cache.sweep(set()) == []
+    assert os.listdir(cache.folder("sha256:0"))
+    assert not cache.touch("sha256:1")
+
+
+async def test_a_sweep_removes_what_fetches_have_left_and_nothing_that_is_fetched_now(tmp_path):
+    cache, folder = Cache(tmp_path / "cache"), folder_with(tmp_path / "a")
+    async with Fetcher(cache, SourceOptions(allow_paths=True)) as f:
+        fetched = await f.fetch(Source(path=str(folder)))
+    shutil.rmtree(fetched.folder)
+    with cache.partial("now") as now, cache.partial("then") as then:
+        for partial in (now, then):
+            partial.note(CONFIG_FILE, "1")
+            (partial.folder / CONFIG_FILE).write_bytes(CONFIG)
+    everything = [*(tmp_path / "cache/partial").iterdir(), *(tmp_path / "cache/sources").iterdir()]
+    with cache.partial("now"):
+        for path in everything:
+            os.utime(path, (1, 1))
+        cache.sweep(set())
+        assert {path.name for path in (tmp_path / "cache/partial").iterdir()} == {"now", "now.json", "now.lock"}
+        assert list((tmp_path / "cache/sources").iterdir()) == []
 
 
 async def test_a_full_disk_says_what_to_do(tmp_path, monkeypatch):
