@@ -31,6 +31,7 @@ from quire_spec.document import from_json
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
 from quire_spec.outcome import Outcome, Result
 from quire_spec.progress import PATH, PORT_VARIABLE
+from quire_spec.weights import weights_bytes
 
 log = logging.getLogger(__name__)
 
@@ -44,24 +45,34 @@ OPTIONAL = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+_WEIGHTS = ".safetensors"
 _PARALLEL = 4
 """Files at a time: one connection rarely fills a line."""
-_MAX_SMALL_BYTES = 256 * 2**20
+_MAX_OTHER_BYTES = 256 * 2**20
 """Of everything but weights; the largest tokenizers have 35 MB."""
+_MAX_SMALL_BYTES = {CONFIG: 64 * 2**20, INDEX: 64 * 2**20}
+"""Of what is read here or by the planner, which takes no more; the largest indexes have 10 MB."""
+_MAX_NAME_BYTES = 255
+"""That file systems take."""
+_MAX_CHANGES = 3
+"""Times that a model may change while it is read, before whoever writes there is told."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Download; returns the exit code."""
     args = _parser().parse_args(argv)
     set_up_logging()
-    into = args.into.absolute()
+    into = Path(os.path.abspath(args.into))
     try:
+        if not into.name:
+            raise ConfigError(f"--into {str(into)!r}: is the root; give a folder below it")
         source = _source(args.source)
         options = SourceOptions(args.secrets_dir, hub_endpoint=args.hub_endpoint)
         revision = asyncio.run(download(source, into, options, args.progress_port))
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr, flush=True)
-        _report(args.report, Outcome(_result(error), _size(_partial(into).folder), None, str(error)))
+        size = _size(_partial(into).folder) if into.name else 0
+        _report(args.report, Outcome(_result(error), size, None, str(error)))
         return EXIT_AGAIN if isinstance(error, Unavailable) else EXIT_WRONG
     _report(args.report, Outcome(Result.DOWNLOADED, _size(into), revision))
     return EXIT_DONE
@@ -75,19 +86,39 @@ async def download(source: Source, into: Path, options: SourceOptions, progress_
     Raises:
         InvalidArgument, NotFound: the source is wrong, or has no model. Unavailable: right, but not now.
     """
-    if into.is_dir():
-        log.info("model is there already folder=%s", into)
-        return None
-    with _disk_errors(into), _alone(into) as partial:
-        meter = Meter(partial.folder)
-        async with told(meter, progress_port):
-            async with Sources(options) as sources:
-                place = sources.place(source)
-                pinned = source.http is not None and source.http.sha256 is not None
-                names = await _bring_all(_Bring(place, partial, meter), place, pinned)
-            await in_thread(_commit, partial, names, into)
+    with _disk_errors(into):
+        if _is_there(into):
+            return None
+        with _alone(into) as partial:
+            # Another one may have come to its end meanwhile.
+            if _is_there(into):
+                return None
+            partial.folder.mkdir(exist_ok=True)
+            meter = Meter(partial.folder)
+            async with told(meter, progress_port):
+                async with Sources(options) as sources:
+                    place = sources.place(source)
+                    pinned = source.http is not None and source.http.sha256 is not None
+                    bring = _Bring(place, partial, meter)
+                    names = await _bring_one_version(bring, place, pinned)
+                await in_thread(_commit, partial, names, into)
+                bring.forget()
     log.info("model is complete folder=%s files=%d bytes=%d", into, len(names), _size(into))
     return place.revision
+
+
+async def _bring_one_version(bring: "_Bring", place: Place, pinned: bool) -> list[str]:
+    """Bring every file, again where one changed after it was read: two models may fit each other by form."""
+    for _ in range(_MAX_CHANGES):
+        names = await _bring_all(bring, place, pinned)
+        # A commit's files are of one version.
+        changed = [] if place.revision else await bring.changed(names)
+        if not changed:
+            return names
+    raise Unavailable(
+        f"{place.where(changed[0])}: it changed while the model was read, {_MAX_CHANGES} times; write a new model "
+        "beside the old one, under a name of its own"
+    )
 
 
 async def _bring_all(bring: "_Bring", place: Place, pinned: bool) -> list[str]:
@@ -105,16 +136,16 @@ async def _bring_all(bring: "_Bring", place: Place, pinned: bool) -> list[str]:
         )
     shards, said = _shards(bring.partial.folder / INDEX, place)
     bring.meter.weights(shards, said)
-    gate = asyncio.Semaphore(_PARALLEL)
+    rest = iter(shards)
 
-    async def shard(name: str) -> None:
-        async with gate:
+    async def some() -> None:
+        for name in rest:
             await bring.file(name)
 
     try:
         async with asyncio.TaskGroup() as group:
-            for name in shards:
-                group.create_task(shard(name))
+            for _ in range(_PARALLEL):
+                group.create_task(some())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [*names, INDEX, *shards]
@@ -153,7 +184,8 @@ class _Bring:
     def __init__(self, place: Place, partial: Partial, meter: Meter) -> None:
         self._place, self.partial, self.meter = place, partial, meter
         self._transfer = Transfer(
-            lambda name: (None if name.endswith(".safetensors") else _MAX_SMALL_BYTES, ""), meter.size
+            lambda name: (None if name.endswith(_WEIGHTS) else _MAX_SMALL_BYTES.get(name, _MAX_OTHER_BYTES), ""),
+            meter.size,
         )
         self._whole = Partial(partial.folder.with_name(partial.folder.name + "-whole"))
 
@@ -162,8 +194,12 @@ class _Bring:
         if await self._is_whole(name):
             self.meter.size(name, self.partial.size(name))
             return
+        # Before it is written to: what was whole may be an older version, and be so again when we are asked again.
+        self._whole.note(name, None)
         await self._transfer.bring(self._place, self.partial, name)
         await self._transfer.verify(self._place, self.partial, name)
+        if name.endswith(_WEIGHTS):
+            await in_thread(self._check_end, name)
         self._whole.note(name, self.partial.versions().get(name))
         log.info("file is complete file=%s bytes=%d", name, self.partial.size(name))
 
@@ -175,11 +211,36 @@ class _Bring:
             return False
         return True
 
+    async def changed(self, names: Sequence[str]) -> list[str]:
+        """Those of these files that are others by now, as far as their place can tell."""
+        noted = self._whole.versions()
+        found = {name: await self._transfer.version(self._place, name) for name in names if noted.get(name) is not None}
+        return [name for name, version in found.items() if version not in (None, noted[name])]
+
+    def forget(self) -> None:
+        """Forget what was noted, once the files are elsewhere."""
+        self.partial.forget()
+        self._whole.forget()
+
     async def _is_whole(self, name: str) -> bool:
         noted = self._whole.versions().get(name)
         if noted is None or not (self.partial.folder / name).is_file():
             return False
-        return noted == await self._place.version(name)
+        return noted == await self._transfer.version(self._place, name)
+
+    def _check_end(self, name: str) -> None:
+        """Refuse weights that end before their own header says: nobody else may have counted the bytes.
+
+        Raises:
+            InvalidArgument: they do; the file is dropped.
+        """
+        wanted, found = weights_bytes(self.partial.folder / name), self.partial.size(name)
+        if wanted is not None and found < wanted:
+            self.partial.drop(name)
+            raise InvalidArgument(
+                f"{self._place.where(name)}: has {found} bytes, and by its header {wanted}; it was cut, or is "
+                "still being written: store it again"
+            )
 
 
 def _shards(index: Path, place: Place) -> tuple[list[str], int | None]:
@@ -191,11 +252,11 @@ def _shards(index: Path, place: Place) -> tuple[list[str], int | None]:
     try:
         document = json.loads(index.read_text())
         names = sorted(set(document["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"{place.where(INDEX)}: has no weight_map; save the model again") from error
     for name in names:
-        if not isinstance(name, str) or not name.endswith(".safetensors") or name != Path(name).name:
-            raise InvalidArgument(f"{place.where(INDEX)}: {name!r} is not a file of weights beside it")
+        if not isinstance(name, str) or not _is_name_of_weights(name):
+            raise InvalidArgument(f"{place.where(INDEX)}: {str(name)[:100]!r} is not a file of weights beside it")
     if not names:
         raise InvalidArgument(f"{place.where(INDEX)}: names no files; save the model again")
     meta = document.get("metadata")
@@ -203,24 +264,45 @@ def _shards(index: Path, place: Place) -> tuple[list[str], int | None]:
     return names, int(said) if isinstance(said, int | float) and 0 < said < 2**63 else None
 
 
+def _is_name_of_weights(name: str) -> bool:
+    if not name.endswith(_WEIGHTS) or name != Path(name).name or not name.isprintable():
+        return False
+    return len(name.encode()) <= _MAX_NAME_BYTES
+
+
+def _is_there(into: Path) -> bool:
+    """Whether the model is there already.
+
+    Raises:
+        ConfigError: something else is.
+    """
+    if not into.exists():
+        return False
+    if not (into / CONFIG).is_file():
+        raise ConfigError(f"--into {str(into)!r}: is there, and holds no model; give a folder that is not there yet")
+    log.info("model is there already folder=%s", into)
+    return True
+
+
 @contextmanager
 def _alone(into: Path) -> Iterator[Partial]:
-    """The folder of what has come so far; two downloads of one model on a shared claim would mix.
+    """What has come so far; two downloads of one model on a shared claim would mix.
 
     Raises:
         Unavailable: another one is at it.
     """
     into.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial(into)
-    partial.folder.mkdir(exist_ok=True)
-    lock = os.open(partial.folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # A file, and open for writing: a folder's lock is none for other nodes of a claim by NFS.
+    path = partial.folder.with_name(partial.folder.name + ".lock")
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Unavailable(f"--into {str(into)!r}: another download is at it; wait for that one") from error
         yield partial
-    except BlockingIOError as error:
-        raise Unavailable(f"--into {str(into)!r}: another download is at it; wait for that one") from error
-    finally:
-        os.close(lock)
+        # Whoever has opened it meanwhile will find that the model is there.
+        path.unlink(missing_ok=True)
 
 
 def _partial(into: Path) -> Partial:
@@ -238,8 +320,6 @@ def _commit(partial: Partial, names: list[str], into: Path) -> None:
     sync(partial.folder)
     partial.folder.rename(into)
     sync(into.parent)
-    for notes in into.parent.glob(f".partial-{into.name}*.json"):
-        notes.unlink()
 
 
 @contextmanager
@@ -252,14 +332,17 @@ def _disk_errors(into: Path) -> Iterator[None]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of a folder's files; 0 of one that is not there."""
-    return sum(path.stat().st_size for path in folder.iterdir()) if folder.is_dir() else 0
+    """Bytes of a folder's files; 0 of one that is not there, or cannot be read."""
+    try:
+        return sum(path.stat().st_size for path in folder.iterdir())
+    except OSError:
+        return 0
 
 
 def _source(text: str) -> Source:
     try:
         document: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--source: not JSON: {error}") from error
     source = from_json(Source, document, "--source")
     source.check("--source")

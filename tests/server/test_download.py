@@ -2,6 +2,7 @@
 """A model's download over every protocol: complete or not there, resumed, verified, and no more than its files."""
 
 import asyncio
+import contextlib
 import errno
 import hashlib
 import json
@@ -20,7 +21,7 @@ from quire_server import download as program
 from quire_server.download import NoSpace, download
 from quire_server.sources import SourceOptions
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
-from quire_spec.errors import InvalidArgument, NotFound, Unavailable
+from quire_spec.errors import ConfigError, InvalidArgument, NotFound, Unavailable
 from quire_spec.outcome import Outcome, Result
 from quire_spec.progress import Progress
 
@@ -129,11 +130,20 @@ async def test_digests_are_checked(tmp_path, web):
         ({"w": "setup.py"}, "'setup.py' is not a file of weights"),
         ({}, "names no files"),
         (["x"], "has no weight_map"),
+        ({"w": "a\0b.safetensors"}, "is not a file of weights"),
+        ({"w": "\ud800.safetensors"}, "is not a file of weights"),
+        ({"w": "w" * 250 + ".safetensors"}, "is not a file of weights"),
     ],
 )
 async def test_an_index_names_weights_beside_it_and_nothing_else(tmp_path, web, weight_map, words):
     web.content["/sharded/model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
     with pytest.raises(InvalidArgument, match=words):
+        await download(http(web), tmp_path / "m", SourceOptions())
+
+
+async def test_an_index_that_is_nested_too_deeply_is_none(tmp_path, web):
+    web.content["/sharded/model.safetensors.index.json"] = b"[" * 100_000
+    with pytest.raises(InvalidArgument, match="has no weight_map"):
         await download(http(web), tmp_path / "m", SourceOptions())
 
 
@@ -143,6 +153,107 @@ async def test_what_is_no_model_is_refused(tmp_path, web):
     del web.content["/single/model.safetensors"]
     with pytest.raises(NotFound, match=r"/single/model.safetensors: HTTP 404"):
         await download(http(web, "single"), tmp_path / "m", SourceOptions())
+
+
+async def test_what_was_whole_once_is_not_whole_for_ever(tmp_path, web, monkeypatch):
+    """A model that is replaced, and then put back, while a download of it is killed each time."""
+    monkeypatch.setattr(program, "_PARALLEL", 1)
+    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 0)
+    old, new = dict(web.content), {"/single/model.safetensors": b"v" * 2_000_000}
+    # All files are whole, and that is as far as it comes.
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="scripted"):
+        patch.setattr(program, "_commit", interrupted)
+        await download(http(web, "single"), tmp_path / "m", SourceOptions())
+    web.content |= new
+    web.cuts = [1_000_000]
+    with pytest.raises(Unavailable):
+        await download(http(web, "single"), tmp_path / "m", SourceOptions())
+    web.content |= old
+    await download(http(web, "single"), tmp_path / "m", SourceOptions())
+    assert found(tmp_path / "m") == SINGLE
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def interrupted(*_):
+    raise RuntimeError("scripted")
+
+
+async def test_a_model_that_changes_while_it_is_read_is_read_again(tmp_path, web):
+    new = {"config.json": b'{"new": 1}', "model.safetensors": b"v" * 2_000_000}
+    handle = web.handle
+
+    async def changing(request):
+        answer = await handle(request)
+        if request.path == "/single/config.json" and request.method == "GET":
+            web.content |= at("/single", new)
+        return answer
+
+    server = await serve(changing)
+    source = Source(http=HttpSource(str(server.make_url("/single"))))
+    await download(source, tmp_path / "m", SourceOptions())
+    assert found(tmp_path / "m") == SINGLE | new
+    await server.close()
+
+
+async def test_a_model_that_never_rests_is_refused_with_what_to_do(tmp_path, web):
+    handle, versions = web.handle, iter(range(100))
+
+    async def changing(request):
+        web.content["/single/config.json"] = b"%d" % next(versions)
+        return await handle(request)
+
+    server = await serve(changing)
+    source = Source(http=HttpSource(str(server.make_url("/single"))))
+    with pytest.raises(Unavailable, match="it changed while the model was read, 3 times; write a new model beside"):
+        await download(source, tmp_path / "m", SourceOptions())
+    await server.close()
+
+
+async def test_folders_with_dots_in_their_names_share_nothing(tmp_path, web, monkeypatch):
+    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 0)
+    # Everything but the weights comes whole.
+    web.cuts = [*[10_000_000] * 3, 1_000_000]
+    with pytest.raises(Unavailable):
+        await download(http(web, "single"), tmp_path / "llama-3.1", SourceOptions())
+    await download(http(web, "sharded"), tmp_path / "llama-3.2", SourceOptions())
+    await download(http(web, "single"), tmp_path / "llama-3.1", SourceOptions())
+    assert found(tmp_path / "llama-3.1") == SINGLE
+    assert found(tmp_path / "llama-3.2") == SHARDED
+
+
+async def test_a_folder_that_holds_something_else_is_no_model(tmp_path, web):
+    (tmp_path / "m").mkdir()
+    with pytest.raises(ConfigError, match="is there, and holds no model"):
+        await download(http(web), tmp_path / "m", SourceOptions())
+    assert web.requests == []
+
+
+async def test_who_comes_when_another_has_just_ended_finds_the_model(tmp_path, web, monkeypatch):
+    alone = program._alone
+
+    @contextlib.contextmanager
+    def late(into):
+        into.mkdir()
+        (into / "config.json").write_bytes(b"{}")
+        with alone(into) as partial:
+            yield partial
+
+    monkeypatch.setattr(program, "_alone", late)
+    await download(http(web), tmp_path / "m", SourceOptions())
+    assert web.requests == [] and [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("cut", [0, 7, 50, 999])
+async def test_weights_that_end_too_soon_are_refused(tmp_path, web, cut):
+    """What is served while it is still being written has a length that is right, and is not whole."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [900], "data_offsets": [0, 900]}}).ljust(92).encode()
+    whole = len(header).to_bytes(8, "little") + header + b"w" * 900
+    web.content["/single/model.safetensors"] = whole[:cut]
+    with pytest.raises(InvalidArgument, match=f"has {cut} bytes, and by its header"):
+        await download(http(web, "single"), tmp_path / "m", SourceOptions())
+    web.content["/single/model.safetensors"] = whole
+    await download(http(web, "single"), tmp_path / "m", SourceOptions())
+    assert (tmp_path / "m/model.safetensors").read_bytes() == whole
 
 
 async def asked(port):
@@ -332,8 +443,10 @@ async def test_exit_codes_say_whether_to_try_again(tmp_path, web):
     assert found(tmp_path / "m") == SINGLE
     code, errors = await run("--source", source("nowhere"), "--into", tmp_path / "n")
     assert (code, errors.splitlines()[-1].partition(": ")[0]) == (2, "quire")
-    for wrong in ("{", "{}", '{"http": {"url": "ftp://x"}}', '{"path": "/etc"}'):
+    for wrong in ("{", "{}", "[" * 100_000, '{"http": {"url": "ftp://x"}}', '{"path": "/etc"}'):
         assert (await run("--source", wrong, "--into", tmp_path / "n"))[0] == 2, wrong
+    assert (await run("--source", source("single"), "--into", "/", "--report", tmp_path / "report"))[0] == 2
+    assert (await run("--source", source("single"), "--into", tmp_path / ("n" * 300)))[0] == 1
     web.down = True
     code, errors = await run("--source", source("sharded"), "--into", tmp_path / "n")
     assert (code, "HTTP 503" in errors) == (1, True)
