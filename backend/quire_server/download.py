@@ -276,7 +276,7 @@ def _is_there(into: Path) -> bool:
     Raises:
         ConfigError: something else is.
     """
-    if not into.exists():
+    if not os.path.lexists(into):
         return False
     if not (into / CONFIG).is_file():
         raise ConfigError(f"--into {str(into)!r}: is there, and holds no model; give a folder that is not there yet")
@@ -364,7 +364,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--progress-port",
         type=int,
-        default=os.environ.get(PORT_VARIABLE),
+        default=os.environ.get(PORT_VARIABLE) or None,
         metavar="N",
         help=f"answer GET {PATH} here: bytes, total, bytes_per_s (default: {PORT_VARIABLE}, or nowhere)",
     )

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import obstore
-from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+from obstore.exceptions import PermissionDeniedError, PreconditionError, UnauthenticatedError
 from obstore.store import S3Store
 
 from quire_server.places import Opened
@@ -61,7 +61,7 @@ class S3Place:
     async def version(self, name: str) -> str | None:
         try:
             return _etag(await obstore.head_async(self._store(), self._path(name)))
-        except (BaseError, OSError, ValueError) as error:
+        except Exception as error:
             raise self._refused(name, error) from error
 
     @asynccontextmanager
@@ -69,7 +69,7 @@ class S3Place:
         store, path = self._store(), self._path(name)
         try:
             found, begin = await _get(store, path, start, version)
-        except (BaseError, OSError, ValueError) as error:
+        except Exception as error:
             raise self._refused(name, error) from error
         encoding = str(found.attributes.get("Content-Encoding", _AS_IT_IS[0]))
         if encoding not in _AS_IT_IS:
@@ -89,10 +89,11 @@ class S3Place:
         try:
             async for data in found.stream(min_chunk_size=_READ_BYTES):
                 yield bytes(data)
-        except (BaseError, OSError, ValueError) as error:
+        except Exception as error:
             raise self._refused(name, error) from error
 
     def _refused(self, name: str, error: Exception) -> QuireError:
+        """What to tell of any error of obstore's; one of them, RustPanic, can be imported from nowhere."""
         where = self.where(name)
         if isinstance(error, FileNotFoundError):
             return NotFound(f"{where}: no such object; check bucket and prefix, and that it is stored as safetensors")

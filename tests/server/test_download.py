@@ -223,8 +223,10 @@ async def test_folders_with_dots_in_their_names_share_nothing(tmp_path, web, mon
 
 async def test_a_folder_that_holds_something_else_is_no_model(tmp_path, web):
     (tmp_path / "m").mkdir()
-    with pytest.raises(ConfigError, match="is there, and holds no model"):
-        await download(http(web), tmp_path / "m", SourceOptions())
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("m", "link"):
+        with pytest.raises(ConfigError, match="is there, and holds no model"):
+            await download(http(web), tmp_path / name, SourceOptions())
     assert web.requests == []
 
 
