@@ -140,11 +140,17 @@ class Fetcher:
     async def _partial(self, key: str) -> AsyncIterator[Partial]:
         """Wait for our turn where another supervisor shares the cache and is at the same source."""
         with contextlib.ExitStack() as stack:
+            waits = False
             while True:
                 try:
                     partial = stack.enter_context(self._cache.partial(key))
                     break
                 except BlockingIOError:
+                    if not waits:
+                        log.info(
+                            "another supervisor that shares the cache fetches the same source, waiting key=%s", key
+                        )
+                    waits = True
                     await asyncio.sleep(_LOCKED_PAUSE_S)
             yield partial
 

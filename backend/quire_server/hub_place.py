@@ -105,9 +105,12 @@ class HubPlace:
             ) from error
         except HfHubHTTPError as error:
             raise _refused(where, error) from error
-        except (httpx.HTTPError, httpx.InvalidURL, ImportError, OSError, RuntimeError, ValueError) as error:
-            # InvalidURL: the hub's, or in NO_PROXY. ImportError: a proxy by SOCKS. RuntimeError: another thread has
-            # closed huggingface_hub's client.
+        except httpx.InvalidURL as error:
+            raise Unavailable(
+                f"{where}: {said(error)}; correct HF_ENDPOINT, or NO_PROXY, where its library takes no networks of IPv6"
+            ) from error
+        except (httpx.HTTPError, ImportError, OSError, RuntimeError, ValueError) as error:
+            # ImportError: a proxy by SOCKS. RuntimeError: another thread has closed huggingface_hub's client.
             raise Unavailable(f"{where}: {said(error)}") from error
 
 

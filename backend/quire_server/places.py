@@ -83,9 +83,9 @@ class FolderPlace:
         Raises:
             InvalidArgument: `path` leaves `root`.
         """
-        self._root = Path(os.path.realpath(root))
+        self._root = root
         self._what = what
-        self._folder = self._root / path
+        self._folder = root / path
         if Path(path).is_absolute() or ".." in Path(path).parts:
             raise InvalidArgument(f"{what}: path {path!r} must lie below the root and have no '..'")
 
@@ -113,19 +113,23 @@ class FolderPlace:
         """File descriptor, version, size."""
         path = self._folder / name
         try:
+            # Here, in a thread: of a file system that hangs, this hangs, too.
+            root = os.path.realpath(self._root)
             # Non-blocking: opening a FIFO would otherwise wait for a writer.
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise NotFound(f"{self._what}: {str(path)!r} does not exist; Quire reads safetensors adapters") from error
+        except ValueError as error:
+            raise InvalidArgument(f"{self._what}: {str(path)!r} is no path: {error}") from error
         except OSError as error:
             raise Unavailable(f"{self._what}: {str(path)!r}: {error.strerror}") from error
         try:
             info = os.fstat(fd)
             # Asked of the open file: the path could be another one by now.
             real = Path(os.readlink(f"/proc/self/fd/{fd}"))
-            if not real.is_relative_to(self._root):
+            if not real.is_relative_to(root):
                 raise InvalidArgument(
-                    f"{self._what}: {str(path)!r} is a link that leads out of {str(self._root)!r}; copy the files there"
+                    f"{self._what}: {str(path)!r} is a link that leads out of {root!r}; copy the files there"
                 )
             if not stat.S_ISREG(info.st_mode):
                 raise InvalidArgument(f"{self._what}: {str(path)!r} is not a regular file")

@@ -125,6 +125,28 @@ async def test_path_sources_must_be_allowed(tmp_path):
             await f.fetch(Source(path=str(folder)))
 
 
+async def test_a_file_system_that_hangs_holds_up_nobody_else(tmp_path, monkeypatch):
+    """Neither its links nor its files are looked at in the event loop, which answers probes."""
+    found, look = [], os.path.realpath
+
+    def looked(path, **options):
+        found.append(threading.current_thread())
+        return look(path, **options)
+
+    folder_with(tmp_path / "claim/a")
+    async with fetcher(tmp_path, pvcs={"loras": tmp_path / "claim"}) as f:
+        monkeypatch.setattr("os.path.realpath", looked)
+        await f.fetch(Source(pvc=PvcSource("loras", "a")))
+    assert found and threading.main_thread() not in found
+
+
+@pytest.mark.parametrize("path", ["/a\0b", "/\ud800"])
+async def test_what_is_no_path_is_said(tmp_path, path):
+    async with fetcher(tmp_path, allow_paths=True) as f:
+        with pytest.raises(InvalidArgument, match="is no path"):
+            await f.fetch(Source(path=path))
+
+
 @pytest.mark.parametrize("path", ["relative/a", "/tmp/../etc"])
 async def test_path_sources_are_absolute_without_dots(tmp_path, path):
     async with fetcher(tmp_path, allow_paths=True) as f:
