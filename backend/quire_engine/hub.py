@@ -27,8 +27,13 @@ def resolve_model(model: str, revision: str | None, progress: bool) -> Path:
     Raises:
         ConfigError: no such folder, no such model, no access to it, or no way to reach the hub.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(model).expanduser()
+        is_folder = folder.is_dir()
+    # Too long a name, or the home of somebody who is not known.
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"model: {model[:200]!r}: {error}") from error
+    if is_folder:
         if revision is not None:
             raise ConfigError(f"revision: {revision!r} was given for the folder {model!r}; only hub ids have revisions")
         return folder
