@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-import jinja2
 from jinja2.ext import Extension
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
@@ -20,9 +19,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire_engine.text import NAMED_TOKENS
 from quire_spec.document import load_object
-from quire_spec.errors import InvalidArgument
+from quire_spec.errors import ConfigError, InvalidArgument
 
 TEMPLATE_FILE = "chat_template.jinja"
+_TOOLS_FILE = "additional_chat_templates/tool_use.jinja"
+
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_MARK = "CONTINUE_FINAL_MESSAGE "
+"""Put behind the content that is to be continued, so that it is found: what a template writes after it may hold the
+same letters. A template that trims contents takes the space away."""
 
 Message = Mapping[str, Any]
 """{"role": "user", "content": "..."}, as OpenAI's."""
@@ -46,26 +51,31 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        # Also what Python makes of the code that jinja2 makes of it: it nests blocks so deep, and not deeper.
+        except Exception as error:
             raise InvalidArgument(f"chat_template: {error}") from error
 
     @classmethod
-    def find(cls, folder: Path, given: str | None = None) -> Self | None:
+    def find(cls, folder: Path, given: str | None = None, tools: bool = False) -> Self | None:
         """The template of a checkpoint: chat_template.jinja, else what tokenizer_config.json has; None without one.
 
-        `given` is a template to take instead, with the special tokens of the checkpoint.
+        `given` is a template to take instead, with the special tokens of the checkpoint. `tools`: take the one for
+        conversations with tools, where there is one of its own.
 
         Raises:
             ConfigError: tokenizer_config.json is broken. InvalidArgument: the template is.
         """
         path = folder / "tokenizer_config.json"
         config = load_object(path) if path.exists() else {}
-        file = folder / TEMPLATE_FILE
+        file = folder / _TOOLS_FILE if tools and (folder / _TOOLS_FILE).exists() else folder / TEMPLATE_FILE
         own = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
         source = own if given is None else given
         if isinstance(source, list):
-            # Several by name; "default" is for a plain conversation.
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            try:
+                named = {entry["name"]: entry["template"] for entry in source}
+            except (KeyError, TypeError) as error:
+                raise ConfigError(f"{path}: chat_template: neither a template nor a list of named ones") from error
+            source = named.get("tool_use" if tools and "tool_use" in named else "default")
         tokens = {name: config[name] for name in NAMED_TOKENS if config.get(name)}
         texts = {name: token if isinstance(token, str) else token["content"] for name, token in tokens.items()}
         return cls(source, texts) if isinstance(source, str) else None
@@ -91,6 +101,11 @@ class ChatTemplate:
         plain = [_plain(message) for message in messages]
         if not plain:
             raise InvalidArgument("messages: empty; give at least one")
+        said: Any = plain[-1].get("content")
+        if continue_final_message:
+            if said is None:
+                raise InvalidArgument("continue_final_message: the last message has no content")
+            plain[-1]["content"] = said + _MARK
         values = self._special_tokens | arguments
         try:
             text = self._template.render(
@@ -100,7 +115,24 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template can raise whatever its expressions do
             raise InvalidArgument(f"messages: the chat template fails on them: {error}") from error
-        return _cut_in_last(text, plain[-1]["content"]) if continue_final_message else text
+        return _cut_at_mark(text, said) if continue_final_message else text
+
+
+def each_conversation(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
+    """Conversations one by one; one alone is a list of one.
+
+    Raises:
+        InvalidArgument: neither.
+    """
+    one = _is_list(messages) and len(messages) > 0 and isinstance(messages[0], Mapping)
+    each: Any = [messages] if one else messages
+    if not _is_list(each) or not all(map(_is_list, each)):
+        raise InvalidArgument(f"messages: {str(messages)[:80]!r} is neither a list of messages nor one of such lists")
+    return list(each)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def template_source(given: str | Path) -> str:
@@ -113,7 +145,7 @@ def template_source(given: str | Path) -> str:
         return given
     try:
         return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
+    except (OSError, TypeError, ValueError, RuntimeError) as error:
         raise InvalidArgument(f"chat_template: {error}") from error
 
 
@@ -130,16 +162,18 @@ def _plain(message: object) -> dict[str, Any]:
         content = "\n".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str | None):
         raise InvalidArgument(f"messages: content {content!r} is no text")
-    return {**message, "content": content}
+    # What is null is not there, and thoughts have several names, as in transformers.
+    fields = {name: value for name, value in {**message, "content": content}.items() if value is not None}
+    thoughts = next((fields[name] for name in _THOUGHTS if name in fields), None)
+    return fields if thoughts is None else {"thinking": thoughts, **fields, "reasoning_content": thoughts}
 
 
-def _cut_in_last(text: str, content: object) -> str:
-    """`text` up to the end of the last message's content."""
-    if not isinstance(content, str) or content.strip() not in text:
+def _cut_at_mark(text: str, content: str) -> str:
+    """`text` up to the end of the last message's content, which `_MARK` follows."""
+    before, mark, after = text.rpartition(_MARK.strip())
+    if not mark or content.strip() not in before:
         raise InvalidArgument("continue_final_message: the chat template does not show the last message as it is")
-    start = text.rindex(content.strip())
-    whole = content.lstrip()
-    return text[: start + len(whole if text[start:].startswith(whole) else content.strip())]
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

@@ -79,6 +79,46 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
         assert found is not None and found.render(said) == text
 
 
+def test_conversations_with_tools_may_have_a_template_of_their_own(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "a"}]
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    file = _folder(tmp_path / "file", chat_template="plain")
+    (file / "additional_chat_templates").mkdir()
+    (file / "additional_chat_templates/tool_use.jinja").write_text("tools")
+    for folder in (_folder(tmp_path / "named", named), file):
+        for tools, text in ((False, "plain"), (True, "tools")):
+            found = ChatTemplate.find(folder, tools=tools)
+            assert found is not None and found.render(said) == text
+    only = ChatTemplate.find(_folder(tmp_path / "only", named[:1]), tools=True)
+    assert only is not None and only.render(said) == "plain"
+    with pytest.raises(ConfigError, match="chat_template: neither a template nor a list of named ones"):
+        ChatTemplate.find(_folder(tmp_path / "wrong", ["plain"]))
+
+
+@pytest.mark.parametrize("said", ["e", "", " ", "end", "<|im_end|>", "m\n", "CONTINUE_FINAL_MESSAGE "])
+@pytest.mark.parametrize("template", [CHATML, CHATML.replace(" | trim", "")], ids=["trims", "keeps"])
+def test_the_last_message_ends_where_it_ends(tmp_path: Path, template: str, said: str) -> None:
+    # Its letters are found in what the template writes behind it, too.
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}]
+    oracle = AutoTokenizer.from_pretrained(_folder(tmp_path, template))
+    wanted = oracle.apply_chat_template(talk, tokenize=False, continue_final_message=True)
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert ChatTemplate(template).render(talk, **options) == wanted
+
+
+def test_null_is_left_out_and_thoughts_have_several_names(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }} {{ m.content }} {{ m.reasoning_content }} {{ m.thinking }}"
+        "{{ m.name is defined }};{% endfor %}"
+    )
+    talk = [
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None},
+        *({"role": "assistant", "content": "a", name: "hm"} for name in ("reasoning", "thinking", "reasoning_content")),
+    ]
+    oracle = AutoTokenizer.from_pretrained(_folder(tmp_path, template))
+    assert ChatTemplate(template).render(talk) == oracle.apply_chat_template(talk, tokenize=False)
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "words"),
     [
@@ -94,6 +134,11 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
         ("{{ messages.append(1) }}", TALK, "not safely callable|unsafe"),
         ("{{ ''.__class__.__base__.__subclasses__() }}", TALK, "unsafe"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", TALK, "Range too big"),
+        # What jinja2 takes, and Python then does not.
+        ("{% for i in [] %}" * 30 + "{% endfor %}" * 30, TALK, "chat_template: too many statically nested blocks"),
+        ("{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", TALK, "chat_template: maximum recursion depth exceeded"),
+        ("{{ f(a=1, a=2) }}", TALK, "chat_template: keyword argument repeated"),
+        ("{{ 9 ** 99999 }}", TALK, "chat_template: Exceeds the limit"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(template: str, messages: Any, words: str) -> None:
@@ -149,6 +194,18 @@ def test_contents_are_given_to_templates_as_texts(llm: LLM) -> None:
     assert got.prompt == wanted.prompt
     with pytest.raises(InvalidArgument, match="chat_template_content_format: 'openai' is not supported"):
         llm.chat(TALK, params, use_tqdm=False, chat_template_content_format="openai")
+
+
+@pytest.mark.parametrize("messages", [None, 5, "hello", {"role": "user", "content": "a"}, [1], [TALK, "hello"], {3}])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"messages: .* is neither a list of messages nor one of such lists"):
+        llm.chat(messages, use_tqdm=False)
+
+
+@pytest.mark.parametrize("given", [3, "ab", [1], {1: 2}])
+def test_arguments_that_are_no_object_are_refused(llm: LLM, given: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"chat_template_kwargs: .* is no object of arguments by name"):
+        llm.chat(TALK, use_tqdm=False, chat_template_kwargs=given)
 
 
 def test_template_arguments_go_over_the_others(llm: LLM) -> None:
