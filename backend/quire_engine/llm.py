@@ -5,12 +5,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
 from quire_engine.admission import check_text_parameters
-from quire_engine.chat import TEMPLATE_FILE, ChatTemplate, Message, template_source
+from quire_engine.chat import TEMPLATE_FILE, ChatTemplate, Message, each_conversation, template_source
 from quire_engine.engine import Engine
 from quire_engine.job import Job
 from quire_engine.outputs import LoRARequest, RequestOutput
@@ -61,6 +61,8 @@ class LLM:
         chat_template: str | Path | None = None,
         **config: Any,
     ) -> None:
+        if not isinstance(tokenizer, str | Path | None):
+            raise ConfigError(f"tokenizer: {str(tokenizer)[:80]!r} is no folder")
         progress = sys.stderr.isatty()
         arguments = engine_fields({"model": str(model)} | config)
         self.engine = Engine.from_config(EngineConfig.from_json(arguments), progress=progress)
@@ -153,20 +155,19 @@ class LLM:
         Raises:
             InvalidArgument: there is no template, it refuses the messages, or what `generate` refuses.
         """
-        if chat_template_content_format not in ("auto", "string"):
+        if str(chat_template_content_format) not in ("auto", "string"):
             raise InvalidArgument(
                 f"chat_template_content_format: {chat_template_content_format!r} is not supported; use auto or string"
             )
-        template, tokenizer = self._find_template(chat_template), self.get_tokenizer()
-        one = len(messages) > 0 and isinstance(messages[0], Mapping)
-        conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
+        template, tokenizer = self._find_template(chat_template, tools is not None), self.get_tokenizer()
+        conversations = each_conversation(messages)
         arguments: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": tools,
         }
-        arguments |= chat_template_kwargs or {}
-        if taken := sorted(arguments.keys() & {"messages", "documents"}):
+        arguments |= _template_arguments(chat_template_kwargs)
+        if taken := sorted(arguments.keys() & {"self", "messages", "documents"}):
             raise InvalidArgument(f"chat_template_kwargs: {taken[0]!r} is not the template's to choose; leave it out")
         texts = [template.render(conversation, **arguments) for conversation in conversations]
         # The template writes the special tokens itself.
@@ -174,9 +175,9 @@ class LLM:
         prompts = [{"prompt": text, "prompt_token_ids": i} for text, i in zip(texts, ids, strict=True)]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority)
 
-    def _find_template(self, given: str | Path | None) -> ChatTemplate:
+    def _find_template(self, given: str | Path | None, tools: bool) -> ChatTemplate:
         given = self._chat_template if given is None else given
-        template = ChatTemplate.find(self._tokenizer_folder, None if given is None else template_source(given))
+        template = ChatTemplate.find(self._tokenizer_folder, None if given is None else template_source(given), tools)
         if template is None:
             raise InvalidArgument(
                 f"chat: {self._tokenizer_folder} has no chat template ({TEMPLATE_FILE}, or chat_template in "
@@ -207,10 +208,11 @@ class LLM:
         Raises:
             InvalidArgument: the folder cannot be read, or holds no adapter that this engine can serve.
         """
-        path = Path(lora.lora_path).expanduser()
         try:
+            path = Path(lora.lora_path).expanduser()
             digest = self._digests.of(path)
-        except OSError as error:
+        # Also for a path with a null character, and one in the home of somebody who is not known.
+        except (OSError, ValueError, RuntimeError) as error:
             raise InvalidArgument(f"adapter {lora.lora_name!r}: {error}") from error
         if digest not in self.engine.adapters():
             self.engine.add_adapter(digest, path, self.engine.read_adapter(path), pinned=False)
@@ -237,6 +239,14 @@ class LLM:
                         refresh=False,
                     )
                     bar.update()
+
+
+def _template_arguments(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidArgument(f"chat_template_kwargs: {str(given)[:80]!r} is no object of arguments by name")
+    return given
 
 
 def _generation_defaults(folder: Path) -> SamplingParams:

@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes into and comes out of offline generation, as values with vLLM's names. llm.py fills them."""
 
+import os
 from dataclasses import dataclass
+
+from quire_spec.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter to generate with."""
+    """An adapter to generate with.
+
+    Raises:
+        InvalidArgument: a field has another type; the message names it.
+    """
 
     lora_name: str
     lora_int_id: int
     """Not used: an adapter is what is in its folder. It keeps vLLM's scripts running."""
     lora_path: str
     """Folder with adapter_config.json and adapter_model.safetensors."""
+
+    def __post_init__(self) -> None:
+        kinds = (("lora_name", str), ("lora_int_id", int), ("lora_path", str | os.PathLike))
+        for name, kind in kinds:
+            if not isinstance(value := getattr(self, name), kind):
+                raise InvalidArgument(f"lora_request: {name} {str(value)[:80]!r} is a {type(value).__name__}")
 
     @property
     def name(self) -> str:

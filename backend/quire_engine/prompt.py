@@ -72,7 +72,10 @@ def each_prompt(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         raise InvalidArgument(f"prompts: {str(prompts)[:80]} is no prompt; {_FORMS}")
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    several = [prompts] if isinstance(prompts, bytes) else list(prompts)
+    try:
+        several = [prompts] if isinstance(prompts, bytes) else list(prompts)
+    except TypeError as error:  # an array of no dimension
+        raise InvalidArgument(f"prompts: {str(prompts)[:80]} is no prompt; {_FORMS}") from error
     # numpy's integers are no int.
     single = len(several) > 0 and isinstance(several[0], Integral)
     return [cast(Prompt, several)] if single else cast(list[Prompt], several)

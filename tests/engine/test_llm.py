@@ -271,11 +271,14 @@ def test_a_folder_without_tokenizer_takes_token_ids(world: World, tmp_path: Path
         ({"prompts": ["a", "b"], "sampling_params": [SamplingParams()]}, "sampling_params: 1 entries for 2 prompts"),
         ({"prompts": ["a", "b"], "lora_request": [None]}, "lora_request: 1 entries for 2 prompts"),
         ({"prompts": "a", "lora_request": LoRARequest("x", 1, "/nowhere")}, "adapter 'x': .*No such file"),
+        ({"prompts": "a", "lora_request": LoRARequest("x", 1, "/\0")}, "adapter 'x': .*null byte"),
+        ({"prompts": "a", "lora_request": LoRARequest("x", 1, "~nobody!/x")}, "adapter 'x': .*home directory"),
         ({"prompts": "a", "lora_request": "x"}, "lora_request: 'x' is no LoRARequest"),
         ({"prompts": "a", "sampling_params": {"temperature": 0}}, "sampling_params: .* is no SamplingParams"),
         ({"prompts": "a", "sampling_params": [None]}, "sampling_params: 'None' is no SamplingParams"),
         ({"prompts": "a", "priority": ["1"]}, "priority: '1' is no int"),
         ({"prompts": None}, "prompts: None is no prompt; use a text"),
+        ({"prompts": torch.tensor(1)}, "prompts: .* is no prompt; use a text"),
         ({"prompts": ["a", None]}, "prompt: 'None' is no prompt; use a text"),
         ({"prompts": b"abc"}, "prompt: .*abc.* is no prompt; use a text"),
         ({"prompts": {"prompt_token_ids": "abc"}}, "prompt: 'abc' is no prompt; use a text"),
@@ -291,7 +294,24 @@ def test_a_wrong_request_is_refused_before_anything_runs(world: World, arguments
     world.llm.engine.check_integrity()
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("lora_name", ["x"]), ("lora_int_id", "1"), ("lora_path", None), ("lora_path", {"a": 1})]
+)
+def test_fields_of_an_adapters_request_have_their_types(field: str, value: Any) -> None:
+    given: dict[str, Any] = {"lora_name": "x", "lora_int_id": 1, "lora_path": "/x"}
+    with pytest.raises(InvalidArgument, match=f"lora_request: {field} .* is a {type(value).__name__}"):
+        LoRARequest(**given | {field: value})
+
+
+@pytest.mark.parametrize("model", ["~nobody!/model", "a" * 5000])
+def test_a_path_that_cannot_be_is_named(model: str) -> None:
+    with pytest.raises(ConfigError, match=f"model: '{model[:100]}.*"):
+        LLM(model=model)
+
+
 def test_unknown_settings_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer: '\[1\]' is no folder"):
+        LLM(model="/nowhere", tokenizer=[1])  # type: ignore[arg-type]
     with pytest.raises(
         ConfigError, match="'max_num_seq': this engine has no such argument; it has async_scheduling, block_size,"
     ):
