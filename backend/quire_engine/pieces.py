@@ -74,15 +74,15 @@ class Pieces:
 
     def _add(self, part: dict[str, Any]) -> None:
         kind = part["type"]
-        if kind == "ByteLevel":
+        if kind == "ByteLevel" and not self._fused and self.errors == "replace":
             self._stages.append(_byte_level)
             self._fused = True
-        elif kind == "ByteFallback":
+        elif kind == "ByteFallback" and not self._fused:
             self._stages.append(_byte_fallback)
             self.errors = "surrogateescape"
         elif kind == "Fuse":
             self._fused = True
-        elif kind == "Metaspace":
+        elif kind == "Metaspace" and not self._fused:
             prepended = part["prepend_scheme"] != "never"
             self._stages.append(_replacer(part["replacement"], " ", "" if prepended else " "))
         elif kind == "Replace" and "String" in part["pattern"] and not self._fused:

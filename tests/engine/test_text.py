@@ -357,6 +357,23 @@ def test_errors_name_the_file_and_the_cause(tmp_path: Path, loaded: dict[str, To
             Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("parts", "wrong"),
+    [
+        ([decoders.Fuse(), decoders.Metaspace()], "Metaspace"),
+        ([decoders.Fuse(), decoders.ByteLevel()], "ByteLevel"),
+        ([decoders.ByteLevel(), decoders.Metaspace()], "Metaspace"),
+        ([decoders.ByteLevel(), decoders.ByteFallback()], "ByteFallback"),
+        ([decoders.ByteFallback(), decoders.ByteLevel()], "ByteLevel"),
+    ],
+)
+def test_decoders_in_an_order_that_no_table_has_are_refused(tmp_path: Path, parts: list[object], wrong: str):
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.Sequence(parts)
+    with pytest.raises(ConfigError, match=f'decoder {{"type": "{wrong}".* is not supported'):
+        Tokenizer(save(tokenizer, tmp_path))
+
+
 def test_words_of_a_tokenizer_without_decoder_are_joined_by_spaces(tmp_path: Path):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="a"))
     tokenizer = Tokenizer(save(words, tmp_path))
