@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import huggingface_hub
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -44,8 +45,8 @@ def resolve_model(model: str, revision: str | None, progress: bool) -> Path:
             path: str = huggingface_hub.snapshot_download(
                 model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
             )
-    # HfHubHTTPError and all that the network throws are OSErrors, a name that is no hub id is a ValueError.
-    except (OSError, ValueError) as error:
+    # HfHubHTTPError is an OSError, a name that is no hub id a ValueError; what the network throws comes as it is.
+    except (OSError, ValueError, httpx.HTTPError) as error:
         at = f" at revision {revision!r}" if revision else ""
         raise ConfigError(
             f"model: {model!r}{at} is neither a folder nor could it be had from the hub: {_first_line(error)}"

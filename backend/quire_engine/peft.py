@@ -238,10 +238,12 @@ def _check_targets(halves: Mapping[_Module, Any], config: PeftConfig, shape: Mod
     """Refuse a file that lacks tensors of modules that its config says were trained, or has those of others: it is cut
     or mixed up."""
     for module in halves:
-        if not config.may_target(module.name):
-            raise InvalidArgument(f"the file has tensors for {module.name}, and target_modules does not name it")
+        if (field := config.targets.field_without(module.name)) is not None:
+            raise InvalidArgument(
+                f"the file has tensors for {module.name}, which {field} leaves out; the config is not that of the file"
+            )
     for module in _modules(shape).values():
-        if module.target in config.full_targets and module not in halves:
+        if module.target in config.targets.full and module not in halves:
             where = "the file" if module.layer == OUTSIDE else f"layer {module.layer}"
             raise InvalidArgument(f"target_modules has {module.target}, and {where} has no tensors for it")
 

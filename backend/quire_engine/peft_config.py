@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from quire_engine.peft_targets import Targets, usable
 from quire_spec.errors import InvalidArgument, short
 
 # Where training began or ended, of which the saved tensors are the result; or how files were handled.
@@ -46,7 +47,6 @@ INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_PATTERNS = 4096
-_MAX_PATTERN_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,8 @@ class PeftConfig:
     alpha_pattern: Mapping[str, float]
     ensure_weight_tying: bool
     """Embedding and output projection, where they are one, share their adapter."""
-    targets: frozenset[str] | None
-    """Paths that those of all adapted modules end in; None: not told so."""
-    full_targets: frozenset[str]
-    """Names of modules that were adapted in every layer."""
+    targets: Targets
+    """Which modules were adapted."""
 
     @classmethod
     def load(cls, path: Path, max_rank: int) -> Self:
@@ -83,18 +81,12 @@ class PeftConfig:
             rank_pattern=_pattern("rank_pattern", values.get("rank_pattern"), _positive_int),
             alpha_pattern=_pattern("alpha_pattern", values.get("alpha_pattern"), _number),
             ensure_weight_tying=_flag("ensure_weight_tying", values.get("ensure_weight_tying")),
-            targets=_targets(values),
-            full_targets=_full_targets(values),
+            targets=Targets.read(values),
         )
         largest = max(config.r, *config.rank_pattern.values(), 0)
         if largest > max_rank:
             raise InvalidArgument(f"rank {largest} exceeds max_lora_rank {max_rank}; raise it or train a smaller one")
         return config
-
-    def may_target(self, module: str) -> bool:
-        """Whether a module, by its path in the model, may be adapted: PEFT leaves tensors of others unread."""
-        names = module.split(".")
-        return self.targets is None or any(".".join(names[i:]) in self.targets for i in range(len(names)))
 
     def rank(self, module: str) -> int:
         """Rank of a module, by its path in the model."""
@@ -139,19 +131,6 @@ def _check_fields(values: Mapping[str, Any]) -> None:
         raise InvalidArgument(f"{short(name)} {short(values[name])} is not supported: {reason}")
 
 
-def _targets(values: Mapping[str, Any]) -> frozenset[str] | None:
-    """What target_modules lists; None: it is no list."""
-    targets = values.get("target_modules")
-    return frozenset(name for name in targets if isinstance(name, str)) if isinstance(targets, list) else None
-
-
-def _full_targets(values: Mapping[str, Any]) -> frozenset[str]:
-    """Names in target_modules, where nothing says that only some layers or modules were meant."""
-    if values.get("layers_to_transform") is not None or values.get("exclude_modules"):
-        return frozenset()
-    return _targets(values) or frozenset()
-
-
 def _pattern(name: str, value: Any, read: Any) -> dict[str, Any]:
     if value is None:
         return {}
@@ -165,7 +144,7 @@ def _pattern(name: str, value: Any, read: Any) -> dict[str, Any]:
 def _check_expression(name: str, key: str) -> None:
     """Refuse what is no regular expression, and what could take for ever: repeated groups, many repetitions."""
     try:
-        if len(key) > _MAX_PATTERN_LENGTH or len(re.findall(r"[*+?{]", key)) > 3 or re.search(r"\)[*+?{]", key):
+        if not usable(key):
             raise ValueError("too long, or with more than 3 repetitions or a repeated group")
         re.compile(rf"(.*\.)?({key})$")
     except (ValueError, re.error, RecursionError, OverflowError) as error:

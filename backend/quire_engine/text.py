@@ -89,12 +89,13 @@ class Tokenizer:
         return kept[-max_tokens:]
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word as the tokens that begin a text with it, and go on with it if those are as many.
+        """Each word as the tokens that begin a text with it and as those that go on with it, after a space.
 
         Raises:
             InvalidArgument: a word has no token at all, or is not valid Unicode.
 
-        Source: `SamplingParams.update_from_tokenizer` of vLLM
+        Source: `SamplingParams.update_from_tokenizer` of vLLM, which leaves the second out where it has more or fewer
+        tokens: " there" would be taken, which is one.
         """
         stripped = [word.lstrip() for word in words]
         runs = [e.ids for e in self._encode([p + w for w in stripped for p in ("", " ")], "bad_words", special=False)]
@@ -103,7 +104,7 @@ class Tokenizer:
             if not first:
                 raise InvalidArgument(f"sampling parameter 'bad_words': {word[:80]!r} has no tokens in this vocabulary")
             found.append(first)
-            if len(later) == len(first) and later[0] != first[0]:
+            if later[-len(first) :] != first:
                 found.append(later)
         return found
 

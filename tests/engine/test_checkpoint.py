@@ -108,6 +108,23 @@ def test_a_model_that_cannot_be_had_is_named(hub_cache: Path, model: str) -> Non
         resolve_model("org/name", "v9", progress=True)
 
 
+@pytest.mark.parametrize("revision", [None, "main", "0" * 40])
+def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, revision: str | None) -> None:
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    code = f"""
+from quire_engine.hub import resolve_model
+from quire_spec.errors import ConfigError
+try:
+    resolve_model("org/name", {revision!r}, progress=False)
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    [line] = done.stdout.splitlines()
+    assert line.startswith("model: 'org/name'") and (revision or "") in line
+
+
 @pytest.mark.parametrize(("eos", "wanted"), [(None, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8})])
 def test_stop_tokens_of_both_files_count(tmp_path: Path, eos: object, wanted: set[int]) -> None:
     folder = checkpoint(tmp_path / "m", eos_token_id=eos, temperature=0.6)

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 from support.tiny import load_adapted_oracle, make_adapter, make_checkpoint
 
@@ -164,10 +165,8 @@ CONFIGS = {
     "pattern value": ({"rank_pattern": {"q_proj": -1}}, r"rank_pattern\['q_proj'\] -1 is not a positive integer"),
     "no expression": ({"alpha_pattern": {"(q_proj": 1}}, r"alpha_pattern: key '\(q_proj' is not a usable expression"),
     "endless expression": ({"rank_pattern": {r"([\w.]+)+x": 1}}, "repeated group"),
-    "another target": (
-        {"target_modules": ["q_proj"], "lora_alpha": 8},
-        "the file has tensors for model.layers.0.mlp.down_proj, and target_modules does not name it",
-    ),
+    "layers' form": ({"layers_to_transform": "1"}, "layers_to_transform '1' is neither a layer's number nor a list"),
+    "layers' pattern": ({"layers_pattern": ["(h"]}, "layers_pattern .* is neither a module's name nor a list"),
     "long expression": ({"rank_pattern": {"a" * 300: 1}}, "is not a usable expression: too long"),
 }
 
@@ -177,6 +176,42 @@ def test_wrong_configurations_are_refused_by_name(changes, complaint, adapter, s
     _configure(adapter, **changes)
     with pytest.raises(InvalidArgument, match=complaint):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
+
+
+NARROWER = [
+    {"target_modules": ["q_proj"]},
+    {"target_modules": ["query", "value"]},
+    {"target_modules": r".*layers\.1.*_proj"},
+    {"target_modules": ["self_attn.q_proj", "model.layers.1.mlp.down_proj"]},
+    {"exclude_modules": ["down_proj"]},
+    {"exclude_modules": r".*\.0\..*"},
+    {"layers_to_transform": [1]},
+    {"layers_to_transform": 0},
+    {"layers_to_transform": [0], "layers_pattern": ["h", "layers"]},
+    {"layers_to_transform": [0, 1], "exclude_modules": ["model.layers.1.mlp.down_proj"]},
+    {"layers_pattern": "h", "layers_to_transform": [0, 1]},
+]
+
+
+@pytest.mark.parametrize("changes", NARROWER, ids=str)
+def test_tensors_that_peft_would_leave_unread_are_refused(changes, adapter, shape):
+    _configure(adapter, **changes)
+    config = LoraConfig.from_pretrained(adapter)
+    stems = {
+        name.removeprefix("base_model.model.").partition(".lora_")[0] for name in load_file(adapter / WEIGHTS_FILE)
+    }
+    unread = sorted(stem for stem in stems if not check_target_module_exists(config, stem))
+    assert unread, "this is no narrower"
+    by = "layers_to_transform" if "layers_pattern" in changes else list(changes)[-1]
+    with pytest.raises(InvalidArgument, match=rf"the file has tensors for ({'|'.join(unread)}), which {by} leaves out"):
+        read_adapter(adapter, shape, MAX_RANK, torch.float32)
+
+
+def test_an_expression_that_cannot_be_tried_says_nothing(adapter, shape):
+    """As one that fine-tuning tools write; PEFT has tried it when it was trained."""
+    names = "|".join(["q_proj", "down_proj"] * 20)
+    _configure(adapter, target_modules=rf"(?:.*?(?:language|text).*?(?:attn|mlp).*?(?:{names}).*?)|(?:nothing){{1,}}")
+    assert read_adapter(adapter, shape, MAX_RANK, torch.float32).pairs
 
 
 def test_fields_that_are_unset_need_not_be_known(adapter, shape):

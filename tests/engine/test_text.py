@@ -384,3 +384,13 @@ def test_text_costs_no_torch():
     code = "import sys, quire_engine.text; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(out.replace("'", '"')) == []
+
+
+def test_a_bad_word_is_one_at_the_start_of_a_text_and_after_a_space() -> None:
+    """Also where it has fewer tokens there."""
+    tokenizer = Tokenizer(Path(__file__).resolve().parents[2] / "examples/models/tiny")
+    runs = tokenizer.bad_word_ids(["there", " Zoe"])
+    assert [tokenizer.decode(run) for run in runs] == ["there", " there", "Zoe", " Zoe"]
+    assert len(runs[0]) > len(runs[1])
+    # After the space the same tokens: they are found there as well.
+    assert len(tokenizer.bad_word_ids(["xyzzy"])) == 1
