@@ -25,7 +25,7 @@ examples:
 
   the same prompt with the base model and with two adapters, in one batch
     python -m quire_engine generate --model examples/models/tiny --prompt "SELECT" \\
-        --lora sql=examples/adapters/sql --lora poet=examples/adapters/poet
+        --lora sql=examples/adapters/sql --lora pirate=examples/adapters/pirate
 
   any parameter of docs/parameters.md: three answers each, without a word, prompts as messages to a chat model
     python -m quire_engine generate --model org/name --chat --prompt "Name a fruit" --n 3 \\

@@ -34,7 +34,9 @@ def open_device(config: EngineConfig, rank: int = 0) -> torch.device:
         raise ConfigError(f"QUIRE_FORMS: {wrong}")
     if config.device == "cuda":
         if not torch.cuda.is_available():
-            raise ConfigError("device: 'cuda', and torch finds no CUDA device; use 'cpu' or install torch for CUDA")
+            raise ConfigError(
+                "device: 'cuda', and torch finds no CUDA device; take 'cpu' (--device cpu) or install torch for CUDA"
+            )
         size, found = config.tensor_parallel_size, torch.cuda.device_count()
         if size > found:
             raise ConfigError(

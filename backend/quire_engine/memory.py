@@ -42,11 +42,17 @@ def num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, budge
     together), a quarter of what is left and what max_num_seqs sequences of max_model_len tokens could ever use.
 
     Raises:
-        ConfigError: one sequence of max_model_len tokens does not fit; the message has the bytes and the settings.
+        ConfigError: one sequence of max_model_len tokens does not fit, or a CPU's machine has less than is asked for;
+            the message has the bytes and the settings.
     """
     per_sequence = -(-max_model_len // config.block_size)
     if config.kv_cache_memory_bytes is not None:
         kv_bytes = config.kv_cache_memory_bytes
+        # The system would give it, and kill somebody when it is used.
+        if config.device == "cpu" and kv_bytes > budget.total:
+            raise ConfigError(
+                f"kv_cache_memory_bytes: {kv_bytes} are more than the {budget.total} bytes that are free; lower it"
+            )
     elif config.device == "cpu":
         most = CPU_KV_BYTES // config.tensor_parallel_size
         kv_bytes = min(most, budget.left // CPU_KV_SHARE, config.max_num_seqs * per_sequence * block_bytes)

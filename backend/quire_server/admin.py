@@ -105,6 +105,8 @@ class Admin:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"adapters: the body is not JSON: {error}") from error
         catalogue = Catalogue.from_json(document)
+        if "adapters" not in document:
+            raise ConfigError("adapters: missing; list all that there are to be, [] for none")
         self._supervised.apply(catalogue, request.headers.get(REPLACES, ""))
         log.info("catalogue taken generation=%d adapters=%d", catalogue.generation, len(catalogue.adapters))
         # Accepted, not done: GET /status tells how far it is.
@@ -114,7 +116,9 @@ class Admin:
         """Refuse whoever may not use the admin side."""
         if self._key_file is None:
             if not _is_local(request):
-                raise web.HTTPForbidden(text="without --admin-key-file this answers to the same machine only")
+                raise web.HTTPForbidden(
+                    text="only this machine may ask: the supervisor was started without --admin-key-file"
+                )
             return
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
         if not hmac.compare_digest(given, self._key()):

@@ -79,7 +79,12 @@ def check(parameter: Field[Any], value: Any) -> Any:
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise InvalidArgument unless `value` is from `low` to `high`."""
     if not low <= value <= high:
-        raise InvalidArgument(f"sampling parameter {name!r}: {short(value)} is out of range; use {low:g} to {high:g}")
+        bounds = f"{_plain(low)} to {_plain(high)}"
+        raise InvalidArgument(f"sampling parameter {name!r}: {short(value)} is out of range; use {bounds}")
+
+
+def _plain(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def kind_of(parameter: Field[Any]) -> str:

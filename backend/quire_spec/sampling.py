@@ -188,8 +188,11 @@ class SamplingParams:
         return {name: list(v) if isinstance(v, tuple) else v for name, v, default in pairs if v != default}
 
     def _check_together(self) -> None:
-        if self.max_tokens is not None:
-            check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidArgument(
+                f"sampling parameter 'min_tokens': {self.min_tokens} is more than max_tokens {self.max_tokens}; lower "
+                "it, or raise max_tokens"
+            )
         if self.best_of is not None:
             check_range("best_of", self.best_of, self.n, MAX_OUTPUTS)
         for name, count in (("n", self.n), ("best_of", self.best_of or 1)):

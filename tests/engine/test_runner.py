@@ -232,9 +232,15 @@ def test_a_cache_too_small_for_one_sequence_is_refused(folder, shape):
     assert "65,535 bytes" in message
 
 
-@pytest.mark.parametrize(("name", "value"), [("kv_cache_memory_bytes", 2**60), ("swap_space", 2.0**30)])
-def test_memory_that_the_machine_does_not_have(folder, shape, name, value):
-    with pytest.raises(ConfigError, match=f"^{name}: the memory cannot be had; lower it"):
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("kv_cache_memory_bytes", 2**60, rf"{2**60} are more than the \d+ bytes that are free; lower it"),
+        ("swap_space", 2.0**30, "the memory cannot be had; lower it"),
+    ],
+)
+def test_memory_that_the_machine_does_not_have(folder, shape, name, value, complaint):
+    with pytest.raises(ConfigError, match=f"^{name}: {complaint}"):
         TorchRunner(dataclasses.replace(CONFIG, **{name: value}), shape, folder)
 
 

@@ -132,7 +132,8 @@ async def test_an_older_catalogue_is_taken_where_it_says_what_it_replaces(port):
         (b'{"generation": 9, "adaptors": []}', 400, "adaptors: unknown field"),
         (b'{"generation": 9, "adapters": [{"name": "A B", "source": {"path": "/a"}}]}', 400, "'A B'"),
         (b'{"generation": 9, "adapters": [{"name": "a", "source": {}}]}', 400, "exactly one of"),
-        (b'{"generation": 1}', 409, "older than 3"),
+        (b'{"generation": 1, "adapters": []}', 409, "older than 3"),
+        (b'{"generation": 9}', 400, "adapters: missing; list all that there are to be, [] for none"),
     ],
 )
 async def test_a_catalogue_is_refused_with_a_reason(port, body, status, words):
@@ -154,7 +155,7 @@ async def test_the_admin_side_wants_the_key(locked, method, path):
         status, document = await locked.ask(method, path, key)
         assert (status, document["code"]) == (401, "INVALID_ARG")
         assert KEY not in document["error"]
-    options = {"json": {"generation": 5}} if method == "PUT" else {}
+    options = {"json": {"generation": 5, "adapters": []}} if method == "PUT" else {}
     assert (await locked.ask(method, path, KEY, **options))[0] in (200, 202)
 
 
