@@ -109,10 +109,12 @@ class Cache:
 
     def touch(self, digest: str) -> bool:
         """Say that an adapter is in use, so that no sweep takes it, ours or another owner's; False: it is gone."""
+        folder = self.folder(digest)
         try:
-            os.utime(self.folder(digest))
-        except FileNotFoundError:
-            return False
+            os.utime(folder)
+        except OSError:
+            # What is there can be used, also on a volume that has become read-only.
+            return folder.is_dir()
         return True
 
     def sweep(self, used: set[str]) -> list[str]:

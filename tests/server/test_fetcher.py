@@ -850,6 +850,20 @@ async def test_a_full_disk_says_what_to_do(tmp_path, monkeypatch):
             await f.fetch(Source(path=str(folder)))
 
 
+async def test_what_is_in_a_cache_that_became_read_only_is_used(tmp_path, monkeypatch):
+    def read_only(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    source = Source(path=str(folder_with(tmp_path / "a")))
+    async with fetcher(tmp_path, allow_paths=True) as f:
+        fetched = await f.fetch(source)
+        monkeypatch.setattr("os.utime", read_only)
+        monkeypatch.setattr("quire_server.cache.Cache.partial", read_only)
+        assert await f.fetch(source) == fetched
+        with pytest.raises(Unavailable, match=r"cache: .*Read-only file system; make room, or give another --cache"):
+            await f.fetch(Source(path=str(folder_with(tmp_path / "b"))))
+
+
 async def test_two_supervisors_share_a_cache(tmp_path):
     folder = folder_with(tmp_path / "a")
     async with fetcher(tmp_path, allow_paths=True) as one, fetcher(tmp_path, allow_paths=True) as two:
