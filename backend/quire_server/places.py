@@ -7,16 +7,23 @@ retries, resuming and the cache are the fetcher's.
 
 import os
 import stat
-from collections.abc import AsyncIterator
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from quire_server.background import in_thread
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 
 _READ_BYTES = 4 * 2**20
+_MAX_CALLS = 16
+"""Of one root at a time, twice as many as there are fetches: of a file system that hangs none comes back, whoever may
+have given up, and a pod has only so many threads."""
+_calls: defaultdict[Path, threading.Semaphore] = defaultdict(lambda: threading.Semaphore(_MAX_CALLS))
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +103,32 @@ class FolderPlace:
         return None
 
     async def version(self, name: str) -> str | None:
-        fd, version, _ = await in_thread(self._open, name)
+        fd, version, _ = await self._call(self._open, name)
         os.close(fd)
         return version
 
     @asynccontextmanager
     async def open(self, name: str, start: int, version: str | None) -> AsyncIterator[Opened]:
-        fd, found, size = await in_thread(self._open, name)
+        fd, found, size = await self._call(self._open, name)
         try:
             begin = start if version == found else 0
             yield Opened(begin, size, found, self._chunks(fd, begin, name))
         finally:
             os.close(fd)
+
+    async def _call(self, work: Callable[..., T], *args: object) -> T:
+        """The result of `work(*args)`, run in a thread; raises Unavailable when too many of them do not come back."""
+        calls = _calls[self._root]
+        if not calls.acquire(blocking=False):
+            raise Unavailable(f"{self._what}: {str(self._root)!r} does not answer; see to its volume")
+
+        def call() -> T:
+            try:
+                return work(*args)
+            finally:
+                calls.release()
+
+        return await in_thread(call)
 
     def _open(self, name: str) -> tuple[int, str, int]:
         """File descriptor, version, size."""
@@ -140,7 +161,7 @@ class FolderPlace:
 
     async def _chunks(self, fd: int, begin: int, name: str) -> AsyncIterator[bytes]:
         offset = begin
-        while data := await in_thread(self._read, fd, offset, name):
+        while data := await self._call(self._read, fd, offset, name):
             offset += len(data)
             yield data
 

@@ -140,6 +140,40 @@ async def test_a_file_system_that_hangs_holds_up_nobody_else(tmp_path, monkeypat
     assert found and threading.main_thread() not in found
 
 
+async def test_a_file_system_that_hangs_for_long_has_so_many_threads_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr("quire_server.transfer.SILENCE_S", 0.01)
+    folder_with(tmp_path / "claim/a")
+    begun, back, open_file = [], threading.Event(), os.open
+
+    def hangs(path, *args, **options):
+        if str(path).startswith(str(tmp_path / "claim")):
+            begun.append(path)
+            back.wait(20)
+        return open_file(path, *args, **options)
+
+    source = Source(pvc=PvcSource("loras", "a"))
+    async with fetcher(tmp_path, pvcs={"loras": tmp_path / "claim"}) as f:
+        with monkeypatch.context() as patch:
+            patch.setattr("os.open", hangs)
+            for _ in range(5):
+                with pytest.raises(Unavailable, match="no answer for"):
+                    await f.fetch(source)
+            with pytest.raises(Unavailable, match=r"pvc 'loras': '.*claim' does not answer; see to its volume"):
+                await f.fetch(source)
+            assert len(begun) == 16
+            back.set()
+        monkeypatch.setattr("quire_server.transfer.SILENCE_S", 60)
+        while not await came_back(f, source):
+            await asyncio.sleep(0.01)
+
+
+async def came_back(f, source):
+    try:
+        return content(await f.fetch(source)) == BOTH
+    except Unavailable:
+        return False
+
+
 @pytest.mark.parametrize("path", ["/a\0b", "/\ud800"])
 async def test_what_is_no_path_is_said(tmp_path, path):
     async with fetcher(tmp_path, allow_paths=True) as f:
