@@ -77,7 +77,10 @@ class HubPlace:
             try:
                 opening = self._reader.open(URL(self._url(name)), self._headers(), wanted)
                 opened = await stack.enter_async_context(opening)
-            except (NotFound, Unavailable) as error:
+            except NotFound as error:
+                # The hub has just said that it is there: one that need not be there would be left out.
+                raise Unavailable(f"{self.where(name)}: {error}") from error
+            except Unavailable as error:
                 raise type(error)(f"{self.where(name)}: {error}") from error
             yield Opened(opened.start, opened.size, now, opened.chunks)
 

@@ -14,6 +14,7 @@ import sys
 
 import aiohttp
 import pytest
+from aiohttp import web as web_answers
 from support.service import free_ports
 from support.sources import Bucket, Files, Hub, serve
 
@@ -333,6 +334,24 @@ async def test_hub(tmp_path):
         await download(wrong, tmp_path / "n", options)
     await server.close()
     await cdn.close()
+
+
+async def test_a_file_that_the_hub_has_and_its_storage_has_not_is_not_left_out(tmp_path):
+    files = Files(at("", SINGLE))
+    hub = Hub(files, "org/llama", COMMIT, None, "http://127.0.0.1:9")
+    handle = hub.handle
+
+    async def lost(request):
+        answer = await handle(request)
+        if request.method == "GET" and request.path.endswith("/tokenizer.json"):
+            return web_answers.Response(status=404)
+        return answer
+
+    server = await serve(lost)
+    options = SourceOptions(hub_endpoint=str(server.make_url("/")).rstrip("/"))
+    with pytest.raises(Unavailable, match=r"tokenizer\.json: HTTP 404"):
+        await download(Source(huggingFace=HuggingFaceSource("org/llama")), tmp_path / "m", options)
+    await server.close()
 
 
 @pytest.mark.parametrize("bundled", [True, False])
