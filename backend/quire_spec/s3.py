@@ -8,6 +8,7 @@ none, so both ask here.
 import re
 from collections.abc import Mapping
 from datetime import timedelta
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
@@ -22,17 +23,29 @@ _AMBIENT = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_C
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
-_ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/[\w.~/-]*)?", re.ASCII)
+_ENDPOINT = re.compile(r"https?://(?P<host>[\w.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/[\w.~/-]*)?", re.ASCII)
 
 
 def check_endpoint(endpoint: str) -> None:
     """Raise ConfigError for what obstore cannot ask: it panics, which ends more than the request."""
     match = _ENDPOINT.fullmatch(endpoint)
-    if match is None or int(match["port"] or 0) >= 2**16:
+    if match is None or int(match["port"] or 0) >= 2**16 or not _is_host(match["host"]):
         # Not quoted: what is wrong with it may be a password in it.
         raise ConfigError(
             "s3 source: the endpoint is not http(s)://host, with a port and a path where there are; correct it"
         )
+
+
+def _is_host(text: str) -> bool:
+    """False for what looks like an address and is none."""
+    try:
+        if text.startswith("["):
+            IPv6Address(text[1:-1])
+        elif text.rstrip(".").rpartition(".")[2].isdecimal():
+            IPv4Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def store_options(

@@ -3,7 +3,8 @@
 
 import pytest
 
-from quire_spec.s3 import store_options
+from quire_spec.errors import ConfigError
+from quire_spec.s3 import check_endpoint, store_options
 
 KEYS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}
 FROM_PLATFORM = {"AWS_WEB_IDENTITY_TOKEN_FILE": "/run/token"}
@@ -33,3 +34,27 @@ def test_plain_http_is_taken_where_the_endpoint_says_so():
     assert [o["client_options"]["allow_http"] for o in options] == [False, False, True]
     assert [o.get("endpoint") for o in options] == [None, "https://s3.local", "http://s3.local"]
     assert {o["region"] for o in options} == {"eu"}
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "https://s3.eu-central-1.amazonaws.com",
+        "http://minio:9000/",
+        "http://minio_1.tales.svc/s3/~a",
+        "http://[fd00::1]:9000",
+        "http://10.0.0.1",
+        "https://1.2.3.4.example",
+    ],
+)
+def test_endpoints(endpoint):
+    check_endpoint(endpoint)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://", "http://[:::]", "http://[1.2]", "http://1.2.3.4.5:9", "http://a.1.", "http://h:65536", "http://h/\n"],
+)
+def test_what_is_no_endpoint(endpoint):
+    with pytest.raises(ConfigError, match="the endpoint is not"):
+        check_endpoint(endpoint)
