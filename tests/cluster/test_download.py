@@ -134,8 +134,8 @@ def test_a_download_that_ends_in_the_middle_of_a_pass_is_not_missed(cluster, nam
         parts = operating.controller.reconciler._parts
         apply = parts.applier.apply
 
-        async def applied_slowly(key, uid, manifests):
-            outcome = await apply(key, uid, manifests)
+        async def applied_slowly(key, *arguments):
+            outcome = await apply(key, *arguments)
             downloads(kubelet, namespace, ended(Result.DOWNLOADED))
             async with asyncio.timeout(20):
                 while not any(job_succeeded(entry.body()) for entry in parts.cache.of(key, kinds.JOB)):

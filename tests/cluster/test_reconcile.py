@@ -4,11 +4,14 @@
 import asyncio
 
 import pytest
+from support.api_proxy import ApiProxy
 from support.kubelet import Kubelet
 from support.operating import CHILDREN, Operating, children, claim, llm_service, reads_models
 from support.pod import eventually
 
 from quire_operator.kube import kinds
+from quire_operator.kube.client import Client
+from quire_operator.kube.watch import Patience
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 ADAPTER = {"name": "pirate", "source": {"pvc": {"claimName": "models", "path": "pirate"}}}
@@ -103,8 +106,8 @@ def test_an_edit_in_the_middle_of_a_pass_is_not_missed(cluster, namespace, kubel
         parts = operating.controller.reconciler._parts
         apply = parts.applier.apply
 
-        async def applied_and_edited(key, uid, manifests):
-            outcome = await apply(key, uid, manifests)
+        async def applied_and_edited(*arguments):
+            outcome = await apply(*arguments)
             parts.applier.apply = apply
             edit = {"spec": {"selector": {"app.kubernetes.io/instance": "another"}}}
             await asyncio.to_thread(cluster.request, "PATCH", path, edit, "application/merge-patch+json")
@@ -135,6 +138,51 @@ def test_the_admin_key_comes_back_as_it_was(cluster, namespace, kubelet):
     with Operating(cluster, namespace) as second:
         second.settles()
         assert second.child("Secret", "tales-admin")["data"] == before
+
+
+class Early(Client):
+    """Looks for the admin key a moment before another operator makes it."""
+
+    looked = False
+
+    async def find(self, kind, namespace, name):
+        found = await super().find(kind, namespace, name)
+        if kind is kinds.SECRET and not self.looked:
+            self.looked, found = True, None
+        return found
+
+
+def test_of_two_operators_that_make_an_admin_key_in_the_same_moment_both_have_the_first(operating, cluster, namespace):
+    before = operating.child("Secret", "tales-admin")
+    with Operating(cluster, namespace, make_client=Early) as second:
+        second.settles()
+        known = [o.controller.reconciler._parts.secrets._keys[namespace, "tales"] for o in (operating, second)]
+        assert second.controller.client.looked and known[0] == known[1]
+    assert operating.child("Secret", "tales-admin") == before
+
+
+def test_an_operator_that_hears_nothing_of_an_edit_undoes_nothing_of_it(operating, cluster, namespace, tmp_path):
+    """Its watch of services is dead and not yet found to be, those of their objects go on."""
+    lost = f"/namespaces/{namespace}/llmservices?"
+    settings = {"patience": Patience(inactivity_s=60.0)}
+    with (
+        ApiProxy(cluster, tmp_path) as proxy,
+        Operating(cluster, namespace, settings, kubeconfig=proxy.kubeconfig) as deaf,
+    ):
+        deaf.settles()
+        proxy.swallow(lambda asked: lost in asked and "watch=true" in asked)
+        known = deaf.controller.cache
+        operating.settles()
+        before = len(operating.writes)
+        adapter = {"name": "a", "source": {"pvc": {"claimName": "models", "path": "a"}}}
+        cluster.merge(API, KIND, "tales", {"spec": {"adapters": [adapter], "replicas": 2}}, namespace)
+        heard = lambda: known.get(kinds.LLM_SERVICE, namespace, "tales").body()["spec"].get("adapters")  # noqa: E731
+        eventually(heard, 20, "news of the edit, by the objects that follow from it")
+        operating.settles()
+        deaf.settles()
+        eventually(lambda: quiet(operating, deaf), 20, "both quiet")
+        written = [kind for kind, _ in operating.writes[before:]]
+        assert (written.count("ConfigMap"), written.count("Deployment")) == (1, 1), "nothing was to be repaired"
 
 
 def test_two_operators_agree(operating, cluster, namespace):

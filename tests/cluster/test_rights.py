@@ -183,7 +183,8 @@ async def test_a_service_that_is_gone_or_another_by_now_is_told_by_the_rights_th
         status = {"observedGeneration": 1}
         async with Client(login) as client:
             for name, uid, error in (("tales", "another", Stale), ("absent", "another", Missing)):
-                manifest = {"metadata": {"name": name, "namespace": namespace, "uid": uid}, "status": status}
+                meta = {"name": name, "namespace": namespace, "uid": uid, "generation": 1}
+                manifest = {"metadata": meta, "status": status}
                 with pytest.raises(error):
                     await client.set_status(LLM_SERVICE, manifest)
             found = await client.find_listed(LLM_SERVICE, namespace, "tales")

@@ -120,22 +120,23 @@ def test_kubectl_describe_reads_well(cluster, namespace, service):
         assert words in text, text
 
 
-async def test_what_is_taken_out_of_a_status_is_gone_and_another_service_does_not_get_it(cluster, namespace, service):
+async def test_what_is_taken_out_of_a_status_is_gone_and_no_other_service_gets_it(cluster, namespace, service):
     written = service(STATUSES["well"])
-    uid = cluster.get(*API, "s", namespace)["metadata"]["uid"]
+    meta = cluster.get(*API, "s", namespace)["metadata"]
+    meta = {name: meta[name] for name in ("name", "namespace", "uid", "generation")}
     less = written | {"plan": {k: v for k, v in written["plan"].items() if k not in ("measured", "gpu")}}
     async with Client(Login.find(str(cluster.kubeconfig))) as client:
 
-        async def write(uid, found):
-            meta = {"name": "s", "namespace": namespace, "uid": uid}
-            manifest = {"apiVersion": API[0], "kind": API[1], "metadata": meta, "status": found}
+        async def write(found, **changes):
+            manifest = {"apiVersion": API[0], "kind": API[1], "metadata": meta | changes, "status": found}
             return (await client.set_status(LLM_SERVICE, manifest))["status"]
 
         # Server-side apply of API servers before 1.21 would leave null there, and refuse it.
-        assert await write(uid, less) == less
-        assert await write(uid, written) == written
-        with pytest.raises(Stale, match="another object has the name"):
-            await write("another", less)
+        assert await write(less) == less
+        assert await write(written) == written
+        for changes in ({"uid": "another"}, {"generation": meta["generation"] - 1}):
+            with pytest.raises(Stale, match="has changed, or another object has the name"):
+                await write(less, **changes)
         with pytest.raises(Rejected, match=r"status\.models"):
-            await write(uid, less | {"models": 1})
+            await write(less | {"models": 1})
         assert cluster.get(*API, "s", namespace)["status"] == written

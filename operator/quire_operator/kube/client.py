@@ -108,12 +108,13 @@ class Client(Session):
         """Put the manifest's status in the place of the object's whole one; the object as it is then.
 
         Not server-side apply: API servers before 1.21 leave null where an object within was taken out, and then refuse
-        it as no object. metadata.uid is a condition, as for `apply`.
+        it as no object. metadata's uid and generation are conditions: another object, or spec, raises Stale.
         """
         meta = manifest["metadata"]
         path = kind.path(meta.get("namespace"), meta["name"], "status")
         patch = [
             {"op": "test", "path": "/metadata/uid", "value": meta["uid"]},
+            {"op": "test", "path": "/metadata/generation", "value": meta["generation"]},
             {"op": "add", "path": "/status", "value": manifest["status"]},
         ]
         try:
@@ -121,8 +122,8 @@ class Client(Session):
         except Rejected as error:
             # A test that fails and a status that is wrong are both 422.
             found = await self.find_listed(kind, meta["namespace"], meta["name"])
-            if found is None or found["metadata"]["uid"] != meta["uid"]:
-                raise Stale(f"{error} (another object has the name by now)", error.status) from error
+            if found is None or any(found["metadata"].get(name) != meta[name] for name in ("uid", "generation")):
+                raise Stale(f"{error} (it has changed, or another object has the name by now)", error.status) from error
             raise
 
     async def create(self, kind: Kind, manifest: Mapping[str, Any]) -> Body:

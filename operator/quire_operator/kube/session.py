@@ -6,7 +6,7 @@ Raises ApiError by what can be done about it. What was lost on the way is sent a
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -39,6 +39,8 @@ class Session:
 
     def __init__(self, login: Login) -> None:
         self.login = login
+        self.may_write: Callable[[], bool] = lambda: True
+        """Asked before each request that changes something; False: it is not sent, and raises Busy."""
 
     async def __aenter__(self) -> Self:
         tls = self.login.tls if self.login.tls is not None else False
@@ -92,6 +94,8 @@ class Session:
         asked = f"{method} {path}"
         for last in (False, True):
             who = await self._who(asked)
+            if method != "GET" and not self.may_write():
+                raise Busy(f"{asked}: not asked: another operator may be working by now")
             try:
                 async with self._session.request(
                     method,

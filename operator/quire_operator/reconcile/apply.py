@@ -7,13 +7,13 @@ An object of somebody else is never touched: nothing is written when one has the
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire_operator.kube import kinds
 from quire_operator.kube.client import Client
-from quire_operator.kube.errors import Busy, Forbidden, Rejected
+from quire_operator.kube.errors import Busy, Forbidden, Rejected, Stale
 from quire_operator.kube.kinds import Kind, kind_of
 from quire_operator.reconcile.cache import Cache, Entry, Key, controller, entry_of
 from quire_operator.reconcile.compare import holds
@@ -25,6 +25,9 @@ from quire_spec import names as spec_names
 Manifest = dict[str, Any]
 Found = Mapping[str, Any] | Entry | None
 """What is there by a manifest's name: an entry of the cache, the body of a Secret, or nothing."""
+
+Newest = Callable[[], Awaitable[None]]
+"""Raises Behind where the service that the manifests are of is not the newest."""
 
 APPLIED = f"{spec_names.API_GROUP}/applied"
 """Annotation with the digest of what was applied: it tells what a later release no longer sets."""
@@ -78,19 +81,23 @@ class Applier:
         self._client, self._cache, self._secrets, self._wrote = client, cache, secrets, wrote
         self._done: dict[Key, dict[tuple[str, str], _Done]] = {}
 
-    async def apply(self, key: Key, uid: str, manifests: Iterable[Manifest]) -> Outcome:
-        """Have all of these there; `uid` is the service's.
+    async def apply(self, key: Key, uid: str, manifests: Iterable[Manifest], newest: Newest) -> Outcome:
+        """Have all of these there; `uid` is the service's, `newest` is asked before something is written.
 
         Raises:
             ApiError: the API server does not answer, or somebody else was faster; the rest is left for another time.
+            Behind: by `newest`.
         """
         outcome = Outcome()
         try:
-            wanted = await self._all_found(key, uid, manifests)
+            wanted = await self._all_found(key, uid, manifests, newest)
         except Conflict as error:
             outcome.conflict = str(error)
             return outcome
-        for wave in _waves(wanted):
+        due = [each for each in wanted if not self._is_settled(key, *each)]
+        if due:
+            await newest()
+        for wave in _waves(due):
             settled = await _together(self._settle(key, manifest, found) for manifest, found in wave)
             refused = [error for error in settled if isinstance(error, Rejected | Forbidden)]
             if broken := [each for each in settled if isinstance(each, BaseException) and each not in refused]:
@@ -102,8 +109,8 @@ class Applier:
                 break
         return outcome
 
-    async def prune(self, key: Key, uid: str, kept: Set[tuple[str, str]]) -> None:
-        """Delete what the service owns but for `kept`, by kind and name; raises ApiError.
+    async def prune(self, key: Key, uid: str, kept: Set[tuple[str, str]], newest: Newest) -> None:
+        """Delete what the service owns but for `kept`, by kind and name; raises as `apply`.
 
         ConfigMaps that a ReplicaSet or a pod still mounts stay: an old pod that starts again needs its own.
         """
@@ -111,13 +118,19 @@ class Applier:
         for entry in self._cache.of(key, kinds.POD, kinds.REPLICA_SET):
             spec = entry.body().get("spec", {})
             used |= config_maps(spec if entry.kind is kinds.POD else spec.get("template", {}).get("spec", {}))
-        for entry in list(self._cache.of(key, *kinds.CHILDREN)):
-            if entry.owner != uid or entry.deleting or (entry.kind.name, entry.name) in kept:
-                continue
-            if entry.kind is kinds.CONFIG_MAP and entry.name in used:
-                continue
+        gone = [
+            entry
+            for entry in self._cache.of(key, *kinds.CHILDREN)
+            if entry.owner == uid
+            and not entry.deleting
+            and (entry.kind.name, entry.name) not in kept
+            and not (entry.kind is kinds.CONFIG_MAP and entry.name in used)
+        ]
+        if gone:
+            await newest()
+        for entry in gone:
             await self._delete(entry.kind, entry.namespace, entry.name, entry.uid)
-        await self._prune_credentials(key, uid, kept)
+        await self._prune_credentials(key, uid, kept, newest)
 
     def num_done(self, key: Key) -> int:
         """Objects of a service that were found or made as they should be."""
@@ -127,17 +140,19 @@ class Applier:
         """Forget a service that is gone."""
         self._done.pop(key, None)
 
-    async def _all_found(self, key: Key, uid: str, manifests: Iterable[Manifest]) -> list[tuple[Manifest, Found]]:
+    async def _all_found(
+        self, key: Key, uid: str, manifests: Iterable[Manifest], newest: Newest
+    ) -> list[tuple[Manifest, Found]]:
         """Each manifest with what is there; raises as `_found`, after all were looked at: what a deleted service left
         goes in one pass, not one object a pass with a growing wait between them."""
         stamped = [_stamped(manifest) for manifest in manifests]
-        found: list[Any] = await _together(self._found(key, uid, manifest) for manifest in stamped)
+        found: list[Any] = await _together(self._found(key, uid, manifest, newest) for manifest in stamped)
         errors = [each for each in found if isinstance(each, BaseException)]
         if errors:
             raise next((error for error in errors if not isinstance(error, Busy)), errors[0])
         return list(zip(stamped, found, strict=True))
 
-    async def _found(self, key: Key, uid: str, manifest: Manifest) -> Found:
+    async def _found(self, key: Key, uid: str, manifest: Manifest, newest: Newest) -> Found:
         """The object of a manifest's name, if it is there and ours.
 
         Raises:
@@ -155,13 +170,13 @@ class Applier:
                 return entry
             body = await self._client.find(kind, key[0], name)
         if body is not None:
-            await self._check_owner(key, uid, kind, body)
+            await self._check_owner(key, uid, kind, body, newest)
             if kind is not kinds.SECRET:
                 self._cache.put(kind, body)
                 return entry_of(kind, body)
         return body
 
-    async def _check_owner(self, key: Key, uid: str, kind: Kind, body: Mapping[str, Any]) -> None:
+    async def _check_owner(self, key: Key, uid: str, kind: Kind, body: Mapping[str, Any], newest: Newest) -> None:
         meta = body["metadata"]
         labels = meta.get("labels") or {}
         mine = labels.get(names.MANAGED_BY) == names.MANAGER and labels.get(names.INSTANCE) == key[1]
@@ -171,7 +186,9 @@ class Applier:
             return
         owners = [o for o in meta.get("ownerReferences") or () if o.get("uid") == owner]
         if mine and owners and owners[0].get("kind") == kinds.LLM_SERVICE.name and owners[0].get("name") == key[1]:
-            # Of a service of the same name that is gone; nothing but the garbage collector would come for it.
+            # Of a service of the same name that is gone; nothing but the garbage collector would come for it. Unless we
+            # are the one that has not heard of the new service yet.
+            await newest()
             await self._delete(kind, key[0], meta["name"], meta["uid"])
             raise Busy(f"{kind.name} {key[0]}/{meta['name']} is of a deleted {kinds.LLM_SERVICE.name}; it goes first")
         whose = (
@@ -182,34 +199,53 @@ class Applier:
             f"{kinds.LLM_SERVICE.name} another name"
         )
 
+    def _is_settled(self, key: Key, manifest: Manifest, found: Found) -> bool:
+        """Whether what is there is as a manifest says."""
+        if isinstance(found, Entry):
+            place = _place(manifest)
+            done, here = self._done.get(key, {}).get(place), _done(manifest, found)
+            if settled := done == here if done is not None else holds(manifest, found.body()):
+                self._remember(key, place, here)
+            return settled
+        # A Secret, which has all keys that it should have and no others.
+        return found is not None and holds(manifest, found) and set(manifest["data"]) == set(found.get("data") or ())
+
     async def _settle(self, key: Key, manifest: Manifest, found: Found) -> Entry | None:
-        """Apply a manifest unless what is there is as it says; what was written, Secrets aside."""
-        kind, meta = kind_of(manifest), manifest["metadata"]
+        """Apply a manifest; what was written, Secrets aside."""
+        kind = kind_of(manifest)
         if kind is kinds.SECRET:
-            body = found if isinstance(found, Mapping) else None
-            if body is None or not holds(manifest, body) or set(manifest["data"]) != set(body.get("data") or ()):
-                await self._write(kind, manifest, body["metadata"]["uid"] if body else None)
+            await self._write_secret(key, manifest, found["metadata"]["uid"] if isinstance(found, Mapping) else None)
             return None
         assert found is None or isinstance(found, Entry)
-        place, digest = (kind.name, meta["name"]), meta["annotations"][APPLIED]
-        if found is not None:
-            done, here = self._done.get(key, {}).get(place), _Done(digest, found.uid, found.content)
-            if done == here if done is not None else holds(manifest, found.body()):
-                self._remember(key, place, here)
-                return None
         written = entry_of(kind, await self._write(kind, manifest, found.uid if found else None))
-        self._remember(key, place, _Done(digest, written.uid, written.content))
+        self._remember(key, _place(manifest), _done(manifest, written))
         return written
 
     async def _write(self, kind: Kind, manifest: Manifest, uid: str | None) -> dict[str, Any]:
         condition = {"uid": uid} if uid else {}
         body = await self._client.apply(kind, {**manifest, "metadata": {**manifest["metadata"], **condition}})
         self._wrote(kind, "apply")
-        if kind is kinds.SECRET:
-            self._secrets.put(body["metadata"]["namespace"], body["metadata"]["name"], body)
-        else:
+        if kind is not kinds.SECRET:
             self._cache.put(kind, body)
         return body
+
+    async def _write_secret(self, key: Key, manifest: Manifest, uid: str | None) -> None:
+        """Apply a Secret. A new admin key is not applied but made: another operator may do so in the same moment with a
+        key of its own, and only the first of both may be pods'."""
+        name = manifest["metadata"]["name"]
+        anew = uid is None and name == names.admin_key(key[1])
+        try:
+            if anew:
+                body = await self._client.create(kinds.SECRET, manifest)
+                self._wrote(kinds.SECRET, "create")
+            else:
+                body = await self._write(kinds.SECRET, manifest, uid)
+        except Stale:
+            if anew:
+                self._secrets.drop(key)
+            self._secrets.forget(key[0], name)
+            raise
+        self._secrets.put(key[0], name, body)
 
     async def _delete(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
         await self._client.delete(kind, namespace, name, uid)
@@ -217,16 +253,25 @@ class Applier:
         if kind is kinds.SECRET:
             self._secrets.put(namespace, name, None)
 
-    async def _prune_credentials(self, key: Key, uid: str, kept: Set[tuple[str, str]]) -> None:
+    async def _prune_credentials(self, key: Key, uid: str, kept: Set[tuple[str, str]], newest: Newest) -> None:
         name = names.credentials(key[1])
         if (kinds.SECRET.name, name) in kept:
             return
         body = (await self._secrets.get(key[0], name)).body
         if body is not None and controller(body) == uid:
+            await newest()
             await self._delete(kinds.SECRET, key[0], name, body["metadata"]["uid"])
 
     def _remember(self, key: Key, place: tuple[str, str], done: _Done) -> None:
         self._done.setdefault(key, {})[place] = done
+
+
+def _place(manifest: Manifest) -> tuple[str, str]:
+    return kind_of(manifest).name, manifest["metadata"]["name"]
+
+
+def _done(manifest: Manifest, entry: Entry) -> _Done:
+    return _Done(manifest["metadata"]["annotations"][APPLIED], entry.uid, entry.content)
 
 
 def _waves(wanted: Iterable[tuple[Manifest, Found]]) -> list[list[tuple[Manifest, Found]]]:

@@ -67,19 +67,23 @@ async def operate(login: Login, options: argparse.Namespace) -> None:
         port = await stack.enter_async_context(serving(controller, listening(options.host, os.environ), options.port))
         log.info("serving health and metrics port=%d server=%s", port, login.server)
         if options.lease:
-            lease = Lease(client, login.namespace, options.lease, f"{socket.gethostname()}-{os.getpid()}")
+            # By a client of its own: to renew it waits for no worker's request, and goes on when they may not write.
+            renewing = await stack.enter_async_context(Client(login))
+            lease = Lease(renewing, login.namespace, options.lease, f"{socket.gethostname()}-{os.getpid()}")
             if not await _unless(stop, lease.acquire()):
                 return
             held = await stack.enter_async_context(lease.held())
+            client.may_write = lease.is_held
         heard = [Heard(kinds.LLM_SERVICE, namespace) for namespace in settings.namespaces or (None,)]
         controller.heard += heard
-        failed = await stack.enter_async_context(controller.running())
-        watching = asyncio.create_task(handlers.watch(login, controller.cache, heard, settings.patience, stop))
-        stopped = asyncio.create_task(stop.wait())
-        parts = [part for part in (failed, watching, stopped, held) if part is not None]
-        done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-        early = not stop.is_set()
-        stop.set()
+        async with controller.running() as failed:
+            watching = asyncio.create_task(handlers.watch(login, controller.cache, heard, settings.patience, stop))
+            stopped = asyncio.create_task(stop.wait())
+            parts = [part for part in (failed, watching, stopped, held) if part is not None]
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            early = not stop.is_set()
+            stop.set()
+        # kopf takes its time to end; whoever takes over finds nobody at work.
         with contextlib.suppress(Exception):
             async with asyncio.timeout(10):
                 await watching

@@ -32,6 +32,17 @@ class Lease:
         self._client, self._namespace, self._name = client, namespace, name
         self._holder, self._seconds = holder, seconds
         self._seen: tuple[str, float] = ("", float("-inf"))
+        self._renewed = float("-inf")
+        """When the last request that renewed it was begun."""
+
+    def is_held(self) -> bool:
+        """Whether nobody else can have it yet: it was renewed less than two thirds of its time ago. Right also
+        in a process that stood still until a moment ago, where `hold` has not looked yet."""
+        return self._left_s > 0
+
+    @property
+    def _left_s(self) -> float:
+        return self._renewed + self._seconds * 2 / 3 - asyncio.get_running_loop().time()
 
     async def acquire(self) -> None:
         """Return once it is ours."""
@@ -57,6 +68,7 @@ class Lease:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            self._renewed = float("-inf")
             await self._release()
 
     async def hold(self) -> None:
@@ -65,18 +77,18 @@ class Lease:
         Raises:
             LeaseLost: it is not ours any more, or may soon not be.
         """
-        clock = asyncio.get_running_loop().time
-        renewed = clock()
         while True:
-            await asyncio.sleep(self._seconds / 3)
+            await asyncio.sleep(min(self._seconds / 3, max(0.0, self._left_s)))
             try:
-                if not await self._try():
-                    raise LeaseLost(f"lease {self._namespace}/{self._name}: somebody else holds it")
-                renewed = clock()
-            except ApiError as error:
-                log.warning("lease was not renewed error=%s", error)
-            if clock() - renewed > self._seconds * 2 / 3:
-                raise LeaseLost(f"lease {self._namespace}/{self._name}: not renewed for {clock() - renewed:.0f} s")
+                # An API server that does not answer must not be waited for longer than others wait for us.
+                async with asyncio.timeout(self._left_s):
+                    if not await self._try():
+                        self._renewed = float("-inf")
+                        raise LeaseLost(f"lease {self._namespace}/{self._name}: somebody else holds it")
+            except (ApiError, TimeoutError) as error:
+                log.warning("lease was not renewed error=%s", error or "no answer")
+            if not self.is_held():
+                raise LeaseLost(f"lease {self._namespace}/{self._name}: not renewed for {self._seconds * 2 / 3:.0f} s")
 
     async def _release(self) -> None:
         """Let the next one work at once; where this fails it runs out."""
@@ -89,11 +101,13 @@ class Lease:
             log.warning("lease was not given back error=%s", error)
 
     async def _try(self) -> bool:
+        begun = asyncio.get_running_loop().time()
         found = await self._client.find(kinds.LEASE, self._namespace, self._name)
         clock = asyncio.get_running_loop().time()
         try:
             if found is None:
                 await self._client.create(kinds.LEASE, self._body(0, None))
+                self._renewed = begun
                 return True
             spec = found["spec"]
             # By our own clock since its version changed last: other machines' clocks may be wrong.
@@ -105,6 +119,7 @@ class Lease:
                 return False
             turns = spec.get("leaseTransitions", 0) + (spec.get("holderIdentity") != self._holder)
             await self._client.replace(kinds.LEASE, self._body(turns, version))
+            self._renewed = begun
             return True
         except Stale:
             return False

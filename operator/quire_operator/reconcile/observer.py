@@ -36,7 +36,8 @@ class Observer:
             ApiError: the API server does not answer.
         """
         cache = self._parts.cache
-        bodies = [entry.body() for entry in cache.of(key, kinds.POD)]
+        # In an order of their own: a status names the first of several, and two operators would correct each other.
+        bodies = [entry.body() for entry in sorted(cache.of(key, kinds.POD), key=lambda entry: entry.name)]
         serving = [body for body in bodies if _component(body) == names.SERVER]
         job = children.job if children else None
         jobs = [body for body in bodies if job and body["metadata"].get("labels", {}).get("job-name") == job]

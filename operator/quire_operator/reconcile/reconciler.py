@@ -6,6 +6,8 @@ Nothing is written when nothing differs.
 """
 
 import asyncio
+import functools
+import logging
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,12 +26,14 @@ from quire_operator.reconcile.observer import Observer
 from quire_operator.reconcile.parts import Parts
 from quire_operator.reconcile.pinned import Pinned
 from quire_operator.reconcile.planning import stored_plan
-from quire_operator.reconcile.service_store import ServiceStore
+from quire_operator.reconcile.service_store import Behind, ServiceStore
 from quire_operator.reconcile.status import status
 from quire_operator.reconcile.wanted import Wanted, identity
 from quire_operator.render import names
 from quire_operator.service import LLMService
 from quire_spec.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _POLL_S, _POLL_MOST_S, _POLL_SETTLED_S = 2.0, 10.0, 30.0
 """Pods are asked how they are: while something is on its way, when that lasts, and when all is well."""
@@ -87,13 +91,17 @@ class Reconciler:
         if memory.wanted is None or (memory.wanted.uid, memory.wanted.generation) != identity(body):
             memory.wanted = Wanted.read(body)
         wanted = memory.wanted
-        verdict, outcome = await self._converge(key, wanted, previous, memory)
-        observed = await self._observer.observe(key, wanted, memory.children, memory.applied, outcome)
-        found = status(
-            wanted.service, wanted.generation, verdict, observed, previous, datetime.now(UTC).replace(microsecond=0)
-        )
-        if found != previous:
-            await self._services.write_status(entry, previous, found)
+        try:
+            verdict, outcome = await self._converge(key, wanted, previous, memory)
+            observed = await self._observer.observe(key, wanted, memory.children, memory.applied, outcome)
+            found = status(
+                wanted.service, wanted.generation, verdict, observed, previous, datetime.now(UTC).replace(microsecond=0)
+            )
+            if found != previous:
+                await self._services.write_status(entry, previous, found)
+        except Behind:
+            log.info("service has changed meanwhile service=%s/%s generation=%d", *key, wanted.generation)
+            return Again(0.0)
         return self._again(verdict, outcome, observed, found, memory)
 
     def drop(self, key: Key) -> None:
@@ -149,8 +157,9 @@ class Reconciler:
 
     async def _apply(self, key: Key, wanted: Wanted, found: Children, memory: Memory) -> Outcome:
         parts = self._parts
+        newest = functools.partial(self._services.check_newest, key, wanted.uid, wanted.generation)
         try:
-            outcome = await parts.applier.apply(key, wanted.uid, found.manifests)
+            outcome = await parts.applier.apply(key, wanted.uid, found.manifests, newest)
         except Missing:
             # A kind that was there is gone; what is offered is asked anew, and the next pass leaves it out.
             await parts.discovery.offered(anew=True)
@@ -159,7 +168,7 @@ class Reconciler:
         memory.children = replace(found, manifests=())
         if outcome.conflict or outcome.rejected:
             return outcome
-        await parts.applier.prune(key, wanted.uid, found.kept)
+        await parts.applier.prune(key, wanted.uid, found.kept, newest)
         if not found.held:
             memory.applied = wanted.generation
         return outcome

@@ -92,8 +92,12 @@ class SecretStore:
         """What a write was answered with."""
         self._remember(namespace, name, Kept(asyncio.get_running_loop().time(), body))
 
+    def forget(self, namespace: str, name: str) -> None:
+        """It is not as it was read: read it again."""
+        self._kept.pop((namespace, name), None)
+
     def drop(self, key: Key) -> None:
-        """Forget a service that is gone."""
+        """Forget a service that is gone, or whose Secrets somebody else has made."""
         self._keys.pop(key, None)
         for name in (names.admin_key(key[1]), names.credentials(key[1])):
             self._kept.pop((key[0], name), None)

@@ -17,6 +17,10 @@ from quire_operator.reconcile.wanted import Wanted, identity
 log = logging.getLogger(__name__)
 
 
+class Behind(Exception):
+    """The service is not what it was taken for any more."""
+
+
 class ServiceStore:
     """What is read and written of services themselves, not of their children."""
 
@@ -24,24 +28,30 @@ class ServiceStore:
         self._parts = parts
 
     async def write_status(self, entry: Entry, previous: Mapping[str, Any], found: dict[str, Any]) -> None:
-        """Replace the status, and tell what changed by it in events; a service that is another by now raises Stale.
+        """Replace the status, and tell what changed by it in events.
 
         Raises:
+            Behind: the service has a later generation by now, is another one, or gone.
             ApiError: the status was not written. Events that were not are no error.
         """
         parts = self._parts
         manifest = {
             "apiVersion": kinds.LLM_SERVICE.api_version,
             "kind": kinds.LLM_SERVICE.name,
-            # The uid is a condition: a new service of the same name does not get the old one's status.
-            "metadata": {"name": entry.name, "namespace": entry.namespace, "uid": entry.uid},
+            # Conditions: neither a new service of the same name nor a later generation gets the old one's status.
+            "metadata": {
+                "name": entry.name,
+                "namespace": entry.namespace,
+                "uid": entry.uid,
+                "generation": found["observedGeneration"],
+            },
             "status": found,
         }
         try:
             body = await parts.client.set_status(kinds.LLM_SERVICE, manifest)
         except (Missing, Stale):
             # Deleted, or made again, and nobody told us: a watch that lists again does not say what has gone.
-            await self._read((entry.namespace, entry.name), entry.uid)
+            await self.check_newest((entry.namespace, entry.name), entry.uid, found["observedGeneration"])
             raise
         parts.wrote(kinds.LLM_SERVICE, "status")
         parts.cache.put(kinds.LLM_SERVICE, body)
@@ -56,6 +66,18 @@ class ServiceStore:
         """Whether the API server has no later generation; asks it, and tells the cache."""
         body = await self._read(key, wanted.uid)
         return body is not None and identity(body) == (wanted.uid, wanted.generation)
+
+    async def check_newest(self, key: Key, uid: str, generation: int) -> None:
+        """Asked before something is written: whoever holds an old service, because its watch is late or its lease has
+        gone to another, would undo what follows from the new one again and again.
+
+        Raises:
+            Behind: the API server has a later generation, another service, or none. The cache knows by now.
+        """
+        body = await self._read(key, uid)
+        found = ("", 0) if body is None else identity(body)
+        if found[0] != uid or found[1] > generation:
+            raise Behind
 
     async def _read(self, key: Key, uid: str) -> dict[str, Any] | None:
         """The service as the API server has it now, of which the cache is told; None: it is gone."""
