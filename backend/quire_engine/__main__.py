@@ -4,6 +4,7 @@
 import argparse
 import json
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -58,11 +59,13 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, or 1 for an error that the user can mend."""
+    """Run a command; returns the exit code: 0, 1 for an error that the user can mend, or that of an interrupt."""
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         _COMMANDS[args.command](args)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except QuireError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -267,4 +270,6 @@ def _add_engine(parser: argparse.ArgumentParser, lora: str) -> None:
 
 
 if __name__ == "__main__":
+    # From here on there may be processes and shared memory to be brought in order.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

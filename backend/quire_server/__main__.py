@@ -42,7 +42,8 @@ exit codes:
   0        stopped by a signal, everything ended in order
   1        a process could not be brought up; its last lines say why
   2        the command line, engine.json, adapters.json or this machine is not fit; the message says what to change
-  130, 143 stopped at once by a second SIGINT or SIGTERM (129: SIGHUP)
+  130, 143 stopped at once by a second SIGINT or SIGTERM (129: SIGHUP), or by a first one that came before anything was
+           started
 """
 
 
