@@ -55,6 +55,11 @@ def test_the_story_of_a_service_that_comes_up():
     assert lines[3] == f"Normal AdapterReady: adapter sql is on all 2 ready pods, sha256:{'sql':0>64}"
 
 
+def test_a_spec_that_cannot_be_used_is_told_once():
+    wrong = after({}, Observed(), Verdict(invalid="spec.model.source.path: is a folder of one machine"))
+    assert [e.reason for e in events({}, wrong)] == ["Invalid"]
+
+
 def test_nothing_is_told_twice():
     assert events(WELL, after(WELL, healthy())) == []
 

@@ -10,6 +10,7 @@ from support.planning import service
 from quire_operator.kube import kinds
 from quire_operator.reconcile.cache import Cache
 from quire_operator.reconcile.models import Models
+from quire_operator.reconcile.planning import Planning
 from quire_operator.render import reader
 from quire_spec.errors import ConfigError
 
@@ -51,6 +52,14 @@ async def test_a_job_that_is_known_to_be_over_before_its_pod_is():
     assert checkpoint.shape.num_layers > 0
     assert pods.asked == [(kinds.POD, "team", f"job-name={job}")]
     assert pods.deleted == []
+
+
+async def test_a_source_that_no_pod_has_is_told_as_render_tells_it():
+    asked = service("device: CPU\nmodel: {source: {path: models/tiny}}")
+    planning = Planning(Pods(), Models(Pods(), Cache(), None, None), {})  # type: ignore[arg-type]
+    verdict = await planning.judge(asked, "u1", "digest", None, None, {})
+    assert "'models/tiny' is a folder of one machine, and no pod has it" in verdict.invalid
+    assert "use pvc" in verdict.invalid
 
 
 async def test_a_job_whose_pod_said_nothing():

@@ -482,6 +482,33 @@ def test_a_model_on_a_claim_of_the_users():
     assert found["cache"] == {"state": "Ready"}
 
 
+UNPLANNED = {
+    "invalid": Verdict(invalid="spec.model.source.path: 'm' is a folder of one machine"),
+    "waits": Verdict(pending="Job quire-read-1 reads config.json from claim models; its pod waits"),
+    "unplannable": Verdict(unplannable=Unplannable(Why.GPU_UNKNOWN, "no node says")),
+}
+
+
+@pytest.mark.parametrize("case", UNPLANNED)
+def test_nothing_is_claimed_of_a_model_without_a_plan(case):
+    verdict = UNPLANNED[case]
+    reason = "Invalid" if case == "invalid" else "OnClaim"
+    on_claim = wanted("model: {source: {pvc: {claimName: models, path: m}}}\nlora: {maxLoaded: 0}")
+    found = of(Observed(), verdict, service=on_claim)
+    assert judged(found)["ModelCached"] == ("Unknown", reason)
+    assert found["cache"] == {"state": "Pending"}
+    found = of(Observed(), verdict)
+    assert judged(found)["ModelCached"] == (
+        ("Unknown", "Invalid") if case == "invalid" else ("False", "DownloadPending")
+    )
+    message = condition(found, "ModelCached")["message"]
+    assert "Job" not in message and message.endswith("see ConfigValid" if case == "invalid" else "see Planned")
+    if case == "invalid":
+        kept = of(healthy(), verdict, previous=of(healthy()))
+        assert judged(kept)["ModelCached"] == ("Unknown", "Invalid"), "what is there may be of the source before"
+        assert kept["cache"] == {"state": "Ready"}
+
+
 # Adapters
 
 

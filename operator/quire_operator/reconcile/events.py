@@ -17,10 +17,12 @@ MAX_MESSAGE = 1024
 """Of an event; the API server refuses longer ones."""
 _MAX_ADAPTERS = 10
 """Events about adapters for one change; a catalogue has up to 1024."""
-_QUIET = frozenset({Reason.ACCEPTED, Reason.PLANNING, Reason.NO_ADAPTERS, Reason.LOADING, Reason.NO_READY_PODS})
+_QUIET = frozenset(
+    {Reason.ACCEPTED, Reason.PLANNING, Reason.ON_CLAIM, Reason.NO_ADAPTERS, Reason.LOADING, Reason.NO_READY_PODS}
+)
 """Reasons that are no news by themselves: others tell the same, or what comes of it will be told."""
-_QUIET_AT_FIRST = frozenset({Reason.ON_CLAIM, Reason.UPDATING})
-"""Of a new service these are no news either: the plan is told, and the Deployment tells of its pods."""
+_QUIET_AT_FIRST = frozenset({Reason.UPDATING})
+"""Of a new service these are no news either: the Deployment tells of its pods."""
 _BLOCKERS = (Type.CONFIG_VALID, Type.PLANNED, Type.MODEL_CACHED)
 
 
@@ -70,6 +72,8 @@ def _told_elsewhere(kind: Type, new: Mapping[str, Any], after: Mapping[str, Any]
     if kind is Type.READY:
         # Adapters have events of their own.
         return bool(new["status"] != "True" and new["reason"] != Reason.PODS_UNREACHABLE)
+    if kind in (Type.PLANNED, Type.MODEL_CACHED) and new["status"] == "Unknown":
+        return bool(new["reason"] == after[Type.CONFIG_VALID.value]["reason"])
     if kind is Type.PROGRESSING:
         return any(after.get(other.value, {}).get("reason") == new["reason"] for other in _BLOCKERS)
     return False

@@ -25,13 +25,24 @@ def judge(
         # No Job is made before there is a plan; what kept the plan from being made would keep it, too.
         reason, message = _explained(service, verdict.unread, verdict.pending)
         return _condition(False, reason, f"{message}; it is tried again"), {"state": "Failed"}
+    if verdict.invalid:
+        # Nothing of it is done, and what was seen may be of another source.
+        message = "not judged: the spec cannot be used, see ConfigValid"
+        return Condition(Type.MODEL_CACHED, None, Reason.INVALID, message), dict(before) or {"state": "Pending"}
+    planned_now = verdict.plan is not None and not (verdict.unplannable or verdict.pending)
     mode = model.mode(service)
     if mode == "PVC":
+        if observed.job is None and not planned_now:
+            message = "the model is downloaded once there is a plan, see Planned"
+            return _condition(False, Reason.DOWNLOAD_PENDING, message), _cache("Pending", None)
         under_way = progress.fields(_progress(observed.job_pods), planned, before, now)
         return _of_job(service, observed, before, under_way)
     if mode == "EmptyDir":
         return _in_pods(service, observed, progress.fields(_progress(observed.pods), planned, before, now))
     claim = service.spec.model.source.pvc
+    if claim and not planned_now:
+        message = f"not known of claim {claim.claimName!r} while there is no plan, see Planned"
+        return Condition(Type.MODEL_CACHED, None, Reason.ON_CLAIM, message), {"state": "Pending"}
     where = f"the files are on claim {claim.claimName!r}" if claim else "nothing is downloaded"
     return _condition(True, Reason.ON_CLAIM, where), {"state": "Ready"}
 

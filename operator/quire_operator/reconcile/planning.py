@@ -22,6 +22,7 @@ from quire_operator.plan.planner import keep_or_make
 from quire_operator.reconcile.models import Models, Secrets, Waiting
 from quire_operator.reconcile.observed import Verdict
 from quire_operator.reconcile.pinned import Pinned
+from quire_operator.render import model
 from quire_operator.service import Device, LLMService
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
 from quire_spec.outcome import Result
@@ -56,6 +57,10 @@ class Planning:
         Raises:
             ApiError: the API server does not answer.
         """
+        try:
+            model.check(service)
+        except ConfigError as error:
+            return Verdict(plan=stored, invalid=str(error))
         same = stored is not None and pinned is not None and (pinned.spec, pinned.plan) == (digest, stored.inputsHash)
         try:
             gpu = await self._gpu(service)
@@ -68,8 +73,8 @@ class Planning:
             return Verdict(plan=stored)
         image = service.spec.runtime.image or self._images["CPU" if gpu is None else "GPU"]
         try:
-            model = await self._models.of(service, uid, secrets, image)
-            inputs = Inputs.of(service, model, gpu)
+            checkpoint = await self._models.of(service, uid, secrets, image)
+            inputs = Inputs.of(service, checkpoint, gpu)
             return Verdict(plan=keep_or_make(stored, inputs, _replan(service), self._images))
         except Waiting as error:
             return Verdict(plan=stored, pending=str(error))
