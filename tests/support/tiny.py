@@ -125,8 +125,13 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
 def make_checkpoint(folder: Path, name: str, **save: Any) -> Path:
     """Write checkpoint `name` into `folder`; `save` goes to transformers' save_pretrained."""
     kind, overrides = CHECKPOINTS[name]
-    torch.manual_seed(sum(map(ord, name)))
-    model = AutoModelForCausalLM.from_config(kind(**(BASE | overrides)), dtype=torch.float32)
+    return write_checkpoint(folder, kind(**(BASE | overrides)), sum(map(ord, name)), **save)
+
+
+def write_checkpoint(folder: Path, config: Any, seed: int, **save: Any) -> Path:
+    """Write a random checkpoint of a config of transformers into `folder`; `save` goes to its save_pretrained."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             # transformers starts biases at 0 and norms at 1, where a mistake would not show.
