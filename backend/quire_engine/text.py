@@ -238,6 +238,8 @@ class Detokenizer:
 def _apply_config(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Add the tokens that tokenizer_config.json names, as transformers does on loading it.
 
+    Special tokens in a text are such, unless split_special_tokens has them be letters like any others.
+
     Its add_bos_token and add_eos_token are not read: beside a tokenizer.json, transformers ignores them as well.
     Source: `TokenizersBackend` in transformers 5, src/transformers/tokenization_utils_tokenizers.py
     """
@@ -250,6 +252,7 @@ def _apply_config(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> No
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     wanted = [_added_token(token) for token in (*named, *more)]
     tokenizer.add_special_tokens([token for token in wanted if token.content not in known])
+    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
 
 
 def _added_token(token: str | dict[str, Any]) -> tokenizers.AddedToken:

@@ -143,6 +143,7 @@ def test_encode_as_transformers_does(folders: dict[str, Path], loaded: dict[str,
         {"bos_token": {"__type": "AddedToken", "content": "fox", "lstrip": True, "normalized": False, "special": True}},
         {"additional_special_tokens": ["quick", "<|new|>"]},
         {"added_tokens_decoder": {"999": {"content": "lazy dog", "special": False, "normalized": False}}},
+        {"split_special_tokens": True},
     ],
     ids=str,
 )
@@ -150,7 +151,7 @@ def test_tokenizer_config_is_obeyed_as_transformers_does(tmp_path: Path, config:
     folder = save(byte_level(), tmp_path, **config)
     oracle = AutoTokenizer.from_pretrained(folder)
     ours = Tokenizer(folder)
-    for text in ("", "the quick brown fox over the lazy dog <|new|>"):
+    for text in ("", "the quick brown fox over the lazy dog <|new|>", "<s>the</s>"):
         ids = ours.encode(text)
         assert ids == oracle(text)["input_ids"]
         assert ours.decode(ids) == oracle.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
