@@ -86,7 +86,7 @@ class Lease:
                         self._renewed = float("-inf")
                         raise LeaseLost(f"lease {self._namespace}/{self._name}: somebody else holds it")
             except (ApiError, TimeoutError) as error:
-                log.warning("lease was not renewed error=%s", error or "no answer")
+                log.warning("lease was not renewed error=%s", str(error) or "no answer in time")
             if not self.is_held():
                 raise LeaseLost(f"lease {self._namespace}/{self._name}: not renewed for {self._seconds * 2 / 3:.0f} s")
 
