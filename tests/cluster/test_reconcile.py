@@ -2,10 +2,11 @@
 """The reconciler against a real API server, with real controllers and a node without a kubelet."""
 
 import asyncio
+import time
 
 import pytest
 from support.api_proxy import ApiProxy
-from support.kubelet import Kubelet
+from support.kubelet import Container, Kubelet
 from support.operating import CHILDREN, Operating, children, claim, llm_service, reads_models
 from support.pod import eventually
 
@@ -61,6 +62,36 @@ def test_a_service_becomes_its_objects_and_its_status_says_so(operating, cluster
     }
     assert "Fits" in reasons
     assert cluster.items("batch/v1", "Job", namespace) == [], "the Job that read the claim is not needed any more"
+
+
+def test_a_volume_that_cannot_be_mounted_is_told_of(cluster, namespace, kubelet):
+    """The kubelet says so in an event of the pod, and nowhere else."""
+    waits = Container(waiting=("ContainerCreating", ""))
+    kubelet.behave(lambda pod: pod["metadata"]["namespace"] == namespace, waits)
+    with Operating(cluster, namespace) as operating:
+        operating.controller.reconciler._parts.pod_events._look_s = 0.5
+        cluster.apply(llm_service(), namespace)
+        (pod,) = eventually(lambda: cluster.items("v1", "Pod", namespace), 20, "the pod that reads the claim")
+        said = "MountVolume.SetUp failed: hostPath type check failed: /examples is not a directory"
+        regarding = {
+            "kind": "Pod",
+            "namespace": namespace,
+            "name": pod["metadata"]["name"],
+            "uid": pod["metadata"]["uid"],
+        }
+        # After the scheduler has had its word.
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 5))
+        event = {
+            "apiVersion": "v1", "kind": "Event", "metadata": {"name": "mount", "namespace": namespace}, "count": 3,
+            "involvedObject": regarding, "type": "Warning", "reason": "FailedMount", "message": said,
+            "firstTimestamp": now, "lastTimestamp": now, "source": {"component": "kubelet"},
+        }  # fmt: skip
+        cluster.request("POST", f"/api/v1/namespaces/{namespace}/events", event)
+        message = eventually(
+            lambda: "FailedMount" in (words := operating.condition("Planned").get("message", "")) and words, 30, "told"
+        )
+        assert message.endswith(f"; its pod waits: FailedMount: {said}")
+        assert operating.condition("ModelCached")["status"] == "Unknown"
 
 
 def test_what_is_as_it_should_be_is_not_written(operating, cluster, namespace):

@@ -28,7 +28,7 @@ from support.pod import eventually
 from quire_operator.kube import rbac
 from quire_operator.kube.client import Client
 from quire_operator.kube.errors import Missing, Stale
-from quire_operator.kube.kinds import LLM_SERVICE
+from quire_operator.kube.kinds import EVENT, LLM_SERVICE
 from quire_operator.kube.login import Login
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
@@ -37,8 +37,12 @@ VALUES = {"operator": {"lease": True, "logFormat": "text"}}
 
 SINCE = {"poddisruptionbudgets": (1, 21), "horizontalpodautoscalers": (1, 23)}
 """Kinds, in the version that the operator asks for, that an older API server lacks."""
-UNSEEN = {("quire.dev", "llmservices/finalizers", "update")}
-"""Checked by an admission plugin of the API server that is off by default, not by a request."""
+UNSEEN = {
+    # Checked by an admission plugin of the API server that is off by default, not by a request.
+    ("quire.dev", "llmservices/finalizers", "update"),
+    # Asked for only where a pod waits for long; a test below asks.
+    ("events.k8s.io", "events", "list"),
+}
 OPTIONAL = {
     "podmonitors": ("monitoring.coreos.com", "v1", "PodMonitor"),
     "scaledobjects": ("keda.sh", "v1alpha1", "ScaledObject"),
@@ -190,6 +194,11 @@ async def test_a_service_that_is_gone_or_another_by_now_is_told_by_the_rights_th
             found = await client.find_listed(LLM_SERVICE, namespace, "tales")
             assert found["metadata"]["uid"] == made["metadata"]["uid"] and "status" not in found
             assert await client.find_listed(LLM_SERVICE, namespace, "absent") is None
+
+
+async def test_events_of_pods_may_be_read(cluster):
+    async with Client(Login.from_kubeconfig(cluster.token_kubeconfig(SYSTEM, "quire"))) as client:
+        assert (await client.list(EVENT, "default", fields="regarding.uid=nobody")).items == ()
 
 
 def test_named_namespaces_take_no_right_beyond_them(cluster):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a Job that reads a claim has found, whichever of its and its pods' news comes first."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,9 @@ from support.planning import service
 
 from quire_operator.kube import kinds
 from quire_operator.reconcile.cache import Cache
-from quire_operator.reconcile.models import Models
+from quire_operator.reconcile.models import Models, Waiting
 from quire_operator.reconcile.planning import Planning
+from quire_operator.reconcile.pod_events import PodEvents, complaint
 from quire_operator.render import reader
 from quire_spec.errors import ConfigError
 
@@ -42,7 +44,7 @@ async def _found(pods: Pods):
     job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
     cache = Cache()
     cache.put(kinds.JOB, job)
-    models = Models(pods, cache, lambda key, seconds: None, lambda kind, verb: None)  # type: ignore[arg-type]
+    models = Models(pods, cache, PodEvents(pods), lambda key, seconds: None, lambda kind, verb: None)  # type: ignore[arg-type]
     return await models.of(asked, "u1", {}, "image"), job["metadata"]["name"]
 
 
@@ -54,9 +56,67 @@ async def test_a_job_that_is_known_to_be_over_before_its_pod_is():
     assert pods.deleted == []
 
 
+def _event(type_: str, reason: str, note: str, at: str) -> dict:
+    return {"type": type_, "reason": reason, "note": note, "deprecatedLastTimestamp": f"2026-01-01T00:{at}Z"}
+
+
+MOUNT = 'MountVolume.SetUp failed for volume "claim" : hostPath type check failed: /examples is not a directory'
+SCHEDULED = _event("Normal", "Scheduled", "assigned", "00:00")
+FAILED_MOUNT = _event("Warning", "FailedMount", MOUNT, "02:30")
+EVENTS = {
+    "none": ([], ""),
+    "all is well": ([SCHEDULED], ""),
+    "it cannot be mounted": ([FAILED_MOUNT, SCHEDULED], f"FailedMount: {MOUNT}"),
+    "and that is summed up": (
+        [SCHEDULED, FAILED_MOUNT, _event("Warning", "FailedMount", "Unable to attach or mount volumes: a b", "02:40")],
+        f"FailedMount: {MOUNT}",
+    ),
+    "in the second of its scheduling": (
+        [_event("Warning", "FailedMount", MOUNT, "00:00"), SCHEDULED],
+        f"FailedMount: {MOUNT}",
+    ),
+    "it was mounted then": ([SCHEDULED, FAILED_MOUNT, _event("Normal", "Pulling", "an image", "03:00")], ""),
+    "it had no node before": ([_event("Warning", "FailedScheduling", "0/1 nodes", "00:00")], ""),
+}
+
+
+@pytest.mark.parametrize("case", EVENTS)
+def test_what_the_events_of_a_pod_complain_of(case):
+    found, words = EVENTS[case]
+    assert complaint(found) == words
+
+
+async def test_a_pod_that_cannot_mount_its_claim_is_told_of():
+    asked = service("model: {source: {pvc: {claimName: models, path: tiny}}}")
+    job = reader.job(asked, asked.spec.model.source.pvc, "image")
+    job["metadata"] |= {"uid": "j1", "resourceVersion": "1"}
+    waits = {"name": "read", "state": {"waiting": {"reason": "ContainerCreating"}}}
+    labels = {**job["spec"]["template"]["metadata"]["labels"], "job-name": job["metadata"]["name"]}
+    meta = {"name": "p", "namespace": "team", "uid": "p1", "resourceVersion": "1", "labels": labels}
+    cache, woken, asked_for = Cache(), [], []
+    cache.put(kinds.JOB, job)
+    cache.put(kinds.POD, {"metadata": meta, "spec": {}, "status": {"containerStatuses": [waits]}})
+
+    class Events:
+        async def list(self, kind, namespace, fields):
+            asked_for.append((kind, namespace, fields))
+            return SimpleNamespace(items=[FAILED_MOUNT])
+
+    models = Models(Events(), cache, PodEvents(Events(), 0.2), lambda key, s: woken.append(key), None)  # type: ignore[arg-type]
+    with pytest.raises(Waiting) as first:
+        await models.of(asked, "u1", {}, "image")
+    assert str(first.value).endswith("from claim models") and asked_for == [], "most pods start, and nobody asks"
+    assert woken == [("team", asked.name)]
+    await asyncio.sleep(0.25)
+    for _ in range(2):
+        with pytest.raises(Waiting, match=r"its pod waits: FailedMount: .* /examples is not a directory"):
+            await models.of(asked, "u1", {}, "image")
+    assert asked_for == [(kinds.EVENT, "team", "regarding.uid=p1")], "once in a while"
+
+
 async def test_a_source_that_no_pod_has_is_told_as_render_tells_it():
     asked = service("device: CPU\nmodel: {source: {path: models/tiny}}")
-    planning = Planning(Pods(), Models(Pods(), Cache(), None, None), {})  # type: ignore[arg-type]
+    planning = Planning(Pods(), Models(Pods(), Cache(), PodEvents(Pods()), None, None), {})  # type: ignore[arg-type]
     verdict = await planning.judge(asked, "u1", "digest", None, None, {})
     assert "'models/tiny' is a folder of one machine, and no pod has it" in verdict.invalid
     assert "use pvc" in verdict.invalid

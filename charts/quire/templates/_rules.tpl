@@ -58,5 +58,5 @@ roles, and any write to an LLMService but its status. */}}
   verbs: [list, watch]
 - apiGroups: [events.k8s.io]
   resources: [events]
-  verbs: [create]
+  verbs: [create, list]
 {{- end }}

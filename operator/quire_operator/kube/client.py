@@ -56,7 +56,7 @@ class Client(Session):
 
     async def find_listed(self, kind: Kind, namespace: str, name: str) -> Body | None:
         """One object, or None, by the right to list alone; without apiVersion and kind."""
-        found = await self.list(kind, namespace, name=name)
+        found = await self.list(kind, namespace, fields=f"metadata.name={name}")
         return found.items[0] if found.items else None
 
     async def list(
@@ -65,13 +65,13 @@ class Client(Session):
         namespace: str | None = None,
         labels: str = "",
         metadata_only: bool = False,
-        name: str = "",
+        fields: str = "",
     ) -> Listing:
-        """All objects of a kind in a namespace (None: in all), in pages; `labels` is a selector, `name` of one only."""
+        """All objects of a kind in a namespace (None: in all), in pages; `labels` and `fields` are selectors."""
         params = {
             "limit": str(_PAGE),
             **({"labelSelector": labels} if labels else {}),
-            **({"fieldSelector": f"metadata.name={name}"} if name else {}),
+            **({"fieldSelector": fields} if fields else {}),
         }
         items: list[Body] = []
         while True:

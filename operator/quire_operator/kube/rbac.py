@@ -42,7 +42,7 @@ RULES: tuple[Rule, ...] = (
     *(Rule(kind, _OWNED) for kind in kinds.CHILDREN if kind is not kinds.SECRET),
     Rule(kinds.REPLICA_SET, ("list", "watch")),
     Rule(kinds.POD, ("list", "watch")),
-    Rule(kinds.EVENT, ("create",)),
+    Rule(kinds.EVENT, ("create", "list")),
     Rule(kinds.NODE, ("list",), cluster=True, optional="GPUs are known from spec.gpu and the table of products only"),
     Rule(kinds.LEASE, ("create", "get", "update"), optional="--lease"),
 )

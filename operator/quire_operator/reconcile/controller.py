@@ -26,6 +26,7 @@ from quire_operator.reconcile.metrics import Metrics
 from quire_operator.reconcile.models import Models
 from quire_operator.reconcile.parts import RESYNC_S, Parts
 from quire_operator.reconcile.planning import Planning
+from quire_operator.reconcile.pod_events import PodEvents
 from quire_operator.reconcile.pods import AdapterPusher
 from quire_operator.reconcile.queue import Queue
 from quire_operator.reconcile.reconciler import Reconciler
@@ -67,7 +68,8 @@ class Controller:
         self._pusher = AdapterPusher(observe=self.metrics.visited)
         self._discovery = Discovery(client)
         secrets = SecretStore(client, settings.remember_secrets_s)
-        models = Models(client, self.cache, self.queue.add, self.metrics.wrote)
+        pod_events = PodEvents(client)
+        models = Models(client, self.cache, pod_events, self.queue.add, self.metrics.wrote)
         parts = Parts(
             client=client,
             cache=self.cache,
@@ -77,6 +79,7 @@ class Controller:
             discovery=self._discovery,
             applier=Applier(client, self.cache, secrets, self.metrics.wrote),
             pods=self._pusher,
+            pod_events=pod_events,
             operator=settings.operator,
             resync_s=settings.resync_s,
             wrote=self.metrics.wrote,

@@ -17,7 +17,9 @@ from quire_operator.kube.kinds import Kind
 from quire_operator.plan.checkpoint import Checkpoint
 from quire_operator.plan.files import files_of, read_checkpoint
 from quire_operator.reconcile.cache import Cache, Entry, Key, controller
+from quire_operator.reconcile.observed import pod_of
 from quire_operator.reconcile.packed import unpack
+from quire_operator.reconcile.pod_events import LOOK_S, PodEvents
 from quire_operator.render import names, reader
 from quire_operator.service import LLMService
 from quire_spec.catalogue import PvcSource, SecretRef
@@ -46,10 +48,16 @@ class Models:
     """Checkpoints by source."""
 
     def __init__(
-        self, client: Client, cache: Cache, wake: Callable[[Key, float], None], wrote: Callable[[Kind, str], None]
+        self,
+        client: Client,
+        cache: Cache,
+        pod_events: PodEvents,
+        wake: Callable[[Key, float], None],
+        wrote: Callable[[Kind, str], None],
     ) -> None:
         """`wake` has a service looked at again after so many seconds; `wrote` is told of writes."""
         self._client, self._cache, self._wake, self._wrote = client, cache, wake, wrote
+        self._pod_events = pod_events
         self._known: OrderedDict[tuple[str, str], Checkpoint] = OrderedDict()
         self._failed: dict[tuple[str, str], tuple[float, str]] = {}
         self._waiting: dict[tuple[str, str], set[Key]] = {}
@@ -102,7 +110,8 @@ class Models:
             self._wake_all(place)
             raise
         if found is None:
-            raise Waiting(f"Job {name} reads config.json from claim {source.claimName}{self._trouble(entry.key, name)}")
+            trouble = await self._trouble(key, entry.key, name)
+            raise Waiting(f"Job {name} reads config.json from claim {source.claimName}{trouble}")
         # The Job stays until the plan that comes of it is in the cluster (prune takes it away), lest a restart of the
         # operator in between has to start another one.
         self._wake_all(place)
@@ -138,16 +147,20 @@ class Models:
             found = _messages((await self._client.list(kinds.POD, entry.key[0], labels=f"job-name={job}")).items)
         return found
 
-    def _trouble(self, key: Key, job: str) -> str:
-        """Why a pod of the Job does not run, for the message."""
-        for pod in self._pods(key, job):
-            for condition in pod.get("status", {}).get("conditions") or ():
+    async def _trouble(self, asks: Key, key: Key, job: str) -> str:
+        """Why a pod of the Job of `key` does not run, for the message to `asks`."""
+        bodies = self._pods(key, job)
+        for body in bodies:
+            for condition in body.get("status", {}).get("conditions") or ():
                 if condition["type"] == "PodScheduled" and condition["status"] == "False":
                     return f"; its pod has no node: {condition.get('message', '')}"
-            for container in pod.get("status", {}).get("containerStatuses") or ():
-                waiting = container.get("state", {}).get("waiting", {})
-                if waiting.get("message"):
-                    return f"; its pod waits: {waiting.get('reason', '')}: {waiting['message']}"
+        pods = await self._pod_events.told(key[0], map(pod_of, bodies))
+        if any(pod.creating for pod in pods):
+            # An event of a pod wakes nobody.
+            self._wake(asks, LOOK_S)
+        for pod in pods:
+            if pod.waiting:
+                return f"; its pod waits: {pod.waiting}"
         return ""
 
     def _pods(self, key: Key, job: str) -> list[dict[str, Any]]:

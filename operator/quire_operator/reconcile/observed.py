@@ -60,6 +60,8 @@ class Pod:
     """The scheduler's message; empty when the pod has a node."""
     waiting: str = ""
     """Reason and message of a container that waits for something other than its turn."""
+    creating: bool = False
+    """It has a node, and none of its containers has started there: volumes, network or images are not ready yet."""
     ended: Ended | None = None
     """The last end of a container that did not end well, or of a download that did."""
     report: PodStatus | None = None
@@ -148,6 +150,7 @@ def pod_of(body: Body) -> Pod:
         created_at=meta.get("creationTimestamp", ""),
         unschedulable=scheduled.get("message", "") if unschedulable else "",
         waiting=next(_waiting(state), ""),
+        creating="deletionTimestamp" not in meta and _creating(state),
         ended=next(_ended(state), None),
         downloading=any(c["name"] == model.DOWNLOAD and c.get("state", {}).get("running") for c in _containers(state)),
     )
@@ -167,6 +170,11 @@ def _waiting(state: Mapping[str, Any]) -> Iterator[str]:
         waiting = container.get("state", {}).get("waiting", {})
         if waiting and waiting.get("reason", "") not in _IN_TURN:
             yield ": ".join(part for part in (waiting.get("reason", ""), waiting.get("message", "")) if part)
+
+
+def _creating(state: Mapping[str, Any]) -> bool:
+    reasons = [container.get("state", {}).get("waiting", {}).get("reason") for container in _containers(state)]
+    return bool(reasons) and all(reason in _IN_TURN for reason in reasons)
 
 
 def _ended(state: Mapping[str, Any]) -> Iterator[Ended]:

@@ -44,7 +44,7 @@ class Observer:
         deployment = cache.get(kinds.DEPLOYMENT, *key)
         claim = cache.get(kinds.CLAIM, key[0], names.model_claim(key[1]))
         job_entry = cache.get(kinds.JOB, key[0], job) if job else None
-        pods = tuple(pod_of(body) for body in (*serving, *jobs))
+        pods = await self._parts.pod_events.told(key[0], (pod_of(body) for body in (*serving, *jobs)))
         if any(pod.ip for pod in pods):
             secret = await self._parts.secrets.admin_key(key, wanted.uid)
             pods = await self._ask(key, pods, wanted, secret)

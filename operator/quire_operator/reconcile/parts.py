@@ -12,6 +12,7 @@ from quire_operator.reconcile.apply import Applier
 from quire_operator.reconcile.cache import Cache
 from quire_operator.reconcile.models import Models
 from quire_operator.reconcile.planning import Planning
+from quire_operator.reconcile.pod_events import PodEvents
 from quire_operator.reconcile.pods import AdapterPusher
 from quire_operator.reconcile.secrets import SecretStore
 
@@ -31,6 +32,7 @@ class Parts:
     discovery: Discovery
     applier: Applier
     pods: AdapterPusher
+    pod_events: PodEvents
     operator: Mapping[str, Any] | None = None
     """NetworkPolicy peer that the operator is."""
     resync_s: float = RESYNC_S

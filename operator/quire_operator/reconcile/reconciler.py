@@ -26,6 +26,7 @@ from quire_operator.reconcile.observer import Observer
 from quire_operator.reconcile.parts import Parts
 from quire_operator.reconcile.pinned import Pinned
 from quire_operator.reconcile.planning import stored_plan
+from quire_operator.reconcile.pod_events import LOOK_S
 from quire_operator.reconcile.service_store import Behind, ServiceStore
 from quire_operator.reconcile.status import status
 from quire_operator.reconcile.wanted import Wanted, identity
@@ -221,6 +222,8 @@ class Reconciler:
             after = min(after, _POLL_SETTLED_S * random.uniform(0.8, 1.2) if ready else poll)
         if any(pod.alive and pod.downloading for pod in (*observed.pods, *observed.job_pods)):
             after = min(after, _POLL_DOWNLOAD_S)
+        if any(pod.creating for pod in (*observed.pods, *observed.job_pods)):
+            after = min(after, LOOK_S)
         return Again(after)
 
 
