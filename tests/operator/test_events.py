@@ -126,6 +126,14 @@ def test_a_plan_that_was_wrong_is_told_once():
     assert told(wrong, healthy(pods=(pod("s-0", less), GOOD))) == [], "known already"
 
 
+@pytest.mark.parametrize(("tokens", "words"), [(131072, ""), (262144, ""), (65536, "50% fewer"), (524288, "100% more")])
+def test_on_a_cpu_the_engine_may_take_a_smaller_type_than_was_counted(tokens, words):
+    planned = {"inputsHash": "x", "kvTokens": 131072, "dtype": {"value": "auto"}}
+    found = events({"plan": planned}, {"plan": planned | {"measured": {"kvTokens": tokens}}})
+    assert [e.reason for e in found] == (["PlanDiffers"] if words else [])
+    assert all(words in e.message and "GPU" not in e.message for e in found)
+
+
 def test_another_plan_is_told_with_its_sizes():
     other = replace(PLAN, inputsHash="sha256:" + "1" * 64)
     lines = told(WELL, healthy(), Verdict(plan=other))

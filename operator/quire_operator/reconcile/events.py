@@ -103,7 +103,8 @@ def _of_plan(previous: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator
             True,
             News.PLAN_DIFFERS,
             f"the engine has room for {measured} KV tokens, {abs(now):.0%} {word} than the {new['kvTokens']} planned; "
-            "something else is in the GPU's memory, or the plan is wrong for this model",
+            f"{'something else is in the memory of the GPU, or ' if new.get('gpu') else ''}the plan is wrong for this "
+            "model",
         )
 
 

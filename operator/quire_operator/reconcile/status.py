@@ -184,8 +184,13 @@ def _unjudged(kind: Type, by: Condition) -> Condition:
 
 def drift(plan: Mapping[str, Any]) -> float | None:
     """By how much of the planned KV tokens the engine measured fewer (negative) or more; None: nothing was measured."""
-    measured = (plan.get("measured") or {}).get("kvTokens")
-    return measured / plan["kvTokens"] - 1 if measured is not None and plan.get("kvTokens") else None
+    measured, planned = (plan.get("measured") or {}).get("kvTokens"), plan.get("kvTokens")
+    if measured is None or not planned:
+        return None
+    if (plan.get("dtype") or {}).get("value") == "auto":
+        # On a CPU, where float32 is counted; the engine may take a type of half the size, which doubles the tokens.
+        planned = min(max(planned, measured), 2 * planned)
+    return float(measured / planned - 1)
 
 
 _MOST = 2**31
