@@ -94,6 +94,18 @@ def test_a_volume_that_cannot_be_mounted_is_told_of(cluster, namespace, kubelet)
         assert operating.condition("ModelCached")["status"] == "Unknown"
 
 
+def test_a_field_of_the_pod_that_there_is_not_is_named(operating, cluster, namespace):
+    pod = {"spec": {"nodeSelektor": {"a": "b"}, "hostNetwork": False}}
+    cluster.merge(API, KIND, "tales", {"spec": {"podTemplate": pod}}, namespace)
+    operating.settles()
+    config = operating.condition("ConfigValid")
+    assert (config["status"], config["reason"]) == ("True", "FieldsLeftOut")
+    assert "knows no spec.podTemplate.spec.nodeSelektor, so" in config["message"]
+    cluster.merge(API, KIND, "tales", {"spec": {"podTemplate": {"spec": {"nodeSelektor": None}}}}, namespace)
+    operating.settles()
+    assert operating.condition("ConfigValid")["reason"] == "Accepted"
+
+
 def test_what_is_as_it_should_be_is_not_written(operating, cluster, namespace):
     eventually(lambda: operating.condition("Available").get("status") == "True", 20, "Available")
     operating.touch()

@@ -296,6 +296,14 @@ def test_kinds_that_the_cluster_lacks_are_named_and_stop_nothing():
     assert ready(found) == ("True", "Ready")
 
 
+def test_fields_that_the_cluster_lacks_are_named_and_stop_nothing():
+    found = of(healthy(fields_left_out=("spec.podTemplate.spec.nodeSelektor",), left_out=("InferencePool",)))
+    assert judged(found)["ConfigValid"] == ("True", "FieldsLeftOut")
+    message = condition(found, "ConfigValid")["message"]
+    assert "no spec.podTemplate.spec.nodeSelektor, so" in message and "no InferencePool, so" in message
+    assert ready(found) == ("True", "Ready")
+
+
 def test_paused():
     service = wanted("paused: true\nreplicas: 2\nlora: {maxLoaded: 0}")
     found = of(healthy(service), service=service)

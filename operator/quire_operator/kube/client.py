@@ -99,10 +99,12 @@ class Client(Session):
                 if error.field in unknown:
                     raise
                 # Written for a current API server; what an older one lacks it does without.
-                log.info(
-                    "field left out, too new for the API server kind=%s field=%s", kind.name, ".".join(error.field)
-                )
+                log.info("field left out, the API server has none kind=%s field=%s", kind.name, ".".join(error.field))
                 unknown.add(error.field)
+
+    def undeclared(self, kind: Kind) -> frozenset[tuple[str, ...]]:
+        """Paths of fields that were left out of what was applied: the API server's objects of that kind have none."""
+        return frozenset(self._undeclared.get(kind, ()))
 
     async def set_status(self, kind: Kind, manifest: Mapping[str, Any]) -> Body:
         """Put the manifest's status in the place of the object's whole one; the object as it is then.

@@ -3,10 +3,11 @@
 with pods that are to be left alone as they are, and nothing that waits for a download. Pure.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire_operator.kube.client import without
 from quire_operator.kube.kinds import DISCOVERED, JOB, Kind, kind_of
 from quire_operator.plan.plan import Plan
 from quire_operator.reconcile.model_cache import job_succeeded
@@ -18,6 +19,8 @@ from quire_operator.service import LLMService
 
 Manifest = dict[str, Any]
 Body = Mapping[str, Any]
+_TEMPLATE = ("spec", "template")
+"""Where spec.podTemplate is in a Deployment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class Children:
     """Name of the download Job; None: nothing is downloaded before pods start."""
     held: bool
     """The Deployment stays on the previous model until the new one is there."""
+    fields_left_out: tuple[str, ...] = ()
+    """Fields of the spec that the API server does not know; filled once they were applied."""
 
     @property
     def kept(self) -> frozenset[tuple[str, str]]:
@@ -91,6 +96,14 @@ def children(service: LLMService, digest: str, plan: Plan, around: Around, live:
     ready = [_settled(service, manifest, replicas, live) for manifest in pods.into(manifests)]
     name = done if job is None or done is not None else str(job["metadata"]["name"])
     return Children(tuple(ready), (*found.left_out, *lacking), name, held)
+
+
+def fields_left_out(service: LLMService, undeclared: Collection[tuple[str, ...]]) -> tuple[str, ...]:
+    """Fields of spec.podTemplate among those that the API server's Deployments do not have. What we add ourselves, for
+    a later API server, is nobody's business."""
+    asked = service.spec.podTemplate
+    below = (path[len(_TEMPLATE) :] for path in undeclared if path[: len(_TEMPLATE)] == _TEMPLATE)
+    return tuple(sorted(".".join(("spec.podTemplate", *path)) for path in below if without(asked, {path}) != asked))
 
 
 def _settled(service: LLMService, manifest: Manifest, replicas: int, live: Live) -> Manifest:

@@ -40,6 +40,7 @@ class Reason(StrEnum):
     # ConfigValid
     ACCEPTED = "Accepted"
     KINDS_LEFT_OUT = "KindsLeftOut"
+    FIELDS_LEFT_OUT = "FieldsLeftOut"
     INVALID = "Invalid"
     CONFLICT = "Conflict"
     APPLY_REJECTED = "ApplyRejected"

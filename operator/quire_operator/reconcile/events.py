@@ -86,7 +86,8 @@ def _is_bad(kind: Type, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     if kind is Type.PROGRESSING:
         return reason not in (Reason.ROLLOUT_COMPLETE, Reason.UPDATING, Reason.PAUSED, Reason.PODS_NOT_READY)
     waits = (Reason.DOWNLOADING, Reason.DOWNLOAD_PENDING)
-    return reason == Reason.KINDS_LEFT_OUT or (new["status"] != "True" and reason not in waits)
+    left_out = (Reason.KINDS_LEFT_OUT, Reason.FIELDS_LEFT_OUT)
+    return reason in left_out or (new["status"] != "True" and reason not in waits)
 
 
 def _of_plan(previous: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[Event]:

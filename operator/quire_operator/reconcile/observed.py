@@ -103,6 +103,8 @@ class Observed:
     """Generation that all objects were applied for; an older one than the spec's: something of it is still missing."""
     left_out: tuple[str, ...] = ()
     """Kinds that the spec asks for and the API server does not have."""
+    fields_left_out: tuple[str, ...] = ()
+    """Fields of the spec that the API server does not know."""
     rejected: str = ""
     """What the API server said to an apply that it refused for good; empty: nothing was."""
     conflict: str = ""

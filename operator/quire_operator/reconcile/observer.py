@@ -56,6 +56,7 @@ class Observer:
             claim=claim.body() if claim else None,
             applied=applied,
             left_out=children.left_out if children else (),
+            fields_left_out=children.fields_left_out if children else (),
             rejected="; ".join(outcome.rejected),
             conflict=outcome.conflict,
         )

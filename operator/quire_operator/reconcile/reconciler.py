@@ -165,8 +165,10 @@ class Reconciler:
             # A kind that was there is gone; what is offered is asked anew, and the next pass leaves it out.
             await parts.discovery.offered(anew=True)
             raise
+        assert wanted.service is not None, "something was rendered"
+        lost = children_of.fields_left_out(wanted.service, parts.client.undeclared(kinds.DEPLOYMENT))
         # Without the manifests: a thousand services' would be 50 MB.
-        memory.children = replace(found, manifests=())
+        memory.children = replace(found, manifests=(), fields_left_out=lost)
         if outcome.conflict or outcome.rejected:
             return outcome
         await parts.applier.prune(key, wanted.uid, found.kept, newest)

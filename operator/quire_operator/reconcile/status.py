@@ -118,10 +118,16 @@ def _config(verdict: Verdict, observed: Observed) -> Condition:
         return Condition(Type.CONFIG_VALID, False, Reason.CONFLICT, observed.conflict)
     if observed.rejected:
         return Condition(Type.CONFIG_VALID, False, Reason.APPLY_REJECTED, observed.rejected)
+    lacks = []
+    if observed.fields_left_out:
+        fields = ", ".join(observed.fields_left_out)
+        lacks.append(f"the API server knows no {fields}, so that was left out; correct it, or take it out of the spec")
     if observed.left_out:
         kinds = ", ".join(observed.left_out)
-        message = f"the API server has no {kinds}, so that was left out; install it, or take it out of the spec"
-        return Condition(Type.CONFIG_VALID, True, Reason.KINDS_LEFT_OUT, message)
+        lacks.append(f"the API server has no {kinds}, so that was left out; install it, or take it out of the spec")
+    if lacks:
+        reason = Reason.FIELDS_LEFT_OUT if observed.fields_left_out else Reason.KINDS_LEFT_OUT
+        return Condition(Type.CONFIG_VALID, True, reason, "\n".join(lacks))
     return Condition(Type.CONFIG_VALID, True, Reason.ACCEPTED, "every field can be used")
 
 
