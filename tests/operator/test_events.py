@@ -80,7 +80,7 @@ CHANGES = {
         ["Normal PodsNotReady", "Warning NoReadyPods"],
     ),
     "a claim of another's": (healthy(conflict="Service s belongs to Helm"), ["Warning Conflict"]),
-    "a kind that is missing": (healthy(left_out=("PodMonitor",)), ["Warning KindsLeftOut"]),
+    "a kind that is missing": (healthy(left_out=("InferencePool",)), ["Warning KindsLeftOut"]),
     "a field that is missing": (healthy(fields_left_out=("spec.podTemplate.x",)), ["Warning FieldsLeftOut"]),
     "pods that do not answer": (healthy(pods=(GOOD, pod("s-1", report_error="refused"))), ["Warning PodsUnreachable"]),
     "an adapter that failed": (

@@ -26,6 +26,7 @@ from quire_operator.manifest import read
 from quire_operator.plan.gpu import resolve
 from quire_operator.plan.inputs import Inputs
 from quire_operator.plan.planner import make_plan
+from quire_operator.reconcile.children import Around, Live, children
 from quire_operator.render import merge, pod
 from quire_operator.render.cluster import OPTIONAL, Cluster
 from quire_operator.render.command import dumped
@@ -480,6 +481,16 @@ def test_optional_kinds_only_where_the_cluster_has_them():
     assert desired(service(EVERYTHING), planned(service(EVERYTHING)), CLUSTER).left_out == ()
     quiet = service(f"{GPU}observability: {{podMonitor: None}}")
     assert desired(quiet, planned(quiet), bare).left_out == ()
+
+
+def test_a_kind_that_nobody_asked_for_is_not_missed():
+    around = Around("u1", "key", {}, frozenset())
+    two = service(f"{GPU}replicas: 2")
+    quiet = children(two, "digest", planned(two), around, Live())
+    assert quiet.left_out == ()
+    assert not {m["kind"] for m in quiet.manifests} & {"PodMonitor", "PodDisruptionBudget"}
+    asked = children(service(EVERYTHING), "digest", planned(service(EVERYTHING)), around, Live())
+    assert asked.left_out == ("ScaledObject", "InferencePool")
 
 
 def test_overrides_of_the_pod_are_merged_last():

@@ -290,9 +290,9 @@ def test_a_verdict_that_stops_the_rollout(case):
 
 
 def test_kinds_that_the_cluster_lacks_are_named_and_stop_nothing():
-    found = of(healthy(left_out=("PodMonitor",)))
+    found = of(healthy(left_out=("InferencePool",)))
     assert judged(found)["ConfigValid"] == ("True", "KindsLeftOut")
-    assert "no PodMonitor" in condition(found, "ConfigValid")["message"]
+    assert "no InferencePool" in condition(found, "ConfigValid")["message"]
     assert ready(found) == ("True", "Ready")
 
 

@@ -21,6 +21,8 @@ Manifest = dict[str, Any]
 Body = Mapping[str, Any]
 _TEMPLATE = ("spec", "template")
 """Where spec.podTemplate is in a Deployment."""
+_BY_DEFAULT = ("PodDisruptionBudget", "PodMonitor")
+"""Kinds of which every service has an object where there is the kind (Auto): nobody has asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Children:
 
     manifests: tuple[Manifest, ...]
     left_out: tuple[str, ...]
-    """Kinds that the spec asks for and the API server does not have."""
+    """Kinds that the spec asks for, not by default, and the API server does not have."""
     job: str | None
     """Name of the download Job; None: nothing is downloaded before pods start."""
     held: bool
@@ -95,7 +97,8 @@ def children(service: LLMService, digest: str, plan: Plan, around: Around, live:
     replicas = service.spec.replicas if there or serves else 0
     ready = [_settled(service, manifest, replicas, live) for manifest in pods.into(manifests)]
     name = done if job is None or done is not None else str(job["metadata"]["name"])
-    return Children(tuple(ready), (*found.left_out, *lacking), name, held)
+    left_out = tuple(kind for kind in (*found.left_out, *lacking) if kind not in _BY_DEFAULT)
+    return Children(tuple(ready), left_out, name, held)
 
 
 def fields_left_out(service: LLMService, undeclared: Collection[tuple[str, ...]]) -> tuple[str, ...]:
