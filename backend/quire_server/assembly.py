@@ -110,7 +110,12 @@ def _sources(settings: Settings) -> SourceOptions:
 
 
 def _check_ports(settings: Settings) -> None:
-    """Refuse a port that is taken: the server would say so late, and its gRPC port it would even share silently."""
+    """Refuse a port that is given twice, to which the server answers with its whole usage, and one that is taken: it
+    would say so late, and its gRPC port it would even share silently."""
+    first: dict[int, str] = {}
+    for flag, port in settings.ports.items():
+        if (other := first.setdefault(port, flag)) != flag:
+            raise ConfigError(f"{other} {port} and {flag} {port}: ports must differ; give each its own number")
     for flag, port in settings.ports.items():
         family = socket.AF_INET6 if is_v6(settings.host) else socket.AF_INET
         with socket.socket(family) as probe:

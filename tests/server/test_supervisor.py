@@ -498,6 +498,15 @@ def test_a_port_that_is_taken_is_named(tmp_path, port):
     assert flag.replace("=", " ") in log and "give another port" in log
 
 
+@pytest.mark.parametrize(("one", "other"), [("http", "grpc"), ("grpc", "health"), ("metrics", "health")])
+def test_ports_must_differ(tmp_path, one, other):
+    with started(tmp_path / "pod", catalogue(1), f"--{one}-port=9000", f"--{other}-port=9000") as pod:
+        code, log = ended(pod)
+    assert code == 2
+    assert f"--{one}-port 9000 and --{other}-port 9000: ports must differ; give each its own number" in log
+    assert "process started" not in log
+
+
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-name.invalid"])
 def test_an_address_that_is_another_machines_is_named(tmp_path, host):
     with started(tmp_path / "pod", catalogue(1), f"--host={host}") as pod:
