@@ -10,8 +10,11 @@ one anew at least every _WATCH_S inactivities, and sooner where nothing comes.
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +23,14 @@ import aiohttp
 import kopf
 
 from quire_operator.kube import kinds
+from quire_operator.kube.client import Client
+from quire_operator.kube.discovery import serves
+from quire_operator.kube.errors import ApiError
 from quire_operator.kube.heard import Heard
 from quire_operator.kube.login import Login
 from quire_operator.kube.watch import Patience, Sink
+
+log = logging.getLogger(__name__)
 
 Told = Callable[[str | None, dict[str, Any]], None]
 """Called with what happened (None: it was there already) and the object."""
@@ -32,6 +40,8 @@ _LOGIN_AGAIN_S = 5.0
 """After a login that failed, such as a plugin's; kopf would wait a minute."""
 _WATCH_S = 2.0
 """How long a watch lasts, in inactivities: less than patience has (Patience.deaf_s)."""
+_LOOK_S, _SAY_S = 2.0, 60.0
+"""How often it is looked whether there is the definition, and said that there is none."""
 
 
 async def watch(login: Login, sink: Sink, heard: Sequence[Heard], patience: Patience, stop: asyncio.Event) -> None:
@@ -42,8 +52,9 @@ async def watch(login: Login, sink: Sink, heard: Sequence[Heard], patience: Pati
     in its loop.
 
     Raises:
-        Exception: kopf ended by itself, as it does when the kind is not there.
+        Exception: kopf ended by itself.
     """
+    await _defined(login, heard, stop)
     loop = asyncio.get_running_loop()
     over = threading.Event()
     ended: asyncio.Future[None] = loop.create_future()
@@ -74,6 +85,31 @@ async def watch(login: Login, sink: Sink, heard: Sequence[Heard], patience: Pati
         stopped.cancel()
         over.set()
     await ended
+
+
+async def _defined(login: Login, heard: Sequence[Heard], stop: asyncio.Event) -> None:
+    """Wait for the definition of LLMServices: kopf looks for it once, when it begins, and never again."""
+    said_at = float("-inf")
+    async with Client(login) as client:
+        while not stop.is_set():
+            try:
+                if await serves(client, kinds.LLM_SERVICE):
+                    return
+                for each in heard:
+                    each.not_yet()
+                if time.monotonic() - said_at > _SAY_S:
+                    said_at = time.monotonic()
+                    log.error(
+                        "definition is missing, nobody is served until it is there name=%s.%s version=%s; install it: "
+                        "helm upgrade --install quire charts/quire, or kubectl apply --server-side -f "
+                        "crds/llmservices.yaml",
+                        kinds.LLM_SERVICE.plural, kinds.LLM_SERVICE.group, kinds.LLM_SERVICE.version,
+                    )  # fmt: skip
+            except ApiError as error:
+                log.warning("definition is not known error=%s", error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await stop.wait()
 
 
 async def _operate(login: Login, told: Told, heard: Sequence[Heard], patience: Patience, over: threading.Event) -> None:

@@ -12,6 +12,7 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+from support.cluster import running
 from support.kubelet import Kubelet
 from support.operating import CHILDREN, children, claim, llm_service, reads_models
 from support.pod import eventually
@@ -92,6 +93,23 @@ def test_two_with_a_lease_work_one_after_the_other(cluster, namespace, kubelet, 
                 "coordination.k8s.io/v1", "Lease", "default", fieldSelector="metadata.name=operators"
             )
             assert lease["spec"]["holderIdentity"] == "", "one that ends gives it back"
+
+
+def test_started_before_the_definition_it_says_so_and_goes_on_once_it_is_there(tmp_path):
+    with running(tmp_path / "cluster") as bare:
+        if bare.programs is None:
+            pytest.skip("a cluster that was given has the definition")
+        (tmp_path / "logs").mkdir()
+        with operator(bare, "default", tmp_path / "logs") as (process, log):
+            eventually(lambda: "definition is missing" in log.read_text(), 30, "what is missing")
+            assert "name=llmservices.quire.dev version=v1alpha1; install it: helm upgrade" in log.read_text()
+            assert get(log, "/health/ready") == (503, "reading the cluster\n")
+            bare.install_crd()
+            eventually(lambda: get(log, "/health/ready")[0] == 200, 15, "ready")
+            bare.apply(llm_service(paused=True), "default")
+            eventually(lambda: status(bare, "default").get("conditions"), 15, "somebody looks after it")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0, log.read_text()
 
 
 def test_without_a_cluster_it_says_how_to_give_one(tmp_path):

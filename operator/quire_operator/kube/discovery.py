@@ -29,14 +29,26 @@ class Discovery:
         now = asyncio.get_running_loop().time()
         async with self._lock:
             if anew or now - self._asked_at > EVERY_S:
-                by_root = {kind.root: await self._plurals(kind.root) for kind in DISCOVERED}
+                by_root = {kind.root: await _plurals(self._client, kind.root) for kind in DISCOVERED}
                 self._found = frozenset(kind for kind in DISCOVERED if kind.plural in by_root[kind.root])
                 self._asked_at = now
         return self._found
 
-    async def _plurals(self, root: str) -> frozenset[str]:
-        try:
-            body = await self._client.request("GET", root)
-        except Missing:
-            return frozenset()
-        return frozenset(resource["name"] for resource in body.get("resources", ()))
+
+async def serves(client: Client, kind: Kind) -> bool:
+    """Whether the API server has a kind of a group now, and names it in both places where clients look for kinds.
+
+    Raises:
+        ApiError: it does not answer.
+    """
+    groups = (await client.request("GET", "/apis")).get("groups", ())
+    versions = {f"{group['name']}/{version['version']}" for group in groups for version in group["versions"]}
+    return kind.api_version in versions and kind.plural in await _plurals(client, kind.root)
+
+
+async def _plurals(client: Client, root: str) -> frozenset[str]:
+    try:
+        body = await client.request("GET", root)
+    except Missing:
+        return frozenset()
+    return frozenset(resource["name"] for resource in body.get("resources", ()))

@@ -12,10 +12,17 @@ class Heard:
     def __init__(self, kind: Kind, namespace: str | None = None) -> None:
         """`namespace` None: all."""
         self.kind, self.namespace = kind, namespace
+        self.ever = False
+        """Something was heard since there is somebody who listens."""
         self._at = time.monotonic()
 
     def now(self) -> None:
         """It said something: objects, a bookmark, or that a watch begins."""
+        self._at = time.monotonic()
+        self.ever = True
+
+    def not_yet(self) -> None:
+        """It could not say anything so far: the time counts from now."""
         self._at = time.monotonic()
 
     @property

@@ -117,7 +117,7 @@ class Controller:
         offered = await self._first_offers()
         await self._watch([kind for kind in WATCHED if kind not in DISCOVERED or kind in offered])
         for heard in self.heard:
-            heard.now()  # however long it took until there was an API server
+            heard.not_yet()  # however long it took until there was an API server
         self.started.set()
         log.info("started workers=%d namespaces=%s", self.settings.workers, ",".join(self.settings.namespaces) or "all")
         for _ in range(self.settings.workers):
@@ -198,6 +198,11 @@ class Controller:
         self._tasks.append(task)
 
     # What others ask of it
+
+    @property
+    def ready(self) -> bool:
+        """It works, and has been told of all that is there, LLMServices too."""
+        return self.started.is_set() and all(heard.ever for heard in self.heard)
 
     def trouble(self) -> str:
         """Why this process should be restarted; empty: it need not be."""

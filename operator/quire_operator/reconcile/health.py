@@ -23,7 +23,7 @@ async def serving(controller: Controller, host: str, port: int) -> AsyncIterator
         return web.Response(text=f"{trouble or 'alive'}\n", status=503 if trouble else 200)
 
     async def ready(_: web.Request) -> web.Response:
-        here = controller.started.is_set()
+        here = controller.ready
         return web.Response(text="ready\n" if here else "reading the cluster\n", status=200 if here else 503)
 
     async def metrics(_: web.Request) -> web.Response:
