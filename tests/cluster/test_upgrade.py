@@ -2,14 +2,20 @@
 """A new release of the operator, and models that are on their way: who keeps serving meanwhile, and with what."""
 
 import http.server
+import re
+import shutil
+import subprocess
 import threading
 from functools import partial
 
 import pytest
+from support.chart import ROOT
+from support.documents import blocks
 from support.kubelet import DONE, Container, Kubelet
 from support.operating import TINY, Operating, claim, llm_service, reads_models
 from support.pod import eventually
 
+from quire_operator import cli
 from quire_operator.plan import outcome, planner
 from quire_operator.reconcile import planning
 from quire_operator.render import model, pod
@@ -145,6 +151,37 @@ def test_an_image_is_changed_where_every_gpu_is_taken(cluster, namespace, kubele
         eventually(lambda: ready(cluster, namespace) == ["quire:gpu"] * 2, 40, "two pods on two GPUs")
         cluster.merge(API, KIND, "tales", {"spec": {"runtime": {"image": "quire:other"}}}, namespace)
         eventually(lambda: ready(cluster, namespace) == ["quire:other"] * 2, 60, "both replaced")
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the command of the document needs jq")
+def test_the_difference_that_the_documents_show_is_what_a_release_would_change(
+    cluster, namespace, kubelet, new_release, tmp_path, capsys
+):
+    """The command of docs/upgrade.md, with the image that the pods have, and with a new release."""
+    shown = next(text for text in blocks(ROOT / "docs/upgrade.md", "sh") if "kubectl diff" in text)
+    program = re.search(r"jq '([^']+)'", shown)[1]
+    cluster.apply(claim(), namespace)
+    with Operating(cluster, namespace) as old:
+        cluster.apply(llm_service(), namespace)
+        old.settles()
+        cluster.merge(API, KIND, "tales", {"spec": {"disruption": {"pdb": "None"}}}, namespace)
+        old.settles()
+    live = tmp_path / "tales.yaml"
+    live.write_text(cluster.kubectl("get", "llm", "tales", "-o", "yaml", namespace=namespace))
+
+    def differs(image):
+        argv = ["render", "-f", str(live), "--volume", f"models={TINY.parent}", "--image", image, "-o", "json"]
+        assert cli.main(argv) == 0
+        rendered = capsys.readouterr().out
+        text = subprocess.run(["jq", program], input=rendered, capture_output=True, text=True, check=True).stdout
+        return cluster.kubectl("diff", "-f", "-", namespace=namespace, stdin=text, codes=(0, 1))
+
+    assert differs(image(old)) == ""
+    new_release()
+    changed = [
+        line for line in differs("quire:next-cpu").splitlines() if line[0] in "+-" and line[:3] not in ("+++", "---")
+    ]
+    assert any("quire:next-cpu" in line for line in changed) and any("periodSeconds: 7" in line for line in changed)
 
 
 class files:

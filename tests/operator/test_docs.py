@@ -134,7 +134,7 @@ def test_commands_exist(text, monkeypatch):
         elif words[0] == "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         else:
-            assert words[0] in ("curl", "kubectl", "kind", "docker", "export", "git"), words
+            assert words[0] in ("curl", "kubectl", "kind", "docker", "export", "git", "jq"), words
         for word in words:
             if word.startswith(("examples/", "charts/", "crds/")):
                 assert (ROOT / word).exists(), word

@@ -163,12 +163,14 @@ class Cluster:
 
     # People and programs
 
-    def kubectl(self, *arguments: str, namespace: str = "default", stdin: str | None = None) -> str:
-        """What kubectl prints; fails the test when it does."""
+    def kubectl(
+        self, *arguments: str, namespace: str = "default", stdin: str | None = None, codes: tuple[int, ...] = (0,)
+    ) -> str:
+        """What kubectl prints; fails the test when it ends with none of these codes."""
         program = self.programs.path("kubectl") if self.programs else "kubectl"
         argv = [program, f"--kubeconfig={self.kubeconfig}", f"--namespace={namespace}", *arguments]
         done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
+        assert done.returncode in codes, f"kubectl {' '.join(arguments)}: {done.stderr}"
         return done.stdout
 
     def service_account(self, namespace: str, name: str, rules: list[Manifest]) -> Path:
