@@ -184,7 +184,10 @@ class Metrics:
             registry=self.registry,
         )
         self._refused = Counter(
-            "quire_requests_refused", "Requests not admitted, by code.", ["model_name", "code"], registry=self.registry
+            "quire_requests_refused",
+            "Requests not admitted, by code, but for what is refused before: wrong tensors, names and ranges.",
+            ["model_name", "code"],
+            registry=self.registry,
         )
 
     def _make_histograms(self, token_buckets: list[int]) -> None:

@@ -8,6 +8,7 @@ from quire_operator.kube import kinds
 from quire_operator.reconcile.apply import Outcome
 from quire_operator.reconcile.cache import Cache
 from quire_operator.reconcile.observer import Observer
+from quire_operator.reconcile.pod_events import PodEvents
 from quire_operator.reconcile.wanted import Wanted
 from quire_operator.render import names
 
@@ -26,6 +27,7 @@ async def test_pods_have_an_order_of_their_own():
         cache = Cache()
         for name in rng.sample(pods, len(pods)):
             cache.put(kinds.POD, pod(name))
-        observer = Observer(SimpleNamespace(cache=cache), None)
+        parts = SimpleNamespace(cache=cache, pod_events=PodEvents(None))
+        observer = Observer(parts, None)
         seen = await observer.observe(("team", "tales"), Wanted("u", 1, None, "", "x"), None, 1, Outcome())
         assert [each.name for each in seen.pods] == pods
