@@ -31,7 +31,7 @@ from quire_spec.document import from_json
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
 from quire_spec.outcome import Outcome, Result
 from quire_spec.progress import PATH, PORT_VARIABLE
-from quire_spec.weights import weights_bytes
+from quire_spec.safetensors import file_bytes
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ class _Bring:
         Raises:
             InvalidArgument: they do; the file is dropped.
         """
-        wanted, found = weights_bytes(self.partial.folder / name), self.partial.size(name)
+        wanted, found = file_bytes(self.partial.folder / name), self.partial.size(name)
         if wanted is not None and found < wanted:
             self.partial.drop(name)
             raise InvalidArgument(

@@ -9,19 +9,18 @@ import argparse
 import base64
 import gzip
 import json
-import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quire_spec.errors import ConfigError
+from quire_spec.safetensors import LENGTH_BYTES, header_length, tensor_bytes
 
 EXIT_WRONG = 2
 """Running again changes nothing until somebody changes the files."""
 MAX_MESSAGE = 4096
 _MAX_JSON_BYTES = 64 * 2**20
-_MAX_HEADER_BYTES = 100 * 2**20
 _UNREAD = ("id2label", "label2id", "_name_or_path", "transformers_version")
 """Of config.json: names of classes and notes, which can be long and say nothing about memory."""
 
@@ -86,22 +85,19 @@ def _json(path: Path) -> Any:
 
 
 def _header(path: Path) -> Any:
-    """The header of a safetensors file with the tensor alone that ends last; None: there is no file."""
+    """The header of a safetensors file with one tensor, which ends where the last one does; None: there is no file."""
     try:
         with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= _MAX_HEADER_BYTES:
-                raise ConfigError(f"{path}: does not begin like a safetensors file")
-            header = json.loads(file.read(length))
-            last = max((t for name, t in header.items() if name != "__metadata__"), key=lambda t: t["data_offsets"][1])
+            end = tensor_bytes(json.loads(file.read(header_length(file.read(LENGTH_BYTES)))))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError, IndexError) as error:
-        raise ConfigError(f"{path}: its header names no tensors with offsets; save it as safetensors") from error
-    return {"last": {"data_offsets": last["data_offsets"]}}
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: its header is not JSON: {error}") from error
+    return {"last": {"data_offsets": [0, end]}}
 
 
 def _part(value: Any, name: str) -> Any:

@@ -264,7 +264,7 @@ def test_folders(tmp_path):
 def test_files_that_are_not_what_they_should_be(tmp_path, content, words):
     with pytest.raises(ConfigError, match=words) as error:
         read_checkpoint(FolderFiles(folder(tmp_path / "m", content)))
-    assert str(tmp_path / "m") in str(error.value)
+    assert str(error.value).count(str(tmp_path / "m")) == 1
 
 
 def test_a_file_too_large_is_no_config(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.planning import ANY_TP, GIB, LLAMA_8B, MODELS, NO_LORA, checkpoint, faults, inputs, plan, service
 
 from quire_operator.plan import planner, ways
-from quire_operator.plan.checkpoint import Checkpoint, SizeFrom, header_length
+from quire_operator.plan.checkpoint import Checkpoint, SizeFrom
 from quire_operator.plan.errors import Unplannable, Why
 from quire_operator.plan.gpu import PRODUCTS, Gpu, KnownFrom, node_labels, resolve
 from quire_operator.plan.inputs import Abilities
@@ -526,13 +526,6 @@ def test_sizes_come_from_the_index_then_the_header_then_the_shape():
 def test_files_that_say_nothing_are_refused(config, index, header, words):
     with pytest.raises(ConfigError, match=words):
         Checkpoint.from_files(config, index, header)
-
-
-def test_a_header_begins_with_its_length():
-    assert header_length((1000).to_bytes(8, "little")) == 1000
-    for start in (b"", b"PK\x03\x04abcd", (0).to_bytes(8, "little"), (2**40).to_bytes(8, "little")):
-        with pytest.raises(ConfigError, match="does not begin like a safetensors file"):
-            header_length(start)
 
 
 def test_a_bound_in_bytes_of_adapters_copies_is_what_is_asked_for():

@@ -8,7 +8,6 @@ the one file, and only without both from the shape.
 import hashlib
 import json
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,15 +15,13 @@ from typing import Any, Self, cast
 
 from quire_spec import capability
 from quire_spec.errors import ConfigError
+from quire_spec.safetensors import tensor_bytes
 from quire_spec.shape import ModelShape
 from quire_spec.sizing import weights_bytes
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
-
-MAX_HEADER_BYTES = 100 * 2**20
-"""What the safetensors format allows a header."""
 
 
 class SizeFrom(StrEnum):
@@ -63,7 +60,7 @@ class Checkpoint:
         if index is not None:
             return cls(shape, index_bytes(index), SizeFrom.INDEX, digest)
         if header is not None:
-            return cls(shape, header_bytes(header), SizeFrom.HEADER, digest)
+            return cls(shape, _header_bytes(header), SizeFrom.HEADER, digest)
         return cls(shape, weights_bytes(shape, capability.DTYPE_BYTES.get(shape.dtype, 2)), SizeFrom.SHAPE, digest)
 
 
@@ -77,27 +74,8 @@ def index_bytes(index: object) -> int:
     return int(total)
 
 
-def header_bytes(header: object) -> int:
-    """Bytes of all tensors, from the parsed header of a safetensors file; raises ConfigError when it does not tell."""
-    tensors = {name: t for name, t in header.items() if name != "__metadata__"} if isinstance(header, Mapping) else {}
+def _header_bytes(header: object) -> int:
     try:
-        return max(_end(tensor) for tensor in tensors.values())
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ConfigError(
-            f"{WEIGHTS_FILE}: its header names no tensors with offsets; save it as safetensors"
-        ) from error
-
-
-def header_length(start: bytes) -> int:
-    """Bytes of the JSON header, from the first 8 bytes of a safetensors file; raises ConfigError for anything else."""
-    length: int = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-    if not 2 <= length <= MAX_HEADER_BYTES:
-        raise ConfigError(f"{WEIGHTS_FILE}: does not begin like a safetensors file; save the weights as safetensors")
-    return length
-
-
-def _end(tensor: Mapping[str, Any]) -> int:
-    end = tensor["data_offsets"][1]
-    if not isinstance(end, int) or end < 0:
-        raise ValueError(end)
-    return end
+        return tensor_bytes(header)
+    except ConfigError as error:
+        raise ConfigError(f"{WEIGHTS_FILE}: {error}") from error

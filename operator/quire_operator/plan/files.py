@@ -11,17 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from quire_operator.plan.checkpoint import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    WEIGHTS_FILE,
-    Checkpoint,
-    header_length,
-)
+from quire_operator.plan.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Checkpoint
 from quire_operator.plan.remote import HttpFiles, HubFiles, S3Files
 from quire_spec.catalogue import SecretRef, Source
 from quire_spec.errors import ConfigError, Unavailable
 from quire_spec.s3 import KEYS
+from quire_spec.safetensors import LENGTH_BYTES, header_length
 from quire_spec.secret import check_value
 
 MAX_JSON_BYTES = 64 * 2**20
@@ -58,8 +53,9 @@ def read_checkpoint(files: Files) -> Checkpoint:
     if config is None:
         raise ConfigError(f"{files.where(CONFIG_FILE)}: there is none; give the folder of a Hugging Face model")
     index = _json(files, INDEX_FILE)
+    header = _header(files) if index is None else None
     try:
-        return Checkpoint.from_files(config, index, _header(files) if index is None else None)
+        return Checkpoint.from_files(config, index, header)
     except ConfigError as error:
         raise ConfigError(f"{files.where('').rstrip('/')}: {error}") from error
 
@@ -138,12 +134,13 @@ def _json(files: Files, name: str) -> Any:
 
 def _header(files: Files) -> Any:
     """The parsed header of model.safetensors; None: there is none."""
-    start = files.read(WEIGHTS_FILE, 0, 8)
+    start = files.read(WEIGHTS_FILE, 0, LENGTH_BYTES)
     if start is None:
         return None
-    length = header_length(start)
-    data = files.read(WEIGHTS_FILE, 8, length)
     try:
+        data = files.read(WEIGHTS_FILE, LENGTH_BYTES, header_length(start))
         return json.loads(data or b"")
+    except ConfigError as error:
+        raise ConfigError(f"{files.where(WEIGHTS_FILE)}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{files.where(WEIGHTS_FILE)}: its header is not JSON: {error}") from error
