@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quire_operator import patterns
-from quire_operator.errors import ABSENT, FieldPath, Problem, shown
+from quire_operator.errors import ABSENT, FieldPath, Problem, dotted, shown
 
 Schema = Mapping[str, Any]
 
@@ -31,15 +31,20 @@ _BOUNDS = {
 }
 
 
-UNKNOWN = "unknown field"
-"""The rule that a field breaks which there is not."""
+Places = Mapping[str, Sequence[FieldPath]]
+"""Where in the document there is a field of a name, by `folded` names."""
+
+_MAX_PLACES = 3
+"""A field that is in more places than that, such as name, was hardly meant as one of them."""
 _MAX_UNKNOWN = 50
 """Of an object's unknown fields, those that are told one by one: finding what was meant takes 0.1 ms for each."""
 
 
-def explain(keyword: str, limit: Any, value: Any, schema: Schema, path: FieldPath) -> Iterator[Problem]:
+def explain(keyword: str, limit: Any, value: Any, schema: Schema, path: FieldPath, places: Places) -> Iterator[Problem]:
     """The problems behind one failed keyword of `schema`, whose argument is `limit`, at `path` with `value`."""
-    if keyword in ("minLength", "minItems") and limit == 1:
+    if keyword == "additionalProperties":
+        yield from _unknown(value, schema, path, places)
+    elif keyword in ("minLength", "minItems") and limit == 1:
         yield Problem(path, value, "must not be empty", "fill it in, or omit the field")
     elif keyword == "minLength" and not re.search(schema.get("pattern", ""), value):
         return  # the pattern says more
@@ -52,18 +57,27 @@ def explain(keyword: str, limit: Any, value: Any, schema: Schema, path: FieldPat
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """The known name that was probably meant, or None."""
-    folded = {other.lower(): other for other in known}
-    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
-    return folded[close[0]] if close else None
+    by_lower = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[close[0]] if close else None
 
 
-def _unknown(_: Any, value: Any, schema: Schema, path: FieldPath) -> Iterator[Problem]:
+def folded(name: str) -> str:
+    """The name without what is often written otherwise: gpu_memory as gpuMemory."""
+    return name.replace("_", "").lower()
+
+
+def _unknown(value: Any, schema: Schema, path: FieldPath, places: Places) -> Iterator[Problem]:
     known = _known(schema)
+    all_known = ", ".join(known)
     unknown = sorted(set(value) - set(schema["properties"]))
     for name in unknown[:_MAX_UNKNOWN]:
-        meant = nearest(name, known)
-        fix = f"did you mean {meant}? There are {', '.join(known)}" if meant else f"there are {', '.join(known)}"
-        yield Problem((*path, name), ABSENT, UNKNOWN, fix, (*path, meant) if meant else None)
+        near, there = nearest(name, known), places.get(folded(str(name)), ())
+        guess, meant = near, (*path, near) if near else None
+        if 0 < len(there) <= _MAX_PLACES and meant not in there:
+            guess, meant = " or ".join(map(dotted, there)), there[0] if len(there) == 1 else None
+        fix = f"did you mean {guess}? There are {all_known}" if guess else f"there are {all_known}"
+        yield Problem((*path, name), ABSENT, "unknown field", fix, meant)
     if len(unknown) > _MAX_UNKNOWN:
         yield Problem(path, ABSENT, f"has {len(unknown) - _MAX_UNKNOWN} more unknown fields", "remove them")
 
@@ -118,7 +132,6 @@ def _pattern(limit: Any, value: Any, schema: Schema, path: FieldPath) -> Iterato
 
 
 _EXPLAIN: dict[str, Callable[[Any, Any, Schema, FieldPath], Iterator[Problem]]] = {
-    "additionalProperties": _unknown,
     "required": _missing,
     "type": _type,
     "enum": _enum,

@@ -8,14 +8,13 @@ an API server: an unknown field is a problem (kubectl says the same, an API serv
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import jsonschema
 from jsonschema.exceptions import ValidationError
 
-from quire_operator.errors import FieldPath, Problem, dotted
-from quire_operator.explain import UNKNOWN, explain
+from quire_operator.errors import FieldPath, Problem
+from quire_operator.explain import explain, folded
 
 Schema = Mapping[str, Any]
 
@@ -58,28 +57,13 @@ def known(schema: Schema, value: Any) -> Any:
 
 def problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[Problem]:
     """What is structurally wrong with a completed value; `path` is where it stands in its document."""
+    places: dict[str, list[FieldPath]] = {}
+    for place in _places(schema, path):
+        places.setdefault(folded(str(place[-1])), []).append(place)
     for error in _validator(schema).iter_errors(value):
         here = (*path, *error.absolute_path)
-        for problem in explain(str(error.validator), error.validator_value, error.instance, error.schema, here):
-            yield _elsewhere(schema, problem, path)
+        yield from explain(str(error.validator), error.validator_value, error.instance, error.schema, here, places)
     yield from _twins(schema, value, path)
-
-
-_MAX_PLACES = 3
-"""A field that is in more places than that, such as name, was hardly meant as one of them."""
-
-
-def _elsewhere(schema: Schema, problem: Problem, path: FieldPath) -> Problem:
-    """The problem of an unknown field, with the places where there is one of that very name."""
-    if problem.rule != UNKNOWN:
-        return problem
-    name = str(problem.path[-1]).replace("_", "").lower()
-    places = [place for place in _places(schema, path) if str(place[-1]).lower() == name]
-    if problem.meant in places or not 0 < len(places) <= _MAX_PLACES:
-        return problem
-    there = problem.fix[problem.fix.lower().index("there are") + 1 :]
-    fix = f"did you mean {' or '.join(map(dotted, places))}? T{there}"
-    return replace(problem, fix=fix, meant=places[0] if len(places) == 1 else None)
 
 
 def _places(schema: Schema, path: FieldPath) -> Iterator[FieldPath]:
