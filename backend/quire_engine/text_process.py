@@ -21,7 +21,7 @@ from quire_engine.hub import resolve_model
 from quire_engine.joiner import Joiner
 from quire_engine.metrics import Metrics
 from quire_engine.pace import RESPONSES_PER_S_PER_CORE, Pace
-from quire_engine.text import Tokenizer
+from quire_engine.text import TOKENIZER_FILE, Tokenizer
 from quire_engine.text_server import TextServer
 from quire_spec.config import EngineConfig
 from quire_spec.names import CORE_SOCKET, TEXT_SOCKET
@@ -40,6 +40,8 @@ def main(args: process.Arguments) -> None:
         *(args.served_name, tokenizer is not None, limits.max_model_len),
         *(limits.max_prompt_bytes, limits.max_num_queued_reqs),
     )
+    if tokenizer is None:
+        _log.warning("the model has no %s: it takes token ids, and refuses texts folder=%s", TOKENIZER_FILE, folder)
     asyncio.run(_serve(args, tokenizer, limits))
 
 

@@ -116,19 +116,26 @@ def _check_ports(settings: Settings) -> None:
     for flag, port in settings.ports.items():
         if (other := first.setdefault(port, flag)) != flag:
             raise ConfigError(f"{other} {port} and {flag} {port}: ports must differ; give each its own number")
-    for flag, port in settings.ports.items():
-        family = socket.AF_INET6 if is_v6(settings.host) else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((settings.host, port))
-            except OSError as error:
-                if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                    raise ConfigError(
-                        f"--host {settings.host}: not an address of this machine ({error.strerror}); give one of its "
-                        "own, or 0.0.0.0 for all"
-                    ) from error
+    faults = {f"{flag} {port}": _listen_error(settings.host, port) for flag, port in settings.ports.items()}
+    said = [f"{given} ({error.strerror})" for given, error in faults.items() if error is not None]
+    if said:
+        raise ConfigError(
+            f"{', '.join(said)}: cannot listen on {in_url(settings.host)} there; stop what does, or give "
+            f"{'another port' if len(said) == 1 else 'other ports'}"
+        )
+
+
+def _listen_error(host: str, port: int) -> OSError | None:
+    """Why nobody can listen there, or None; raises ConfigError when it is the host that is wrong."""
+    with socket.socket(socket.AF_INET6 if is_v6(host) else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError(
-                    f"{flag} {port}: cannot listen on {in_url(settings.host)}:{port} ({error.strerror}); "
-                    "stop what is there, or give another port"
+                    f"--host {host}: not an address of this machine ({error.strerror}); give one of its own, or "
+                    "0.0.0.0 for all"
                 ) from error
+            return error
+    return None

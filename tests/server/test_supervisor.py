@@ -486,16 +486,19 @@ def test_a_wrong_file_ends_it_before_anything_starts(tmp_path, engine, adapters,
     assert "process started" not in log
 
 
-@pytest.mark.parametrize("port", ["http", "grpc", "metrics", "health"])
-def test_a_port_that_is_taken_is_named(tmp_path, port):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        flag = f"--{port}-port={taken.getsockname()[1]}"
-        with started(tmp_path / "pod", catalogue(1), flag) as pod:
-            code, log = ended(pod)
+@pytest.mark.parametrize("ports", [["http"], ["grpc"], ["metrics"], ["health"], ["http", "metrics", "health"]])
+def test_all_ports_that_are_taken_are_named(tmp_path, ports):
+    with contextlib.ExitStack() as stack:
+        flags = []
+        for port in ports:
+            taken = stack.enter_context(socket.socket())
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            flags.append(f"--{port}-port={taken.getsockname()[1]}")
+        code, log = ended(stack.enter_context(started(tmp_path / "pod", catalogue(1), *flags)))
     assert code == 2
-    assert flag.replace("=", " ") in log and "give another port" in log
+    named = ", ".join(f"{flag.replace('=', ' ')} (Address already in use)" for flag in flags)
+    assert f"{named}: cannot listen on 127.0.0.1 there" in log
 
 
 @pytest.mark.parametrize(("one", "other"), [("http", "grpc"), ("grpc", "health"), ("metrics", "health")])
