@@ -22,6 +22,8 @@ class Files:
     content: dict[str, bytes]
     cuts: list[int] = field(default_factory=list)
     """Bytes after which each of the next answers to GET is cut."""
+    changed: dict[str, bytes] = field(default_factory=dict)
+    """What is there from the last of `cuts` on."""
     etags: bool = True
     conditions: bool = True
     """Know If-Range and If-Match; some servers know only Range."""
@@ -73,6 +75,8 @@ class Files:
             await response.write(data[: self.cuts.pop(0)])
             assert request.transport is not None
             request.transport.close()
+            if not self.cuts:
+                self.content.update(self.changed)
         elif self.more and request.path.endswith(".safetensors"):
             await response.write(data[: len(data) * 5 // 8])
             await self.more.wait()

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fetcher from a real HTTP server: what arrives, what is refused, what a cut connection costs."""
+
+import asyncio
+import hashlib
+import json
+import os
+
+import pytest
+from aiohttp import web as aio
+from aiohttp.test_utils import TestServer
+from support.fetching import BOTH, WEIGHTS, content, fetcher
+from support.sources import serve
+
+from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
+from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE
+from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
+
+
+async def test_http(tmp_path, web):
+    async with fetcher(tmp_path) as f:
+        fetched = await f.fetch(Source(http=HttpSource(web.url + "/", hashlib.sha256(WEIGHTS).hexdigest())))
+        assert content(fetched) == BOTH
+        assert web.paths() == [f"/loras/sql/{name}" for name in BOTH]
+        assert await f.fetch(Source(http=HttpSource(web.url))) == fetched
+        assert len(web.paths()) == 4, "another description of the source"
+        assert await f.fetch(Source(http=HttpSource(web.url))) == fetched
+        assert len(web.paths()) == 4, "unchanged: asked by HEAD, not read again"
+        web.content["/loras/sql/" + CONFIG_FILE] = b'{"r": 16}'
+        assert (await f.fetch(Source(http=HttpSource(web.url)))).digest != fetched.digest
+
+
+async def test_http_resumes_after_cut_connections(tmp_path, web):
+    web.cuts = [10**9, 2**20, 5, 2**20]
+    async with fetcher(tmp_path) as f:
+        assert content(await f.fetch(Source(http=HttpSource(web.url)))) == BOTH
+    starts = [int(r.removeprefix("bytes=").removesuffix("-")) for r in web.ranges()[2:]]
+    assert len(starts) == 3
+    assert 0 < starts[0] <= 2**20 and starts == sorted(starts)
+
+
+async def test_a_fetch_resumes_what_an_earlier_process_left(tmp_path, web, monkeypatch):
+    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 0)
+    web.cuts = [10**9, 2**20]
+    async with fetcher(tmp_path) as f:
+        with pytest.raises(Unavailable, match="was cut"):
+            await f.fetch(Source(http=HttpSource(web.url)))
+    async with fetcher(tmp_path) as f:
+        assert content(await f.fetch(Source(http=HttpSource(web.url)))) == BOTH
+    assert web.ranges()[-1].startswith("bytes=") and web.ranges()[-1] != "bytes=0-"
+
+
+@pytest.mark.parametrize("conditions", [True, False], ids=["If-Range", "Range alone"])
+async def test_bytes_of_two_versions_are_never_mixed(tmp_path, web, conditions):
+    """Of servers that know Range alone, the rest of a new file is not put where the old one was cut."""
+    changed = os.urandom(len(WEIGHTS))
+    web.conditions, web.cuts, web.changed = conditions, [10**9, 2**20], {"/loras/sql/" + WEIGHTS_FILE: changed}
+    async with fetcher(tmp_path) as f:
+        assert content(await f.fetch(Source(http=HttpSource(web.url))))[WEIGHTS_FILE] == changed
+    assert any(web.ranges()[2:]), "it did ask for the rest"
+
+
+async def test_without_versions_nothing_is_resumed(tmp_path, web):
+    web.etags = False
+    web.cuts = [10**9, 2**20]
+    async with fetcher(tmp_path) as f:
+        assert content(await f.fetch(Source(http=HttpSource(web.url)))) == BOTH
+    assert web.ranges() == ["", "", ""]
+
+
+async def test_a_wrong_sha256_is_refused_and_not_kept(tmp_path, web):
+    wrong = "sha256:" + "0" * 64
+    async with fetcher(tmp_path) as f:
+        with pytest.raises(InvalidArgument, match=hashlib.sha256(WEIGHTS).hexdigest()):
+            await f.fetch(Source(http=HttpSource(web.url, wrong)))
+        with pytest.raises(InvalidArgument, match="64 hexadecimal"):
+            await f.fetch(Source(http=HttpSource(web.url, "abc")))
+    assert os.listdir(tmp_path / "cache/adapters") == []
+
+
+async def test_http_sizes_are_capped_before_and_during_reading(tmp_path, web):
+    async with fetcher(tmp_path, max_weights_bytes=2**20) as f:
+        with pytest.raises(InvalidArgument, match=str(len(WEIGHTS))):
+            await f.fetch(Source(http=HttpSource(web.url)))
+        web.chunked = True
+        with pytest.raises(InvalidArgument, match="or more, the limit is 1048576"):
+            await f.fetch(Source(http=HttpSource(web.url)))
+    kept = [p for p in (tmp_path / "cache/partial").rglob("*") if p.name == WEIGHTS_FILE]
+    assert [p.stat().st_size for p in kept] == []
+
+
+async def test_http_404_names_the_url_and_no_secret(tmp_path, web):
+    url = web.url.replace("http://", "http://user:passw0rd@") + "/absent?signature=s3cr3t"
+    async with fetcher(tmp_path) as f:
+        with pytest.raises(NotFound) as caught:
+            await f.fetch(Source(http=HttpSource(url)))
+    assert f"/loras/sql/absent/{CONFIG_FILE}: HTTP 404" in str(caught.value)
+    assert "s3cr3t" not in str(caught.value) and "passw0rd" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["ftp://a/b", "file:///etc/passwd", "no url", "http://"])
+async def test_only_http_urls(tmp_path, url):
+    async with fetcher(tmp_path) as f:
+        with pytest.raises(InvalidArgument, match=r"http\(s\)://host/folder"):
+            await f.fetch(Source(http=HttpSource(url)))
+
+
+async def test_a_source_that_is_down_is_answered_from_the_cache(tmp_path, web, caplog):
+    source = Source(http=HttpSource(web.url))
+    async with fetcher(tmp_path) as f:
+        fetched = await f.fetch(source)
+        web.down = True
+        assert await f.fetch(source) == fetched
+        assert "cannot be reached" in caplog.text
+        with pytest.raises(Unavailable, match="503"):
+            await f.fetch(Source(http=HttpSource(web.url + "/other")))
+
+
+async def test_nobody_there(tmp_path):
+    async with fetcher(tmp_path) as f:
+        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9/a"):
+            await f.fetch(Source(http=HttpSource("http://127.0.0.1:9/a")))
+
+
+async def test_a_server_that_gives_next_to_nothing_is_given_up(tmp_path, web):
+    web.cuts = [10**9, *[1] * 100]
+    async with fetcher(tmp_path) as f:
+        with pytest.raises(Unavailable, match="was cut"):
+            await f.fetch(Source(http=HttpSource(web.url)))
+    assert len(web.paths()) == 4
+
+
+async def refused(tmp_path, url, kind=Unavailable):
+    """The error of a fetch from `url`, which has a signature in its query."""
+    async with fetcher(tmp_path) as f, asyncio.timeout(20):
+        with pytest.raises(kind) as caught:
+            await f.fetch(Source(http=HttpSource(f"{url}/a?signature=s3cr3t")))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http:///x?signature=s3cr3t\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://a..b/x?signature=s3cr3t\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://1.2.3/x?signature=s3cr3t\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/x?signature=s3cr3t\r\nContent-Length: 0\r\n\r\n",
+    ],
+)
+async def test_no_answer_has_the_signature_of_a_url_told(tmp_path, raw, caplog, answer):
+    caplog.set_level("INFO")
+    _, url = await raw(answer)
+    said = await refused(tmp_path, url)
+    assert said.startswith(f"{url}/a/{CONFIG_FILE}: ")
+    assert "goes on after an error" in caplog.text
+    assert "s3cr3t" not in said + caplog.text
+
+
+async def test_a_proxys_password_is_not_told(tmp_path, raw, monkeypatch):
+    _, url = await raw(b"HTTP/1.1 407 Who\r\nContent-Length: 0\r\n\r\n")
+    monkeypatch.setenv("HTTPS_PROXY", url.replace("//", "//user:passw0rd@"))
+    said = await refused(tmp_path, "https://nowhere.invalid")
+    assert "407" in said and "passw0rd" not in said
+    monkeypatch.setenv("HTTPS_PROXY", "user:passw0rd@x y")
+    assert "passw0rd" not in await refused(tmp_path, "https://nowhere.invalid")
+
+
+async def test_what_may_have_been_cut_is_not_taken(tmp_path, raw):
+    """Without length or chunks the end of a connection is the end of the file, also where it was cut."""
+    _, url = await raw(b"HTTP/1.1 200 OK\r\n\r\n{}")
+    assert "have it send Content-Length" in await refused(tmp_path, url)
+
+
+async def test_a_server_that_never_has_a_right_range_is_asked_no_further(tmp_path, raw):
+    server, url = await raw(b"HTTP/1.1 416 No\r\nContent-Length: 0\r\n\r\n")
+    assert "HTTP 416" in await refused(tmp_path, url)
+    assert len(server.requests) == 3
+
+
+async def test_bytes_that_trickle_are_no_answer(tmp_path, raw, monkeypatch):
+    monkeypatch.setattr("quire_server.transfer.SILENCE_S", 0.3)
+    _, url = await raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + b" " * 10_000, pause_s=0.01)
+    assert "bytes came in 0.3 s" in await refused(tmp_path, url)
+
+
+async def test_a_question_that_is_not_answered_once_does_not_cost_what_was_read(tmp_path, web):
+    handle, failed = web.handle, []
+
+    async def once_down(request):
+        if request.method == "HEAD" and not failed:
+            failed.append(request.path)
+            return aio.Response(status=503)
+        return await handle(request)
+
+    server = await serve(once_down)
+    async with fetcher(tmp_path) as f:
+        assert content(await f.fetch(Source(http=HttpSource(str(server.make_url("/loras/sql")))))) == BOTH
+    assert len(web.paths()) == 2 and failed
+    await server.close()
+
+
+async def test_cookies_are_nobodys(tmp_path, web):
+    """What a place gives to one source with a secret would let in another one of the same host that has none."""
+
+    async def prepared(request, response):
+        response.headers["Set-Cookie"] = "session=s3cr3t; Path=/"
+
+    app = aio.Application()
+    app.router.add_route("*", "/{path:.*}", web.handle)
+    app.on_response_prepare.append(prepared)
+    server = TestServer(app)
+    await server.start_server()
+    # By name: nobody keeps cookies of an address.
+    url = f"http://localhost:{server.port}/loras/sql"
+    async with fetcher(tmp_path) as f:
+        assert content(await f.fetch(Source(http=HttpSource(url)))) == BOTH
+    assert [r for r in web.requests if "Cookie" in r.headers] == []
+    await server.close()
+
+
+@pytest.mark.parametrize("value", ["s3cr3t\ns3cr3t", "s3cr3t\x00", "s3cr3t\u20ac"])
+@pytest.mark.parametrize("bundled", [True, False])
+async def test_a_secret_that_cannot_be_sent_is_named_and_not_quoted(tmp_path, web, value, bundled):
+    keys = {"token": value, "AWS_ACCESS_KEY_ID": value, "AWS_SECRET_ACCESS_KEY": value}
+    secret = tmp_path / "secrets/mine"
+    secret.parent.mkdir()
+    if bundled:
+        secret.write_text(json.dumps(keys))
+    else:
+        secret.mkdir()
+        for key, text in keys.items():
+            (secret / key).write_text(text)
+    mine = SecretRef("mine")
+    async with fetcher(tmp_path, secrets_dir=tmp_path / "secrets", hub_endpoint=web.url) as f:
+        for source in (
+            Source(http=HttpSource(web.url, headersSecretRef=mine)),
+            Source(huggingFace=HuggingFaceSource("org/sql-lora", None, mine)),
+            Source(s3=S3Source("s3://models/a", web.url, None, mine)),
+        ):
+            with pytest.raises(AccessDenied, match=r"secret 'mine': key '\w+(-\w+)?' holds a line break") as caught:
+                await f.fetch(source)
+            assert "s3cr3t" not in str(caught.value)
+    assert web.requests == []
+
+
+async def test_a_user_in_the_url_beside_a_secret_header_is_said(tmp_path, web):
+    (tmp_path / "secrets/mine").mkdir(parents=True)
+    (tmp_path / "secrets/mine/Authorization").write_text("Bearer s3cr3t")
+    source = HttpSource(web.url.replace("//", "//user:passw0rd@"), headersSecretRef=SecretRef("mine"))
+    async with fetcher(tmp_path, secrets_dir=tmp_path / "secrets") as f:
+        with pytest.raises(Unavailable, match="AUTHORIZATION") as caught:
+            await f.fetch(Source(http=source))
+    assert "s3cr3t" not in str(caught.value) and "passw0rd" not in str(caught.value)
+
+
+async def test_secret_headers_go_to_the_first_origin_only(tmp_path, web):
+    seen = []
+
+    async def redirect(request):
+        seen.append(request.headers.get("X-Key"))
+        return aio.Response(status=302, headers={"Location": f"{web.url}/{request.path.rsplit('/', 1)[1]}"})
+
+    front = await serve(redirect)
+    secret = tmp_path / "secrets/mine"
+    secret.mkdir(parents=True)
+    (secret / "X-Key").write_text("s3cr3t\n")
+    source = HttpSource(str(front.make_url("/a")), headersSecretRef=SecretRef("mine"))
+    async with fetcher(tmp_path, secrets_dir=tmp_path / "secrets") as f:
+        assert content(await f.fetch(Source(http=source))) == BOTH
+        with pytest.raises(InvalidArgument, match="not a name of a Secret"):
+            await f.fetch(Source(http=HttpSource(web.url, headersSecretRef=SecretRef("../mine"))))
+        with pytest.raises(Unavailable, match="mount the Secret"):
+            await f.fetch(Source(http=HttpSource(web.url, headersSecretRef=SecretRef("other"))))
+    # Each file once to be read, and once to see that it is still the same.
+    assert seen == ["s3cr3t"] * 4
+    assert all("X-Key" not in r.headers for r in web.requests)
+    await front.close()

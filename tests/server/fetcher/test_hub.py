@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fetcher from a server that speaks the hub's protocol, by the hub's own library."""
+
+import os
+
+import huggingface_hub
+import pytest
+from support.fetching import BOTH, WEIGHTS, at, content, fetcher
+from support.sources import Files, Hub, serve
+
+from quire_spec.catalogue import HuggingFaceSource, SecretRef, Source
+from quire_spec.digest import WEIGHTS_FILE
+from quire_spec.errors import InvalidArgument, NotFound, Unavailable
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+async def hub(tmp_path):
+    files = Files(at())
+    cdn = await serve(files.handle)
+    hub = Hub(files, "org/sql-lora", COMMIT, "hf_s3cr3t", f"http://localhost:{cdn.port}")
+    server = await serve(hub.handle)
+    hub.url = str(server.make_url("/")).rstrip("/")
+    secret = tmp_path / "secrets/hf"
+    secret.mkdir(parents=True)
+    (secret / "token").write_text("hf_s3cr3t\n")
+    hub.options = {"hub_endpoint": hub.url, "secrets_dir": tmp_path / "secrets"}
+    yield hub
+    await server.close()
+    await cdn.close()
+
+
+async def test_hub(tmp_path, hub):
+    by_branch = Source(huggingFace=HuggingFaceSource("org/sql-lora", tokenSecretRef=SecretRef("hf")))
+    by_commit = Source(huggingFace=HuggingFaceSource("org/sql-lora", COMMIT, SecretRef("hf", "token")))
+    async with fetcher(tmp_path, **hub.options) as f:
+        fetched = await f.fetch(by_branch)
+        assert content(fetched) == BOTH
+        assert await f.fetch(by_commit) == fetched
+        asked = len(hub.requests)
+        assert await f.fetch(by_commit) == fetched
+        assert len(hub.requests) == asked, "a commit never changes"
+        assert await f.fetch(by_branch) == fetched
+        assert {r.method for r in hub.requests[asked:]} == {"HEAD"}
+    assert all("Authorization" not in r.headers for r in hub.files.requests), "the token left the hub"
+
+
+async def test_hub_resumes_and_checks_the_hubs_sha256(tmp_path, hub):
+    hub.files.cuts = [2**20]
+    source = Source(huggingFace=HuggingFaceSource("org/sql-lora", tokenSecretRef=SecretRef("hf")))
+    async with fetcher(tmp_path, **hub.options) as f:
+        assert content(await f.fetch(source)) == BOTH
+    assert hub.files.ranges()[1].startswith("bytes=")
+    hub.commit = "f" * 40
+    lied = Files({f"/{WEIGHTS_FILE}": os.urandom(len(WEIGHTS))})
+    cdn = await serve(lied.handle)
+    hub.cdn = f"http://localhost:{cdn.port}"
+    async with fetcher(tmp_path, **hub.options) as f:
+        with pytest.raises(InvalidArgument, match="its sha256 is"):
+            await f.fetch(source)
+    await cdn.close()
+
+
+async def test_hub_errors(tmp_path, hub):
+    def source(repo="org/sql-lora", revision=None, secret=None):
+        return Source(huggingFace=HuggingFaceSource(repo, revision, secret))
+
+    mine = SecretRef("hf")
+    async with fetcher(tmp_path, **hub.options) as f:
+        with pytest.raises(Unavailable, match="private and the source's token"):
+            await f.fetch(source())
+        with pytest.raises(Unavailable, match="no such repository"):
+            await f.fetch(source("org/other", None, mine))
+        with pytest.raises(NotFound, match="revision"):
+            await f.fetch(source("org/sql-lora", "v9", mine))
+        with pytest.raises(InvalidArgument, match="a b"):
+            await f.fetch(source("a b", None, mine))
+        del hub.files.content[f"/{WEIGHTS_FILE}"]
+        with pytest.raises(NotFound, match=f"{WEIGHTS_FILE}.*safetensors"):
+            await f.fetch(source("org/sql-lora", None, mine))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("NO_PROXY", "[::1],fd00::/8"), ("HTTPS_PROXY", "socks5://user:passw0rd@127.0.0.1:9")],
+)
+async def test_a_proxy_that_the_hubs_library_cannot_use_is_said(tmp_path, hub, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    huggingface_hub.close_session()
+    source = Source(huggingFace=HuggingFaceSource("org/sql-lora", tokenSecretRef=SecretRef("hf")))
+    try:
+        async with fetcher(tmp_path, **hub.options) as f:
+            with pytest.raises(Unavailable, match="hub repository 'org/sql-lora'") as caught:
+                await f.fetch(source)
+    finally:
+        huggingface_hub.close_session()
+    assert "passw0rd" not in str(caught.value)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fetcher from a server that speaks S3, by obstore."""
+
+import os
+
+import pytest
+from support.fetching import BOTH, WEIGHTS, at, content, fetcher
+from support.sources import Bucket, Files, serve
+
+from quire_spec.catalogue import S3Source, SecretRef, Source
+from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE
+from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, Unavailable
+
+
+@pytest.fixture
+async def bucket(tmp_path):
+    bucket = Bucket(Files(at("/models/loras/sql")), "AKIA1", "s3cr3t")
+    server = await serve(bucket.handle)
+    secret = tmp_path / "secrets/s3"
+    secret.mkdir(parents=True)
+    (secret / "AWS_ACCESS_KEY_ID").write_text("AKIA1")
+    (secret / "AWS_SECRET_ACCESS_KEY").write_text("s3cr3t\n")
+    bucket.endpoint = str(server.make_url("/")).rstrip("/")
+    bucket.options = {"secrets_dir": tmp_path / "secrets"}
+    yield bucket
+    await server.close()
+
+
+def s3(bucket, uri="s3://models/loras/sql", secret="s3"):
+    return Source(s3=S3Source(uri, bucket.endpoint, "eu-central-1", SecretRef(secret) if secret else None))
+
+
+async def test_s3(tmp_path, bucket):
+    async with fetcher(tmp_path, **bucket.options) as f:
+        fetched = await f.fetch(s3(bucket))
+        assert content(fetched) == BOTH
+        assert await f.fetch(s3(bucket)) == fetched
+        assert len(bucket.files.paths()) == 2, "unchanged: asked by HEAD"
+
+
+async def test_s3_resumes(tmp_path, bucket):
+    bucket.files.cuts = [10**9, 2**20]
+    async with fetcher(tmp_path, **bucket.options) as f:
+        assert content(await f.fetch(s3(bucket))) == BOTH
+    assert any(r.startswith("bytes=") and r != "bytes=0-" for r in bucket.files.ranges())
+
+
+async def test_s3_goes_on_where_a_file_was_whole(tmp_path, bucket, monkeypatch):
+    """No range begins at a file's end: config.json was whole when an earlier process was ended."""
+    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 0)
+    bucket.files.cuts = [10**9, 2**20]
+    async with fetcher(tmp_path, **bucket.options) as f:
+        with pytest.raises(Unavailable):
+            await f.fetch(s3(bucket))
+    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 1)
+    async with fetcher(tmp_path, **bucket.options) as f:
+        assert content(await f.fetch(s3(bucket))) == BOTH
+
+
+async def test_s3_never_mixes_two_versions(tmp_path, bucket):
+    changed = os.urandom(len(WEIGHTS))
+    bucket.files.conditions, bucket.files.cuts = False, [10**9, 2**20]
+    bucket.files.changed = {f"/models/loras/sql/{WEIGHTS_FILE}": changed}
+    async with fetcher(tmp_path, **bucket.options) as f:
+        assert content(await f.fetch(s3(bucket)))[WEIGHTS_FILE] == changed
+    assert any(bucket.files.ranges()[2:]), "it did ask for the rest"
+
+
+async def test_a_public_bucket_needs_no_secret(tmp_path, bucket):
+    bucket.key_id = None
+    async with fetcher(tmp_path) as f:
+        assert content(await f.fetch(s3(bucket, secret=None))) == BOTH
+    assert all("Authorization" not in r.headers for r in bucket.files.requests)
+
+
+async def test_s3_errors(tmp_path, bucket):
+    async with fetcher(tmp_path, **bucket.options) as f:
+        with pytest.raises(NotFound, match=rf"s3://models/absent/{CONFIG_FILE}"):
+            await f.fetch(s3(bucket, "s3://models/absent"))
+        with pytest.raises(Unavailable, match="access denied"):
+            await f.fetch(s3(bucket, secret=None))
+        with pytest.raises(InvalidArgument, match="s3://bucket/prefix"):
+            await f.fetch(s3(bucket, "https://models/loras"))
+    async with fetcher(tmp_path, **bucket.options, max_weights_bytes=2**20) as f:
+        with pytest.raises(InvalidArgument, match="--max-adapter-bytes"):
+            await f.fetch(s3(bucket))
+
+
+async def test_s3_tells_what_a_bucket_says_and_not_what_it_quotes(tmp_path, bucket, raw):
+    body = b"<Error><Code>ExpiredToken</Code><Token-0>s3cr3t</Token-0></Error>"
+    _, url = await raw(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    async with fetcher(tmp_path, **bucket.options) as f:
+        with pytest.raises(AccessDenied, match="HTTP 400 ExpiredToken; the source's secret is wrong or no") as caught:
+            await f.fetch(Source(s3=S3Source("s3://models/loras/sql", url, None, SecretRef("s3"))))
+        assert "s3cr3t" not in str(caught.value)
+        with pytest.raises(Unavailable, match=r"at http://127\.0\.0\.1:9: HTTP error: error sending request$"):
+            await f.fetch(Source(s3=S3Source("s3://models/loras/sql", "http://127.0.0.1:9")))
+
+
+async def test_s3_files_that_are_stored_compressed_are_refused(tmp_path, raw):
+    _, url = await raw(b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}")
+    async with fetcher(tmp_path) as f:
+        with pytest.raises(Unavailable, match="is stored as gzip; store the files as they are"):
+            await f.fetch(Source(s3=S3Source("s3://models/loras/sql", url)))
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://user:s3cr3t@h", "http://h?s3cr3t", "http://[::", "http://h:99999", 'http://a"b', "http://h:9)", "ftp://h"],
+)
+async def test_an_endpoint_is_a_url_without_secrets(tmp_path, endpoint):
+    """obstore panics on some of these, and so does whoever waits for it."""
+    async with fetcher(tmp_path) as f:
+        with pytest.raises(ConfigError, match=r"s3 source: the endpoint is not http\(s\)://host") as caught:
+            await f.fetch(Source(s3=S3Source("s3://models/a", endpoint)))
+        assert "s3cr3t" not in str(caught.value)
+        with pytest.raises(InvalidArgument, match="s3://bucket/prefix") as caught:
+            await f.fetch(Source(s3=S3Source("s3://AKIA1:s3cr3t@models/a")))
+        assert "s3cr3t" not in str(caught.value)

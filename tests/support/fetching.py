@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter to be fetched, and a fetcher with a cache of its own."""
+
+import os
+from pathlib import Path
+
+from quire_server.cache import Cache
+from quire_server.fetcher import Fetcher
+from quire_server.sources import SourceOptions
+from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE
+
+CONFIG = b'{"r": 8}'
+WEIGHTS = os.urandom(3 * 2**20)
+BOTH = {CONFIG_FILE: CONFIG, WEIGHTS_FILE: WEIGHTS}
+
+
+def at(prefix: str = "") -> dict[str, bytes]:
+    return {f"{prefix}/{name}": data for name, data in BOTH.items()}
+
+
+def folder_with(folder: Path, config: bytes = CONFIG, weights: bytes = WEIGHTS) -> Path:
+    folder.mkdir(parents=True)
+    (folder / CONFIG_FILE).write_bytes(config)
+    (folder / WEIGHTS_FILE).write_bytes(weights)
+    return folder
+
+
+def fetcher(tmp_path: Path, **options) -> Fetcher:
+    return Fetcher(Cache(tmp_path / "cache"), SourceOptions(**options))
+
+
+def content(fetched):
+    return {p.name: p.read_bytes() for p in fetched.folder.iterdir()}
