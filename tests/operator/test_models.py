@@ -14,7 +14,7 @@ from quire_operator.reconcile.models import Models, Waiting
 from quire_operator.reconcile.planning import Planning
 from quire_operator.reconcile.pod_events import PodEvents, complaint
 from quire_operator.render import reader
-from quire_spec.errors import ConfigError
+from quire_spec.errors import ConfigError, Unavailable
 
 
 def _pod(said: str) -> dict:
@@ -36,12 +36,16 @@ class Pods:
         self.deleted.append(name)
 
 
-async def _found(pods: Pods):
-    """What a Job has found that is known to be complete, while none of its pods is known."""
+KILLED = {"state": {"terminated": {"exitCode": 137, "message": "killed"}}}
+OVER = {"type": "Complete", "status": "True"}
+
+
+async def _found(pods: Pods, how: dict = OVER):
+    """What a Job has found that is known to be over, while none of its pods is known."""
     asked = service("model: {source: {pvc: {claimName: models, path: tiny}}}")
     job = reader.job(asked, asked.spec.model.source.pvc, "image")
     job["metadata"] |= {"uid": "j1", "resourceVersion": "1"}
-    job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    job["status"] = {"conditions": [how]}
     cache = Cache()
     cache.put(kinds.JOB, job)
     models = Models(pods, cache, PodEvents(pods), lambda key, seconds: None, lambda kind, verb: None)  # type: ignore[arg-type]
@@ -125,3 +129,14 @@ async def test_a_source_that_no_pod_has_is_told_as_render_tells_it():
 async def test_a_job_whose_pod_said_nothing():
     with pytest.raises(ConfigError, match="ended without a word"):
         await _found(Pods(_pod("")))
+
+
+async def test_a_job_that_had_no_time_says_nothing_of_the_model():
+    """It is started again, where a model that is wrong is left alone for a while."""
+    late = {"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": "active longer than specified"}
+    pods = Pods()
+    with pytest.raises(Unavailable, match=r"claim 'models', path 'tiny': no pod .* in time \(active longer"):
+        await _found(pods, late)
+    assert len(pods.deleted) == 1
+    with pytest.raises(ConfigError, match=r"the Job that reads config\.json failed: killed"):
+        await _found(Pods({"metadata": {"name": "pod"}, "status": {"containerStatuses": [KILLED]}}), late)

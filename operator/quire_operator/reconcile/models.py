@@ -24,7 +24,7 @@ from quire_operator.render import names, reader
 from quire_operator.service import LLMService
 from quire_spec.catalogue import PvcSource, SecretRef
 from quire_spec.document import compact, to_json
-from quire_spec.errors import AccessDenied, ConfigError
+from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 
 Secrets = Mapping[str, Mapping[str, str]]
 """Values of Secrets by name and key."""
@@ -104,8 +104,9 @@ class Models:
             raise Waiting(f"Job {name} is to read config.json from claim {source.claimName}")
         try:
             found = _told(entry.body(), await self._messages(entry, name), source)
-        except ConfigError as error:
-            self._failed[place] = (now, str(error))
+        except (ConfigError, Unavailable) as error:
+            if isinstance(error, ConfigError):
+                self._failed[place] = (now, str(error))
             await self._client.delete(kinds.JOB, namespace, name, entry.uid)
             self._wake_all(place)
             raise
@@ -188,6 +189,7 @@ def _told(job: Mapping[str, Any], messages: list[tuple[int, str]], source: PvcSo
 
     Raises:
         ConfigError: it failed.
+        Unavailable: it had no time to.
     """
     for code, message in messages:
         if code == 0 and message:
@@ -200,6 +202,9 @@ def _told(job: Mapping[str, Any], messages: list[tuple[int, str]], source: PvcSo
     for condition in conditions:
         if condition["type"] == "Failed" and condition["status"] == "True":
             said = next((message for _, message in messages if message), condition.get("message", ""))
+            if condition.get("reason") == "DeadlineExceeded" and not messages:
+                # No node had room, or the claim was not to be had: nothing is known of what is on it.
+                raise Unavailable(f"{where}: no pod of the Job that reads config.json came to its end in time ({said})")
             raise ConfigError(f"{where}: the Job that reads config.json failed: {said or condition.get('reason')}")
     if _is_over(job, "Complete"):
         raise ConfigError(f"{where}: the Job that reads config.json ended without a word; is the image a Quire image?")
