@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -81,7 +82,19 @@ class Bench:
 
     @property
     def _late(self) -> bool:
-        return self._options.budget_s is not None and time.monotonic() - self._start > self._options.budget_s
+        return self._is_late(self._elapsed)
+
+    @property
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    def _is_late(self, seconds: float) -> bool:
+        """Whether so many seconds after the start are too many."""
+        return self._options.budget_s is not None and seconds > self._options.budget_s
+
+    def _cut_short(self, phase: str) -> None:
+        if phase not in (cut := self.results.setdefault("cut_short", [])):
+            cut.append(phase)
 
     def _failed(self, phase: str, error: Exception) -> None:
         if not isinstance(error, RedGate):
@@ -151,7 +164,7 @@ class Bench:
             for row in measure(self._card, self._limits_found(), shape):
                 self._keep(rows, row)
                 if self._late:
-                    self.results["cut_short"] = ["tune"]
+                    self._cut_short("tune")
                     break
 
     def _checked(self, of: str) -> dict[str, int]:
@@ -187,13 +200,18 @@ class Bench:
         # All weights but the embedding, of which a token reads one row.
         streamed = engine.memory.weights_bytes - engine.shape.vocab_size * engine.shape.hidden_size * 2
         found["single"]["fraction"] = rate and rate * streamed / bound
+        self.write()
         found["decode"] = self._say(engines.decode_rate, engine, large, prompt, 3 * steps)
-        found["idle"] = [
-            self._say(engines.idle_per_step, engine, large, prompt, steps, ahead) for ahead in (False, True)
-        ]
+        self.write()
         found["loads"] = []
         for load in engines.loads(self._card, self._quick):
             found["loads"].append(self._say(engines.numbers, engine, load))
+            self.write()
+        # Last: what has traced a process leaves it slower than it was, if it leaves it running.
+        # https://github.com/pytorch/pytorch/issues/144455
+        found["idle"] = []
+        for ahead in (False, True):
+            found["idle"].append(self._say(engines.idle_per_step, engine, large, prompt, steps, ahead))
             self.write()
         engines.close(engine)
 
@@ -211,12 +229,27 @@ class Bench:
         import gpu_itl
         from measure import WrongOutput
 
-        found = self.results["itl"] = {"check": self._checked("adapters")}
+        check = self.results["itl"] = {"check": self._checked("adapters")}
         try:
             self._card.wait_free(self._free_bytes)
-            found |= gpu_itl.measure(self._card, self._quick)
+            with closing(gpu_itl.measure(self._card, self._quick)) as rounds:
+                self._take_rounds(rounds, check)
         except WrongOutput as error:
+            self.results["itl"] = check
             raise RedGate(f"time between tokens: {error}; nothing of it is reported") from error
+
+    def _take_rounds(self, rounds: Iterable[dict[str, Any]], check: dict[str, Any]) -> None:
+        """The figures after each round, as long as there is time for another one."""
+        begun: float | None = None
+        for figures in rounds:
+            now = self._elapsed
+            self.results["itl"] = check | figures
+            self.write()
+            length = 2 * figures["seconds"] if begun is None else now - begun
+            if len(figures["runs"]) < figures["rounds"] and self._is_late(now + length):
+                self._cut_short("itl")
+                break
+            begun = now
 
     def _vllm(self) -> None:
         import gpu_vllm

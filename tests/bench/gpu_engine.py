@@ -46,6 +46,10 @@ TINY = LLAMA_8B | {
 }  # fmt: skip
 
 
+GRAPH_GAP_US = 5.0
+"""Between a kernel of a graph and the next one that waits for it: one or two, and somewhat more under a profiler."""
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """Requests of one measurement."""
@@ -225,35 +229,70 @@ def decode_rate(
 
 
 def idle_per_step(engine: Engine, num_seqs: int, prompt: int, num_steps: int, ahead: bool) -> dict[str, Any]:
-    """Time a step in which the device does nothing, from a trace of decoding steps, begun ahead or not."""
+    """Time a step in which the device does nothing, from a trace of decoding steps, begun ahead or not.
+
+    Beside it, what no tracing has touched: how long such a step takes, and its graph alone. Profilers may lose kernels,
+    and time between them grows under their eyes: then the difference of these two says more.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     engine._steps.ahead = ahead
     vocab, draw = engine.shape.vocab_size, random.Random(9)
     for i in range(num_seqs):
         # Nobody ends before the last one has decoded so many steps: prompts start in as many steps at most.
-        params = {"temperature": 0.0, "max_tokens": 2 * num_steps + num_seqs + 20, "ignore_eos": True}
+        params = {"temperature": 0.0, "max_tokens": 3 * num_steps + num_seqs + 20, "ignore_eos": True}
         engine.add(Generate(i, draw.choices(range(vocab), k=prompt), params))
     seen: set[int] = set()
     while len(seen) < num_seqs:
         seen |= {result.id for result in engine.step().results}
+    found: dict[str, Any] = {"step_ms": step_ms(engine, num_steps), "graph_ms": graph_ms(engine, num_seqs, num_steps)}
     num_syncs = count_syncs(engine, num_steps)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
     with profile(activities=activities) as trace:
         for _ in range(num_steps):
             engine.step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        _synchronize()
     engine.abort(range(num_seqs))
     while engine.has_work:
         engine.step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         trace.export_chrome_trace(str(path))
-        busy, idle = busy_and_idle(json.loads(path.read_text())["traceEvents"])
-    found = {"what": f"{num_seqs} sequences at {prompt}, {'begun ahead' if ahead else 'waiting for each other'}"}
-    found |= {"busy_ms": busy / num_steps / 1e3, "idle_ms": idle / num_steps / 1e3}
-    return found | {"syncs_per_step": num_syncs / num_steps}
+        trace_of_device = busy_and_idle(json.loads(path.read_text())["traceEvents"])
+    found |= {"what": f"{num_seqs} sequences at {prompt}, {'begun ahead' if ahead else 'waiting for each other'}"}
+    found |= {f"{name}_ms": us / num_steps / 1e3 for name, us in trace_of_device.items() if name != "num"}
+    return found | {"works_per_step": trace_of_device["num"] / num_steps, "syncs_per_step": num_syncs / num_steps}
+
+
+def step_ms(engine: Engine, num_steps: int) -> float:
+    """Of a step, by the host's clock."""
+    _synchronize()
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        engine.step()
+    _synchronize()
+    return 1e3 * (time.perf_counter() - start) / num_steps
+
+
+def graph_ms(engine: Engine, num_seqs: int, num_replays: int) -> float | None:
+    """Of the graph of a decoding step, replayed without anything between: the step that was begun last, whose numbers
+    are the same each time. None: there are no graphs."""
+    graphs: Any = engine._runner._graphs  # type: ignore[attr-defined]
+    if graphs is None:
+        return None
+    replay, start, end = graphs._steps[num_seqs], *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay()
+    start.record()
+    for _ in range(num_replays):
+        replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / num_replays
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def count_syncs(engine: Engine, num_steps: int) -> int:
@@ -273,15 +312,17 @@ def count_syncs(engine: Engine, num_steps: int) -> int:
     return sum("synchronizing" in str(warning.message) for warning in seen)
 
 
-def busy_and_idle(events: Iterable[dict[str, Any]]) -> tuple[float, float]:
-    """Microseconds in which a device works, and in which it waits between its first and its last work."""
+def busy_and_idle(events: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Microseconds in which a device works (busy), and in which it waits between its first and its last work (idle); of
+    these, those in gaps that are longer than between two kernels of a graph (gaps). `num`: of works."""
     work = sorted(
         (event["ts"], event["ts"] + event["dur"])
         for event in events
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event
     )
-    busy, end = 0.0, work[0][0] if work else 0.0
+    busy, gaps, end = 0.0, 0.0, work[0][0] if work else 0.0
     for start, stop in work:
         busy += max(0.0, stop - max(start, end))
+        gaps += start - end if start - end > GRAPH_GAP_US else 0.0
         end = max(end, stop)
-    return busy, end - work[0][0] - busy if work else 0.0
+    return {"num": len(work), "busy": busy, "idle": end - work[0][0] - busy if work else 0.0, "gaps": gaps}

@@ -29,8 +29,8 @@ NUM_SPARE = 8
 """So many more adapters must fit on whatever they are written to."""
 
 
-def measure(card: Card, quick: bool) -> dict[str, Any]:
-    """The figures; see itl.py.
+def measure(card: Card, quick: bool) -> Iterator[dict[str, Any]]:
+    """The figures, after each round those of all so far; see itl.py.
 
     Raises:
         WrongOutput: an adapter's requests got something wrong, or nothing was loaded.
@@ -62,8 +62,8 @@ def measure(card: Card, quick: bool) -> dict[str, Any]:
         register(pod, files[-num_resident:], resident, pinned=True)
         register(pod, files[:num_cold], cold)
         plan = _plan(card, quick, shape["vocab_size"], num_cold)
-        found |= measure_itl(pod, plan, Cast(resident, cold, files[:num_cold]), _say)
-    return found | {"ratio": found["p99_ratio"]["median"], "bar": BAR, "aim": AIM}
+        for figures in measure_itl(pod, plan, Cast(resident, cold, files[:num_cold]), _say):
+            yield found | figures | {"ratio": figures["p99_ratio"]["median"], "bar": BAR, "aim": AIM}
 
 
 def _plan(card: Card, quick: bool, vocab_size: int, loads: int) -> Plan:

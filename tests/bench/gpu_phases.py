@@ -14,14 +14,16 @@ class Phase:
     """Expected on an H100, by bytes and operations (docs/performance.md) and counted starts; none was measured."""
 
 
+# In this order without --phases. The engine's ends with traces, after which its process may be slower: what is compared
+# in this process comes before it.
 PHASES = {
     "gate": Phase("every kernel against its reference; nothing is timed behind a red one; always comes first", 60),
     "limits": Phase("the card's copy bandwidth and matrix rate, of which fractions are", 5),
     "kernels": Phase("attention, fused operations, sampler, adapters: each by itself", 100),
-    "engine": Phase("decoding, idle time, throughput of four loads, latencies at three rates", 310),
     "lora": Phase("32 adapters in a batch, and none, against the base (bars 0.88 and 0.98)", 200),
-    "itl": Phase("time between tokens while 100 cold adapters load, against none (bar 1.10)", 420),
     "vllm": Phase("32 adapters here and in vLLM (bar 1.2); a second where vLLM is missing", 330),
+    "engine": Phase("decoding, throughput of four loads, latencies at three rates, idle time", 310),
+    "itl": Phase("time between tokens while 100 cold adapters load, against none (bar 1.10)", 420),
     "peers": Phase("saturated and mixed loads here, in transformers (bar 3) and in vLLM", 420),
     "tune": Phase("other tile sizes, as many as there is time for: what the constants should be", 260),
 }
@@ -31,7 +33,7 @@ QUICK_SECONDS = 190
 EXAMPLES = """\
 examples, for 30 minutes on a card with at most 10 minutes a command:
   python3 tests/bench/gpu.py --quick -o quick.json                                  does it work at all?
-  python3 tests/bench/gpu.py --phases engine,lora --budget-s 570 -o engine.json
+  python3 tests/bench/gpu.py --phases lora,engine --budget-s 570 -o engine.json
   python3 tests/bench/gpu.py --phases itl --gated engine.json --budget-s 570 -o itl.json
   python3 tests/bench/gpu.py --phases peers --gated engine.json --budget-s 570 -o peers.json
 and for another 30 minutes:

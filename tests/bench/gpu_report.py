@@ -86,8 +86,10 @@ def _engine(engine: dict[str, Any]) -> list[str]:
     if cells:
         parts.append(_table(("decoding", "output tokens/s", "of the bandwidth"), cells))
     parts += [
-        f"Device per step, {idle['what']}: busy {idle['busy_ms']:.2f} ms, idle {idle['idle_ms']:.2f} ms; the host "
-        f"waits for it {idle['syncs_per_step']:.1f} times on the way of a step."
+        f"Device per step, {idle['what']}, traced ({idle['works_per_step']:.0f} kernels and copies): busy "
+        f"{idle['busy_ms']:.2f} ms, idle {idle['idle_ms']:.2f} ms, of that {idle['gaps_ms']:.2f} ms in gaps longer "
+        f"than within a graph. Untraced: a step {idle['step_ms']:.2f} ms, its graph {_ms(idle['graph_ms'])}. The host "
+        f"waits for the device {idle['syncs_per_step']:.1f} times on the way of a step."
         for idle in engine.get("idle", [])
     ]
     rows = [
@@ -173,6 +175,10 @@ def _rates(lora: dict[str, Any], what: str) -> list[str]:
     ]
     parts = [_table((what, "load", "output tokens/s, median", "rounds"), rates)] if rates else []
     return parts + ([_table(("ratio", "measured", "bar", "aim"), bars)] if bars else [])
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} ms"
 
 
 def _number(value: float | None, otherwise: str | None = None) -> str:

@@ -10,7 +10,7 @@ cache knows them.
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -76,8 +76,8 @@ def register(pod: Pod, folders: Sequence[Path], names: Sequence[str], pinned: bo
                 raise error_from(reply.error_code, reply.error)
 
 
-def measure_itl(pod: Pod, plan: Plan, cast: Cast, say: Callable[[str], None]) -> dict[str, Any]:
-    """Check, find saturation, and run the pairs.
+def measure_itl(pod: Pod, plan: Plan, cast: Cast, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Check, find saturation, and run the pairs; after each, the figures of all so far.
 
     Raises:
         WrongOutput: an adapter's requests got what it does not say, or adapters were not loaded when they should have
@@ -100,16 +100,28 @@ def measure_itl(pod: Pod, plan: Plan, cast: Cast, say: Callable[[str], None]) ->
             pair |= _run(pod, plan, cast, (i, kind, rate, names), alone, moves)
         say(f"round {i}: " + ", ".join(f"{name} {value:.1f}" for name, value in sorted(pair.items())))
         runs.append(pair)
+        yield _figures(plan, saturated, rate, where, runs, moves)
+
+
+def _figures(
+    plan: Plan,
+    saturated: float,
+    rate: float,
+    where: set[str],
+    runs: Sequence[dict[str, float]],
+    moves: Sequence[AdapterMove],
+) -> dict[str, Any]:
     return {
         "saturation_tokens_per_s": saturated,
         "requests_per_s": rate,
+        "rounds": plan.runs,
         "loads_per_run": plan.loads,
         "seconds": plan.seconds,
         "read_from": " or ".join(sorted(where)),
         **{name: spread([run[name] for run in runs]) for name in runs[0]},
         **{f"p{p}_ratio": spread([run[f"with_p{p}_ms"] / run[f"without_p{p}_ms"] for run in runs]) for p in (50, 99)},
         **{f"{name}_s": _median([m.seconds for m in moves if m.place == place]) for name, place in _HOPS.items()},
-        "runs": runs,
+        "runs": list(runs),
     }
 
 

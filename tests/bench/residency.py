@@ -60,7 +60,8 @@ def itl(args: argparse.Namespace, folder: Path, model: str, folders: list[Path])
     with core(folder, args, model, max_cpu_loras=NUM_SLOTS) as pod:
         register(pod, folders, resident, pinned=True)
         register(pod, folders[NUM_RESIDENT:], cold)
-        return measure_itl(pod, plan, Cast(resident, cold, folders[NUM_RESIDENT:]), say)
+        *_, found = measure_itl(pod, plan, Cast(resident, cold, folders[NUM_RESIDENT:]), say)
+        return found
 
 
 def zipf(args: argparse.Namespace, folder: Path, model: str, folders: list[Path]) -> dict[str, Any]:

@@ -53,6 +53,8 @@ def test_every_phase_leaves_results(run):
     assert (ratio["bar"], ratio["aim"]) == (1.2, 1.5)
     # It judges the same tokens of the same weights: both gaps are what float32 rounds.
     assert max(results["vllm"]["gaps"].values()) < 1e-3
+    # What has traced a process leaves it slower: nothing is timed after it.
+    assert list(results["engine"])[-1] == "idle"
     waiting, ahead = (idle["what"] for idle in results["engine"]["idle"])
     assert (waiting, ahead) == ("3 sequences at 12, waiting for each other", "3 sequences at 12, begun ahead")
 
@@ -188,6 +190,7 @@ def test_idle_time_is_measured_while_all_decode(bench_modules, monkeypatch):
         """Counts down the tokens of its sequences."""
 
         shape, _steps = SimpleNamespace(vocab_size=9), SimpleNamespace(ahead=None)
+        _runner = SimpleNamespace(_graphs=None)
 
         def __init__(self):
             self.waiting, self.running, self.sizes = [], {}, []
@@ -211,7 +214,7 @@ def test_idle_time_is_measured_while_all_decode(bench_modules, monkeypatch):
 
     engine = Engine()
     gpu_engine.idle_per_step(engine, num_seqs, 5, num_steps, ahead=True)
-    assert engine.sizes[-2 * num_steps :] == [num_seqs] * 2 * num_steps
+    assert engine.sizes[-3 * num_steps :] == [num_seqs] * 3 * num_steps
 
 
 def test_nothing_starts_when_time_is_over(bench, capsys):
@@ -406,6 +409,36 @@ def test_time_between_tokens_needs_right_tokens_and_loads(itl_of):
         itl_of("without", 7, 0.0, 1)
 
 
+def test_rounds_of_time_between_tokens_are_kept_as_they_come(bench, monkeypatch):
+    """Each is written when it is over, and none is begun that would not end in time."""
+    import gpu_bench
+    import gpu_itl
+    from measure import WrongOutput
+
+    def phase(run, wrong):
+        def rounds(*_):
+            for i in range(1, 6):
+                run._start -= 100
+                yield {"runs": [{}] * i, "rounds": 5, "seconds": 50.0, "ratio": 1.0 + i / 10}
+                written.append(json.loads(run._options.out.read_text())["itl"]["ratio"])
+                if wrong:
+                    raise WrongOutput("no")
+
+        monkeypatch.setattr(gpu_itl, "measure", rounds)
+        run._checks = {"adapters": {"other_tokens": 0, "tokens": 7}}
+        run._card = SimpleNamespace(wait_free=lambda _: None)
+        gpu_bench.Bench._itl(run)
+
+    written: list[float] = []
+    code, found = bench({"itl": lambda run: phase(run, False)}, budget_s=350.0)
+    assert (code, found["cut_short"], found["itl"]["ratio"]) == (0, ["itl"], 1.3)
+    assert written == [1.1, 1.2]
+    code, found = bench({"itl": lambda run: phase(run, False)})
+    assert (code, "cut_short" in found, found["itl"]["ratio"]) == (0, False, 1.5)
+    code, found = bench({"itl": lambda run: phase(run, True)})
+    assert (code, found["itl"]) == (1, {"check": {"other_tokens": 0, "tokens": 7}})
+
+
 def test_room_for_adapters_is_looked_for(bench_modules, monkeypatch, tmp_path):
     """On the disk, or in memory, or for fewer of them."""
     import adapters
@@ -448,5 +481,7 @@ def test_idle_time_is_what_no_kernel_covers(bench_modules):
         {"cat": "gpu_memcpy", "ts": 25, "dur": 5},
         {"cat": "kernel"},
     ]
-    assert busy_and_idle(events) == (13, 7)
-    assert busy_and_idle([]) == (0, 0)
+    assert busy_and_idle(events) == {"num": 3, "busy": 13, "idle": 7, "gaps": 7}
+    assert busy_and_idle([]) == {"num": 0, "busy": 0, "idle": 0, "gaps": 0}
+    # Between kernels of a graph there are one or two.
+    assert busy_and_idle([*events, {"cat": "kernel", "ts": 32, "dur": 1}])["gaps"] == 7
