@@ -42,7 +42,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="no phase, and no row of tune, starts so many seconds after the start",
     )
     gated = (
-        "results of an earlier run: its gate counts, if it was green, whole, and of the same code, card and versions"
+        "results of an earlier run: its gate counts, if it was green, and of the same code, card, versions and forms"
     )
     add("--gated", type=Path, metavar="FILE", help=gated)
     add("--cpu-rehearsal", action="store_true", help="tiny shapes on a CPU, kernels interpreted; times mean nothing")
@@ -75,7 +75,7 @@ def main() -> int:
 
     card = Card(torch.device("cpu" if args.cpu_rehearsal else "cuda"))
     if args.gate_share:
-        return _check_share(args.gate_share, card, args.quick)
+        return _check_share(args.gate_share, card)
     from gpu_bench import Bench, Options
     from gpu_report import markdown
 
@@ -93,13 +93,15 @@ def main() -> int:
         print(text, flush=True)
 
 
-def _check_share(text: str, card: "Card", quick: bool) -> int:  # noqa: F821  torch is not imported for the help
+def _check_share(text: str, card: "Card") -> int:  # noqa: F821  torch is not imported for the help
     """What each of the gate's processes does."""
     import gpu_gate
+    import gpu_verdict
     import torch
 
+    gpu_verdict.tell_where_it_hangs()
     with torch.inference_mode():
-        findings = list(gpu_gate.check_all(card, quick, gpu_gate.Share(*map(int, text.split("/")))))
+        findings = list(gpu_gate.check_all(card, gpu_gate.Share(*map(int, text.split("/")))))
     print(json.dumps([asdict(finding) for finding in findings]))
     return 0
 

@@ -274,6 +274,12 @@ def step_ms(engine: Engine, num_steps: int) -> float:
     return 1e3 * (time.perf_counter() - start) / num_steps
 
 
+def graph_bytes(engine: Engine) -> int:
+    """Of the device's memory that captured steps keep; 0 without any."""
+    graphs: Any = engine._runner._graphs  # type: ignore[attr-defined]
+    return 0 if graphs is None else int(graphs.num_bytes)
+
+
 def graph_ms(engine: Engine, num_seqs: int, num_replays: int) -> float | None:
     """Of the graph of a decoding step, replayed without anything between: the step that was begun last, whose numbers
     are the same each time. None: there are no graphs."""

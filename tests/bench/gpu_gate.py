@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate: every form of ours on the device equals its reference, or nothing is timed.
+"""The gate: every form of ours that runs on the device equals its reference, or nothing is timed. Where QUIRE_FORMS has
+another form run, ours is not judged. Forms that nobody runs unless asked for are judged too, and left out of what is
+timed where they are wrong.
 
 References compute in float32 from the same inputs. Fresh memory holds NaN, so that an output that is not written shows;
 attention runs three times, since an error that moves is a race.
@@ -7,7 +9,7 @@ attention runs three times, since an error that moves is a race.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 import quire_kernels as ops
 from quire_kernels import Op
+from quire_kernels.dispatch import wishes
 from quire_kernels.gpu import fused_attention
 
 ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -35,6 +38,8 @@ class Finding:
     what: str
     error: float
     limit: float
+    form: str = ""
+    """As QUIRE_FORMS has it, of a form that runs only where that asks for it."""
 
     @property
     def good(self) -> bool:
@@ -65,6 +70,16 @@ def own(op: Op[..., Any]) -> Callable[..., Any]:
     return op.named("cuda", "own")
 
 
+def runs(op: Op[..., Any]) -> bool:
+    """Whether that is the form which runs, or which does what another one leaves to it."""
+    wished = _wished(op.name)
+    return wished in ("own", "fused") or wished not in op.names("cuda")
+
+
+def _wished(op: str) -> str | None:
+    return wishes().get(op) or wishes().get("")
+
+
 def error_of(found: Tensor, expected: Tensor) -> float:
     """||found - expected|| / ||expected||."""
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
@@ -82,21 +97,39 @@ class Share:
         return index % self.num == self.index
 
 
-def check_all(card: Card, quick: bool, share: Share) -> Iterator[Finding]:
+FUSED, SIDE = "paged_attention=fused", "adapted_linear=side"
+
+
+def check_all(card: Card, share: Share) -> Iterator[Finding]:
     """Every form in every type; the interpreter multiplies no bfloat16."""
     torch.manual_seed(7)
     for dtype in ERRORS if card.is_gpu else (torch.float32, torch.float16):
         with poisoned():
             for what, found, expected in _pairs(card, dtype) if share.index == 0 else ():
                 yield Finding(f"{what}, {str(dtype).removeprefix('torch.')}", error_of(found, expected), ERRORS[dtype])
-            yield from _attention(card, dtype, quick, share)
+            if runs(ops.paged_attention):
+                yield from _attention(card, dtype, share)
             if share.takes(share.num // 3):
-                yield from _fused_attention(card, dtype)
+                yield from _asked_for(FUSED, _fused_attention(card, dtype))
             if share.takes(share.num // 2):
                 yield from _lora(card, dtype)
     if share.takes(share.num - 1):
         yield from _sampling(card)
-        yield from _prepare(card)
+        if runs(ops.prepare_inputs):
+            yield from _prepare(card)
+
+
+def _asked_for(form: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Of a form that runs only where QUIRE_FORMS asks for it: what it cannot do costs nobody else."""
+    op, _, name = form.partition("=")
+    if _wished(op) == name:
+        yield from findings
+        return
+    try:
+        for finding in findings:
+            yield replace(finding, form=form)
+    except Exception as error:
+        yield Finding(f"{form}: {type(error).__name__}: {str(error)[:200]}", float("nan"), 0.0, form)
 
 
 def _pairs(card: Card, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -105,13 +138,18 @@ def _pairs(card: Card, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor
     for size in sizes:
         x, weight, stream = (card.random(n, size, dtype=dtype) for n in (rows, 1, rows))
         weight = weight[0]
-        yield f"rms_norm {size}", own(ops.rms_norm)(x, weight, 1e-5), ops.rms_norm.reference(x, weight, 1e-5)
+        if runs(ops.rms_norm):
+            yield f"rms_norm {size}", own(ops.rms_norm)(x, weight, 1e-5), ops.rms_norm.reference(x, weight, 1e-5)
+        if not runs(ops.add_rms_norm):
+            continue
         found, expected = stream.clone(), stream.clone()
         pair = own(ops.add_rms_norm)(x, found, weight, 1e-5), ops.add_rms_norm.reference(x, expected, weight, 1e-5)
         yield f"add_rms_norm {size}", *pair
         yield f"add_rms_norm {size}, the stream", found, expected
     for name in ("silu", "relu", "gelu", "gelu_new"):
         gate_up = card.random(rows, 2 * sizes[-1] + 2, dtype=dtype)
+        if not runs(ops.gated(name)):
+            continue
         yield f"gated {name}", own(ops.gated(name))(gate_up), ops.gated(name).reference(gate_up)
     for heads, kv_heads, head_dim, dim in ((32, 8, 128, 128), (9, 3, 64, 64), (32, 32, 96, 72), (14, 2, 80, 80)):
         for cache_dtype in (dtype, torch.float8_e4m3fn) if card.is_gpu else (dtype,):
@@ -125,10 +163,13 @@ def _pairs(card: Card, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor
                 for _ in range(2)
             )
             what = f"rotate_and_write {heads}/{kv_heads} of {head_dim}, {cache_dtype}"
-            q = own(ops.rotate_and_write)(qkv.clone(), cos, sin, found, addresses, heads)
-            yield what, q, ops.rotate_and_write.reference(qkv, cos, sin, expected, addresses, heads)
-            if cache_dtype == dtype:
-                yield f"{what}, the cache", found, expected
+            if runs(ops.rotate_and_write):
+                q = own(ops.rotate_and_write)(qkv.clone(), cos, sin, found, addresses, heads)
+                yield what, q, ops.rotate_and_write.reference(qkv, cos, sin, expected, addresses, heads)
+                if cache_dtype == dtype:
+                    yield f"{what}, the cache", found, expected
+            if not runs(ops.write_kv):
+                continue
             own(ops.write_kv)(qkv[:, :kv_heads], qkv[:, kv_heads : 2 * kv_heads], found, addresses)
             ops.write_kv.reference(qkv[:, :kv_heads], qkv[:, kv_heads : 2 * kv_heads], expected, addresses)
             yield f"write_kv {kv_heads} of {head_dim}, {cache_dtype}", found.float(), expected.float()
@@ -143,10 +184,10 @@ SPANS = {
 SMALL_SPANS = {"mixed": [(40, 1), (0, 33), (70, 1), (16, 20)]}
 
 
-def _attention(card: Card, dtype: torch.dtype, quick: bool, share: Share) -> Iterator[Finding]:
+def _attention(card: Card, dtype: torch.dtype, share: Share) -> Iterator[Finding]:
     heads = ((32, 8), (9, 3), (14, 2), (8, 1), (4, 4)) if card.is_gpu else ((4, 2),)
     cases: list[tuple[int, int, tuple[int, int], dict[str, Any]]] = [(128, 16, h, {}) for h in heads]
-    if card.is_gpu and not quick:
+    if card.is_gpu:
         cases += [(d, 16, (32, 8), {}) for d in (64, 80, 96, 256)] + [(128, b, (32, 8), {}) for b in (8, 32, 64, 128)]
         cases += [(128, 16, (32, 8), {"window": w}) for w in (1, 100, 1024)]
         cases += [(256, 16, (16, 8), {"softcap": 30.0, "window": 512}), (128, 16, (32, 8), {"softcap": 2.0})]
@@ -219,25 +260,25 @@ def _lora(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
         of_model.write(slot, of_model.pack(pairs))
     slots = torch.randint(-1, len(ranks), (tokens,), device=card.device)
     routing, expected_routing = (ops.Routing.empty(tokens, len(ranks), card.device) for _ in range(2))
-    own(ops.route)(slots, routing)
     ops.route.reference(slots, expected_routing)
+    (own(ops.route) if runs(ops.route) else ops.route.reference)(slots, routing)
     used = expected_routing.slots >= 0
-    for name in ("slots", "rows"):
+    for name in ("slots", "rows") if runs(ops.route) else ():
         one, other = (getattr(r, name) for r in (routing, expected_routing))
         same = torch.equal(one[used], other[used]) and (name == "rows" or torch.equal(one, other))
         yield Finding(f"route: {name}", float(not same), 0.0)
     batch, kind = ops.AdapterBatch(slots, routing=routing), str(dtype).removeprefix("torch.")
     x, base = card.random(tokens, features, dtype=dtype), card.random(tokens, sum(widths), dtype=dtype)
     if card.is_gpu:
-        yield Finding(
-            f"adapted_linear, side stream, {kind}", _error_beside(x, of_model.modules[0], batch), ERRORS[dtype]
-        )
+        yield from _asked_for(SIDE, _beside(x, of_model.modules[0], batch))
     token_ids = torch.randint(500, (tokens,), device=card.device)
     calls = {
         "add_lora": (base, lambda op, out: op(out, x, of_model.modules[0], batch)),
         "add_lora_rows": (x, lambda op, out: op(out, token_ids, of_model.modules[1], batch)),
     }
     for name, (start, call) in calls.items():
+        if not runs(getattr(ops, name)):
+            continue
         results = [start.clone() for _ in range(4)]
         for form, out in zip([getattr(ops, name).reference] + [own(getattr(ops, name))] * 3, results, strict=True):
             call(form, out)
@@ -246,8 +287,8 @@ def _lora(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
         yield Finding(f"{name}, {kind}, the same bits", float(moved), 0.0)
 
 
-def _error_beside(x: Tensor, module: ops.LinearSlots, batch: ops.AdapterBatch) -> float:
-    """Of the form that shrinks on a stream of its own, in a graph."""
+def _beside(x: Tensor, module: ops.LinearSlots, batch: ops.AdapterBatch) -> Iterator[Finding]:
+    """The form that shrinks on a stream of its own, in a graph."""
     weight = torch.randn(sum(module.site.widths), x.shape[1], dtype=x.dtype, device=x.device) / x.shape[1] ** 0.5
     form, graph = ops.adapted_linear.named("cuda", "side"), torch.cuda.CUDAGraph()
     # Compiles.
@@ -258,7 +299,8 @@ def _error_beside(x: Tensor, module: ops.LinearSlots, batch: ops.AdapterBatch) -
     graph.replay()
     expected = ops.linear.reference(x, weight, None)
     ops.add_lora.reference(expected, x, module, batch)
-    return error_of(found, expected)
+    kind = str(x.dtype).removeprefix("torch.")
+    yield Finding(f"adapted_linear, side stream, {kind}", error_of(found, expected), ERRORS[x.dtype])
 
 
 def _sampling(card: Card) -> Iterator[Finding]:
@@ -271,17 +313,20 @@ def _sampling(card: Card) -> Iterator[Finding]:
     min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.02, 0.0], **device).repeat(rows // 6 + 1)[:rows]
     seeds, positions = torch.arange(rows, **device), torch.arange(rows, **device) * 3
     limits = top_k, top_p, min_p
-    for cuts in (True, False):
+    for cuts in (True, False) if runs(ops.choose) else ():
         arguments = logits, temperatures, *limits, seeds, positions, cuts
         other = own(ops.choose)(*arguments) != ops.choose.reference(*arguments)
         yield Finding(f"choose, cuts {cuts}: greedy rows", float(other[temperatures == 0].float().mean()), 0.0)
         yield Finding(f"choose, cuts {cuts}: drawn rows", float(other.float().mean()), MAX_OTHER_CHOICES)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16) if runs(ops.most_likely) else ():
         part = logits.to(dtype)
         wrong = own(ops.most_likely)(part) != ops.most_likely.reference(part)
         yield Finding(f"most_likely, {dtype}", float(wrong.float().mean()), 0.0)
-    numbers = own(ops.uniform)(seeds, positions) != ops.uniform.reference(seeds, positions)
-    yield Finding("uniform", float(numbers.float().mean()), 0.0)
+    if runs(ops.uniform):
+        numbers = own(ops.uniform)(seeds, positions) != ops.uniform.reference(seeds, positions)
+        yield Finding("uniform", float(numbers.float().mean()), 0.0)
+    if not runs(ops.penalize):
+        return
     counts = torch.randint(3, (rows, vocab), dtype=torch.int32, **device)
     in_prompt = torch.randint(2, (rows, vocab), **device).bool()
     params = torch.full((rows,), 0.5, **device), torch.full((rows,), 0.1, **device), torch.full((rows,), 1.2, **device)

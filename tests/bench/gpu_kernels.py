@@ -103,9 +103,9 @@ def _decode_call(card: Card, shape: Shape, contexts: Sequence[int]) -> Callable[
     return functools.partial(own(ops.paged_attention), queries, cache, batch, shape.head_dim**-0.5)
 
 
-def prefill_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Iterator[Row]:
+def prefill_rows(card: Card, limits: Limits, shape: Shape, quick: bool, fused: bool) -> Iterator[Row]:
     """Attention of prompts, of a chunk behind a long context, and of a mixed step; those with whole prompts by the form
-    that leaves them to torch's fused attention too, by each kernel that it may take."""
+    that leaves them to torch's fused attention too, by each kernel that it may take, unless `fused` is not right."""
     cases = {
         "prefill, 8,192 tokens": [(0, 8192)],
         "prefill, 4 x 2,048 tokens": [(0, 2048)] * 4,
@@ -114,12 +114,12 @@ def prefill_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Itera
     }
     if not card.is_gpu:
         cases = {"prefill, 40 tokens": [(0, 40)], "mixed": [(0, 33), (20, 1)]}
-    fused = ops.paged_attention.named("cuda", "fused")
+    form = ops.paged_attention.named("cuda", "fused")
     for what, spans in list(cases.items())[: 1 if quick else None]:
         call, num_bytes, flops = _span_call(card, shape, spans)
         yield Row.of(what, card.seconds([call]), limits, num_bytes, flops)
-        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) if spans[0][0] == 0 else ():
-            call, *_ = _span_call(card, shape, spans, fused)
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) if fused and spans[0][0] == 0 else ():
+            call, *_ = _span_call(card, shape, spans, form)
             with mock.patch.object(fused_attention, "BACKENDS", (backend,)):
                 yield from _tried(card, limits, f"{what}, fused ({backend.name.lower()})", call, num_bytes, flops)
 

@@ -52,8 +52,9 @@ def add_adapters(engine: Engine, ranks: Sequence[int], everywhere: bool) -> list
     return names
 
 
-def rows(card: Card) -> Iterator[dict[str, Any]]:
-    """Decoding with every sequence on one of many adapters, and without; medians of rounds."""
+def rows(card: Card, side: bool) -> Iterator[dict[str, Any]]:
+    """Decoding with every sequence on one of many adapters, and without; medians of rounds. `side`: also by the form
+    that shrinks on a stream of its own."""
     num, ranks = (NUM_ADAPTERS, [RANK] * NUM_ADAPTERS) if card.is_gpu else (2, [4, 4])
     lora = {"enable_lora": True, "max_loras": num, "max_lora_rank": max(ranks)}
     engine = engines.make_engine(card, **engines.settings(card))
@@ -64,6 +65,8 @@ def rows(card: Card) -> Iterator[dict[str, Any]]:
     yield _row(card, engine, "base, LoRA enabled", ())
     yield _row(card, engine, "adapters", names)
     engines.close(engine)
+    if not side:
+        return
     with mock.patch.dict(ops.adapted_linear.forms, cuda=ops.adapted_linear.named("cuda", "side")):
         engine = engines.make_engine(card, **(engines.settings(card) | lora))
         yield _row(card, engine, "adapters, side stream", add_adapters(engine, ranks, everywhere=False))
@@ -76,13 +79,12 @@ def _row(card: Card, engine: Engine, name: str, adapters: Sequence[str]) -> dict
     engines.decode_rate(engine, *load, adapters=adapters)
     found = [engines.decode_rate(engine, *load, adapters=adapters) for _ in range(NUM_ROUNDS if card.is_gpu else 1)]
     rates = [each["output_tokens_per_s"] for each in found if each["output_tokens_per_s"]]
-    num_bytes = engine._runner._graphs.num_bytes if card.is_gpu else 0  # type: ignore[attr-defined]
     return {
         "row": name,
         "what": found[0]["what"],
         "output_tokens_per_s": statistics.median(rates) if rates else None,
         "all": rates,
-        "graph_bytes": num_bytes,
+        "graph_bytes": engines.graph_bytes(engine),
     }
 
 

@@ -2,6 +2,7 @@
 """The gate's verdict: from several processes at once, or from an earlier run of the same code on the same card."""
 
 import contextlib
+import faulthandler
 import hashlib
 import json
 import os
@@ -16,21 +17,22 @@ from card import Card
 
 ROOT = Path(__file__).resolve().parents[2]
 JUDGED = ("backend/quire_spec", "backend/quire_engine", "kernels/quire_kernels", "tests/bench/gpu_gate.py")
-SAME = ("card", "torch", "triton", "cuda", "code")
+SAME = ("card", "torch", "triton", "cuda", "code", "forms")
 """What an earlier run must have been of."""
 MAX_PROCESSES = 12
 TIMEOUT_S = 240.0
 """For all comparisons, which should take 60 s: a kernel that never ends must not take the card's whole time."""
+GRACE_S = 1.0
 
 
-def findings(card: Card, quick: bool) -> list[gpu_gate.Finding] | None:
-    """Every comparison, from several processes on a GPU, where one would compile for minutes; None: one of them failed,
-    or did not end, which stderr says."""
+def findings(card: Card) -> tuple[list[gpu_gate.Finding], bool]:
+    """Every comparison, from several processes on a GPU, where one would compile for minutes; and whether all of them
+    ended well: stderr says what became of one that did not."""
     if not card.is_gpu:
-        return list(gpu_gate.check_all(card, quick, gpu_gate.Share()))
+        return list(gpu_gate.check_all(card, gpu_gate.Share())), True
     num = max(1, min(MAX_PROCESSES, (os.cpu_count() or 1) - 2))
-    command = [sys.executable, str(Path(__file__).with_name("gpu.py")), *(["--quick"] if quick else []), "--gate-share"]
-    found = []
+    command = [sys.executable, str(Path(__file__).with_name("gpu.py")), "--gate-share"]
+    found, whole = [], True
     with contextlib.ExitStack() as stack:
         running = [subprocess.Popen([*command, f"{i}/{num}"], stdout=subprocess.PIPE, text=True) for i in range(num)]
         for process in running:
@@ -39,18 +41,33 @@ def findings(card: Card, quick: bool) -> list[gpu_gate.Finding] | None:
         deadline = time.monotonic() + TIMEOUT_S
         for i, process in enumerate(running):
             try:
-                out, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+                # Of those that ended meanwhile, in any case.
+                out, _ = process.communicate(timeout=max(GRACE_S, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 why = f"--gate-share {i}/{num} has not ended after {TIMEOUT_S:g} s"
                 print(f"gpu.py: {why}", file=sys.stderr, flush=True)
-                return None
+                whole = False
+                continue
             if process.returncode:
-                return None
+                print(f"gpu.py: --gate-share {i}/{num}: exit code {process.returncode}", file=sys.stderr, flush=True)
+                whole = False
+                continue
             found += [gpu_gate.Finding(**each) for each in json.loads(out.splitlines()[-1])]
-    return found
+    return found, whole
 
 
-def of_earlier(path: Path, about: dict[str, Any], quick: bool) -> tuple[dict[str, Any] | None, str]:
+def tell_where_it_hangs() -> None:
+    """Have this process, one of those that compare, end with where it is before its time is over."""
+    faulthandler.dump_traceback_later(max(TIMEOUT_S - GRACE_S * MAX_PROCESSES, 1.0), exit=True)
+
+
+def forms() -> str:
+    """What the environment asks of forms and graphs: what is judged depends on it."""
+    asked = ("QUIRE_FORMS", "QUIRE_GRAPHS", "QUIRE_EARLY_LAUNCH")
+    return " ".join(f"{name}={os.environ[name]}" for name in asked if name in os.environ) or "preferred"
+
+
+def of_earlier(path: Path, about: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
     """The gate of the run with these results, if it says what one now would, and why it does or does not."""
     earlier = json.loads(path.read_text())
     gate = earlier.get("gate") or {}
@@ -58,8 +75,6 @@ def of_earlier(path: Path, about: dict[str, Any], quick: bool) -> tuple[dict[str
         return None, f"does not count: another {other[0]}"
     if gate.get("bad") != []:
         return None, "does not count: its gate was not green"
-    if gate["quick"] and not quick:
-        return None, "does not count: its gate was a quick one"
     return gate | {"of": earlier["about"]["command"]}, "has a green gate of the same code on the same card"
 
 

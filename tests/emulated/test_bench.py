@@ -17,7 +17,7 @@ SCRIPT = f"""
 import sys
 sys.path.insert(0, {str(BENCH)!r})
 import gpu, gpu_engine, gpu_gate, gpu_verdict
-gpu_verdict.findings = lambda *_: []
+gpu_verdict.findings = lambda *_: ([], True)
 gpu_gate.eight_bit_error = lambda _: 0.0
 gpu_engine.check_graphs = lambda *_: (0, 1)
 sys.exit(gpu.main())

@@ -173,9 +173,81 @@ def test_a_gate_that_does_not_end_is_ended(bench_modules, tmp_path, monkeypatch,
     monkeypatch.setattr(gpu_verdict, "sys", SimpleNamespace(executable=str(hangs), stderr=sys.stderr))
     monkeypatch.setattr(gpu_verdict, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(gpu_verdict.os, "cpu_count", lambda: 4)
-    assert gpu_verdict.findings(SimpleNamespace(is_gpu=True), quick=False) is None
+    monkeypatch.setattr(gpu_verdict, "GRACE_S", 0.1)
+    assert gpu_verdict.findings(SimpleNamespace(is_gpu=True)) == ([], False)
     assert "--gate-share 0/2 has not ended after 0.2 s" in capsys.readouterr().err
     assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
+
+
+def test_a_part_of_the_gate_that_fails_hides_nothing_of_the_others(bench_modules, tmp_path, monkeypatch, capsys):
+    """What they found narrows the fault down."""
+    import gpu_verdict
+
+    share = tmp_path / "python"
+    share.write_text("""#!/bin/sh
+[ "$3" = 0/2 ] && exit 1
+echo '[{"what": "rms_norm", "error": 1.0, "limit": 0.1, "form": ""}]'
+""")
+    share.chmod(0o755)
+    monkeypatch.setattr(gpu_verdict, "sys", SimpleNamespace(executable=str(share), stderr=sys.stderr))
+    monkeypatch.setattr(gpu_verdict.os, "cpu_count", lambda: 4)
+    findings, whole = gpu_verdict.findings(SimpleNamespace(is_gpu=True))
+    assert ([finding.what for finding in findings], whole) == (["rms_norm"], False)
+    assert "--gate-share 0/2: exit code 1" in capsys.readouterr().err
+
+
+@pytest.fixture
+def wish(bench_modules, monkeypatch):
+    """Has QUIRE_FORMS ask for forms."""
+    from quire_kernels import dispatch
+
+    def ask(forms):
+        monkeypatch.setenv("QUIRE_FORMS", forms)
+        dispatch.wishes.cache_clear()
+
+    yield ask
+    monkeypatch.undo()
+    dispatch.wishes.cache_clear()
+
+
+def test_the_gate_judges_the_forms_that_run(wish):
+    """Behind one that is wrong, all else can be timed where QUIRE_FORMS has another one run in its place."""
+    import gpu_gate
+
+    import quire_kernels as ops
+
+    assert gpu_gate.runs(ops.paged_attention)
+    wish("paged_attention=torch,rms_norm=reference")
+    assert not gpu_gate.runs(ops.paged_attention)
+    assert not gpu_gate.runs(ops.rms_norm)
+    assert gpu_gate.runs(ops.choose)
+    # It leaves most to ours.
+    wish("paged_attention=fused")
+    assert gpu_gate.runs(ops.paged_attention)
+    # Where an operation has no such form, the preferred one runs.
+    wish("torch")
+    assert (gpu_gate.runs(ops.rms_norm), gpu_gate.runs(ops.prepare_inputs)) == (False, True)
+
+
+def test_a_form_that_runs_only_if_asked_for_costs_nobody_else(bench, wish, monkeypatch):
+    import gpu_bench
+    import gpu_gate
+
+    def fused():
+        yield gpu_gate.Finding("fused", 1.0, 0.1)
+        raise RuntimeError("no engine")
+
+    found = list(gpu_gate._asked_for(gpu_gate.FUSED, fused()))
+    assert [finding.good for finding in found] == [False, False]
+    assert "RuntimeError: no engine" in found[1].what
+    monkeypatch.setattr(gpu_gate, "check_all", lambda *_: iter([gpu_gate.Finding("ours", 0.0, 0.1), *found]))
+    monkeypatch.setattr(gpu_gate, "eight_bit_error", lambda card: None)
+    code, written = bench({"gate": gpu_bench.Bench._gate, "limits": measured})
+    assert (code, written["gate"]["bad"], written["gate"]["left_out"]) == (0, [], [gpu_gate.FUSED])
+    assert "limits" in written
+    wish(gpu_gate.FUSED)
+    with pytest.raises(RuntimeError, match="no engine"):
+        list(gpu_gate._asked_for(gpu_gate.FUSED, fused()))
 
 
 def test_idle_time_is_measured_while_all_decode(bench_modules, monkeypatch):
@@ -230,7 +302,7 @@ def test_a_green_gate_counts_for_the_same_code_on_the_same_card(bench, bench_mod
     import gpu_bench
     import gpu_gate
 
-    _, earlier = bench({"gate": lambda run: run.results.update(gate={"num": 7, "bad": [], "quick": False})})
+    _, earlier = bench({"gate": lambda run: run.results.update(gate={"num": 7, "bad": []})})
     monkeypatch.setattr(gpu_gate, "check_all", lambda *_: iter([]))
     monkeypatch.setattr(gpu_gate, "eight_bit_error", lambda card: None)
 
@@ -243,8 +315,10 @@ def test_a_green_gate_counts_for_the_same_code_on_the_same_card(bench, bench_mod
     assert num({"about": {"code": "another"}}) == 0
     assert "does not count: another code" in capsys.readouterr().out
     assert num({"about": {"card": "another"}}) == 0
-    assert num({"gate": {"num": 7, "bad": [{}], "quick": False}}) == 0
-    assert num({"gate": {"num": 7, "bad": [], "quick": True}}) == 0
+    assert num({"gate": {"num": 7, "bad": [{}]}}) == 0
+    monkeypatch.setenv("QUIRE_EARLY_LAUNCH", "0")
+    assert num({}) == 0
+    assert "does not count: another forms" in capsys.readouterr().out
 
 
 def test_what_was_measured_is_kept_when_it_is_told_to_end(tmp_path):
