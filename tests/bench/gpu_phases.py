@@ -24,7 +24,7 @@ PHASES = {
     "vllm": Phase("32 adapters here and in vLLM (bar 1.2); a second where vLLM is missing", 330),
     "engine": Phase("decoding, throughput of four loads, latencies at three rates, idle time", 310),
     "itl": Phase("time between tokens while 100 cold adapters load, against none (bar 1.10)", 420),
-    "peers": Phase("saturated and mixed loads here, in transformers (bar 3) and in vLLM", 420),
+    "peers": Phase("short, mixed and saturated loads here, in transformers (bar 3) and in vLLM", 400),
     "tune": Phase("other tile sizes, as many as there is time for: what the constants should be", 260),
 }
 QUICK = ("gate", "limits", "kernels", "engine")

@@ -407,6 +407,21 @@ def test_each_peer_is_alone_and_one_that_fails_leaves_the_others(bench_modules, 
     ]
 
 
+def test_transformers_gets_loads_that_it_can_be_waited_for(bench_modules, tmp_path):
+    """And its warm-up and plans are of those."""
+    import gpu_peers
+    import torch
+    from card import Card
+
+    card = Card(torch.device("cuda"))  # none is touched
+    found = {peer.name: peer for peer in gpu_peers.peers(card, gpu_peers.loads(card, False), "python", tmp_path)}
+    whats = {name: [load.what for load in peer.loads] for name, peer in found.items()}
+    assert whats["quire"][-1] == "1000 in, 1000 out, 256 requests"
+    assert whats["quire"] == whats["vLLM"]
+    assert whats["transformers"] == whats["quire"][:-1]
+    assert found["transformers"].settings["num_requests"] == 512
+
+
 def test_without_vllm_one_line_says_so(bench_modules, tmp_path):
     import gpu_report
     import gpu_vllm
