@@ -11,6 +11,7 @@ that fails the next ones run all the same, and the exit code is 1; behind a red 
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+OVERTIME_S = 15.0
+"""After the budget: what goes on is told on stderr, line by line."""
 sys.path[:0] = [str(ROOT / "backend"), str(ROOT / "kernels"), str(Path(__file__).parent)]
 
 from gpu_phases import EXAMPLES, PHASES, QUICK, ordered, table  # noqa: E402
@@ -42,7 +45,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="no phase, and no row of tune, starts so many seconds after the start",
     )
     gated = (
-        "results of an earlier run: its gate counts, if it was green, and of the same code, card, versions and forms"
+        "results of an earlier run: its gates count, if they were green, and of the same code, card, versions and forms"
     )
     add("--gated", type=Path, metavar="FILE", help=gated)
     add("--cpu-rehearsal", action="store_true", help="tiny shapes on a CPU, kernels interpreted; times mean nothing")
@@ -73,6 +76,8 @@ def main() -> int:
     import torch
     from card import Card
 
+    # Whatever the environment says: what is compared in float32 is computed in it.
+    torch.set_float32_matmul_precision("highest")
     card = Card(torch.device("cpu" if args.cpu_rehearsal else "cuda"))
     if args.gate_share:
         return _check_share(args.gate_share, card)
@@ -81,6 +86,9 @@ def main() -> int:
 
     # Ends by an exception, so that what was started is ended and what was measured is written.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if args.budget_s is not None:
+        # Where it hangs, if it does: whoever ends it then learns nothing else.
+        faulthandler.dump_traceback_later(args.budget_s + OVERTIME_S)
     bench = Bench(card, Options(args.quick, args.output, args.vllm_python, args.budget_s, args.gated))
     try:
         with torch.inference_mode():

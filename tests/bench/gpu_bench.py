@@ -120,6 +120,7 @@ class Bench:
             print(f"  {gated} {why}", flush=True)
             if earlier is not None:
                 self.results["gate"] = earlier
+                self._checks = gpu_verdict.checks_of_earlier(gated)
                 return
         findings, whole = gpu_verdict.findings(self._card)
         bad = [finding for finding in findings if not finding.good]

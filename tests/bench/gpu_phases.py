@@ -34,8 +34,8 @@ EXAMPLES = """\
 examples, for 30 minutes on a card with at most 10 minutes a command:
   python3 tests/bench/gpu.py --quick -o quick.json                                  does it work at all?
   python3 tests/bench/gpu.py --phases lora,engine --gated quick.json --budget-s 570 -o engine.json
-  python3 tests/bench/gpu.py --phases itl --gated quick.json --budget-s 570 -o itl.json
-  python3 tests/bench/gpu.py --phases peers --gated quick.json --budget-s 570 -o peers.json
+  python3 tests/bench/gpu.py --phases itl --gated engine.json --budget-s 570 -o itl.json
+  python3 tests/bench/gpu.py --phases peers --gated engine.json --budget-s 570 -o peers.json
 and for another 30 minutes:
   python3 tests/bench/gpu.py --phases limits,kernels,tune --budget-s 570 -o kernels.json
   python3 tests/bench/gpu.py --phases vllm --vllm-python ~/vllm/bin/python --budget-s 570 -o vllm.json

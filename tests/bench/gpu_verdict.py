@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 JUDGED = ("backend/quire_spec", "backend/quire_engine", "kernels/quire_kernels", "tests/bench/gpu_gate.py")
 SAME = ("card", "torch", "triton", "cuda", "code", "forms")
 """What an earlier run must have been of."""
+CHECKED = {"engine": "base", "peers": "base", "lora": "adapters", "itl": "adapters"}
+"""Phases behind the engine's own gate, and what that is of."""
 MAX_PROCESSES = 12
 TIMEOUT_S = 240.0
 """For all comparisons, which should take 60 s: a kernel that never ends must not take the card's whole time."""
@@ -76,6 +78,16 @@ def of_earlier(path: Path, about: dict[str, Any]) -> tuple[dict[str, Any] | None
     if gate.get("bad") != []:
         return None, "does not count: its gate was not green"
     return gate | {"of": earlier["about"]["command"]}, "has a green gate of the same code on the same card"
+
+
+def checks_of_earlier(path: Path) -> dict[str, dict[str, int]]:
+    """What the engine's own gate found in the run with these results, where it was green; by what it is of."""
+    earlier, found = json.loads(path.read_text()), {}
+    for phase, of in CHECKED.items():
+        check = (earlier.get(phase) or {}).get("check")
+        if check and not check["other_tokens"]:
+            found[of] = check
+    return found
 
 
 def code() -> str:

@@ -312,6 +312,14 @@ def test_a_green_gate_counts_for_the_same_code_on_the_same_card(bench, bench_mod
         return bench({"gate": gpu_bench.Bench._gate}, gated=path)[1]["gate"]["num"]
 
     assert num({}) == 7
+    checked: list[dict[str, object]] = []
+    path = tmp_path / "checked.json"
+    check = {"other_tokens": 0, "tokens": 7}
+    wrong = {"other_tokens": 1, "tokens": 7}
+    path.write_text(json.dumps(earlier | {"lora": {"check": check}, "engine": {"check": wrong}}))
+    bench({"gate": gpu_bench.Bench._gate, "itl": lambda run: checked.append(run._checks)}, gated=path)
+    # What was wrong is checked again.
+    assert checked == [{"adapters": check}]
     assert num({"about": {"code": "another"}}) == 0
     assert "does not count: another code" in capsys.readouterr().out
     assert num({"about": {"card": "another"}}) == 0
