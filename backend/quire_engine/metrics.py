@@ -185,7 +185,8 @@ class Metrics:
         )
         self._refused = Counter(
             "quire_requests_refused",
-            "Requests not admitted, by code, but for what is refused before: wrong tensors, names and ranges.",
+            "Requests not admitted, by code, but for what the server refuses by itself: unknown models, tensors of "
+            "another type, what is no JSON.",
             ["model_name", "code"],
             registry=self.registry,
         )

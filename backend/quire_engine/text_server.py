@@ -22,8 +22,8 @@ from quire_engine.port import Port
 from quire_engine.text import Tokenizer
 from quire_spec.catalogue import AdapterLimits
 from quire_spec.document import from_json
-from quire_spec.errors import Internal, InvalidArgument, QuireError
-from quire_spec.messages import Call, Cancel, Message, Reply, Submit
+from quire_spec.errors import Internal, InvalidArgument, QuireError, error_from
+from quire_spec.messages import Call, Cancel, Message, Refused, Reply, Submit
 from quire_spec.status import now
 
 _INLINE_CHARS = 2048
@@ -79,6 +79,8 @@ class TextServer:
             self._submit(port, message)
         elif port is not None and isinstance(message, Cancel):
             self._desk.cancel(port, message.ids)
+        elif port is not None and isinstance(message, Refused):
+            self._metrics.refused(error_from(message.code, "").code)
         elif port is None and isinstance(message, Call):
             self._answer(connection, message)
         else:

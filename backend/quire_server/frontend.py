@@ -97,7 +97,9 @@ class TritonPythonModel:
             self._text.submit(submit)
         except Exception as error:
             refused = self._streams[request_id] = Stream(request_id, None, sender, now)
-            self._put(refused, _event_of(request_id, error))
+            event = _event_of(request_id, error)
+            self._text.refused(event.error_code or "")
+            self._put(refused, event)
 
     def _deliver(self, event: Event) -> None:
         stream = self._streams.get(event.id)

@@ -17,7 +17,7 @@ from typing import Literal
 
 from quire_spec.errors import Internal, QuireError, Unavailable
 from quire_spec.frames import Decoder, encode
-from quire_spec.messages import Cancel, Event, Events, Hello, Submit
+from quire_spec.messages import Cancel, Event, Events, Hello, Refused, Submit
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ RECONNECT_S = 0.1
 """How often an idle writer looks for the text process while there is no connection."""
 _RECV_BYTES = 256 * 1024
 
-_Item = tuple[Submit | Cancel, bytes] | Literal["lost", "close"]
+_Item = tuple[Submit | Cancel | Refused, bytes] | Literal["lost", "close"]
 """What the writer waits for: a message with its frame, the end of the connection, or its own end."""
 
 
@@ -52,6 +52,11 @@ class TextClient:
         message = Cancel([request_id])
         self._outgoing.put((message, encode(message)))
 
+    def refused(self, code: str) -> None:
+        """A request that is not submitted got its error. Nobody counts it while there is no text process."""
+        message = Refused(code)
+        self._outgoing.put((message, encode(message)))
+
     def close(self) -> None:
         """End the connection and the writer; open requests get their UNAVAILABLE events."""
         self._closing = True
@@ -73,13 +78,13 @@ class TextClient:
                 self._write(*item)
         self._drop_connection()
 
-    def _write(self, message: Submit | Cancel, frame: bytes) -> None:
+    def _write(self, message: Submit | Cancel | Refused, frame: bytes) -> None:
         if not self._connected():
             self._connect()
         connection = self._connection
-        if isinstance(message, Cancel):
+        if not isinstance(message, Submit):
             if connection is not None:
-                connection.forget(message.ids)
+                connection.forget(message.ids if isinstance(message, Cancel) else [])
                 connection.send(frame)
         elif connection is None or not connection.open(message.id):
             self._deliver(_failed(message.id, Unavailable("text process is restarting; try again")))

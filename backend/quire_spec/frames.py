@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames on the Unix sockets between a pod's processes: length, version, then one JSON message. No I/O here.
 
-    frontend  --Submit, Cancel-->  text  --Generate, Abort-->  core
-              <--------Events----        <--------StepResult---
+    frontend  --Submit, Cancel, Refused-->  text  --Generate, Abort-->  core
+              <--------Events-------------        <--------StepResult---
     supervisor <--Call, Reply--> text, core
 
 The decoder is fed whatever a socket returned, by threads and by asyncio alike. A frame of another version is refused

@@ -50,6 +50,13 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """frontend -> text: a request was wrong and got its error; no Submit follows. For the metrics."""
+
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """What is new for one output of a request; the request's last when it has an error code, or a finish_reason and no
     other output goes on."""
@@ -218,10 +225,10 @@ class Reply:
     error: str = ""
 
 
-Message = Hello | Submit | Cancel | Events | Generate | Abort | StepResult | Call | Reply
+Message = Hello | Submit | Cancel | Refused | Events | Generate | Abort | StepResult | Call | Reply
 
 _TYPES: dict[str, type[Any]] = {
-    cls.__name__: cls for cls in (Hello, Submit, Cancel, Events, Generate, Abort, StepResult, Call, Reply)
+    cls.__name__: cls for cls in (Hello, Submit, Cancel, Refused, Events, Generate, Abort, StepResult, Call, Reply)
 }
 
 _INNER = (Event, SequenceResult, Stats, AdapterMove)

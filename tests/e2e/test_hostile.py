@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong requests: each costs its sender one clear error, and the next request works."""
 
+from collections import Counter
+
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support.service import run
 
 pytestmark = pytest.mark.server
@@ -94,6 +97,24 @@ def test_grpc_gets_the_real_status(service):
     assert "NOT_FOUND" in unknown.error
     assert "INVALID_ARGUMENT" in wrong.error
     works(service)
+
+
+def test_refusals_are_counted_wherever_they_are_found(service):
+    """By the model's own process, or by text, whether it streams or not."""
+
+    def counted():
+        families = text_string_to_metric_families(service.metrics())
+        (family,) = [family for family in families if family.name == "quire_requests_refused"]
+        return Counter({s.labels["code"]: int(s.value) for s in family.samples if s.name.endswith("_total")})
+
+    before = counted()
+    assert service.generate("tales", STORY, temperature=-1).status == 400
+    assert service.generate("sql", STORY, lora_name="pirate").status == 400
+    assert service.request("http", "/v2/models/pirate/generate", {"input_ids": [-1]}).status == 400
+    assert service.generate("tales", STORY, lora_name="nobody").status == 400
+    (stream,) = run(service.grpc_stream("tales", b"\xff"))
+    assert stream.error
+    service.wait(lambda: counted() - before == {"INVALID_ARG": 4, "NOT_FOUND": 1}, 5, "counted")
 
 
 def test_wrong_requests_among_right_ones_disturb_nobody(service):

@@ -14,7 +14,7 @@ from support.edge import wait_until
 
 from quire_server.text_client import TextClient
 from quire_spec.frames import Decoder, encode
-from quire_spec.messages import Cancel, Event, Events, Hello, Submit
+from quire_spec.messages import Cancel, Event, Events, Hello, Refused, Submit
 
 
 class Listener:
@@ -101,6 +101,17 @@ def test_requests_events_and_cancels_pass(listener, client, events):
     assert [events.get(timeout=5) for _ in sent] == sent
     client.cancel(2)
     assert listener.read() == Cancel([2])
+
+
+def test_refusals_are_told_to_who_is_there(path, client):
+    client.refused("NOT_FOUND")
+    listener = Listener(path)
+    try:
+        listener.accept()
+        client.refused("INVALID_ARG")
+        assert listener.read() == Refused("INVALID_ARG")
+    finally:
+        listener.close()
 
 
 def test_the_end_of_the_connection_fails_what_is_open_and_nothing_else(listener, client, events):
