@@ -18,6 +18,8 @@ _HARMLESS = (
     "CudaDriverHelper",
     # For every model that has no folder, as our adapters' have none.
     "Failed to set config modification time",
+    # For every error that a gRPC client gets with its real status.
+    "HandleCancellation called even when the context was not cancelled",
     "Signal (15) received",
 )
 """Warnings and errors of the server's that mean nothing here."""

@@ -232,6 +232,12 @@ async def pid_of(keeper, other_than=None):
         ("server", "+-----+", True),
         ("server", "", True),
         ("server", 'E1121 03:04:40.772334 8875 server.cc:241] "CudaDriverHelper has not been initialized."', True),
+        (
+            "server",
+            'E1122 3:04:40.9 8875 infer_handler.h:840] "[INTERNAL] HandleCancellation called even when the context was '
+            'not cancelled for ModelStreamInferHandler, rpc_ok=1, context 0, 0 step COMPLETE"',
+            True,
+        ),
         ("server", "E1121 03:04:40.9 8875 model_lifecycle.cc:9] \"failed to load 'x'\"", False),
         ("server", 'W1121 03:04:40.9 8875 x.cc:9] "odd"', False),
         ("server", "Traceback (most recent call last):", False),
