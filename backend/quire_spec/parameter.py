@@ -67,7 +67,9 @@ def check(parameter: Field[Any], value: Any) -> Any:
         return None
     wanted, accepts = _KINDS[kind.removesuffix(" | None")]
     if not accepts(value):
-        raise InvalidArgument(f"sampling parameter {name!r}: {short(value)} is not {wanted}")
+        # Lists have become tuples by now, and it is lists that clients send.
+        found = short(list(value) if isinstance(value, tuple) else value)
+        raise InvalidArgument(f"sampling parameter {name!r}: {found} is not {wanted}")
     if bounds := parameter.metadata.get("range"):
         check_range(name, value, *bounds)
     most = parameter.metadata.get("entries")

@@ -121,6 +121,12 @@ def test_bad_values_are_refused_by_name(name, value):
     assert len(str(caught.value)) < 400
 
 
+def test_a_list_is_quoted_as_one():
+    for name in ("n", "stop"):
+        with pytest.raises(InvalidArgument, match=rf"{name}': \['a', 1\] is not"):
+            SamplingParams.from_mapping({name: ["a", 1]})
+
+
 def test_a_number_that_python_does_not_write_is_refused_by_name():
     for name in ("n", "stop", "temperature"):
         with pytest.raises(InvalidArgument, match=f"'{name}'"):
