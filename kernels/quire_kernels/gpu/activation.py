@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire_kernels.gpu.sizes import num_parts
+
 _BLOCK = 1024
 
 
@@ -32,7 +34,7 @@ def _multiply(gate_up: Tensor, name: str) -> Tensor:
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = gate_up.new_empty(num_tokens, width)
-    grid = (num_tokens, triton.cdiv(width, _BLOCK))
+    grid = (num_tokens, num_parts(width, _BLOCK))
     _gated[grid](gate_up, out, gate_up.stride(0), width, NAME=name, BLOCK=_BLOCK, num_warps=4)
     return out
 

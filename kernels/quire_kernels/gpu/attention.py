@@ -28,6 +28,7 @@ from torch import Tensor
 
 from quire_kernels.attention import AttentionBatch
 from quire_kernels.gpu.early_launch import launches_early
+from quire_kernels.gpu.sizes import power_of_2
 
 WORKERS_PER_SM = 3
 """Workers that share a multiprocessor: while one begins a pair, the others read. Three fit by shared memory, at 73 KB
@@ -75,7 +76,7 @@ def paged_attention(
     num_spans, (block_size, num_kv_heads) = len(batch.context_lengths), cache.shape[2:4]
     group = num_heads // num_kv_heads
     assert queries.stride(1) == head_dim and queries.stride(2) == 1
-    short_rows = max(16, triton.next_power_of_2(group))
+    short_rows = max(16, power_of_2(group))
     max_short = short_rows // group
     has_short, has_long = batch.shortest <= max_short, batch.longest > max_short
     tiles = choose_tiles(head_dim, queries.element_size(), has_long, group)
@@ -83,7 +84,7 @@ def paged_attention(
     work = _plan_once(batch, window or 0, max_short, tiles.short_keys, long_tokens)
     workers = num_workers(queries.device) if has_short else 0
     max_blocks = num_tokens // long_tokens + num_spans if has_long else 0
-    dim = max(triton.next_power_of_2(head_dim), 16)
+    dim = max(power_of_2(head_dim), 16)
     partials, stats = _workspace(queries, workers, short_rows, dim)
     out = queries.new_empty(num_tokens, num_heads, head_dim)
     early = has_short and launches_early(queries.device)
@@ -139,11 +140,12 @@ def paged_attention(
     return out
 
 
+@functools.cache
 def choose_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 1) -> Tiles:
     """Tiles that fit into a multiprocessor's shared memory: keys and values of each stage, and the queries."""
-    wide, heavy = triton.next_power_of_2(head_dim) > 128, element_size > 2
+    wide, heavy = power_of_2(head_dim) > 128, element_size > 2
     short = 32 if wide or heavy else 64
-    rows = max(32 if wide and heavy else 64 if wide or heavy else 128, triton.next_power_of_2(group))
+    rows = max(32 if wide and heavy else 64 if wide or heavy else 128, power_of_2(group))
     if not has_long:
         # What lets WORKERS_PER_SM of 128 threads share 65,536 registers; Triton 3.9 would take 177, and spills nothing
         # with fewer.
@@ -179,7 +181,7 @@ def _plan_once(batch: AttentionBatch, window: int, max_short: int, short_keys: i
             SHORT_KEYS=short_keys,
             LONG_TOKENS=long_tokens,
             APART_FROM=batch.apart_from,
-            BLOCK=min(max(triton.next_power_of_2(num_spans), 16), 1024),
+            BLOCK=min(max(power_of_2(num_spans), 16), 1024),
             num_warps=4,
         )
     return work

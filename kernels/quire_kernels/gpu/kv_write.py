@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire_kernels.gpu.sizes import num_parts, power_of_2
+
 _HEADS = 8
 """Heads of a token that a program takes: 8 heads of 128 are 2 KiB in bfloat16."""
 
@@ -14,8 +16,8 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> 
     num_tokens, num_kv_heads, head_dim = keys.shape
     assert keys.stride(1) == values.stride(1) == head_dim and keys.stride(2) == values.stride(2) == 1
     width = num_kv_heads * head_dim
-    block = min(triton.next_power_of_2(width), 1024)
-    _write[(num_tokens, triton.cdiv(width, block), 2)](
+    block = min(power_of_2(width), 1024)
+    _write[(num_tokens, num_parts(width, block), 2)](
         keys, values, cache, addresses, keys.stride(0), values.stride(0), cache.stride(0), width, BLOCK=block
     )
 
@@ -29,7 +31,7 @@ def rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addre
     num_tokens, all_heads, head_dim = qkv.shape
     dim = cos.shape[1]
     assert qkv.stride(1) == head_dim and qkv.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
-    _rotate_write[(num_tokens, triton.cdiv(all_heads, _HEADS))](
+    _rotate_write[(num_tokens, num_parts(all_heads, _HEADS))](
         qkv,
         cos,
         sin,
@@ -41,8 +43,8 @@ def rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addre
         NUM_KV_HEADS=(all_heads - num_heads) // 2,
         HEAD_DIM=head_dim,
         HALF=dim // 2,
-        HALF_BLOCK=triton.next_power_of_2(dim // 2),
-        REST_BLOCK=0 if dim == head_dim else triton.next_power_of_2(head_dim - dim),
+        HALF_BLOCK=power_of_2(dim // 2),
+        REST_BLOCK=0 if dim == head_dim else power_of_2(head_dim - dim),
         HEADS=_HEADS,
         num_warps=4,
     )

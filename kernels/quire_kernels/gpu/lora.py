@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire_kernels.gpu.early_launch import launches_early
+from quire_kernels.gpu.sizes import num_parts, power_of_2
 from quire_kernels.linear import linear
 from quire_kernels.lora import AdapterBatch
 from quire_kernels.lora_slots import ALIGNMENT, LinearSlots
@@ -103,7 +104,7 @@ def _planes(x: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> Tensor:
     num_slices = len(adapters.site.widths)
     # Each adapter writes and reads as many columns as it has ranks: the others cost nothing but their place.
     ld_planes = -(-adapters.max_rank // _NARROW) * _NARROW
-    num_splits = triton.cdiv(in_features, _share(in_features, len(_routing(batch).slots) * num_slices))
+    num_splits = num_parts(in_features, _share(in_features, len(_routing(batch).slots) * num_slices))
     return x.new_empty((num_splits, num_tokens, num_slices, ld_planes), dtype=torch.float32)
 
 
@@ -154,14 +155,14 @@ def _routing(batch: AdapterBatch) -> Routing:
 
 
 def _constants(adapters: LinearSlots) -> dict[str, int]:
-    widest = min(_WIDEST, max(_NARROW, triton.next_power_of_2(adapters.max_rank)))
+    widest = min(_WIDEST, max(_NARROW, power_of_2(adapters.max_rank)))
     return {"ALIGNMENT": ALIGNMENT, "ROWS": ROUTED_ROWS, "NARROW": _NARROW, "WIDE": widest}
 
 
 def _share(in_features: int, num_programs: int) -> int:
     """Inputs of a program of shrink, where there would be so many programs if they were not split."""
-    num_splits = min(triton.cdiv(in_features, _MIN_SHARE), triton.cdiv(TILES.shrinking, num_programs))
-    return triton.cdiv(triton.cdiv(in_features, num_splits), TILES.inputs) * TILES.inputs
+    num_splits = min(num_parts(in_features, _MIN_SHARE), num_parts(TILES.shrinking, num_programs))
+    return num_parts(num_parts(in_features, num_splits), TILES.inputs) * TILES.inputs
 
 
 def _launch_expand(
@@ -178,9 +179,9 @@ def _launch_expand(
     """`source`: planes, or token ids whose rows of A are read."""
     first, second, third = (*adapters.site.widths, 0, 0)[:3]
     num_tiles = len(routing.slots)
-    num_blocks = sum(triton.cdiv(width, TILES.columns) for width in adapters.site.widths)
-    share = min(_MOST_BLOCKS, triton.cdiv(num_tiles * num_blocks, TILES.expanding)) * TILES.columns
-    num_programs = sum(triton.cdiv(width, share) for width in adapters.site.widths)
+    num_blocks = sum(num_parts(width, TILES.columns) for width in adapters.site.widths)
+    share = min(_MOST_BLOCKS, num_parts(num_tiles * num_blocks, TILES.expanding)) * TILES.columns
+    num_programs = sum(num_parts(width, share) for width in adapters.site.widths)
     _expand[(num_tiles, num_programs)](
         out,
         out.stride(0),

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire_kernels.gpu.sizes import num_parts, power_of_2
+
 _TILE = 2048
 """Elements that a program holds at least: short rows, such as heads, share one."""
 
@@ -27,9 +29,9 @@ def _launch(x: Tensor, residual: Tensor, out: Tensor, weight: Tensor, eps: float
     size, inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     assert x.dim() in (2, 3) and x.stride(-1) == 1 and (not adds or residual.is_contiguous())
     num_rows = x.shape[0] * inner
-    block = triton.next_power_of_2(size)
+    block = power_of_2(size)
     rows = max(1, _TILE // block)
-    _rms_norm[(triton.cdiv(num_rows, rows),)](
+    _rms_norm[(num_parts(num_rows, rows),)](
         x,
         residual,
         weight,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire_kernels.gpu.sizes import num_parts, power_of_2
+
 _BLOCK = 4096
 _WARPS = 16
 
@@ -63,7 +65,7 @@ def choose(
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """See sampling.uniform."""
     out = torch.empty(seeds.shape, dtype=torch.float32, device=seeds.device)
-    _uniforms[(triton.cdiv(len(seeds), 128),)](seeds, positions, out, len(seeds), BLOCK=128)
+    _uniforms[(num_parts(len(seeds), 128),)](seeds, positions, out, len(seeds), BLOCK=128)
     return out
 
 
@@ -83,7 +85,7 @@ def penalize(
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1 and in_prompt.is_contiguous() and counts.is_contiguous()
     block = _block(vocab_size)
-    _penalize[(len(rows), triton.cdiv(vocab_size, block))](
+    _penalize[(len(rows), num_parts(vocab_size, block))](
         logits,
         rows,
         in_prompt,
@@ -100,7 +102,7 @@ def penalize(
 
 
 def _block(vocab_size: int) -> int:
-    return min(triton.next_power_of_2(vocab_size), _BLOCK)
+    return min(power_of_2(vocab_size), _BLOCK)
 
 
 @triton.jit

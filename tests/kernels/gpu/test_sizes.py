@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of launches."""
+
+import re
+from pathlib import Path
+
+import triton
+
+import quire_kernels.gpu
+from quire_kernels.gpu.sizes import num_parts, power_of_2
+
+
+def test_they_are_what_the_kernel_language_counts():
+    for num in range(1, 300):
+        assert power_of_2(num) == triton.next_power_of_2(num)
+        assert all(num_parts(num, size) == triton.cdiv(num, size) for size in (1, 2, 7, 16, 128))
+
+
+def test_no_launch_counts_by_the_compilers_functions():
+    """They take as long as a launch takes the host otherwise."""
+    folder = Path(quire_kernels.gpu.__file__).parent
+    found = [
+        path.name for path in folder.glob("*.py") if re.search(r"\btriton\.(cdiv|next_power_of_2)", path.read_text())
+    ]
+    assert not found
