@@ -14,10 +14,15 @@ import huggingface_hub
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from quire_spec.errors import ConfigError
+from quire_spec.secret import said
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja"]
 # Subfolders hold other formats, `consolidated` files the same weights a second time.
 _UNWANTED = ["*/*", "consolidated*"]
+_ERRORS = (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL, ImportError)
+"""HfHubHTTPError is an OSError, a name that is no hub id a ValueError, a proxy by SOCKS an ImportError; what the
+network throws comes as it is."""
+_TIMEOUT_S = 15.0
 
 
 def resolve_model(model: str, revision: str | None, progress: bool) -> Path:
@@ -40,18 +45,37 @@ def resolve_model(model: str, revision: str | None, progress: bool) -> Path:
         return folder
     if model.startswith(("/", ".", "~")):
         raise ConfigError(f"model: there is no folder {model!r}")
+    silent = _silence(model, revision)
     try:
         with _bars(progress):
             path: str = huggingface_hub.snapshot_download(
-                model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+                model,
+                revision=revision,
+                allow_patterns=_WANTED,
+                ignore_patterns=_UNWANTED,
+                local_files_only=silent is not None,
             )
-    # HfHubHTTPError is an OSError, a name that is no hub id a ValueError; what the network throws comes as it is.
-    except (OSError, ValueError, httpx.HTTPError) as error:
+    except _ERRORS as error:
         at = f" at revision {revision!r}" if revision else ""
         raise ConfigError(
-            f"model: {model!r}{at} is neither a folder nor could it be had from the hub: {_first_line(error)}"
+            f"model: {model!r}{at} is neither a folder nor could it be had from the hub: {said(silent or error)}"
         ) from error
     return Path(path)
+
+
+def _silence(model: str, revision: str | None) -> httpx.TimeoutException | None:
+    """The error of a hub that takes connections, or lets them vanish, and says nothing; None where it does not.
+
+    Asked beforehand: snapshot_download puts the same question without any limit of time.
+    """
+    try:
+        huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_TIMEOUT_S)
+    except httpx.TimeoutException as error:
+        return error
+    except _ERRORS:
+        # It says the same, or has all that is wanted in its cache.
+        return None
+    return None
 
 
 @contextlib.contextmanager
@@ -64,8 +88,3 @@ def _bars(progress: bool) -> Iterator[None]:
     finally:
         if silence:
             enable_progress_bars()
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -9,6 +9,7 @@ import aiohttp
 from yarl import URL
 
 from quire_server.places import Opened
+from quire_spec import tls
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
 from quire_spec.secret import said
 
@@ -123,7 +124,7 @@ def checked(answer: aiohttp.ClientResponse, where: str) -> aiohttp.ClientRespons
         raise NotFound(f"{where}: HTTP {answer.status}; check the URL, and that the adapter is stored as safetensors")
     if answer.status in (401, 403):
         raise AccessDenied(f"{where}: HTTP {answer.status}; the source's secret is missing, wrong, or lacks access")
-    raise Unavailable(f"{where}: HTTP {answer.status}")
+    raise Unavailable(f"{where}: HTTP {answer.status}{tls.hint(answer.status, str(answer.url))}")
 
 
 def version_of(answer: aiohttp.ClientResponse) -> str | None:

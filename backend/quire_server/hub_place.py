@@ -17,6 +17,7 @@ from yarl import URL
 from quire_server.background import in_thread
 from quire_server.http_place import HttpReader
 from quire_server.places import Opened
+from quire_spec import tls
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
 from quire_spec.secret import said
 
@@ -123,4 +124,4 @@ def _refused(where: str, error: HfHubHTTPError) -> NotFound | Unavailable:
         return NotFound(f"{where}: HTTP 404; check repo and revision")
     if status in (401, 403):
         return AccessDenied(f"{where}: HTTP {status}; the source's token is missing, wrong, or lacks access")
-    return Unavailable(f"{where}: HTTP {status}")
+    return Unavailable(f"{where}: HTTP {status}{tls.hint(status, str(error.response.url))}")

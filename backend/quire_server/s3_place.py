@@ -66,9 +66,8 @@ class S3Place:
 
     @asynccontextmanager
     async def open(self, name: str, start: int, version: str | None) -> AsyncIterator[Opened]:
-        store, path = self._store(), self._path(name)
         try:
-            found, begin = await _get(store, path, start, version)
+            found, begin = await _get(self._store(), self._path(name), start, version)
         except Exception as error:
             raise self._refused(name, error) from error
         encoding = str(found.attributes.get("Content-Encoding", _AS_IT_IS[0]))
@@ -94,6 +93,9 @@ class S3Place:
 
     def _refused(self, name: str, error: Exception) -> QuireError:
         """What to tell of any error of obstore's; one of them, RustPanic, can be imported from nowhere."""
+        if isinstance(error, QuireError):
+            # Of the Secret: it has said all there is.
+            return error
         where = self.where(name)
         if isinstance(error, FileNotFoundError):
             return NotFound(f"{where}: no such object; check bucket and prefix, and that it is stored as safetensors")

@@ -11,6 +11,7 @@ from datetime import timedelta
 from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
+from quire_spec import tls
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 from quire_spec.secret import said
 
@@ -21,8 +22,13 @@ _AMBIENT = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_C
 """Environment that a platform gives a pod an identity with. Without any, requests go unsigned: public buckets."""
 
 
+_URL = re.compile(r"Error performing [A-Z]+ (https?:)")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_OF_TLS = re.compile(
+    r"(?:InvalidCertificate|AlertReceived|InvalidMessage|PeerMisbehaved)\(\W*(?:Other\W+OtherError\W+)?(\w+)"
+)
+_OF_SYSTEM = re.compile(r'(?:message|error): "([\w :,-]{1,200}?)(?:: http|")')
 _ENDPOINT = re.compile(r"https?://(?P<host>[\w.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/[\w.~/-]*)?", re.ASCII)
 
 
@@ -87,9 +93,24 @@ def refused(where: str, error: Exception) -> Unavailable:
     # Not what comes after the status: a bucket quotes the request, with its token.
     status, code = _STATUS.search(str(error)), _CODE.search(str(error))
     if status is None:
-        # What comes before the dash is the URL and how long it took; further lines are obstore's debug output.
-        return Unavailable(f"{where}: {said(error).rpartition(' - ')[2]}")
+        return Unavailable(f"{where}: {_said(error)}")
     words = f"{where}: HTTP {status[1]}" + (f" {code[1]}" if code else "")
     if status[1] == "400":
-        return AccessDenied(f"{words}; the source's secret is wrong or no longer good, or its region is another")
+        # A bucket says what is wrong.
+        asked = None if code else _URL.search(str(error))
+        plain = tls.hint(400, asked[1]) if asked else ""
+        return AccessDenied(f"{words}; the source's secret is wrong or no longer good, or its region is another{plain}")
     return Unavailable(words)
+
+
+def _said(error: Exception) -> str:
+    """obstore's words of no answer: its own are the same for every cause, which is in the debug output below them."""
+    words = said(error).rpartition(" - ")[2]
+    if "error sending request" not in words:
+        # What comes before the dash is the URL and how long it took.
+        return words
+    if found := _OF_TLS.search(str(error)):
+        return f"TLS fails: {found[1]}"
+    if found := _OF_SYSTEM.search(str(error)):
+        return found[1]
+    return "no answer in time" if "TimedOut" in str(error) else words

@@ -3,9 +3,11 @@
 
 import re
 
+from quire_spec import tls
 from quire_spec.errors import AccessDenied
 
 _URL = re.compile(r"(https?://)(?:[^/\s@]*@)?([^\s?#]*)(?:[?#]\S*)?", re.IGNORECASE)
+_OF_A_PROXY = ("ProxyError", "ClientHttpProxyError")
 _MAX_CHARS = 300
 """Of a library's words: a place may have it quote pages."""
 
@@ -13,8 +15,12 @@ _MAX_CHARS = 300
 def said(error: BaseException) -> str:
     """A library's error in one line, without user and query of the URLs in it: the one may be a password, the other a
     signature."""
+    if cause := tls.cause(str(error)):
+        return cause
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return _URL.sub(r"\1\2", lines[0])[:_MAX_CHARS] if lines else type(error).__name__
+    words = _URL.sub(r"\1\2", lines[0])[:_MAX_CHARS] if lines else type(error).__name__
+    # Of httpx and aiohttp; they say what the proxy answered as if it were the source's own answer.
+    return f"the proxy refuses: {words}" if type(error).__name__ in _OF_A_PROXY else words
 
 
 def check_value(value: str, secret: str, key: str) -> None:

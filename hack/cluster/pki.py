@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-_DAYS = 30
+_LIFE = datetime.timedelta(days=30)
 _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
 
 
@@ -38,16 +38,22 @@ class Authority:
         self._write("ca", self._certificate, self._key)
 
     def issue(
-        self, name: str, common_name: str, group: str = "", hosts: Sequence[str] = (), client: bool = True
+        self,
+        name: str,
+        common_name: str,
+        group: str = "",
+        hosts: Sequence[str] = (),
+        client: bool = True,
+        life: datetime.timedelta = _LIFE,
     ) -> None:
-        """A leaf for a client, for a server at `hosts`, or for both."""
+        """A leaf for a client, for a server at `hosts`, or for both; good for `life` from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = [x509.NameAttribute(NameOID.ORGANIZATION_NAME, group)] if group else []
         subject.append(x509.NameAttribute(NameOID.COMMON_NAME, common_name))
         purposes = [*([_SERVER] if hosts else []), *([_CLIENT] if client else [])]
         authority_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         builder = (
-            _builder(x509.Name(subject), self._name, key.public_key())
+            _builder(x509.Name(subject), self._name, key.public_key(), life)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
@@ -76,7 +82,9 @@ class Authority:
         file.write_bytes(content)
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, life: datetime.timedelta = _LIFE
+) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -85,7 +93,7 @@ def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicK
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .not_valid_after(now + life)
     )
 
 

@@ -3,6 +3,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from quire_engine.checkpoint import Checkpoint, fingerprint_of
 from quire_engine.hub import resolve_model
 from quire_spec.errors import ConfigError
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "num_attention_heads": 2,
@@ -43,11 +45,10 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The hub's cache of this machine, with one model in it and the network away."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--org--name"
-    checkpoint(repository / "snapshots" / commit)
+    checkpoint(repository / "snapshots" / COMMIT)
     (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
+    (repository / "refs" / "main").write_text(COMMIT)
     return repository
 
 
@@ -154,3 +155,37 @@ def test_fingerprints_tell_checkpoints_apart(tmp_path: Path) -> None:
     assert fingerprint_of(short) != base
     (short / "config.json").write_text(json.dumps(CONFIG | {"rope_theta": 5e5}))
     assert fingerprint_of(short) != fingerprint_of(checkpoint(tmp_path / "f", weights=b"w"))
+
+
+@pytest.mark.parametrize("revision", [None, COMMIT])
+def test_a_hub_that_says_nothing_is_not_waited_for_without_end(
+    hub_cache: Path, tmp_path: Path, revision: str | None
+) -> None:
+    """It takes connections and begins no TLS, as behind a firewall that drops packets; what is cached is taken."""
+    code = f"""
+from quire_engine import hub
+from quire_spec.errors import ConfigError
+hub._TIMEOUT_S = 0.3
+try:
+    print(hub.resolve_model("org/name", {revision!r}, progress=False))
+except ConfigError as error:
+    print(error)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        environment = os.environ | {
+            "HF_ENDPOINT": f"https://127.0.0.1:{server.getsockname()[1]}",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
+        found = []
+        for cache in (hub_cache.parent, tmp_path / "empty"):
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                env=environment | {"HF_HUB_CACHE": str(cache)},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert done.returncode == 0, done.stderr
+            found += done.stdout.splitlines()
+    assert Path(found[0]).is_relative_to(hub_cache)
+    assert found[1].endswith("nobody answers there by TLS") and found[1].startswith("model: 'org/name'")

@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import hmac
 import re
+import ssl
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
@@ -85,12 +86,12 @@ class Files:
             await response.write(data)
 
 
-async def serve(handle) -> TestServer:
+async def serve(handle, tls: ssl.SSLContext | None = None) -> TestServer:
     """Start a server that gives every request to `handle`."""
     app = web.Application(client_max_size=2**20)
     app.router.add_route("*", "/{path:.*}", handle)
-    server = TestServer(app)
-    await server.start_server()
+    server = TestServer(app, scheme="https" if tls else "http")
+    await server.start_server(ssl=tls)
     return server
 
 

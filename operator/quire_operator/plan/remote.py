@@ -15,6 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
+from quire_spec import tls
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
 from quire_spec.s3 import check_endpoint, refused, store_options
@@ -98,8 +99,7 @@ class S3Files:
         if credentials and not {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= set(credentials):
             name = source.credentialsSecretRef.name if source.credentialsSecretRef else ""
             raise ConfigError(f"secret {name!r}: needs the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
-        options = store_options(source.endpoint, source.region, credentials, os.environ, _READ_S)
-        self._store = S3Store(self._bucket, **options)
+        self._options = store_options(source.endpoint, source.region, credentials, os.environ, _READ_S)
 
     def where(self, name: str) -> str:
         at = f" at {self._endpoint}" if self._endpoint else ""
@@ -108,7 +108,8 @@ class S3Files:
     def read(self, name: str, start: int, max_bytes: int) -> bytes | None:
         where = self.where(name)
         try:
-            return bytes(obstore.get_range(self._store, self._path(name), start=start, length=max_bytes))
+            store = S3Store(self._bucket, **self._options)
+            return bytes(obstore.get_range(store, self._path(name), start=start, length=max_bytes))
         except (FileNotFoundError, NotFoundError):
             return None
         except (PermissionDeniedError, UnauthenticatedError) as error:
@@ -166,7 +167,8 @@ def _body(answer: httpx.Response, start: int, max_bytes: int, where: str) -> byt
     if answer.status_code in (401, 403):
         raise AccessDenied(f"{where}: HTTP {answer.status_code}; the Secret is missing, wrong, or lacks access")
     if answer.status_code not in (200, 206):
-        raise Unavailable(f"{where}: HTTP {answer.status_code} {answer.reason_phrase}".rstrip())
+        words = f"HTTP {answer.status_code} {answer.reason_phrase}".rstrip()
+        raise Unavailable(f"{where}: {words}{tls.hint(answer.status_code, str(answer.url))}")
     skip = start if answer.status_code == 200 else 0
     data, begun = bytearray(), time.monotonic()
     for chunk in answer.iter_raw():

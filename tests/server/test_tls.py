@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources behind certificates of a private authority, and what can be wrong with them, for everything that reads."""
+
+import asyncio
+import contextlib
+import datetime
+import json
+import os
+import socket
+import ssl
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+from cluster.pki import Authority
+from support import readers
+from support.readers import READERS
+from support.sources import Files, Raw, serve
+
+from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE
+
+HOST = "127.0.0.1"
+FILES = {
+    f"{folder}/{name}": data
+    for folder in ("/m", "/bucket/m", "/org/m/resolve/main")
+    for name, data in {CONFIG_FILE: b'{"r": 8}', WEIGHTS_FILE: b"\0" * 1000}.items()
+}
+FOREIGN = ("SSL_CERT_FILE", "SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "HF_TOKEN")
+MINUTE = datetime.timedelta(minutes=1)
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory) -> Path:
+    """Certificates of servers, by an authority whose own is ca.crt, and by another one."""
+    folder = tmp_path_factory.mktemp("pki")
+    authority = Authority(folder)
+    authority.issue("good", "files", hosts=[HOST])
+    authority.issue("elsewhere", "files", hosts=["files.example"])
+    authority.issue("expired", "files", hosts=[HOST], life=-MINUTE)
+    Authority(folder / "other").issue("unknown", "files", hosts=[HOST])
+    (folder / "no.crt").write_text("no certificate\n")
+    return folder
+
+
+def context(pki: Path, name: str) -> ssl.SSLContext:
+    made = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    made.load_cert_chain(pki / f"{name}.crt", pki / f"{name}.key")
+    return made
+
+
+def of_clients_too(pki: Path) -> ssl.SSLContext:
+    """Wants certificates of clients. By TLS 1.2: of 1.3 the end of the connection may overtake the refusal."""
+    made = context(pki, "good")
+    made.verify_mode = ssl.CERT_REQUIRED
+    made.load_verify_locations(pki / "ca.crt")
+    made.maximum_version = ssl.TLSVersion.TLSv1_2
+    return made
+
+
+def outdated(pki: Path) -> ssl.SSLContext:
+    made = context(pki, "good")
+    made.set_ciphers("ALL:@SECLEVEL=0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        made.minimum_version = made.maximum_version = ssl.TLSVersion.TLSv1
+    return made
+
+
+async def ask(asked: list[tuple[str, str]], **environment: str) -> list[str]:
+    """What readers say of URLs: what they read, or after a colon what was wrong."""
+    kept = {name: value for name, value in os.environ.items() if name.upper() not in FOREIGN and name[:4] != "AWS_"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        readers.__file__,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**kept, "HF_HUB_DISABLE_TELEMETRY": "1", **environment},
+    )
+    out, err = await process.communicate(json.dumps(asked).encode())
+    assert process.returncode == 0, err.decode()
+    return json.loads(out)
+
+
+@pytest.fixture
+async def tls(pki):
+    """Starts servers of the same files."""
+    servers = []
+
+    async def start(made: ssl.SSLContext | None) -> str:
+        servers.append(await serve(Files(FILES).handle, made))
+        return str(servers[-1].make_url("/")).rstrip("/")
+
+    yield start
+    for server in servers:
+        await server.close()
+
+
+@pytest.fixture
+def refusing():
+    """Starts servers that agree on TLS with nobody, and say why: asyncio's end a connection without a word."""
+    with contextlib.ExitStack() as stack:
+
+        def start(made: ssl.SSLContext) -> str:
+            listening = stack.enter_context(socket.create_server((HOST, 0)))
+            thread = threading.Thread(target=refuse, args=(listening, made))
+            thread.start()
+            # In this order: whoever waits in accept() is woken by the first.
+            stack.callback(thread.join)
+            stack.callback(listening.shutdown, socket.SHUT_RDWR)
+            return f"https://{HOST}:{listening.getsockname()[1]}"
+
+        yield start
+
+
+def refuse(listening: socket.socket, made: ssl.SSLContext) -> None:
+    while True:
+        try:
+            connection, _ = listening.accept()
+        except OSError:
+            return
+        with connection, contextlib.suppress(OSError):
+            made.wrap_socket(connection, server_side=True).close()
+
+
+async def test_one_variable_has_every_reader_trust_a_private_authority(pki, tls):
+    url = await tls(context(pki, "good"))
+    assert await ask([(reader, url) for reader in READERS], SSL_CERT_FILE=str(pki / "ca.crt")) == ['{"r": 8}'] * 6
+
+
+async def test_what_is_wrong_with_a_certificate_is_said_with_what_to_do(pki, tls, refusing):
+    wrong = {
+        "signed by no authority that is trusted here; put that authority's": context(pki / "other", "unknown"),
+        "is for another name; use a host that it names": context(pki, "elsewhere"),
+        "has expired; have it renewed": context(pki, "expired"),
+        "does not speak TLS on that port; correct the port, or https to http": None,
+    }
+    urls = {words: (await tls(made)).replace("http:", "https:") for words, made in wrong.items()}
+    urls["wants a certificate of its clients, which Quire has none of"] = refusing(of_clients_too(pki))
+    urls["speaks no TLS of 1.2 or later"] = refusing(outdated(pki))
+    asked = [(reader, words) for words in urls for reader in READERS]
+    said = await ask([(reader, urls[words]) for reader, words in asked], SSL_CERT_FILE=str(pki / "ca.crt"))
+    for (reader, words), found in zip(asked, said, strict=True):
+        assert words in found and found.startswith(":") and "\n" not in found, (reader, found)
+        assert ("org/m" if "hub" in reader else urls[words]) in found
+
+
+@pytest.mark.parametrize("file", ["no.crt", "none.crt"])
+async def test_a_file_of_authorities_that_is_none_is_named(pki, tls, file):
+    url = await tls(context(pki, "good"))
+    for said in await ask([(reader, url) for reader in READERS], SSL_CERT_FILE=str(pki / file)):
+        # aiohttp leaves out what it cannot read.
+        assert said.startswith(":") and "the file that SSL_CERT_FILE names" in said
+
+
+async def test_plain_http_to_a_port_that_speaks_tls_is_found_out():
+    """As Go's servers answer, those of MinIO and of most mirrors among them."""
+    raw = Raw(b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n")
+    url = await raw.start()
+    for said in await ask([(reader, url) for reader in READERS]):
+        assert "HTTP 400" in said and "if that port speaks TLS, correct http to https" in said
+    await raw.close()
+
+
+async def test_nobody_there_is_said_by_every_reader():
+    """obstore's own words are the same for all that keeps it from an answer."""
+    raw = Raw(b"")
+    url = await raw.start()
+    await raw.close()
+    for said in await ask([(reader, url) for reader in READERS]):
+        assert "refused" in said or "Connect call failed" in said
