@@ -407,6 +407,8 @@ def test_network_policies():
     assert egress(closed["NetworkPolicy", "s"]) == [53, 53]
     mirror = objects(service(f"{GPU}runtime: {{env: [{{name: HF_ENDPOINT, value: 'http://mirror:8090'}}]}}"))
     assert egress(mirror["NetworkPolicy", "s-model-download"]) == [53, 53, 443, 8090]
+    proxy = objects(service(f"{GPU}runtime: {{env: [{{name: https_proxy, value: 'proxy.example:3128'}}]}}"))
+    assert egress(proxy["NetworkPolicy", "s-model-download"]) == [53, 53, 443, 3128]
     off = objects(service(f"{GPU}networking: {{networkPolicy: {{enabled: false}}}}"))
     assert "NetworkPolicy" not in {kind for kind, _ in off}
 
@@ -447,6 +449,34 @@ def test_labels_that_the_operator_finds_its_objects_by_are_its_own():
 def test_an_override_that_leaves_no_pod_of_ours_is_said(override, message):
     with pytest.raises(ConfigError, match=f"^spec.podTemplate.spec.{re.escape(message)}"):
         objects(service(f"{GPU}podTemplate: {{spec: {{{override}}}}}"))
+
+
+@pytest.mark.parametrize("mode", ["PVC", "EmptyDir"])
+def test_whoever_downloads_has_the_files_and_the_environment_of_whoever_serves(mode):
+    """A private authority, and a proxy with its password. Not claims: two nodes may not have one at a time."""
+    given = """
+podTemplate:
+  spec:
+    containers:
+    - name: server
+      env: [{name: HTTPS_PROXY, valueFrom: {secretKeyRef: {name: proxy, key: url}}}, {name: HOME, $patch: delete}]
+      envFrom: [{secretRef: {name: more}}]
+      volumeMounts:
+      - {name: authorities, mountPath: /etc/quire-ca, readOnly: true}
+      - {name: plugins, mountPath: /plugins}
+    volumes:
+    - {name: authorities, configMap: {name: authorities}}
+    - {name: plugins, persistentVolumeClaim: {claimName: plugins}}
+"""
+    found = objects(service(f"{GPU}cache: {{mode: {mode}}}{given}"))
+    pod = one(found, "Deployment")["spec"]["template"]["spec"]
+    job = one(found, "Job")["spec"]["template"]["spec"] if mode == "PVC" else pod
+    (downloads,) = [c for c in job.get("initContainers", job["containers"]) if c["name"] == "download"]
+    assert {"name": "authorities", "mountPath": "/etc/quire-ca", "readOnly": True} in downloads["volumeMounts"]
+    assert {"name": "authorities", "configMap": {"name": "authorities"}} in job["volumes"]
+    assert "HTTPS_PROXY" in [e["name"] for e in downloads["env"]] and "/plugins" not in str(downloads)
+    assert downloads["envFrom"] == [{"secretRef": {"name": "more"}}]
+    assert mode == "EmptyDir" or "plugins" not in [v["name"] for v in job["volumes"]]
 
 
 def test_an_override_may_take_what_is_not_needed():

@@ -14,7 +14,6 @@ _PLACEMENT = (
     "affinity", "imagePullSecrets", "nodeSelector", "priorityClassName", "schedulerName", "securityContext",
     "serviceAccountName", "tolerations",
 )  # fmt: skip
-_VOLUMES = ("credentials", "home", "tmp")
 
 
 def job(service: LLMService, plan: Plan, server: dict[str, Any]) -> dict[str, Any]:
@@ -27,13 +26,14 @@ def job(service: LLMService, plan: Plan, server: dict[str, Any]) -> dict[str, An
         **model.download_container(service, plan.image.value, container.get("securityContext", {})),
         "ports": [{"name": "health", "containerPort": service.spec.runtime.ports.health}],
     }
+    mounted = [mount["name"] for mount in downloader["volumeMounts"] if mount["name"] != "model"]
     spec = {
         **{name: server[name] for name in _PLACEMENT if name in server},
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "restartPolicy": "Never",
         "containers": [downloader],
-        "volumes": [model.volume(service, plan), *(v for v in server["volumes"] if v["name"] in _VOLUMES)],
+        "volumes": [model.volume(service, plan), *(v for v in server["volumes"] if v["name"] in mounted)],
     }
     meta = names.meta(service, names.download(service, names.digest(spec)), names.DOWNLOAD)
     brings = names.digest([names.model_claim(service.name), model.folder(service)])

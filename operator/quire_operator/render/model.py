@@ -5,12 +5,14 @@ The files of one source are in a folder of its own, named by the source, so that
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from quire_operator.plan.memory import GIB, up
 from quire_operator.plan.plan import Plan, quantity
 from quire_operator.render import names
 from quire_operator.render.environment import environment
+from quire_operator.render.merge import merge
 from quire_operator.service import LLMService
 from quire_spec.catalogue import Source
 from quire_spec.document import compact, to_json
@@ -90,10 +92,11 @@ def volume(service: LLMService, plan: Plan) -> dict[str, Any]:
 def download_container(service: LLMService, image: str, security: dict[str, Any]) -> dict[str, Any]:
     """The container that downloads the model; a second run finds that all is there.
 
-    It answers on the health port, where in an init container nobody else listens yet.
+    It answers on the health port, where in an init container nobody else listens yet. It reaches what the one that
+    serves does: by the environment and the files that spec.podTemplate gives to that one.
     """
     source = json.dumps(_identity(service.spec.model.source), sort_keys=True)
-    return {
+    made = {
         "name": DOWNLOAD,
         "image": image,
         "command": ["tini", "--", "python3", "-m", "quire_server.download"],
@@ -114,6 +117,28 @@ def download_container(service: LLMService, image: str, security: dict[str, Any]
             {"name": "tmp", "mountPath": "/tmp"},
         ],
     }
+    merged: dict[str, Any] = merge(made, _given(service))
+    return merged
+
+
+def _given(service: LLMService) -> dict[str, Any]:
+    """What spec.podTemplate gives to the container that serves, and that downloading may need: a file of authorities, a
+    proxy with its password. Not claims, which two nodes may not have at a time, nor folders of a node."""
+    asked = service.spec.podTemplate.get("spec", {})
+    server = next((c for c in _objects(asked.get("containers")) if c.get("name") == names.SERVER), {})
+    files = [v.get("name") for v in _objects(asked.get("volumes")) if v.keys() & {"configMap", "secret", "projected"}]
+    found = {
+        "env": _objects(server.get("env")),
+        "envFrom": _objects(server.get("envFrom")),
+        "volumeMounts": [m for m in _objects(server.get("volumeMounts")) if m.get("name") in files],
+    }
+    return {name: entries for name, entries in found.items() if entries}
+
+
+def _objects(entries: Any) -> list[Mapping[str, Any]]:
+    """The entries of a list of a patch that add or change something; the API server judges what is no list."""
+    found = entries if isinstance(entries, list) else []
+    return [entry for entry in found if isinstance(entry, Mapping) and "$patch" not in entry]
 
 
 def downloads(service: LLMService) -> bool:

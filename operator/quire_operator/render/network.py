@@ -65,7 +65,8 @@ def fetch_ports(of: LLMService, sources: list[Source]) -> list[int]:
     Raises:
         ConfigError: a URL has no port that can be told, which its pattern in the CRD does not find.
     """
-    urls = [e.value for e in of.spec.runtime.env if e.name.upper() in ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY")]
+    named = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY")
+    urls = [e.value for e in of.spec.runtime.env if e.value and e.name.upper() in named]
     urls += [s.http.url for s in sources if s.http] + [s.s3.endpoint for s in sources if s.s3 and s.s3.endpoint]
     return sorted({443, *map(_port, urls)})
 
@@ -73,7 +74,8 @@ def fetch_ports(of: LLMService, sources: list[Source]) -> list[int]:
 def _port(url: str) -> int:
     """The port that a URL leads to."""
     try:
-        parts = urlsplit(url)
+        # Those of proxies may come without their scheme.
+        parts = urlsplit(url if "://" in url else f"http://{url}")
         return parts.port or (80 if parts.scheme == "http" else 443)
     except ValueError as error:
         raise ConfigError(f"{url!r} is not a URL ({error}); correct it where the spec has it") from error
