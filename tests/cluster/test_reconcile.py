@@ -12,6 +12,7 @@ from support.pod import eventually
 
 from quire_operator.kube import kinds
 from quire_operator.kube.client import Client
+from quire_operator.kube.errors import Busy
 from quire_operator.kube.watch import Patience
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
@@ -202,6 +203,53 @@ def test_of_two_operators_that_make_an_admin_key_in_the_same_moment_both_have_th
         known = [o.controller.reconciler._parts.secrets._keys[namespace, "tales"] for o in (operating, second)]
         assert second.controller.client.looked and known[0] == known[1]
     assert operating.child("Secret", "tales-admin") == before
+
+
+class Second(Client):
+    """Another operator writes the first status a moment before."""
+
+    before = "2026-01-01T00:00:00Z"
+    wrote = False
+
+    async def set_status(self, kind, manifest):
+        if not self.wrote:
+            self.wrote = True
+            theirs = [{**c, "lastTransitionTime": self.before} for c in manifest["status"]["conditions"]]
+            await super().set_status(kind, {**manifest, "status": {**manifest["status"], "conditions": theirs}})
+        return await super().set_status(kind, manifest)
+
+
+def test_a_status_that_another_has_written_meanwhile_is_judged_anew(cluster, namespace, kubelet):
+    with Operating(cluster, namespace, make_client=Second) as operating:
+        cluster.apply(llm_service(), namespace)
+        operating.settles()
+        assert operating.condition("ConfigValid")["lastTransitionTime"] == Second.before, "no transition since then"
+
+
+class Deaf(Client):
+    """The answer to the first status is lost."""
+
+    lost = False
+
+    async def _request(self, method, path, *arguments):
+        body = await super()._request(method, path, *arguments)
+        if method == "PATCH" and path.endswith("/status") and not self.lost:
+            self.lost = True
+            raise Busy("no answer")
+        return body
+
+
+def test_a_status_whose_answer_is_lost_has_its_events(cluster, namespace, kubelet):
+    with Operating(cluster, namespace, make_client=Deaf) as operating:
+        cluster.apply(llm_service(paused=True), namespace)
+        eventually(lambda: told(cluster, namespace), 20, "an event")
+        operating.touch()
+        assert operating.controller.client.lost and told(cluster, namespace) == ["Paused"]
+
+
+def told(cluster, namespace):
+    found = cluster.items("events.k8s.io/v1", "Event", namespace)
+    return [event["reason"] for event in found if event["regarding"]["kind"] == KIND]
 
 
 def test_an_operator_that_hears_nothing_of_an_edit_undoes_nothing_of_it(operating, cluster, namespace, tmp_path):

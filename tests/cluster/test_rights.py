@@ -187,7 +187,7 @@ async def test_a_service_that_is_gone_or_another_by_now_is_told_by_the_rights_th
         status = {"observedGeneration": 1}
         async with Client(login) as client:
             for name, uid, error in (("tales", "another", Stale), ("absent", "another", Missing)):
-                meta = {"name": name, "namespace": namespace, "uid": uid, "generation": 1}
+                meta = {"name": name, "namespace": namespace, "uid": uid, "generation": 1, "resourceVersion": "1"}
                 manifest = {"metadata": meta, "status": status}
                 with pytest.raises(error):
                     await client.set_status(LLM_SERVICE, manifest)

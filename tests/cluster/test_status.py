@@ -123,18 +123,20 @@ def test_kubectl_describe_reads_well(cluster, namespace, service):
 async def test_what_is_taken_out_of_a_status_is_gone_and_no_other_service_gets_it(cluster, namespace, service):
     written = service(STATUSES["well"])
     meta = cluster.get(*API, "s", namespace)["metadata"]
-    meta = {name: meta[name] for name in ("name", "namespace", "uid", "generation")}
+    meta = {name: meta[name] for name in ("name", "namespace", "uid", "generation", "resourceVersion")}
     less = written | {"plan": {k: v for k, v in written["plan"].items() if k not in ("measured", "gpu")}}
     async with Client(Login.find(str(cluster.kubeconfig))) as client:
 
         async def write(found, **changes):
             manifest = {"apiVersion": API[0], "kind": API[1], "metadata": meta | changes, "status": found}
-            return (await client.set_status(LLM_SERVICE, manifest))["status"]
+            body = await client.set_status(LLM_SERVICE, manifest)
+            meta["resourceVersion"] = body["metadata"]["resourceVersion"]
+            return body["status"]
 
         # Server-side apply of API servers before 1.21 would leave null there, and refuse it.
         assert await write(less) == less
         assert await write(written) == written
-        for changes in ({"uid": "another"}, {"generation": meta["generation"] - 1}):
+        for changes in ({"uid": "another"}, {"generation": meta["generation"] - 1}, {"resourceVersion": "1"}):
             with pytest.raises(Stale, match="has changed, or another object has the name"):
                 await write(less, **changes)
         with pytest.raises(Rejected, match=r"status\.models"):

@@ -24,6 +24,7 @@ _JSON = "application/json"
 _JSON_PATCH = "application/json-patch+json"
 _METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=1"
 _PAGE = 500
+_CONDITIONS = ("uid", "generation", "resourceVersion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +111,19 @@ class Client(Session):
         """Put the manifest's status in the place of the object's whole one; the object as it is then.
 
         Not server-side apply: API servers before 1.21 leave null where an object within was taken out, and then refuse
-        it as no object. metadata's uid and generation are conditions: another object, or spec, raises Stale.
+        it as no object. metadata's uid, generation and resourceVersion are conditions: another object, spec, or version
+        raises Stale.
         """
         meta = manifest["metadata"]
         path = kind.path(meta.get("namespace"), meta["name"], "status")
-        patch = [
-            {"op": "test", "path": "/metadata/uid", "value": meta["uid"]},
-            {"op": "test", "path": "/metadata/generation", "value": meta["generation"]},
-            {"op": "add", "path": "/status", "value": manifest["status"]},
-        ]
+        patch = [{"op": "test", "path": f"/metadata/{name}", "value": meta[name]} for name in _CONDITIONS]
+        patch.append({"op": "add", "path": "/status", "value": manifest["status"]})
         try:
             return await self.request("PATCH", path, patch, params={"fieldManager": _MANAGER}, content_type=_JSON_PATCH)
         except Rejected as error:
             # A test that fails and a status that is wrong are both 422.
             found = await self.find_listed(kind, meta["namespace"], meta["name"])
-            if found is None or any(found["metadata"].get(name) != meta[name] for name in ("uid", "generation")):
+            if found is None or any(found["metadata"].get(name) != meta[name] for name in _CONDITIONS):
                 raise Stale(f"{error} (it has changed, or another object has the name by now)", error.status) from error
             raise
 

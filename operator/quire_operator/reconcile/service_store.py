@@ -31,19 +31,21 @@ class ServiceStore:
         """Replace the status, and tell what changed by it in events.
 
         Raises:
-            Behind: the service has a later generation by now, is another one, or gone.
+            Behind: the service has a later version by now, is another one, or gone.
             ApiError: the status was not written. Events that were not are no error.
         """
         parts = self._parts
         manifest = {
             "apiVersion": kinds.LLM_SERVICE.api_version,
             "kind": kinds.LLM_SERVICE.name,
-            # Conditions: neither a new service of the same name nor a later generation gets the old one's status.
+            # Conditions: neither a new service of the same name nor a later generation gets the old one's status, and
+            # no status that was written since `previous` was read is lost, such as another operator's.
             "metadata": {
                 "name": entry.name,
                 "namespace": entry.namespace,
                 "uid": entry.uid,
                 "generation": found["observedGeneration"],
+                "resourceVersion": entry.version,
             },
             "status": found,
         }
@@ -52,9 +54,13 @@ class ServiceStore:
         except (Missing, Stale):
             # Deleted, or made again, and nobody told us: a watch that lists again does not say what has gone.
             await self.check_newest((entry.namespace, entry.name), entry.uid, found["observedGeneration"])
-            raise
+            # Or somebody wrote to it meanwhile. That was ourselves where the answer was lost and it was sent again.
+            known = parts.cache.get(kinds.LLM_SERVICE, entry.namespace, entry.name)
+            if known is None or known.body().get("status") != found:
+                raise Behind from None
+        else:
+            parts.cache.put(kinds.LLM_SERVICE, body)
         parts.wrote(kinds.LLM_SERVICE, "status")
-        parts.cache.put(kinds.LLM_SERVICE, body)
         for event in events(previous, found):
             try:
                 await parts.client.create(kinds.EVENT, _event_body(entry, event))
