@@ -25,7 +25,7 @@ from quire_server.output import set_up_logging
 from quire_server.places import Place
 from quire_server.progress import Meter, told
 from quire_server.sources import SourceOptions, Sources
-from quire_server.transfer import DigestMismatch, Transfer
+from quire_server.transfer import MAX_CHANGES, DigestMismatch, Transfer
 from quire_spec.catalogue import Source
 from quire_spec.document import from_json
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
@@ -54,8 +54,6 @@ _MAX_SMALL_BYTES = {CONFIG: 64 * 2**20, INDEX: 64 * 2**20}
 """Of what is read here or by the planner, which takes no more; the largest indexes have 10 MB."""
 _MAX_NAME_BYTES = 255
 """That file systems take."""
-_MAX_CHANGES = 3
-"""Times that a model may change while it is read, before whoever writes there is told."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,15 +106,15 @@ async def download(source: Source, into: Path, options: SourceOptions, progress_
 
 
 async def _bring_one_version(bring: "_Bring", place: Place, pinned: bool) -> list[str]:
-    """Bring every file, again where one changed after it was read: two models may fit each other by form."""
-    for _ in range(_MAX_CHANGES):
+    """Bring every file, again where one changed after it was read."""
+    for _ in range(MAX_CHANGES):
         names = await _bring_all(bring, place, pinned)
         # A commit's files are of one version.
         changed = [] if place.revision else await bring.changed(names)
         if not changed:
             return names
     raise Unavailable(
-        f"{place.where(changed[0])}: it changed while the model was read, {_MAX_CHANGES} times; write a new model "
+        f"{place.where(changed[0])}: it changed while the model was read, {MAX_CHANGES} times; write a new model "
         "beside the old one, under a name of its own"
     )
 
@@ -214,8 +212,7 @@ class _Bring:
     async def changed(self, names: Sequence[str]) -> list[str]:
         """Those of these files that are others by now, as far as their place can tell."""
         noted = self._whole.versions()
-        found = {name: await self._transfer.version(self._place, name) for name in names if noted.get(name) is not None}
-        return [name for name, version in found.items() if version not in (None, noted[name])]
+        return await self._transfer.changed(self._place, {name: noted.get(name) for name in names})
 
     def forget(self) -> None:
         """Forget what was noted, once the files are elsewhere."""

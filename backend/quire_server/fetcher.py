@@ -19,7 +19,7 @@ from quire_server.background import in_thread
 from quire_server.cache import Cache, Partial, Record, key_of
 from quire_server.places import Place
 from quire_server.sources import SourceOptions, Sources
-from quire_server.transfer import Transfer, ask_version
+from quire_server.transfer import MAX_CHANGES, Transfer, ask_version
 from quire_spec.catalogue import Source
 from quire_spec.digest import ADAPTER_FILES, WEIGHTS_FILE
 from quire_spec.errors import Unavailable
@@ -27,8 +27,6 @@ from quire_spec.errors import Unavailable
 log = logging.getLogger(__name__)
 
 _LOCKED_PAUSE_S = 0.2
-_MAX_CHANGES = 3
-"""Times that a source may change while it is read, before whoever writes there is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +96,17 @@ class Fetcher:
     async def _bring_all(self, place: Place, key: str) -> Record:
         async with self._partial(key) as partial:
             stale = list(ADAPTER_FILES)
-            for _ in range(_MAX_CHANGES):
+            for _ in range(MAX_CHANGES):
                 for name in stale:
                     await self._transfer.bring(place, partial, name)
                     await self._transfer.verify(place, partial, name)
-                if not (stale := await self._stale(place, partial)):
+                stale = [] if place.fixed else await self._transfer.changed(place, partial.versions())
+                if not stale:
                     return await self._commit(key, partial)
                 for name in stale:
                     partial.drop(name)
         raise Unavailable(
-            f"{place.where(stale[0])}: it changed while it was read, {_MAX_CHANGES} times; write a new adapter beside "
+            f"{place.where(stale[0])}: it changed while it was read, {MAX_CHANGES} times; write a new adapter beside "
             "the old one, and put it in its place by renaming"
         )
 
@@ -120,16 +119,6 @@ class Fetcher:
                 return self._cache.commit(key, partial)
 
         return await in_thread(commit)
-
-    async def _stale(self, place: Place, partial: Partial) -> list[str]:
-        """Files that are not any more what was read of them: two files of two adapters may fit each other by form."""
-        if place.fixed:
-            return []
-        noted = partial.versions()
-        found = {
-            name: await self._transfer.version(place, name) for name in ADAPTER_FILES if noted.get(name) is not None
-        }
-        return [name for name, version in found.items() if version not in (None, noted[name])]
 
     def _limit(self, name: str) -> tuple[int, str]:
         if name == WEIGHTS_FILE:

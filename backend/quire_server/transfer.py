@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from quire_server.background import in_thread
 from quire_server.cache import Partial
@@ -25,6 +25,10 @@ _LEAST_BYTES = 2**16
 _PAUSE_S = 0.25
 SILENCE_S = 60.0
 """How long a place may say nothing: a hung file system or peer must not hold an adapter for ever."""
+
+
+MAX_CHANGES = 3
+"""Times that files may change while they are read, before whoever writes there is told."""
 
 
 class DigestMismatch(InvalidArgument):
@@ -113,6 +117,12 @@ class Transfer:
                 log.info("place is asked again after an error file=%s error=%s", name, error)
                 await asyncio.sleep(_PAUSE_S * 2**idle)
         return await ask_version(place, name)
+
+    async def changed(self, place: Place, noted: Mapping[str, str | None]) -> list[str]:
+        """Files that are others by now than the versions that were noted of them, as far as their place can tell: files
+        of two versions may fit each other by form."""
+        found = {name: await self.version(place, name) for name, version in noted.items() if version is not None}
+        return [name for name, version in found.items() if version not in (None, noted[name])]
 
     async def verify(self, place: Place, partial: Partial, name: str) -> None:
         """Compare a whole file's SHA-256 with what the place expects; raises DigestMismatch, and drops the file."""
