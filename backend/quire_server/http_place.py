@@ -4,6 +4,7 @@
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from yarl import URL
@@ -101,7 +102,7 @@ class HttpReader:
             headers = {"Accept-Encoding": "identity", **plain, **(secret if target.origin() == first else {})}
             try:
                 answer = await self._session.request(
-                    method, target, headers=headers, allow_redirects=False, timeout=_TIMEOUT
+                    method, target, headers=headers, allow_redirects=False, timeout=_TIMEOUT, proxy=_proxy(target)
                 )
             except aiohttp.InvalidURL as error:
                 raise Unavailable(f"{shown(url)}: it, or the proxy's, is not a URL that can be asked") from error
@@ -158,6 +159,15 @@ def _next(current: URL, answer: aiohttp.ClientResponse, first: URL) -> URL:
     if target.scheme not in ("http", "https") or (current.scheme == "https" and target.scheme == "http"):
         raise Unavailable(f"{shown(first)}: refused a redirect from {current.scheme} to {target.scheme}")
     return target
+
+
+def _proxy(target: URL) -> str | None:
+    """A proxy that aiohttp does not take from the environment by itself, and every other reader does: one that speaks
+    TLS, which it would go past, or one without its scheme."""
+    found = getproxies().get(target.scheme, "")
+    if not found or found.lower().startswith("http://") or proxy_bypass(target.host or ""):
+        return None
+    return found if "://" in found else f"http://{found}"
 
 
 def _goes_on(answer: aiohttp.ClientResponse, plain: Mapping[str, str]) -> bool:

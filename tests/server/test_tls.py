@@ -17,7 +17,7 @@ import pytest
 from cluster.pki import Authority
 from support import readers
 from support.readers import READERS
-from support.sources import Files, Raw, serve
+from support.sources import Files, Proxy, Raw, serve
 
 from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE
 
@@ -171,3 +171,28 @@ async def test_nobody_there_is_said_by_every_reader():
     await raw.close()
     for said in await ask([(reader, url) for reader in READERS]):
         assert "refused" in said or "Connect call failed" in said
+
+
+@pytest.mark.parametrize("form", ["http://%s@%s", "https://%s@%s", "%s@%s"], ids=["plain", "TLS", "no scheme"])
+async def test_every_reader_goes_by_the_proxy_and_past_it_where_it_is_told_to(pki, tls, form):
+    made = context(pki, "good")
+    asked = [(reader, await tls(made)) for reader in READERS]
+    proxy = Proxy("user:passw0rd")
+    port = await proxy.start(made if form.startswith("https:") else None)
+    environment = {"SSL_CERT_FILE": str(pki / "ca.crt"), "HTTPS_PROXY": form % (proxy.who, f"{HOST}:{port}")}
+    assert await ask(asked, **environment) == ['{"r": 8}'] * 6
+    assert set(proxy.asked) == {url.removeprefix("https://") for _, url in asked}
+    proxy.asked.clear()
+    assert await ask(asked, **environment, NO_PROXY=HOST) == ['{"r": 8}'] * 6
+    assert proxy.asked == []
+    await proxy.close()
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+async def test_a_proxy_that_refuses_is_not_taken_for_the_place_and_its_password_is_not_told(refuses):
+    proxy = Proxy("user:other", refuses)
+    environment = {"HTTPS_PROXY": f"http://user:passw0rd@{HOST}:{await proxy.start()}"}
+    for said in await ask([(reader, "https://files.example") for reader in READERS], **environment):
+        assert "the proxy" in said and "passw0rd" not in said
+        assert "s3://" in said or ("403" if refuses else "407") in said
+    await proxy.close()

@@ -5,6 +5,8 @@ The real hub and a real bucket cannot be had in a test; obstore and huggingface_
 """
 
 import asyncio
+import base64
+import contextlib
 import hashlib
 import hmac
 import re
@@ -127,6 +129,48 @@ class Raw:
             pass
         finally:
             writer.close()
+
+
+@dataclass
+class Proxy:
+    """Connects by CONNECT whoever gives the right user and password, in the form user:password; others get 407."""
+
+    who: str
+    refuses: bool = False
+    """Answer 403 to everybody."""
+    asked: list[str] = field(default_factory=list)
+    """Where to, of each CONNECT."""
+
+    async def start(self, tls: ssl.SSLContext | None = None) -> int:
+        """Listen; returns the port."""
+        self._server = await asyncio.start_server(self._handle, "127.0.0.1", 0, ssl=tls)
+        return self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        method, where, _ = head.split("\r\n")[0].split()
+        self.asked.append(where)
+        known = f"Basic {base64.b64encode(self.who.encode()).decode()}" in head
+        if self.refuses or not known or method != "CONNECT":
+            writer.write(b"HTTP/1.1 403 No\r\n\r\n" if self.refuses else b"HTTP/1.1 407 Who\r\n\r\n")
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            host, _, port = where.rpartition(":")
+            there = await asyncio.open_connection(host, int(port))
+            await asyncio.gather(_pump(reader, there[1]), _pump(there[0], writer))
+        writer.close()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
 
 
 class Hub:
