@@ -11,9 +11,12 @@ from support.kubelet import Kubelet
 from support.operating import Operating, claim, llm_service, reads_models
 from support.pod import eventually
 
+from quire_operator.kube import kinds
 from quire_spec.catalogue import Catalogue
 
 API = ("quire.dev/v1alpha1", "LLMService")
+POLICY = ("networking.k8s.io/v1", "NetworkPolicy", "tales")
+HELD, LET_GO = {"metadata": {"finalizers": ["example.com/held"]}}, {"metadata": {"finalizers": None}}
 REACHED_S = 5.0
 """Within which an edit of the adapters is on every ready pod."""
 SQL = {"name": "sql", "source": {"pvc": {"claimName": "models", "path": "sql"}}}
@@ -200,6 +203,40 @@ def test_a_pod_that_hangs_keeps_the_others_from_nothing(world):
     hanging.script.hangs = False
     world.until("Ready", "True", seconds=20)
     assert world.held() == [["sql", "pirate"]] * 2
+
+
+def test_an_object_that_is_long_in_going_keeps_nobody_from_his_adapters_nor_from_knowing(world, cluster):
+    """Such as a claim that pods use, or one that a controller of somebody else's has not let go."""
+    cluster.merge(*POLICY, HELD, world.namespace)
+    cluster.delete(*POLICY, world.namespace)
+    world.edit(adapters=[SQL, PIRATE])
+    world.until("AdaptersReady", "True", seconds=REACHED_S)
+    assert world.held() == [["sql", "pirate"]] * 2
+    world.until("Ready", "False", "Updating")
+    (message,) = [c["message"] for c in world.operating.status()["conditions"] if c["type"] == "Ready"]
+    assert message.endswith(f"NetworkPolicy {world.namespace}/tales is being deleted; it is made again once it is gone")
+    cluster.merge(*POLICY, LET_GO, world.namespace)
+    world.until("Ready", "True", seconds=REACHED_S)
+
+
+def test_a_service_that_is_made_again_is_not_ready_by_what_was_done_for_the_one_before(world, cluster):
+    """Its objects were left, nobody tells the operator that it was gone meanwhile, and one of them is long in going."""
+    cache = world.operating.controller.cache
+    put, remove = cache.put, cache.remove
+    ends = lambda kind, body: kind is kinds.LLM_SERVICE and "deletionTimestamp" in body["metadata"]  # noqa: E731
+    cache.put = lambda kind, body: None if ends(kind, body) else put(kind, body)
+    cache.remove = lambda kind, body: None if kind is kinds.LLM_SERVICE else remove(kind, body)
+    cluster.merge(*POLICY, HELD, world.namespace)
+    cluster.delete(*POLICY, world.namespace)
+    eventually(lambda: cache.get(kinds.NETWORK_POLICY, world.namespace, "tales").deleting, 20, "it is going")
+    cluster.delete(*API, "tales", world.namespace, propagationPolicy="Orphan")
+    eventually(lambda: not cluster.get(*API, "tales", world.namespace), 20, "it is gone")
+    cluster.apply(llm_service(replicas=2, adapters=[SQL], engine={"maxModelLen": 512}), world.namespace)
+    world.until("Ready", "False", "Updating")
+    world.operating.touch()
+    assert world.conditions()["Ready"] == ("False", "Updating")
+    cluster.merge(*POLICY, LET_GO, world.namespace)
+    world.until("Ready", "True")
 
 
 def test_what_a_pod_says_of_itself_counts_over_what_the_kubelet_says(world, kubelet):

@@ -13,7 +13,7 @@ from typing import Any
 
 from quire_operator.kube import kinds
 from quire_operator.kube.client import Client
-from quire_operator.kube.errors import Busy, Forbidden, Rejected, Stale
+from quire_operator.kube.errors import Forbidden, Rejected, Stale
 from quire_operator.kube.kinds import Kind, kind_of
 from quire_operator.reconcile.cache import Cache, Entry, Key, controller, entry_of
 from quire_operator.reconcile.compare import holds
@@ -47,6 +47,10 @@ class Conflict(Exception):
     """An object of somebody else has the name of one of ours; the message says which, whose, and what to do."""
 
 
+class Going(Exception):
+    """An object that is wanted is on its way out, and comes again once it is gone; the message says which."""
+
+
 @dataclass(slots=True)
 class Outcome:
     """What came of applying."""
@@ -56,6 +60,8 @@ class Outcome:
     forbidden: bool = False
     """Among it is something that a Role or a quota forbids: it is worth trying again."""
     conflict: str = ""
+    going: str = ""
+    """An object that has to be gone before anything is applied; empty: none."""
     written: list[Entry] = field(default_factory=list)
     """What it wrote, as it was then; Secrets aside."""
 
@@ -93,6 +99,9 @@ class Applier:
             wanted = await self._all_found(key, uid, manifests, newest)
         except Conflict as error:
             outcome.conflict = str(error)
+            return outcome
+        except Going as error:
+            outcome.going = str(error)
             return outcome
         due = [each for each in wanted if not self._is_settled(key, *each)]
         if due:
@@ -149,7 +158,7 @@ class Applier:
         found: list[Any] = await _together(self._found(key, uid, manifest, newest) for manifest in stamped)
         errors = [each for each in found if isinstance(each, BaseException)]
         if errors:
-            raise next((error for error in errors if not isinstance(error, Busy)), errors[0])
+            raise next((error for error in errors if not isinstance(error, Going)), errors[0])
         return list(zip(stamped, found, strict=True))
 
     async def _found(self, key: Key, uid: str, manifest: Manifest, newest: Newest) -> Found:
@@ -157,7 +166,7 @@ class Applier:
 
         Raises:
             Conflict: it is somebody else's.
-            Busy: it is going.
+            Going: it is on its way out.
         """
         kind, name = kind_of(manifest), manifest["metadata"]["name"]
         if kind is kinds.SECRET:
@@ -166,7 +175,7 @@ class Applier:
             entry = self._cache.get(kind, key[0], name)
             if entry is not None and entry.key == key and entry.owner in (uid, ""):
                 if entry.deleting:
-                    raise Busy(f"{kind.name} {key[0]}/{name} is being deleted; it is made again once it is gone")
+                    raise Going(f"{kind.name} {key[0]}/{name} is being deleted; it is made again once it is gone")
                 return entry
             body = await self._client.find(kind, key[0], name)
         if body is not None:
@@ -190,7 +199,7 @@ class Applier:
             # are the one that has not heard of the new service yet.
             await newest()
             await self._delete(kind, key[0], meta["name"], meta["uid"])
-            raise Busy(f"{kind.name} {key[0]}/{meta['name']} is of a deleted {kinds.LLM_SERVICE.name}; it goes first")
+            raise Going(f"{kind.name} {key[0]}/{meta['name']} is of a deleted {kinds.LLM_SERVICE.name}; it goes first")
         whose = (
             f"belongs to {owners[0].get('kind')} {owners[0].get('name')!r}" if owners else "was made by somebody else"
         )

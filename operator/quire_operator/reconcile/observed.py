@@ -109,6 +109,8 @@ class Observed:
     """What the API server said to an apply that it refused for good; empty: nothing was."""
     conflict: str = ""
     """Object of somebody else that has the name of one of ours; empty: none."""
+    going: str = ""
+    """Object that has to be gone before anything is applied, in a sentence; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class Observer:
             fields_left_out=children.fields_left_out if children else (),
             rejected="; ".join(outcome.rejected),
             conflict=outcome.conflict,
+            going=outcome.going,
         )
 
     async def _ask(self, key: Key, pods: tuple[Pod, ...], wanted: Wanted, secret: str) -> tuple[Pod, ...]:

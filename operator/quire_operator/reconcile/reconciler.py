@@ -86,9 +86,13 @@ class Reconciler:
         if entry is None or entry.deleting:
             self.drop(key)
             return None
-        memory = self._memory.setdefault(key, Memory())
         body = entry.body()
         previous = body.get("status") or {}
+        memory = self._memory.setdefault(key, Memory())
+        if memory.wanted is not None and memory.wanted.uid != entry.uid:
+            # Made again, and nobody told us that the one before is gone.
+            self.drop(key)
+            memory = self._memory[key] = Memory()
         if memory.wanted is None or (memory.wanted.uid, memory.wanted.generation) != identity(body):
             memory.wanted = Wanted.read(body)
         wanted = memory.wanted
@@ -149,7 +153,7 @@ class Reconciler:
         except (ConfigError, EngineRefuses) as error:
             return Verdict(plan=stored, invalid=str(error)), Outcome()
         outcome = await self._apply(key, wanted, found, memory)
-        if not outcome.conflict and not outcome.rejected:
+        if not outcome.conflict and not outcome.rejected and not outcome.going:
             facts = (*facts[:3], await self._secret_versions(key))
             # What was looked at and what was written, and not what is there by now: whatever else happened meanwhile is
             # news for the next pass.
@@ -169,7 +173,7 @@ class Reconciler:
         lost = children_of.fields_left_out(wanted.service, parts.client.undeclared(kinds.DEPLOYMENT))
         # Without the manifests: a thousand services' would be 50 MB.
         memory.children = replace(found, manifests=(), fields_left_out=lost)
-        if outcome.conflict or outcome.rejected:
+        if outcome.conflict or outcome.rejected or outcome.going:
             return outcome
         await parts.applier.prune(key, wanted.uid, found.kept, newest)
         if not found.held:
@@ -218,10 +222,13 @@ class Reconciler:
         if outcome.forbidden or verdict.retry:
             return Again(0.0, failed=True)
         after = self._parts.resync_s * random.uniform(0.8, 1.2)
+        lasts = now - (memory.unsettled_at or now)
+        poll = min(max(_POLL_S, lasts / 30), _POLL_MOST_S)
         if any(pod.ip and pod.started_at for pod in observed.pods):
-            lasts = now - (memory.unsettled_at or now)
-            poll = min(max(_POLL_S, lasts / 30), _POLL_MOST_S)
             after = min(after, _POLL_SETTLED_S * random.uniform(0.8, 1.2) if ready else poll)
+        if outcome.going:
+            # Nobody tells of a Secret that is gone.
+            after = min(after, poll)
         if any(pod.alive and pod.downloading for pod in (*observed.pods, *observed.job_pods)):
             after = min(after, _POLL_DOWNLOAD_S)
         if any(pod.creating for pod in (*observed.pods, *observed.job_pods)):

@@ -61,7 +61,9 @@ def rollout(observed: Observed, generation: int, wanted: int, gpu_resource: str 
     """Where the rollout of `generation` is; `gpu_resource` is what the pods ask GPUs by, None on CPUs."""
     deployment = observed.deployment
     if observed.applied != generation or deployment is None:
-        return Rollout(wanted, False, Reason.UPDATING, "the objects of this generation are being applied", True)
+        waits = f"; {observed.going}" if observed.going else ""
+        message = f"the objects of this generation are being applied{waits}"
+        return Rollout(wanted, False, Reason.UPDATING, message, True)
     numbers = _Numbers.of(deployment)
     if numbers.complete(wanted) and _agrees(observed, wanted):
         message = f"{wanted} of {wanted} pods are of this generation and ready"
