@@ -26,6 +26,8 @@ MIN_PRODUCT_KEYS = 1024
 # What csrc/attention.cpp takes: widths of heads, and query heads per KV head.
 _HEAD_DIMS = range(16, 257, 16)
 _MAX_GROUP = 48
+# Forms of CUDA devices that load nothing beyond a sequence's context.
+_MASKED = ("own", "fused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,8 @@ def reads_whole_blocks(cache: Tensor, num_heads: int) -> bool:
         cache: as it takes it.
         num_heads: query heads.
     """
+    if cache.device.type == "cuda":
+        return paged_attention.preferred("cuda") not in _MASKED
     fits = cache.shape[4] in _HEAD_DIMS and num_heads <= _MAX_GROUP * cache.shape[3]
     return not (cache.device.type == "cpu" and fits and native.suits(cache))
 

@@ -36,6 +36,8 @@ class Op(Generic[P, R]):
         self.name = name or reference.__name__
         self.forms: dict[str, Callable[Concatenate[Tensor, P], R]] = {}
         """By type of device: what runs there; filled by the first call, or by a test."""
+        self._preferred: dict[str, str] = {}
+        """By type of device: the name of what runs there, once it was looked for."""
         self._registered: dict[str, dict[str, Callable[[], Callable[Concatenate[Tensor, P], R]]]] = {}
         """By type of device and name: what gives the form, or raises ImportError where its library is not there."""
         functools.update_wrapper(self, reference)
@@ -75,6 +77,12 @@ class Op(Generic[P, R]):
         """
         return self.reference if name == REFERENCE else self._registered[device_type][name]()
 
+    def preferred(self, device_type: str) -> str:
+        """The name of the form that runs on such devices."""
+        if device_type not in self._preferred:
+            self._choose(device_type)
+        return self._preferred[device_type]
+
     def __call__(self, first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
         function = self.forms.get(first.device.type)
         if function is None:
@@ -86,12 +94,17 @@ class Op(Generic[P, R]):
         wished = wishes().get(self.name) or wishes().get("")
         if wished in names:
             # Asked for by name: an error is better than another form.
-            return self.named(device_type, wished)
+            names = (wished,)
         for name in names:
             try:
-                return self.named(device_type, name)
+                found = self.named(device_type, name)
             except ImportError as error:
+                if name == wished:
+                    raise
                 logger.warning("form left out op=%s form=%s device=%s: %s", self.name, name, device_type, error)
+            else:
+                self._preferred[device_type] = name
+                return found
         raise AssertionError("the reference needs no library")
 
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention on ragged batches: the form that runs equals the reference, the reference equals plain attention."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.spans import RAGGED, make_batch
 
-from quire_kernels import attention, paged_attention, reads_whole_blocks
+from quire_kernels import attention, dispatch, paged_attention, reads_whole_blocks
 
 SCALE = 0.15
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -135,3 +137,16 @@ def test_one_product_is_as_exact_as_fused_attention(heads, loudness, monkeypatch
     if heads[0] != heads[1]:
         fused = (paged_attention(queries, cache, batch, SCALE).double() - expected).norm() / expected.norm()
         assert error < 2 * fused
+
+
+@pytest.mark.parametrize(
+    ("wishes", "reads"),
+    [({}, False), ({"paged_attention": "fused"}, False), ({"paged_attention": "torch"}, True), ({"": "torch"}, True)],
+)
+def test_blocks_are_cleared_on_a_gpu_for_the_form_that_reads_them_whole(wishes, reads, monkeypatch):
+    """A pass over all new blocks of all layers, in steps with prompts. The kernel's own tests have NaN in what no span
+    has written."""
+    monkeypatch.setattr(dispatch, "wishes", lambda: wishes)
+    monkeypatch.setattr(paged_attention, "_preferred", {})
+    cache = SimpleNamespace(device=torch.device("cuda"))
+    assert reads_whole_blocks(cache, 32) == reads
