@@ -260,8 +260,10 @@ def idle_per_step(engine: Engine, num_seqs: int, prompt: int, num_steps: int, ah
         trace.export_chrome_trace(str(path))
         trace_of_device = busy_and_idle(json.loads(path.read_text())["traceEvents"])
     found |= {"what": f"{num_seqs} sequences at {prompt}, {'begun ahead' if ahead else 'waiting for each other'}"}
-    found |= {f"{name}_ms": us / num_steps / 1e3 for name, us in trace_of_device.items() if name != "num"}
-    return found | {"works_per_step": trace_of_device["num"] / num_steps, "syncs_per_step": num_syncs / num_steps}
+    num = trace_of_device.pop("num")
+    # A trace that has seen nothing says nothing of idle time.
+    found |= {f"{name}_ms": us / num_steps / 1e3 if num else None for name, us in trace_of_device.items()}
+    return found | {"works_per_step": num / num_steps, "syncs_per_step": num_syncs / num_steps}
 
 
 def step_ms(engine: Engine, num_steps: int) -> float:

@@ -89,7 +89,7 @@ def _engine(engine: dict[str, Any]) -> list[str]:
         parts.append(_table(("decoding", "output tokens/s", "of the bandwidth"), cells))
     parts += [
         f"Device per step, {idle['what']}, traced ({idle['works_per_step']:.0f} kernels and copies): busy "
-        f"{idle['busy_ms']:.2f} ms, idle {idle['idle_ms']:.2f} ms, of that {idle['gaps_ms']:.2f} ms in gaps longer "
+        f"{_ms(idle['busy_ms'])}, idle {_ms(idle['idle_ms'])}, of that {_ms(idle['gaps_ms'])} in gaps longer "
         f"than within a graph. Untraced: a step {idle['step_ms']:.2f} ms, its graph {_ms(idle['graph_ms'])}. The host "
         f"waits for the device {idle['syncs_per_step']:.1f} times on the way of a step."
         for idle in engine.get("idle", [])

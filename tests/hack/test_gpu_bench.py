@@ -55,6 +55,8 @@ def test_every_phase_leaves_results(run):
     assert max(results["vllm"]["gaps"].values()) < 1e-3
     # What has traced a process leaves it slower: nothing is timed after it.
     assert list(results["engine"])[-1] == "idle"
+    # A trace without a device's work says nothing.
+    assert {idle["idle_ms"] for idle in results["engine"]["idle"]} == {None}
     waiting, ahead = (idle["what"] for idle in results["engine"]["idle"])
     assert (waiting, ahead) == ("3 sequences at 12, waiting for each other", "3 sequences at 12, begun ahead")
 
