@@ -5,7 +5,7 @@ Level-triggered: a task looks at what is (what the links hold), does what is mis
 changed: the catalogue, or a process that was started anew. So a restart of any process needs no code of its own here,
 and one broken adapter holds up nobody. It knows no protocol of sources and no process beyond its link.
 
-    Fetching   source -> cache            retried after 30 s, 1 min ... 5 min
+    Fetching   source -> cache            retried after 30 s, 1 min ... 5 min, or what the source asks for up to that
     Loading    core, alias in text, server model
     Ready      or Failed, with the reason; what is wrong in itself is not retried until the catalogue changes
 """
@@ -22,7 +22,7 @@ from quire_server.entry import Entry
 from quire_server.fetcher import Fetched, Fetcher
 from quire_server.links import Links
 from quire_spec.catalogue import Adapter, AdapterLimits, Catalogue, Mark, Source
-from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
+from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError, Unavailable
 from quire_spec.status import AdapterState, AdapterStatus
 
 log = logging.getLogger(__name__)
@@ -206,7 +206,8 @@ class AdapterBoard:
         if entry.blocked:
             return None if restored else _LINK_RETRY_S
         entry.failures += 1
-        return min(_FIRST_RETRY_S * 2.0 ** (entry.failures - 1), _MAX_RETRY_S)
+        asked_s = error.retry_after_s if isinstance(error, Unavailable) else None
+        return min(max(_FIRST_RETRY_S * 2.0 ** (entry.failures - 1), asked_s or 0.0), _MAX_RETRY_S)
 
     async def _restore(self, entry: Entry) -> bool:
         """Keep the one before in its place, while its replacement fails; False when that has failed, too."""

@@ -54,6 +54,8 @@ _MAX_SMALL_BYTES = {CONFIG: 64 * 2**20, INDEX: 64 * 2**20}
 """Of what is read here or by the planner, which takes no more; the largest indexes have 10 MB."""
 _MAX_NAME_BYTES = 255
 """That file systems take."""
+_PATIENCE_S = 300.0
+"""What a place may have us wait for the next try: nobody waits behind us, and a hub's limits are of so long."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,6 +186,7 @@ class _Bring:
         self._transfer = Transfer(
             lambda name: (None if name.endswith(_WEIGHTS) else _MAX_SMALL_BYTES.get(name, _MAX_OTHER_BYTES), ""),
             meter.size,
+            _PATIENCE_S,
         )
         self._whole = Partial(partial.folder.with_name(partial.folder.name + "-whole"))
 

@@ -15,9 +15,8 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from yarl import URL
 
 from quire_server.background import in_thread
-from quire_server.http_place import HttpReader
+from quire_server.http_place import HttpReader, refused
 from quire_server.places import Opened
-from quire_spec import tls
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
 from quire_spec.secret import said
 
@@ -82,7 +81,7 @@ class HubPlace:
                 # The hub has just said that it is there: one that need not be there would be left out.
                 raise Unavailable(f"{self.where(name)}: {error}") from error
             except Unavailable as error:
-                raise type(error)(f"{self.where(name)}: {error}") from error
+                raise type(error)(f"{self.where(name)}: {error}", error.retry_after_s) from error
             yield Opened(opened.start, opened.size, now, opened.chunks)
 
     def _url(self, name: str) -> str:
@@ -124,4 +123,4 @@ def _refused(where: str, error: HfHubHTTPError) -> NotFound | Unavailable:
         return NotFound(f"{where}: HTTP 404; check repo and revision")
     if status in (401, 403):
         return AccessDenied(f"{where}: HTTP {status}; the source's token is missing, wrong, or lacks access")
-    return Unavailable(f"{where}: HTTP {status}{tls.hint(status, str(error.response.url))}")
+    return refused(where, status, str(error.response.url), error.response.headers)

@@ -23,6 +23,8 @@ _ATTEMPTS = 3
 _LEAST_BYTES = 2**16
 """Less than that is next to nothing, of a try and in SILENCE_S: a place that gives a byte at a time would never end."""
 _PAUSE_S = 0.25
+PATIENCE_S = 10.0
+"""What a place may have us wait for the next try (Retry-After); adapters of other places may wait behind us."""
 SILENCE_S = 60.0
 """How long a place may say nothing: a hung file system or peer must not hold an adapter for ever."""
 
@@ -42,10 +44,11 @@ class Transfer:
         self,
         limit: Callable[[str], tuple[int | None, str]],
         sized: Callable[[str, int], None] = lambda name, size: None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """`limit(name)` is the largest size of a file, None: any, and what its refusal ends with; `sized` is told the
-        size of each file whose place says it."""
-        self._limit, self._sized = limit, sized
+        size of each file whose place says it; `patience_s` is the longest wait that a place may ask for."""
+        self._limit, self._sized, self._patience_s = limit, sized, patience_s
 
     async def bring(self, place: Place, partial: Partial, name: str) -> None:
         """Read one file to its end, going on where a cut left it."""
@@ -59,8 +62,16 @@ class Transfer:
                 idle = 0 if partial.size(name) - before >= _LEAST_BYTES else idle + 1
                 if idle >= _ATTEMPTS:
                     raise
+                pause_s = self._pause_s(idle, error)
                 log.info("fetch goes on after an error file=%s bytes=%d error=%s", name, partial.size(name), error)
-                await asyncio.sleep(_PAUSE_S * 2**idle)
+                await asyncio.sleep(pause_s)
+
+    def _pause_s(self, idle: int, error: Unavailable) -> float:
+        """How long to wait for the next try; raises the error where the place wants longer: the caller tries later."""
+        asked_s = error.retry_after_s or 0.0
+        if asked_s > self._patience_s:
+            raise error
+        return max(_PAUSE_S * 2.0**idle, asked_s)
 
     async def _read(self, place: Place, partial: Partial, name: str) -> None:
         noted = partial.versions().get(name)
@@ -114,8 +125,9 @@ class Transfer:
             try:
                 return await ask_version(place, name)
             except Unavailable as error:
+                pause_s = self._pause_s(idle, error)
                 log.info("place is asked again after an error file=%s error=%s", name, error)
-                await asyncio.sleep(_PAUSE_S * 2**idle)
+                await asyncio.sleep(pause_s)
         return await ask_version(place, name)
 
     async def changed(self, place: Place, noted: Mapping[str, str | None]) -> list[str]:

@@ -54,6 +54,11 @@ class Unavailable(QuireError):
 
     code = Code.UNAVAILABLE
 
+    def __init__(self, message: str = "", retry_after_s: float | None = None) -> None:
+        """`retry_after_s` is how long whoever refuses asks to be left alone, None where that was not said."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class AccessDenied(Unavailable):
     """A place of files does not let us in; right once the Secret is."""

@@ -8,8 +8,10 @@ die between two given calls; with real ones the same is in test_supervisor.py.
 import asyncio
 import contextlib
 import json
+import time
 
 import pytest
+from aiohttp import web
 from support.sources import Files, serve
 from support.supervised import adapter_folder, catalogue
 
@@ -216,6 +218,23 @@ async def test_a_source_that_comes_back_is_fetched_then(world, monkeypatch):
     assert "503" in world.one("a").error
     files.down = False
     await world.until_states(a="Ready")
+    await server.close()
+
+
+async def test_a_source_is_left_alone_as_long_as_it_asks_for_within_bounds(world, monkeypatch):
+    monkeypatch.setattr(adapters, "_FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(adapters, "_MAX_RETRY_S", 0.5)
+    asked = []
+
+    async def busy(request):
+        asked.append(time.monotonic())
+        return web.Response(status=503, headers={"Retry-After": "1000000"})
+
+    server = await serve(busy)
+    world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
+    await world.until(lambda: len(asked) >= 2)
+    assert asked[1] - asked[0] >= 0.5
+    assert "it asks for 86400 s of patience" in world.one("a").error
     await server.close()
 
 

@@ -5,6 +5,8 @@ import asyncio
 import hashlib
 import json
 import os
+import time
+from datetime import UTC, datetime
 
 import pytest
 from aiohttp import web as aio
@@ -12,6 +14,7 @@ from aiohttp.test_utils import TestServer
 from support.fetching import BOTH, WEIGHTS, content, fetcher
 from support.sources import serve
 
+from quire_server.http_place import retry_after_s
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
 from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
@@ -198,6 +201,58 @@ async def test_a_question_that_is_not_answered_once_does_not_cost_what_was_read(
     async with fetcher(tmp_path) as f:
         assert content(await f.fetch(Source(http=HttpSource(str(server.make_url("/loras/sql")))))) == BOTH
     assert len(web.paths()) == 2 and failed
+    await server.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("120", 120),
+        ("9" * 5000, 86400),
+        ("Thu, 01 Jan 2026 00:02:00 GMT", 120),
+        ("Thu, 01 Jan 2026 00:02:00 -0000", 120),
+        ("Thu, 01 Jan 2015 00:00:00 GMT", 0),
+        ("Fri, 31 Dec 9999 23:59:59 -2359", 86400),
+        *[(value, None) for value in (None, "", "-1", "1.5", "\u00b2", "soon")],
+    ],
+)
+def test_how_long_a_place_asks_us_to_wait(value, seconds):
+    assert retry_after_s(value, datetime(2026, 1, 1, tzinfo=UTC)) == seconds
+
+
+async def test_a_place_is_left_alone_as_long_as_it_asks_for(tmp_path, web):
+    asked = []
+
+    async def busy(request):
+        asked.append(time.monotonic())
+        if len(asked) == 1:
+            return aio.Response(status=429, headers={"Retry-After": "1"})
+        return await web.handle(request)
+
+    server = await serve(busy)
+    async with fetcher(tmp_path) as f:
+        assert content(await f.fetch(Source(http=HttpSource(str(server.make_url("/loras/sql")))))) == BOTH
+    assert asked[1] - asked[0] >= 1
+    await server.close()
+
+
+async def test_a_place_that_asks_for_long_is_asked_later(tmp_path):
+    """By whoever tries again by itself: others wait for their turn behind this one."""
+
+    async def busy(request):
+        refused.append(request)
+        return aio.Response(status=503, headers={"Retry-After": "100"})
+
+    refused = []
+    server = await serve(busy)
+    url = str(server.make_url("/")).rstrip("/")
+    async with fetcher(tmp_path, hub_endpoint=url) as f:
+        for source in (Source(http=HttpSource(url)), Source(huggingFace=HuggingFaceSource("org/sql-lora"))):
+            refused.clear()
+            with pytest.raises(Unavailable, match="HTTP 503; it asks for 100 s of patience") as caught:
+                await f.fetch(source)
+            assert caught.value.retry_after_s == 100
+            assert len([request for request in refused if "/api/" not in request.path]) == 1
     await server.close()
 
 
