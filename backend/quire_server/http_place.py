@@ -111,7 +111,9 @@ class HttpReader:
                 raise Unavailable(f"{shown(url)}: it, or the proxy's, is not a URL that can be asked") from error
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 # A ValueError: a host that is none, or a secret header beside a user in the URL.
-                raise Unavailable(f"{shown(url)}: {said(error)}") from error
+                # Of a redirect, what is wrong is wrong there, such as the certificate of a store behind a hub.
+                there = "" if target == url else f"it redirects to {target.origin()}: "
+                raise Unavailable(f"{shown(url)}: {there}{said(error)}") from error
             async with answer:
                 if answer.status not in _REDIRECTS:
                     yield answer

@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from cluster.pki import Authority
 from support import readers
 from support.readers import READERS
@@ -145,6 +146,21 @@ async def test_what_is_wrong_with_a_certificate_is_said_with_what_to_do(pki, tls
     for (reader, words), found in zip(asked, said, strict=True):
         assert words in found and found.startswith(":") and "\n" not in found, (reader, found)
         assert ("org/m" if "hub" in reader else urls[words]) in found
+
+
+async def test_a_certificate_behind_a_redirect_is_said_to_be_there(pki, tls):
+    """As a hub does with large files: which of the two hosts it is about could not be guessed."""
+    url = await tls(context(pki / "other", "unknown"))
+
+    async def moved(request):
+        return web.Response(status=302, headers={"Location": f"{url}/secret?signature=s3cr3t", "ETag": '"a"'})
+
+    server = await serve(moved, context(pki, "good"))
+    asked = [(reader, str(server.make_url("/"))) for reader in ("pod http", "plan http", "plan hub")]
+    for said in await ask(asked, SSL_CERT_FILE=str(pki / "ca.crt")):
+        assert f"it redirects to {url}" in said and "its certificate is signed by no authority" in said
+        assert "s3cr3t" not in said
+    await server.close()
 
 
 @pytest.mark.parametrize("file", ["no.crt", "none.crt"])

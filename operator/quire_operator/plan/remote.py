@@ -156,7 +156,8 @@ def _answer(
                         raise Unavailable(f"{where}: refused a redirect to {target.scheme}")
     except (httpx.HTTPError, httpx.InvalidURL, ImportError, OSError, ValueError) as error:
         # An ImportError: a proxy by SOCKS. A ValueError: a host that is none.
-        raise Unavailable(f"{where}: {said(error)}") from error
+        there = "" if target == url else f"it redirects to {_shown(target.join('/'))}: "
+        raise Unavailable(f"{where}: {there}{said(error)}") from error
     raise Unavailable(f"{where}: more than {_MAX_REDIRECTS} redirects")
 
 
