@@ -18,9 +18,14 @@ def said(error: BaseException) -> str:
     if cause := tls.cause(str(error)):
         return cause
     lines = [line for line in str(error).splitlines() if line.strip()]
-    words = _URL.sub(r"\1\2", lines[0])[:_MAX_CHARS] if lines else type(error).__name__
+    words = masked(lines[0])[:_MAX_CHARS] if lines else type(error).__name__
     # Of httpx and aiohttp; they say what the proxy answered as if it were the source's own answer.
     return f"the proxy refuses: {words}" if type(error).__name__ in _OF_A_PROXY else words
+
+
+def masked(text: str) -> str:
+    """The text without user and query of the URLs in it."""
+    return _URL.sub(r"\1\2", text)
 
 
 def check_value(value: str, secret: str, key: str) -> None:

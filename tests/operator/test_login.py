@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import ssl
 import time
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 from aiohttp import web
+from cluster.pki import Authority
+from support.sources import Proxy, serve
 
 from quire_operator.kube import login as logins
 from quire_operator.kube import plugin as plugins
@@ -23,12 +26,12 @@ from quire_spec.errors import ConfigError, Unavailable
 V1 = "client.authentication.k8s.io/v1"
 
 
-def kubeconfig(folder, user, server="http://127.0.0.1:1"):
+def kubeconfig(folder, user, server="http://127.0.0.1:1", **cluster):
     """A file whose one context has this user."""
     config = {
         "current-context": "c",
         "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u", "namespace": "n"}}],
-        "clusters": [{"name": "k", "cluster": {"server": server}}],
+        "clusters": [{"name": "k", "cluster": {"server": server, **cluster}}],
         "users": [{"name": "u", "user": user}],
     }
     (folder / "config").write_text(yaml.safe_dump(config))
@@ -257,6 +260,45 @@ def test_an_exec_entry_that_cannot_be_used_is_refused_at_the_start(tmp_path, ent
 def test_certificates_that_cannot_be_read_name_the_file(tmp_path, user, words):
     with pytest.raises(ConfigError, match=f"kubeconfig .*/config: .*{words}.*see kubectl config view"):
         Login.from_kubeconfig(kubeconfig(tmp_path, user, "https://127.0.0.1:1"))
+
+
+async def test_a_server_under_another_name_and_behind_a_proxy_is_reached(tmp_path):
+    """As through a bastion: the certificate names the server, and the URL what leads to it."""
+
+    async def answer(request):
+        lines = b'{"type": "BOOKMARK"}\n' if "watch" in request.query else b'{"items": [], "metadata": {}}'
+        return web.Response(body=lines, content_type="application/json")
+
+    authority = Authority(tmp_path)
+    authority.issue("api", "api", hosts=["api.example"])
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(tmp_path / "api.crt", tmp_path / "api.key")
+    server, proxy = await serve(answer, tls), Proxy("user:passw0rd")
+    cluster = {
+        "server": str(server.make_url("/")),
+        "certificate-authority": "ca.crt",
+        "tls-server-name": "api.example",
+        "proxy-url": f"http://user:passw0rd@127.0.0.1:{await proxy.start()}",
+    }
+    file = kubeconfig(tmp_path, {"token": "t"}, **cluster)
+    async with Client(Login.from_kubeconfig(file)) as client:
+        assert await client.request("GET", "/a") == {"items": [], "metadata": {}}
+        async with client.stream("/a", {"watch": "true"}) as lines:
+            assert [line async for line in lines] == [b'{"type": "BOOKMARK"}']
+    assert set(proxy.asked) == {f"127.0.0.1:{server.port}"}
+    proxy.who = "user:other"
+    async with Client(Login.from_kubeconfig(file)) as client:
+        with pytest.raises(Busy, match="407") as caught:
+            await client.request("GET", "/a")
+    assert "passw0rd" not in str(caught.value) + repr(client.login)
+    await proxy.close()
+    await server.close()
+
+
+def test_a_proxy_that_is_not_known_is_refused_at_the_start(tmp_path):
+    with pytest.raises(ConfigError, match="proxy-url is not http") as caught:
+        Login.from_kubeconfig(kubeconfig(tmp_path, {}, **{"proxy-url": "socks5://user:passw0rd@h:1"}))
+    assert "passw0rd" not in str(caught.value)
 
 
 def test_a_kubeconfig_that_is_not_there_is_named(tmp_path):

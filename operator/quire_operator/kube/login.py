@@ -44,6 +44,10 @@ class Login:
     token_file: Path | None = None
     plugin: Plugin | None = field(default=None, repr=False)
     """A kubeconfig's exec entry."""
+    server_name: str | None = None
+    """That the server's certificate has to name, where that is not the URL's host (tls-server-name)."""
+    proxy: str | None = field(default=None, repr=False)
+    """URL of the proxy that leads to the server (proxy-url); may hold its password."""
     _token: str = field(default="", repr=False)
     _read_at: float = field(default=float("-inf"), repr=False)
     _ends_at: float = field(default=float("inf"), repr=False)
@@ -129,6 +133,7 @@ class Login:
             user = _named(config, "users", "user", chosen["user"])
             server = cluster["server"].rstrip("/")
             tls = _tls(cluster, user, path.parent) if server.startswith("https://") else None
+            proxy = _proxy(cluster.get("proxy-url"))
         # ssl's errors are OSErrors, and those of base64 ValueErrors.
         except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"kubeconfig {path}: {error!r}; see kubectl config view --kubeconfig {path}") from error
@@ -139,6 +144,8 @@ class Login:
             fixed=_fixed_headers(user),
             token_file=path.parent / user["tokenFile"] if "tokenFile" in user else None,
             plugin=Plugin.read(user["exec"], path) if user.get("exec") else None,
+            server_name=cluster.get("tls-server-name") or None,
+            proxy=proxy,
         )
 
 
@@ -166,6 +173,13 @@ def _fixed_headers(user: Mapping[str, Any]) -> dict[str, str]:
         pair = base64.b64encode(f"{user['username']}:{user.get('password', '')}".encode()).decode()
         return {"Authorization": f"Basic {pair}"}
     return {}
+
+
+def _proxy(url: str | None) -> str | None:
+    if url and not str(url).startswith(("http://", "https://")):
+        # Not quoted: there may be a password in it.
+        raise ValueError("proxy-url is not http(s)://host:port, and other proxies are not known here")
+    return url or None
 
 
 def _tls(cluster: Mapping[str, Any], user: Mapping[str, Any], folder: Path) -> ssl.SSLContext:

@@ -17,6 +17,7 @@ import orjson
 from quire_operator.kube.errors import Busy, from_answer
 from quire_operator.kube.login import Login
 from quire_spec.errors import Unavailable
+from quire_spec.secret import masked
 
 _JSON = "application/json"
 _CONNECT_S = 10.0
@@ -104,10 +105,12 @@ class Session:
                     data=data,
                     headers={**headers, **who},
                     timeout=_TIMEOUT,
+                    proxy=self.login.proxy,
+                    server_hostname=self.login.server_name,
                 ) as answer:
                     text = await answer.read()
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise Busy(f"{asked}: no answer ({type(error).__name__}: {error})") from error
+                raise Busy(f"{asked}: no answer ({type(error).__name__}: {masked(str(error))})") from error
             if answer.status == 401 and not last:
                 # Tokens of a ServiceAccount are replaced while they still hold, but clocks differ.
                 self.login.forget(who)
@@ -138,10 +141,15 @@ class Session:
             # aiohttp has no limit for the time between request and answer alone.
             async with asyncio.timeout(answer_s):
                 answer = await self._watches.get(
-                    self.login.server + path, params=params, headers=headers, timeout=timeout
+                    self.login.server + path,
+                    params=params,
+                    headers=headers,
+                    timeout=timeout,
+                    proxy=self.login.proxy,
+                    server_hostname=self.login.server_name,
                 )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Busy(f"{asked}: no answer ({type(error).__name__}: {error})") from error
+            raise Busy(f"{asked}: no answer ({type(error).__name__}: {masked(str(error))})") from error
         try:
             if answer.status != 200:
                 if answer.status == 401:
