@@ -24,13 +24,11 @@ import gpu_lora as lora
 import torch
 from card import Card
 from child import Child, ChildFailed
-from measure import MAX_GAP, WrongOutput, measure, shortfall
+from measure import MAX_GAP, WrongOutput, measure
 from safetensors.torch import save_file
-from workload import Request
 
 from quire_engine.engine import Engine
 from quire_spec.config import EngineConfig
-from quire_spec.messages import Generate
 
 BAR, AIM = 1.2, 1.5
 """What this engine's tokens/s must be of vLLM's, and should be."""
@@ -192,27 +190,14 @@ def check(card: Card, engine: Engine, token_ids: Sequence[Sequence[int]], folder
     requests, gaps = _load(card, "warm up").requests(_vocab_size(card)), []
     for i in range(min(NUM_CHECKED, len(requests))):
         output, folder = token_ids[i][:NUM_CHECKED_TOKENS], str(folders[i % len(folders)])
-        gaps.append(_gap(engine, requests[i], output, folder))
+        gaps.append(engines.gap(engine, requests[i], output, folder))
         if gaps[-1] > MAX_GAP:
             raise WrongOutput(
                 f"request {i}: a token is {gaps[-1]:.2f} deviations below the likeliest; {MAX_GAP} at most"
             )
-        if (base := _gap(engine, requests[i], output, None)) <= MAX_GAP:
+        if (base := engines.gap(engine, requests[i], output, None)) <= MAX_GAP:
             raise WrongOutput(f"request {i}: without its adapter the gap is {base:.2f}; a lost one would not be missed")
     return max(gaps)
-
-
-def _gap(engine: Engine, request: Request, output: Sequence[int], adapter: str | None) -> float:
-    """How far tokens fall short of the likeliest at worst; the deviation of these logits is 1."""
-    params = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "prompt_logprobs": 1}
-    engine.add(Generate(0, [*request.prompt_token_ids, *output], params, adapter))
-    scored: list[list[list[float]]] = []
-    while engine.has_work:
-        for result in engine.step().results:
-            if result.error_code is not None:
-                raise RuntimeError(f"scoring: {result.error}")
-            scored += result.prompt_logprobs or []
-    return shortfall(scored[-len(output) :])
 
 
 def _vocab_size(card: Card) -> int:

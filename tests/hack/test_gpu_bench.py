@@ -252,6 +252,30 @@ def test_a_form_that_runs_only_if_asked_for_costs_nobody_else(bench, wish, monke
         list(gpu_gate._asked_for(gpu_gate.FUSED, fused()))
 
 
+def test_a_tie_is_no_wrong_token(bench_modules, monkeypatch):
+    """Rounding may turn round two tokens that are as likely; what comes after them is another text."""
+    import gpu_engine
+    import torch
+    from card import Card
+
+    drive, runs = gpu_engine.drive, []
+
+    def turned_round(*args):
+        found = drive(*args)
+        runs.append(found)
+        if len(runs) % 2:
+            found["token_ids"][0] = [found["token_ids"][0][0], *((t + 1) % 300 for t in found["token_ids"][0][1:])]
+        return found
+
+    monkeypatch.setattr(gpu_engine, "drive", turned_round)
+    card = Card(torch.device("cpu"))
+    with torch.inference_mode():
+        assert gpu_engine.check_graphs(card) == (3, 7)
+        # As far apart as they are, by the logits of the references.
+        monkeypatch.setattr(gpu_engine, "MAX_TIE", 10.0)
+        assert gpu_engine.check_graphs(card) == (0, 7)
+
+
 def test_idle_time_is_measured_while_all_decode(bench_modules, monkeypatch):
     """Prompts start one a step here, as long ones do: the first to start must not be over before the last step."""
     import gpu_engine
