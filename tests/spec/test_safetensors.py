@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a file of weights is by its own word, held to what the library writes."""
 
 import json
