@@ -36,6 +36,8 @@ class ApiProxy:
     folder: Path
     fault: Callable[[str, str], Fault | None] = lambda method, path: None
     """What happens to a request, by its method, path and query; set it at any time."""
+    delay_s: Callable[[str, str], float] = lambda method, path: 0.0
+    """How long it is kept before it is sent on, by the same; whoever has hung up by then is not served."""
     num_faults: int = 0
     _lost: Callable[[str], bool] = lambda path: True
     """Which requests are swallowed."""
@@ -102,6 +104,9 @@ class ApiProxy:
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         fault = self.fault(request.method, request.path_qs)
         await self._gate(request)
+        await asyncio.sleep(self.delay_s(request.method, request.path_qs))
+        if request.transport is None or request.transport.is_closing():
+            return web.Response()
         if fault and not fault.sent:
             return self._answer(fault)
         headers = {name: request.headers[name] for name in _PASSED if name in request.headers}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from support.admin_port import AdminPorts, ScriptedPod
-from support.kubelet import Kubelet
+from support.kubelet import Kubelet, NotMounted
 
 from quire_spec.catalogue import Catalogue
 from quire_spec.progress import Progress
@@ -43,10 +43,11 @@ class Fleet:
         kubelet: Kubelet,
         script: Callable[[Manifest], Mapping[str, Any]] = lambda pod: {},
         progress: Progress | None = None,
+        make: type[ScriptedPod] = ScriptedPod,
     ) -> None:
-        """`script(pod)` gives what ScriptedPod is made with, for pods that start from now on; pods that download a
+        """`script(pod)` gives what `make` is called with, for pods that start from now on; pods that download a
         model say that they are as far as `progress`, or nothing."""
-        self.script, self._progress = script, progress
+        self.script, self._progress, self._make = script, progress, make
         self._kubelet = kubelet
         self._ports = AdminPorts()
         self._members: dict[str, Member] = {}
@@ -85,7 +86,7 @@ class Fleet:
             return
         port = _health_port(pod)
         (name,) = [a.partition("=")[2] for a in pod["spec"]["containers"][0]["args"] if a.startswith("--served-name=")]
-        script = ScriptedPod(**{"served_name": name, "catalogue": catalogue, **self.script(pod)})
+        script = self._make(**{"served_name": name, "catalogue": catalogue, **self.script(pod)})
         self._ports.open(script, address, self._key_file(pod), port)
         with self._lock:
             self._members[meta["uid"]] = Member(pod, script, address, port)
@@ -107,14 +108,18 @@ class Fleet:
         return Catalogue.from_json(json.loads(found["data"]["adapters.json"]))
 
     def _key_file(self, pod: Manifest) -> Path:
-        secret = self._object(pod, "Secret", f"{_instance(pod)}-admin")
+        secret = self._object(pod, "Secret", f"{_instance(pod)}-admin").get("data") or {}
+        if "key" not in secret:
+            raise NotMounted("the Secret that the pod mounts has no key")
         file = Path(self._keys.name) / str(pod["metadata"]["uid"])
-        file.write_bytes(base64.b64decode(secret["data"]["key"]))
-        return file
+        new = file.with_suffix(".new")
+        new.write_bytes(base64.b64decode(secret["key"]))
+        return new.replace(file)
 
     def _object(self, pod: Manifest, kind: str, name: str) -> Manifest:
         found = self._kubelet.cluster.get("v1", kind, name, pod["metadata"]["namespace"])
-        assert found is not None, f"the pod mounts {kind} {name}, and there is none"
+        if found is None:
+            raise NotMounted(f"the pod mounts {kind} {name}, and there is none")
         return found
 
 

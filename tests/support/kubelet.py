@@ -47,6 +47,10 @@ class Container:
     """Exit code, reason and message of the end before this run."""
 
 
+class NotMounted(Exception):
+    """What a pod mounts is not there yet: its containers wait."""
+
+
 SERVES = Container()
 DONE = Container(exit_code=0, reason="Completed")
 
@@ -61,7 +65,8 @@ class Kubelet:
     resource: str = "nvidia.com/gpu"
     labels: Mapping[str, str] = field(default_factory=lambda: dict(GPU_LABELS))
     on_start: Callable[[Manifest, str], None] = lambda pod, address: None
-    """Called with a pod and its address before it is first said to run, and whenever its container starts anew."""
+    """Called with a pod and its address before it is first said to run, and whenever its container starts anew; raises
+    NotMounted where that cannot be."""
     probe: Match = lambda pod: True
     """The readiness probe of pods that run."""
     on_end: Callable[[Manifest], None] = lambda pod: None
@@ -182,8 +187,11 @@ class Kubelet:
             started = self._started.setdefault(meta["uid"], _now())
         runs = container.waiting is None and container.exit_code is None
         if runs and self._running.get(meta["uid"]) != started:
-            self.on_start(pod, address)
-            self._running[meta["uid"]] = started
+            try:
+                self.on_start(pod, address)
+                self._running[meta["uid"]] = started
+            except NotMounted:
+                runs, container = False, Container(waiting=("ContainerCreating", ""))
         if runs and container.ready:
             container = replace(container, ready=self.probe(pod))
         status = _status(pod, container, address, started)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two LLMServices through random histories, at a real API server: no status ever says what is not so, and in the end
+both are Ready and everybody is quiet.
+
+`FUZZ_HISTORIES=40` tries the first 40 seeds, `FUZZ_HISTORIES=40-99` those from 40 on; with `FUZZ_EVENTS=60` each is
+longer.
+"""
+
+import os
+import time
+
+import pytest
+from support.histories import SERVICES, History
+from support.kubelet import Kubelet
+from support.operating import CHILDREN, reads_models
+from support.remembering import RememberingFleet, content, is_ready, serves
+from support.witness import API, wanted_digest
+from support.world import World
+
+from quire_operator.reconcile import reconciler
+from quire_operator.render import names
+
+NUM_EVENTS = int(os.environ.get("FUZZ_EVENTS", "16"))
+SETTLED_S, QUIET_S = 45.0, 1.0
+"""By when a status is what is so; for how long nothing is to be written then."""
+MANAGED = f"{names.MANAGED_BY}={names.MANAGER}"
+first, _, last = os.environ.get("FUZZ_HISTORIES", "2").rpartition("-")
+SEEDS = range(int(first), int(last) + 1) if first else range(int(last))
+
+
+@pytest.fixture(scope="module")
+def fleet(cluster):
+    """Pods on a node."""
+    cluster.needs_controllers()
+    with Kubelet(cluster, "node-histories") as node:
+        reads_models(node)
+        with RememberingFleet(node) as fleet:
+            yield fleet
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Operators that look at their pods often, so that seconds are enough."""
+    for name, seconds in {"_POLL_S": 0.3, "_POLL_MOST_S": 0.5, "_POLL_SETTLED_S": 0.5}.items():
+        monkeypatch.setattr(reconciler, name, seconds)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_status_ever_says_what_is_not_so(cluster, namespace, fleet, hasty, tmp_path, seed):
+    with World(cluster, namespace, fleet, tmp_path) as world:
+        try:
+            history = History(world, seed)
+            history.begin()
+            for half in range(2):
+                for _ in range(NUM_EVENTS // 2):
+                    history.step()
+                history.let_go()
+                if half:
+                    history.heal()
+                world.say("what comes of it is waited for")
+                settle(world)
+            for name in SERVICES:
+                ready = judged(world.stored(name)["status"])["Ready"]
+                assert ready["status"] == "True", f"{name}: {ready}"
+            # A new operator, which has nothing to remember, finds nothing to do.
+            world.stop_all()
+            world.start()
+            settle(world)
+            assert world.operators[0].writes == []
+            collected(world)
+        except BaseException as error:
+            raise AssertionError(f"{error}\n{account(world, seed)}") from error
+        finally:
+            wrong = world.witness.wrong()
+        assert not wrong, "\n".join([*wrong, account(world, seed)])
+
+
+def settle(world):
+    """Until each status says just what is so, and nobody writes any more."""
+    end = time.monotonic() + SETTLED_S
+    while True:
+        world.fleet.mount()
+        found = [f"{name}: {words}" for name in SERVICES for words in differences(world, name)]
+        if not found:
+            before = world.writes(), versions(world)
+            time.sleep(QUIET_S)
+            after = world.writes(), versions(world)
+            if before == after and not any(differences(world, name) for name in SERVICES):
+                world.say("it has come")
+                return
+            changed = sorted(dict(after[1].items() ^ before[1].items()))
+            found = [f"not quiet: {changed}, {after[0] - before[0]} writes"]
+        assert time.monotonic() < end, f"not settled after {SETTLED_S} s: {found}"
+        time.sleep(0.1)
+
+
+def versions(world):
+    """Of everything that an operator writes."""
+    return {
+        (kind, body["metadata"]["name"]): body["metadata"]["resourceVersion"]
+        for version, kind in [API, *CHILDREN, ("batch/v1", "Job"), ("events.k8s.io/v1", "Event")]
+        for body in world.cluster.items(version, kind, world.namespace)
+        if kind != "Event" or body.get("regarding", {}).get("kind") == API[1]
+    }
+
+
+def differences(world, name):
+    """What a status says otherwise than it is."""
+    body = world.stored(name)
+    spec, status, generation = body["spec"], body.get("status", {}), body["metadata"]["generation"]
+    if status.get("observedGeneration") != generation:
+        return [f"observedGeneration {status.get('observedGeneration')}, and it is {generation}"]
+    pods = [Pod(world, pod) for pod in world.cluster.items("v1", "Pod", world.namespace) if serves(pod, name)]
+    pods = sorted((pod for pod in pods if pod.alive), key=lambda pod: pod.name)
+    ready = [pod for pod in pods if pod.ready]
+    said = [pod.said.models if pod.said else [] for pod in ready]
+    deployment = world.cluster.get("apps/v1", "Deployment", name, world.namespace) or {}
+    wanted = {
+        "replicas": deployment.get("status", {}).get("replicas", 0),
+        "readyReplicas": len(ready),
+        "models": [model for model in said[0] if all(model in others for others in said)] if said else [],
+    }
+    usable = is_usable(spec, name)
+    if usable:
+        wanted["adapters"] = [entry_of(adapter, pods, ready, spec) for adapter in spec.get("adapters", [])]
+    found = [f"{key} {status.get(key)}, and it is {value}" for key, value in wanted.items() if status.get(key) != value]
+    conditions = {kind: condition["status"] for kind, condition in judged(status).items()}
+    holds = {"ConfigValid": str(usable), "Ready": ready_of(spec, usable, pods, ready, deployment, wanted)}
+    found += [f"{kind} {conditions[kind]}, and it is {it}" for kind, it in holds.items() if conditions[kind] != it]
+    if holds["Ready"] == "True":
+        plan, length = status["plan"], spec.get("engine", {}).get("maxModelLen")
+        if length not in (None, plan["maxModelLen"]["value"]):
+            found.append(f"plan of {plan['maxModelLen']}, and the spec says {length}")
+        tokens = min((n for pod in ready if (n := pod.started.script.tokens)), default=None)
+        if tokens not in (None, plan.get("measured", {}).get("kvTokens")):
+            found.append(f"plan that measured {plan.get('measured')}, and it is {tokens}")
+    return found
+
+
+class Pod:
+    """A pod as it is now."""
+
+    def __init__(self, world, body):
+        meta, phase = body["metadata"], body["status"].get("phase")
+        self.name = meta["name"]
+        self.alive = "deletionTimestamp" not in meta and phase in ("Pending", "Running")
+        self.started = world.fleet.started.get(meta["uid"])
+        self.said = self.started.script.says() if self.started and phase == "Running" else None
+        self.ready = is_ready(body) and (self.said is None or self.said.ready)
+
+    def state(self, adapter, spec):
+        """State and error of an adapter of a spec."""
+        works = self.said and self.said.catalogue == wanted_digest(spec)
+        found = next((a for a in self.said.adapters if a.name == adapter["name"]), None) if works else None
+        return (found.state.value, found.error) if found else ("Pending", "")
+
+
+def entry_of(adapter, pods, ready, spec):
+    """The entry of status.adapters."""
+    shown = ready or [pod for pod in pods if pod.said]
+    states = [(*pod.state(adapter, spec), pod.name) for pod in shown]
+    order = ("Failed", "Pending", "Fetching", "Loading", "Ready")
+    state, error, blamed = min(states, key=lambda it: (order.index(it[0]), it[2]), default=("Pending", "", ""))
+    num_ready = sum(pod.state(adapter, spec)[0] == "Ready" for pod in ready)
+    entry = {"name": adapter["name"], "ready": num_ready, "total": len(ready), "state": state}
+    digest = {"digest": content(adapter["source"])} if any(state == "Ready" for state, *_ in states) else {}
+    return entry | digest | ({"message": f"pod {blamed}: {error}"} if error else {})
+
+
+def ready_of(spec, usable, pods, ready, deployment, wanted):
+    """Status of the condition Ready."""
+    count = spec.get("replicas", 1)
+    if not usable or (not spec.get("paused") and not fits(spec)):
+        return "False"
+    if spec.get("paused"):
+        return "Unknown"
+    kinds = ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")
+    numbers = [deployment.get("status", {}).get(kind, 0) for kind in kinds]
+    there = len(pods) == len(ready) == count and set(numbers) == {count}
+    if count == 0 or not there or not all(pod.started.fits(spec) for pod in pods):
+        return "False"
+    if not all(pod.said for pod in ready):
+        return "Unknown"
+    on_all = all(entry["ready"] == count for entry in wanted["adapters"])
+    return str(on_all and all(pod.said.catalogue == wanted_digest(spec) for pod in ready))
+
+
+def is_usable(spec, name):
+    """Whether an operator can do anything with it: UNUSABLE."""
+    adapters = spec.get("adapters") or []
+    model = spec["model"]
+    taken = model.get("servedName", name) in [adapter["name"] for adapter in adapters]
+    slots = spec.get("lora", {}).get("maxLoaded", 8)
+    pinned = sum(adapter.get("pinned", False) for adapter in adapters)
+    sources = [model["source"], *(adapter["source"] for adapter in adapters)]
+    one_each = "pvc" in model["source"] and all(len(source) == 1 for source in sources)
+    return one_each and not taken and (slots > 0 or not adapters) and pinned <= slots
+
+
+def fits(spec):
+    """Whether there is memory for it."""
+    return spec.get("runtime", {}).get("memory") is None
+
+
+def judged(status):
+    return {condition["type"]: condition for condition in status.get("conditions", [])}
+
+
+def collected(world):
+    """Until nothing of services that are gone is left."""
+    end = time.monotonic() + SETTLED_S
+    while found := not_owned(world):
+        assert time.monotonic() < end, f"left behind: {found}"
+        time.sleep(0.2)
+
+
+def not_owned(world):
+    """Objects of ours whose owner is not there. Without any are those of a service that was deleted without them."""
+    owners = {body["metadata"]["uid"] for name in SERVICES if (body := world.stored(name))}
+    found = []
+    for version, kind in (*CHILDREN, ("apps/v1", "ReplicaSet"), ("batch/v1", "Job"), ("v1", "Pod")):
+        bodies = world.cluster.items(version, kind, world.namespace, labelSelector=MANAGED)
+        found += [(kind, body["metadata"]["name"]) for body in bodies if not owned(body, owners)]
+        owners |= {body["metadata"]["uid"] for body in bodies if kind in ("Deployment", "ReplicaSet", "Job")}
+    return found
+
+
+def owned(body, owners):
+    found = body["metadata"].get("ownerReferences", [])
+    return not found or any(owner["uid"] in owners for owner in found)
+
+
+def account(world, seed):
+    """The history, and what the services said meanwhile."""
+    lines, wont = list(world.told), ("ModelCached", "Available")
+    before = {}
+    for version in world.witness.services.seen:
+        meta, status = version.body["metadata"], version.body.get("status", {})
+        if status != before.get(meta["uid"]):
+            before[meta["uid"]] = status
+            short = [f"{kind}={c['status']}/{c['reason']}" for kind, c in judged(status).items() if kind not in wont]
+            short += [c["message"] for c in judged(status).values() if c["reason"] == "PodsUnreachable"][:1]
+            lines.append(f"{version.at:.2f}   {meta['name']} {meta['uid'][:4]} {meta['generation']}: {' '.join(short)}")
+    return "\n".join([f"seed {seed} (FUZZ_HISTORIES={seed}-{seed}):", *sorted(lines, key=moment)])
+
+
+def moment(line):
+    return float(line.partition(" ")[0])
