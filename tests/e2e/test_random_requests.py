@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random requests, right and wrong, many at once over HTTP and gRPC: each ends as it does offline, and the counters of
+the pod add up to what its clients got."""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.service import EXAMPLES, Stream, run
+
+from quire_engine import LLM, LoRARequest, SamplingParams
+from quire_spec.errors import InvalidArgument
+
+pytestmark = pytest.mark.server
+
+NUM_REQUESTS = 80
+TEXTS = [
+    "Once upon a time",
+    " the fox",
+    "é",
+    "e\u0301",
+    "\u202e",
+    "😀",
+    "👨\u200d👩\u200d👧",
+    "\U0010ffff",
+    "\ufeff",
+    "\x01",
+]
+TEXTS += ["<|bos|>", "<|eos|>", "日本語", '"', "\\u0041", "\r\n", " 42", "ﬁ", "\u2028", "{}"]
+STOPS = ["e", ["the", "th"], [" Zoe", ". "], ["😀"], ["\ufffd"], ["ed a", "nd the"], ["<|eos|>"]]
+RIGHT = {
+    "max_tokens": (1, 2, 8, "30", 60),
+    "top_p": (0.1, 0.9, 1),
+    "top_k": (-1, 0, 1, 50, 5000),
+    "min_p": (0.0, 0.05, "0.5"),
+    "presence_penalty": (-2, "0.5", 2),
+    "frequency_penalty": (-0.5, 2),
+    "repetition_penalty": (0.5, 1.5),
+    "logit_bias": ({"300": 5, "5": -100}, {"1": 100}),
+    # Bytes: characters that never become whole, and some that do.
+    "allowed_token_ids": (list(range(100, 258)), [300, 301]),
+    "bad_words": (["the"], ["said", "😀"]),
+    "stop": STOPS,
+    "stop_token_ids": ([260], list(range(300, 400))),
+    "ignore_eos": (True, "true", "False"),
+    "logprobs": (0, 2, "5"),
+    "prompt_logprobs": (0, 3),
+    "include_stop_str_in_output": (True, False),
+    "skip_special_tokens": (True, "false"),
+    "truncate_prompt_tokens": (-1, 1, 5),
+}
+WRONG = (-3, 1e9, "lots", "", "NaN", "[1.5]", [[1]], ["a", 1], {"a": 1}, [-1], "[" * 3000, "9" * 5000)
+
+
+@dataclass
+class Case:
+    """One request, and what came of it."""
+
+    model: str
+    prompt: str
+    values: dict[str, Any]
+    stream: Stream | None = None
+    protocol: str = "http"
+
+
+def cases():
+    r = random.Random(20)
+    for i in range(NUM_REQUESTS):
+        values = (
+            {"temperature": 0.0} if r.random() < 0.5 else {"temperature": r.choice((0.5, 1)), "seed": r.getrandbits(62)}
+        )
+        values |= {name: r.choice(RIGHT[name]) for name in r.sample(sorted(RIGHT), r.randint(0, 5))}
+        if i % 4 == 0:
+            values[r.choice(sorted(RIGHT))] = r.choice(WRONG)
+        prompt = "".join(r.choices(TEXTS, k=r.randint(1, 8)))
+        yield Case(r.choice(("tales", "pirate", "sql")), prompt, values, protocol=r.choice(("http", "grpc")))
+
+
+async def ask(service, case, gate):
+    """Parameters in the tensor and beside it, as each protocol has them."""
+    async with gate:
+        if case.protocol == "http":
+            sent = {"sampling_parameters": json.dumps(case.values), "return_output_ids": True, "return_logprobs": True}
+            wanted = {f"return_{name}": True for name in ("finish_reason", "num_input_tokens", "num_output_tokens")}
+            case.stream = await service.http_stream(case.model, case.prompt, **sent, **wanted)
+        else:
+            sent = {name: json.dumps(v) if isinstance(v, list | dict) else v for name, v in case.values.items()}
+            case.stream = await service.grpc_stream(case.model, case.prompt, **sent)
+
+
+@pytest.fixture(scope="module")
+def offline():
+    return LLM(EXAMPLES / "models/tiny", dtype="float32", device="cpu", enable_lora=True, max_lora_rank=16)
+
+
+def expected(offline, case):
+    """What the offline engine makes of it, or why it does not."""
+    lora = None if case.model == "tales" else LoRARequest(case.model, 1, str(EXAMPLES / "adapters" / case.model))
+    try:
+        params = SamplingParams.from_mapping(case.values)
+        return offline.generate(case.prompt, params, use_tqdm=False, lora_request=lora)[0], ""
+    except InvalidArgument as error:
+        return None, str(error)
+
+
+def counted(service):
+    """What is counted so far, over all labels, and what runs."""
+    found = Counter()
+    for family in text_string_to_metric_families(service.metrics()):
+        for sample in family.samples:
+            if sample.name.endswith("_total") or sample.name == "vllm:num_requests_running":
+                found[sample.name] += int(sample.value)
+    return found
+
+
+def test_random_requests_end_as_offline(service, offline):
+    # Others may have left requests that are still being ended.
+    service.wait(lambda: not counted(service)["vllm:num_requests_running"], 20, "idle")
+    asked, before = list(cases()), counted(service)
+
+    async def storm():
+        gate = asyncio.Semaphore(24)
+        await asyncio.gather(*(ask(service, case, gate) for case in asked))
+
+    run(storm(), timeout=60)
+    num_right = num_input = num_output = 0
+    for case in asked:
+        output, error = expected(offline, case)
+        if output is None:
+            assert case.stream.error is not None and error in case.stream.error, (case, error)
+            continue
+        num_right += 1
+        num_input += len(output.prompt_token_ids)
+        num_output += len(output.outputs[0].token_ids)
+        assert (case.stream.error, case.stream.text) == (None, output.outputs[0].text), case
+        if case.protocol == "http":
+            same(case.stream.events, output)
+    assert 40 < num_right < NUM_REQUESTS - 10, "some of each"
+
+    def ended():
+        now = counted(service)
+        return sum(now[name] - before[name] for name in ("vllm:request_success_total", "quire_requests_refused_total"))
+
+    service.wait(lambda: ended() >= NUM_REQUESTS, 5, "counted")
+    now = counted(service)
+    now.subtract(before)
+    assert ended() == NUM_REQUESTS
+    assert now["vllm:generation_tokens_total"] == num_output
+    assert now["vllm:prompt_tokens_total"] >= num_input
+
+
+def same(events, output):
+    """The events of a stream say together what the output says."""
+    (wanted,) = output.outputs
+    assert [token for event in events for token in _list(event["output_ids"])] == wanted.token_ids
+    assert events[-1]["finish_reason"] == wanted.finish_reason
+    assert {event["finish_reason"] for event in events[:-1]} <= {"None"}
+    assert {int(event["num_input_tokens"]) for event in events} == {len(output.prompt_token_ids)}
+    assert sum(int(event["num_output_tokens"]) for event in events) == len(wanted.token_ids)
+    told = [json.loads(event["logprobs"]) for event in events]
+    if wanted.logprobs is None:
+        assert told == [None] * len(events)
+        return
+    positions = [position for event in told for position in event]
+    for token, position, by_token in zip(wanted.token_ids, positions, wanted.logprobs, strict=True):
+        # Which tokens come after it may hang on a near tie.
+        assert len(position) == len(by_token)
+        assert position[str(token)]["logprob"] == pytest.approx(by_token[token].logprob, abs=1e-2)
+        assert position[str(token)]["decoded_token"] == by_token[token].decoded_token
+
+
+def _list(value):
+    return value if isinstance(value, list) else [value]
