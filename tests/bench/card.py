@@ -106,7 +106,8 @@ class Card:
             return time.perf_counter() - start
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # The outer one takes the stream back where a capture fails; what captures does not then.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
             kept = [call() for call in calls]
         once = self._replay(graph, 1)
         num = max(1, int(MIN_REPLAY_S / max(once, 1e-7)))

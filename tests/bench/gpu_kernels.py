@@ -121,7 +121,7 @@ def prefill_rows(card: Card, limits: Limits, shape: Shape, quick: bool, fused: b
         for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) if fused and spans[0][0] == 0 else ():
             call, *_ = _span_call(card, shape, spans, form)
             with mock.patch.object(fused_attention, "BACKENDS", (backend,)):
-                yield from _tried(card, limits, f"{what}, fused ({backend.name.lower()})", call, num_bytes, flops)
+                yield from _tried(card, limits, f"{what}, fused ({backend.name.lower()})", [call], num_bytes, flops)
 
 
 def _span_call(
@@ -146,7 +146,7 @@ def fused_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Iterato
         for name in ("own", "torch"):
             form = ops.rms_norm.named("cuda", name)
             calls = [functools.partial(form, x, weight, 1e-5) for x in xs]
-            yield Row.of(f"rms_norm ({name}), {tokens} tokens", card.seconds(calls), limits, norm)
+            yield from _of_form(card, limits, name, f"rms_norm ({name}), {tokens} tokens", calls, norm)
         form = own(ops.add_rms_norm)
         calls = [functools.partial(form, *pair, weight, 1e-5) for pair in zip(xs, streams, strict=True)]
         yield Row.of(f"add_rms_norm (own), {tokens} tokens", card.seconds(calls), limits, 2 * norm)
@@ -155,9 +155,8 @@ def fused_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Iterato
         ]
         for name, form in (("own", own(ops.silu_mul)), ("torch", ops.silu_mul.reference)):
             calls = [functools.partial(form, gate_up) for gate_up in gate_ups]
-            yield Row.of(
-                f"silu_mul ({name}), {tokens} tokens", card.seconds(calls), limits, 6.0 * tokens * shape.intermediate
-            )
+            num_bytes = 6.0 * tokens * shape.intermediate
+            yield from _of_form(card, limits, name, f"silu_mul ({name}), {tokens} tokens", calls, num_bytes)
         yield from _rope_rows(card, limits, shape, tokens)
     yield from _sampler_rows(card, limits, shape, quick)
 
@@ -171,7 +170,7 @@ def _rope_rows(card: Card, limits: Limits, shape: Shape, tokens: int) -> Iterato
     qkvs = [card.random(tokens, all_heads, shape.head_dim) for _ in range(card.num_sets(int(num_bytes)))]
     for name, form in (("own", own(ops.rotate_and_write)), ("torch", ops.rotate_and_write.reference)):
         calls = [functools.partial(form, qkv, cos, sin, cache, addresses, shape.heads) for qkv in qkvs]
-        yield Row.of(f"rotate_and_write ({name}), {tokens} tokens", card.seconds(calls), limits, num_bytes)
+        yield from _of_form(card, limits, name, f"rotate_and_write ({name}), {tokens} tokens", calls, num_bytes)
 
 
 def _sampler_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Iterator[Row]:
@@ -192,8 +191,8 @@ def _sampler_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Iter
             if name == "torch" and (quick or not card.is_gpu):
                 continue
             arguments = logits, temperatures, top_k, top_p, min_p, integers, integers, cuts
-            seconds = card.seconds([functools.partial(form, *arguments)])
-            yield Row.of(f"choose {what} ({name}), {rows} rows", seconds, limits, num_bytes)
+            calls = [functools.partial(form, *arguments)]
+            yield from _of_form(card, limits, name, f"choose {what} ({name}), {rows} rows", calls, num_bytes)
     counts = torch.zeros(rows, shape.vocab, dtype=torch.int32, device=card.device)
     counts[:, :1000] = 1
     tallied, weights = torch.arange(rows, device=card.device), torch.ones(rows, device=card.device)
@@ -240,14 +239,24 @@ def _tuned(
         mock.patch.object(forms, "choose_tiles", lambda *_: tiles),
         mock.patch.object(forms, "num_workers", lambda _: per_sm * sms),
     ):
-        yield from _tried(card, limits, what, call, num_bytes, flops)
+        yield from _tried(card, limits, what, [call], num_bytes, flops)
+
+
+def _of_form(
+    card: Card, limits: Limits, name: str, what: str, calls: Sequence[Callable[[], object]], num_bytes: float
+) -> Iterator[Row]:
+    """Torch's forms are only compared: where one cannot be captured, the others are measured all the same."""
+    if name == "own":
+        yield Row.of(what, card.seconds(calls), limits, num_bytes)
+    else:
+        yield from _tried(card, limits, what, calls, num_bytes)
 
 
 def _tried(
-    card: Card, limits: Limits, what: str, call: Callable[[], object], num_bytes: float, flops: float
+    card: Card, limits: Limits, what: str, calls: Sequence[Callable[[], object]], num_bytes: float, flops: float = 0.0
 ) -> Iterator[Row]:
     """A row of what this card may not have room for, or not know."""
     try:
-        yield Row.of(what, card.seconds([call]), limits, num_bytes, flops)
+        yield Row.of(what, card.seconds(calls), limits, num_bytes, flops)
     except Exception as error:
         print(f"  {what}: {type(error).__name__}: {str(error)[:100]}", flush=True)

@@ -40,3 +40,28 @@ def test_every_phase_runs_at_the_shapes_of_the_day(phases, tmp_path):
         # bf16 weights of 8.03 billion; what is left of 0.9 of the card goes to keys and values.
         assert memory["weights_bytes"] == pytest.approx(16.06e9, rel=0.01)
         assert 100e9 < memory["kv_bytes"] < 0.9 * (143771 << 20) - memory["weights_bytes"]
+
+
+CAPTURE = f"""
+import sys
+sys.path.insert(0, {str(BENCH)!r})
+import torch
+from card import Card
+x = torch.zeros(2, device="cuda")
+def forks():
+    # Refused at the capture's end.
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.add_(1)
+try:
+    Card(torch.device("cuda")).seconds([forks])
+except RuntimeError:
+    sys.exit(torch.cuda.current_stream() != torch.cuda.default_stream())
+sys.exit("it was captured")
+"""
+
+
+def test_what_cannot_be_captured_leaves_the_stream_as_it_was():
+    done = subprocess.run([sys.executable, "-c", CAPTURE], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -252,6 +252,19 @@ def test_a_form_that_runs_only_if_asked_for_costs_nobody_else(bench, wish, monke
         list(gpu_gate._asked_for(gpu_gate.FUSED, fused()))
 
 
+def test_a_form_of_torchs_that_cannot_be_measured_leaves_the_others(bench_modules, capsys):
+    import gpu_kernels
+
+    def seconds(calls):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    card, limits = SimpleNamespace(seconds=seconds), gpu_kernels.Limits(1.0, 1.0)
+    assert not list(gpu_kernels._of_form(card, limits, "torch", "choose (torch)", [], 1.0))
+    assert "choose (torch): RuntimeError: operation not permitted" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="capturing"):
+        list(gpu_kernels._of_form(card, limits, "own", "choose (own)", [], 1.0))
+
+
 def test_a_tie_is_no_wrong_token(bench_modules, monkeypatch):
     """Rounding may turn round two tokens that are as likely; what comes after them is another text."""
     import gpu_engine
