@@ -45,7 +45,7 @@ class Bench:
 
     def __init__(self, card: Card, options: Options) -> None:
         self._card, self._options, self._quick = card, options, options.quick
-        self._start = time.monotonic()
+        self._began = time.monotonic()
         self._free_bytes = card.free_bytes
         self._checks: dict[str, dict[str, int]] = {}
         about = card.about() | {"commit": _commit(), "code": code(), "forms": forms(), "command": " ".join(sys.argv)}
@@ -87,7 +87,7 @@ class Bench:
 
     @property
     def _elapsed(self) -> float:
-        return time.monotonic() - self._start
+        return time.monotonic() - self._began
 
     def _is_late(self, seconds: float) -> bool:
         """Whether so many seconds after the start are too many."""
@@ -203,6 +203,20 @@ class Bench:
             of_all = f"{other} of {self._checks[of]['tokens']} greedy tokens"
             raise RedGate(f"{of_all} ({of}) differ between graphs and references; nothing of it is timed")
         return self._checks[of]
+
+    def _start(self) -> None:
+        import gpu_start
+        from measure import WrongOutput
+
+        rows = self.results["start"] = []
+        try:
+            for row in gpu_start.rows(self._card, self._free_bytes):
+                print(f"  {row['what']}: {row['seconds']:.1f} s", *row["log"], sep="\n    ", flush=True)
+                rows.append(row)
+                self.write()
+        except WrongOutput as error:
+            self.results.pop("start")
+            raise RedGate(f"starts: {error}; nothing of them is reported") from error
 
     def _engine(self) -> None:
         import gpu_engine as engines

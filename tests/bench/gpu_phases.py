@@ -20,6 +20,7 @@ PHASES = {
     "gate": Phase("every kernel against its reference; nothing is timed behind a red one; always comes first", 60),
     "limits": Phase("the card's copy bandwidth and matrix rate, of which fractions are", 5),
     "kernels": Phase("attention, fused operations, sampler, adapters: each by itself", 100),
+    "start": Phase("a core whose 16 GB of weights are in the page cache, twice (bar 20 s)", 110),
     "lora": Phase("32 adapters in a batch, and none, against the base (bars 0.88 and 0.98)", 200),
     "vllm": Phase("32 adapters here and in vLLM (bar 1.2); a second where vLLM is missing", 330),
     "engine": Phase("decoding, throughput of four loads, latencies at three rates, idle time", 310),
@@ -37,7 +38,7 @@ examples, for 30 minutes on a card with at most 10 minutes a command:
   python3 tests/bench/gpu.py --phases itl --gated engine.json --budget-s 570 -o itl.json
   python3 tests/bench/gpu.py --phases peers --gated engine.json --budget-s 570 -o peers.json
 and for another 30 minutes:
-  python3 tests/bench/gpu.py --phases limits,kernels,tune --budget-s 570 -o kernels.json
+  python3 tests/bench/gpu.py --phases limits,kernels,start,tune --budget-s 570 -o kernels.json
   python3 tests/bench/gpu.py --phases vllm --vllm-python ~/vllm/bin/python --budget-s 570 -o vllm.json
 without a card:
   python3 tests/bench/gpu.py --cpu-rehearsal                  all of it with tiny shapes, about a minute

@@ -19,6 +19,7 @@ def markdown(results: dict[str, Any]) -> str:
     for name in ("kernels", "tune"):
         if rows := results.get(name):
             parts.append(_kernels(_best(rows) if name == "tune" else rows))
+    parts += [_start(row) for row in results.get("start", [])]
     if engine := results.get("engine"):
         parts += _engine(engine)
     if lora := results.get("lora"):
@@ -70,6 +71,12 @@ def _kernels(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     return _table(("kernel", "us", "GB/s", "TFLOP/s", "of the limit"), cells)
+
+
+def _start(row: dict[str, Any]) -> str:
+    bar = f", bar {row['bar']:g} s" if row["bar"] else ""
+    size = row["weights_bytes"] / 1e9
+    return f"A core process, {row['what']}: {row['seconds']:.1f} s ({size:.1f} GB of weights in the page cache{bar})."
 
 
 def _engine(engine: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 
 BENCH = Path(__file__).parents[1] / "bench"
 DOCS = BENCH.parents[1] / "docs"
-PHASES = "gate,limits,kernels,engine,lora,itl,vllm,tune"
+PHASES = "gate,limits,kernels,start,engine,lora,itl,vllm,tune"
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,11 @@ def test_every_phase_leaves_results(run):
         ("base, LoRA enabled", 0.98),
         ("adapters, side stream", 1.0),
     }
+    assert [(row["what"], row["bar"]) for row in results["start"]] == [
+        ("first start, nothing compiled", None),
+        ("second start", 20.0),
+    ]
+    assert all(row["seconds"] > 0 and row["weights_bytes"] > 0 for row in results["start"])
     itl = results["itl"]
     assert (itl["bar"], itl["aim"], itl["files"], itl["loads_per_run"], len(itl["runs"])) == (1.1, 1.03, 6, 6, 2)
     assert itl["ratio"] == itl["p99_ratio"]["median"] > 0
@@ -71,6 +76,7 @@ def test_an_eight_bit_cache_costs_little(run):
 def test_the_report_says_that_it_is_a_rehearsal(run):
     assert run[1].startswith("### none: a rehearsal on a CPU, whose times mean nothing")
     assert "| decode, 2 x 40 |" in run[1]
+    assert "A core process, second start: " in run[1]
     assert "while 6 of 6 cold adapters of 0.0 MB load in 0.5 s from" in run[1]
     assert "| adapters / this engine in vLLM's place, adapters |" in run[1]
 
@@ -128,7 +134,7 @@ def measured(run):
 
 
 def a_minute_passes(run):
-    run._start -= 61
+    run._began -= 61
 
 
 def broken(run):
@@ -554,7 +560,7 @@ def test_rounds_of_time_between_tokens_are_kept_as_they_come(bench, monkeypatch)
     def phase(run, wrong):
         def rounds(*_):
             for i in range(1, 6):
-                run._start -= 100
+                run._began -= 100
                 yield {"runs": [{}] * i, "rounds": 5, "seconds": 50.0, "ratio": 1.0 + i / 10}
                 written.append(json.loads(run._options.out.read_text())["itl"]["ratio"])
                 if wrong:
