@@ -127,7 +127,7 @@ def differences(world, name):
     conditions = {kind: condition["status"] for kind, condition in judged(status).items()}
     holds = {"ConfigValid": str(usable), "Ready": ready_of(spec, usable, pods, ready, deployment, wanted)}
     found += [f"{kind} {conditions[kind]}, and it is {it}" for kind, it in holds.items() if conditions[kind] != it]
-    if holds["Ready"] == "True":
+    if holds["Ready"] == "True" and not found:
         plan, length = status["plan"], spec.get("engine", {}).get("maxModelLen")
         if length not in (None, plan["maxModelLen"]["value"]):
             found.append(f"plan of {plan['maxModelLen']}, and the spec says {length}")
