@@ -77,15 +77,18 @@ class Witness:
         # An operator may find the same more than once: it was written at one of these times.
         if any(self._is_crowded(claim) for claim in made):
             return
-        tries = [list(self._of_claim(claim, body["metadata"]["name"], body["spec"])) for claim in made]
+        tries = [list(self._of_claim(claim, body)) for claim in made]
         if tries and all(tries):
             yield from tries[-1]
 
-    def _of_claim(self, claim: Claim, name: str, spec: Manifest) -> Iterator[str]:
+    def _of_claim(self, claim: Claim, body: Manifest) -> Iterator[str]:
+        meta, spec = body["metadata"], body["spec"]
         status, judged = claim.status, {c["type"]: c for c in claim.status["conditions"]}
         claims_ready = judged["Ready"]["status"] == "True"
         late = any(claim.begun - DEAF_S < at < claim.at for at in self.deaf_at)
-        always, ever = self._ready(name, claim.begun - (DEAF_S if late else SLACK_S), claim.at + SLACK_S)
+        since = claim.begun - (DEAF_S if late else SLACK_S)
+        always, ever = self._ready(meta["name"], since, int(meta["resourceVersion"]))
+        always -= {uid for uid in always if self.started[uid].script.hung_in(since, claim.at)}
         said = {uid: self._said(uid, claim) for uid in always}
         serving = [uid for uid, answer in said.items() if answer is None or answer.ready]
         if not len(serving) <= status["readyReplicas"] <= len(ever):
@@ -124,21 +127,22 @@ class Witness:
         said = [answer for at, answer in self.started[uid].script.answers if claim.begun <= at <= claim.at]
         return said[-1] if said else None
 
-    def _ready(self, service: str, since: float, until: float) -> tuple[set[str], set[str]]:
-        """Pods of a service that were ready, and not hanging, all of a time; and those that were so some of it."""
+    def _ready(self, service: str, since: float, until: int) -> tuple[set[str], set[str]]:
+        """Pods of a service that were ready all of a time, and those that were so some of it. It ends with a version of
+        the service: versions are counted over all objects, so that it is certain what was before and what after."""
         known: dict[str, list[tuple[float, bool]]] = {}
         for version in list(self.pods.seen):
-            if serves(version.body, service):
+            if serves(version.body, service) and int(version.body["metadata"]["resourceVersion"]) < until:
                 known.setdefault(version.uid, []).append((version.at, not version.gone and is_ready(version.body)))
         always, ever = set(), set()
         for uid, states in known.items():
             during = [
                 *[state for at, state in states if at <= since][-1:],
-                *[s for at, s in states if since < at < until],
+                *[s for at, s in states if since < at],
             ]
             if any(during):
                 ever.add(uid)
-                if all(during) and states[0][0] <= since and not self.started[uid].script.hung_in(since, until):
+                if all(during) and states[0][0] <= since:
                     always.add(uid)
         return always, ever
 
