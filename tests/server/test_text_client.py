@@ -103,8 +103,11 @@ def test_requests_events_and_cancels_pass(listener, client, events):
     assert listener.read() == Cancel([2])
 
 
-def test_refusals_are_told_to_who_is_there(path, client):
+def test_refusals_are_told_to_who_is_there(path, client, events):
     client.refused("NOT_FOUND")
+    # One after the other: what fails here tells that the one before it went nowhere.
+    client.submit(submit(1))
+    assert events.get(timeout=5).error_code == "UNAVAILABLE"
     listener = Listener(path)
     try:
         listener.accept()
