@@ -13,6 +13,7 @@ What adapters do about it is adapters.py's; readiness, start and end are supervi
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
@@ -48,6 +49,11 @@ _LINKED_S = 0.5
 _EXIT_TIMEOUT_S = 5
 """Of the server, after the drain: connections without a request, kept alive by clients, would hold it for longer."""
 _STOP_S = 10.0
+
+ENGINE_ENV = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+"""Of the processes of the engine, where the environment says nothing else: products that torch and oneDNN keep
+compiled, of which each number of tokens and shape of a weight has one. By themselves they keep 1,024, and a core that
+computes float32 on a CPU grew by 0.7 GB in some thousand requests; with 128 by 0.15 GB, and it was as fast."""
 
 
 class Pod:
@@ -143,7 +149,7 @@ class Pod:
         s = self._settings
         argv = [sys.executable, "-m", f"quire_engine.{name}_process", "--engine", str(s.engine)]
         argv += ["--served-name", s.served_name, "--run-dir", str(self._run_dir)]
-        return await Child.start(name, argv, self._relay)
+        return await Child.start(name, argv, self._relay, ENGINE_ENV | os.environ)
 
     async def _start_server(self) -> Child:
         socket = self._run_dir / names.TEXT_SOCKET

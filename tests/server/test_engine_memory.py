@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of the engine are started with keeps them small."""
+
+import os
+import subprocess
+import sys
+
+from quire_server.pod import ENGINE_ENV
+
+GROWTH = """
+import psutil, torch
+from quire_kernels.linear import linear, pack_weight
+weight, x = pack_weight(torch.randn(576, 576)), torch.randn(600, 576)
+own = psutil.Process().memory_full_info
+with torch.inference_mode():
+    linear(x, weight, None)
+    before = own().uss
+    for num_tokens in range(1, 601):
+        linear(x[:num_tokens], weight, None)
+print(own().uss - before)
+"""
+
+
+def growth(env):
+    """Bytes that a process grows by while it multiplies 600 numbers of tokens by one weight, in float32."""
+    argv = [sys.executable, "-c", GROWTH]
+    return int(subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout)
+
+
+def test_compiled_products_are_not_kept_without_end():
+    plain = {name: value for name, value in os.environ.items() if name not in ENGINE_ENV}
+    assert growth(plain | ENGINE_ENV) < 0.7 * growth(plain)
