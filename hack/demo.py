@@ -9,7 +9,6 @@ import argparse
 import json
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import tritonclient.grpc as grpcclient
+from cluster.ports import free_ports, is_free
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples/llmservice.yaml"
@@ -55,20 +55,9 @@ class Row:
     seconds: float
 
 
-def free_ports() -> Ports:
-    """The usual ports where they are free, others where not."""
-    return Ports(*(_free(port) for port in (8000, 8001, 8002, 8003)))
-
-
-def _free(wanted: int) -> int:
-    for port in (wanted, 0):
-        with socket.socket() as s:
-            try:
-                s.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(s.getsockname()[1])
-    raise SystemExit("demo: no free port")
+def usual_ports() -> Ports:
+    """The usual ones where they are free, others where not."""
+    return Ports(*(port if is_free(port) else free_ports(1)[0] for port in (8000, 8001, 8002, 8003)))
 
 
 def serve(ports: Ports) -> subprocess.Popen[bytes]:
@@ -213,7 +202,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true", help="leave the server running until Ctrl-C")
     arguments = parser.parse_args()
-    ports = free_ports()
+    ports = usual_ports()
     process = serve(ports)
     try:
         say(f"ready after {wait_ready(process, ports):.1f} s")

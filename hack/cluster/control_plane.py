@@ -4,9 +4,7 @@
 Certificates, kubeconfigs, data and logs are in one folder. Pods need a node beside it (node.py).
 """
 
-import contextlib
 import json
-import socket
 import ssl
 import subprocess
 import time
@@ -19,6 +17,7 @@ from cluster import definitions, processes
 from cluster.kubeconfig import Access
 from cluster.network import HERE, in_url
 from cluster.pki import Authority
+from cluster.ports import free_ports
 from cluster.tools import Tools
 
 NODE_NAME = "quire-node"
@@ -69,7 +68,7 @@ def start(folder: Path, tools: Tools, address: str = "127.0.0.1", dies_with_us: 
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     _certificates(folder / "pki", address)
-    api, client, peer, controllers, scheduler = free_ports(5, "" if address != "127.0.0.1" else address)
+    api, client, peer, controllers, scheduler = free_ports(5)
     plane = ControlPlane(folder, tools, address, _kubeconfigs(folder, api, address))
     starter = _Starter(folder, tools, dies_with_us)
     try:
@@ -116,15 +115,6 @@ def start_definitions(folder: Path, tools: Tools, program: Path, cluster: Path) 
         plane.stop()
         raise
     return plane
-
-
-def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for found in sockets:
-            found.bind((address, 0))
-        return [found.getsockname()[1] for found in sockets]
 
 
 class _Starter:

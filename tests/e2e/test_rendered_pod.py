@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cluster.ports import free_ports
 from support.planning import service as parsed
-from support.service import EXAMPLES, PORTS, Service, free_ports
+from support.service import EXAMPLES, PORTS, Service
 
 from quire_operator.plan.files import FolderFiles, read_checkpoint
 from quire_operator.plan.inputs import Inputs

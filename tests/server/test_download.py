@@ -15,7 +15,7 @@ import sys
 import aiohttp
 import pytest
 from aiohttp import web as web_answers
-from support.service import free_ports
+from cluster.ports import free_ports
 from support.sources import Bucket, Files, Hub, serve
 
 from quire_server import download as program

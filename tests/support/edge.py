@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support.service import Service, free_ports
+from cluster.ports import free_ports
+from support.service import Service
 
 from quire_server import launch, repository
 from quire_server.server_client import ServerClient

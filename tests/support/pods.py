@@ -19,8 +19,9 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 import yaml
 from cluster import archive, cgroups, control_plane, images, network, node, processes, tools
+from cluster.ports import free_ports
 from support.cluster import GIVEN, ROOT, Cluster, running
-from support.service import free_ports, grpc_text
+from support.service import grpc_text
 
 from quire_spec.address import in_url
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cluster.ports import free_ports
 from support import stand_in
-from support.service import PORTS, Service, free_ports
+from support.service import PORTS, Service
 
 from quire_server.control import Control
 
