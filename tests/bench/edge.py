@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second through the server and one stub: `PYTHONPATH=tests python tests/bench/edge.py [STREAMS [TOKENS]]`.
+"""Tokens per second through the server and one stub: `python tests/bench/edge.py [STREAMS [TOKENS]]`.
 
 A scripted text process makes the tokens, so this is the edge alone. It gives each stream a token every 20 ms, every
 5 ms, and as fast as it can. The Python clients share the machine and are slower than what they measure: read the CPU
 time per token of server and stub, which does not depend on them, and take tokens/s as a lower bound.
 """
 
+import argparse
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import psutil
-from support.edge import BASE, Edge, edge
-from support.service import run
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "tests"), str(ROOT / "hack")]
+
+from support.edge import BASE, Edge, edge  # noqa: E402
+from support.service import run  # noqa: E402
 
 
-def main(num_streams: int = 64, num_tokens: int = 200) -> None:
+def main(num_streams: int, num_tokens: int) -> None:
     print(f"{'client':8}{'step':>7}{'tokens/s':>10}{'responses/s':>13}{'us/token server':>17}{'stub':>6}{'late':>5}")
     with tempfile.TemporaryDirectory() as folder, edge(Path(folder)) as running:
         for client in ("http", "grpc"):
@@ -45,4 +50,8 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("streams", nargs="?", type=int, default=64, help="at once (default: %(default)s)")
+    parser.add_argument("tokens", nargs="?", type=int, default=200, help="of each stream (default: %(default)s)")
+    arguments = parser.parse_args()
+    main(arguments.streams, arguments.tokens)

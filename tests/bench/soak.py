@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real `quire serve` under everything at once, for as long as you like: is an answer wrong, does it hang or grow?
 
-    PYTHONPATH=tests python tests/bench/soak.py                             # two minutes, 48 clients
-    PYTHONPATH=tests python tests/bench/soak.py --minutes 60 --kill 15      # and every 15 s a process is killed
+    python tests/bench/soak.py                             # two minutes, 48 clients
+    python tests/bench/soak.py --minutes 60 --kill 15      # and every 15 s a process is killed
 
 Clients ask the base model and its adapters over HTTP, HTTP streams and gRPC streams, a tenth of them leaves mid-answer,
 and twice a second the catalogue changes, by which one name is another adapter or gone. Every answer must be what the
@@ -23,8 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from support.service import EXAMPLES, Service, Stream, example, serving
 from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "tests"), str(ROOT / "hack")]
+
+from support.service import EXAMPLES, Service, Stream, example, serving  # noqa: E402
 
 PROMPTS = ("Once upon a time", "The captain said", "select", "A little girl found")
 LENGTHS = (1, 12, 40, 120)

@@ -345,7 +345,7 @@ class TestCancellation:
             " parameters={'max_tokens': 100000})\n"
             "time.sleep(60)"
         )
-        env = dict(os.environ, PYTHONPATH=os.path.dirname(os.path.dirname(__file__)))
+        env = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
         arguments = [sys.executable, "-c", code, f"127.0.0.1:{running.ports['grpc']}"]
         with subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE) as client:
             client.stdout.readline()
