@@ -35,9 +35,11 @@ def from_text(parameter: Field[Any], value: Any) -> Any:
     if not isinstance(value, str) or (kind.startswith("tuple") and not value.startswith("[")):
         return value
     try:
-        return float(value) if kind == "float" else json.loads(value.lower() if kind == "bool" else value)
+        read = float(value) if kind == "float" else json.loads(value.lower() if kind == "bool" else value)
     except (ValueError, RecursionError):
         return value
+    # The text "null" is no number: taken for none, it would lift a limit that somebody meant to set.
+    return value if read is None else read
 
 
 def normal(parameter: Field[Any], value: Any) -> Any:

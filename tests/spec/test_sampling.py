@@ -121,6 +121,15 @@ def test_bad_values_are_refused_by_name(name, value):
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.parametrize("name", sorted(BAD.keys() - {"stop", "bad_words"}))
+def test_the_text_null_is_no_value(name):
+    """Of a limit it would be none: the longest output, all of the prompt."""
+    for text in ("null", " null ", "NULL"):
+        with pytest.raises(InvalidArgument, match=f"'{name}': '{text}' is not "):
+            SamplingParams.from_mapping({name: text})
+    assert SamplingParams.from_mapping({"stop": "null", "bad_words": "null"}).stop == ("null",)
+
+
 def test_a_list_is_quoted_as_one():
     for name in ("n", "stop"):
         with pytest.raises(InvalidArgument, match=rf"{name}': \['a', 1\] is not"):
