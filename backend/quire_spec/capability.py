@@ -9,6 +9,8 @@ from quire_spec.families import FAMILIES
 
 ARCHITECTURES = tuple(FAMILIES)
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
+ACTIVATION_ALIASES = {"swish": "silu"}
+"""Other names that transformers has for them."""
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)

@@ -186,6 +186,7 @@ def _own_number(config: ConfigJson, family: Family, key: str) -> float | None:
 def _activation(config: ConfigJson, family: Family) -> str:
     key = family.names.get("hidden_act", "hidden_act")
     name = config.text(key, family.defaults.get(key, "silu"))
+    name = capability.ACTIVATION_ALIASES.get(name, name)
     if name not in capability.ACTIVATIONS:
         raise config.error(key, name, f"supported; supported are {', '.join(capability.ACTIVATIONS)}")
     return name

@@ -102,6 +102,12 @@ def test_gemmas_activation_may_be_null():
     assert _shape("Gemma2ForCausalLM", hidden_activation=None).activation == "gelu_pytorch_tanh"
 
 
+def test_swish_is_silu():
+    """As `ACT2FN` of transformers has it."""
+    assert _shape(hidden_act="swish").activation == "silu"
+    assert _shape("OPTForCausalLM", ffn_dim=8, activation_function="swish").activation == "silu"
+
+
 def test_mistral_has_its_window_in_every_layer():
     assert _shape("MistralForCausalLM", num_key_value_heads=2).windows == (4096,) * 4
     assert _shape("MistralForCausalLM", num_key_value_heads=2, sliding_window=16).windows == (16,) * 4
