@@ -147,6 +147,15 @@ def _problems(service: LLMService, machine: Machine, dev: Path) -> Iterator[Prob
             "use a machine that has one, or set spec.device to CPU and remove spec.gpu",
         )
     model = ("spec", "model", "source")
+    hub = service.spec.model.source.huggingFace
+    if hub is not None and Path(hub.repo).is_dir():
+        # The engine takes a folder for what it is asked for, as vLLM and transformers do.
+        yield Problem(
+            (*model, "huggingFace", "repo"),
+            hub.repo,
+            f"{Path(hub.repo).absolute()} is a folder, which would be served in the place of the hub's model",
+            "give that folder as path, or start where there is none of that name",
+        )
     yield from unreachable(service.spec.model.source, model)
     yield from machine.problems(service.spec.model.source, model, MODEL_FILES)
     for i, adapter in enumerate(service.spec.adapters):

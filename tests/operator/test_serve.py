@@ -232,6 +232,17 @@ def test_refusals(folder, spec, message):
     assert found == message
 
 
+def test_a_hub_id_that_is_a_folder_here_too_is_not_taken_for_it(folder, monkeypatch):
+    spec = "{device: CPU, model: {source: {huggingFace: {repo: models/tiny}}}}"
+    assert launch(folder, spec).engine.model == "models/tiny"
+    monkeypatch.chdir(folder)
+    (message,) = problems(folder, spec)
+    assert message == (
+        'HERE/f.yaml:4: spec.model.source.huggingFace.repo: "models/tiny": HERE/models/tiny is a folder, which would '
+        "be served in the place of the hub's model; give that folder as path, or start where there is none of that name"
+    )
+
+
 def test_all_reasons_are_told_at_once(folder):
     assert len(problems(folder, "{model: {source: {path: a}}, adapters: [{name: b, source: {path: b}}]}")) == 3
 
