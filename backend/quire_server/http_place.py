@@ -4,15 +4,13 @@
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from yarl import URL
 
 from quire_server.places import Opened
-from quire_spec import tls
+from quire_spec.answer import refused
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
 from quire_spec.secret import said
 
@@ -21,7 +19,6 @@ _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TIMEOUT = aiohttp.ClientTimeout(total=None, connect=15, sock_read=30)
 """No limit on the whole: adapters are large and lines slow. A silent peer is given up."""
-_MOST_WAIT_S = 86400.0
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 _SHA256 = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 
@@ -131,30 +128,6 @@ def checked(answer: aiohttp.ClientResponse, where: str) -> aiohttp.ClientRespons
     if answer.status in (401, 403):
         raise AccessDenied(f"{where}: HTTP {answer.status}; the source's secret is missing, wrong, or lacks access")
     raise refused(where, answer.status, str(answer.url), answer.headers)
-
-
-def refused(where: str, status: int, url: str, headers: Mapping[str, str]) -> Unavailable:
-    """An answer that may be another one later."""
-    wait = retry_after_s(headers.get("Retry-After"), datetime.now(UTC))
-    words = "" if wait is None else f"; it asks for {wait:.0f} s of patience"
-    return Unavailable(f"{where}: HTTP {status}{words}{tls.hint(status, url)}", wait)
-
-
-def retry_after_s(value: str | None, now: datetime) -> float | None:
-    """Seconds that a header Retry-After asks to be waited, a day at most; None where it says neither them nor a date.
-
-    Source: RFC 9110, section 10.2.3.
-    """
-    text = (value or "").strip()
-    if text.isascii() and text.isdecimal():
-        return min(float(text), _MOST_WAIT_S)
-    try:
-        until = parsedate_to_datetime(text)
-    except ValueError:
-        return None
-    # One of -0000 has no zone, and means UTC.
-    wait = (until if until.tzinfo else until.replace(tzinfo=UTC)) - now
-    return min(max(wait.total_seconds(), 0.0), _MOST_WAIT_S)
 
 
 def version_of(answer: aiohttp.ClientResponse) -> str | None:

@@ -15,8 +15,9 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from yarl import URL
 
 from quire_server.background import in_thread
-from quire_server.http_place import HttpReader, refused
+from quire_server.http_place import HttpReader
 from quire_server.places import Opened
+from quire_spec.answer import refused
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
 from quire_spec.secret import said
 

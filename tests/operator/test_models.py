@@ -2,11 +2,14 @@
 """What a Job that reads a claim has found, whichever of its and its pods' news comes first."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
 from support.operating import TINY, message
 from support.planning import service
+from support.sources import serve
 
 from quire_operator.kube import kinds
 from quire_operator.reconcile.cache import Cache
@@ -140,3 +143,32 @@ async def test_a_job_that_had_no_time_says_nothing_of_the_model():
     assert len(pods.deleted) == 1
     with pytest.raises(ConfigError, match=r"the Job that reads config\.json failed: killed"):
         await _found(Pods({"metadata": {"name": "pod"}, "status": {"containerStatuses": [KILLED]}}), late)
+
+
+async def test_a_place_that_asks_to_be_left_alone_is_asked_no_sooner():
+    """However often news of its service bring it back; another place is not kept waiting by it."""
+    asked = []
+
+    async def busy(request):
+        asked.append(request.path)
+        return web.Response(status=429, headers={"Retry-After": "2" if request.path.startswith("/a/") else "0"})
+
+    server = await serve(busy)
+    client = Pods()
+    models = Models(client, Cache(), PodEvents(client), lambda key, seconds: None, lambda kind, verb: None)  # type: ignore[arg-type]
+
+    async def ask(folder):
+        with pytest.raises(Unavailable) as error:
+            await models.of(service(f"model: {{source: {{http: {{url: '{server.make_url(folder)}'}}}}}}"), "u", {}, "i")
+        return str(error.value)
+
+    begun = time.monotonic()
+    for _ in range(2):
+        assert (await ask("/a")).endswith("/a/config.json: HTTP 429; it asks for 2 s of patience")
+    for _ in range(2):
+        assert "HTTP 429; it asks for 0 s" in await ask("/b")
+    assert asked == ["/a/config.json", "/b/config.json", "/b/config.json"]
+    await asyncio.sleep(begun + 2.1 - time.monotonic())
+    await ask("/a")
+    assert asked[3:] == ["/a/config.json"]
+    await server.close()

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
-from quire_spec import tls
+from quire_spec.answer import refused as answer_refused
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
 from quire_spec.s3 import check_endpoint, refused, store_options
@@ -168,8 +168,7 @@ def _body(answer: httpx.Response, start: int, max_bytes: int, where: str) -> byt
     if answer.status_code in (401, 403):
         raise AccessDenied(f"{where}: HTTP {answer.status_code}; the Secret is missing, wrong, or lacks access")
     if answer.status_code not in (200, 206):
-        words = f"HTTP {answer.status_code} {answer.reason_phrase}".rstrip()
-        raise Unavailable(f"{where}: {words}{tls.hint(answer.status_code, str(answer.url))}")
+        raise answer_refused(where, answer.status_code, str(answer.url), answer.headers)
     skip = start if answer.status_code == 200 else 0
     data, begun = bytearray(), time.monotonic()
     for chunk in answer.iter_raw():

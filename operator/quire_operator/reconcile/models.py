@@ -34,6 +34,8 @@ _PARALLEL = 4
 """Threads that read at a time: each read is a few round trips."""
 _AGAIN_S = 120.0
 """After a Job that found no model, until another one looks: files may be on their way to the claim."""
+_PATIENCE_S = 300.0
+"""What a place may have us wait for the next question (Retry-After), as in the download of a model."""
 
 
 _LOOK_S = 5.0
@@ -60,6 +62,8 @@ class Models:
         self._pod_events = pod_events
         self._known: OrderedDict[tuple[str, str], Checkpoint] = OrderedDict()
         self._failed: dict[tuple[str, str], tuple[float, str]] = {}
+        self._busy: dict[tuple[str, str], tuple[float, str]] = {}
+        """Places that ask to be left alone: until when, and in what words."""
         self._waiting: dict[tuple[str, str], set[Key]] = {}
         self._threads = asyncio.Semaphore(_PARALLEL)
 
@@ -78,13 +82,26 @@ class Models:
             if source.pvc is not None:
                 found = await self._from_claim(place, service, uid, source.pvc, image)
             else:
-                async with self._threads:
-                    found = await asyncio.to_thread(_read, service, secrets)
+                found = await self._read(place, service, secrets)
             self._known[place] = found
             while len(self._known) > _MOST:
                 self._known.popitem(last=False)
         self._known.move_to_end(place)
         return self._known[place]
+
+    async def _read(self, place: tuple[str, str], service: LLMService, secrets: Secrets) -> Checkpoint:
+        clock = asyncio.get_running_loop().time
+        until, said = self._busy.get(place, (0.0, ""))
+        if said and clock() < until:
+            raise Unavailable(said)
+        self._busy.pop(place, None)
+        async with self._threads:
+            try:
+                return await asyncio.to_thread(_read, service, secrets)
+            except Unavailable as error:
+                if error.retry_after_s:
+                    self._busy[place] = clock() + min(error.retry_after_s, _PATIENCE_S), str(error)
+                raise
 
     async def _from_claim(
         self, place: tuple[str, str], service: LLMService, uid: str, source: PvcSource, image: str

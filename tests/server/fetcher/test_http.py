@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 from support.fetching import BOTH, WEIGHTS, content, fetcher
 from support.sources import serve
 
-from quire_server.http_place import retry_after_s
+from quire_spec.answer import retry_after_s
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
 from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
