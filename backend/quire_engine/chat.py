@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ChatTemplate: a conversation to the text that a chat model was trained to go on with. llm.py calls it.
 
-Templates come with checkpoints, so they run in jinja2's sandbox, in the environment that transformers gives them.
+Templates come with checkpoints, so they run in jinja2's sandbox, in the environment that transformers gives them. It
+keeps them from files and from Python, not from time and memory (`{{ 'a' * 10**12 }}`): nothing short of a process of
+their own would, and whoever runs this runs it for themselves. The server applies no template.
 
 Source: `_compile_jinja_template` and `render_jinja_template` in transformers 5, utils/chat_template_utils.py
 """
