@@ -15,12 +15,14 @@ import contextlib
 import logging
 from collections.abc import Coroutine
 from typing import Any
+from weakref import WeakValueDictionary
 
 from quire_server.background import in_thread
 from quire_server.control import LinkLost
 from quire_server.entry import Entry
 from quire_server.fetcher import Fetched, Fetcher
 from quire_server.links import Links
+from quire_server.sources import place_of
 from quire_spec.catalogue import Adapter, AdapterLimits, Catalogue, Mark, Source
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError, Unavailable
 from quire_spec.status import AdapterState, AdapterStatus
@@ -28,6 +30,8 @@ from quire_spec.status import AdapterState, AdapterStatus
 log = logging.getLogger(__name__)
 
 _MAX_FETCHES = 8
+"""From one place: one that hangs holds each of them for a minute, and then it keeps only its own adapters waiting."""
+_MAX_FETCHES_IN_ALL = 32
 _MAX_LOADS = 4
 _MAX_REGISTRATIONS = 6
 """The server starts a process for each; more at once only queue for the processor."""
@@ -60,7 +64,8 @@ class AdapterBoard:
         self._entries: dict[str, Entry] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._aliases: dict[str, str] = {}
-        self._fetches = asyncio.Semaphore(_MAX_FETCHES)
+        self._fetches = asyncio.Semaphore(_MAX_FETCHES_IN_ALL)
+        self._fetches_from: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._loads = asyncio.Semaphore(_MAX_LOADS)
         self._registrations = asyncio.Semaphore(_MAX_REGISTRATIONS)
         self._held: set[str] = set()
@@ -237,8 +242,9 @@ class AdapterBoard:
         changed = source != entry.fetched_from
         if changed:
             entry.set(AdapterState.FETCHING)
+        of_place = self._fetches_from.setdefault(place_of(source), asyncio.Semaphore(_MAX_FETCHES))
         try:
-            async with self._fetches:
+            async with of_place, self._fetches:
                 if entry.asked != asked:
                     raise _Superseded
                 before, entry.fetched = entry.fetched, await self._fetch_cancellably(entry, source)

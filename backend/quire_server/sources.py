@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -35,6 +36,22 @@ class SourceOptions:
     max_config_bytes: int = 2**20
     hub_endpoint: str | None = None
     """None is huggingface_hub's own, which HF_ENDPOINT sets."""
+
+
+def place_of(source: Source) -> str:
+    """Who has the files of a source: sources of one place hang together."""
+    match source:
+        case Source(s3=S3Source() as s3):
+            return s3.endpoint or "s3"
+        case Source(http=HttpSource() as http):
+            try:
+                return urlsplit(http.url).netloc.rpartition("@")[2]
+            except ValueError:
+                # Whoever reads it says that it is no URL.
+                return http.url
+        case Source(pvc=PvcSource() as pvc):
+            return pvc.claimName
+    return "path" if source.path is not None else "hub"
 
 
 class Sources:

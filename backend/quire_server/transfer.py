@@ -24,7 +24,7 @@ _LEAST_BYTES = 2**16
 """Less than that is next to nothing, of a try and in SILENCE_S: a place that gives a byte at a time would never end."""
 _PAUSE_S = 0.25
 PATIENCE_S = 10.0
-"""What a place may have us wait for the next try (Retry-After); adapters of other places may wait behind us."""
+"""What a place may have us wait for the next try (Retry-After); other adapters may wait behind us."""
 SILENCE_S = 60.0
 """How long a place may say nothing: a hung file system or peer must not hold an adapter for ever."""
 

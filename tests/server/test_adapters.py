@@ -21,7 +21,9 @@ from quire_server.cache import Cache
 from quire_server.control import LinkLost
 from quire_server.fetcher import Fetcher, SourceOptions
 from quire_server.links import CoreLink, Links, ServerLink, TextLink
-from quire_spec.catalogue import Catalogue, Mark
+from quire_server.sources import place_of
+from quire_spec.catalogue import Catalogue, Mark, Source
+from quire_spec.document import from_json
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, Unavailable
 
 
@@ -195,6 +197,42 @@ async def test_an_adapter_that_the_core_refuses_is_not_tried_again_until_the_cat
     world.core.refuse.clear()
     world.want(3, a=one)
     await world.until_states(a="Ready")
+
+
+async def test_a_place_that_hangs_keeps_no_adapter_of_another_place_waiting(world, one):
+    asked, over = [], asyncio.Event()
+
+    async def hang(request):
+        asked.append(request.path)
+        await over.wait()
+        return web.Response(status=503)
+
+    server = await serve(hang)
+    hung = {f"hung-{i}": {"source": {"http": {"url": str(server.make_url(f"/{i}"))}}} for i in range(20)}
+    world.want(1, **hung, a=one)
+    await world.until(lambda: world.one("a").state.value == "Ready" and len(asked) == adapters._MAX_FETCHES)
+    await asyncio.sleep(0.05)
+    assert len(asked) == adapters._MAX_FETCHES, "others of that place wait for their turn"
+    over.set()
+    world.want(2, a=one)
+    await world.until_states(a="Ready")
+    await server.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        ({"huggingFace": {"repo": "o/a", "revision": "v1"}}, "hub"),
+        ({"s3": {"uri": "s3://b/a"}}, "s3"),
+        ({"s3": {"uri": "s3://b/a", "endpoint": "http://minio:9000"}}, "http://minio:9000"),
+        ({"http": {"url": "https://user:passw0rd@files:8443/a?signature=s3cr3t"}}, "files:8443"),
+        ({"http": {"url": "http://[::"}}, "http://[::"),
+        ({"pvc": {"claimName": "loras", "path": "a"}}, "loras"),
+        ({"path": "/a"}, "path"),
+    ],
+)
+def test_the_place_of_a_source(source, place):
+    assert place_of(from_json(Source, source, "source")) == place
 
 
 async def test_what_may_pass_is_tried_again_after_growing_pauses(world, one, monkeypatch):
