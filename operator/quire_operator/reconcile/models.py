@@ -36,8 +36,6 @@ _AGAIN_S = 120.0
 """After a Job that found no model, until another one looks: files may be on their way to the claim."""
 _PATIENCE_S = 300.0
 """What a place may have us wait for the next question (Retry-After), as in the download of a model."""
-
-
 _LOOK_S = 5.0
 """Until a Job that another service started is in the cache."""
 
@@ -61,9 +59,8 @@ class Models:
         self._client, self._cache, self._wake, self._wrote = client, cache, wake, wrote
         self._pod_events = pod_events
         self._known: OrderedDict[tuple[str, str], Checkpoint] = OrderedDict()
-        self._failed: dict[tuple[str, str], tuple[float, str]] = {}
-        self._busy: dict[tuple[str, str], tuple[float, str]] = {}
-        """Places that ask to be left alone: until when, and in what words."""
+        self._later: dict[tuple[str, str], tuple[float, ConfigError | Unavailable]] = {}
+        """Places that are left alone: until when, and why."""
         self._waiting: dict[tuple[str, str], set[Key]] = {}
         self._threads = asyncio.Semaphore(_PARALLEL)
 
@@ -79,6 +76,7 @@ class Models:
         source = service.spec.model.source
         place = (service.namespace or "", json.dumps(compact(to_json(source)), sort_keys=True))
         if place not in self._known:
+            self._check_is_due(place, (service.namespace or "", service.name))
             if source.pvc is not None:
                 found = await self._from_claim(place, service, uid, source.pvc, image)
             else:
@@ -89,29 +87,32 @@ class Models:
         self._known.move_to_end(place)
         return self._known[place]
 
+    def _check_is_due(self, place: tuple[str, str], key: Key) -> None:
+        """Raises what was found there, where that is not to be asked again yet; wakes the service once it is."""
+        now = asyncio.get_running_loop().time()
+        self._later = {other: found for other, found in self._later.items() if found[0] > now}
+        if place in self._later:
+            until, why = self._later[place]
+            self._wake(key, until - now)
+            raise type(why)(str(why))
+
+    def _ask_later(self, place: tuple[str, str], seconds: float, why: ConfigError | Unavailable) -> None:
+        # Anew: the error itself holds on to the frames that it came through.
+        self._later[place] = asyncio.get_running_loop().time() + seconds, type(why)(str(why))
+
     async def _read(self, place: tuple[str, str], service: LLMService, secrets: Secrets) -> Checkpoint:
-        clock = asyncio.get_running_loop().time
-        until, said = self._busy.get(place, (0.0, ""))
-        if said and clock() < until:
-            raise Unavailable(said)
-        self._busy.pop(place, None)
         async with self._threads:
             try:
                 return await asyncio.to_thread(_read, service, secrets)
             except Unavailable as error:
                 if error.retry_after_s:
-                    self._busy[place] = clock() + min(error.retry_after_s, _PATIENCE_S), str(error)
+                    self._ask_later(place, min(error.retry_after_s, _PATIENCE_S), error)
                 raise
 
     async def _from_claim(
         self, place: tuple[str, str], service: LLMService, uid: str, source: PvcSource, image: str
     ) -> Checkpoint:
         key = (service.namespace or "", service.name)
-        now = asyncio.get_running_loop().time()
-        failed_at, why = self._failed.get(place, (float("-inf"), ""))
-        if now - failed_at < _AGAIN_S:
-            self._wake(key, failed_at + _AGAIN_S - now)
-            raise ConfigError(why)
         manifest = reader.job(service, source, image)
         name, namespace = manifest["metadata"]["name"], key[0]
         self._waiting.setdefault(place, set()).add(key)
@@ -123,7 +124,7 @@ class Models:
             found = _told(entry.body(), await self._messages(entry, name), source)
         except (ConfigError, Unavailable) as error:
             if isinstance(error, ConfigError):
-                self._failed[place] = (now, str(error))
+                self._ask_later(place, _AGAIN_S, error)
             await self._client.delete(kinds.JOB, namespace, name, entry.uid)
             self._wake_all(place)
             raise
