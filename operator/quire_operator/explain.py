@@ -34,6 +34,14 @@ _BOUNDS = {
 Places = Mapping[str, Sequence[FieldPath]]
 """Where in the document there is a field of a name, by `folded` names."""
 
+_VLLM = {
+    "maxloras": "maxloaded",
+    "maxlorarank": "maxrank",
+    "maxcpuloras": "maxcached",
+    "cpuloramemorybytes": "maxcachedmemory",
+}
+"""Engine arguments of vLLM, `folded`, whose fields have names that are not near theirs."""
+
 _MAX_PLACES = 3
 """A field that is in more places than that, such as name, was hardly meant as one of them."""
 _MAX_UNKNOWN = 50
@@ -62,6 +70,13 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     return by_lower[close[0]] if close else None
 
 
+def places_in(schema: Schema, path: FieldPath) -> Iterator[FieldPath]:
+    """Every field of `schema`, which stands at `path`, but for those of lists' entries."""
+    for name, field in schema.get("properties", {}).items():
+        yield (*path, name)
+        yield from places_in(field, (*path, name))
+
+
 def folded(name: str) -> str:
     """The name without what is often written otherwise: gpu_memory as gpuMemory."""
     return name.replace("_", "").lower()
@@ -72,7 +87,11 @@ def _unknown(value: Any, schema: Schema, path: FieldPath, places: Places) -> Ite
     all_known = ", ".join(known)
     unknown = sorted(set(value) - set(schema["properties"]))
     for name in unknown[:_MAX_UNKNOWN]:
-        near, there = nearest(name, known), places.get(folded(str(name)), ())
+        near, word = nearest(name, known), folded(str(name))
+        word = _VLLM.get(word, word)
+        # Deeper in the same object, if it is there: an entry of a list has such fields of its own.
+        own = [place for place in places_in(schema, path) if folded(str(place[-1])) == word]
+        there = own or places.get(word, ())
         guess, meant = near, (*path, near) if near else None
         if 0 < len(there) <= _MAX_PLACES and meant not in there:
             guess, meant = " or ".join(map(dotted, there)), there[0] if len(there) == 1 else None
@@ -105,7 +124,7 @@ def _typed(limit: str, value: Any, schema: Schema) -> str:
     if limit == "object" and (fields := _known(schema)):
         return f"give an object; there are {', '.join(fields)}"
     if limit == "array":
-        fields = schema["items"].get("required") or _known(schema["items"])
+        fields = schema["items"].get("required") or list(schema["items"].get("properties", {}))
         entry = f"{fields[0]}: ..." if fields else "..." if isinstance(value, Mapping) else shown(value)
         return f"give a list, each entry like - {entry}"
     return f"give {_KINDS[limit]}"

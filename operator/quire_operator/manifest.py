@@ -31,6 +31,7 @@ _FIXES: dict[str | None, str] = {
     "mapping values are not allowed in this context": "indent it like its neighbours, and quote text that holds ': '",
     "could not find expected ':'": "write it as key: value, with the space",
     "found unexpected end of stream": "end the quotes that begin here",
+    "did not find expected node content": "close each [ and {, or quote them; render a template of Helm first",
     "found undefined alias": "quote text that begins with *",
 }
 """What to do about what YAML's parser finds most often, by its words."""

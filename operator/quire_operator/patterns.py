@@ -24,7 +24,10 @@ WORDS: dict[str, tuple[str, str]] = {
     ),
     r"^[A-Za-z0-9][A-Za-z0-9._/-]*$": ("must be a branch, tag or commit", "take it from the repository's page"),
     r"^[-._a-zA-Z0-9]+$": ("must be a key of a Secret", "use letters, digits, '-', '_' and '.'"),
-    r"^s3://[a-z0-9][a-z0-9.-]*[a-z0-9](/.*)?$": ("must be a bucket's URI", "write it like s3://bucket/folder"),
+    r"^s3://[a-z0-9][a-z0-9.-]*[a-z0-9](/.*)?$": (
+        "must be s3://, a bucket (two or more of a-z, 0-9, '-' and '.') and a folder",
+        "write it like s3://bucket/folder",
+    ),
     r"^https?://[^ ]+$": ("must be a URL", "begin it with https:// or http://"),
     r"^[a-z0-9-]+$": ("must be a region's name", "write it like eu-central-1"),
     r"^[0-9a-f]{64}$": ("must be 64 hexadecimal digits", "take the first column of sha256sum's output"),

@@ -14,7 +14,7 @@ import jsonschema
 from jsonschema.exceptions import ValidationError
 
 from quire_operator.errors import FieldPath, Problem
-from quire_operator.explain import explain, folded
+from quire_operator.explain import explain, folded, places_in
 
 Schema = Mapping[str, Any]
 
@@ -58,25 +58,25 @@ def known(schema: Schema, value: Any) -> Any:
 def problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[Problem]:
     """What is structurally wrong with a completed value; `path` is where it stands in its document."""
     places: dict[str, list[FieldPath]] = {}
-    for place in _places(schema, path):
+    for place in places_in(schema, path):
         places.setdefault(folded(str(place[-1])), []).append(place)
     for error in _validator(schema).iter_errors(value):
+        if error.validator == "enum" and _other_type(error.schema, error.instance):
+            continue  # which is told, and says more
         here = (*path, *error.absolute_path)
         yield from explain(str(error.validator), error.validator_value, error.instance, error.schema, here, places)
     yield from _twins(schema, value, path)
-
-
-def _places(schema: Schema, path: FieldPath) -> Iterator[FieldPath]:
-    """Every field, but for those of lists' entries."""
-    for name, field in schema.get("properties", {}).items():
-        yield (*path, name)
-        yield from _places(field, (*path, name))
 
 
 def _validator(schema: Schema) -> Any:
     # OpenAPI 3.0 descends from draft 4; there 1.0 is no integer, as for an API server.
     extend: Any = jsonschema.validators.extend
     return extend(jsonschema.Draft4Validator, {"pattern": _pattern})(_closed(schema))
+
+
+def _other_type(schema: Any, value: object) -> bool:
+    """Whether a value has not even the type that its schema asks for."""
+    return "type" in schema and not jsonschema.Draft4Validator({"type": schema["type"]}).is_valid(value)
 
 
 def _closed(schema: Schema) -> dict[str, Any]:

@@ -79,7 +79,8 @@ def test_text_that_is_not_yaml_has_line_and_column():
     done = quire("validate", "-o", "json", "-f", "-", stdin="a: [1,\n  }")
     (report,) = json.loads(done.stdout)
     assert (done.returncode, report["ok"]) == (1, False)
-    assert report["error"] == "-:2:3: not YAML: did not find expected node content"
+    fix = "close each [ and {, or quote them; render a template of Helm first"
+    assert report["error"] == f"-:2:3: not YAML: did not find expected node content; {fix}"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from support.openapi import CRD, OPENAPI, ROOT, VERSION, walk
 from support.rules import ADAPTER, REMOVE, RULES, UPDATES, patched
 
 from quire_operator import crd, patterns, schema
+from quire_operator.engine_config import _FIELDS as FIELDS_OF_ARGUMENTS
 from quire_operator.errors import dotted
 from quire_operator.manifest import read
 from quire_operator.rules import Rule
@@ -372,6 +373,24 @@ INVALID = [
         'spec.adapters: {"sql": {}}: must be a list; give a list, each entry like - name: ...',
     ),
     (
+        {"spec.lora.maxRank": "16"},
+        'spec.lora.maxRank: "16": must be a whole number; write a whole number, without quotes',
+    ),
+    (
+        {"spec.adapters": [{**ADAPTER, "url": "https://h/a"}]},
+        "spec.adapters[0].url: unknown field; did you mean spec.adapters[0].source.http.url? There are expose, limits, "
+        "name, pinned, source",
+    ),
+    (
+        {"spec.gpu.tolerations": {"key": "a"}},
+        'spec.gpu.tolerations: {"key": "a"}: must be a list; give a list, each entry like - key: ...',
+    ),
+    (
+        {"spec.model.source": {"s3": {"uri": "s3://My_Bucket/a"}}},
+        "spec.model.source.s3.uri: \"s3://My_Bucket/a\": must be s3://, a bucket (two or more of a-z, 0-9, '-' and "
+        "'.') and a folder; write it like s3://bucket/folder",
+    ),
+    (
         {"spec.cache.accessModes": "ReadWriteMany"},
         'spec.cache.accessModes: "ReadWriteMany": must be a list; give a list, each entry like - "ReadWriteMany"',
     ),
@@ -407,6 +426,16 @@ INVALID = [
 @pytest.mark.parametrize(("changes", "message"), INVALID, ids=[m.partition(":")[0] for _, m in INVALID])
 def test_exact_path_and_message(changes, message):
     assert found(changes) == [message]
+
+
+@pytest.mark.parametrize("name", sorted(set(FIELDS_OF_ARGUMENTS) - {"model", "device"}))
+def test_an_engine_argument_of_vllm_leads_to_its_field(name):
+    *group, field = FIELDS_OF_ARGUMENTS[name]
+    meant = field if group == ["engine"] else f"spec.{group[0]}.{field}"
+    camel = "".join(word if i == 0 else word.title() for i, word in enumerate(name.split("_")))
+    for written in {name, camel} - {field}:
+        (message,) = found({f"spec.engine.{written}": 1})
+        assert f": unknown field; did you mean {meant}? There are " in message
 
 
 @pytest.mark.parametrize("body", [None, [], "text", 3])
