@@ -315,8 +315,9 @@ class Engine:
         for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             count = vocab_size if asked == -1 else asked or 0
             if count > most != -1:
+                found = f"-1, all {count}," if asked == -1 else count
                 raise InvalidArgument(
-                    f"sampling parameter {name!r}: {count} is more than max_logprobs {most}; ask for fewer or raise it"
+                    f"sampling parameter {name!r}: {found} is more than max_logprobs {most}; ask for fewer or raise it"
                 )
             if (
                 name == "prompt_logprobs"

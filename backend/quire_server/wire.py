@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quire_server.interface import INPUTS
 from quire_spec import names
-from quire_spec.errors import Code, InvalidArgument, QuireError
+from quire_spec.errors import Code, InvalidArgument, QuireError, short
 from quire_spec.messages import Event, Submit, joined
 from quire_spec.sampling import SamplingParams
 
@@ -38,6 +39,10 @@ elsewhere it belongs into the tensor sampling_parameters."""
 
 _SERVERS_OWN = frozenset(("id", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"))
 """Fields of the server's own protocol: its generate endpoint passes each top-level key on as a request parameter."""
+
+
+_BESIDE = (names.LORA_NAME, CACHE_SALT, PRIORITY, *(name for name, _, _ in INPUTS))
+"""What else a request may have, at one level with its parameters on the generate endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +225,7 @@ def _text_parameter(values: dict[str, Any], name: str) -> str | None:
     """Take a parameter out of `values` that is not a sampling parameter."""
     value = values.pop(name, None)
     if value is not None and (not isinstance(value, str) or not value):
-        raise InvalidArgument(f"{name}: {str(value)[:80]!r} is not a name; give a string that is not empty")
+        raise InvalidArgument(f"{name}: {short(value)} is not a text; give a string that is not empty")
     if value is not None:
         _check_encodable(name, value)
     return value
@@ -234,13 +239,13 @@ def _int_parameter(values: dict[str, Any], name: str) -> int:
     except ValueError:
         number = value
     if isinstance(number, bool) or not isinstance(number, int):
-        raise InvalidArgument(f"{name}: {str(value)[:80]!r} is not an integer")
+        raise InvalidArgument(f"{name}: {short(value)} is not an integer")
     return number
 
 
 def _sampling(values: Mapping[str, Any]) -> SamplingParams:
     try:
-        params = SamplingParams.from_mapping(values)
+        params = SamplingParams.from_mapping(values, _BESIDE)
     except RecursionError as error:
         raise InvalidArgument("sampling parameters: a value is nested too deeply") from error
     for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):

@@ -5,7 +5,8 @@ Validated where a request enters (frontend, text process, offline LLM) and trust
 here is refused, so that a misspelt or unsupported parameter never changes nothing silently.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
@@ -171,15 +172,16 @@ class SamplingParams:
         return max(1, max_model_len - (self.max_tokens or 1))
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Parameters by name, as clients send them: `parameter.from_text` says in which forms.
+    def from_mapping(cls, values: Mapping[str, Any], beside: Sequence[str] = ()) -> Self:
+        """Parameters by name, as clients send them: `parameter.from_text` says in which forms. `beside`: other names
+        that go with a request, one of which an unknown name may have been meant for.
 
         Raises:
             InvalidArgument: a name is unknown, or a value is wrong.
         """
         known = {f.name: f for f in fields(cls)}
         if unknown := sorted(set(values) - set(known)):
-            raise _unknown(unknown[0])
+            raise _unknown(unknown[0], beside)
         return cls(**{name: from_text(known[name], value) for name, value in values.items()})
 
     def to_mapping(self) -> dict[str, Any]:
@@ -208,9 +210,11 @@ class SamplingParams:
             raise InvalidArgument("sampling parameter 'stop': needs text to be looked for in; leave detokenize on")
 
 
-def _unknown(name: str) -> InvalidArgument:
+def _unknown(name: str, beside: Sequence[str] = ()) -> InvalidArgument:
     known = sorted(f.name for f in fields(SamplingParams))
-    return InvalidArgument(f"unknown sampling parameter {name!r}; known are {', '.join(known)}")
+    near = difflib.get_close_matches(name[:80].lower(), [other for other in (*known, *beside) if other != name], n=1)
+    guess = f"did you mean {near[0]}? Known" if near else "known"
+    return InvalidArgument(f"unknown sampling parameter {short(name)}; {guess} are {', '.join(known)}")
 
 
 def _check_length(name: str, text: str) -> None:

@@ -263,7 +263,7 @@ def test_the_prefix_cache_is_counted_and_filled_by_scored_prompts(world: World) 
 
 
 def test_every_log_probability_where_the_engine_allows_it(world: World) -> None:
-    with pytest.raises(InvalidArgument, match="'prompt_logprobs': 320 is more than max_logprobs 20"):
+    with pytest.raises(InvalidArgument, match="'prompt_logprobs': -1, all 320, is more than max_logprobs 20"):
         world.llm.generate(PROMPTS[0], _greedy(prompt_logprobs=-1), use_tqdm=False)
     with pytest.raises(InvalidArgument, match="'logprobs': 21 is more than max_logprobs 20"):
         world.llm.generate(PROMPTS[0], _greedy(logprobs=21), use_tqdm=False)

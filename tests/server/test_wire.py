@@ -132,13 +132,19 @@ class TestParameters:
             ({"stop": 5}, ("'stop'",)),
             ({"stop": '["\\ud800"]'}, ("'stop'", "lone surrogate")),
             ({"stop": "[" * 100_000}, ("'stop'",)),
-            ({"lora_name": 5}, ("lora_name: '5' is not a name",)),
-            ({"lora_name": ""}, ("lora_name: '' is not a name",)),
+            (
+                {"max_new_tokens": 5},
+                ("unknown sampling parameter 'max_new_tokens'; did you mean max_tokens? Known are",),
+            ),
+            ({"lora_nam": "sql"}, ("did you mean lora_name? Known are",)),
+            ({"return_finish_reasons": True}, ("did you mean return_finish_reason? Known are",)),
+            ({"lora_name": 5}, ("lora_name: 5 is not a text",)),
+            ({"lora_name": ""}, ("lora_name: '' is not a text",)),
             ({"lora_name": "\ud800"}, ("lora_name", "lone surrogate")),
             ({"cache_salt": True}, ("cache_salt",)),
             ({"priority": "urgent"}, ("priority: 'urgent' is not an integer",)),
-            ({"priority": 1.5}, ("priority: '1.5'",)),
-            ({"priority": True}, ("priority: 'True'",)),
+            ({"priority": 1.5}, ("priority: 1.5 is",)),
+            ({"priority": True}, ("priority: True is",)),
         ],
     )
     def test_wrong_ones_are_named(self, parameters, words):

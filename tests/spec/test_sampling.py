@@ -74,9 +74,17 @@ def test_defaults_are_vllms():
     assert SamplingParams().to_mapping() == {}
 
 
-@pytest.mark.parametrize("name", ["logits_processors", "temprature"])
-def test_unknown_names_are_refused(name):
-    with pytest.raises(InvalidArgument, match=f"unknown sampling parameter '{name}'; known are allowed_token_ids,"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("logits_processors", "known are"),
+        ("temprature", r"did you mean temperature\? Known are"),
+        ("a" * 10**6, "known are"),
+    ],
+    ids=["other", "misspelt", "long"],
+)
+def test_unknown_names_are_refused(name, words):
+    with pytest.raises(InvalidArgument, match=f"unknown sampling parameter '{name[:70]}.*; {words} allowed_token_ids,"):
         SamplingParams.from_mapping({name: 1})
 
 
