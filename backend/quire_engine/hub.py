@@ -6,14 +6,17 @@ process call it, maybe at the same time: huggingface_hub's locks on files have o
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from quire_spec.errors import ConfigError
+from quire_spec.proxy import by_way_of
 from quire_spec.secret import said
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja"]
@@ -57,8 +60,10 @@ def resolve_model(model: str, revision: str | None, progress: bool) -> Path:
             )
     except _ERRORS as error:
         at = f" at revision {revision!r}" if revision else ""
+        answered = isinstance(error, HfHubHTTPError) and silent is None
+        way = "" if answered else by_way_of(huggingface_hub.constants.ENDPOINT, os.environ)
         raise ConfigError(
-            f"model: {model!r}{at} is neither a folder nor could it be had from the hub: {said(silent or error)}"
+            f"model: {model!r}{at} is neither a folder nor could it be had from the hub: {said(silent or error)}{way}"
         ) from error
     return Path(path)
 

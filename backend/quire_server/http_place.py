@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files under an HTTP(S) URL: ranges to resume, secret headers for the first origin only, no silent compression."""
 
+import os
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from yarl import URL
@@ -12,6 +12,7 @@ from yarl import URL
 from quire_server.places import Opened
 from quire_spec.answer import refused
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
+from quire_spec.proxy import by_way_of, proxy_of
 from quire_spec.secret import said
 
 _READ_BYTES = 2**20
@@ -19,6 +20,8 @@ _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TIMEOUT = aiohttp.ClientTimeout(total=None, connect=15, sock_read=30)
 """No limit on the whole: adapters are large and lines slow. A silent peer is given up."""
+_AS_IT_IS = ("identity", "aws-chunked", "")
+"""Encodings that change nothing: the second is what some uploads to buckets leave behind."""
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 _SHA256 = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 
@@ -55,8 +58,10 @@ class HttpPlace:
 
     async def version(self, name: str) -> str | None:
         async with self._reader.request("HEAD", self._file(name), self._headers(), {}) as answer:
-            # Some servers know only GET; then nothing can be told without reading.
-            return None if answer.status in (405, 501) else version_of(checked(answer, self.where(name)))
+            if answer.status in (405, 501):
+                # Some servers know only GET; then nothing can be told without reading.
+                return None
+            return version_of(await self._reader.checked(answer, self.where(name)))
 
     @asynccontextmanager
     async def open(self, name: str, start: int, version: str | None) -> AsyncIterator[Opened]:
@@ -76,58 +81,69 @@ class HttpReader:
         self._session = session
 
     @asynccontextmanager
-    async def open(self, url: URL, secret: Mapping[str, str], plain: Mapping[str, str]) -> AsyncIterator[Opened]:
-        """GET; raises NotFound and Unavailable, also from the chunks."""
-        async with self.request("GET", url, secret, plain) as answer:
+    async def open(
+        self, url: URL, secret: Mapping[str, str], plain: Mapping[str, str], where: str | None = None
+    ) -> AsyncIterator[Opened]:
+        """GET; raises NotFound and Unavailable, also from the chunks. `where` names the file, None: by its URL."""
+        async with self.request("GET", url, secret, plain, where) as answer:
             if plain and not _goes_on(answer, plain):
-                async with self.open(url, secret, {}) as opened:
+                async with self.open(url, secret, {}, where) as opened:
                     yield opened
                 return
-            where = shown(url)
-            checked(answer, where)
-            if answer.headers.get("Content-Encoding", "identity") != "identity":
-                raise Unavailable(f"{where}: the server compresses although asked not to; serve the files as they are")
+            where = where or shown(url)
+            await self.checked(answer, where)
+            if (encoding := answer.headers.get("Content-Encoding", "")) not in _AS_IT_IS:
+                raise Unavailable(f"{where}: comes as {encoding}; store the files as they are, and serve them so")
             start, size = _extent(answer, where)
             # A part need not say what version it is of: it was asked for by its version.
-            version = version_of(answer) or (plain.get("If-Range") if start else None)
+            version = version_of(answer) or (_asked_for(plain) if start else None)
             yield Opened(start, size, version, _chunks(answer, where))
+
+    async def checked(self, answer: aiohttp.ClientResponse, where: str) -> aiohttp.ClientResponse:
+        """The answer, if it is a good one; raises NotFound or Unavailable."""
+        if answer.status in (200, 206):
+            return answer
+        if answer.status in (404, 410):
+            raise NotFound(
+                f"{where}: HTTP {answer.status}; check the URL, and that the adapter is stored as safetensors"
+            )
+        if answer.status in (401, 403):
+            raise AccessDenied(f"{where}: HTTP {answer.status}; the source's secret is missing, wrong, or lacks access")
+        raise refused(where, answer.status, str(answer.url), answer.headers)
 
     @asynccontextmanager
     async def request(
-        self, method: str, url: URL, secret: Mapping[str, str], plain: Mapping[str, str]
+        self, method: str, url: URL, secret: Mapping[str, str], plain: Mapping[str, str], where: str | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer that is no redirect; `secret` headers go to the URL's own origin only."""
+        """An answer that leads nowhere else; `secret` headers go to the URL's own origin only."""
         first, target = url.origin(), url
+        where = where or shown(url)
         for _ in range(_MAX_REDIRECTS + 1):
             headers = {"Accept-Encoding": "identity", **plain, **(secret if target.origin() == first else {})}
+            proxy = proxy_of(str(target), os.environ)
             try:
                 answer = await self._session.request(
-                    method, target, headers=headers, allow_redirects=False, timeout=_TIMEOUT, proxy=_proxy(target)
+                    method,
+                    target,
+                    headers=headers,
+                    allow_redirects=False,
+                    timeout=_TIMEOUT,
+                    proxy=proxy.url if proxy else None,
                 )
             except aiohttp.InvalidURL as error:
-                raise Unavailable(f"{shown(url)}: it, or the proxy's, is not a URL that can be asked") from error
+                raise Unavailable(f"{where}: it, or the proxy's, is not a URL that can be asked") from error
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 # A ValueError: a host that is none, or a secret header beside a user in the URL.
                 # Of a redirect, what is wrong is wrong there, such as the certificate of a store behind a hub.
                 there = "" if target == url else f"it redirects to {target.origin()}: "
-                raise Unavailable(f"{shown(url)}: {there}{said(error)}") from error
+                way = by_way_of(str(target), os.environ)
+                raise Unavailable(f"{where}: {there}{said(error)}{way}") from error
             async with answer:
-                if answer.status not in _REDIRECTS:
+                if answer.status not in _REDIRECTS or "Location" not in answer.headers:
                     yield answer
                     return
-                target = _next(target, answer, url)
-        raise Unavailable(f"{shown(url)}: more than {_MAX_REDIRECTS} redirects")
-
-
-def checked(answer: aiohttp.ClientResponse, where: str) -> aiohttp.ClientResponse:
-    """The answer, if it is a good one; raises NotFound or Unavailable."""
-    if answer.status in (200, 206):
-        return answer
-    if answer.status in (404, 410):
-        raise NotFound(f"{where}: HTTP {answer.status}; check the URL, and that the adapter is stored as safetensors")
-    if answer.status in (401, 403):
-        raise AccessDenied(f"{where}: HTTP {answer.status}; the source's secret is missing, wrong, or lacks access")
-    raise refused(where, answer.status, str(answer.url), answer.headers)
+                target = _next(target, answer, where)
+        raise Unavailable(f"{where}: more than {_MAX_REDIRECTS} redirects")
 
 
 def version_of(answer: aiohttp.ClientResponse) -> str | None:
@@ -152,36 +168,33 @@ def _checked(url: str) -> URL:
     return parsed
 
 
-def _next(current: URL, answer: aiohttp.ClientResponse, first: URL) -> URL:
+def _next(current: URL, answer: aiohttp.ClientResponse, where: str) -> URL:
     try:
         target = current.join(URL(answer.headers["Location"], encoded=True))
         target.origin()
-    except (KeyError, ValueError) as error:
-        raise Unavailable(f"{shown(first)}: HTTP {answer.status} without a usable Location") from error
+    except ValueError as error:
+        raise Unavailable(f"{where}: HTTP {answer.status} without a usable Location") from error
     if target.scheme not in ("http", "https") or (current.scheme == "https" and target.scheme == "http"):
-        raise Unavailable(f"{shown(first)}: refused a redirect from {current.scheme} to {target.scheme}")
+        raise Unavailable(f"{where}: refused a redirect from {current.scheme} to {target.scheme}")
     return target
-
-
-def _proxy(target: URL) -> str | None:
-    """A proxy that aiohttp does not take from the environment by itself, and every other reader does: one that speaks
-    TLS, which it would go past, or one without its scheme."""
-    found = getproxies().get(target.scheme, "")
-    if not found or found.lower().startswith("http://") or proxy_bypass(target.host or ""):
-        return None
-    return found if "://" in found else f"http://{found}"
 
 
 def _goes_on(answer: aiohttp.ClientResponse, plain: Mapping[str, str]) -> bool:
     """Whether an answer to a request for a part can be used; if not, the file is to be read from its beginning."""
     if answer.status != 206:
-        # 416: what we hold is not a part of this file.
-        return answer.status != 416
+        # What we hold is of another version, or not a part of this file.
+        return answer.status not in (412, 416)
     part = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
     if part is None or plain["Range"] != f"bytes={part[1]}-":
         return False
     # Some servers know Range and no If-Range: then it may be a part of another version.
-    return version_of(answer) in (None, plain.get("If-Range")) or "If-Range" not in plain
+    asked = _asked_for(plain)
+    return asked is None or version_of(answer) in (None, asked)
+
+
+def _asked_for(plain: Mapping[str, str]) -> str | None:
+    """The version that a part was asked of."""
+    return plain.get("If-Match") or plain.get("If-Range")
 
 
 def _extent(answer: aiohttp.ClientResponse, where: str) -> tuple[int, int | None]:

@@ -4,6 +4,7 @@
 Not hf_hub_download: it cannot stop at a size, and forgets what it has when a download fails.
 """
 
+import os
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,6 +20,7 @@ from quire_server.http_place import HttpReader
 from quire_server.places import Opened
 from quire_spec.answer import refused
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
+from quire_spec.proxy import by_way_of
 from quire_spec.secret import said
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -115,7 +117,7 @@ class HubPlace:
             ) from error
         except (httpx.HTTPError, ImportError, OSError, RuntimeError, ValueError) as error:
             # ImportError: a proxy by SOCKS. RuntimeError: another thread has closed huggingface_hub's client.
-            raise Unavailable(f"{where}: {said(error)}") from error
+            raise Unavailable(f"{where}: {said(error)}{by_way_of(self._url(name), os.environ)}") from error
 
 
 def _refused(where: str, error: HfHubHTTPError) -> NotFound | Unavailable:

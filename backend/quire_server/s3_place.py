@@ -1,29 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files under a prefix of an S3-compatible bucket, by obstore."""
+"""Files under a prefix of an S3-compatible bucket: obstore signs URLs, http_place.py reads them.
 
-import contextlib
+Not obstore's own reader: it takes the token of a session along to wherever a bucket redirects it.
+"""
+
 import os
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Literal
 from urllib.parse import urlsplit
 
+import aiohttp
 import obstore
-from obstore.exceptions import PermissionDeniedError, PreconditionError, UnauthenticatedError
 from obstore.store import S3Store
+from yarl import URL
 
+from quire_server.http_place import HttpReader, version_of
 from quire_server.places import Opened
-from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, QuireError, Unavailable
-from quire_spec.s3 import check_endpoint, refused, store_options
+from quire_spec.errors import InvalidArgument, NotFound, QuireError
+from quire_spec.s3 import MAX_ERROR_BYTES, SIGNED_FOR, address, check_endpoint, refused, store_options, unsigned
 
 _BUCKET = re.compile(r"[\w.-]+", re.ASCII)
-_AS_IT_IS = ("identity", "aws-chunked", "")
-"""Encodings that change nothing: the second is what some uploads leave behind."""
-_READ_BYTES = 2**18
-"""What a cut may cost: obstore keeps back what is less."""
-_TIMEOUT_S = 600.0
-"""Of a file as a whole; a download that it cuts is resumed."""
 
 
 class S3Place:
@@ -33,7 +31,12 @@ class S3Place:
     revision = None
 
     def __init__(
-        self, uri: str, endpoint: str | None, region: str | None, credentials: Callable[[], Mapping[str, str]]
+        self,
+        session: aiohttp.ClientSession,
+        uri: str,
+        endpoint: str | None,
+        region: str | None,
+        credentials: Callable[[], Mapping[str, str]],
     ) -> None:
         """`credentials` reads AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and maybe AWS_SESSION_TOKEN; or nothing.
 
@@ -45,6 +48,7 @@ class S3Place:
             raise InvalidArgument("s3 source: the uri is not s3://bucket/prefix; a key belongs into a Secret")
         if endpoint is not None:
             check_endpoint(endpoint)
+        self._reader = _Reader(session)
         self._bucket = parts.netloc
         self._prefix = parts.path.strip("/")
         self._endpoint = endpoint
@@ -59,64 +63,45 @@ class S3Place:
         return None
 
     async def version(self, name: str) -> str | None:
-        try:
-            return _etag(await obstore.head_async(self._store(), self._path(name)))
-        except Exception as error:
-            raise self._refused(name, error) from error
+        where = self.where(name)
+        async with self._reader.request("HEAD", await self._url("HEAD", name), {}, {}, where) as answer:
+            return version_of(await self._reader.checked(answer, where))
 
     @asynccontextmanager
     async def open(self, name: str, start: int, version: str | None) -> AsyncIterator[Opened]:
-        try:
-            found, begin = await _get(self._store(), self._path(name), start, version)
-        except Exception as error:
-            raise self._refused(name, error) from error
-        encoding = str(found.attributes.get("Content-Encoding", _AS_IT_IS[0]))
-        if encoding not in _AS_IT_IS:
-            raise Unavailable(f"{self.where(name)}: is stored as {encoding}; store the files as they are")
-        # A part need not say what version it is of: it was asked for by its version.
-        now = _etag(found.meta) or (version if begin else None)
-        yield Opened(begin, found.meta["size"], now, self._chunks(found, name))
+        # Buckets know If-Match, of ETags, and few of them If-Range.
+        condition = "If-Match" if version and version.startswith('"') else "If-Range"
+        wanted = {"Range": f"bytes={start}-", condition: version} if start and version else {}
+        async with self._reader.open(await self._url("GET", name), {}, wanted, self.where(name)) as opened:
+            yield opened
 
     def _path(self, name: str) -> str:
         return f"{self._prefix}/{name}".lstrip("/")
 
-    def _store(self) -> S3Store:
-        options = store_options(self._endpoint, self._region, self._credentials(), os.environ, _TIMEOUT_S)
-        return S3Store(self._bucket, **options)
-
-    async def _chunks(self, found: "obstore.GetResult", name: str) -> AsyncIterator[bytes]:
+    async def _url(self, method: Literal["GET", "HEAD"], name: str) -> URL:
         try:
-            async for data in found.stream(min_chunk_size=_READ_BYTES):
-                yield bytes(data)
-        except Exception as error:
-            raise self._refused(name, error) from error
-
-    def _refused(self, name: str, error: Exception) -> QuireError:
-        """What to tell of any error of obstore's; one of them, RustPanic, can be imported from nowhere."""
-        if isinstance(error, QuireError):
+            options = store_options(self._endpoint, self._region, self._credentials(), os.environ)
+            store = S3Store(self._bucket, **options)
+            signed = await obstore.sign_async(store, method, self._path(name), SIGNED_FOR)
+        except QuireError:
             # Of the Secret: it has said all there is.
-            return error
-        where = self.where(name)
-        if isinstance(error, FileNotFoundError):
-            return NotFound(f"{where}: no such object; check bucket and prefix, and that it is stored as safetensors")
-        if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-            return AccessDenied(f"{where}: access denied; the source's secret is missing, wrong, or lacks access")
-        return refused(where, error)
+            raise
+        except Exception as error:
+            raise unsigned(self.where(name), error) from error
+        return URL(address(signed, options), encoded=True)
 
 
-async def _get(store: S3Store, path: str, start: int, version: str | None) -> "tuple[obstore.GetResult, int]":
-    """The object from `start` if it still is `version`, else from its beginning; and where that is."""
-    if start and version:
-        # Nothing comes after the end, which no range can ask for; and it may end sooner than what we hold.
-        if start >= (await obstore.head_async(store, path))["size"]:
-            return await obstore.get_async(store, path), 0
-        with contextlib.suppress(PreconditionError):
-            found = await obstore.get_async(store, path, options={"range": {"offset": start}, "if_match": version})
-            if _etag(found.meta) in (None, version):
-                return found, start
-    return await obstore.get_async(store, path), 0
+class _Reader(HttpReader):
+    """Knows what buckets say."""
 
-
-def _etag(meta: Mapping[str, Any]) -> str | None:
-    etag = meta.get("e_tag")
-    return str(etag) if etag else None
+    async def checked(self, answer: aiohttp.ClientResponse, where: str) -> aiohttp.ClientResponse:
+        if answer.status in (200, 206):
+            return answer
+        if answer.status == 404:
+            raise NotFound(f"{where}: no such object; check bucket and prefix, and that it is stored as safetensors")
+        try:
+            body = await answer.content.read(MAX_ERROR_BYTES)
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            # The status says enough.
+            body = b""
+        raise refused(where, answer.status, str(answer.url), answer.headers, body)

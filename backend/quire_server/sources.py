@@ -63,11 +63,9 @@ class Sources:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        # trust_env: many clusters reach the outside by a proxy only. No cookies: what one source was let in by would
-        # let in the next of the same host, and a place could give them without end.
-        self._session = aiohttp.ClientSession(
-            trust_env=True, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
-        )
+        # No cookies: what one source was let in by would let in the next of the same host, and a place could give them
+        # without end. Nor the environment: http_place.py reads which proxy leads where, and a .netrc is no Secret.
+        self._session = aiohttp.ClientSession(auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
         return self
 
     async def __aexit__(
@@ -84,7 +82,9 @@ class Sources:
                     self._http(), hub.repo, hub.revision, lambda: self._token(hub), self._options.hub_endpoint
                 )
             case Source(s3=S3Source() as s3):
-                return S3Place(s3.uri, s3.endpoint, s3.region, lambda: self._s3_keys(s3.credentialsSecretRef))
+                return S3Place(
+                    self._http(), s3.uri, s3.endpoint, s3.region, lambda: self._s3_keys(s3.credentialsSecretRef)
+                )
             case Source(http=HttpSource() as http):
                 return HttpPlace(self._http(), http.url, http.sha256, lambda: self._headers(http))
             case Source(pvc=PvcSource() as pvc):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a bucket is opened, as arguments of obstore's S3Store. Pure.
+"""How a bucket is asked: by URLs that obstore signs, since it would carry a session's token along to wherever it is
+redirected. Pure.
 
 The planner reads a model's sizes where the pods then download it: both have to be let in by the same credentials, or by
 none, so both ask here.
@@ -11,19 +12,23 @@ from datetime import timedelta
 from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
-from quire_spec import tls
+from quire_spec import answer, tls
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 from quire_spec.secret import said
 
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 """What a bucket's Secret holds; the last is not always needed."""
+SIGNED_FOR = timedelta(minutes=15)
+"""How long a signed URL can be used, by the bucket's clock: as far as AWS lets two clocks differ."""
+MAX_ERROR_BYTES = 2**14
+"""Of a bad answer, what is read to find its code."""
 _DEFAULT_REGION = "us-east-1"
+_NOBODY = {"access_key_id": "-", "secret_access_key": "-"}
+"""Who signs URLs of public buckets, which are then asked without a signature."""
 _AMBIENT = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
 """Environment that a platform gives a pod an identity with. Without any, requests go unsigned: public buckets."""
 
 
-_URL = re.compile(r"Error performing [A-Z]+ (https?:)")
-_STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _OF_TLS = re.compile(
     r"(?:InvalidCertificate|AlertReceived|InvalidMessage|PeerMisbehaved)\(\W*(?:Other\W+OtherError\W+)?(\w+)"
@@ -59,21 +64,20 @@ def store_options(
     region: str | None,
     credentials: Mapping[str, str],
     environment: Mapping[str, str],
-    timeout_s: float,
 ) -> dict[str, Any]:
-    """Everything but the bucket's name.
+    """Arguments of obstore's S3Store but the bucket's name.
 
-    `credentials` are AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and maybe AWS_SESSION_TOKEN, or nothing; `timeout_s` is
-    of one request as a whole, body included: obstore has no other.
+    `credentials` are AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and maybe AWS_SESSION_TOKEN, or nothing.
     """
     options: dict[str, Any] = {
         "region": region or _DEFAULT_REGION,
         "client_options": {
             "allow_http": bool(endpoint and endpoint.startswith("http://")),
+            # Of a platform that is asked for an identity; obstore asks nobody else.
             "connect_timeout": timedelta(seconds=15),
-            "timeout": timedelta(seconds=timeout_s),
+            "timeout": timedelta(seconds=30),
         },
-        # Whoever asks tries again by itself; of a file that is read, obstore would not see that the rest is another's.
+        # Whoever asks tries again by itself.
         "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=20)},
     }
     if endpoint:
@@ -84,26 +88,40 @@ def store_options(
         if token := credentials.get("AWS_SESSION_TOKEN"):
             options["session_token"] = token
     elif not any(environment.get(name) for name in _AMBIENT):
-        options["skip_signature"] = True
+        options |= _NOBODY
     return options
 
 
-def refused(where: str, error: Exception) -> Unavailable:
-    """What an error of obstore's says, in words that hold no secret."""
-    # Not what comes after the status: a bucket quotes the request, with its token.
-    status, code = _STATUS.search(str(error)), _CODE.search(str(error))
-    if status is None:
-        return Unavailable(f"{where}: {_said(error)}")
-    words = f"{where}: HTTP {status[1]}" + (f" {code[1]}" if code else "")
-    if status[1] == "400":
+def address(url: str, options: Mapping[str, Any]) -> str:
+    """What is asked of a bucket that was opened with these options: a URL that obstore signed, or the bare one where
+    nobody did."""
+    return url.partition("?")[0] if options.items() >= _NOBODY.items() else url
+
+
+def refused(where: str, status: int, url: str, headers: Mapping[str, str], body: bytes) -> Unavailable:
+    """What a bucket's bad answer says, in words that hold no secret; `body` is its beginning."""
+    if status in (401, 403):
+        return AccessDenied(f"{where}: access denied; the Secret is missing, wrong, or lacks access")
+    # Nothing else of it: a bucket quotes the request, with its token.
+    found = _CODE.search(body.decode(errors="replace"))
+    code = f" {found[1]}" if found else ""
+    if status == 400:
         # A bucket says what is wrong.
-        asked = None if code else _URL.search(str(error))
-        plain = tls.hint(400, asked[1]) if asked else ""
-        return AccessDenied(f"{words}; the source's secret is wrong or no longer good, or its region is another{plain}")
-    return Unavailable(words)
+        plain = "" if found else tls.hint(status, url)
+        return AccessDenied(
+            f"{where}: HTTP 400{code}; the source's secret is wrong or no longer good, or its region is another{plain}"
+        )
+    if status == 301:
+        return Unavailable(f"{where}: HTTP 301{code}; the bucket is in another region; correct region or endpoint")
+    return answer.refused(where, status, url, headers, code)
 
 
-def _said(error: Exception) -> str:
+def unsigned(where: str, error: BaseException) -> Unavailable:
+    """Why obstore could not sign: the platform that was asked for an identity gave none."""
+    return Unavailable(f"{where}: {_said(error)}")
+
+
+def _said(error: BaseException) -> str:
     """obstore's words of no answer: its own are the same for every cause, which is in the debug output below them."""
     words = said(error).rpartition(" - ")[2]
     if "error sending request" not in words:

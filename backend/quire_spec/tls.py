@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why no connection came about, by TLS or by a proxy: what libraries say of it, as words of what to do. Pure.
 
-Sources are read by aiohttp and httpx, which say what OpenSSL does, and by obstore, whose rustls says it in Rust's debug
-output only. All of them trust the authorities of the file that SSL_CERT_FILE names; secret.py calls this.
+Sources are read by aiohttp and httpx, which say what OpenSSL does; a platform is asked for an identity by obstore,
+whose rustls says it in Rust's debug output only. All of them trust the authorities of the file that SSL_CERT_FILE
+names; secret.py calls this.
 """
 
 import re
@@ -25,7 +26,7 @@ _CAUSES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         ),
         (
             r"CaUsedAsEndEntity",
-            "its certificate is an authority's own (CA:TRUE), which a bucket may not show; give it one that is "
+            "its certificate is an authority's own (CA:TRUE), which a server may not show; give it one that is "
             "signed by that authority",
         ),
         (

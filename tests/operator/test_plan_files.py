@@ -182,6 +182,35 @@ async def test_s3_tells_what_a_bucket_says_and_not_what_it_quotes():
     await raw.close()
 
 
+async def test_nothing_secret_follows_a_bucket_to_another_host(web):
+    from aiohttp import web as aiohttp_web
+
+    asked = []
+
+    async def redirect(request):
+        asked.append(request.query.get("X-Amz-Security-Token"))
+        raise aiohttp_web.HTTPTemporaryRedirect(f"{web.url.replace('127.0.0.1', 'localhost')}{request.path}")
+
+    first = await serve(redirect)
+    source = S3Source("s3://models/llama", str(first.make_url("/")), None, SecretRef("s3"))
+    assert (await load(S3Files(source, KEYS | {"AWS_SESSION_TOKEN": "t0ken"}))).weights_bytes == 5_000_000
+    assert set(asked) == {"t0ken"} and len(web.requests) == len(asked)
+    for request in web.requests:
+        assert not request.query and "t0ken" not in str(request.headers) and "AKIA1" not in str(request.headers)
+    await first.close()
+
+
+async def test_every_place_may_say_how_long_it_wants_to_be_left_alone():
+    raw = Raw(b"HTTP/1.1 503 Slow\r\nRetry-After: 7\r\nContent-Length: 31\r\n\r\n<Error><Code>SlowDown</Code></E>")
+    url = await raw.start()
+    of_hub, of_s3 = HubFiles(HuggingFaceSource("org/llama"), None, url), S3Files(S3Source("s3://models/a", url), {})
+    for files, code in ((http(url), ""), (of_hub, ""), (of_s3, " SlowDown")):
+        with pytest.raises(Unavailable, match=f"HTTP 503{code}; it asks for 7 s of patience$") as error:
+            await load(files)
+        assert error.value.retry_after_s == 7
+    await raw.close()
+
+
 @pytest.mark.parametrize(
     "endpoint", ["http://user:s3cr3t@h", "http://[::", "http://h:99999", 'http://a"b', "http://h:9)"]
 )
@@ -199,7 +228,7 @@ def test_a_panic_is_an_error_of_one_service(monkeypatch):
     def panic(*_, **__):
         raise Panic("called unwrap on an Err value")
 
-    monkeypatch.setattr("obstore.get_range", panic)
+    monkeypatch.setattr("obstore.sign", panic)
     with pytest.raises(ConfigError, match="cannot be asked: called unwrap on an Err value; correct source or Secret"):
         S3Files(S3Source("s3://models/llama"), KEYS).read("config.json", 0, 8)
 

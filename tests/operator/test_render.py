@@ -407,8 +407,9 @@ def test_network_policies():
     assert egress(closed["NetworkPolicy", "s"]) == [53, 53]
     mirror = objects(service(f"{GPU}runtime: {{env: [{{name: HF_ENDPOINT, value: 'http://mirror:8090'}}]}}"))
     assert egress(mirror["NetworkPolicy", "s-model-download"]) == [53, 53, 443, 8090]
-    proxy = objects(service(f"{GPU}runtime: {{env: [{{name: https_proxy, value: 'proxy.example:3128'}}]}}"))
-    assert egress(proxy["NetworkPolicy", "s-model-download"]) == [53, 53, 443, 3128]
+    for name in ("https_proxy", "ALL_PROXY"):
+        proxy = objects(service(f"{GPU}runtime: {{env: [{{name: {name}, value: 'proxy.example:3128'}}]}}"))
+        assert egress(proxy["NetworkPolicy", "s-model-download"]) == [53, 53, 443, 3128]
     off = objects(service(f"{GPU}networking: {{networkPolicy: {{enabled: false}}}}"))
     assert "NetworkPolicy" not in {kind for kind, _ in off}
 

@@ -212,3 +212,19 @@ async def test_a_proxy_that_refuses_is_not_taken_for_the_place_and_its_password_
         assert "the proxy" in said and "passw0rd" not in said
         assert "s3://" in said or ("403" if refuses else "407") in said
     await proxy.close()
+
+
+async def test_a_proxy_that_is_not_there_is_named_by_every_reader():
+    raw = Raw(b"")
+    gone = (await raw.start()).removeprefix("http://")
+    await raw.close()
+    environment = {"HTTPS_PROXY": f"http://user:passw0rd@{gone}"}
+    for said in await ask([(reader, "https://files.example") for reader in READERS], **environment):
+        assert said.endswith(f"; it was asked through the proxy http://{gone}, which HTTPS_PROXY names"), said
+        assert "passw0rd" not in said
+
+
+async def test_a_network_of_no_proxy_is_one_for_every_reader_but_the_hubs_own_library(pki, tls):
+    asked = [(reader, await tls(context(pki, "good"))) for reader in READERS if reader != "pod hub"]
+    environment = {"SSL_CERT_FILE": str(pki / "ca.crt"), "HTTPS_PROXY": f"http://{HOST}:9"}
+    assert await ask(asked, **environment, NO_PROXY="10.0.0.0/8,127.0.0.0/8") == ['{"r": 8}'] * 5

@@ -20,17 +20,17 @@ FROM_PLATFORM = {"AWS_WEB_IDENTITY_TOKEN_FILE": "/run/token"}
             {"access_key_id": "id", "secret_access_key": "secret", "session_token": "token"},
         ),
         ({}, FROM_PLATFORM, {}),
-        ({}, {"AWS_ACCESS_KEY_ID": ""}, {"skip_signature": True}),
+        ({}, {"AWS_ACCESS_KEY_ID": ""}, {"access_key_id": "-", "secret_access_key": "-"}),
     ],
     ids=["a Secret before the platform", "a session", "the platform", "nobody: a public bucket"],
 )
 def test_credentials(credentials, environment, expected):
-    found = store_options(None, None, credentials, environment, 60)
+    found = store_options(None, None, credentials, environment)
     assert {k: v for k, v in found.items() if k not in ("region", "client_options", "retry_config")} == expected
 
 
 def test_plain_http_is_taken_where_the_endpoint_says_so():
-    options = [store_options(endpoint, "eu", {}, {}, 60) for endpoint in (None, "https://s3.local", "http://s3.local")]
+    options = [store_options(endpoint, "eu", {}, {}) for endpoint in (None, "https://s3.local", "http://s3.local")]
     assert [o["client_options"]["allow_http"] for o in options] == [False, False, True]
     assert [o.get("endpoint") for o in options] == [None, "https://s3.local", "http://s3.local"]
     assert {o["region"] for o in options} == {"eu"}

@@ -6,7 +6,7 @@ tests/server/test_tls.py has the real servers; here is what does not come out of
 
 import pytest
 
-from quire_spec.s3 import refused
+from quire_spec.s3 import unsigned
 from quire_spec.secret import said
 
 OBSTORE = """Generic S3 error: Error performing GET https://h/b in 33.57ms - HTTP error: error sending request
@@ -68,6 +68,6 @@ def test_an_error_of_tls(text, words):
         ("SomethingElse", "HTTP error: error sending request"),
     ],
 )
-def test_no_answer_of_a_bucket(cause, words):
-    text = str(refused("s3://b/config.json", Exception(OBSTORE % cause)))
+def test_no_answer_of_a_platform(cause, words):
+    text = str(unsigned("s3://b/config.json", Exception(OBSTORE % cause)))
     assert words in text and text.startswith("s3://b/config.json: ") and "\n" not in text

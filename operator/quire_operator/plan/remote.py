@@ -12,13 +12,14 @@ import httpx
 import huggingface_hub
 import obstore
 from huggingface_hub.errors import HFValidationError
-from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from quire_spec.answer import refused as answer_refused
+from quire_spec import s3
+from quire_spec.answer import refused
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
-from quire_spec.s3 import check_endpoint, refused, store_options
+from quire_spec.proxy import by_way_of, proxy_of
 from quire_spec.secret import said
 
 _MAX_REDIRECTS = 5
@@ -93,13 +94,13 @@ class S3Files:
             ConfigError: one of the two is missing, or the endpoint is no URL.
         """
         if source.endpoint is not None:
-            check_endpoint(source.endpoint)
+            s3.check_endpoint(source.endpoint)
         parts = urlsplit(source.uri)
         self._bucket, self._prefix, self._endpoint = parts.netloc, parts.path.strip("/"), source.endpoint
         if credentials and not {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= set(credentials):
             name = source.credentialsSecretRef.name if source.credentialsSecretRef else ""
             raise ConfigError(f"secret {name!r}: needs the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
-        self._options = store_options(source.endpoint, source.region, credentials, os.environ, _READ_S)
+        self._options = s3.store_options(source.endpoint, source.region, credentials, os.environ)
 
     def where(self, name: str) -> str:
         at = f" at {self._endpoint}" if self._endpoint else ""
@@ -107,20 +108,27 @@ class S3Files:
 
     def read(self, name: str, start: int, max_bytes: int) -> bytes | None:
         where = self.where(name)
+        with _answer(self._url(name), {}, _range(start, max_bytes), where) as answer:
+            if answer.status_code == 404:
+                return None
+            if answer.status_code not in (200, 206, 416):
+                body = next(answer.iter_raw(s3.MAX_ERROR_BYTES), b"")
+                raise s3.refused(where, answer.status_code, str(answer.url), answer.headers, body)
+            return _body(answer, start, max_bytes, where)
+
+    def _url(self, name: str) -> httpx.URL:
+        where = self.where(name)
         try:
             store = S3Store(self._bucket, **self._options)
-            return bytes(obstore.get_range(store, self._path(name), start=start, length=max_bytes))
-        except (FileNotFoundError, NotFoundError):
-            return None
-        except (PermissionDeniedError, UnauthenticatedError) as error:
-            raise AccessDenied(f"{where}: access denied; the Secret is missing, wrong, or lacks access") from error
+            signed = obstore.sign(store, "GET", self._path(name), s3.SIGNED_FOR)
         except (BaseError, OSError, ValueError) as error:
-            raise refused(where, error) from error
+            raise s3.unsigned(where, error) from error
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
             # A panic of obstore's is no Exception: let out, one service's would end the operator.
             raise ConfigError(f"{where}: cannot be asked: {said(error)}; correct source or Secret") from error
+        return httpx.URL(s3.address(signed, self._options))
 
     def _path(self, name: str) -> str:
         return f"{self._prefix}/{name}".strip("/")
@@ -144,21 +152,27 @@ def _answer(
     """The answer to GET behind all redirects, its body unread."""
     target = url
     try:
-        with httpx.Client(timeout=_TIMEOUT) as client:
-            for _ in range(_MAX_REDIRECTS + 1):
-                headers = {**plain, **(secret if _origin(target) == _origin(url) else {})}
-                with client.stream("GET", target, headers=headers) as answer:
-                    if not answer.has_redirect_location:
-                        yield answer
-                        return
-                    target = target.join(answer.headers["Location"])
-                    if target.scheme not in ("http", "https") or (url.scheme, target.scheme) == ("https", "http"):
-                        raise Unavailable(f"{where}: refused a redirect to {target.scheme}")
+        for _ in range(_MAX_REDIRECTS + 1):
+            headers = {**plain, **(secret if _origin(target) == _origin(url) else {})}
+            with _client(target) as client, client.stream("GET", target, headers=headers) as answer:
+                if not answer.has_redirect_location:
+                    yield answer
+                    return
+                target = target.join(answer.headers["Location"])
+                if target.scheme not in ("http", "https") or (url.scheme, target.scheme) == ("https", "http"):
+                    raise Unavailable(f"{where}: refused a redirect to {target.scheme}")
     except (httpx.HTTPError, httpx.InvalidURL, ImportError, OSError, ValueError) as error:
         # An ImportError: a proxy by SOCKS. A ValueError: a host that is none.
         there = "" if target == url else f"it redirects to {_shown(target.join('/'))}: "
-        raise Unavailable(f"{where}: {there}{said(error)}") from error
+        way = by_way_of(str(target), os.environ)
+        raise Unavailable(f"{where}: {there}{said(error)}{way}") from error
     raise Unavailable(f"{where}: more than {_MAX_REDIRECTS} redirects")
+
+
+def _client(target: httpx.URL) -> httpx.Client:
+    """What asks there, through the proxy that leads there: httpx's own rule knows no networks."""
+    proxy = proxy_of(str(target), os.environ)
+    return httpx.Client(timeout=_TIMEOUT, transport=httpx.HTTPTransport(proxy=proxy.url if proxy else None))
 
 
 def _body(answer: httpx.Response, start: int, max_bytes: int, where: str) -> bytes:
@@ -168,7 +182,7 @@ def _body(answer: httpx.Response, start: int, max_bytes: int, where: str) -> byt
     if answer.status_code in (401, 403):
         raise AccessDenied(f"{where}: HTTP {answer.status_code}; the Secret is missing, wrong, or lacks access")
     if answer.status_code not in (200, 206):
-        raise answer_refused(where, answer.status_code, str(answer.url), answer.headers)
+        raise refused(where, answer.status_code, str(answer.url), answer.headers)
     skip = start if answer.status_code == 200 else 0
     data, begun = bytearray(), time.monotonic()
     for chunk in answer.iter_raw():

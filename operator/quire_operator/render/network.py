@@ -65,7 +65,7 @@ def fetch_ports(of: LLMService, sources: list[Source]) -> list[int]:
     Raises:
         ConfigError: a URL has no port that can be told, which its pattern in the CRD does not find.
     """
-    named = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY")
+    named = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
     urls = [e.value for e in of.spec.runtime.env if e.value and e.name.upper() in named]
     urls += [s.http.url for s in sources if s.http] + [s.s3.endpoint for s in sources if s.s3 and s.s3.endpoint]
     return sorted({443, *map(_port, urls)})

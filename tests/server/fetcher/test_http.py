@@ -247,7 +247,8 @@ async def test_a_place_that_asks_for_long_is_asked_later(tmp_path):
     server = await serve(busy)
     url = str(server.make_url("/")).rstrip("/")
     async with fetcher(tmp_path, hub_endpoint=url) as f:
-        for source in (Source(http=HttpSource(url)), Source(huggingFace=HuggingFaceSource("org/sql-lora"))):
+        of_s3, of_hub = S3Source("s3://models/a", url), HuggingFaceSource("org/sql-lora")
+        for source in (Source(http=HttpSource(url)), Source(huggingFace=of_hub), Source(s3=of_s3)):
             refused.clear()
             with pytest.raises(Unavailable, match="HTTP 503; it asks for 100 s of patience") as caught:
                 await f.fetch(source)
