@@ -3,7 +3,6 @@
 
 import json
 import re
-import shlex
 from dataclasses import fields
 from itertools import pairwise
 
@@ -11,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from support.chart import CHART, ROOT
-from support.documents import DOCS, blocks
+from support.documents import DOCS, blocks, commands
 from support.openapi import OPENAPI, walk
 from support.planning import ANY_TP, MODELS
 
@@ -38,23 +37,6 @@ def each(language):
         for document in DOCS
         for i, text in enumerate(blocks(document, language), 1)
     ]
-
-
-def commands(text):
-    """Commands of a shell block, continued lines and here-documents taken together."""
-    text = re.sub(r"<<-?'?EOF'?\n.*?\nEOF\n", "\n", text, flags=re.DOTALL).replace("\\\n", " ")
-    joined, kept = [], ""
-    for line in text.splitlines():
-        kept = f"{kept}\n{line}" if kept else line
-        try:
-            words = shlex.split(kept, comments=True)
-        except ValueError:
-            continue
-        kept = ""
-        if words:
-            joined.append(words)
-    assert not kept, f"a quote is open: {kept}"
-    return joined
 
 
 def test_links_lead_somewhere():
