@@ -85,7 +85,10 @@ class PeftConfig:
         )
         largest = max(config.r, *config.rank_pattern.values(), 0)
         if largest > max_rank:
-            raise InvalidArgument(f"rank {largest} exceeds max_lora_rank {max_rank}; raise it or train a smaller one")
+            raise InvalidArgument(
+                f"rank {largest} exceeds max_lora_rank {max_rank}; raise it (spec.lora.maxRank of an LLMService) or "
+                "train a smaller one"
+            )
         return config
 
     def rank(self, module: str) -> int:

@@ -57,7 +57,8 @@ class HubPlace:
         return self._commit
 
     def where(self, name: str) -> str:
-        return f"hub repository {self._repo!r} at {self._revision or 'its default branch'!r}, {name}"
+        at = repr(self._revision) if self._revision else "its default branch"
+        return f"hub repository {self._repo!r} at {at}, {name}"
 
     def expected_sha256(self, name: str) -> str | None:
         return self._sha256.get(name)

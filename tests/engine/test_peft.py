@@ -123,7 +123,7 @@ MADE_BY_PEFT = {
     "OLoRA": ({"init_lora_weights": "olora"}, "init_lora_weights 'olora' changes the base model's weights"),
     "more layers": ({"layer_replication": [[0, 2], [1, 2]]}, "'layer_replication' .* other layers than the base"),
     "part of the tokens": ({"alora_invocation_tokens": [5], "task_type": "CAUSAL_LM"}, "'alora_invocation_tokens'"),
-    "too large a rank": ({"r": 17}, "rank 17 exceeds max_lora_rank 16; raise it or train a smaller one"),
+    "too large a rank": ({"r": 17}, "rank 17 exceeds max_lora_rank 16; raise it .spec.lora.maxRank of an"),
     "too large a rank somewhere": ({"rank_pattern": {"q_proj": 32}}, "rank 32 exceeds max_lora_rank 16"),
 }
 

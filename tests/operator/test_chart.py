@@ -128,6 +128,7 @@ def leaves(values, path=()):
         ({"resources": {"limit": {}}}, "resources", "limit"),
         ({"metrics": {"podMonitor": {"interval": "often"}}}, "metrics.podMonitor.interval", "pattern"),
         ({"imagePullSecrets": ["pull"]}, "imagePullSecrets.0", "object"),
+        ({"operator": {"env": [{"name": "A", "value": 1}]}}, "operator.env.0.value", "string"),
     ],
 )
 def test_wrong_values_are_refused_by_name(folder, values, path, said):

@@ -136,7 +136,7 @@ async def test_hub_errors(hub):
     with pytest.raises(NotFound, match=r"'v9'.*has no such revision"):
         await load(repo(hub, revision="v9"))
     del hub.files.content["/config.json"]
-    with pytest.raises(ConfigError, match=r"hub repository 'org/llama' at 'its default branch', config.json: there is"):
+    with pytest.raises(ConfigError, match=r"hub repository 'org/llama' at its default branch, config.json: there is"):
         await load(repo(hub))
 
 

@@ -365,7 +365,8 @@ def test_the_memory_that_a_refusal_on_a_cpu_names_is_enough_and_the_least(text):
 def test_a_pinned_field_that_is_why_it_does_not_fit_is_named(gpu, field):
     rest = "lora: {maxLoaded: 0}\nruntime: {memory: 60Gi}"
     text = refused("8b", gpu, f"{rest}\nengine: {{{field}}}")[1]
-    assert f"no spec.engine.{field.replace(':', '').replace(chr(39), '')}" in text.splitlines()[0]
+    name, value = field.replace("'", "").split(": ")
+    assert f"omit spec.engine.{name} ({value})" in text.splitlines()[0]
     assert plan("8b", gpu, rest)
 
 

@@ -113,17 +113,17 @@ def _smaller(inputs: Inputs) -> str:
     """What in the spec could be made smaller, or left to the planner."""
     engine, parts = inputs.engine, ["a smaller model"]
     if inputs.lora.maxLoaded:
-        parts.append(f"less than spec.lora.maxLoaded {inputs.lora.maxLoaded} of maxRank {inputs.lora.maxRank}")
+        parts.append(f"lower spec.lora.maxLoaded ({inputs.lora.maxLoaded}) or maxRank ({inputs.lora.maxRank})")
     if engine.maxModelLen is not None:
-        parts.append(f"less than spec.engine.maxModelLen {engine.maxModelLen}")
+        parts.append(f"lower spec.engine.maxModelLen ({engine.maxModelLen})")
     if _fits_with(inputs, engine=replace(engine, minConcurrency=1)):
-        parts.append(f"less than spec.engine.minConcurrency {engine.minConcurrency}")
+        parts.append(f"lower spec.engine.minConcurrency ({engine.minConcurrency})")
     for name in _LARGE:
         value = getattr(engine, name)
         unset: dict[str, Any] = {name: None}
         if value is not None and _fits_with(inputs, engine=replace(engine, **unset)):
-            parts.append(f"no spec.engine.{name} {value}")
-    return ", ".join(parts)
+            parts.append(f"omit spec.engine.{name} ({value})")
+    return ", or ".join(parts)
 
 
 def _cpu_does_not_fit(inputs: Inputs, tried: list[Way]) -> str:

@@ -62,7 +62,8 @@ class HubFiles:
     """None is huggingface_hub's own, which HF_ENDPOINT sets."""
 
     def where(self, name: str) -> str:
-        at = f"hub repository {self.source.repo!r} at {self.source.revision or 'its default branch'!r}"
+        revision = repr(self.source.revision) if self.source.revision else "its default branch"
+        at = f"hub repository {self.source.repo!r} at {revision}"
         return f"{at}, {name}" if name else at
 
     def read(self, name: str, start: int, max_bytes: int) -> bytes | None:
