@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quire_operator import crd, manifest
-from quire_operator.errors import ABSENT, Problem
+from quire_operator import crd, manifest, pod_fields
+from quire_operator.errors import ABSENT, Problem, in_order
 from quire_operator.manifest import Manifest, ManifestError
 from quire_spec import names
 
@@ -70,7 +70,7 @@ def report(file: str) -> Report:
 
 
 def _findings(document: Manifest) -> Iterator[tuple[str, Problem]]:
-    for problem in crd.check(document.body).problems:
+    for problem in in_order([*crd.check(document.body).problems, *pod_fields.problems(document.body)]):
         yield document.place(problem.path), problem
 
 
