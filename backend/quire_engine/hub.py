@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from quire_spec.errors import ConfigError
@@ -25,6 +25,7 @@ _UNWANTED = ["*/*", "consolidated*"]
 _ERRORS = (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL, ImportError)
 """HfHubHTTPError is an OSError, a name that is no hub id a ValueError, a proxy by SOCKS an ImportError; what the
 network throws comes as it is."""
+_UNANSWERED = (httpx.TransportError, LocalEntryNotFoundError)
 _TIMEOUT_S = 15.0
 
 
@@ -60,10 +61,11 @@ def resolve_model(model: str, revision: str | None, progress: bool) -> Path:
             )
     except _ERRORS as error:
         at = f" at revision {revision!r}" if revision else ""
-        answered = isinstance(error, HfHubHTTPError) and silent is None
-        way = "" if answered else by_way_of(huggingface_hub.constants.ENDPOINT, os.environ)
+        found = silent or error
+        unanswered = isinstance(found, _UNANSWERED) and not huggingface_hub.constants.HF_HUB_OFFLINE
+        way = by_way_of(huggingface_hub.constants.ENDPOINT, os.environ) if unanswered else ""
         raise ConfigError(
-            f"model: {model!r}{at} is neither a folder nor could it be had from the hub: {said(silent or error)}{way}"
+            f"model: {model!r}{at} is neither a folder nor could it be had from the hub: {said(found)}{way}"
         ) from error
     return Path(path)
 

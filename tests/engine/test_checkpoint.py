@@ -109,9 +109,15 @@ def test_a_model_that_cannot_be_had_is_named(hub_cache: Path, model: str) -> Non
         resolve_model("org/name", "v9", progress=True)
 
 
-@pytest.mark.parametrize("revision", [None, "main", "0" * 40])
-def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, revision: str | None) -> None:
-    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+@pytest.mark.parametrize(
+    ("revision", "proxy", "end"),
+    [
+        *[(revision, "", "Connection refused") for revision in (None, "main", "0" * 40)],
+        (None, "http://user:passw0rd@127.0.0.1:9", "through the proxy http://127.0.0.1:9, which http_proxy names"),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, revision: str | None, proxy: str, end: str) -> None:
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "http_proxy": proxy}
     code = f"""
 from quire_engine.hub import resolve_model
 from quire_spec.errors import ConfigError
@@ -124,6 +130,7 @@ except ConfigError as error:
     assert done.returncode == 0, done.stderr
     [line] = done.stdout.splitlines()
     assert line.startswith("model: 'org/name'") and (revision or "") in line
+    assert line.endswith(end) and "passw0rd" not in line
 
 
 @pytest.mark.parametrize(("eos", "wanted"), [(None, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8})])
