@@ -97,7 +97,7 @@ def unreachable(source: Source, where: FieldPath) -> Iterator[Problem]:
                 (*where, kind),
                 ABSENT,
                 "quire serve reads a model from a folder, a claim's folder or the Hugging Face hub",
-                "download the files and give their folder as path",
+                "download them (python -m quire_server.download --help) and give their folder as path",
             )
 
 

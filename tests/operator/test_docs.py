@@ -23,9 +23,11 @@ from quire_operator.reconcile.metrics import Metrics
 from quire_operator.render.cluster import Cluster
 from quire_operator.render.desired import desired
 from quire_operator.service import Device, LLMService
+from quire_server import download
 from quire_spec import engine_arguments
 from quire_spec.config import EngineConfig
 
+CLUSTER = ROOT / "docs/gpu-cluster.md"
 MIGRATION = ROOT / "docs/migrate-from-vllm-backend.md"
 FIELDS = {".".join(part for part in path if part not in ("[]", "*")): node for path, node in walk(OPENAPI) if path}
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -67,6 +69,21 @@ def test_yaml_is_what_an_api_server_takes(text):
             kubernetes_validate.validate(body, "1.37", strict=True)
         else:
             assert set(body) == {"rules"}, "a file of another program"
+
+
+def test_the_job_that_fills_a_claim_asks_for_a_download_of_the_files_that_services_read():
+    bodies = [body for text in blocks(CLUSTER, "yaml") for body in yaml.safe_load_all(text)]
+    (job,) = [body["spec"]["template"]["spec"] for body in bodies if body.get("kind") == "Job"]
+    (container,) = job["containers"]
+    assert container["command"][1:] == ["-m", download.__name__]
+    asked = download._parser().parse_args(container["args"])
+    ref = download._source(asked.source).huggingFace.tokenSecretRef
+    claims = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in job["volumes"] if "secret" not in v}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert f"{asked.secrets_dir}/{ref.name}" in mounts
+    sources = [body["spec"]["model"]["source"].get("pvc") for body in bodies if body.get("kind") == "LLMService"]
+    wanted = {"claimName": claims[mounts[str(asked.into.parent)]], "path": asked.into.name}
+    assert sources.count(wanted) == 2
 
 
 def planned(body):

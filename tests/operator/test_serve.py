@@ -205,7 +205,7 @@ REFUSED = [
     (
         "{device: CPU, model: {source: {s3: {uri: s3://bucket/m}}}}",
         "HERE/f.yaml:4: spec.model.source.s3: quire serve reads a model from a folder, a claim's folder or the Hugging "
-        "Face hub; download the files and give their folder as path",
+        "Face hub; download them (python -m quire_server.download --help) and give their folder as path",
     ),
     (
         "{device: CPU, model: {source: {pvc: {claimName: c}}}}",
