@@ -18,7 +18,7 @@ export QUIRE_CLUSTER_IPV6 ?= $(IPV6)
 CLUSTER = PYTHONPATH=hack $(BIN)/python -m cluster
 
 help: ## this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: demo-env ## the main job: a real server, the tiny model, two adapters, requests over HTTP and gRPC
 	@$(BIN)/python hack/demo.py

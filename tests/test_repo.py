@@ -2,6 +2,7 @@
 """Guards over the repository: traps that a reader would not see, and promises the documents make."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,13 @@ def test_every_source_file_has_its_licence_line_and_docstring():
         if text and path.name != "__init__.py" and not ast.get_docstring(ast.parse(text)):
             bare.append(f"{path.relative_to(ROOT)}: no module docstring")
     assert bare == []
+
+
+def test_make_help_lists_every_target_that_says_what_it_does():
+    said = re.findall(r"^([\w-]+):.*## (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    done = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = [re.sub("\x1b\\[[0-9]*m", "", line).split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert listed == [[name, words] for name, words in said]
 
 
 def test_nothing_of_ours_is_named_after_the_kernel_language():
