@@ -391,7 +391,7 @@ def test_network_policies():
     ingress = found["NetworkPolicy", "s"]["spec"]["ingress"]
     by_port = {port["port"]: rule["from"] for rule in ingress for port in rule["ports"]}
     assert by_port[8000] == by_port[8001] == [{"podSelector": {}}]
-    assert OPERATOR in by_port[8003]
+    assert OPERATOR in by_port[8003] and {"podSelector": {}} not in by_port[8003]
     assert OPERATOR not in by_port[8000]
 
     def egress(policy):
@@ -410,6 +410,12 @@ def test_network_policies():
     for name in ("https_proxy", "ALL_PROXY"):
         proxy = objects(service(f"{GPU}runtime: {{env: [{{name: {name}, value: 'proxy.example:3128'}}]}}"))
         assert egress(proxy["NetworkPolicy", "s-model-download"]) == [53, 53, 443, 3128]
+    picked = objects(service(f"{GPU}networking: {{inferencePool: {{endpointPicker: {{name: picker}}}}}}"))
+    by_port = {
+        p["port"]: rule["from"] for rule in picked["NetworkPolicy", "s"]["spec"]["ingress"] for p in rule["ports"]
+    }
+    assert {"podSelector": {}} in by_port[8003], "the picker reads metrics"
+    assert {"podSelector": {}} not in by_port[8002]
     off = objects(service(f"{GPU}networking: {{networkPolicy: {{enabled: false}}}}"))
     assert "NetworkPolicy" not in {kind for kind, _ in off}
 

@@ -32,12 +32,15 @@ def pods_service(of: LLMService) -> dict[str, Any]:
 def server_policy(of: LLMService, cluster: Cluster) -> dict[str, Any]:
     """The NetworkPolicy of the pods that serve.
 
-    Clients reach HTTP and gRPC, Prometheus and the operator the health port, Prometheus the server's metrics. Out go
-    names, and the ports that adapters are fetched from: adapters come later too, so HTTPS is always among them.
+    Clients reach HTTP and gRPC; Prometheus, the operator and an endpoint picker the health port; Prometheus the
+    server's metrics. Out go names, and the ports that adapters are fetched from: adapters come later too, so HTTPS is
+    always among them.
     """
     ports = of.spec.runtime.ports
     clients = list(of.spec.networking.networkPolicy.ingressFrom) or [{"podSelector": {}}]
-    watchers = [_PROMETHEUS, *([dict(cluster.operator)] if cluster.operator else [])]
+    # An endpoint picker reads the metrics too. Its Service has a name here, its pods have not.
+    pickers: list[dict[str, Any]] = [{"podSelector": {}}] if of.spec.networking.inferencePool else []
+    watchers = [_PROMETHEUS, *([dict(cluster.operator)] if cluster.operator else []), *pickers]
     sources = [adapter.source for adapter in of.spec.adapters]
     if model.downloads(of):
         sources.append(of.spec.model.source)
