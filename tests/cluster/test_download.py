@@ -70,11 +70,12 @@ def kubelet(cluster):
 def downloads(kubelet, namespace, container):
     """What the download Job's pods of a namespace do from now on."""
 
-    def match(pod):
-        meta = pod["metadata"]
-        return meta["namespace"] == namespace and meta["labels"].get("app.kubernetes.io/component") == "model-download"
+    kubelet.behave(lambda pod: is_download(pod, namespace), container)
 
-    kubelet.behave(match, container)
+
+def is_download(pod, namespace):
+    meta = pod["metadata"]
+    return meta["namespace"] == namespace and meta["labels"].get("app.kubernetes.io/component") == "model-download"
 
 
 def ended(result, **fields):
@@ -138,7 +139,7 @@ def test_a_download_that_ends_in_the_middle_of_a_pass_is_not_missed(cluster, nam
             outcome = await apply(key, *arguments)
             downloads(kubelet, namespace, ended(Result.DOWNLOADED))
             async with asyncio.timeout(20):
-                while not any(job_succeeded(entry.body()) for entry in parts.cache.of(key, kinds.JOB)):
+                while not any(job_succeeded(entry.body(), None) for entry in parts.cache.of(key, kinds.JOB)):
                     await asyncio.sleep(0.02)
             return outcome
 
@@ -191,3 +192,51 @@ def test_a_place_that_refuses_us_is_told_before_there_is_a_plan(cluster, namespa
         text = cluster.kubectl("get", "llm,events", "-o", "yaml", namespace=namespace)
         assert place.secret not in text and "wrong, or lacks" not in operating.condition("Ready")["message"]
     place.secret = ""
+
+
+def test_what_is_there_of_one_source_is_not_said_of_another(cluster, namespace, kubelet, place):
+    """Also where nothing is applied for the other, and by an operator that has not seen the first."""
+    downloads(kubelet, namespace, ended(Result.DOWNLOADED, bytes=2**20, revision=COMMIT))
+    source, other = ({"http": {"url": f"{place.url}{end}"}} for end in ("", "/."))
+    with Operating(cluster, namespace) as operating:
+        cluster.apply(llm_service(model={"source": source}), namespace)
+        says(operating, "Ready", "True", "Ready")
+        cluster.merge(*API, "tales", {"spec": {"model": {"source": other}, "runtime": {"memory": "64Mi"}}}, namespace)
+        says(operating, "Planned", "False", "DoesNotFit")
+        assert operating.condition("ModelCached")["reason"] == "DownloadPending"
+        assert operating.status()["cache"] == {"state": "Pending"}
+        paused = {"model": {"source": source}, "runtime": {"memory": None}, "paused": True}
+        cluster.merge(*API, "tales", {"spec": paused}, namespace)
+        says(operating, "ModelCached", "True", "Downloaded")
+        cluster.merge(*API, "tales", {"spec": {"model": {"source": other}}}, namespace)
+        says(operating, "ModelCached", "False", "DownloadPending")
+        cluster.merge(*API, "tales", {"spec": {"model": {"source": source}}}, namespace)
+        says(operating, "ModelCached", "True", "Downloaded")
+        there = operating.status()["conditions"]
+    with Operating(cluster, namespace) as operating:
+        operating.touch()
+        assert operating.status()["conditions"] == there
+
+
+def test_a_claim_that_is_made_again_is_filled_again(cluster, namespace, kubelet, place):
+    downloads(kubelet, namespace, ended(Result.DOWNLOADED))
+    claim, job = ("v1", "PersistentVolumeClaim", "tales-models"), ("batch/v1", "Job")
+    with Operating(cluster, namespace) as operating:
+        cluster.apply(llm_service(model={"source": {"http": {"url": place.url}}}, replicas=0), namespace)
+        says(operating, "ModelCached", "True", "Downloaded")
+        (before,), (pod,) = cluster.items(*job, namespace), cluster.items("v1", "Pod", namespace)
+        uid = before["metadata"]["uid"]
+        again = Container()
+        kubelet.behave(
+            lambda body: is_download(body, namespace) and body["metadata"]["uid"] != pod["metadata"]["uid"], again
+        )
+        # Times of objects are whole seconds.
+        eventually(lambda: datetime.now(UTC).strftime("%FT%TZ") > before["metadata"]["creationTimestamp"], 5, "later")
+        cluster.delete(*claim, namespace)
+        # Which holds the claim although it has ended; the Job has no need of it.
+        cluster.delete("v1", "Pod", pod["metadata"]["name"], namespace)
+        says(operating, "ModelCached", "False", "Downloading")
+        (after,) = cluster.items(*job, namespace)
+        assert after["metadata"]["uid"] != uid
+        downloads(kubelet, namespace, ended(Result.DOWNLOADED))
+        says(operating, "ModelCached", "True", "Downloaded")

@@ -12,7 +12,6 @@ from quire_operator.kube.kinds import DISCOVERED, JOB, Kind, kind_of
 from quire_operator.plan.plan import Plan
 from quire_operator.reconcile.model_cache import job_succeeded
 from quire_operator.reconcile.pinned import Pinned
-from quire_operator.render import names
 from quire_operator.render.cluster import OPTIONAL, Cluster
 from quire_operator.render.desired import desired
 from quire_operator.service import LLMService
@@ -44,7 +43,7 @@ class Live:
     deployment: Body | None = None
     claim: Body | None = None
     jobs: Mapping[str, Body] | None = None
-    """Download Jobs by name."""
+    """Download Jobs of the model by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ def children(service: LLMService, digest: str, plan: Plan, around: Around, live:
     lacking = [m["kind"] for m in found.manifests if kind_of(m) in DISCOVERED and kind_of(m) not in around.offered]
     manifests = [m for m in found.manifests if m["kind"] not in lacking]
     job = next((m for m in manifests if kind_of(m) is JOB), None)
-    done = _done(job, live.jobs or {})
+    done = _done(job, live)
     if done is not None:
         # Whatever a new release, or another placement, would have it look like: what it brings is there.
         manifests = [m for m in manifests if m is not job]
@@ -130,10 +129,8 @@ def _claim(service: LLMService, manifest: Manifest, there: Body) -> Manifest:
     return {**manifest, "spec": spec}
 
 
-def _done(job: Manifest | None, jobs: Mapping[str, Body]) -> str | None:
+def _done(job: Manifest | None, live: Live) -> str | None:
     """Name of the Job that has brought what this one would bring."""
     if job is None:
         return None
-    brings = job["metadata"]["labels"][names.BRINGS]
-    there = (name for name, body in jobs.items() if body["metadata"].get("labels", {}).get(names.BRINGS) == brings)
-    return next((name for name in there if job_succeeded(jobs[name])), None)
+    return next((name for name, body in (live.jobs or {}).items() if job_succeeded(body, live.claim)), None)

@@ -6,9 +6,10 @@ from datetime import datetime
 from typing import Any
 
 from quire_operator.reconcile import progress
+from quire_operator.reconcile.cache import Entry
 from quire_operator.reconcile.conditions import Condition, Reason, Type
 from quire_operator.reconcile.observed import Body, Observed, Pod, Verdict
-from quire_operator.render import model
+from quire_operator.render import download, model, names
 from quire_operator.service import LLMService
 from quire_spec.catalogue import Source
 from quire_spec.outcome import LASTING, Outcome, Result
@@ -47,9 +48,24 @@ def judge(
     return _condition(True, Reason.ON_CLAIM, where), {"state": "Ready"}
 
 
-def job_succeeded(job: Body | None) -> bool:
-    """Whether a download Job has brought everything."""
-    return _job_condition(job, "Complete") is not None
+def downloads(jobs: Iterable[Entry], service: LLMService) -> list[Entry]:
+    """Those of a service's Jobs that bring its model, less what is on its way out."""
+    brings = download.brings(service)
+    labels = ((entry, entry.body()["metadata"].get("labels", {})) for entry in jobs if not entry.deleting)
+    return [entry for entry, found in labels if found.get(names.BRINGS) == brings]
+
+
+def job_succeeded(job: Body | None, claim: Body | None) -> bool:
+    """Whether a download Job has brought everything to the claim that is there."""
+    return _job_condition(job, "Complete") is not None and not is_of_another_claim(job, claim)
+
+
+def is_of_another_claim(job: Body | None, claim: Body | None) -> bool:
+    """Whether a Job was made before the claim, and so for one of the same name that is gone."""
+    if job is None or claim is None:
+        return False
+    made, since = (body["metadata"].get("creationTimestamp", "") for body in (job, claim))
+    return bool(made < since)
 
 
 def _of_job(
@@ -59,7 +75,7 @@ def _of_job(
     pods = sorted(observed.job_pods, key=lambda pod: (pod.created_at, pod.name))
     outcomes = [outcome for pod in pods if (outcome := _outcome(pod))]
     last = outcomes[-1] if outcomes else None
-    if job_succeeded(observed.job):
+    if job_succeeded(observed.job, observed.claim):
         # A Job's pod goes, and what it said with it; one that found all there does not know the commit. And news of the
         # Job may be here before those of its last pod: what a try before it said is not what there is.
         done = [outcome for outcome in outcomes if outcome.result is Result.DOWNLOADED]

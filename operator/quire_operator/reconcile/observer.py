@@ -8,8 +8,9 @@ from typing import Any
 from quire_operator.kube import kinds
 from quire_operator.reconcile.adapters import is_ahead
 from quire_operator.reconcile.apply import Outcome
-from quire_operator.reconcile.cache import Key
+from quire_operator.reconcile.cache import Entry, Key
 from quire_operator.reconcile.children import Children
+from quire_operator.reconcile.model_cache import downloads, job_succeeded
 from quire_operator.reconcile.observed import Observed, Pod, pod_of
 from quire_operator.reconcile.parts import Parts
 from quire_operator.reconcile.service_store import ServiceStore
@@ -39,11 +40,12 @@ class Observer:
         # In an order of their own: a status names the first of several, and two operators would correct each other.
         bodies = [entry.body() for entry in sorted(cache.of(key, kinds.POD), key=lambda entry: entry.name)]
         serving = [body for body in bodies if _component(body) == names.SERVER]
-        job = children.job if children else None
+        claim = cache.get(kinds.CLAIM, key[0], names.model_claim(key[1]))
+        # Not that of the last apply, which may be of another source, or by an operator before this one.
+        job_entry = self._download(key, wanted, claim.body() if claim else None)
+        job = job_entry.name if job_entry else None
         jobs = [body for body in bodies if job and body["metadata"].get("labels", {}).get("job-name") == job]
         deployment = cache.get(kinds.DEPLOYMENT, *key)
-        claim = cache.get(kinds.CLAIM, key[0], names.model_claim(key[1]))
-        job_entry = cache.get(kinds.JOB, key[0], job) if job else None
         pods = await self._parts.pod_events.told(key[0], (pod_of(body) for body in (*serving, *jobs)))
         if any(pod.ip for pod in pods):
             secret = await self._parts.secrets.admin_key(key, wanted.uid)
@@ -62,6 +64,13 @@ class Observer:
             going=outcome.going,
         )
 
+    def _download(self, key: Key, wanted: Wanted, claim: Mapping[str, Any] | None) -> Entry | None:
+        """The Job that brings the model of the spec: of several the one that has done so, or else the newest."""
+        if wanted.service is None:
+            return None
+        found = downloads(self._parts.cache.of(key, kinds.JOB), wanted.service)
+        return max(found, key=lambda entry: _rank(entry, claim), default=None)
+
     async def _ask(self, key: Key, pods: tuple[Pod, ...], wanted: Wanted, secret: str) -> tuple[Pod, ...]:
         """The pods with their reports, told the adapters where they need it."""
         catalogue = wanted.catalogue
@@ -73,6 +82,11 @@ class Observer:
             return found
         log.info("pods work on a catalogue that is no more service=%s/%s generation=%d", *key, wanted.generation)
         return await self._parts.pods.refresh(pods, catalogue, secret, overrule=True)
+
+
+def _rank(entry: Entry, claim: Mapping[str, Any] | None) -> tuple[bool, str, str]:
+    body = entry.body()
+    return job_succeeded(body, claim), body["metadata"]["creationTimestamp"], entry.name
 
 
 def _component(body: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from quire_operator.reconcile import children as children_of
 from quire_operator.reconcile.apply import Outcome
 from quire_operator.reconcile.cache import Entry, Key
 from quire_operator.reconcile.children import Around, Children, Live
+from quire_operator.reconcile.model_cache import downloads, is_of_another_claim
 from quire_operator.reconcile.observed import Observed, Verdict
 from quire_operator.reconcile.observer import Observer
 from quire_operator.reconcile.parts import Parts
@@ -142,7 +143,7 @@ class Reconciler:
         if verdict.plan is None or verdict.invalid or verdict.unplannable or verdict.pending:
             return verdict, Outcome()
         # Not only when something differs: a failed Job stays as it is.
-        await self._retry_download(key, memory.children.job if memory.children else None)
+        await self._retry_downloads(key, self._live(key, service))
         facts = (wanted.generation, verdict.plan, around, await self._secret_versions(key))
         live, contents = self._live(key, service), self._contents(key)
         if memory.seen is not None and memory.seen == (facts, contents):
@@ -180,23 +181,24 @@ class Reconciler:
             memory.applied = wanted.generation
         return outcome
 
-    async def _retry_download(self, key: Key, name: str | None) -> None:
-        """Take away a download that failed some time ago: the next pass makes it again."""
-        entry = self._parts.cache.get(kinds.JOB, key[0], name) if name else None
-        if entry is None or entry.deleting:
-            return
-        for condition in entry.body().get("status", {}).get("conditions") or ():
-            if condition["type"] == "Failed" and condition["status"] == "True":
-                failed_at = datetime.fromisoformat(condition["lastTransitionTime"])
-                if (datetime.now(UTC) - failed_at).total_seconds() > _FAILED_JOB_S:
-                    await self._parts.client.delete(kinds.JOB, key[0], entry.name, entry.uid)
-                    self._parts.wrote(kinds.JOB, "delete")
+    async def _retry_downloads(self, key: Key, live: Live) -> None:
+        """Take away downloads for the next pass to make again: those that failed some time ago, and those to a claim
+        that is gone."""
+        for name, job in (live.jobs or {}).items():
+            over = {c["type"]: c for c in job.get("status", {}).get("conditions") or () if c["status"] == "True"}
+            again = "Complete" in over and is_of_another_claim(job, live.claim)
+            if failed := over.get("Failed"):
+                failed_at = datetime.fromisoformat(failed["lastTransitionTime"])
+                again = (datetime.now(UTC) - failed_at).total_seconds() > _FAILED_JOB_S
+            if again:
+                await self._parts.client.delete(kinds.JOB, key[0], name, job["metadata"]["uid"])
+                self._parts.wrote(kinds.JOB, "delete")
 
     def _live(self, key: Key, service: LLMService) -> Live:
         cache = self._parts.cache
         deployment = cache.get(kinds.DEPLOYMENT, *key)
         claim = cache.get(kinds.CLAIM, key[0], names.model_claim(service.name))
-        jobs = {entry.name: entry.body() for entry in cache.of(key, kinds.JOB) if not entry.deleting}
+        jobs = {entry.name: entry.body() for entry in downloads(cache.of(key, kinds.JOB), service)}
         return Live(deployment.body() if deployment else None, claim.body() if claim else None, jobs)
 
     def _contents(self, key: Key) -> dict[Any, Any]:

@@ -36,11 +36,10 @@ def job(service: LLMService, plan: Plan, server: dict[str, Any]) -> dict[str, An
         "volumes": [model.volume(service, plan), *(v for v in server["volumes"] if v["name"] in mounted)],
     }
     meta = names.meta(service, names.download(service, names.digest(spec)), names.DOWNLOAD)
-    brings = names.digest([names.model_claim(service.name), model.folder(service)])
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {**meta, "labels": {**meta["labels"], names.BRINGS: brings}},
+        "metadata": {**meta, "labels": {**meta["labels"], names.BRINGS: brings(service)}},
         "spec": {
             "backoffLimit": _RETRIES,
             "podFailurePolicy": {
@@ -59,3 +58,8 @@ def job(service: LLMService, plan: Plan, server: dict[str, Any]) -> dict[str, An
             "template": {"metadata": {"labels": names.labels(service, names.DOWNLOAD)}, "spec": spec},
         },
     }
+
+
+def brings(service: LLMService) -> str:
+    """The label `names.BRINGS` of the Jobs that bring a service's model."""
+    return names.digest([names.model_claim(service.name), model.folder(service)])
