@@ -34,7 +34,7 @@ class Credentials:
         found = _bundled(path).get(_checked(key, "key")) if path.is_file() else _read(path / _checked(key, "key"))
         if found is None:
             raise AccessDenied(
-                f"secret {secret.name!r}: key {key!r} cannot be read; mount the Secret at {str(path)!r} with that key"
+                f"secret {secret.name!r}: key {key!r} is not there ({str(path)!r}); make the Secret, with that key"
             )
         check_value(found, secret.name, key)
         return found
@@ -56,7 +56,7 @@ class Credentials:
             )
         except OSError as error:
             raise AccessDenied(
-                f"secret {secret.name!r}: {str(folder)!r} cannot be read; mount the Secret there"
+                f"secret {secret.name!r}: {str(folder)!r} is not there, or cannot be read; make the Secret"
             ) from error
         return {key: self.value(secret, key) for key in keys}
 

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is remembered of Secrets, and for how long."""
 
+import asyncio
 import base64
 
-from quire_operator.reconcile.secrets import SecretStore
+from support.rules import patched
+
+from quire_operator import crd
+from quire_operator.reconcile.secrets import MISSING_S, SecretStore
+from quire_operator.service import LLMService
 
 
 class Api:
@@ -33,3 +38,20 @@ async def test_secrets_that_nobody_asks_for_any_more_are_forgotten():
     for i in range(5):
         await store.get("team", f"hub-{i}")
     assert list(store._kept) == [("team", "hub-4")]
+
+
+async def test_a_secret_that_is_missing_is_looked_for_again_soon(monkeypatch):
+    """Whoever is told to make it should not wait for as long as one that is there is remembered."""
+    hub = {"repo": "org/model", "tokenSecretRef": {"name": "hub"}}
+    service = LLMService.from_body(crd.check(patched({"spec.model.source": {"huggingFace": hub}})).body)
+    now = [1000.0]
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+    api = Api()
+    store = SecretStore(api, remember_s=300)
+    store.put(service.namespace or "", "hub", None)
+    assert await store.credentials(service) == {} and api.asked == []
+    now[0] += MISSING_S + 1
+    assert await store.credentials(service) == {"hub": {"token": "hub"}}
+    now[0] += MISSING_S + 1
+    assert await store.credentials(service) == {"hub": {"token": "hub"}}
+    assert api.asked == ["hub"], "one that is there is remembered"

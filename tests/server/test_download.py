@@ -329,7 +329,7 @@ async def test_hub(tmp_path):
     source = Source(huggingFace=HuggingFaceSource("org/llama", None, SecretRef("hf", "token")))
     await download(source, tmp_path / "m", options)
     assert found(tmp_path / "m") == SHARDED
-    with pytest.raises(Unavailable, match="key 'other' cannot be read"):
+    with pytest.raises(Unavailable, match="key 'other' is not there"):
         wrong = Source(huggingFace=HuggingFaceSource("org/llama", None, SecretRef("hf", "other")))
         await download(wrong, tmp_path / "n", options)
     await server.close()
@@ -425,7 +425,7 @@ async def test_a_report_tells_a_refused_token_from_a_full_disk(tmp_path, web, mo
     (tmp_path / "secrets").mkdir()
     secrets = "--secrets-dir", tmp_path / "secrets"
     missing = await told(tmp_path, *named, *endpoint, *secrets, "--into", tmp_path / "m")
-    assert missing.result is Result.AUTH_FAILED and "secret 'hf': key 'token' cannot be read" in missing.message
+    assert missing.result is Result.AUTH_FAILED and "secret 'hf': key 'token' is not there" in missing.message
     (tmp_path / "secrets/hf").write_text(json.dumps({"token": "hf_s3cr3t"}))
     good = await told(tmp_path, *named, *endpoint, *secrets, "--into", tmp_path / "m")
     assert (good.result, good.revision) == (Result.DOWNLOADED, COMMIT)

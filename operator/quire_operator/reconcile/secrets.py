@@ -7,6 +7,7 @@ Read by name and remembered for some minutes; never listed, never in a log, a st
 import asyncio
 import base64
 import binascii
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,9 +19,12 @@ from quire_operator.reconcile.cache import Key, controller
 from quire_operator.render import names
 from quire_operator.render.config import secret_refs
 from quire_operator.service import LLMService
+from quire_spec.catalogue import SecretRef
 
 REMEMBER_S = 300.0
 """A Secret that somebody changes reaches the pods within this time, and the kubelet's minute."""
+MISSING_S = 15.0
+"""One that a source names and that is not there, or lacks its key: somebody has just been told to make it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +56,11 @@ class SecretStore:
         """In the order in which they were read."""
         self._keys: dict[Key, tuple[str, str]] = {}
 
-    async def get(self, namespace: str, name: str) -> Kept:
-        """A Secret, as old as is remembered at most; raises ApiError."""
+    async def get(self, namespace: str, name: str, most_s: float = math.inf) -> Kept:
+        """A Secret, as old as is remembered at most, or `most_s`; raises ApiError."""
         now = asyncio.get_running_loop().time()
         kept = self._kept.get((namespace, name))
-        if kept is None or now - kept.read_at > self._remember_s:
+        if kept is None or now - kept.read_at > min(most_s, self._remember_s):
             kept = Kept(now, await self._client.find(kinds.SECRET, namespace, name))
             self._remember(namespace, name, kept)
         return kept
@@ -68,9 +72,8 @@ class SecretStore:
         """
         found: dict[str, dict[str, str]] = {}
         for ref in secret_refs(service):
-            values = (await self.get(service.namespace or "", ref.name)).values
-            wanted = {k: v for k, v in values.items() if ref.key in (None, k)}
-            if wanted:
+            wanted = _wanted(ref, await self.get(service.namespace or "", ref.name))
+            if wanted or (wanted := _wanted(ref, await self.get(service.namespace or "", ref.name, MISSING_S))):
                 found.setdefault(ref.name, {}).update(wanted)
         return found
 
@@ -108,3 +111,8 @@ class SecretStore:
         self._kept[namespace, name] = kept
         while kept.read_at - next(iter(self._kept.values())).read_at > self._remember_s:
             del self._kept[next(iter(self._kept))]
+
+
+def _wanted(ref: SecretRef, kept: Kept) -> dict[str, str]:
+    """What a source uses of a Secret."""
+    return {key: value for key, value in kept.values.items() if ref.key in (None, key)}

@@ -327,7 +327,7 @@ async def test_secret_headers_go_to_the_first_origin_only(tmp_path, web):
         assert content(await f.fetch(Source(http=source))) == BOTH
         with pytest.raises(InvalidArgument, match="not a name of a Secret"):
             await f.fetch(Source(http=HttpSource(web.url, headersSecretRef=SecretRef("../mine"))))
-        with pytest.raises(Unavailable, match="mount the Secret"):
+        with pytest.raises(Unavailable, match="make the Secret"):
             await f.fetch(Source(http=HttpSource(web.url, headersSecretRef=SecretRef("other"))))
     # Each file once to be read, and once to see that it is still the same.
     assert seen == ["s3cr3t"] * 4
