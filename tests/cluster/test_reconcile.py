@@ -196,9 +196,13 @@ class Early(Client):
         return found
 
 
-def test_of_two_operators_that_make_an_admin_key_in_the_same_moment_both_have_the_first(operating, cluster, namespace):
+@pytest.mark.parametrize("remember_s", [300.0, 0.0])
+def test_of_two_operators_that_make_an_admin_key_in_the_same_moment_both_have_the_first(
+    operating, cluster, namespace, remember_s
+):
+    """Whether the second finds out when it makes its own, or by looking again before."""
     before = operating.child("Secret", "tales-admin")
-    with Operating(cluster, namespace, make_client=Early) as second:
+    with Operating(cluster, namespace, {"remember_secrets_s": remember_s}, make_client=Early) as second:
         second.settles()
         known = [o.controller.reconciler._parts.secrets._keys[namespace, "tales"] for o in (operating, second)]
         assert second.controller.client.looked and known[0] == known[1]

@@ -223,7 +223,7 @@ class Applier:
         """Apply a manifest; what was written, Secrets aside."""
         kind = kind_of(manifest)
         if kind is kinds.SECRET:
-            await self._write_secret(key, manifest, found["metadata"]["uid"] if isinstance(found, Mapping) else None)
+            await self._write_secret(key, manifest, found if isinstance(found, Mapping) else None)
             return None
         assert found is None or isinstance(found, Entry)
         written = entry_of(kind, await self._write(kind, manifest, found.uid if found else None))
@@ -238,17 +238,17 @@ class Applier:
             self._cache.put(kind, body)
         return body
 
-    async def _write_secret(self, key: Key, manifest: Manifest, uid: str | None) -> None:
+    async def _write_secret(self, key: Key, manifest: Manifest, found: Mapping[str, Any] | None) -> None:
         """Apply a Secret. A new admin key is not applied but made: another operator may do so in the same moment with a
         key of its own, and only the first of both may be pods'."""
         name = manifest["metadata"]["name"]
-        anew = uid is None and name == names.admin_key(key[1])
+        anew = name == names.admin_key(key[1]) and (found is None or self._secrets.is_behind(key, found))
         try:
             if anew:
                 body = await self._client.create(kinds.SECRET, manifest)
                 self._wrote(kinds.SECRET, "create")
             else:
-                body = await self._write(kinds.SECRET, manifest, uid)
+                body = await self._write(kinds.SECRET, manifest, found["metadata"]["uid"] if found else None)
         except Stale:
             if anew:
                 self._secrets.drop(key)

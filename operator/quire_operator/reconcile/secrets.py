@@ -55,6 +55,8 @@ class SecretStore:
         self._kept: dict[tuple[str, str], Kept] = {}
         """In the order in which they were read."""
         self._keys: dict[Key, tuple[str, str]] = {}
+        self._new: set[Key] = set()
+        """Services whose key in `_keys` was drawn, and is not known to be anywhere else."""
 
     async def get(self, namespace: str, name: str, most_s: float = math.inf) -> Kept:
         """A Secret, as old as is remembered at most, or `most_s`; raises ApiError."""
@@ -83,13 +85,19 @@ class SecretStore:
         The same for ever once made, also when the Secret is deleted by hand: pods that run know no other.
         """
         known_uid, value = self._keys.get(key, ("", ""))
-        if known_uid != uid:
+        if known_uid != uid or key in self._new:
             kept = await self.get(key[0], names.admin_key(key[1]))
             # Not that of a service of the same name which is gone.
             mine = kept.body is not None and controller(kept.body) in (uid, "")
-            value = (kept.values.get(names.ADMIN_KEY) if mine else None) or secrets.token_urlsafe(32)
+            there = kept.values.get(names.ADMIN_KEY) if mine else None
+            value = there or (value if known_uid == uid else secrets.token_urlsafe(32))
             self._keys[key] = (uid, value)
+            (self._new.discard if there else self._new.add)(key)
         return value
+
+    def is_behind(self, key: Key, found: Mapping[str, Any]) -> bool:
+        """Whether we have drawn a key for a service while somebody else made one, in the Secret `found`."""
+        return key in self._new and bool(Kept(0.0, found).values.get(names.ADMIN_KEY))
 
     def put(self, namespace: str, name: str, body: Mapping[str, Any] | None) -> None:
         """What a write was answered with."""
@@ -102,6 +110,7 @@ class SecretStore:
     def drop(self, key: Key) -> None:
         """Forget a service that is gone, or whose Secrets somebody else has made."""
         self._keys.pop(key, None)
+        self._new.discard(key)
         for name in (names.admin_key(key[1]), names.credentials(key[1])):
             self._kept.pop((key[0], name), None)
 
