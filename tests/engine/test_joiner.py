@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 
 import pytest
+from support.clock import timeless
 
 from quire_engine.joiner import Joiner
 from quire_engine.pace import Pace
@@ -64,6 +65,7 @@ async def test_every_token_comes_once_and_in_order(seed):
     assert joiner._held == {}
 
 
+@timeless
 async def test_what_waits_goes_when_it_may_though_no_step_comes():
     desk, pace = Desk(), Pace(100)
     joiner, loop = Joiner(desk, pace), asyncio.get_running_loop()
@@ -76,6 +78,7 @@ async def test_what_waits_goes_when_it_may_though_no_step_comes():
     assert desk.tokens == {1: [0, 1, 2], 2: [0, 1, 2]} and len(desk.results) == 4
 
 
+@timeless
 async def test_a_core_that_left_leaves_nothing_behind():
     desk, pace = Desk(), Pace(100)
     joiner = Joiner(desk, pace)

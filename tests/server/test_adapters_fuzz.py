@@ -7,11 +7,11 @@ step by step in test_adapters.py.
 
 import asyncio
 import random
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.clock import at_once
 
 from quire_server.adapters import AdapterBoard, Stale
 from quire_server.control import LinkLost
@@ -177,7 +177,7 @@ class World:
 def test_the_last_catalogue_is_what_is_in_place(first: int) -> None:
     for seed in range(first, first + 100):
         try:
-            _at_once(_run(random.Random(seed)))
+            at_once(_run(random.Random(seed)))
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
@@ -190,21 +190,3 @@ async def _run(draw: random.Random) -> None:
     await asyncio.sleep(2000)
     world.check(last)
     await world.board.close()
-
-
-def _at_once(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` in an event loop whose time jumps to the next thing that is due."""
-    loop: Any = asyncio.SelectorEventLoop()
-    now = 0.0
-
-    def select(timeout: float | None) -> list[Any]:
-        nonlocal now
-        assert timeout is not None, "nothing will ever happen"
-        now += max(0.0, timeout)
-        return []
-
-    loop._selector.select, loop.time = select, lambda: now
-    try:
-        loop.run_until_complete(work)
-    finally:
-        loop.close()
