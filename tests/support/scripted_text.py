@@ -5,10 +5,10 @@ Not the real one, because tests of the server's edge need what a model does not 
 errors, exact events. It speaks the real protocol over a real socket. Each step gives every open request one token, one
 frame per connection, as the real one does. The journal gets a JSON line per message that came.
 
-Words of a prompt: `step=S` seconds per step (of the whole process), `wait=N` steps before the first token, `wide=N`
-characters more per token, `silent`, `error=CODE`, `submit` (answers with the Submit as JSON), `flood` (all tokens at
-once, one event each; with `fail=CODE` an error in place of the last). Without one of the last four, max_tokens tokens
-"t0 t1 t2 ..." come, one a step.
+Words of a prompt: `step=S` seconds per step (of the whole process, until no request is open), `wait=N` steps before the
+first token, `wide=N` characters more per token, `silent`, `error=CODE`, `submit` (answers with the Submit as JSON),
+`flood` (all tokens at once, one event each; with `fail=CODE` an error in place of the last). Without one of the last
+four, max_tokens tokens "t0 t1 t2 ..." come, one a step.
 """
 
 import asyncio
@@ -120,7 +120,9 @@ class Process:
         self.journal.flush()
 
     def note_open(self):
-        self.note("open", num=sum(len(connection.open) for connection in self.connections))
+        num = sum(len(connection.open) for connection in self.connections)
+        self.step_s = self.step_s if num else STEP_S
+        self.note("open", num=num)
 
     async def run(self, path):
         Path(path).unlink(missing_ok=True)
