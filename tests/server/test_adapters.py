@@ -369,14 +369,15 @@ async def test_a_source_that_is_gone_leaves_what_was_fetched(world, one, caplog)
 
 
 async def test_a_change_ends_a_fetch_that_nobody_wants_any_more(world, one):
-    hung = asyncio.Event()
+    asked, hung = asyncio.Event(), asyncio.Event()
 
     async def hang(request):
+        asked.set()
         await hung.wait()
 
     server = await serve(hang)
     world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
-    await asyncio.sleep(0.1)
+    await asked.wait()
     assert world.states() == {"a": "Fetching"}
     world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}}, b=one)
     await world.until_states(a="Fetching", b="Ready")
@@ -491,16 +492,17 @@ async def test_a_defect_fails_one_adapter_and_is_logged(world, one, two, monkeyp
 
 async def test_a_change_that_is_taken_back_at_once_is_no_end_of_the_adapter(world, one):
     files = Files({"/a/adapter_config.json": b'{"r": 8}', "/a/adapter_model.safetensors": b"w"})
-    hung = asyncio.Event()
+    asked, hung = asyncio.Event(), asyncio.Event()
 
     async def slow(request):
+        asked.set()
         await hung.wait()
         return await files.handle(request)
 
     server = await serve(slow)
     there = {"source": {"http": {"url": str(server.make_url("/a"))}}}
     world.want(1, a=there)
-    await asyncio.sleep(0.1)
+    await asked.wait()
     world.want(2, a=one)
     world.want(3, a=there)
     hung.set()

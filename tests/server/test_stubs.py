@@ -40,7 +40,7 @@ async def watch():
 
 
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -65,7 +65,7 @@ async def test_a_stub_that_outstays_its_model_is_killed_once_it_has_no_request(w
     await asyncio.sleep(1.0)
     assert old.poll() is None and not retiring.done()
     num_open[old.pid] = 0
-    await asyncio.wait_for(retiring, 5)
+    await asyncio.wait_for(retiring, 20)
     await asyncio.sleep(2 * stubs.CONFIRM_S)
     assert old.wait(5) == -signal.SIGKILL
     assert other.poll() is None and deaths == []
@@ -78,5 +78,5 @@ async def test_a_stub_that_ends_by_itself_is_left_alone(watch, stub):
     retiring = asyncio.create_task(watch.retire(watch.of("sql"), lambda pid: 0))
     old.terminate()
     old.wait()
-    await asyncio.wait_for(retiring, 2)
+    await asyncio.wait_for(retiring, 20)
     assert old.returncode == -signal.SIGTERM
