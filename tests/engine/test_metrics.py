@@ -178,9 +178,9 @@ def test_adapters_beyond_the_bound_share_a_label(metrics: Metrics):
     assert len(found) == MAX_ADAPTER_LABELS + 1
     assert value(metrics, "quire_adapter_requests_total", adapter="_other") == 50
     assert len(samples(metrics)["quire_adapter_slot_residency"]) == MAX_ADAPTER_LABELS
-    start = time.perf_counter()
+    start = time.process_time()
     metrics.exposition()
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 def test_adapters_that_go_make_room_for_others(metrics: Metrics):

@@ -507,16 +507,16 @@ def test_the_widest_service_allowed_is_checked_in_reasonable_time():
 
 
 def test_lists_that_are_far_too_long_are_refused_in_reasonable_time():
-    begun = time.perf_counter()
+    begun = time.process_time()
     broken = crd.check(patched({"spec.adapters": [f"a{i}" for i in range(30_000)]})).problems
-    assert time.perf_counter() - begun < 10, "2 s; each problem against each other took minutes"
+    assert time.process_time() - begun < 30, "2 s; each problem against each other took minutes"
     assert len(broken) == 30_001
 
 
 def test_of_very_many_unknown_fields_fifty_are_told_and_the_others_counted():
-    begun = time.perf_counter()
+    begun = time.process_time()
     broken = found({f"spec.zzz{i:05}": 1 for i in range(90_000)})
-    assert time.perf_counter() - begun < 5, "0.5 s; to look for what each of them meant took 10"
+    assert time.process_time() - begun < 5, "0.5 s; to look for what each of them meant took 10"
     assert len(broken) == 51
     assert broken[0] == "spec: has 89950 more unknown fields; remove them"
     assert broken[1].startswith("spec.zzz00000: unknown field; there are adapters, ")

@@ -219,13 +219,13 @@ async def test_a_plugin_that_is_not_there_says_how_to_install_it(tmp_path):
 
 
 async def test_a_plugin_that_hangs_is_ended_and_costs_all_that_wait_one_timeout(tmp_path, monkeypatch):
-    monkeypatch.setattr(plugins, "_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(plugins, "_TIMEOUT_S", 2.0)
     user = plugin(tmp_path, f"echo $$ > '{tmp_path}/pid'; exec sleep 60")
     login = Login.from_kubeconfig(kubeconfig(tmp_path, user))
     begun = time.monotonic()
     found = await asyncio.gather(*(login.headers() for _ in range(5)), return_exceptions=True)
-    assert time.monotonic() - begun < 2
-    assert all("no answer within 0.5 s" in str(error) for error in found) and runs(tmp_path) == 1
+    assert time.monotonic() - begun < 8, "one after the other they take 10"
+    assert all("no answer within 2 s" in str(error) for error in found) and runs(tmp_path) == 1
     pid = (tmp_path / "pid").read_text().strip()
     async with asyncio.timeout(5):
         while Path(f"/proc/{pid}").exists():

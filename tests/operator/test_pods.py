@@ -40,7 +40,7 @@ def key_file(tmp_path):
 @pytest.fixture
 async def pusher():
     told = []
-    made = AdapterPusher(connect_s=0.3, total_s=1.0, suspect_s=0.3, observe=lambda exchange, _: told.append(exchange))
+    made = AdapterPusher(total_s=20.0, suspect_s=20.0, observe=lambda exchange, _: told.append(exchange))
     made.told = told
     yield made
     await made.close()
@@ -192,14 +192,14 @@ async def test_nobody_listens(pusher):
 
 
 async def test_hanging_pods_hold_up_nobody(serve):
-    pusher = AdapterPusher(max_pods=4, total_s=2.0, suspect_s=0.5)
+    pusher = AdapterPusher(max_pods=4, total_s=4.0, suspect_s=1.5)
     try:
         hanging = [serve(f"h-{i}", hangs=True)[1] for i in range(16)]
         good = [serve(f"g-{i}")[1] for i in range(4)]
         begun = time.monotonic()
         found = await pusher.refresh([*hanging, *good], CATALOGUE, KEY)
-        assert time.monotonic() - begun < 4, "all at once"
-        assert {p.report_error for p in found} == {"no answer within 2 s", "not asked: too many pods do not answer"}
+        assert time.monotonic() - begun < 12, "all at once: four at a time take 20"
+        assert {p.report_error for p in found} == {"no answer within 4 s", "not asked: too many pods do not answer"}
         # Now four are known for it, and do not take turns of others any more.
         hanging = [p for p in found if "no answer" in p.report_error]
         assert len(hanging) == 4
@@ -208,14 +208,14 @@ async def test_hanging_pods_hold_up_nobody(serve):
         await asyncio.sleep(0)
         assert all(p.report is not None for p in await pusher.refresh(good, CATALOGUE, KEY))
         assert not suspects.done(), "they are not waited for"
-        assert all("no answer within 2 s" in p.report_error for p in await suspects), "in the same words"
-        assert time.monotonic() - begun < 2, "nor for long where they are of one service"
+        assert all("no answer within 4 s" in p.report_error for p in await suspects), "in the same words"
+        assert time.monotonic() - begun < 4, "nor for long where they are of one service"
     finally:
         await pusher.close()
 
 
 async def test_a_pod_that_is_slow_and_not_hung_is_heard_again(serve, monkeypatch):
-    pusher = AdapterPusher(total_s=1.0, suspect_s=0.1)
+    pusher = AdapterPusher(total_s=3.0, suspect_s=0.1)
     monkeypatch.setattr(pods, "_FULL_AGAIN_S", 0.5)
     scripted, seen = serve(hangs=True)
     try:
