@@ -13,6 +13,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
+
 from quire_spec.errors import error_from
 from quire_spec.frames import Decoder, encode
 from quire_spec.messages import Call, Event, Events, Hello, Message, Reply, Submit
@@ -27,6 +29,18 @@ def eventually(check: Any, timeout_s: float = DEADLINE_S, what: str = "it") -> A
         assert time.monotonic() < end, f"{what} did not happen within {timeout_s} s"
         time.sleep(0.02)
     return value
+
+
+def rest(processes: Sequence[psutil.Process], most_s: float) -> None:
+    """Wait for a second in which they take together no more processor time than this; fails the test if none comes."""
+
+    def rested() -> bool:
+        before = [process.cpu_times() for process in processes]
+        time.sleep(1.0)
+        after = [process.cpu_times() for process in processes]
+        return sum(a.user + a.system - b.user - b.system for a, b in zip(after, before, strict=True)) <= most_s
+
+    eventually(rested, 30, f"a second with no more than {most_s} s of processor time")
 
 
 class Peer:
