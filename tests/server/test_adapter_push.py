@@ -99,10 +99,12 @@ async def test_adapters_reach_every_pod_and_come_back(tmp_path):
             assert [[x.name for x in p.report.adapters] for p in operator.seen] == [["sql"]] * 2
             # The core of one dies: it has started anew, and holds everything again.
             started = {p.name: p.core_started_at for p in operator.seen}
+            # It takes its time, so that it can be seen on its way.
+            a.behave(load_s=2.0)
             os.kill(operator.seen[0].report.processes["core"].pid, signal.SIGKILL)
             a.wait(lambda: a.health()[0] != 200, 5, "noticed")
             assert (await operator.look(fourth)).entries[0]["total"] == 1
-            await operator.until(fourth, True, 10)
+            await operator.until(fourth, True, 30)
             assert {p.name for p in operator.seen if p.core_started_at != started[p.name]} == {"a"}
             assert set(await asyncio.to_thread(a.core_adapters)) == {new[0]}
             # An older catalogue, from an operator that is behind, changes nothing.

@@ -128,6 +128,10 @@ def serves(pod):
     return all(pod.generate(m, "x", max_tokens=2).status == 200 for m in ("tales", "a", "b"))
 
 
+def num_restarts(pod, name):
+    return pod.status()["processes"][name]["restarts"]
+
+
 async def open_streams(pod, models):
     """A stream of HTTP and one of gRPC per model, each with a piece arrived."""
     streams = [Stream() for _ in range(2 * len(models))]
@@ -313,8 +317,9 @@ def test_a_bad_replacement_leaves_the_one_before_serving(pod, folders):
     pod.wait(lambda: pod.adapter("a")["state"] == "Failed", 10, "refused")
     assert pod.adapter("a")["error"] == f"rank 0 is not a rank (still serving {before})"
     assert words(pod, "a") == {before[-8:]}
+    restarts = num_restarts(pod, "core")
     os.kill(pod.pid("core"), signal.SIGKILL)
-    pod.wait(lambda: pod.health()[0] != 200, 5, "noticed")
+    pod.wait(lambda: num_restarts(pod, "core") > restarts, 20, "noticed")
     pod.wait(lambda: pod.generate("a", "x", max_tokens=2).status == 200, 10, "serving the one before again")
     pod.put_adapters(pod.first | {"generation": generation + 2})
     pod.wait(lambda: pod.adapter("a")["state"] == "Ready" and serves(pod), 10, "as before")
@@ -388,14 +393,17 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
         async def scenario():
             _, tasks = await open_streams(pod, ["tales"])
             pod.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.3)
+            # Signals that come before the first is seen are one.
+            while (await asyncio.to_thread(pod.health))[0] == 200:
+                await asyncio.sleep(0.005)
+            assert not any(task.done() for task in tasks)
             pod.process.send_signal(signal.SIGTERM)
             await asyncio.wait(tasks, timeout=20)
 
         begun = time.monotonic()
         asyncio.run(scenario())
-        assert pod.process.wait(5) == 128 + signal.SIGTERM
-        assert time.monotonic() - begun < 5
+        assert pod.process.wait(20) == 128 + signal.SIGTERM
+        assert time.monotonic() - begun < 20, "the streams last for more than a minute"
         pod.assert_nothing_left()
         assert not [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
         assert list(pod.run_dir.iterdir()) == []
@@ -418,7 +426,7 @@ def test_killed_servers_leave_neither_shared_memory_nor_copies_of_models(tmp_pat
     with supervised(tmp_path / "pod", catalogue(1, a=folders["a"])) as pod:
         first, copies = pod.shm(), pod.copies()
         os.kill(pod.pid("server"), signal.SIGKILL)
-        pod.wait(lambda: pod.health()[0] != 200, 5, "noticed")
+        pod.wait(lambda: num_restarts(pod, "server") > 0, 20, "noticed")
         pod.wait_ready(20)
         assert first and not first & pod.shm()
         pod.wait(lambda: pod.copies() and "a" in pod.status()["models"], 20, "serving the adapter again")
