@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from cluster.ports import free_ports
 from support.service import Service
 
@@ -34,7 +35,7 @@ class Edge(Service):
         self.journal = folder / "text.log"
         self.socket = folder / "text.sock"
         self.ports = dict(zip(("http", "grpc", "metrics"), free_ports(3), strict=True))
-        self.family: set[int] = set()
+        self.family: set[psutil.Process] = set()
         self.key, self.shm_prefix = launch.new_key(), launch.new_shm_prefix()
         repository.write_base(folder / "models", BASE, self.socket)
         self.text_process: subprocess.Popen[bytes] | None = None

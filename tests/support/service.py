@@ -68,7 +68,7 @@ class Service:
         command += [*ports, f"--run-dir={folder / 'run'}", f"--cache-dir={folder / 'cache'}", *flags]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        self.family: set[int] = set()
+        self.family: set[psutil.Process] = set()
 
     # Life
 
@@ -94,7 +94,7 @@ class Service:
     def processes(self) -> list[psutil.Process]:
         """Everything that lives under it now."""
         found = psutil.Process(self.process.pid).children(recursive=True)
-        self.family |= {p.pid for p in found} | {self.process.pid}
+        self.family |= {*found, psutil.Process(self.process.pid)}
         return found
 
     def pid(self, name: str) -> int:
@@ -138,12 +138,12 @@ class Service:
         """Folders that its server keeps the models in that came by the repository API."""
         return copies_of(self.folder / "run/text.sock")
 
-    def assert_nothing_left(self, seconds: float = 5.0) -> None:
+    def assert_nothing_left(self, seconds: float = 20.0) -> None:
         """Every process that was ever seen under it is gone."""
         deadline = time.monotonic() + seconds
-        while left := [pid for pid in self.family if _alive(pid)]:
+        while left := [process for process in self.family if _alive(process)]:
             if time.monotonic() > deadline:
-                raise AssertionError(f"left behind: {[' '.join(psutil.Process(p).cmdline())[:200] for p in left]}")
+                raise AssertionError(f"left behind: {[str(process) for process in left]}")
             time.sleep(0.05)
 
     # Health and admin
@@ -319,8 +319,9 @@ def _parsed(body: bytes) -> Any:
         return body.decode(errors="replace")
 
 
-def _alive(pid: int) -> bool:
+def _alive(process: psutil.Process) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        # Its number may be another one's by now.
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

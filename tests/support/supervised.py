@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from cluster.ports import free_ports
 from support import stand_in
 from support.service import PORTS, Service
@@ -57,7 +58,7 @@ class Supervised(Service):
         env = stand_in.install(folder / "stand-in", **behaviour)
         with self.log.open("wb") as log, self.out.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=log, env=env, start_new_session=True)
-        self.family: set[int] = set()
+        self.family: set[psutil.Process] = set()
 
     def behave(self, **behaviour: Any) -> None:
         """What the stand-ins do from their next start on."""
