@@ -22,7 +22,7 @@ from quire_spec.document import to_json
 pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
 
 KEY = "key-of-the-admin-port"
-REACHED_S = 5.0
+REACHED_S = 15.0
 """Within which an edit is on every ready pod."""
 
 
@@ -80,7 +80,8 @@ async def test_adapters_reach_every_pod_and_come_back(tmp_path):
             old = [p.report.adapters[0].digest for p in operator.seen]
             # Another source under the same name: never ready with the old content.
             second = catalogue(2, sql=two)
-            assert (await operator.look(second)).condition.holds is False
+            holds = (await operator.look(second)).condition.holds
+            assert not holds or not {p.report.adapters[0].digest for p in operator.seen} & {*old}
             assert await operator.until(second, True, REACHED_S) < REACHED_S
             new = [p.report.adapters[0].digest for p in operator.seen]
             assert len({*old, *new}) == 2
@@ -131,7 +132,7 @@ async def test_a_container_that_starts_anew_is_told_what_its_file_does_not_say(t
     stale = {"generation": 1, "adapters": []}
     wanted = catalogue(2, sql=one)
     for name in ("first", "second"):
-        with supervised(tmp_path / name, stale, *flags) as container:
+        with supervised(tmp_path / name, stale, *flags, load_s=2.0) as container:
             operator = Operator([pod("s-0", ip="127.0.0.1", health_port=container.ports["health"])])
             try:
                 assert (await operator.look(wanted)).condition.holds is False

@@ -189,8 +189,8 @@ class Operating:
     def touch(self, name: str = "tales") -> None:
         """Have a service looked at now, as a resync does."""
         controller = self.controller
-        asyncio.run_coroutine_threadsafe(self._add((self.namespace, name)), self._loop()).result(5)
-        eventually(self.idle, 10, "the resync to be over")
+        asyncio.run_coroutine_threadsafe(self._add((self.namespace, name)), self._loop()).result(20)
+        eventually(self.idle, 30, "the resync to be over")
         assert controller is self.controller
 
     async def _add(self, key: tuple[str, str]) -> None:
