@@ -5,21 +5,20 @@ The pods of Jobs end as a test says (support/kubelet.py); what their program doe
 """
 
 import asyncio
-import threading
 from datetime import UTC, datetime
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from support.downloads import ended, is_download
 from support.fleet import Fleet
 from support.kubelet import Container, Kubelet
-from support.operating import TINY, Operating, llm_service
+from support.operating import Operating, llm_service
+from support.place import Place
 from support.pod import eventually
 
 from quire_operator.kube import kinds
 from quire_operator.reconcile import reconciler
 from quire_operator.reconcile.model_cache import job_succeeded
-from quire_spec.outcome import Outcome, Result
+from quire_spec.outcome import Result
 from quire_spec.progress import Progress
 
 API = ("quire.dev/v1alpha1", "LLMService")
@@ -27,37 +26,11 @@ FAR = Progress(2**20, 4 * 2**20, 2**18)
 COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
 
 
-class Place:
-    """A web server with the tiny model, which may ask for a header."""
-
-    def __init__(self):
-        self.secret = ""
-        place = self
-
-        class Handler(SimpleHTTPRequestHandler):
-            def do_GET(self):
-                if place.secret and self.headers.get("X-Key") != place.secret:
-                    self.send_error(401)
-                else:
-                    super().do_GET()
-
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(TINY)))
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server.server_port}"
-
-
 @pytest.fixture(scope="module")
 def place():
     place = Place()
     yield place
-    place.server.shutdown()
-    place.server.server_close()
+    place.close()
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +43,11 @@ def kubelet(cluster):
 def downloads(kubelet, namespace, container):
     """What the download Job's pods of a namespace do from now on."""
 
-    kubelet.behave(lambda pod: is_download(pod, namespace), container)
+    kubelet.behave(lambda pod: is_of(pod, namespace), container)
 
 
-def is_download(pod, namespace):
-    meta = pod["metadata"]
-    return meta["namespace"] == namespace and meta["labels"].get("app.kubernetes.io/component") == "model-download"
-
-
-def ended(result, **fields):
-    outcome = Outcome(result, **{"bytes": 1000, **fields})
-    code = 0 if result is Result.DOWNLOADED else 1
-    return Container(exit_code=code, message=outcome.dump())
+def is_of(pod, namespace):
+    return pod["metadata"]["namespace"] == namespace and is_download(pod)
 
 
 def message(operating, kind):
@@ -227,9 +193,7 @@ def test_a_claim_that_is_made_again_is_filled_again(cluster, namespace, kubelet,
         (before,), (pod,) = cluster.items(*job, namespace), cluster.items("v1", "Pod", namespace)
         uid = before["metadata"]["uid"]
         again = Container()
-        kubelet.behave(
-            lambda body: is_download(body, namespace) and body["metadata"]["uid"] != pod["metadata"]["uid"], again
-        )
+        kubelet.behave(lambda body: is_of(body, namespace) and body["metadata"]["uid"] != pod["metadata"]["uid"], again)
         # Times of objects are whole seconds.
         eventually(lambda: datetime.now(UTC).strftime("%FT%TZ") > before["metadata"]["creationTimestamp"], 5, "later")
         cluster.delete(*claim, namespace)

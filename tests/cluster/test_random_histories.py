@@ -10,6 +10,7 @@ import os
 import time
 
 import pytest
+from support.downloads import source_of
 from support.histories import SERVICES, History
 from support.kubelet import Kubelet
 from support.operating import CHILDREN, reads_models
@@ -41,7 +42,7 @@ def fleet(cluster):
 @pytest.fixture
 def hasty(monkeypatch):
     """Operators that look at their pods often, so that seconds are enough."""
-    for name, seconds in {"_POLL_S": 0.3, "_POLL_MOST_S": 0.5, "_POLL_SETTLED_S": 0.5}.items():
+    for name, seconds in {"_POLL_S": 0.3, "_POLL_MOST_S": 0.5, "_POLL_SETTLED_S": 0.5, "_FAILED_JOB_S": 2.0}.items():
         monkeypatch.setattr(reconciler, name, seconds)
 
 
@@ -126,6 +127,8 @@ def differences(world, name):
     found = [f"{key} {status.get(key)}, and it is {value}" for key, value in wanted.items() if status.get(key) != value]
     conditions = {kind: condition["status"] for kind, condition in judged(status).items()}
     holds = {"ConfigValid": str(usable), "Ready": ready_of(spec, usable, pods, ready, deployment, wanted)}
+    if usable and fits(spec) and not spec.get("paused"):
+        holds["ModelCached"] = "True"
     found += [f"{kind} {conditions[kind]}, and it is {it}" for kind, it in holds.items() if conditions[kind] != it]
     if holds["Ready"] == "True" and not found:
         plan, length = status["plan"], spec.get("engine", {}).get("maxModelLen")
@@ -193,7 +196,7 @@ def is_usable(spec, name):
     slots = spec.get("lora", {}).get("maxLoaded", 8)
     pinned = sum(adapter.get("pinned", False) for adapter in adapters)
     sources = [model["source"], *(adapter["source"] for adapter in adapters)]
-    one_each = "pvc" in model["source"] and all(len(source) == 1 for source in sources)
+    one_each = model["source"].keys() <= {"pvc", "http"} and all(len(source) == 1 for source in sources)
     return one_each and not taken and (slots > 0 or not adapters) and pinned <= slots
 
 
@@ -221,8 +224,20 @@ def not_owned(world):
     for version, kind in (*CHILDREN, ("apps/v1", "ReplicaSet"), ("batch/v1", "Job"), ("v1", "Pod")):
         bodies = world.cluster.items(version, kind, world.namespace, labelSelector=MANAGED)
         found += [(kind, body["metadata"]["name"]) for body in bodies if not owned(body, owners)]
+        if kind == "Job":
+            found += [(kind, body["metadata"]["name"]) for body in bodies if is_of_no_use(world, body)]
         owners |= {body["metadata"]["uid"] for body in bodies if kind in ("Deployment", "ReplicaSet", "Job")}
     return found
+
+
+def is_of_no_use(world, job):
+    """Whether a Job of a service brings what the service has no use for."""
+    labels = job["metadata"]["labels"]
+    service = world.stored(labels.get(names.INSTANCE, ""))
+    download = labels.get(names.COMPONENT) == names.DOWNLOAD and job["metadata"].get("ownerReferences")
+    return (
+        bool(service and download) and source_of(job["spec"]["template"]["spec"]) != service["spec"]["model"]["source"]
+    )
 
 
 def owned(body, owners):

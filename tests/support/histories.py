@@ -14,6 +14,7 @@ from typing import Any
 
 from support.api_proxy import Fault
 from support.cluster import ApiError
+from support.downloads import NUM_SOURCES, ended
 from support.kubelet import SERVES, Container
 from support.operating import CHILDREN, CLAIM
 from support.pod import eventually
@@ -22,6 +23,7 @@ from support.witness import API
 from support.world import World
 
 from quire_operator.render import names
+from quire_spec.outcome import Result
 
 Manifest = dict[str, Any]
 SERVICES = ("tales", "tales-two")
@@ -59,7 +61,7 @@ UNUSABLE: list[Manifest] = [
 ]
 """Specs that API servers without rules take, some of them only with adapters."""
 USABLE: Manifest = {
-    "model": {"source": {"path": None, **CLAIM}, "servedName": None},
+    "model": {"source": {"path": None, "http": None, **CLAIM}, "servedName": None},
     "lora": {"maxLoaded": None},
     "runtime": {"memory": None},
     "paused": None,
@@ -88,6 +90,9 @@ class History:
             (2, self._adapters_applied),
             (2, self._engine),
             (2, self._scale),
+            (3, self._source),
+            (4, self._download),
+            (1, self._claim_deleted),
             (2, self._unusable),
             (1, self._usable),
             (1, self._paused),
@@ -132,7 +137,9 @@ class History:
 
     def _spec(self) -> Manifest:
         adapters = [self._adapter(name) for name in self.draw.sample("abc", self.draw.randint(0, 2))]
-        return {"replicas": self.draw.choice([1, 1, 2]), "adapters": adapters}
+        which = self.draw.randrange(2 * NUM_SOURCES)
+        source = CLAIM if which >= NUM_SOURCES else self.world.downloads.source(which)
+        return {"replicas": self.draw.choice([1, 1, 2]), "adapters": adapters, "model": {"source": source}}
 
     def _adapter(self, name: str) -> Manifest:
         path = f"{name}-v{self.draw.randint(1, 9)}"
@@ -223,6 +230,52 @@ class History:
         eventually(lambda: world.stored(name).get("metadata", {}).get("uid") != uid, 30, f"{name} gone")
         world.make(name, spec)
         return f"deleted ({how}) and made again: {spec}"
+
+    # Downloads
+
+    def _source(self, name: str) -> str:
+        """Another model, on a claim or somewhere else."""
+        which = self.draw.randrange(NUM_SOURCES + 1)
+        source = CLAIM | {"http": None} if which == NUM_SOURCES else self.world.downloads.source(which) | {"pvc": None}
+        self.world.edit(name, {"model": {"source": {"path": None, **source}}})
+        return f"source: {source}"
+
+    def _download(self, name: str) -> str:
+        what = self.draw.choice(["slow", "slow", "well", "away", "fails", "evicted", "pod deleted", "job deleted"])
+        result, how = self.draw.choice(list(Result)[1:]), self.draw.choice(["Background", "Foreground", "Orphan"])
+        world, downloads = self.world, self.world.downloads
+        pods = world.downloading(name)
+        match what:
+            case "slow":
+                downloads.slow.add(name)
+            case "well":
+                downloads.slow.discard(name)
+            case "away":
+                downloads.place.down = not downloads.place.down
+                what = f"place is down: {downloads.place.down}"
+            case "job deleted":
+                labels = f"{names.INSTANCE}={name}"
+                for job in world.cluster.items("batch/v1", "Job", world.namespace, labelSelector=labels):
+                    world.cluster.delete(
+                        "batch/v1", "Job", job["metadata"]["name"], world.namespace, propagationPolicy=how
+                    )
+                what += f" ({how})"
+            case _ if not pods:
+                return f"no download {what}"
+            case "fails":
+                downloads.end(pods[0], ended(result, message=f"{name} has failed"))
+                what += f" ({result})"
+            case "evicted":
+                downloads.end(pods[0], Container(exit_code=137, reason="Evicted"))
+            case "pod deleted":
+                world.cluster.delete("v1", "Pod", pods[0]["metadata"]["name"], world.namespace)
+        return f"download {what}"
+
+    def _claim_deleted(self, name: str) -> str:
+        claim = names.model_claim(name)
+        self.world.cluster.delete("v1", "PersistentVolumeClaim", claim, self.world.namespace)
+        self.world.let_claim_go(name)
+        return "claim of downloads deleted, and all pods"
 
     # Pods
 
@@ -389,9 +442,19 @@ class History:
     # Its end
 
     def let_go(self) -> None:
-        """The API server is well, and nothing is held back from going."""
+        """The API server is well, as is what models are downloaded from, and nothing is held back from going."""
         self.calm()
         world = self.world
+        world.downloads.place.down = False
+        world.downloads.slow.clear()
+        for claim in world.cluster.items("v1", "PersistentVolumeClaim", world.namespace):
+            for name in SERVICES:
+                if claim["metadata"]["name"] == names.model_claim(name) and "deletionTimestamp" in claim["metadata"]:
+                    world.let_claim_go(name)
+        for job in world.cluster.items("batch/v1", "Job", world.namespace):
+            if job["status"].get("failed"):
+                # A Job tries again later and later.
+                world.cluster.delete("batch/v1", "Job", job["metadata"]["name"], world.namespace)
         for version, kind, _ in _CHILDREN:
             for body in world.cluster.items(version, kind, world.namespace):
                 finalizers = body["metadata"].get("finalizers", [])
@@ -410,5 +473,9 @@ class History:
             spec = world.stored(name)["spec"]
             # Of two managers that apply an adapter, each may have given it another kind of source.
             adapters = [a if len(a["source"]) == 1 else self._adapter(a["name"]) for a in spec.get("adapters") or ()]
-            world.edit(name, {**USABLE, "adapters": adapters, "replicas": spec.get("replicas", 1) or 1})
+            source = spec["model"]["source"]
+            model = USABLE["model"]
+            if "http" in source:
+                model = {**model, "source": {**source, "path": None, "pvc": None}}
+            world.edit(name, {**USABLE, "model": model, "adapters": adapters, "replicas": spec.get("replicas", 1) or 1})
         world.say("all is well again")

@@ -5,6 +5,7 @@ against each other.
 """
 
 import hashlib
+import json
 import threading
 import time
 from collections.abc import Mapping
@@ -176,7 +177,15 @@ class Started:
         length = spec.get("engine", {}).get("maxModelLen")
         sources = [spec["model"]["source"], *(adapter["source"] for adapter in spec.get("adapters") or ())]
         claims = {source["pvc"]["claimName"] for source in sources if "pvc" in source}
-        return claims <= self.claims and length in (None, self.engine["max_model_len"])
+        fits = claims <= self.claims and length in (None, self.engine["max_model_len"])
+        return fits and self.engine["model"] == _folder(spec["model"]["source"])
+
+
+def _folder(source: Mapping[str, Any]) -> str:
+    """Where pods have a model."""
+    if "pvc" in source:
+        return f"/mnt/claims/{source['pvc']['claimName']}/{source['pvc']['path']}"
+    return f"/mnt/model/{hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:7]}"
 
 
 def is_ready(pod: Manifest) -> bool:

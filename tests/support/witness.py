@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from support.cluster import Cluster
+from support.downloads import Downloads
 from support.observing import faults
 from support.remembering import Claim, Started, Watching, content, is_ready, serves
 
+from quire_operator.render import names
 from quire_spec.catalogue import Catalogue
 from quire_spec.status import AdapterState, PodStatus
 
@@ -16,6 +18,8 @@ Manifest = dict[str, Any]
 API = ("quire.dev/v1alpha1", "LLMService")
 SLACK_S, DEAF_S = 3.0, 11.0
 """What an operator on a busy machine may not have heard of yet; and one whose watch was swallowed."""
+WATCHED_S = 1.0
+"""By which one of our own watches may be behind another."""
 
 
 def wanted_digest(spec: Mapping[str, Any]) -> str:
@@ -26,11 +30,11 @@ def wanted_digest(spec: Mapping[str, Any]) -> str:
 class Witness:
     """What was seen, and what was wrong with it. A context manager."""
 
-    def __init__(self, cluster: Cluster, namespace: str, started: Mapping[str, Started]) -> None:
+    def __init__(self, cluster: Cluster, namespace: str, started: Mapping[str, Started], downloads: Downloads) -> None:
         """`started` has every pod that ever ran, by uid."""
         self.services = Watching(cluster, *API, namespace)
         self.pods = Watching(cluster, "v1", "Pod", namespace)
-        self.started = started
+        self.started, self.downloads = started, downloads
         self.claims: list[Claim] = []
         self.deaf_at: list[float] = []
         """When operators began to hear late."""
@@ -51,9 +55,9 @@ class Witness:
 
     def wrong(self) -> list[str]:
         """What does not hold of the versions of services that were seen, in words."""
-        found = [
-            f"the watch of {watch.path} ended: {watch.error!r}" for watch in (self.services, self.pods) if watch.error
-        ]
+        watches = (self.services, self.pods, self.downloads.jobs, self.downloads.claims)
+        found = [f"the watch of {watch.path} ended: {watch.error!r}" for watch in watches if watch.error]
+        found += self._of_started()
         before: dict[str, Manifest] = {}
         for version in list(self.services.seen):
             body = version.body
@@ -66,6 +70,19 @@ class Witness:
             found += [f"{meta['name']} at {version.at:.2f}, generation {meta['generation']}: {words}" for words in said]
         return found
 
+    def _of_started(self) -> Iterator[str]:
+        """Pods that ran before their model was there."""
+        known: set[str] = set()
+        for version in list(self.pods.seen):
+            started = self.started.get(version.uid)
+            if started is None or version.uid in known or version.body["status"].get("phase") != "Running":
+                continue
+            known.add(version.uid)
+            labels, model = version.body["metadata"]["labels"], started.engine["model"]
+            service = labels.get(names.INSTANCE, "")
+            if service and not self.downloads.was_brought(service, model, version.at + WATCHED_S):
+                yield f"pod {version.body['metadata']['name']} ran at {version.at:.2f}, before there was {model}"
+
     def _of_pods(self, body: Manifest, status: Manifest) -> Iterator[str]:
         """What a status says of pods, held against what they said to the pass that it is of.
 
@@ -74,6 +91,8 @@ class Witness:
         made = [claim for claim in self.claims if claim.uid == body["metadata"]["uid"] and claim.status == status]
         if not made:
             yield f"nobody says that he wrote this: {status}"
+            return
+        yield from self.downloads.faults(body, self._heard(made[0]), made[-1].at)
         # An operator may find the same more than once: it was written at one of these times.
         if any(self._is_crowded(claim) for claim in made):
             return
@@ -85,8 +104,7 @@ class Witness:
         meta, spec = body["metadata"], body["spec"]
         status, judged = claim.status, {c["type"]: c for c in claim.status["conditions"]}
         claims_ready = judged["Ready"]["status"] == "True"
-        late = any(claim.begun - DEAF_S < at < claim.at for at in self.deaf_at)
-        since = claim.begun - (DEAF_S if late else SLACK_S)
+        since = self._heard(claim)
         always, ever = self._ready(meta["name"], since, int(meta["resourceVersion"]))
         always -= {uid for uid in always if self.started[uid].script.hung_in(since, claim.at)}
         said = {uid: self._said(uid, claim) for uid in always}
@@ -117,6 +135,11 @@ class Witness:
             if not len(always) <= spec.get("replicas", 1) <= len(ever):
                 yield f"Ready with {len(always)} to {len(ever)} of {spec.get('replicas', 1)} pods"
             yield from (f"Ready with pod {uid} of another spec" for uid in always if not self.started[uid].fits(spec))
+
+    def _heard(self, claim: Claim) -> float:
+        """From when on an operator may not have heard of something yet."""
+        late = any(claim.begun - DEAF_S < at < claim.at for at in self.deaf_at)
+        return claim.begun - (DEAF_S if late else SLACK_S)
 
     def _is_crowded(self, claim: Claim) -> bool:
         before = [crowded for at, crowded in self._crowded if at <= claim.begun][-1:]

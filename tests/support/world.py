@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from support.api_proxy import ApiProxy
 from support.cluster import Cluster
+from support.downloads import Downloads, is_download
 from support.operating import Operating, claim, llm_service
 from support.remembering import Killed, RememberingFleet, RememberingPod, witnessed
 from support.witness import API, Witness
@@ -28,7 +29,8 @@ class World:
     def __init__(self, cluster: Cluster, namespace: str, fleet: RememberingFleet, folder: Path) -> None:
         self.cluster, self.namespace, self.fleet, self.kubelet = cluster, namespace, fleet, fleet.kubelet
         self.proxy = ApiProxy(cluster, folder)
-        self.witness = Witness(cluster, namespace, fleet.started)
+        self.downloads = Downloads(cluster, namespace, fleet.kubelet)
+        self.witness = Witness(cluster, namespace, fleet.started, self.downloads)
         self.operators: list[Operating] = []
         self.num_writes = 0
         """Of operators that are gone."""
@@ -42,6 +44,7 @@ class World:
             for name in CLAIMS:
                 self.cluster.apply(claim(name), self.namespace)
             stack.enter_context(self.proxy)
+            stack.enter_context(self.downloads)
             stack.enter_context(self.witness)
             stack.callback(self.stop_all)
             self._stack = stack.pop_all()
@@ -107,3 +110,14 @@ class World:
         """Those that run, by name."""
         found = [(m.pod, m.script) for m in self.fleet.of(self.namespace) if m.pod["metadata"]["uid"] not in self.ended]
         return [(pod, script) for pod, script in found if pod["metadata"]["labels"][names.INSTANCE] == name]  # type: ignore[misc]
+
+    def downloading(self, name: str) -> list[Manifest]:
+        """Pods that download a service's model, by name."""
+        found = self.cluster.items("v1", "Pod", self.namespace, labelSelector=f"{names.INSTANCE}={name}")
+        running = [pod for pod in found if is_download(pod) and pod["status"].get("phase") == "Running"]
+        return sorted(running, key=lambda pod: str(pod["metadata"]["name"]))
+
+    def let_claim_go(self, name: str) -> None:
+        """Delete all pods of a service, which hold its claim, also those that have ended."""
+        for pod in self.cluster.items("v1", "Pod", self.namespace, labelSelector=f"{names.INSTANCE}={name}"):
+            self.cluster.delete("v1", "Pod", pod["metadata"]["name"], self.namespace)
