@@ -17,8 +17,8 @@ from quire_spec.catalogue import Catalogue
 API = ("quire.dev/v1alpha1", "LLMService")
 POLICY = ("networking.k8s.io/v1", "NetworkPolicy", "tales")
 HELD, LET_GO = {"metadata": {"finalizers": ["example.com/held"]}}, {"metadata": {"finalizers": None}}
-REACHED_S = 15.0
-"""Within which an edit of the adapters is on every ready pod: before the operator looks at settled pods by itself."""
+REACHED_S = 5.0
+"""Within which an edit of the adapters is on every ready pod."""
 SQL = {"name": "sql", "source": {"pvc": {"claimName": "models", "path": "sql"}}}
 PIRATE = {"name": "pirate", "source": {"pvc": {"claimName": "models", "path": "pirate"}}}
 
@@ -186,7 +186,7 @@ def test_an_operator_that_is_behind_does_not_take_pods_back(cluster, namespace, 
         member.script.catalogue = Catalogue.from_json(told)
         member.script.pushes.clear()
         operating.touch()
-        world.until("Ready", "True", seconds=REACHED_S)
+        world.until("Ready", "True")
         assert world.held() == [["pirate"]] and member.script.pushes == []
 
 

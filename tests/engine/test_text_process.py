@@ -325,9 +325,9 @@ def test_a_prompt_of_50_mb_is_refused_at_once_and_stalls_nobody(pod: Pod, client
         start = time.monotonic()
         client.socket.sendall(frame)
         event = first_event(client, 77)
-        assert time.monotonic() - start < 5.0, "to tokenize it takes three times as long"
+        assert time.monotonic() - start < 1.0
         assert event.error_code == "INVALID_ARG" and "50000" in event.error and "max_model_len" in event.error
-        assert longest_gap(other, 0.2) < 1.0
+        assert longest_gap(other, 0.2) < 0.25
     assert psutil.Process(pod.processes["text"].pid).memory_info().rss < 300 * 2**20
     assert text_of(client.generate("fox", max_tokens=2)) is not None
 
@@ -467,7 +467,7 @@ def test_a_dead_core_ends_requests_at_once_and_a_new_one_serves(model: Path, tmp
                 assert events[-1].error_code == "UNAVAILABLE" and "restarting" in events[-1].error
             (event,) = client.generate("fox")
             assert event.error_code == "UNAVAILABLE"
-            assert time.monotonic() - start < 10
+            assert time.monotonic() - start < 2.0
             pod.start("core")
             assert text_of(client.generate("fox", temperature=0, max_tokens=8)) == before
 
@@ -486,7 +486,7 @@ def test_a_dead_text_process_leaves_nothing_in_the_core(model: Path, tmp_path: P
                 client.receive()
         client.close()
         pod.wait_idle()
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 2.0
         pod.start("text")
         with pod.peer("text", "frontend") as client:
             assert client.generate("fox", max_tokens=4)[-1].finish_reason == "length"

@@ -22,7 +22,7 @@ from quire_spec.document import to_json
 pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
 
 KEY = "key-of-the-admin-port"
-REACHED_S = 15.0
+REACHED_S = 5.0
 """Within which an edit is on every ready pod."""
 
 

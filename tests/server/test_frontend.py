@@ -274,11 +274,11 @@ class TestCancellation:
 
     @pytest.fixture
     def cancelled(self, running):
-        """Waits until the text process is told to stop `count` open requests, which would last for minutes."""
+        """Waits until the text process is told to stop `count` requests that were open; the seconds it took."""
         before = sum(len(note["was_open"]) for note in running.notes("cancel"))
 
         def wait(count=1, timeout=10):
-            wait_until(
+            return wait_until(
                 lambda: sum(len(n["was_open"]) for n in running.notes("cancel")) == before + count, timeout, "cancelled"
             )
 
@@ -292,7 +292,7 @@ class TestCancellation:
                 await response.content.readline()
 
         run(*(leave() for _ in range(4)))
-        cancelled(4)
+        assert cancelled(4) < 1
 
     def test_http_disconnect_while_silent_is_found_out_at_the_first_token(self, running, cancelled):
         """Release 24.10 looks at a paused connection only when it writes to it."""
@@ -333,7 +333,7 @@ class TestCancellation:
                     answers.cancel()
 
         asyncio.run(scenario())
-        cancelled()
+        assert cancelled() < 1
 
     def test_kill_of_the_client(self, running, cancelled):
         code = (
@@ -351,7 +351,7 @@ class TestCancellation:
             client.stdout.readline()
             wait_until(lambda: running.num_open() == 2, 20, "open twice")
             client.kill()
-        cancelled(2)
+        assert cancelled(2) < 1
 
     def test_many_silent_requests_cancelled_at_once(self, running, cancelled):
         with GrpcStream(running) as stream:
@@ -359,7 +359,7 @@ class TestCancellation:
                 stream.send(BASE, [grpc_text("silent"), grpc_flag("stream", True)])
             wait_until(lambda: running.num_open() == 64, 10, "open")
             stream.client.stop_stream(cancel_requests=True)
-        cancelled(64)
+        assert cancelled(64) < 1.5
 
 
 def test_64_streams_at_once(running):

@@ -131,6 +131,8 @@ class Operating:
             yield
         finally:
             watching.cancel()
+            # A connection that it is about to make is closed with the others.
+            await asyncio.gather(watching, return_exceptions=True)
 
     @asynccontextmanager
     async def _kopf(self, login: Login, settings: Settings) -> AsyncIterator[None]:
