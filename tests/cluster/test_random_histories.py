@@ -25,7 +25,7 @@ NUM_EVENTS = int(os.environ.get("FUZZ_EVENTS", "16"))
 SETTLED_S, QUIET_S = 45.0, 1.0
 """By when a status is what is so; for how long nothing is to be written then."""
 MANAGED = f"{names.MANAGED_BY}={names.MANAGER}"
-first, _, last = os.environ.get("FUZZ_HISTORIES", "2").rpartition("-")
+first, _, last = os.environ.get("FUZZ_HISTORIES", "1").rpartition("-")
 SEEDS = range(int(first), int(last) + 1) if first else range(int(last))
 
 
