@@ -133,6 +133,14 @@ async def test_a_job_whose_pod_said_nothing():
         await _found(Pods(_pod("")))
 
 
+async def test_a_job_whose_pod_is_gone_is_started_again():
+    """As the node went, or somebody deleted it: nothing is known of the model."""
+    pods = Pods()
+    with pytest.raises(Unavailable, match=r"claim 'models', path 'tiny': the pod of the Job .* is gone"):
+        await _found(pods)
+    assert len(pods.deleted) == 1
+
+
 async def test_a_job_that_had_no_time_says_nothing_of_the_model():
     """It is started again, where a model that is wrong is left alone for a while."""
     late = {"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": "active longer than specified"}

@@ -207,7 +207,7 @@ def _told(job: Mapping[str, Any], messages: list[tuple[int, str]], source: PvcSo
 
     Raises:
         ConfigError: it failed.
-        Unavailable: it had no time to.
+        Unavailable: it had no time to, or nobody heard of it.
     """
     for code, message in messages:
         if code == 0 and message:
@@ -225,6 +225,8 @@ def _told(job: Mapping[str, Any], messages: list[tuple[int, str]], source: PvcSo
                 raise Unavailable(f"{where}: no pod of the Job that reads config.json came to its end in time ({said})")
             raise ConfigError(f"{where}: the Job that reads config.json failed: {said or condition.get('reason')}")
     if _is_over(job, "Complete"):
+        if not messages:
+            raise Unavailable(f"{where}: the pod of the Job that read config.json is gone, and what it said with it")
         raise ConfigError(f"{where}: the Job that reads config.json ended without a word; is the image a Quire image?")
     return None
 
