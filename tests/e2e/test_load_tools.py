@@ -53,13 +53,19 @@ def test_perf_analyzer_streams_over_grpc(service, perf_analyzer, tmp_path):
     (tmp_path / "inputs.json").write_text(json.dumps({"data": [tensors]}))
     argv = [program, "-m", "tales", "-u", f"127.0.0.1:{service.ports['grpc']}", "-i", "grpc", "--streaming", "--async"]
     argv += ["--input-data", "inputs.json", "--concurrency-range", "4", "--request-count", str(NUM_REQUESTS)]
-    said = run([*argv, "--profile-export-file", "profile.json", "-f", "report.csv"], environment, tmp_path)
-    requests = json.loads((tmp_path / "profile.json").read_text())["experiments"][0]["requests"]
-    assert len(requests) >= NUM_REQUESTS and "Failed" not in said
+    argv += ["--profile-export-file", "profile.json", "-f", "report.csv"]
+    profile = ""
+    # On a busy machine it leaves the file of a run empty once in fifty, and reports the run as it was.
+    for _ in range(5):
+        said = run(argv, environment, tmp_path)
+        [report] = csv.DictReader((tmp_path / "report.csv").read_text().splitlines())
+        assert float(report["Inferences/Second"]) > 0 and "Failed" not in said
+        if profile := (tmp_path / "profile.json").read_text():
+            break
+    requests = json.loads(profile)["experiments"][0]["requests"]
+    assert len(requests) >= NUM_REQUESTS
     assert all(request["response_timestamps"] == sorted(request["response_timestamps"]) for request in requests)
     assert all(1 <= len(request["response_timestamps"]) <= NUM_TOKENS for request in requests)
-    [report] = csv.DictReader((tmp_path / "report.csv").read_text().splitlines())
-    assert float(report["Inferences/Second"]) > 0
 
 
 def test_genai_perf_reports_tokens(service, perf_analyzer, tmp_path):
