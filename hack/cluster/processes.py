@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of a cluster, started in the background and found again by a mark in their environment.
 
-The mark and not a file of process ids: it is there from the process's first instant, a recycled id cannot wear it, and
-what a killed starter left behind is found all the same.
+The mark and not a file of process ids: a recycled id cannot wear it, and what a killed starter left behind is found all
+the same.
 """
 
 import os
@@ -80,20 +80,13 @@ def stop(folder: Path, name: str | None = None) -> None:
     deadline = time.monotonic() + STOP_S
     number = signal.SIGTERM
     told: set[int] = set()
-    while found := [p.pid for p in running(folder) if name in (None, p.name)]:
+    while found := _found(folder, name):
         if time.monotonic() > deadline:
             number, deadline, told = signal.SIGKILL, time.monotonic() + STOP_S, set()
-        for pid in found:
-            if pid not in told:
-                told.add(pid)
-                _signal(pid, number)
+        for pid in found - told:
+            _signal(pid, number)
+        told |= found
         time.sleep(0.02)
-        _reap()
-    # A process loses its environment some time before it can be waited for.
-    for process, (where, started) in [*_started.items()]:
-        if where == folder and name in (None, started):
-            process.wait(STOP_S)
-    _reap()
 
 
 def tail(folder: Path, name: str, lines: int = 15) -> str:
@@ -102,15 +95,18 @@ def tail(folder: Path, name: str, lines: int = 15) -> str:
     return "\n".join(file.read_text(errors="replace").splitlines()[-lines:]) if file.exists() else "(no log)"
 
 
+def _found(folder: Path, name: str | None) -> set[int]:
+    """Ids of what runs under `name`, or of everything. Ours also by their handles: between two programs, at its exec, a
+    process shows no environment, and it loses its own some time before it can be waited for."""
+    for process in [*_started]:
+        if process.poll() is not None:  # waited for with that: a child of ours stays a zombie until it is
+            del _started[process]
+    ours = {p.pid for p, (where, started) in _started.items() if where == folder and name in (None, started)}
+    return ours | {p.pid for p in running(folder) if name in (None, p.name)}
+
+
 def _signal(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:
         pass
-
-
-def _reap() -> None:
-    """A child of ours stays a zombie until it is waited for."""
-    for process in [*_started]:
-        if process.poll() is not None:
-            del _started[process]

@@ -81,3 +81,12 @@ def test_another_clusters_programs_are_left_alone(tmp_path):
     processes.stop(ours)
     assert (names(ours), names(theirs)) == ([], ["sleep"])
     processes.stop(theirs)
+
+
+def test_ours_is_ended_while_it_shows_no_environment(tmp_path):
+    """As every program does for an instant at its exec."""
+    bare = processes.start(tmp_path, "bare", ["env", "-i", "sleep", "600"])
+    eventually(lambda: _command(bare.pid) == "sleep", 10, "sleep")
+    assert names(tmp_path) == []
+    processes.stop(tmp_path)
+    assert bare.returncode is not None
