@@ -14,6 +14,7 @@ from aiohttp import web
 from support.cluster import Cluster
 
 from quire_operator.kube.login import Login
+from quire_operator.kube.session import Session
 
 _PASSED = ("Content-Type", "Accept")
 
@@ -48,7 +49,7 @@ class ApiProxy:
         self._open.set()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="proxy", daemon=True)
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -85,9 +86,8 @@ class ApiProxy:
 
     async def _run(self) -> None:
         login = Login.find(str(self.cluster.kubeconfig))
-        connector = aiohttp.TCPConnector(ssl=login.tls, limit=0)
-        async with aiohttp.ClientSession(login.server, connector=connector, headers=await login.headers()) as session:
-            self._session = session
+        async with Session(login) as session:
+            self._session, self._server, self._who = session._watches, login.server, await login.headers()
             app = web.Application(client_max_size=2**24)
             app.add_routes([web.route("*", "/{path:.*}", self._forward)])
             runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -99,7 +99,6 @@ class ApiProxy:
             while not self._stop.is_set():
                 await asyncio.sleep(0.05)
             await runner.cleanup()
-        await asyncio.sleep(0.1)
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         fault = self.fault(request.method, request.path_qs)
@@ -110,9 +109,14 @@ class ApiProxy:
         if fault and not fault.sent:
             return self._answer(fault)
         headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
+        url = self._server + request.path_qs
         body = await request.read()
         async with self._session.request(
-            request.method, request.path_qs, data=body or None, headers=headers, timeout=aiohttp.ClientTimeout(None)
+            request.method,
+            url,
+            data=body or None,
+            headers={**headers, **self._who},
+            timeout=aiohttp.ClientTimeout(None),
         ) as answer:
             if fault:
                 await answer.read()

@@ -5,11 +5,14 @@ Raises ApiError by what can be done about it. What was lost on the way is sent a
 """
 
 import asyncio
+import contextlib
 import random
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakSet
 
 import aiohttp
 import orjson
@@ -24,7 +27,8 @@ _CONNECT_S = 10.0
 _TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=_CONNECT_S)
 """Of every request but watches."""
 _MAX_CONNECTIONS = 32
-_CLOSE_S = 0.1
+_CLOSE_S = 5.0
+"""Of connections that have been ended, to be closed: a few turns of the event loop."""
 _TWICE = ("GET", "PATCH", "DELETE")
 """Requests that may be sent again when the answer is lost; patches are applies, or replace what they test; deletes name
 a uid."""
@@ -42,14 +46,12 @@ class Session:
         self.login = login
         self.may_write: Callable[[], bool] = lambda: True
         """Asked before each request that changes something; False: it is not sent, and raises Busy."""
+        self._sockets: WeakSet[socket.socket] = WeakSet()
 
     async def __aenter__(self) -> Self:
-        tls = self.login.tls if self.login.tls is not None else False
         # Watches hold a connection each for ever; they must not use up those of the workers.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=tls, limit=_MAX_CONNECTIONS), auto_decompress=True
-        )
-        self._watches = aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls, limit=0))
+        self._session = aiohttp.ClientSession(connector=self._connector(_MAX_CONNECTIONS), auto_decompress=True)
+        self._watches = aiohttp.ClientSession(connector=self._connector(0))
         return self
 
     async def __aexit__(
@@ -57,8 +59,25 @@ class Session:
     ) -> None:
         await self._session.close()
         await self._watches.close()
-        # aiohttp's close only begins to end TLS connections.
-        await asyncio.sleep(_CLOSE_S)
+        # Of those whose request was cancelled aiohttp only begins to end TLS, and knows them no more: that takes a turn
+        # of the other side, which may be busy or gone.
+        for each in list(self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                while any(each.fileno() >= 0 for each in list(self._sockets)):
+                    await asyncio.sleep(0.001)
+
+    def _connector(self, limit: int) -> aiohttp.TCPConnector:
+        tls = self.login.tls if self.login.tls is not None else False
+        return aiohttp.TCPConnector(ssl=tls, limit=limit, socket_factory=self._socket)
+
+    def _socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
+        family, kind, protocol, *_ = address
+        made = socket.socket(family, kind, protocol)
+        self._sockets.add(made)
+        return made
 
     async def request(
         self,
