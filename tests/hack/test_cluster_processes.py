@@ -64,11 +64,8 @@ def test_what_a_killed_starter_left_is_found_and_ended(tmp_path):
 
 def test_one_that_does_not_listen_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "STOP_S", 0.2)
-    deaf = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-    )
-    processes.start(tmp_path, "deaf", [sys.executable, "-c", deaf])
-    eventually(lambda: "deaf" in processes.tail(tmp_path, "deaf"), 10, "its first line")
+    processes.start(tmp_path, "deaf", [sys.executable, "-c", DEAF])
+    eventually(lambda: "deaf" in processes.tail(tmp_path, "deaf"), 60, "its first line")
     processes.stop(tmp_path)
     assert names(tmp_path) == []
 
@@ -76,8 +73,9 @@ def test_one_that_does_not_listen_is_killed(tmp_path, monkeypatch):
 def test_another_clusters_programs_are_left_alone(tmp_path):
     (ours := tmp_path / "ours").mkdir()
     (theirs := tmp_path / "theirs").mkdir()
-    for folder in (ours, theirs):
-        processes.start(folder, "sleep", ["sleep", "600"], dies_with_us=True)
+    started = [processes.start(folder, "sleep", ["sleep", "600"], dies_with_us=True) for folder in (ours, theirs)]
+    # Later it shows its environment for good.
+    eventually(lambda: _command(started[1].pid) == "sleep" and names(theirs), 60, "sleep")
     processes.stop(ours)
     assert (names(ours), names(theirs)) == ([], ["sleep"])
     processes.stop(theirs)
