@@ -172,7 +172,7 @@ def pid(service: Service, name: str) -> int:
     """Process id. Raises one of several errors where it is not there."""
     if name == "supervisor":
         return service.process.pid
-    return service.stub_pid("tales") if name == STUB else service.pid(name)
+    return service.stub("tales").pid if name == STUB else service.pid(name)
 
 
 async def watch(soak: Soak, service: Service, seconds: int) -> list[Sizes]:

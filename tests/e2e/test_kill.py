@@ -26,7 +26,7 @@ def own(tmp_path_factory):
 @pytest.mark.parametrize("victim", ["core", "text", "server", "stub"])
 def test_kill(own, victim):
     """Every open stream ends with an error within 2 s; readiness drops; service is back by itself, adapters too."""
-    pid = own.stub_pid("pirate") if victim == "stub" else own.pid(victim)
+    pid = own.stub("pirate").pid if victim == "stub" else own.pid(victim)
     models = ["tales", "pirate", "sql"]
     streams = [Stream() for _ in range(9)]
     calls = [own.http_stream, own.grpc_stream, own.http_stream]
@@ -84,7 +84,7 @@ def test_kill_a_rank_that_shares_the_layers(tmp_path):
 
 def test_kill_an_idle_stub_heals_that_model_alone(own):
     server = own.pid("server")
-    os.kill(own.stub_pid("sql"), signal.SIGKILL)
+    own.stub("sql").kill()
     own.wait(lambda: answers(own), 20, "serving again")
     assert own.pid("server") == server
 

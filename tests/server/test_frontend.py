@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -314,7 +313,7 @@ class TestCancellation:
             async def requests():
                 inputs = [grpc_text(prompt if stream else "silent"), grpc_flag("stream", stream)]
                 yield {"model_name": BASE, "inputs": inputs, "parameters": {"max_tokens": 100_000}}
-                await asyncio.sleep(60)
+                await asyncio.Event().wait()
 
             before = len(running.notes("submit"))
             async with grpcaio.InferenceServerClient(f"127.0.0.1:{running.ports['grpc']}") as client:
@@ -440,7 +439,7 @@ def test_a_killed_text_process_ends_every_stream_and_it_works_after_its_restart(
 
 def test_unload_lets_open_requests_finish_and_ends_the_stub(running):
     running.add_model("late")
-    (stub,) = [p for p in running.processes() if any("late_0_0" in word for word in p.cmdline())]
+    stub = running.stub("late")
     into = Stream()
 
     async def scenario() -> None:
@@ -474,8 +473,7 @@ def test_a_stub_imports_little_and_stays_small(running):
             await client.load_model(name, config, {repository.MODEL_FILE: program.encode()})
 
     def memory(name):
-        (stub,) = [p for p in running.processes() if any(f"{name}_0_0" in word for word in p.cmdline())]
-        return stub.memory_full_info()
+        return running.stub(name).memory_full_info()
 
     asyncio.run(load("bare", bare))
     asyncio.run(load("ours", ours))
@@ -491,8 +489,7 @@ def test_a_stub_imports_little_and_stays_small(running):
 def test_a_killed_stub_frees_its_requests_and_its_model_loads_again(tmp_path):
     with edge(tmp_path) as own:
         own.add_model("sql")
-        (stub,) = [p for p in own.processes() if any("sql_0_0" in word for word in p.cmdline())]
-        os.kill(stub.pid, signal.SIGKILL)
+        own.stub("sql").kill()
         wait_until(lambda: own.notes("lost"), 20, "noticed by the text process")
 
         async def heal() -> None:

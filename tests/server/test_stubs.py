@@ -60,14 +60,15 @@ async def test_a_stub_that_outstays_its_model_is_killed_once_it_has_no_request(w
     watch, deaths = watch
     old, other = stub("sql"), stub("pirate")
     await until(lambda: watch.of("sql") and watch.of("pirate"))
-    num_open = {old.pid: 1}
-    retiring = asyncio.create_task(watch.retire(watch.of("sql"), lambda pid: num_open[pid]))
-    await asyncio.sleep(1.0)
+    num_open, asked = {old.pid: 1}, []
+    retiring = asyncio.create_task(watch.retire(watch.of("sql"), lambda pid: asked.append(pid) or num_open[pid]))
+    # More often than it would take to kill it, had it no request.
+    await until(lambda: len(asked) > stubs.LINGER_S / stubs.CONFIRM_S + 1)
     assert old.poll() is None and not retiring.done()
     num_open[old.pid] = 0
     await asyncio.wait_for(retiring, 20)
     await asyncio.sleep(2 * stubs.CONFIRM_S)
-    assert old.wait(5) == -signal.SIGKILL
+    assert old.wait(20) == -signal.SIGKILL
     assert other.poll() is None and deaths == []
 
 

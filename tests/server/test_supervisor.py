@@ -12,10 +12,9 @@ import time
 import urllib.request
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import tritonclient.grpc.aio as grpcaio
-from support.service import Stream, grpc_flag, grpc_text
+from support.service import Stream, alive, grpc_flag, grpc_text
 from support.supervised import ENGINE, adapter_folder, catalogue, started, supervised
 
 from quire_server.__main__ import main
@@ -150,7 +149,7 @@ async def open_streams(pod, models):
 def test_a_death_under_load(pod, victim):
     """Streams end with an error, readiness drops, the process comes back with all adapters, the others stay."""
     before = {name: pod.pid(name) for name in ("core", "text", "server")}
-    target = pod.stub_pid("a") if victim == "stub" else before[victim]
+    target = pod.stub("a").pid if victim == "stub" else before[victim]
     models = ["a"] if victim == "stub" else ["tales", "a", "b"]
 
     async def scenario():
@@ -180,11 +179,11 @@ def test_a_death_under_load(pod, victim):
 
 def test_an_idle_stub_is_replaced_alone_and_nobody_else_notices(pod):
     before = {name: pod.pid(name) for name in ("core", "text", "server")}
-    stub = pod.stub_pid("b")
+    stub = pod.stub("b")
 
     async def scenario():
         _, tasks = await open_streams(pod, ["tales", "a"])
-        os.kill(stub, signal.SIGKILL)
+        stub.kill()
         begun = time.monotonic()
         while (await asyncio.to_thread(pod.generate, "b", "x", max_tokens=2)).status != 200:
             assert time.monotonic() - begun < 10
@@ -197,14 +196,14 @@ def test_an_idle_stub_is_replaced_alone_and_nobody_else_notices(pod):
 
     print(f"\nidle stub: its model is back after {asyncio.run(scenario()):.2f} s")
     assert {name: pod.pid(name) for name in before} == before
-    assert pod.stub_pid("b") != stub
+    assert pod.stub("b") != stub
 
 
 def test_an_idle_stub_of_the_base_is_replaced_too(pod):
     pod.wait(lambda: pod.open_requests() == 0, 5, "idle")
     server = pod.pid("server")
     with Watch(pod) as watch:
-        os.kill(pod.stub_pid("tales"), signal.SIGKILL)
+        pod.stub("tales").kill()
         pod.wait(lambda: watch.reasons, 5, "noticed")
         pod.wait(lambda: serves(pod), 10, "serving again")
     pod.wait(lambda: pod.health()[0] == 200, 10, "ready")
@@ -213,7 +212,7 @@ def test_an_idle_stub_of_the_base_is_replaced_too(pod):
 
 def test_a_stub_that_dies_with_an_answer_in_hand_leaves_no_client_waiting(pod):
     """Text has no request open any more, and the client has not got the end yet."""
-    stub, server = pod.stub_pid("a"), pod.pid("server")
+    stub, server = pod.stub("a"), pod.pid("server")
     streams = [Stream(), Stream()]
 
     async def scenario():
@@ -223,11 +222,11 @@ def test_a_stub_that_dies_with_an_answer_in_hand_leaves_no_client_waiting(pod):
         ]
         while not all(s.pieces for s in streams):
             await asyncio.sleep(0.01)
-        os.kill(stub, signal.SIGSTOP)
+        stub.suspend()
         while await asyncio.to_thread(pod.open_requests):
             await asyncio.sleep(0.02)
         assert not any(task.done() for task in tasks)
-        os.kill(stub, signal.SIGKILL)
+        stub.kill()
         killed = time.monotonic()
         await asyncio.wait(tasks, timeout=20)
         return killed
@@ -592,11 +591,11 @@ def test_a_lost_request_does_not_keep_the_stub_of_a_removed_adapter(tmp_path, fo
             for _ in range(3):
                 await asyncio.gather(*(leave_on_the_last_word() for _ in range(24)))
 
-        stub, server = pod.stub_pid("b"), pod.pid("server")
+        stub, server = pod.stub("b"), pod.pid("server")
         asyncio.run(scenario())
         pod.wait(lambda: pod.open_requests() == 0, 5, "free of requests")
         assert pod.put_adapters(catalogue(2, a=folders["a"])).status == 202
-        pod.wait(lambda: not psutil.pid_exists(stub) or psutil.Process(stub).status() == "zombie", 10, "gone")
+        pod.wait(lambda: not alive(stub), 10, "gone")
         print("\nthe server had lost a request:", "the server keeps it" in pod.log.read_text())
         assert pod.put_adapters(catalogue(3, a=folders["a"], b=folders["b"])).status == 202
         pod.wait(lambda: serves(pod), 10, "serving again")

@@ -63,7 +63,7 @@ class Edge(Service):
         """Start the scripted text process, and wait until it listens."""
         before = len(self.notes("ready"))
         self.text_process = subprocess.Popen([sys.executable, SCRIPT, self.socket, self.journal])
-        wait_until(lambda: len(self.notes("ready")) > before, 10, "listening")
+        wait_until(lambda: len(self.notes("ready")) > before, 60, "listening")
 
     def kill_text(self) -> None:
         assert self.text_process is not None
@@ -97,7 +97,7 @@ class Edge(Service):
 
     def remove_model(self, name: str) -> None:
         """Unload it, and wait until its stub is gone."""
-        (stub,) = [p for p in self.processes() if any(f"{name}_0_0" in word for word in p.cmdline())]
+        stub = self.stub(name)
 
         async def unload() -> None:
             async with self.client() as client:

@@ -101,14 +101,13 @@ class Service:
         """Process id of core, text or server, from the status document."""
         return int(self.status()["processes"][name]["pid"])
 
-    def stub_pid(self, model: str) -> int:
-        """Process id of a model's stub."""
+    def stub(self, model: str) -> psutil.Process:
+        """A model's stub."""
         for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                line = process.cmdline()
-                if "triton_python_backend_stub" in line[0] and any(f"/{model}/" in a or f"{model}_" in a for a in line):
-                    return process.pid
-        raise AssertionError(f"no stub of {model!r} among {[p.cmdline() for p in self.processes()]}")
+            line = command(process)
+            if "triton_python_backend_stub" in "".join(line[:1]) and f"{model}_0_0" in line:
+                return process
+        raise AssertionError(f"no stub of {model!r} among {self.processes()}")
 
     def stop(self, timeout: float = 60.0) -> int:
         """SIGTERM, wait, and check that nothing is left behind; its exit code."""
@@ -141,7 +140,7 @@ class Service:
     def assert_nothing_left(self, seconds: float = 20.0) -> None:
         """Every process that was ever seen under it is gone."""
         deadline = time.monotonic() + seconds
-        while left := [process for process in self.family if _alive(process)]:
+        while left := [process for process in self.family if alive(process)]:
             if time.monotonic() > deadline:
                 raise AssertionError(f"left behind: {[str(process) for process in left]}")
             time.sleep(0.05)
@@ -253,6 +252,14 @@ def copies_of(text_socket: Path) -> list[Path]:
     return found
 
 
+def command(process: psutil.Process) -> list[str]:
+    """Words that a process was started with; none where it is gone since, dead, or between two programs, at an exec."""
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
+
+
 def grpc_text(prompt: str | bytes) -> grpcclient.InferInput:
     """The text_input tensor."""
     tensor = grpcclient.InferInput("text_input", [1], "BYTES")
@@ -319,7 +326,8 @@ def _parsed(body: bytes) -> Any:
         return body.decode(errors="replace")
 
 
-def _alive(process: psutil.Process) -> bool:
+def alive(process: psutil.Process) -> bool:
+    """Whether it runs: neither gone nor a zombie."""
     try:
         # Its number may be another one's by now.
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

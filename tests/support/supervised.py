@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from cluster.ports import free_ports
 from support import stand_in
-from support.service import PORTS, Service
+from support.service import PORTS, Service, command
 
 from quire_server.control import Control
 
@@ -85,7 +85,7 @@ class Supervised(Service):
 
     def shm_prefix(self) -> str:
         for process in self.processes():
-            for word in process.cmdline():
+            for word in command(process):
                 if "shm-region-prefix-name=" in word:
                     return word.rpartition("=")[2]
         raise AssertionError("no server is running")
