@@ -4,6 +4,7 @@
 import json
 import shutil
 
+import psutil
 import pytest
 from support.service import EXAMPLES, example, run, serving
 
@@ -79,23 +80,22 @@ def test_a_broken_adapter_says_why_and_disturbs_nobody(own, tmp_path):
 
 
 def test_fifty_adapter_models_are_ready_within_15_seconds(own):
-    """The better of two tries: a stub costs 0.14 s of a processor, and others may want the processors too."""
+    """Of a machine's time that others leave: a stub costs 0.14 s of a processor."""
     folders = {f"many-{i}": EXAMPLES / "adapters" / ("pirate", "sql")[i % 2] for i in range(50)}
-    tries = [add(own, folders)]
-    if tries[0] >= 15:
-        own.put_adapters(catalogue(own.status()["generation"] + 1))
-        # Names go from the status at once, their stubs one after another.
-        own.wait(lambda: len(own.processes()) < 50, 60, "rid of the first fifty's stubs")
-        tries.append(add(own, folders))
-    print(f"\n50 adapter models ready after {', '.join(f'{took:.1f} s' for took in tries)}")
-    assert min(tries) < 15, tries
+    of_all, ours = machine_s(), own.processor_s()
+    own.put_adapters(catalogue(own.status()["generation"] + 1, **folders))
+    wanted = {"tales", *folders}
+    took = own.wait(lambda: set(own.status()["models"]) == wanted, 60, "serving 50 adapters")
+    others = (machine_s() - of_all) - (own.processor_s() - ours)
+    alone = took - others / psutil.cpu_count()
+    print(f"\n50 adapter models ready after {took:.1f} s, {alone:.1f} s without what others computed meanwhile")
+    assert alone < 15
     streams = run(*(own.http_stream(name, STORY, **GREEDY) for name in folders), timeout=120)
     assert [s.error for s in streams] == [None] * 50
     assert len({s.text for s in streams}) == 2
 
 
-def add(service, folders):
-    """Seconds until a catalogue of exactly these adapters is ready."""
-    service.put_adapters(catalogue(service.status()["generation"] + 1, **folders))
-    wanted = {"tales", *folders}
-    return service.wait(lambda: set(service.status()["models"]) == wanted, 60, f"serving {len(folders)} adapters")
+def machine_s():
+    """Processor seconds that the machine has spent so far, for whomever."""
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # guests' are among the users'

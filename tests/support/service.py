@@ -101,6 +101,15 @@ class Service:
         """Process id of core, text or server, from the status document."""
         return int(self.status()["processes"][name]["pid"])
 
+    def processor_s(self) -> float:
+        """Processor seconds that it and what lives under it have taken so far."""
+        taken = 0.0
+        for process in (psutil.Process(self.process.pid), *self.processes()):
+            with contextlib.suppress(psutil.NoSuchProcess):  # gone since
+                times = process.cpu_times()
+                taken += times.user + times.system
+        return taken
+
     def stub(self, model: str) -> psutil.Process:
         """A model's stub."""
         for process in self.processes():
