@@ -6,6 +6,7 @@ find out by looking at the new one (adapters.py). pod.py makes links and takes t
 """
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from quire_spec.catalogue import AdapterLimits
 from quire_spec.document import from_json, to_json
 from quire_spec.errors import ConfigError, QuireError, Unavailable
 from quire_spec.status import MemoryPlan
+
+log = logging.getLogger(__name__)
 
 _CALL_S = 30.0
 _LOAD_S = 300.0
@@ -151,12 +154,15 @@ class ServerLink:
                 self.models.discard(name)
                 self._on_unload(name)
 
-    async def revive(self, name: str) -> None:
-        """Start a new stub for a model whose stub has died; the server itself never would."""
+    async def revive(self, name: str, replaced: Callable[[], bool]) -> None:
+        """Start a new stub for a model whose stub has died, unless it was `replaced`; the server itself never would."""
         async with self._locks[name]:
+            if replaced() or (name != self._base and name not in self.models):
+                return
+            log.warning("stub died without open requests, its model is loaded again model=%s", name)
             if name == self._base:
                 await self._revive_base()
-            elif name in self.models:
+            else:
                 await self._unload(name)
                 await self._load(name)
 

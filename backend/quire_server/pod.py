@@ -189,7 +189,7 @@ class Pod:
             async with asyncio.timeout(SERVER_START_S):
                 while not await client.is_ready(s.served_name):
                     await asyncio.sleep(_PROBE_S)
-            stubs = StubWatch(child.pid, lambda stub: self._spawn(self._bury(child, stub)))
+            stubs = StubWatch(child.pid, lambda stub: self._spawn(self._bury(child, stubs, stub)))
             self.links.server = ServerLink(
                 client,
                 s.served_name,
@@ -260,14 +260,13 @@ class Pod:
 
     # Stubs
 
-    async def _bury(self, server: Child, stub: Stub) -> None:
+    async def _bury(self, server: Child, stubs: StubWatch, stub: Stub) -> None:
         """A stub has died."""
         num_open = ledger.num_open(self._run_dir, stub.pid)
         ledger.forget(self._run_dir, stub.pid)
         if num_open == 0 and stub.model and self.links.server is not None:
-            log.warning("stub died without open requests, its model is loaded again model=%s", stub.model)
             try:
-                await self.links.server.revive(stub.model)
+                await self.links.server.revive(stub.model, lambda: stubs.replaced(stub))
                 return
             except QuireError as error:
                 log.error("model cannot be loaded again model=%s error=%s", stub.model, error)

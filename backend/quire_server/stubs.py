@@ -36,6 +36,8 @@ class Stub:
     pid: int
     model: str
     """The server model that it runs; empty when it died too soon to tell."""
+    started: int
+    """When, in ticks since the machine's start."""
 
 
 class StubWatch:
@@ -57,6 +59,10 @@ class StubWatch:
     def of(self, model: str) -> set[int]:
         """Process ids of a model's stubs."""
         return {pid for pid, (_, stub) in self._watched.items() if stub.model == model}
+
+    def replaced(self, dead: Stub) -> bool:
+        """Whether its model has got another stub since: the server ended this one itself, and was slow to reap it."""
+        return any(_started(pid) > dead.started for pid in self.of(dead.model))
 
     async def retire(self, pids: set[int], num_open: Callable[[int], int]) -> None:
         """See that the stubs of an unloaded model end: once `num_open` requests is 0 for LINGER_S, they are killed.
@@ -94,7 +100,7 @@ class StubWatch:
             if parent != self._server_pid:
                 self._foreign.add(pid)
             elif (stub := _stub(pid)) or state == "Z":
-                self._watch(stub or Stub(pid, ""))
+                self._watch(stub or Stub(pid, "", _started(pid)))
 
     async def _scan_forever(self) -> None:
         while True:
@@ -130,12 +136,22 @@ class StubWatch:
 
 def _state(pid: int) -> tuple[str, int]:
     """State letter and parent of a process; ("X", 0) when there is none."""
+    fields = _stat(pid)
+    return fields[0], int(fields[1])
+
+
+def _started(pid: int) -> int:
+    """When a process was started, in ticks; 0 when there is none."""
+    return int(_stat(pid)[19])
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel tells of a process, from its state on."""
     try:
         # The name, in parentheses, may hold anything.
-        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return "X", 0
-    return fields[0], int(fields[1])
+        return ["X", *["0"] * 19]
 
 
 def _stub(pid: int) -> Stub | None:
@@ -147,4 +163,4 @@ def _stub(pid: int) -> Stub | None:
     if not words[0].endswith(_STUB):
         return None
     models = [match[1] for word in words if (match := _INSTANCE.fullmatch(word))]
-    return Stub(pid, models[-1] if models else "")
+    return Stub(pid, models[-1] if models else "", _started(pid))

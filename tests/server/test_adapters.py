@@ -412,6 +412,16 @@ async def test_an_adapter_that_comes_back_while_it_is_being_removed(world, one):
     assert list(world.links.core.adapters) == [world.one("a").digest]
 
 
+async def test_a_model_is_loaded_again_for_its_stub_that_died_and_not_for_one_that_it_had_before(world, one):
+    """Of a model that was removed and has come back, the server may be slow to reap the stub that it has ended."""
+    world.want(1, a=one)
+    await world.until_states(a="Ready")
+    server = world.links.server
+    for replaced, loads in ((True, ["a"]), (False, ["a", "a"])):
+        await server.revive("a", lambda replaced=replaced: replaced)
+        assert world.server.names("load_model") == loads
+
+
 async def test_a_removal_that_fails_is_tried_again(world, one, monkeypatch):
     monkeypatch.setattr(adapters, "_LINK_RETRY_S", 0.02)
     world.want(1, a=one)

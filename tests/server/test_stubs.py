@@ -55,6 +55,19 @@ async def test_a_death_is_told_once(watch, stub):
     assert [(d.pid, d.model) for d in deaths] == [(sql.pid, "sql")]
 
 
+async def test_a_model_that_has_got_another_stub_since_lacks_none(watch, stub):
+    watch, deaths = watch
+    old = stub("sql")
+    await until(lambda: watch.of("sql") == {old.pid})
+    new = stub("sql")
+    await until(lambda: watch.of("sql") == {old.pid, new.pid})
+    for process, replaced in ((old, True), (new, False)):
+        deaths.clear()
+        os.kill(process.pid, signal.SIGKILL)
+        await until(lambda: deaths)
+        assert [(death.pid, watch.replaced(death)) for death in deaths] == [(process.pid, replaced)]
+
+
 async def test_a_stub_that_outstays_its_model_is_killed_once_it_has_no_request(watch, stub, monkeypatch):
     monkeypatch.setattr(stubs, "LINGER_S", 0.4)
     watch, deaths = watch
