@@ -102,12 +102,11 @@ class Service:
         return int(self.status()["processes"][name]["pid"])
 
     def processor_s(self) -> float:
-        """Processor seconds that it and what lives under it have taken so far."""
+        """Processor seconds that it and all that runs, or has run, under it have taken so far."""
         taken = 0.0
         for process in (psutil.Process(self.process.pid), *self.processes()):
             with contextlib.suppress(psutil.NoSuchProcess):  # gone since
-                times = process.cpu_times()
-                taken += times.user + times.system
+                taken += sum(process.cpu_times()[:4])  # its own and, of those that are gone, what it has waited for
         return taken
 
     def stub(self, model: str) -> psutil.Process:
