@@ -26,6 +26,8 @@ LINGER_S = 3.0
 
 _PROC = Path("/proc")
 _STUB = "triton_python_backend_stub"
+_NAME = _STUB[:15]
+"""As the kernel has it, also of one that is dead."""
 _INSTANCE = re.compile(r"([^/]+)_\d+_\d+")
 
 
@@ -62,7 +64,7 @@ class StubWatch:
 
     def replaced(self, dead: Stub) -> bool:
         """Whether its model has got another stub since: the server ended this one itself, and was slow to reap it."""
-        return any(_started(pid) > dead.started for pid in self.of(dead.model))
+        return any(stub.model == dead.model and stub.started > dead.started for _, stub in self._watched.values())
 
     async def retire(self, pids: set[int], num_open: Callable[[int], int]) -> None:
         """See that the stubs of an unloaded model end: once `num_open` requests is 0 for LINGER_S, they are killed.
@@ -96,11 +98,16 @@ class StubWatch:
         listed = {int(name) for name in os.listdir(_PROC) if name.isdigit()}
         self._foreign &= listed
         for pid in listed - self._foreign - self._watched.keys():
-            state, parent = _state(pid)
+            name, state, parent, started = _stat(pid)
             if parent != self._server_pid:
                 self._foreign.add(pid)
-            elif (stub := _stub(pid)) or state == "Z":
-                self._watch(stub or Stub(pid, "", _started(pid)))
+            elif stub := _stub(pid):
+                self._watch(stub)
+            elif state == "Z" and name == _NAME:
+                self._watch(Stub(pid, "", started))
+            elif state == "Z":
+                # Such as the shell by which the server removes its copy of a model, and for which it waits itself.
+                self._foreign.add(pid)
 
     async def _scan_forever(self) -> None:
         while True:
@@ -119,7 +126,7 @@ class StubWatch:
 
     def _confirm(self, stub: Stub) -> None:
         del self._confirming[stub.pid]
-        died = _state(stub.pid) == ("Z", self._server_pid)
+        died = _stat(stub.pid)[1:3] == ("Z", self._server_pid)
         self._forget(stub.pid)
         if died:
             # It stays a zombie as long as the server lives, and is told only once.
@@ -134,24 +141,15 @@ class StubWatch:
         os.close(pidfd)
 
 
-def _state(pid: int) -> tuple[str, int]:
-    """State letter and parent of a process; ("X", 0) when there is none."""
-    fields = _stat(pid)
-    return fields[0], int(fields[1])
-
-
-def _started(pid: int) -> int:
-    """When a process was started, in ticks; 0 when there is none."""
-    return int(_stat(pid)[19])
-
-
-def _stat(pid: int) -> list[str]:
-    """What the kernel tells of a process, from its state on."""
+def _stat(pid: int) -> tuple[str, str, int, int]:
+    """Name, state letter, parent and time of start of a process; the state is X when there is none."""
     try:
         # The name, in parentheses, may hold anything.
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        name, _, rest = (_PROC / str(pid) / "stat").read_text().partition("(")[2].rpartition(")")
     except OSError:
-        return ["X", *["0"] * 19]
+        return "", "X", 0, 0
+    fields = rest.split()
+    return name, fields[0], int(fields[1]), int(fields[19])
 
 
 def _stub(pid: int) -> Stub | None:
@@ -163,4 +161,4 @@ def _stub(pid: int) -> Stub | None:
     if not words[0].endswith(_STUB):
         return None
     models = [match[1] for word in words if (match := _INSTANCE.fullmatch(word))]
-    return Stub(pid, models[-1] if models else "", _started(pid))
+    return Stub(pid, models[-1] if models else "", _stat(pid)[3])

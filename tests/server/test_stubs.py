@@ -20,8 +20,10 @@ def stub(tmp_path):
 
     def start(model):
         program = tmp_path / "triton_python_backend_stub"
+        if not program.exists():
+            program.symlink_to(sys.executable)
         argv = [str(program), "-c", "import time; time.sleep(60)", f"{model}_0_0"]
-        started.append(subprocess.Popen(argv, executable=sys.executable))
+        started.append(subprocess.Popen(argv))
         return started[-1]
 
     yield start
@@ -53,6 +55,21 @@ async def test_a_death_is_told_once(watch, stub):
     await until(lambda: deaths)
     await asyncio.sleep(2 * stubs.SCAN_S)
     assert [(d.pid, d.model) for d in deaths] == [(sql.pid, "sql")]
+
+
+async def test_of_dead_processes_of_the_server_only_stubs_are_told():
+    """Of those that died before they were seen. A shell of the server's own it waits for when it comes to it."""
+    deaths = []
+    shell = subprocess.Popen(["sh", "-c", "exit"])
+    stub = subprocess.Popen(["sh", "-c", f"printf {stubs._NAME} > /proc/$$/comm"])
+    with shell, stub:
+        for process in (shell, stub):
+            await until(lambda pid=process.pid: stubs._stat(pid)[1] == "Z")
+        watch = StubWatch(os.getpid(), lambda death: deaths.append(death.pid))
+        await until(lambda: stub.pid in deaths)
+        await asyncio.sleep(2 * stubs.CONFIRM_S)
+        assert shell.pid not in deaths
+        watch.close()
 
 
 async def test_a_model_that_has_got_another_stub_since_lacks_none(watch, stub):
