@@ -231,8 +231,12 @@ def _end_with_server() -> None:
     The kernel's parent-death signal would not do: it comes when the thread that started the stub ends, and the server
     loads each model in a thread of its own.
     """
-    server = os.getppid()
-    pidfd = os.pidfd_open(server)
+    # It leads its process group (processes.py); our parent is another one where it has ended by now.
+    server = os.getpgrp()
+    try:
+        pidfd = os.pidfd_open(server)
+    except OSError:
+        os._exit(1)
     if os.getppid() != server:
         os._exit(1)
 
