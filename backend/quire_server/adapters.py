@@ -24,7 +24,7 @@ from quire_server.fetcher import Fetched, Fetcher
 from quire_server.links import Links
 from quire_server.sources import place_of
 from quire_spec.catalogue import Adapter, AdapterLimits, Catalogue, Mark, Source
-from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError, Unavailable
+from quire_spec.errors import AccessDenied, ConfigError, Internal, InvalidArgument, QuireError, Unavailable
 from quire_spec.status import AdapterState, AdapterStatus
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ _MAX_REGISTRATIONS = 6
 _FIRST_RETRY_S = 30.0
 _MAX_RETRY_S = 300.0
 _LINK_RETRY_S = 5.0
+_SECRET_LOOK_S = 5.0
+"""How often a Secret is looked at, where a source did not let us in: somebody has just been told to mend it."""
 LINGER_S = 2.0
 """How long a digest that no name stands for stays loaded: requests on their way to the core still name it."""
 HOLD_S = 120.0
@@ -175,12 +177,29 @@ class AdapterBoard:
                 if pause_s is None and entry.wanted is None:
                     del self._entries[entry.name]
                     return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await entry.wake.wait()
+            await self._pause(entry, pause_s)
+
+    async def _pause(self, entry: Entry, seconds: float | None) -> None:
+        """Until there is something to do, but no longer; None: however long that takes."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not entry.wake.is_set() and not self._has_another_secret(entry):
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_SECRET_LOOK_S if entry.denied else None):
+                            await entry.wake.wait()
+
+    def _has_another_secret(self, entry: Entry) -> bool:
+        """Whether a source that did not let us in may do so now."""
+        if not entry.denied or entry.wanted is None:
+            return False
+        changed = self._fetcher.secret_mark(entry.wanted.source) != entry.secret_mark
+        if changed:
+            entry.failures = 0
+        return changed
 
     async def _try(self, entry: Entry) -> float | None:
         """Do what is missing; returns the seconds after which to try again, None for not before something changes."""
+        entry.denied = False
         if entry.blocked:
             restored = await self._restore(entry)
             await self._tell()
@@ -206,6 +225,7 @@ class AdapterBoard:
         entry.set(AdapterState.FAILED, entry.explain(error))
         # Before anything is waited for: a catalogue that comes meanwhile takes it back.
         entry.blocked = isinstance(error, InvalidArgument)
+        entry.denied = isinstance(error, AccessDenied)
         restored = await self._restore(entry)
         await self._tell()
         if entry.blocked:
@@ -247,6 +267,7 @@ class AdapterBoard:
             async with of_place, self._fetches:
                 if entry.asked != asked:
                     raise _Superseded
+                entry.secret_mark = self._fetcher.secret_mark(source)
                 before, entry.fetched = entry.fetched, await self._fetch_cancellably(entry, source)
             self._left(before, entry.fetched)
             entry.fetched_from = source

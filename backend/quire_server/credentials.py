@@ -48,22 +48,32 @@ class Credentials:
         """Every key with its value; raises as `value` does."""
         folder = self._secret(secret)
         try:
-            # Kubernetes keeps its own links there, named ..data and ..<time>.
-            keys = (
-                sorted(_bundled(folder))
-                if folder.is_file()
-                else sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
-            )
+            keys = sorted(_bundled(folder)) if folder.is_file() else [path.name for path in _keys(folder)]
         except OSError as error:
             raise AccessDenied(
                 f"secret {secret.name!r}: {str(folder)!r} is not there, or cannot be read; make the Secret"
             ) from error
         return {key: self.value(secret, key) for key in keys}
 
+    def mark(self, secret: SecretRef) -> int:
+        """Another number once the Secret holds something else, or is there at all."""
+        path = self._secret(secret)
+        try:
+            files = [path] if path.is_file() else _keys(path)
+        except OSError:
+            return 0
+        return hash(tuple((file.name, _read(file)) for file in files))
+
     def _secret(self, secret: SecretRef) -> Path:
         if self._folder is None:
             raise InvalidArgument(f"secret {secret.name!r}: this pod has no secrets; give --secrets-dir")
         return self._folder / _checked(secret.name, "name")
+
+
+def _keys(folder: Path) -> list[Path]:
+    """Files of the keys of a Secret that is a folder; raises OSError."""
+    # Kubernetes keeps its own links there, named ..data and ..<time>.
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
 def _read(path: Path) -> str | None:

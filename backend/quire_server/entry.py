@@ -36,6 +36,9 @@ class Entry:
     blocked: bool = False
     """Wrong in itself: nothing is tried until the catalogue changes."""
     failures: int = 0
+    denied: bool = False
+    """The source did not let us in, by a Secret that was as `secret_mark` says."""
+    secret_mark: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     fetching: "asyncio.Task[Fetched] | None" = None
     fetching_from: Source | None = None

@@ -75,6 +75,10 @@ class Fetcher:
                     record = await self._bring_all(place, key)
         return Fetched(record.digest, self._cache.folder(record.digest))
 
+    def secret_mark(self, source: Source) -> int:
+        """Another number once the Secret of a source holds something else; raises InvalidArgument as `fetch` does."""
+        return self._sources.secret_mark(source)
+
     def sweep(self, used: set[str]) -> list[str]:
         """Remove from the cache what nobody uses; blocking."""
         return self._cache.sweep(used)

@@ -93,6 +93,10 @@ class Sources:
                 return self._path_place(path)
         raise InvalidArgument("source: none is given")
 
+    def secret_mark(self, source: Source) -> int:
+        """Another number once the Secret of a source holds something else; raises InvalidArgument as `place` does."""
+        return 0 if source.secret is None else self._credentials.mark(source.secret)
+
     def _pvc_place(self, pvc: PvcSource) -> Place:
         root = self._options.pvcs.get(pvc.claimName)
         if root is None:

@@ -101,6 +101,15 @@ class Source:
             found = ", ".join(given) or "none"
             raise ConfigError(f"{where}: exactly one of {', '.join(self.__slots__)} is needed, found {found}")
 
+    @property
+    def secret(self) -> SecretRef | None:
+        """What its reader is let in by."""
+        if self.huggingFace is not None:
+            return self.huggingFace.tokenSecretRef
+        if self.s3 is not None:
+            return self.s3.credentialsSecretRef
+        return self.http.headersSecretRef if self.http is not None else None
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:

@@ -259,6 +259,40 @@ async def test_a_source_that_comes_back_is_fetched_then(world, monkeypatch):
     await server.close()
 
 
+@pytest.mark.parametrize("before", [None, "Bearer wrong"])
+async def test_a_secret_that_is_made_or_mended_is_used_within_seconds(tmp_path, monkeypatch, before):
+    """Whatever the pause after failures has grown to."""
+    monkeypatch.setattr(adapters, "_SECRET_LOOK_S", 0.05)
+    monkeypatch.setattr(adapters, "_FIRST_RETRY_S", 600.0)
+    monkeypatch.setattr(adapters, "_MAX_RETRY_S", 600.0)
+    asked = []
+
+    async def guarded(request):
+        asked.append(request.headers.get("Authorization"))
+        if asked[-1] != "Bearer right":
+            return web.Response(status=401)
+        return web.Response(body=b'{"r": 8}' if request.path.endswith(".json") else b"w")
+
+    server = await serve(guarded)
+    secret = tmp_path / "secrets" / "keys"
+    secret.parent.mkdir()
+    if before:
+        secret.write_text(json.dumps({"Authorization": before}))
+    source = {"url": str(server.make_url("/a")), "headersSecretRef": {"name": "keys"}}
+    async with Fetcher(Cache(tmp_path / "cache"), SourceOptions(secrets_dir=secret.parent)) as fetcher:
+        world = World(tmp_path, fetcher)
+        world.want(1, a={"source": {"http": source}})
+        await world.until_states(a="Failed")
+        tried = len(asked)
+        assert {None: "make the Secret"}.get(before, "HTTP 401") in world.one("a").error
+        await asyncio.sleep(0.2)
+        assert len(asked) == tried
+        secret.write_text(json.dumps({"Authorization": "Bearer right"}))
+        await world.until_states(a="Ready")
+        await world.board.close()
+    await server.close()
+
+
 async def test_a_source_is_left_alone_as_long_as_it_asks_for_within_bounds(world, monkeypatch):
     monkeypatch.setattr(adapters, "_FIRST_RETRY_S", 0.01)
     monkeypatch.setattr(adapters, "_MAX_RETRY_S", 0.5)
