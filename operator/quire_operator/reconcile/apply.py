@@ -65,6 +65,11 @@ class Outcome:
     written: list[Entry] = field(default_factory=list)
     """What it wrote, as it was then; Secrets aside."""
 
+    @property
+    def complete(self) -> bool:
+        """Whether everything is there as it was wanted."""
+        return not (self.conflict or self.rejected or self.going)
+
 
 @dataclass(frozen=True, slots=True)
 class _Done:

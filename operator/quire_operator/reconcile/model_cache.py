@@ -57,7 +57,7 @@ def downloads(jobs: Iterable[Entry], service: LLMService) -> list[Entry]:
 
 def job_succeeded(job: Body | None, claim: Body | None) -> bool:
     """Whether a download Job has brought everything to the claim that is there."""
-    return _job_condition(job, "Complete") is not None and not is_of_another_claim(job, claim)
+    return job_condition(job, "Complete") is not None and not is_of_another_claim(job, claim)
 
 
 def is_of_another_claim(job: Body | None, claim: Body | None) -> bool:
@@ -81,7 +81,7 @@ def _of_job(
         done = [outcome for outcome in outcomes if outcome.result is Result.DOWNLOADED]
         cache = (dict(before) if before.get("state") == "Ready" else {}) | _cache("Ready", done[-1] if done else None)
         return _condition(True, Reason.DOWNLOADED, _there(cache)), cache
-    if failed := _job_condition(observed.job, "Failed"):
+    if failed := job_condition(observed.job, "Failed"):
         reason, message = _failure(service, pods, last)
         words = f"{message}; the Job gave up ({failed.get('reason') or 'Failed'})"
         return _condition(False, reason, words), _cache("Failed", last)
@@ -191,7 +191,8 @@ def _secret(source: Source) -> str:
     return "check the claim's permissions"
 
 
-def _job_condition(job: Body | None, kind: str) -> Mapping[str, Any] | None:
+def job_condition(job: Body | None, kind: str) -> Mapping[str, Any] | None:
+    """The condition of a Job, where it holds."""
     conditions = ((job or {}).get("status") or {}).get("conditions") or ()
     return next((c for c in conditions if c.get("type") == kind and c.get("status") == "True"), None)
 

@@ -21,7 +21,7 @@ from quire_operator.reconcile import children as children_of
 from quire_operator.reconcile.apply import Outcome
 from quire_operator.reconcile.cache import Entry, Key
 from quire_operator.reconcile.children import Around, Children, Live
-from quire_operator.reconcile.model_cache import downloads, is_of_another_claim
+from quire_operator.reconcile.model_cache import downloads, is_of_another_claim, job_condition
 from quire_operator.reconcile.observed import Observed, Verdict
 from quire_operator.reconcile.observer import Observer
 from quire_operator.reconcile.parts import Parts
@@ -154,7 +154,7 @@ class Reconciler:
         except (ConfigError, EngineRefuses) as error:
             return Verdict(plan=stored, invalid=str(error)), Outcome()
         outcome = await self._apply(key, wanted, found, memory)
-        if not outcome.conflict and not outcome.rejected and not outcome.going:
+        if outcome.complete:
             facts = (*facts[:3], await self._secret_versions(key))
             # What was looked at and what was written, and not what is there by now: whatever else happened meanwhile is
             # news for the next pass.
@@ -174,7 +174,7 @@ class Reconciler:
         lost = children_of.fields_left_out(wanted.service, parts.client.undeclared(kinds.DEPLOYMENT))
         # Without the manifests: a thousand services' would be 50 MB.
         memory.children = replace(found, manifests=(), fields_left_out=lost)
-        if outcome.conflict or outcome.rejected or outcome.going:
+        if not outcome.complete:
             return outcome
         await parts.applier.prune(key, wanted.uid, found.kept, newest)
         if not found.held:
@@ -185,12 +185,8 @@ class Reconciler:
         """Take away downloads for the next pass to make again: those that failed some time ago, and those to a claim
         that is gone."""
         for name, job in (live.jobs or {}).items():
-            over = {c["type"]: c for c in job.get("status", {}).get("conditions") or () if c["status"] == "True"}
-            again = "Complete" in over and is_of_another_claim(job, live.claim)
-            if failed := over.get("Failed"):
-                failed_at = datetime.fromisoformat(failed["lastTransitionTime"])
-                again = (datetime.now(UTC) - failed_at).total_seconds() > _FAILED_JOB_S
-            if again:
+            left_s = _until_retry_s(job)
+            if (job_condition(job, "Complete") and is_of_another_claim(job, live.claim)) or left_s == 0:
                 await self._parts.client.delete(kinds.JOB, key[0], name, job["metadata"]["uid"])
                 self._parts.wrote(kinds.JOB, "delete")
 
@@ -233,9 +229,21 @@ class Reconciler:
             after = min(after, poll)
         if any(pod.alive and pod.downloading for pod in (*observed.pods, *observed.job_pods)):
             after = min(after, _POLL_DOWNLOAD_S)
+        if (left_s := _until_retry_s(observed.job)) is not None:
+            # Nobody tells of time. No sooner, as nothing is done about it while the service is paused.
+            after = min(after, max(left_s, poll))
         if any(pod.creating for pod in (*observed.pods, *observed.job_pods)):
             after = min(after, LOOK_S)
         return Again(after)
+
+
+def _until_retry_s(job: Mapping[str, Any] | None) -> float | None:
+    """Seconds until a download is tried again, None for one that did not fail."""
+    failed = job_condition(job, "Failed")
+    if failed is None:
+        return None
+    ago = datetime.now(UTC) - datetime.fromisoformat(failed["lastTransitionTime"])
+    return max(0.0, _FAILED_JOB_S - ago.total_seconds())
 
 
 def _place(entry: Entry) -> tuple[str, str]:
