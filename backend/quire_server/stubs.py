@@ -101,12 +101,12 @@ class StubWatch:
             name, state, parent, started = _stat(pid)
             if parent != self._server_pid:
                 self._foreign.add(pid)
-            elif stub := _stub(pid):
-                self._watch(stub)
+            elif model := _model(pid):
+                self._watch(Stub(pid, model, started))
             elif state == "Z" and name == _NAME:
                 self._watch(Stub(pid, "", started))
-            elif state == "Z":
-                # Such as the shell by which the server removes its copy of a model, and for which it waits itself.
+            elif state == "Z" or model == "":
+                # At each load the server tries whether a stub can be run, in a shell that it waits for itself.
                 self._foreign.add(pid)
 
     async def _scan_forever(self) -> None:
@@ -152,8 +152,8 @@ def _stat(pid: int) -> tuple[str, str, int, int]:
     return name, fields[0], int(fields[1]), int(fields[19])
 
 
-def _stub(pid: int) -> Stub | None:
-    """The stub of that process id; None while it is (still) something else."""
+def _model(pid: int) -> str | None:
+    """The server model that a stub runs, empty for one that runs none; None while it is (still) something else."""
     try:
         words = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -161,4 +161,4 @@ def _stub(pid: int) -> Stub | None:
     if not words[0].endswith(_STUB):
         return None
     models = [match[1] for word in words if (match := _INSTANCE.fullmatch(word))]
-    return Stub(pid, models[-1] if models else "", _stat(pid)[3])
+    return models[-1] if models else ""

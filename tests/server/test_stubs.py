@@ -22,7 +22,7 @@ def stub(tmp_path):
         program = tmp_path / "triton_python_backend_stub"
         if not program.exists():
             program.symlink_to(sys.executable)
-        argv = [str(program), "-c", "import time; time.sleep(60)", f"{model}_0_0"]
+        argv = [str(program), "-c", "import time; time.sleep(60)", *([f"{model}_0_0"] if model else [])]
         started.append(subprocess.Popen(argv))
         return started[-1]
 
@@ -57,8 +57,18 @@ async def test_a_death_is_told_once(watch, stub):
     assert [(d.pid, d.model) for d in deaths] == [(sql.pid, "sql")]
 
 
+async def test_a_try_whether_a_stub_can_be_run_is_no_stub(watch, stub):
+    watch, deaths = watch
+    tried, other = stub(""), stub("pirate")
+    await until(lambda: watch.of("pirate"))
+    for process in (tried, other):
+        process.kill()
+    await until(lambda: deaths)
+    assert [death.pid for death in deaths] == [other.pid] and watch.of("") == set()
+
+
 async def test_of_dead_processes_of_the_server_only_stubs_are_told():
-    """Of those that died before they were seen. A shell of the server's own it waits for when it comes to it."""
+    """Of those that died before they were seen. For a shell of its own the server waits when it comes to it."""
     deaths = []
     shell = subprocess.Popen(["sh", "-c", "exit"])
     stub = subprocess.Popen(["sh", "-c", f"printf {stubs._NAME} > /proc/$$/comm"])
