@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
+from support.clock import timeless
 from support.operating import TINY, message
 from support.planning import service
 from support.sources import serve
@@ -92,6 +93,7 @@ def test_what_the_events_of_a_pod_complain_of(case):
     assert complaint(found) == words
 
 
+@timeless
 async def test_a_pod_that_cannot_mount_its_claim_is_told_of():
     asked = service("model: {source: {pvc: {claimName: models, path: tiny}}}")
     job = reader.job(asked, asked.spec.model.source.pvc, "image")
