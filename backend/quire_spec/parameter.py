@@ -6,6 +6,7 @@ sampling.py declares the parameters; everything here is about a single value and
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from quire_spec.errors import InvalidArgument, short
 
 _LARGEST = 2**63
+_LIST_OF_STRINGS = re.compile(r"""\[\s*["']""")
+"""How one begins, in JSON or as Python shows it; "[INST]" is a string."""
 
 
 def within(low: float, high: float) -> Mapping[str, Any]:
@@ -30,6 +33,9 @@ def from_text(parameter: Field[Any], value: Any) -> Any:
 
     Numbers and booleans may come as strings ("0.5", "true": clients of NVIDIA's vllm_backend do that), lists and
     objects as JSON strings ('["a", "b"]': the server's generate endpoint takes neither).
+
+    Raises:
+        InvalidArgument: a text that begins like a list of strings is none, so that it would be taken for a single one.
     """
     kind = kind_of(parameter)
     if not isinstance(value, str) or (kind.startswith("tuple") and not value.startswith("[")):
@@ -37,6 +43,11 @@ def from_text(parameter: Field[Any], value: Any) -> Any:
     try:
         read = float(value) if kind == "float" else json.loads(value.lower() if kind == "bool" else value)
     except (ValueError, RecursionError):
+        if kind.startswith("tuple[str") and _LIST_OF_STRINGS.match(value):
+            raise InvalidArgument(
+                f"sampling parameter {parameter.name!r}: {short(value)} begins like a list of strings and is not JSON; "
+                'write it like ["a", "b"], also where this text itself is the only string'
+            ) from None
         return value
     # The text "null" is no number: taken for none, it would lift a limit that somebody meant to set.
     return value if read is None else read

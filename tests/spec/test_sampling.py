@@ -26,6 +26,18 @@ def test_stop_in_every_form(given, stop):
     assert SamplingParams.from_mapping({"stop": given}).stop == stop
 
 
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+@pytest.mark.parametrize("text", ['["a"', '["a", ]', "['a', 'b']", '[ "a]'])
+def test_a_list_of_strings_that_does_not_parse_is_no_string(name, text):
+    with pytest.raises(InvalidArgument, match=rf"'{name}': .* is not JSON; write it like \["):
+        SamplingParams.from_mapping({name: text})
+
+
+@pytest.mark.parametrize("text", ["[", "[INST]", "[/INST]", "[a", "[[a]]"])
+def test_a_string_may_begin_with_a_bracket(text):
+    assert SamplingParams.from_mapping({"stop": text}).stop == (text,)
+
+
 def test_mapping_round_trip():
     params = SamplingParams(temperature=0.0, stop=("x",), seed=3, logprobs=2)
     assert SamplingParams.from_mapping(params.to_mapping()) == params

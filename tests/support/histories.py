@@ -6,6 +6,7 @@ meanwhile is in witness.py.
 """
 
 import base64
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -228,6 +229,12 @@ class History:
             world.edit(name, {"replicas": 1})
         uid = body.get("metadata", {}).get("uid")
         eventually(lambda: world.stored(name).get("metadata", {}).get("uid") != uid, 30, f"{name} gone")
+        if how == "Orphan":
+            # What is left is known by its labels alone, which somebody may have changed: it would be a stranger's.
+            ours = {"metadata": {"labels": {names.MANAGED_BY: names.MANAGER, names.INSTANCE: name}}}
+            for version, kind, suffix in _CHILDREN:
+                with contextlib.suppress(ApiError):
+                    world.cluster.merge(version, kind, name + suffix, ours, world.namespace)
         world.make(name, spec)
         return f"deleted ({how}) and made again: {spec}"
 
