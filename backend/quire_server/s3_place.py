@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -54,6 +54,9 @@ class S3Place:
         self._endpoint = endpoint
         self._region = region
         self._credentials = credentials
+        self._options: dict[str, Any] = {}
+        self._store: S3Store | None = None
+        """Of these options; it keeps the identity that a platform gave it, which is asked for over the network."""
 
     def where(self, name: str) -> str:
         at = f" at {self._endpoint}" if self._endpoint else ""
@@ -81,8 +84,9 @@ class S3Place:
     async def _url(self, method: Literal["GET", "HEAD"], name: str) -> URL:
         try:
             options = store_options(self._endpoint, self._region, self._credentials(), os.environ)
-            store = S3Store(self._bucket, **options)
-            signed = await obstore.sign_async(store, method, self._path(name), SIGNED_FOR)
+            if self._store is None or options != self._options:
+                self._store, self._options = S3Store(self._bucket, **options), options
+            signed = await obstore.sign_async(self._store, method, self._path(name), SIGNED_FOR)
         except QuireError:
             # Of the Secret: it has said all there is.
             raise

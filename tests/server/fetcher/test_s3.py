@@ -2,6 +2,7 @@
 """The fetcher from a server that speaks S3, by obstore."""
 
 import os
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from aiohttp import web as aio
@@ -72,6 +73,26 @@ async def test_a_public_bucket_needs_no_secret(tmp_path, bucket):
     async with fetcher(tmp_path) as f:
         assert content(await f.fetch(s3(bucket, secret=None))) == BOTH
     assert all("Authorization" not in r.headers and not r.query for r in bucket.files.requests)
+
+
+async def test_a_platform_is_asked_once_for_an_identity(tmp_path, bucket, monkeypatch):
+    asked = []
+
+    async def identity(request):
+        asked.append(request.headers["Authorization"])
+        until = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        keys = {"AccessKeyId": "AKIA1", "SecretAccessKey": "s3cr3t", "Token": "t0ken", "Expiration": until}
+        return aio.json_response(keys)
+
+    platform = await serve(identity)
+    (tmp_path / "pod").write_text("me")
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", str(platform.make_url("/")))
+    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "pod"))
+    async with fetcher(tmp_path) as f:
+        assert content(await f.fetch(s3(bucket, secret=None))) == BOTH
+    assert {r.query["X-Amz-Security-Token"] for r in bucket.files.requests} == {"t0ken"}
+    assert asked == ["me"]
+    await platform.close()
 
 
 async def test_nothing_secret_follows_a_redirect_to_another_host(tmp_path, bucket, web):
