@@ -63,10 +63,9 @@ def resolve_model(model: str, revision: str | None, progress: bool) -> Path:
         at = f" at revision {revision!r}" if revision else ""
         found = silent or error
         unanswered = isinstance(found, _UNANSWERED) and not huggingface_hub.constants.HF_HUB_OFFLINE
-        way = by_way_of(huggingface_hub.constants.ENDPOINT, os.environ) if unanswered else ""
-        raise ConfigError(
-            f"model: {model!r}{at} is neither a folder nor could it be had from the hub: {said(found)}{way}"
-        ) from error
+        words = f"model: {model!r}{at} is neither a folder nor could it be had from the hub: {said(found)}"
+        way = by_way_of(huggingface_hub.constants.ENDPOINT, os.environ, words) if unanswered else ""
+        raise ConfigError(words + way) from error
     return Path(path)
 
 

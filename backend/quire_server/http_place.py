@@ -136,8 +136,8 @@ class HttpReader:
                 # A ValueError: a host that is none, or a secret header beside a user in the URL.
                 # Of a redirect, what is wrong is wrong there, such as the certificate of a store behind a hub.
                 there = "" if target == url else f"it redirects to {target.origin()}: "
-                way = by_way_of(str(target), os.environ)
-                raise Unavailable(f"{where}: {there}{said(error)}{way}") from error
+                words = f"{where}: {there}{said(error)}"
+                raise Unavailable(words + by_way_of(str(target), os.environ, words)) from error
             async with answer:
                 if answer.status not in _REDIRECTS or "Location" not in answer.headers:
                     yield answer

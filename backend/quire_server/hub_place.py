@@ -118,7 +118,8 @@ class HubPlace:
             ) from error
         except (httpx.HTTPError, ImportError, OSError, RuntimeError, ValueError) as error:
             # ImportError: a proxy by SOCKS. RuntimeError: another thread has closed huggingface_hub's client.
-            raise Unavailable(f"{where}: {said(error)}{by_way_of(self._url(name), os.environ)}") from error
+            words = f"{where}: {said(error)}"
+            raise Unavailable(words + by_way_of(self._url(name), os.environ, words)) from error
 
 
 def _refused(where: str, error: HfHubHTTPError) -> NotFound | Unavailable:

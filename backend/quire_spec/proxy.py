@@ -45,10 +45,17 @@ def proxy_of(url: str, environment: Mapping[str, str]) -> Proxy | None:
     return None
 
 
-def by_way_of(url: str, environment: Mapping[str, str]) -> str:
-    """What to add to an error of no answer: nobody else says that it was a proxy's that was missing."""
+def by_way_of(url: str, environment: Mapping[str, str], words: str) -> str:
+    """What to add to the words of an error of no answer: the host that was asked, where it is not among them, and the
+    proxy, as nobody else says that it was one's answer that was missing."""
     found = proxy_of(url, environment)
-    return "" if found is None else f"; it was asked through {found}"
+    try:
+        host = urlsplit(url).netloc.rpartition("@")[2]
+    except ValueError:
+        host = ""
+    if found is not None:
+        return f"; {'it' if host in words else host} was asked through {found}"
+    return "" if host in words else f"; {host} was asked"
 
 
 def _value(name: str, environment: Mapping[str, str]) -> tuple[str, str]:

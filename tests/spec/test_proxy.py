@@ -64,10 +64,16 @@ def test_hosts_that_are_asked_themselves(no_proxy, host, near):
 @pytest.mark.parametrize("user", ["", "user:passw0rd@", "user:passw0rd/@", "user@passw0rd@"])
 @pytest.mark.parametrize("scheme", ["http", "https", "socks5"])
 def test_the_proxy_is_named_and_its_password_is_not(scheme, user):
-    words = by_way_of("https://hub", {"HTTPS_PROXY": f"{scheme}://{user}proxy:3128"})
-    assert words == f"; it was asked through the proxy {scheme}://proxy:3128, which HTTPS_PROXY names"
+    words = by_way_of("https://hub", {"HTTPS_PROXY": f"{scheme}://{user}proxy:3128"}, "model 'a/b': no answer")
+    assert words == f"; hub was asked through the proxy {scheme}://proxy:3128, which HTTPS_PROXY names"
 
 
 def test_no_proxy_is_named_where_there_is_none():
     assert "passw0rd" not in repr(proxy_of("https://hub", {"HTTPS_PROXY": P}))
-    assert by_way_of("https://hub", {"HTTPS_PROXY": P, "NO_PROXY": "hub"}) == ""
+    assert by_way_of("https://hub", {"HTTPS_PROXY": P, "NO_PROXY": "hub"}, "https://hub/a: no answer") == ""
+
+
+@pytest.mark.parametrize(("words", "who"), [("model 'a/b': no answer", "hub:8"), ("http://hub:8/a: no answer", "")])
+def test_who_was_asked_is_said_once(words, who):
+    assert by_way_of("http://user:passw0rd@hub:8/a", {}, words) == (f"; {who} was asked" if who else "")
+    assert by_way_of("http://hub:8/a", {"HTTP_PROXY": P}, words).startswith(f"; {who or 'it'} was asked through")

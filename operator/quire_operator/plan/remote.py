@@ -165,8 +165,8 @@ def _answer(
     except (httpx.HTTPError, httpx.InvalidURL, ImportError, OSError, ValueError) as error:
         # An ImportError: a proxy by SOCKS. A ValueError: a host that is none.
         there = "" if target == url else f"it redirects to {_shown(target.join('/'))}: "
-        way = by_way_of(str(target), os.environ)
-        raise Unavailable(f"{where}: {there}{said(error)}{way}") from error
+        words = f"{where}: {there}{said(error)}"
+        raise Unavailable(words + by_way_of(str(target), os.environ, words)) from error
     raise Unavailable(f"{where}: more than {_MAX_REDIRECTS} redirects")
 
 
