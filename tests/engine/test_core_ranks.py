@@ -54,7 +54,15 @@ def test_a_killed_core_leaves_no_rank(pod: Pod):
     (rank,) = rank_processes(core.pid)
     open_request_ends(pod, core)
     # An orphan now, for which nobody here can wait.
-    eventually(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 10)
+    eventually(lambda: has_ended(rank), 10)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it is gone or a zombie."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def open_request_ends(pod: Pod, victim: psutil.Process) -> None:

@@ -77,7 +77,7 @@ def client(pod: Pod) -> Iterator[Peer]:
 def test_greedy_text_equals_transformers(
     client: Peer, model: Path, expected: dict[str, tuple[list[int], str]], stream: bool, as_ids: bool
 ):
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer, lengths = AutoTokenizer.from_pretrained(model), []
     for prompt, (ids, text) in expected.items():
         given = tokenizer(prompt)["input_ids"]
         events = client.generate(given if as_ids else prompt, stream=stream, temperature=0, max_tokens=24)
@@ -85,8 +85,9 @@ def test_greedy_text_equals_transformers(
         assert [i for event in events for i in event.token_ids] == ids
         assert (events[-1].finish_reason, events[-1].num_output_tokens) == ("length", 24)
         assert events[-1].num_input_tokens == len(given)
-        # Tokens that come while the text process is busy may share an event.
-        assert 2 < len(events) <= 24 if stream else len(events) == 1
+        lengths.append(len(events))
+    # Tokens that come while the text process is busy share an event.
+    assert 2 < max(lengths) <= 24 if stream else set(lengths) == {1}
 
 
 def test_64_streams_at_once_get_their_own_text(client: Peer, expected: dict[str, tuple[list[int], str]]):
@@ -98,17 +99,27 @@ def test_64_streams_at_once_get_their_own_text(client: Peer, expected: dict[str,
         assert counts == sorted(counts) and counts[-1] == 24
 
 
-def test_many_streams_get_several_tokens_at_once_but_not_their_first(client: Peer):
-    rate = RESPONSES_PER_S_PER_CORE * len(os.sched_getaffinity(0))
-    started = time.monotonic()
-    ids = [client.submit([5, 6, 7], temperature=0, max_tokens=64, ignore_eos=True) for _ in range(48)]
-    streams = client.collect(ids).values()
-    num_events, seconds = sum(map(len, streams)), time.monotonic() - started
-    assert all(sum(len(event.token_ids) for event in events) == 64 for events in streams)
+def test_many_streams_get_several_tokens_at_once_but_not_their_first(model: Path, tmp_path: Path):
+    """At the pace of one processor. That of all there are may be faster than this machine makes tokens."""
+    processors, num_streams, num_tokens = os.sched_getaffinity(0), 48, 128
+    with Pod(tmp_path, **config_of(model)) as pod:
+        pod.start("core")
+        os.sched_setaffinity(0, {min(processors)})
+        try:
+            pod.start("text")
+        finally:
+            os.sched_setaffinity(0, processors)
+        with pod.peer("text", "frontend") as client:
+            started = time.monotonic()
+            asked = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True}
+            streams = client.collect([client.submit([5, 6, 7], **asked) for _ in range(num_streams)]).values()
+            num_events, seconds = sum(map(len, streams)), time.monotonic() - started
+    assert all(sum(len(event.token_ids) for event in events) == num_tokens for events in streams)
     # Several only where the text process was late and several steps' results came together.
-    assert sum(len(events[0].token_ids) for events in streams) < 6 * 48
+    assert sum(len(events[0].token_ids) for events in streams) < 6 * num_streams
     # Of each the first, the last, and some before the first wait begins; the others at the pace.
-    assert num_events <= rate * seconds + 3 * 48 < 48 * 64 / 2, (num_events, seconds)
+    most = RESPONSES_PER_S_PER_CORE * seconds + 3 * num_streams
+    assert num_events <= most < num_streams * num_tokens / 2, (num_events, seconds)
 
 
 def test_stop_string_ends_the_request_here_and_in_the_core(
