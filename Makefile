@@ -7,6 +7,8 @@ BIN    := $(VENV)/bin
 EMULATED ?= .venv-emulated
 # Two threads a process at most in tests: they start several processes side by side.
 export OMP_NUM_THREADS ?= 2
+# Of these none spins while it waits for the other, which may have no core now: it takes it from those who have work.
+test test-fast e2e: export OMP_WAIT_POLICY ?= passive
 # Two files of tests at a time: half of the time they wait for servers to start and for clocks. In their order, so that the
 # long ones, which start Kubernetes, are not the last. Not in a cluster that is given: its operators would meet.
 SIDE_BY_SIDE = $(if $(QUIRE_TEST_KUBECONFIG),,-n 2 --dist loadfile --no-loadscope-reorder)

@@ -15,6 +15,8 @@ from quire_operator.kube.client import Client
 from quire_operator.kube.kinds import LLM_SERVICE
 from quire_operator.kube.watch import Patience
 
+pytestmark = pytest.mark.timeout(600)
+
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 SPEC = {"replicas": 2, "adapters": [{"name": "a", "source": {"pvc": {"claimName": "models", "path": "a"}}}]}
 

@@ -24,6 +24,8 @@ import report  # noqa: E402
 from child import Child  # noqa: E402
 from workload import Request, Workload  # noqa: E402
 
+pytestmark = pytest.mark.timeout(600)
+
 _WORK = Workload(num_requests=5, prompt_tokens=(8, 24), output_tokens=(24, 48), vocab_size=384, seed=3)
 _RUNS, _RATE = 2, 25.0
 _FLAGS = "--requests 5 --prompt-tokens 8-24 --output-tokens 24-48 --seed 3 --runs 2 --rates 25 --prefix-tokens 200"

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)
+
 BENCH = Path(__file__).parents[1] / "bench"
 DOCS = BENCH.parents[1] / "docs"
 PHASES = "gate,limits,kernels,start,engine,lora,itl,vllm,tune"

@@ -14,10 +14,12 @@ sys.path.insert(0, str(ROOT / "tests" / "bench"))
 
 import soak  # noqa: E402
 
+pytestmark = pytest.mark.timeout(600)
+
 
 def run(script, *arguments):
     command = [sys.executable, str(ROOT / "tests/bench" / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
 @pytest.mark.server
