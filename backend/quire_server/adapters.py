@@ -192,10 +192,7 @@ class AdapterBoard:
         """Whether a source that did not let us in may do so now."""
         if not entry.denied or entry.wanted is None:
             return False
-        changed = self._fetcher.secret_mark(entry.wanted.source) != entry.secret_mark
-        if changed:
-            entry.failures = 0
-        return changed
+        return self._fetcher.secret_mark(entry.wanted.source) != entry.secret_mark
 
     async def _try(self, entry: Entry) -> float | None:
         """Do what is missing; returns the seconds after which to try again, None for not before something changes."""

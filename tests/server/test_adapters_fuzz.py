@@ -18,13 +18,13 @@ from quire_server.control import LinkLost
 from quire_server.fetcher import Fetched
 from quire_server.links import CoreLink, Links, ServerLink, TextLink
 from quire_spec.catalogue import Catalogue, Source
-from quire_spec.errors import InvalidArgument, Unavailable
+from quire_spec.errors import AccessDenied, InvalidArgument, Unavailable
 from quire_spec.status import AdapterState
 
 NAMES = ["a", "b", "c"]
 PLACES = [f"/{i}" for i in range(4)]
 PROCESSES = ["core", "text", "server"]
-CONTENTS = [f"good{i}" for i in range(5)] * 2 + ["bad0", "bad1", "away", "hostile"]
+CONTENTS = [f"good{i}" for i in range(5)] * 2 + ["bad0", "bad1", "away", "denied", "hostile"]
 
 
 class Process:
@@ -110,9 +110,14 @@ class World:
         content = self.contents[source.path]
         if content == "away":
             raise Unavailable("away")
+        if content == "denied":
+            raise AccessDenied("denied")
         if content == "hostile":
             raise InvalidArgument("hostile")
         return Fetched(content, Path(content))
+
+    def secret_mark(self, source: Source) -> int:
+        return int(self.contents[str(source.path)] == "denied")
 
     def document(self, generation: int) -> dict[str, Any]:
         adapters = [
@@ -163,7 +168,7 @@ class World:
                 assert (adapter.name in self.server.models) == (adapter.name in last.exposed())
             else:
                 # Or it has been there before.
-                assert status.state is AdapterState.FAILED or content in ("away", "hostile")
+                assert status.state is AdapterState.FAILED or content in ("away", "denied", "hostile")
                 assert status.error or status.state is AdapterState.READY
         for name in self.text.names:
             assert name in statuses
