@@ -145,9 +145,10 @@ def _stat(pid: int) -> tuple[str, str, int, int]:
     """Name, state letter, parent and time of start of a process; the state is X when there is none."""
     try:
         # The name, in parentheses, may hold anything.
-        name, _, rest = (_PROC / str(pid) / "stat").read_text().partition("(")[2].rpartition(")")
+        text = (_PROC / str(pid) / "stat").read_bytes().decode(errors="replace")
     except OSError:
         return "", "X", 0, 0
+    name, _, rest = text.partition("(")[2].rpartition(")")
     fields = rest.split()
     return name, fields[0], int(fields[1]), int(fields[19])
 

@@ -67,7 +67,7 @@ def running(folder: Path) -> Iterator[Process]:
             continue
         try:
             variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-            dead = (entry / "stat").read_text().rpartition(") ")[2].startswith("Z")
+            dead = (entry / "stat").read_bytes().rpartition(b") ")[2].startswith(b"Z")
         except OSError:
             continue  # gone since, or somebody else's
         if wanted in variables and not dead:

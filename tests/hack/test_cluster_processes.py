@@ -70,6 +70,17 @@ def test_one_that_does_not_listen_is_killed(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
+def test_the_names_of_other_processes_are_anything(tmp_path):
+    """Such as words in another alphabet, of which the kernel keeps fifteen bytes."""
+    named = ["sh", "-c", "printf ') \\377' > /proc/$$/comm; echo; read -r _"]
+    with subprocess.Popen(named, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        processes.start(tmp_path, "sleep", ["sleep", "600"])
+        eventually(lambda: names(tmp_path) == ["sleep"], 60, "it is found")
+        processes.stop(tmp_path)
+        other.communicate(b"\n")
+
+
 def test_another_clusters_programs_are_left_alone(tmp_path):
     (ours := tmp_path / "ours").mkdir()
     (theirs := tmp_path / "theirs").mkdir()

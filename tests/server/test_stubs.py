@@ -82,6 +82,17 @@ async def test_of_dead_processes_of_the_server_only_stubs_are_told():
         watch.close()
 
 
+async def test_the_names_of_other_processes_are_anything(watch, stub):
+    """Such as words in another alphabet, of which the kernel keeps fifteen bytes."""
+    named = ["sh", "-c", "printf ') \\377' > /proc/$$/comm; echo; read -r _"]
+    with subprocess.Popen(named, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        sql = stub("sql")
+        await until(lambda: watch[0].of("sql") == {sql.pid})
+        assert stubs._stat(other.pid)[:3] == (") \ufffd", "S", os.getpid())
+        other.communicate(b"\n")
+
+
 async def test_a_model_that_has_got_another_stub_since_lacks_none(watch, stub):
     watch, deaths = watch
     old = stub("sql")
