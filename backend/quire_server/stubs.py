@@ -122,7 +122,10 @@ class StubWatch:
 
     def _ended(self, stub: Stub) -> None:
         self._loop.remove_reader(self._watched[stub.pid][0])
-        self._confirming[stub.pid] = self._loop.call_later(CONFIRM_S, self._confirm, stub)
+        # Of one whose model nobody knows no request is known either, and it costs the whole server: most likely it is of
+        # a load that failed.
+        wait_s = CONFIRM_S if stub.model else LINGER_S
+        self._confirming[stub.pid] = self._loop.call_later(wait_s, self._confirm, stub)
 
     def _confirm(self, stub: Stub) -> None:
         del self._confirming[stub.pid]

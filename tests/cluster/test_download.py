@@ -189,23 +189,62 @@ def test_what_is_there_of_one_source_is_not_said_of_another(cluster, namespace, 
         assert operating.status()["conditions"] == there
 
 
-def test_a_claim_that_is_made_again_is_filled_again(cluster, namespace, kubelet, place):
+def test_a_claim_that_is_deleted_is_made_again_and_filled_once_no_pod_has_it(cluster, namespace, kubelet, place):
+    downloads(kubelet, namespace, ended(Result.DOWNLOADED))
+    claim = ("v1", "PersistentVolumeClaim", "tales-models")
+    tales = llm_service(model={"source": {"http": {"url": place.url}}})
+    with Operating(cluster, namespace) as operating:
+        cluster.apply(tales, namespace)
+        says(operating, "Ready", "True", "Ready")
+        before = cluster.get(*claim, namespace)["metadata"]["uid"]
+        downloads(kubelet, namespace, Container())
+        cluster.delete(*claim, namespace)
+        says(operating, "ModelCached", "False", "DownloadPending")
+        assert "claim tales-models is being deleted, which waits for the last pod" in message(operating, "ModelCached")
+        assert operating.condition("Available")["status"] == "True"
+        # The Job's pod held it too, although it had ended.
+        eventually(lambda: not any(is_of(p, namespace) for p in cluster.items("v1", "Pod", namespace)), 20, "it is gone")
+        # All that needs no new pod is done; those that are there would be gone for nothing.
+        (pod,) = cluster.items("v1", "Pod", namespace)
+        clients = [{"podSelector": {"matchLabels": {"app": "chat"}}}]
+        tales["spec"] |= {"engine": {"maxModelLen": 512}, "networking": {"networkPolicy": {"ingressFrom": clients}}}
+        cluster.apply(tales, namespace)
+        policy = lambda: operating.child("NetworkPolicy")["spec"]["ingress"][0]["from"]  # noqa: E731
+        eventually(lambda: policy() == clients, 20, "the new policy")
+        assert cluster.get(*claim, namespace)["metadata"]["uid"] == before
+        assert [p["metadata"]["uid"] for p in cluster.items("v1", "Pod", namespace)] == [pod["metadata"]["uid"]]
+        tales["spec"]["replicas"] = 0
+        cluster.apply(tales, namespace)
+        says(operating, "ModelCached", "False", "Downloading")
+        assert cluster.get(*claim, namespace)["metadata"]["uid"] != before
+        tales["spec"]["replicas"] = 1
+        cluster.apply(tales, namespace)
+        says(operating, "ModelCached", "False", "Downloading")
+        assert operating.child("Deployment")["spec"]["replicas"] == 0
+        downloads(kubelet, namespace, ended(Result.DOWNLOADED))
+        says(operating, "Ready", "True", "Ready")
+
+
+def test_a_claim_that_was_made_again_without_an_operator_is_filled_again(cluster, namespace, kubelet, place):
     downloads(kubelet, namespace, ended(Result.DOWNLOADED))
     claim, job = ("v1", "PersistentVolumeClaim", "tales-models"), ("batch/v1", "Job")
     with Operating(cluster, namespace) as operating:
         cluster.apply(llm_service(model={"source": {"http": {"url": place.url}}}, replicas=0), namespace)
         says(operating, "ModelCached", "True", "Downloaded")
         (before,), (pod,) = cluster.items(*job, namespace), cluster.items("v1", "Pod", namespace)
-        uid = before["metadata"]["uid"]
-        again = Container()
-        kubelet.behave(lambda body: is_of(body, namespace) and body["metadata"]["uid"] != pod["metadata"]["uid"], again)
-        # Times of objects are whole seconds.
-        eventually(lambda: datetime.now(UTC).strftime("%FT%TZ") > before["metadata"]["creationTimestamp"], 5, "later")
-        cluster.delete(*claim, namespace)
-        # Which holds the claim although it has ended; the Job has no need of it.
-        cluster.delete("v1", "Pod", pod["metadata"]["name"], namespace)
+        made = cluster.get(*claim, namespace)
+    # Times of objects are whole seconds.
+    eventually(lambda: datetime.now(UTC).strftime("%FT%TZ") > before["metadata"]["creationTimestamp"], 5, "later")
+    cluster.delete(*claim, namespace)
+    cluster.delete("v1", "Pod", pod["metadata"]["name"], namespace)
+    eventually(lambda: not cluster.get(*claim, namespace), 20, "it is gone")
+    again = {key: value for key, value in made["metadata"].items() if key in ("name", "labels", "ownerReferences")}
+    storage = {key: made["spec"][key] for key in ("accessModes", "resources")}
+    cluster.apply({"apiVersion": "v1", "kind": claim[1], "metadata": again, "spec": storage}, namespace)
+    downloads(kubelet, namespace, Container())
+    with Operating(cluster, namespace) as operating:
         says(operating, "ModelCached", "False", "Downloading")
         (after,) = cluster.items(*job, namespace)
-        assert after["metadata"]["uid"] != uid
+        assert after["metadata"]["uid"] != before["metadata"]["uid"]
         downloads(kubelet, namespace, ended(Result.DOWNLOADED))
         says(operating, "ModelCached", "True", "Downloaded")

@@ -206,7 +206,7 @@ def test_a_pod_that_hangs_keeps_the_others_from_nothing(world):
 
 
 def test_an_object_that_is_long_in_going_keeps_nobody_from_his_adapters_nor_from_knowing(world, cluster):
-    """Such as a claim that pods use, or one that a controller of somebody else's has not let go."""
+    """Such as one that a controller of somebody else's has not let go."""
     cluster.merge(*POLICY, HELD, world.namespace)
     cluster.delete(*POLICY, world.namespace)
     world.edit(adapters=[SQL, PIRATE])

@@ -350,6 +350,10 @@ DOWNLOADS = {
         {"claim": {"metadata": {"name": "s-models"}, "status": {"phase": "Pending"}}},
         "DownloadPending", "Pending", "claim s-models is Pending",
     ),
+    "its claim is being deleted": (
+        {"claim": {"metadata": {"name": "s-models", "deletionTimestamp": "2026-01-01T00:00:00Z"}}},
+        "DownloadPending", "Pending", "claim s-models is being deleted",
+    ),
     "it runs": ({"job_pods": (downloading(),)}, "Downloading", "Downloading", "repository o/m"),
     "it runs again after the line was cut": (
         {"job_pods": (ended_download(Result.UNREACHABLE, message="HTTP 503"), downloading())},

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire_operator.kube.client import without
-from quire_operator.kube.kinds import DISCOVERED, JOB, Kind, kind_of
+from quire_operator.kube.kinds import CLAIM, DISCOVERED, JOB, Kind, kind_of
 from quire_operator.plan.plan import Plan
-from quire_operator.reconcile.model_cache import job_succeeded
+from quire_operator.reconcile.model_cache import is_going, job_succeeded
 from quire_operator.reconcile.pinned import Pinned
 from quire_operator.render.cluster import OPTIONAL, Cluster
 from quire_operator.render.desired import desired
@@ -85,6 +85,9 @@ def children(service: LLMService, digest: str, plan: Plan, around: Around, live:
     if done is not None:
         # Whatever a new release, or another placement, would have it look like: what it brings is there.
         manifests = [m for m in manifests if m is not job]
+    elif job is not None and is_going(live.claim):
+        # Both are made once it is gone; nothing else has to wait for that.
+        manifests = [m for m in manifests if kind_of(m) not in (CLAIM, JOB)]
     pods = Pinned.of(digest, plan, manifests)
     before = Pinned.read(live.deployment)
     serves = before is not None and (live.deployment or {}).get("spec", {}).get("replicas", 1) > 0

@@ -56,8 +56,8 @@ def downloads(jobs: Iterable[Entry], service: LLMService) -> list[Entry]:
 
 
 def job_succeeded(job: Body | None, claim: Body | None) -> bool:
-    """Whether a download Job has brought everything to the claim that is there."""
-    return job_condition(job, "Complete") is not None and not is_of_another_claim(job, claim)
+    """Whether a download Job has brought everything to the claim that is there, and stays."""
+    return job_condition(job, "Complete") is not None and not is_of_another_claim(job, claim) and not is_going(claim)
 
 
 def is_of_another_claim(job: Body | None, claim: Body | None) -> bool:
@@ -66,6 +66,11 @@ def is_of_another_claim(job: Body | None, claim: Body | None) -> bool:
         return False
     made, since = (body["metadata"].get("creationTimestamp", "") for body in (job, claim))
     return bool(made < since)
+
+
+def is_going(claim: Body | None) -> bool:
+    """Whether a claim is being deleted: it stays while pods have it, also those that have ended, and no other gets it."""
+    return claim is not None and "deletionTimestamp" in claim["metadata"]
 
 
 def _of_job(
@@ -140,6 +145,12 @@ def _explained(service: LLMService, result: Result, message: str) -> tuple[Reaso
 
 def _waits(observed: Observed, pods: list[Pod], last: Outcome | None) -> str:
     """What a download that does not run waits for."""
+    if observed.claim and is_going(observed.claim):
+        return (
+            f"claim {observed.claim['metadata']['name']} is being deleted, which waits for the last pod that has it; then "
+            "it is made again, and filled. Pods go on with it, but no new one can start: to have it now, set "
+            "spec.replicas to 0 until it is filled"
+        )
     if observed.job is None:
         return "the download Job is being made"
     phase = ((observed.claim or {}).get("status") or {}).get("phase", "")

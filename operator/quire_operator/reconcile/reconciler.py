@@ -21,7 +21,7 @@ from quire_operator.reconcile import children as children_of
 from quire_operator.reconcile.apply import Outcome
 from quire_operator.reconcile.cache import Entry, Key
 from quire_operator.reconcile.children import Around, Children, Live
-from quire_operator.reconcile.model_cache import downloads, is_of_another_claim, job_condition
+from quire_operator.reconcile.model_cache import downloads, is_going, is_of_another_claim, job_condition
 from quire_operator.reconcile.observed import Observed, Verdict
 from quire_operator.reconcile.observer import Observer
 from quire_operator.reconcile.parts import Parts
@@ -182,11 +182,11 @@ class Reconciler:
         return outcome
 
     async def _retry_downloads(self, key: Key, live: Live) -> None:
-        """Take away downloads for the next pass to make again: those that failed some time ago, and those to a claim
-        that is gone."""
+        """Take away downloads for a later pass to make again: those that failed some time ago, and those to a claim
+        that is gone, or that waits for the Job's pod to go."""
         for name, job in (live.jobs or {}).items():
-            left_s = _until_retry_s(job)
-            if (job_condition(job, "Complete") and is_of_another_claim(job, live.claim)) or left_s == 0:
+            lost = job_condition(job, "Complete") and is_of_another_claim(job, live.claim)
+            if lost or is_going(live.claim) or _until_retry_s(job) == 0:
                 await self._parts.client.delete(kinds.JOB, key[0], name, job["metadata"]["uid"])
                 self._parts.wrote(kinds.JOB, "delete")
 
