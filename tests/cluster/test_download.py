@@ -202,7 +202,9 @@ def test_a_claim_that_is_deleted_is_made_again_and_filled_once_no_pod_has_it(clu
         assert "claim tales-models is being deleted, which waits for the last pod" in message(operating, "ModelCached")
         assert operating.condition("Available")["status"] == "True"
         # The Job's pod held it too, although it had ended.
-        eventually(lambda: not any(is_of(p, namespace) for p in cluster.items("v1", "Pod", namespace)), 20, "it is gone")
+        eventually(
+            lambda: not any(is_of(p, namespace) for p in cluster.items("v1", "Pod", namespace)), 20, "it is gone"
+        )
         downloads(kubelet, namespace, Container())
         # All that needs no new pod is done; those that are there would be gone for nothing.
         (pod,) = cluster.items("v1", "Pod", namespace)

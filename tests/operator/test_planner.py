@@ -8,19 +8,27 @@ import re
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.planning import ANY_TP, GIB, LLAMA_8B, MODELS, NO_LORA, checkpoint, faults, inputs, plan, service
+from support.planning import (
+    ANY_TP,
+    GIB,
+    H100,
+    L4,
+    MODELS,
+    NO_LORA,
+    T4,
+    faults,
+    inputs,
+    plan,
+)
 
 from quire_operator.plan import planner, ways
-from quire_operator.plan.checkpoint import Checkpoint, SizeFrom
 from quire_operator.plan.errors import Unplannable, Why
-from quire_operator.plan.gpu import PRODUCTS, Gpu, KnownFrom, node_labels, resolve
+from quire_operator.plan.gpu import Gpu, KnownFrom
 from quire_operator.plan.inputs import Abilities
 from quire_operator.plan.plan import Fit, Plan
 from quire_operator.service import Lora
 from quire_spec import capability
 from quire_spec.errors import ConfigError
-
-L4, H100, T4 = "NVIDIA-L4", "NVIDIA-H100-80GB-HBM3", "Tesla-T4"
 
 pins = st.fixed_dictionaries(
     {},
@@ -253,14 +261,6 @@ def test_a_context_longer_than_the_models_is_refused_before_the_engine_does():
     )
 
 
-@pytest.mark.parametrize("memory", ["1k", "640Mi", "641Mi", "2Gi"])
-def test_a_gpu_of_hardly_any_memory_fits_nothing(memory):
-    found = resolve(wanted(f"{{memory: {memory}}}"))
-    with pytest.raises(Unplannable, match="does not fit") as error:
-        planner.make_plan(dataclasses.replace(inputs("8b", L4), gpu=found))
-    assert error.value.why is Why.DOES_NOT_FIT
-
-
 def test_a_plan_that_is_none_is_not_read():
     body = plan("8b", L4).to_json()
     for name in body:
@@ -413,120 +413,6 @@ def test_stubs_copies_and_shared_memory_are_counted():
     assert two.hostBytes.sharedMemory == 2 * GIB
     small = plan("8b", H100, "runtime: {memory: 2Gi}\nlora: {maxLoaded: 0}")
     assert "spec.runtime.memory is less than" in small.advice
-
-
-# GPUs.
-
-
-def labels(product=L4, memory="23034", **more):
-    return {"nvidia.com/gpu.product": product, "nvidia.com/gpu.memory": memory, **more}
-
-
-def wanted(text):
-    return service(f"gpu: {text}").spec.gpu
-
-
-def test_nodes_labels_go_before_the_table_and_the_spec_before_both():
-    nodes = [labels(memory="23000", **{"nvidia.com/gpu.compute.major": "8", "nvidia.com/gpu.compute.minor": "9"}), {}]
-    found = resolve(wanted(f"{{product: {L4}}}"), nodes)
-    assert found == Gpu(L4, 23000, KnownFrom.NODE_LABELS, (8, 9))
-    assert resolve(wanted(f"{{product: {L4}, memory: 20Gi}}"), nodes) == Gpu(L4, 20480, KnownFrom.SPEC, (8, 9))
-    assert resolve(wanted(f"{{product: {L4}}}")) == Gpu.of_product(L4)
-    assert resolve(None, [], T4).memory_mib == 15360
-
-
-def test_of_several_kinds_the_smallest_is_planned_for():
-    nodes = [labels(), labels(H100, "81559"), labels("NVIDIA-A100-SXM4-40GB", "40960", zone="b")]
-    found = resolve(None, nodes)
-    assert (found.product, found.others) == (L4, ("NVIDIA-A100-SXM4-40GB", H100))
-    assert resolve(wanted("{nodeSelector: {zone: b}}"), nodes).product == "NVIDIA-A100-SXM4-40GB"
-    made = planner.make_plan(dataclasses.replace(inputs("8b", L4), gpu=dataclasses.replace(found, memory_mib=81559)))
-    assert made.fit is Fit.HETEROGENEOUS_POOL
-    assert H100 in made.advice
-
-
-def test_a_slice_has_its_own_memory_and_a_node_so_many_gpus():
-    mig = {"nvidia.com/mig-3g.40gb.product": "NVIDIA-H100-MIG-3g.40gb", "nvidia.com/mig-3g.40gb.memory": "40448"}
-    nodes = [labels(H100, "81559", **mig, **{"nvidia.com/gpu.count": "2"})]
-    slice_ = wanted("{resourceName: nvidia.com/mig-3g.40gb}")
-    assert (resolve(slice_, nodes).memory_mib, resolve(slice_, nodes).per_node) == (40448, None)
-    with pytest.raises(Unplannable, match=r"'nvidia.com/mig-3g.40gb': no node says how much memory such a slice has"):
-        resolve(wanted(f"{{product: {H100}, resourceName: nvidia.com/mig-3g.40gb}}"))
-    whole = resolve(None, nodes)
-    assert (whole.memory_mib, whole.per_node) == (81559, 2)
-    given = dataclasses.replace(inputs("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}"), gpu=whole)
-    assert planner.make_plan(given).tensorParallelSize.value == 2
-    pinned = dataclasses.replace(given, engine=dataclasses.replace(given.engine, tensorParallelSize=4))
-    with pytest.raises(Unplannable, match="4: nodes with NVIDIA-H100-80GB-HBM3 have 2 GPUs"):
-        planner.make_plan(pinned)
-
-
-def test_gpus_that_nobody_knows_or_that_are_shared_are_refused():
-    for asked, words in (
-        (None, "spec.gpu: no node says what GPU it has"),
-        (wanted("{product: NVIDIA-X1}"), "spec.gpu.product: 'NVIDIA-X1' is on no node"),
-    ):
-        with pytest.raises(Unplannable, match=words) as error:
-            resolve(asked)
-        assert error.value.why is Why.GPU_UNKNOWN
-    with pytest.raises(Unplannable, match="share each GPU between 4 pods") as error:
-        resolve(None, [labels(**{"nvidia.com/gpu.replicas": "4"})])
-    assert error.value.why is Why.SHARED_GPU
-
-
-def test_a_label_that_is_no_number_says_nothing():
-    plain = resolve(None, [labels()])
-    for name in ("replicas", "count", "compute.minor"):
-        found = resolve(None, [labels(**{f"nvidia.com/gpu.{name}": "many"})])
-        assert (found.memory_mib, found.per_node) == (plain.memory_mib, None)
-
-
-def test_node_listings_of_kubectl():
-    listing = {"kind": "List", "items": [{"metadata": {"labels": {"a": "b"}}}, {"metadata": {}}]}
-    assert node_labels(listing) == [{"a": "b"}, {}]
-    assert node_labels({"kind": "Node", "metadata": {"labels": {"a": "b"}}}) == [{"a": "b"}]
-    assert node_labels([]) == []
-
-
-def test_the_table_of_products_is_in_order():
-    assert list(PRODUCTS.values()) == sorted(PRODUCTS.values(), key=lambda entry: entry[0])
-
-
-# Checkpoints.
-
-
-def test_sizes_come_from_the_index_then_the_header_then_the_shape():
-    header = {"__metadata__": {"format": "pt"}, "a": {"data_offsets": [0, 8]}, "b": {"data_offsets": [8, 100]}}
-    found = [
-        Checkpoint.from_files(LLAMA_8B, {"metadata": {"total_size": 16.0e9}}, header),
-        Checkpoint.from_files(LLAMA_8B, None, header),
-        Checkpoint.from_files(LLAMA_8B),
-    ]
-    assert [c.size_from for c in found] == [SizeFrom.INDEX, SizeFrom.HEADER, SizeFrom.SHAPE]
-    assert [c.weights_bytes for c in found[:2]] == [16_000_000_000, 100]
-    assert found[2].weights_bytes == pytest.approx(16_060_522_496, rel=0.001)
-    assert checkpoint(dict(reversed(LLAMA_8B.items()))).config_digest == found[0].config_digest
-
-
-@pytest.mark.parametrize(
-    ("config", "index", "header", "words"),
-    [
-        ([], None, None, "config.json: expected an object"),
-        ({"architectures": ["X"]}, None, None, "'X' is not supported"),
-        (LLAMA_8B | {"num_attention_heads": 0}, None, None, "num_attention_heads: 0 is not a positive"),
-        (LLAMA_8B | {"hidden_size": "4096"}, None, None, "config.json: "),
-        (LLAMA_8B | {"num_hidden_layers": 1.5}, None, None, "num_hidden_layers: 1.5 is not a positive"),
-        (LLAMA_8B | {"vocab_size": True}, None, None, "vocab_size: True is not a positive"),
-        (LLAMA_8B, {"metadata": {}}, None, "metadata.total_size is None"),
-        (LLAMA_8B, [], None, "metadata.total_size is None"),
-        (LLAMA_8B, {"metadata": {"total_size": -1}}, None, "metadata.total_size is -1"),
-        (LLAMA_8B, None, {}, "names no tensors"),
-        (LLAMA_8B, None, {"a": {"data_offsets": "x"}}, "names no tensors"),
-    ],
-)
-def test_files_that_say_nothing_are_refused(config, index, header, words):
-    with pytest.raises(ConfigError, match=words):
-        Checkpoint.from_files(config, index, header)
 
 
 def test_a_bound_in_bytes_of_adapters_copies_is_what_is_asked_for():

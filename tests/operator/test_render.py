@@ -10,83 +10,28 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
 import yaml
-from support.planning import LLAMA_8B, MODELS, service
+from support.planning import service
+from support.rendering import CLUSTER, EVERYTHING, GPU, POD_IP, ROOT, example, objects, one, planned, server
 
 import quire_server.__main__
 import quire_server.download
 from quire_operator import crd
-from quire_operator.manifest import read
-from quire_operator.plan.gpu import resolve
-from quire_operator.plan.inputs import Inputs
-from quire_operator.plan.planner import make_plan
 from quire_operator.reconcile.children import Around, Live, children
-from quire_operator.render import merge, pod
-from quire_operator.render.cluster import OPTIONAL, Cluster
+from quire_operator.render import pod
+from quire_operator.render.cluster import OPTIONAL
 from quire_operator.render.command import dumped
 from quire_operator.render.desired import desired
-from quire_operator.service import Device, LLMService
+from quire_operator.service import Device
 from quire_spec.catalogue import Catalogue
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("golden")
-POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-OPERATOR = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "quire"}}}
-CLUSTER = Cluster(
-    admin_key="k", offers=frozenset(OPTIONAL), operator=OPERATOR, owner_uid="u-1",
-    credentials={"hf-token": {"token": "hf"}, "adapter-store": {"AWS_ACCESS_KEY_ID": "a"}, "unused": {"x": "y"}},
-)  # fmt: skip
-
-EVERYTHING = """
-model: {source: {s3: {uri: s3://models/llama, endpoint: http://minio:9000, credentialsSecretRef: {name: store}}}}
-adapters:
-- {name: a, source: {http: {url: https://h:8443/a, headersSecretRef: {name: web}}}}
-- {name: b, source: {pvc: {claimName: loras, path: b}}}
-engine: {maxModelLen: 8192, maxNumQueuedReqs: 64, prefixCaching: false}
-gpu: {product: NVIDIA-L4, count: 2, runtimeClassName: nvidia, nodeSelector: {pool: gpu}}
-replicas: 3
-autoscaling: {kind: ScaledObject, maxReplicas: 5, minReplicas: 2, prometheusAddress: http://prometheus:9090}
-cache: {mode: EmptyDir, size: 40Gi}
-runtime:
-  image: registry.example/quire:1
-  imagePullSecrets: [{name: pull}]
-  env: [{name: NCCL_DEBUG, value: INFO}]
-  cpu: 1500m
-  memory: 24Gi
-  sharedMemory: 2Gi
-  ports: {http: 9000}
-rollout: {maxSurge: 1, maxUnavailable: 0, drainSeconds: 120}
-observability: {metricsLabels: {release: monitoring}}
-networking:
-  networkPolicy: {ingressFrom: [{ipBlock: {cidr: 10.0.0.0/8}}]}
-  inferencePool: {endpointPicker: {name: picker}}
-security: {runAsUser: 2000, fsGroup: 3000, readOnlyRootFilesystem: false}
-podTemplate:
-  metadata: {labels: {team: a, app.kubernetes.io/instance: stolen}, annotations: {note: x}}
-  spec:
-    priorityClassName: high
-    containers:
-    - {name: server, resources: {limits: {cpu: "8"}}, env: [{name: NCCL_DEBUG, value: WARN}]}
-    - {name: side, image: side:1}
-"""
-
-
-def planned(of, model="8b"):
-    gpu = None if of.spec.device is Device.CPU else resolve(of.spec.gpu, [], None if of.spec.gpu else "NVIDIA-L4")
-    return make_plan(Inputs.of(of, MODELS[model], gpu))
-
-
-def example(file):
-    (document,) = read(str(ROOT / "examples" / file))
-    return LLMService.from_body(crd.valid(document))
 
 
 SERVICES = {
@@ -95,19 +40,6 @@ SERVICES = {
     "cpu-cluster": lambda: (example("cpu-cluster.yaml"), "qwen-0.5b"),
     "everything": lambda: (service(EVERYTHING, "all"), "8b"),
 }
-
-
-def objects(of, model="8b", cluster=CLUSTER):
-    """Objects by kind and name."""
-    found = desired(of, planned(of, model), cluster).manifests
-    keyed = {(m["kind"], m["metadata"]["name"]): m for m in found}
-    assert len(keyed) == len(found)
-    return keyed
-
-
-def one(found, kind):
-    (manifest,) = [m for (k, _), m in found.items() if k == kind]
-    return manifest
 
 
 @pytest.fixture(params=list(SERVICES))
@@ -142,11 +74,6 @@ def test_a_wrong_object_would_not_pass():
     manifest["spec"]["template"]["spec"]["activeDeadlineSecond"] = 3
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(manifest, "1.37", strict=True)
-
-
-def server(manifests):
-    template = next(m for m in manifests if m["kind"] == "Deployment")["spec"]["template"]["spec"]
-    return template, next(c for c in template["containers"] if c["name"] == "server")
 
 
 def test_the_pod_runs_what_the_server_takes(rendered):
@@ -236,9 +163,6 @@ def changed(text, other, model="8b"):
     left, right = objects(service(text), model), objects(service(other), model)
     differ = {key for key in left.keys() | right.keys() if left.get(key) != right.get(key)}
     return differ, one(left, "Deployment")["spec"]["template"] != one(right, "Deployment")["spec"]["template"]
-
-
-GPU = "gpu: {product: NVIDIA-L4}\n"
 
 
 def test_adapters_never_restart_pods():
@@ -385,49 +309,6 @@ def test_credentials_are_copied_and_never_in_arguments():
     assert ("Secret", "support-credentials") not in none
 
 
-def test_network_policies():
-    of = service(f"{GPU}adapters: [{{name: a, source: {{http: {{url: http://h:8080/a}}}}}}]")
-    found = objects(of)
-    ingress = found["NetworkPolicy", "s"]["spec"]["ingress"]
-    by_port = {port["port"]: rule["from"] for rule in ingress for port in rule["ports"]}
-    assert by_port[8000] == by_port[8001] == [{"podSelector": {}}]
-    assert OPERATOR in by_port[8003] and {"podSelector": {}} not in by_port[8003]
-    assert OPERATOR not in by_port[8000]
-
-    def egress(policy):
-        return [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
-
-    assert egress(found["NetworkPolicy", "s"]) == [53, 53, 443, 8080]
-    assert egress(found["NetworkPolicy", "s-model-download"]) == [53, 53, 443]
-    (asked,) = found["NetworkPolicy", "s-model-download"]["spec"]["ingress"]
-    assert asked == {"from": [OPERATOR], "ports": [{"port": 8003, "protocol": "TCP"}]}, "how far it is"
-    unknown = objects(of, cluster=dataclasses.replace(CLUSTER, operator=None))
-    assert unknown["NetworkPolicy", "s-model-download"]["spec"]["ingress"] == []
-    closed = objects(service(f"{GPU}lora: {{maxLoaded: 0}}"))
-    assert egress(closed["NetworkPolicy", "s"]) == [53, 53]
-    mirror = objects(service(f"{GPU}runtime: {{env: [{{name: HF_ENDPOINT, value: 'http://mirror:8090'}}]}}"))
-    assert egress(mirror["NetworkPolicy", "s-model-download"]) == [53, 53, 443, 8090]
-    for name in ("https_proxy", "ALL_PROXY"):
-        proxy = objects(service(f"{GPU}runtime: {{env: [{{name: {name}, value: 'proxy.example:3128'}}]}}"))
-        assert egress(proxy["NetworkPolicy", "s-model-download"]) == [53, 53, 443, 3128]
-    picked = objects(service(f"{GPU}networking: {{inferencePool: {{endpointPicker: {{name: picker}}}}}}"))
-    by_port = {
-        p["port"]: rule["from"] for rule in picked["NetworkPolicy", "s"]["spec"]["ingress"] for p in rule["ports"]
-    }
-    assert {"podSelector": {}} in by_port[8003], "the picker reads metrics"
-    assert {"podSelector": {}} not in by_port[8002]
-    off = objects(service(f"{GPU}networking: {{networkPolicy: {{enabled: false}}}}"))
-    assert "NetworkPolicy" not in {kind for kind, _ in off}
-
-
-@pytest.mark.parametrize("url", ["http://h:99999/a", "http://[h", "https://h:port"])
-def test_a_url_that_leads_to_no_port_is_said(url):
-    for spec in (f"adapters: [{{name: a, source: {{http: {{url: '{url}'}}}}}}]",
-                 f"runtime: {{env: [{{name: HF_ENDPOINT, value: '{url}'}}]}}"):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"{re.escape(repr(url))} is not a URL"):
-            objects(service(f"{GPU}{spec}"))
-
-
 def test_labels_that_the_operator_finds_its_objects_by_are_its_own():
     stolen = "{app.kubernetes.io/managed-by: helm, app.kubernetes.io/instance: other, team: a}"
     found = objects(
@@ -437,59 +318,6 @@ def test_labels_that_the_operator_finds_its_objects_by_are_its_own():
         labels = meta["labels"]
         assert labels["app.kubernetes.io/managed-by"] == "quire-operator"
         assert (labels["app.kubernetes.io/instance"], labels["team"]) == ("s", "a")
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("containers: null", "containers: must stay a list of objects with names"),
-        ("containers: x", "containers: must stay a list of objects with names"),
-        ("containers: [x]", "containers: 'x' is not an object; give each entry its name"),
-        ("containers: [x, {$patch: replace}]", "containers: 'x' is not an object; give each entry its name"),
-        ("containers: [{image: x}]", "containers: must stay a list of objects with names"),
-        ("containers: [{name: server, env: [A]}]", "env: 'A' is not an object; give each entry its name"),
-        ("containers: [{name: server, $patch: delete}]", "containers: the container 'server' must stay"),
-        ("volumes: null", "volumes: must stay a list of objects with names"),
-        ("$patch: replace", "containers: must stay a list of objects with names"),
-    ],
-)
-def test_an_override_that_leaves_no_pod_of_ours_is_said(override, message):
-    with pytest.raises(ConfigError, match=f"^spec.podTemplate.spec.{re.escape(message)}"):
-        objects(service(f"{GPU}podTemplate: {{spec: {{{override}}}}}"))
-
-
-@pytest.mark.parametrize("mode", ["PVC", "EmptyDir"])
-def test_whoever_downloads_has_the_files_and_the_environment_of_whoever_serves(mode):
-    """A private authority, and a proxy with its password. Not claims: two nodes may not have one at a time."""
-    given = """
-podTemplate:
-  spec:
-    containers:
-    - name: server
-      env: [{name: HTTPS_PROXY, valueFrom: {secretKeyRef: {name: proxy, key: url}}}, {name: HOME, $patch: delete}]
-      envFrom: [{secretRef: {name: more}}]
-      volumeMounts:
-      - {name: authorities, mountPath: /etc/quire-ca, readOnly: true}
-      - {name: plugins, mountPath: /plugins}
-    volumes:
-    - {name: authorities, configMap: {name: authorities}}
-    - {name: plugins, persistentVolumeClaim: {claimName: plugins}}
-"""
-    found = objects(service(f"{GPU}cache: {{mode: {mode}}}{given}"))
-    pod = one(found, "Deployment")["spec"]["template"]["spec"]
-    job = one(found, "Job")["spec"]["template"]["spec"] if mode == "PVC" else pod
-    (downloads,) = [c for c in job.get("initContainers", job["containers"]) if c["name"] == "download"]
-    assert {"name": "authorities", "mountPath": "/etc/quire-ca", "readOnly": True} in downloads["volumeMounts"]
-    assert {"name": "authorities", "configMap": {"name": "authorities"}} in job["volumes"]
-    assert "HTTPS_PROXY" in [e["name"] for e in downloads["env"]] and "/plugins" not in str(downloads)
-    assert downloads["envFrom"] == [{"secretRef": {"name": "more"}}]
-    assert mode == "EmptyDir" or "plugins" not in [v["name"] for v in job["volumes"]]
-
-
-def test_an_override_may_take_what_is_not_needed():
-    found = objects(service(f"{GPU}podTemplate: {{spec: {{containers: [{{name: server, securityContext: null}}]}}}}"))
-    assert "securityContext" not in one(found, "Deployment")["spec"]["template"]["spec"]["containers"][0]
-    assert one(found, "Job")["spec"]["template"]["spec"]["containers"][0]["securityContext"] == {}
 
 
 def test_a_budget_only_for_several_pods():
@@ -530,49 +358,6 @@ def test_a_kind_that_nobody_asked_for_is_not_missed():
     assert asked.left_out == ("ScaledObject", "InferencePool")
 
 
-def test_overrides_of_the_pod_are_merged_last():
-    template = one(objects(service(EVERYTHING, "all")), "Deployment")["spec"]["template"]
-    assert template["metadata"]["labels"]["team"] == "a"
-    assert template["metadata"]["labels"]["app.kubernetes.io/instance"] == "all"
-    container, side = template["spec"]["containers"]
-    assert side == {"name": "side", "image": "side:1"}
-    assert container["resources"]["limits"] == {"memory": "24Gi", "nvidia.com/gpu": "1", "cpu": "8"}
-    assert container["env"] == [POD_IP, {"name": "NCCL_DEBUG", "value": "WARN"}]
-    assert template["spec"]["priorityClassName"] == "high"
-
-
-A, B = {"name": "a", "value": "1"}, {"name": "b"}
-
-
-@pytest.mark.parametrize(
-    ("base", "patch", "merged"),
-    [
-        ({"a": 1, "b": {"c": 2}}, {"b": {"c": None, "d": 3}}, {"a": 1, "b": {"d": 3}}),
-        ({"args": [1, 2]}, {"args": [3]}, {"args": [3]}),
-        ({"env": [A]}, {"env": [B]}, {"env": [A, B]}),
-        ({"env": [A]}, {"env": [{"name": "a", "value": "2"}]}, {"env": [{"name": "a", "value": "2"}]}),
-        ({"env": [A, B]}, {"env": [{"name": "a", "$patch": "delete"}]}, {"env": [B]}),
-        ({"env": [{"name": "a"}]}, {"env": [{"name": "b"}, {"$patch": "replace"}]}, {"env": [{"name": "b"}]}),
-        ({"s": {"a": 1}}, {"s": {"$patch": "replace", "b": 2}}, {"s": {"b": 2}}),
-        ({}, {"x": {"y": None, "z": 1}}, {"x": {"z": 1}}),
-        (
-            {"volumes": [{"name": "cache", "emptyDir": {}}]},
-            {"volumes": [{"name": "cache", "hostPath": {"path": "/x"}}]},
-            {"volumes": [{"name": "cache", "hostPath": {"path": "/x"}}]},
-        ),
-        (
-            {"volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}]},
-            {"volumes": [{"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}}]},
-            {"volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}]},
-        ),
-    ],
-)  # fmt: skip
-def test_strategic_merge(base, patch, merged):
-    before = json.dumps([base, patch])
-    assert merge.merge(base, patch) == merged
-    assert json.dumps([base, patch]) == before
-
-
 MANY = [f"{{name: a{i}, source: {{http: {{url: 'http://h/{'x' * 2000}'}}}}}}" for i in range(520)]
 
 
@@ -592,46 +377,3 @@ def test_what_no_cluster_could_run_is_refused(text, words):
     of = service(GPU + text)
     with pytest.raises(ConfigError, match=words):
         desired(of, planned(of), CLUSTER)
-
-
-# The command.
-
-
-def quire(*arguments):
-    command = [Path(sys.executable).with_name("quire"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    file = tmp_path_factory.mktemp("render") / "config.json"
-    file.write_text(json.dumps(LLAMA_8B))
-    return file
-
-
-def test_quire_render(config, tmp_path):
-    arguments = ("render", "-f", "examples/gpu-llama-3.1-8b.yaml", "--model-config", config)
-    done = quire(*arguments)
-    kinds = [m["kind"] for m in yaml.safe_load_all(done.stdout)]
-    assert done.returncode == 0
-    assert "PodMonitor" not in kinds
-    assert kinds[-2:] == ["Deployment", "PodDisruptionBudget"]
-    assert "PodMonitor left out; where the cluster has that kind, add --with PodMonitor" in done.stderr
-    assert "values of adapter-store, hf-token left out; give --secrets-dir" in done.stderr
-    for name, key in (("hf-token", "token"), ("adapter-store", "AWS_ACCESS_KEY_ID"), ("adapter-store", "other")):
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / key).write_text("s3cr3t\n")
-    done = quire(*arguments, "--with", "PodMonitor", "--secrets-dir", tmp_path, "--image", "i:1", "-o", "json")
-    assert (done.returncode, done.stderr) == (0, "")
-    manifests = json.loads(done.stdout)
-    assert manifests[-1]["kind"] == "PodMonitor"
-    (secret,) = [m for m in manifests if m["metadata"]["name"] == "support-credentials"]
-    assert json.loads(base64.b64decode(secret["data"]["adapter-store"])) == {"AWS_ACCESS_KEY_ID": "s3cr3t"}
-    assert server(manifests)[1]["image"] == "i:1"
-
-
-def test_quire_render_refuses_in_words(config):
-    done = quire("render", "-f", "examples/llmservice.yaml")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("spec.model.source.path: 'models/tiny' is a folder of one machine, and no pod has it")
-    assert quire("render", "-f", "x", "--with", "Nothing").returncode == 2

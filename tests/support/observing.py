@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a reconciler would have seen of a service: Deployments, pods, Jobs and pods' reports, made for tests."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -10,6 +11,7 @@ from support.planning import plan, service
 
 from quire_operator.plan.plan import Plan
 from quire_operator.reconcile.observed import Ended, Observed, Pod, Verdict
+from quire_operator.reconcile.status import status
 from quire_operator.schema import problems
 from quire_operator.service import LLMService
 from quire_spec.status import AdapterState, AdapterStatus, MemoryPlan, PodStatus, ProcessState, ProcessStatus
@@ -150,3 +152,37 @@ def judged(status: dict[str, Any]) -> dict[str, tuple[str, str]]:
 def faults(status: dict[str, Any]) -> list[str]:
     """What an API server would find wrong with a status, or drop from it."""
     return [str(problem) for problem in problems(OPENAPI["properties"]["status"], status)]
+
+
+SERVICE = wanted()
+TYPES = ["Ready", "ConfigValid", "Planned", "ModelCached", "Available", "Progressing", "AdaptersReady"]
+
+
+def of(
+    observed: Observed,
+    verdict: Verdict = VERDICT,
+    service: LLMService | None = SERVICE,
+    previous: Mapping[str, Any] | None = None,
+    now: datetime = NOW,
+) -> dict[str, Any]:
+    """The status, which must always be one that an API server takes."""
+    found = status(service, GENERATION, verdict, observed, previous or {}, now)
+    assert faults(found) == []
+    assert [c["type"] for c in found["conditions"]] == TYPES
+    assert {c["observedGeneration"] for c in found["conditions"]} == {GENERATION} == {found["observedGeneration"]}
+    return found
+
+
+def ready(found: dict[str, Any]) -> tuple[str, str]:
+    """Status and reason of the condition Ready."""
+    return judged(found)["Ready"]
+
+
+def with_pods(*pods: Pod, **changes: Any) -> Observed:
+    """Everything as it should be, but for these pods."""
+    return healthy(pods=pods, **changes)
+
+
+def good(name: str = "s-0") -> Pod:
+    """A pod that serves all of the service's adapters."""
+    return pod(name, report(SERVICE))

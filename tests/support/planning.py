@@ -17,6 +17,7 @@ from quire_operator.service import LLMService
 
 GIB = 2**30
 NO_LORA = "lora: {maxLoaded: 0}"
+L4, H100, T4 = "NVIDIA-L4", "NVIDIA-H100-80GB-HBM3", "Tesla-T4"
 ANY_TP = Abilities(tensor_parallel_sizes=(1, 2, 4, 8))
 
 LLAMA_8B = {

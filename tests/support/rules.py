@@ -3,7 +3,10 @@
 is meant. Tried with a CEL library everywhere, and by the API server where it knows rules."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
+
+from quire_operator import crd
 
 BASE = {
     "apiVersion": "quire.dev/v1alpha1",
@@ -15,7 +18,7 @@ ADAPTER = {"name": "sql", "source": {"path": "a"}}
 REMOVE = object()
 
 
-def patched(changes: dict[str, Any]) -> dict[str, Any]:
+def patched(changes: Mapping[str, Any]) -> dict[str, Any]:
     """BASE with dotted paths set, or taken away."""
     body = copy.deepcopy(BASE)
     for path, value in changes.items():
@@ -28,6 +31,11 @@ def patched(changes: dict[str, Any]) -> dict[str, Any]:
         else:
             node[last] = value
     return body
+
+
+def problems_of(changes: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a service that is changed so."""
+    return [str(problem) for problem in crd.check(patched(changes)).problems]
 
 
 SQL = [ADAPTER]

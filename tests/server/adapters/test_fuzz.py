@@ -2,7 +2,7 @@
 """Random catalogues, sources and deaths of processes: what is in place in the end is what the last catalogue says.
 
 In a time that does not pass, so that it is quick, and the same for the same seed. What it has found before is told
-step by step in test_adapters.py.
+step by step in the files beside it.
 """
 
 import asyncio

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How large a checkpoint is, by what its files say."""
+
+import pytest
+from support.planning import (
+    LLAMA_8B,
+    checkpoint,
+)
+
+from quire_operator.plan.checkpoint import Checkpoint, SizeFrom
+from quire_spec.errors import ConfigError
+
+
+def test_sizes_come_from_the_index_then_the_header_then_the_shape():
+    header = {"__metadata__": {"format": "pt"}, "a": {"data_offsets": [0, 8]}, "b": {"data_offsets": [8, 100]}}
+    found = [
+        Checkpoint.from_files(LLAMA_8B, {"metadata": {"total_size": 16.0e9}}, header),
+        Checkpoint.from_files(LLAMA_8B, None, header),
+        Checkpoint.from_files(LLAMA_8B),
+    ]
+    assert [c.size_from for c in found] == [SizeFrom.INDEX, SizeFrom.HEADER, SizeFrom.SHAPE]
+    assert [c.weights_bytes for c in found[:2]] == [16_000_000_000, 100]
+    assert found[2].weights_bytes == pytest.approx(16_060_522_496, rel=0.001)
+    assert checkpoint(dict(reversed(LLAMA_8B.items()))).config_digest == found[0].config_digest
+
+
+@pytest.mark.parametrize(
+    ("config", "index", "header", "words"),
+    [
+        ([], None, None, "config.json: expected an object"),
+        ({"architectures": ["X"]}, None, None, "'X' is not supported"),
+        (LLAMA_8B | {"num_attention_heads": 0}, None, None, "num_attention_heads: 0 is not a positive"),
+        (LLAMA_8B | {"hidden_size": "4096"}, None, None, "config.json: "),
+        (LLAMA_8B | {"num_hidden_layers": 1.5}, None, None, "num_hidden_layers: 1.5 is not a positive"),
+        (LLAMA_8B | {"vocab_size": True}, None, None, "vocab_size: True is not a positive"),
+        (LLAMA_8B, {"metadata": {}}, None, "metadata.total_size is None"),
+        (LLAMA_8B, [], None, "metadata.total_size is None"),
+        (LLAMA_8B, {"metadata": {"total_size": -1}}, None, "metadata.total_size is -1"),
+        (LLAMA_8B, None, {}, "names no tensors"),
+        (LLAMA_8B, None, {"a": {"data_offsets": "x"}}, "names no tensors"),
+    ],
+)
+def test_files_that_say_nothing_are_refused(config, index, header, words):
+    with pytest.raises(ConfigError, match=words):
+        Checkpoint.from_files(config, index, header)

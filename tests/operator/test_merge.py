@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""spec.podTemplate: what it changes in the pods, and what it cannot."""
+
+import json
+import re
+
+import pytest
+from support.planning import service
+from support.rendering import EVERYTHING, GPU, POD_IP, objects, one
+
+from quire_operator.render import merge
+from quire_spec.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("containers: null", "containers: must stay a list of objects with names"),
+        ("containers: x", "containers: must stay a list of objects with names"),
+        ("containers: [x]", "containers: 'x' is not an object; give each entry its name"),
+        ("containers: [x, {$patch: replace}]", "containers: 'x' is not an object; give each entry its name"),
+        ("containers: [{image: x}]", "containers: must stay a list of objects with names"),
+        ("containers: [{name: server, env: [A]}]", "env: 'A' is not an object; give each entry its name"),
+        ("containers: [{name: server, $patch: delete}]", "containers: the container 'server' must stay"),
+        ("volumes: null", "volumes: must stay a list of objects with names"),
+        ("$patch: replace", "containers: must stay a list of objects with names"),
+    ],
+)
+def test_an_override_that_leaves_no_pod_of_ours_is_said(override, message):
+    with pytest.raises(ConfigError, match=f"^spec.podTemplate.spec.{re.escape(message)}"):
+        objects(service(f"{GPU}podTemplate: {{spec: {{{override}}}}}"))
+
+
+@pytest.mark.parametrize("mode", ["PVC", "EmptyDir"])
+def test_whoever_downloads_has_the_files_and_the_environment_of_whoever_serves(mode):
+    """A private authority, and a proxy with its password. Not claims: two nodes may not have one at a time."""
+    given = """
+podTemplate:
+  spec:
+    containers:
+    - name: server
+      env: [{name: HTTPS_PROXY, valueFrom: {secretKeyRef: {name: proxy, key: url}}}, {name: HOME, $patch: delete}]
+      envFrom: [{secretRef: {name: more}}]
+      volumeMounts:
+      - {name: authorities, mountPath: /etc/quire-ca, readOnly: true}
+      - {name: plugins, mountPath: /plugins}
+    volumes:
+    - {name: authorities, configMap: {name: authorities}}
+    - {name: plugins, persistentVolumeClaim: {claimName: plugins}}
+"""
+    found = objects(service(f"{GPU}cache: {{mode: {mode}}}{given}"))
+    pod = one(found, "Deployment")["spec"]["template"]["spec"]
+    job = one(found, "Job")["spec"]["template"]["spec"] if mode == "PVC" else pod
+    (downloads,) = [c for c in job.get("initContainers", job["containers"]) if c["name"] == "download"]
+    assert {"name": "authorities", "mountPath": "/etc/quire-ca", "readOnly": True} in downloads["volumeMounts"]
+    assert {"name": "authorities", "configMap": {"name": "authorities"}} in job["volumes"]
+    assert "HTTPS_PROXY" in [e["name"] for e in downloads["env"]] and "/plugins" not in str(downloads)
+    assert downloads["envFrom"] == [{"secretRef": {"name": "more"}}]
+    assert mode == "EmptyDir" or "plugins" not in [v["name"] for v in job["volumes"]]
+
+
+def test_an_override_may_take_what_is_not_needed():
+    found = objects(service(f"{GPU}podTemplate: {{spec: {{containers: [{{name: server, securityContext: null}}]}}}}"))
+    assert "securityContext" not in one(found, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    assert one(found, "Job")["spec"]["template"]["spec"]["containers"][0]["securityContext"] == {}
+
+
+def test_overrides_of_the_pod_are_merged_last():
+    template = one(objects(service(EVERYTHING, "all")), "Deployment")["spec"]["template"]
+    assert template["metadata"]["labels"]["team"] == "a"
+    assert template["metadata"]["labels"]["app.kubernetes.io/instance"] == "all"
+    container, side = template["spec"]["containers"]
+    assert side == {"name": "side", "image": "side:1"}
+    assert container["resources"]["limits"] == {"memory": "24Gi", "nvidia.com/gpu": "1", "cpu": "8"}
+    assert container["env"] == [POD_IP, {"name": "NCCL_DEBUG", "value": "WARN"}]
+    assert template["spec"]["priorityClassName"] == "high"
+
+
+A, B = {"name": "a", "value": "1"}, {"name": "b"}
+
+
+@pytest.mark.parametrize(
+    ("base", "patch", "merged"),
+    [
+        ({"a": 1, "b": {"c": 2}}, {"b": {"c": None, "d": 3}}, {"a": 1, "b": {"d": 3}}),
+        ({"args": [1, 2]}, {"args": [3]}, {"args": [3]}),
+        ({"env": [A]}, {"env": [B]}, {"env": [A, B]}),
+        ({"env": [A]}, {"env": [{"name": "a", "value": "2"}]}, {"env": [{"name": "a", "value": "2"}]}),
+        ({"env": [A, B]}, {"env": [{"name": "a", "$patch": "delete"}]}, {"env": [B]}),
+        ({"env": [{"name": "a"}]}, {"env": [{"name": "b"}, {"$patch": "replace"}]}, {"env": [{"name": "b"}]}),
+        ({"s": {"a": 1}}, {"s": {"$patch": "replace", "b": 2}}, {"s": {"b": 2}}),
+        ({}, {"x": {"y": None, "z": 1}}, {"x": {"z": 1}}),
+        (
+            {"volumes": [{"name": "cache", "emptyDir": {}}]},
+            {"volumes": [{"name": "cache", "hostPath": {"path": "/x"}}]},
+            {"volumes": [{"name": "cache", "hostPath": {"path": "/x"}}]},
+        ),
+        (
+            {"volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}]},
+            {"volumes": [{"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}}]},
+            {"volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}]},
+        ),
+    ],
+)  # fmt: skip
+def test_strategic_merge(base, patch, merged):
+    before = json.dumps([base, patch])
+    assert merge.merge(base, patch) == merged
+    assert json.dumps([base, patch]) == before

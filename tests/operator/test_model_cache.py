@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ModelCached and status.cache, case by case: whether a model is there, and what keeps it from it."""
+
+from datetime import timedelta
+
+import pytest
+from support.observing import (
+    GENERATION,
+    LATER,
+    NOW,
+    PLAN,
+    condition,
+    deployment,
+    ended,
+    healthy,
+    job,
+    job_done,
+    judged,
+    of,
+    ready,
+    starting,
+    wanted,
+)  # fmt: skip
+
+from quire_operator.plan.errors import Unplannable, Why
+from quire_operator.reconcile.observed import Observed, Verdict
+from quire_spec.outcome import Outcome, Result
+from quire_spec.progress import Progress
+
+
+def ended_download(result, revision=None, message="", number=0, **changes):
+    said = Outcome(result, 3 * 2**30, revision, message).dump()
+    code = 0 if result is Result.DOWNLOADED else 1
+    fields = {"phase": "Failed" if code else "Succeeded", "ended": ended("download", code, "Error", said)}
+    return starting(f"job-{number}", created_at=f"2026-01-01T00:0{number}:00Z", **fields | changes)
+
+
+def downloading(number=1, progress=None):
+    started = {"started_at": "2026-01-01T00:00:00Z", "downloading": True, "progress": progress}
+    return starting(f"job-{number}", created_at=f"2026-01-01T00:0{number}:00Z", **started)
+
+
+def test_a_model_that_is_there():
+    found = of(healthy(job_pods=(ended_download(Result.DOWNLOADED, "0e9e39f"),)))
+    assert found["cache"] == {"state": "Ready", "bytes": str(3 * 2**30), "revision": "0e9e39f"}
+    assert condition(found, "ModelCached")["message"] == "all files are there, 3.00 GiB, revision 0e9e39f"
+    later = of(healthy(), previous=found, now=LATER)
+    assert later["cache"] == found["cache"], "the Job's pod is gone, what it said is not"
+
+
+def test_a_model_that_is_there_before_its_pod_has_said_so():
+    found = of(healthy(job_pods=(ended_download(Result.AUTH_FAILED),)))
+    assert (found["cache"], condition(found, "ModelCached")["message"]) == ({"state": "Ready"}, "all files are there")
+
+
+DOWNLOADS = {
+    "the Job is being made": ({"job": None}, "DownloadPending", "Pending", "being made"),
+    "its pod has no node": (
+        {"job_pods": (starting("j", phase="Pending", unschedulable="0/1 nodes: unbound claim"),)},
+        "DownloadPending", "Pending", "unbound claim",
+    ),
+    "its claim is not bound": (
+        {"claim": {"metadata": {"name": "s-models"}, "status": {"phase": "Pending"}}},
+        "DownloadPending", "Pending", "claim s-models is Pending",
+    ),
+    "its claim is being deleted": (
+        {"claim": {"metadata": {"name": "s-models", "deletionTimestamp": "2026-01-01T00:00:00Z"}}},
+        "DownloadPending", "Pending", "claim s-models is being deleted",
+    ),
+    "it runs": ({"job_pods": (downloading(),)}, "Downloading", "Downloading", "repository o/m"),
+    "it runs again after the line was cut": (
+        {"job_pods": (ended_download(Result.UNREACHABLE, message="HTTP 503"), downloading())},
+        "Downloading", "Downloading", "HTTP 503",
+    ),
+    "the token is wrong": (
+        {"job_pods": (ended_download(Result.AUTH_FAILED, message="hub repository 'o/m': HTTP 401"),)},
+        "AuthFailed", "Failed", "no Secret is named; set spec.model.source.huggingFace.tokenSecretRef",
+    ),
+    "the token is wrong, and it is tried again": (
+        {"job_pods": (ended_download(Result.AUTH_FAILED, message="HTTP 401"), downloading())},
+        "AuthFailed", "Failed", "HTTP 401",
+    ),
+    **{
+        result.value: (
+            {"job": job_done("Failed", "BackoffLimitExceeded"), "job_pods": (ended_download(result, message="why"),)},
+            result.value, "Failed", "the Job gave up (BackoffLimitExceeded)",
+        )
+        for result in Result if result not in (Result.DOWNLOADED, Result.AUTH_FAILED)
+    },
+    "it ended with no word": (
+        {"job": job_done("Failed"), "job_pods": (starting("j", ended=ended("download", 137, "OOMKilled")),)},
+        "DownloadFailed", "Failed", "OOMKilled (exit code 137)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DOWNLOADS)
+def test_a_model_that_is_not_there(case):
+    changes, reason, state, words = DOWNLOADS[case]
+    nothing = Observed(deployment=deployment(0), applied=GENERATION, **{"job": job()} | changes)
+    found = of(nothing)
+    assert judged(found)["ModelCached"] == ("False", reason)
+    assert ready(found) == ("False", reason), "no pod is blamed: there are none before the model is there"
+    assert found["cache"]["state"] == state
+    assert words in condition(found, "ModelCached")["message"]
+
+
+def on_its_way(progress, previous=None, seconds=0, *before):
+    """The status of a download `seconds` after NOW, and its words."""
+    pods = (*before, downloading(progress=progress))
+    seen = Observed(deployment=deployment(0), applied=GENERATION, job=job(), job_pods=pods)
+    found = of(seen, previous=previous, now=NOW + timedelta(seconds=seconds))
+    return found, condition(found, "ModelCached")["message"]
+
+
+MIB = 2**20
+
+
+def test_how_far_a_download_is():
+    found, words = on_its_way(Progress(3 * 2**30, 15 * 2**30, 100 * MIB))
+    assert found["cache"] == {
+        "state": "Downloading", "progress": "20%", "bytes": str(3 * 2**30), "totalBytes": str(15 * 2**30),
+        "bytesPerSecond": str(100 * MIB), "at": "2026-01-02T03:04:05Z",
+    }  # fmt: skip
+    assert words == (
+        "pod job-1 downloads Hugging Face repository o/m: 3.0 GiB of 15.0 GiB (20%), 100.0 MiB/s, about 2 min left"
+    )
+    assert condition(found, "Ready")["message"] == words
+    cut = ended_download(Result.UNREACHABLE, message="HTTP 503")
+    _, words = on_its_way(Progress(3 * 2**30, 15 * 2**30), None, 0, cut)
+    assert words.endswith(": 3.0 GiB of 15.0 GiB (20%); the try before: HTTP 503")
+    for progress, end in (
+        (Progress(7 * 2**30, 15 * 2**30, 0), "(46%), nothing comes now"),
+        (Progress(15 * 2**30, 15 * 2**30, 0), "(100%), which are being checked"),
+        (Progress(5 * 2**10, 2**41, 2**25), "5.0 KiB of 2048.0 GiB (0%), 32.0 MiB/s, about 18 h 12 min left"),
+    ):
+        assert on_its_way(progress)[1].endswith(end)
+    found, _ = on_its_way(Progress(PLAN.modelBytes * 3 // 4 + 1))
+    assert found["cache"]["progress"] == "75%", "a place that does not say its sizes: those of the plan"
+    assert on_its_way(None)[0]["cache"] == {"state": "Downloading"}
+
+
+def test_progress_is_told_each_5_percent_or_30_s_and_never_twice_in_10_s():
+    first, _ = on_its_way(Progress(20 * MIB, 100 * MIB, MIB))
+    for seconds, percent, told in (
+        (1, 90, 20), (9, 90, 20), (10, 24, 20), (10, 25, 25), (10, 15, 15), (29, 24, 20), (30, 20, 20), (30, 21, 21),
+    ):  # fmt: skip
+        found, _ = on_its_way(Progress(percent * MIB, 100 * MIB, 2 * MIB), first, seconds)
+        assert found["cache"]["progress"] == f"{told}%", (seconds, percent)
+        again = seconds >= 30 or told != 20
+        assert (found == first) == (not again), "nothing is written when nothing is told"
+    assert on_its_way(None, first, 119)[0] == first, "it did not answer"
+    assert on_its_way(None, first, 120)[0]["cache"] == {"state": "Downloading"}, "nobody knows any more"
+    done = of(healthy(job_pods=(ended_download(Result.DOWNLOADED),)), previous=first)
+    assert done["cache"] == {"state": "Ready", "bytes": str(3 * 2**30)}
+
+
+def test_a_status_that_somebody_else_wrote_is_no_trouble():
+    for at in ("", "soon", "2026-01-02T03:04:05", "2099-01-01T00:00:00Z", 7):
+        previous = {"cache": {"state": "Downloading", "progress": "x%", "bytes": "y", "at": at}}
+        assert on_its_way(Progress(1, 2), previous)[0]["cache"]["progress"] == "50%"
+
+
+def test_a_refused_token_names_its_secret():
+    spec = "model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hf, key: token}}}}"
+    service = wanted(spec)
+    failed = ended_download(Result.AUTH_FAILED, message="hub repository 'o/m': HTTP 403")
+    found = of(Observed(job=job(), job_pods=(failed,)), service=service)
+    assert condition(found, "ModelCached")["message"] == (
+        "hub repository 'o/m': HTTP 403; check Secret 'hf', key 'token'; it is tried again"
+    )
+
+
+@pytest.mark.parametrize("result", [Result.AUTH_FAILED, Result.NOT_FOUND, Result.UNREACHABLE])
+def test_a_model_that_cannot_be_read_for_the_plan(result):
+    spec = "model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hf, key: token}}}}"
+    verdict = Verdict(pending="hub repository 'o/m': why", unread=result)
+    found = of(Observed(), verdict, service=wanted(spec))
+    assert judged(found)["Ready"] == judged(found)["ModelCached"] == ("False", result.value)
+    assert judged(found)["Planned"] == ("Unknown", "Planning")
+    message = condition(found, "Ready")["message"]
+    assert message.startswith("hub repository 'o/m': why") and message.endswith("it is tried again")
+    assert ("check Secret 'hf', key 'token'" in message) == (result is Result.AUTH_FAILED)
+    assert found["cache"] == {"state": "Failed"}
+
+
+def test_a_model_that_each_pod_downloads():
+    service = wanted("replicas: 2\nlora: {maxLoaded: 0}\ncache: {mode: EmptyDir}")
+    found = of(healthy(service, job=None), service=service)
+    assert judged(found)["ModelCached"] == ("True", "InPods")
+    said = Outcome(Result.NO_SPACE, 5, message="the disk is full").dump()
+    under_way = starting("s-1", phase="Pending", downloading=True, progress=Progress(MIB, 4 * MIB))
+    found = of(healthy(service, job=None, pods=(under_way,)), service=service)
+    assert judged(found)["ModelCached"] == ("True", "InPods")
+    assert condition(found, "ModelCached")["message"].endswith("; a pod does: 1.0 MiB of 4.0 MiB (25%)")
+    assert (found["cache"]["state"], found["cache"]["progress"]) == ("Downloading", "25%")
+    stuck = starting("s-1", phase="Pending", ended=ended("download", 1, message=said))
+    found = of(healthy(service, job=None, pods=(stuck,)), service=service)
+    assert judged(found)["ModelCached"] == judged(found)["Ready"] == ("False", "NoSpace")
+    assert condition(found, "Ready")["message"] == "pod s-1: the disk is full"
+
+
+def test_a_model_on_a_claim_of_the_users():
+    service = wanted("model: {source: {pvc: {claimName: models, path: m}}}\nlora: {maxLoaded: 0}")
+    found = of(healthy(service, job=None), service=service)
+    assert judged(found)["ModelCached"] == ("True", "OnClaim")
+    assert found["cache"] == {"state": "Ready"}
+
+
+UNPLANNED = {
+    "invalid": Verdict(invalid="spec.model.source.path: 'm' is a folder of one machine"),
+    "waits": Verdict(pending="Job quire-read-1 reads config.json from claim models; its pod waits"),
+    "unplannable": Verdict(unplannable=Unplannable(Why.GPU_UNKNOWN, "no node says")),
+}
+
+
+@pytest.mark.parametrize("case", UNPLANNED)
+def test_nothing_is_claimed_of_a_model_without_a_plan(case):
+    verdict = UNPLANNED[case]
+    reason = "Invalid" if case == "invalid" else "OnClaim"
+    on_claim = wanted("model: {source: {pvc: {claimName: models, path: m}}}\nlora: {maxLoaded: 0}")
+    found = of(Observed(), verdict, service=on_claim)
+    assert judged(found)["ModelCached"] == ("Unknown", reason)
+    assert found["cache"] == {"state": "Pending"}
+    found = of(Observed(), verdict)
+    assert judged(found)["ModelCached"] == (
+        ("Unknown", "Invalid") if case == "invalid" else ("False", "DownloadPending")
+    )
+    message = condition(found, "ModelCached")["message"]
+    assert "Job" not in message and message.endswith("see ConfigValid" if case == "invalid" else "see Planned")
+    if case == "invalid":
+        kept = of(healthy(), verdict, previous=of(healthy()))
+        assert judged(kept)["ModelCached"] == ("Unknown", "Invalid"), "what is there may be of the source before"
+        assert kept["cache"] == {"state": "Ready"}

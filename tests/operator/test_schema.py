@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused of an LLMService, with exact paths and words."""
+
+import copy
+import time
+
+import pytest
+from support.openapi import OPENAPI, ROOT
+from support.rules import ADAPTER, REMOVE, patched, problems_of
+
+from quire_operator import crd
+from quire_operator.engine_config import _FIELDS as FIELDS_OF_ARGUMENTS
+from quire_operator.errors import dotted
+from quire_operator.manifest import read
+
+NAME = (
+    "must be letters, digits, '-', '_' and '.', beginning and ending with a letter or digit; "
+    "use a name such as Tales-1.5"
+)
+SOURCE = "missing; add it (Where the files come from: exactly one place)"
+WHOLE = "must be a whole number; give a whole number"
+TWIN = "is in entry 0 already; give each entry its own"
+HUB = "spec.model.source.huggingFace"
+
+INVALID = [
+    ({"spec": REMOVE}, "spec: missing; add it (What is wanted)"),
+    ({"spec.model": {}}, f"spec.model.source: {SOURCE}"),
+    ({"metadata": {}}, "metadata.name: missing; add it (Name of the service)"),
+    ({"apiVersion": "v1"}, 'apiVersion: "v1": must be quire.dev/v1alpha1; write quire.dev/v1alpha1'),
+    ({"kind": "LLMservice"}, 'kind: "LLMservice": must be LLMService; did you mean LLMService?'),
+    (
+        {"metadata.lables": {}},
+        "metadata.lables: unknown field; did you mean labels? There are annotations, labels, name, namespace",
+    ),
+    ({"metadata.labels": {"tier": 1}}, 'metadata.labels.tier: 1: must be a string; put it in quotes: "1"'),
+    (
+        {"spec.lora.maxRanks": 8},
+        "spec.lora.maxRanks: unknown field; did you mean maxRank? There are maxCached, maxCachedMemory, maxLoaded, "
+        "maxRank",
+    ),
+    ({"spec.lora.qqq": 8}, "spec.lora.qqq: unknown field; there are maxCached, maxCachedMemory, maxLoaded, maxRank"),
+    ({"spec.lora.maxRank": 12}, "spec.lora.maxRank: 12: must be one of 8, 16, 32, 64, 128, 256; take one of these"),
+    ({"spec.lora.maxLoaded": -1}, "spec.lora.maxLoaded: -1: must be at least 0; raise it"),
+    ({"spec.lora.maxLoaded": 257}, "spec.lora.maxLoaded: 257: must be at most 256; lower it"),
+    (
+        {"spec.lora.maxLoaded": "4"},
+        'spec.lora.maxLoaded: "4": must be a whole number; write a whole number, without quotes',
+    ),
+    ({"spec.lora.maxLoaded": 4.0}, f"spec.lora.maxLoaded: 4.0: {WHOLE}"),
+    ({"spec.lora.maxLoaded": True}, f"spec.lora.maxLoaded: true: {WHOLE}"),
+    (
+        {"spec.engine.maxLoaded": 8},
+        "spec.engine.maxLoaded: unknown field; did you mean spec.lora.maxLoaded? There are "
+        f"{', '.join(sorted(OPENAPI['properties']['spec']['properties']['engine']['properties']))}",
+    ),
+    (
+        {"spec.model.revision": "main"},
+        "spec.model.revision: unknown field; did you mean spec.model.source.huggingFace.revision? "
+        "There are servedName, source",
+    ),
+    (
+        {"spec.lora": [1]},
+        "spec.lora: [1]: must be an object; give an object; there are maxCached, maxCachedMemory, maxLoaded, maxRank",
+    ),
+    (
+        {"spec.model": "org/model"},
+        'spec.model: "org/model": must be an object; give an object; there are servedName, source',
+    ),
+    ({"spec.gpu.nodeSelector": "l4"}, 'spec.gpu.nodeSelector: "l4": must be an object; give an object'),
+    ({"spec.paused": "yes"}, 'spec.paused: "yes": must be true or false; write true or false, without quotes'),
+    ({"spec.device": "cpu"}, 'spec.device: "cpu": must be one of GPU, CPU; did you mean CPU?'),
+    (
+        {"spec.engine.gpuMemoryUtilization": 0.9},
+        'spec.engine.gpuMemoryUtilization: 0.9: must be a string; put it in quotes: "0.9"',
+    ),
+    (
+        {"spec.engine.gpuMemoryUtilization": "90%"},
+        'spec.engine.gpuMemoryUtilization: "90%": must be a decimal from 0.1 to 0.999; '
+        'write it like "0.90", with the quotes',
+    ),
+    (
+        {"spec.engine.kvCacheMemory": "4GB"},
+        'spec.engine.kvCacheMemory: "4GB": must be a number with a unit; write it like 4Gi or 512Mi',
+    ),
+    (
+        {"spec.engine.gpuMemoryUtilization": 1},
+        'spec.engine.gpuMemoryUtilization: 1: must be a string; write it like "0.90", with the quotes',
+    ),
+    ({"spec.runtime.memory": 16}, "spec.runtime.memory: 16: must be a string; write it like 4Gi or 512Mi"),
+    ({"spec.runtime.cpu": 4}, 'spec.runtime.cpu: 4: must be a string; put it in quotes: "4"'),
+    (
+        {"spec.engine.quantization": "FP8"},
+        'spec.engine.quantization: "FP8": must be None; write None',
+    ),
+    ({"spec.model.trustRemoteCode": True}, "spec.model.trustRemoteCode: unknown field; there are servedName, source"),
+    ({"spec.model.servedName": "Ta les"}, f'spec.model.servedName: "Ta les": {NAME}'),
+    ({"spec.model.servedName": "tales\n"}, f'spec.model.servedName: "tales\\n": {NAME}'),
+    (
+        {"spec.model.servedName": "a" * 64},
+        f'spec.model.servedName: "{"a" * 56}...: must have at most 63 characters; shorten it',
+    ),
+    (
+        {"spec.model.source": {"hugginFace": {"repo": "a/b"}}},
+        "spec.model.source.hugginFace: unknown field; did you mean huggingFace? "
+        "There are http, huggingFace, path, pvc, s3",
+    ),
+    (
+        {HUB: {"repo": "a/b/c"}},
+        f'{HUB}.repo: "a/b/c": must be a hub repository\'s id; '
+        "write it like organisation/name, without the hub's address",
+    ),
+    ({f"{HUB}.revision": 123}, f'{HUB}.revision: 123: must be a string; put it in quotes: "123"'),
+    (
+        {"spec.model.source": {"path": ""}},
+        'spec.model.source.path: "": must not be empty; fill it in, or omit the field',
+    ),
+    ({"spec.adapters": [ADAPTER, ADAPTER]}, f'spec.adapters[1].name: "sql": {TWIN}'),
+    ({"spec.adapters": [{"name": "sql"}]}, f"spec.adapters[0].source: {SOURCE}"),
+    (
+        {"spec.adapters": {"sql": {}}},
+        'spec.adapters: {"sql": {}}: must be a list; give a list, each entry like - name: ...',
+    ),
+    (
+        {"spec.lora.maxRank": "16"},
+        'spec.lora.maxRank: "16": must be a whole number; write a whole number, without quotes',
+    ),
+    (
+        {"spec.adapters": [{**ADAPTER, "url": "https://h/a"}]},
+        "spec.adapters[0].url: unknown field; did you mean spec.adapters[0].source.http.url? There are expose, limits, "
+        "name, pinned, source",
+    ),
+    (
+        {"spec.gpu.tolerations": {"key": "a"}},
+        'spec.gpu.tolerations: {"key": "a"}: must be a list; give a list, each entry like - key: ...',
+    ),
+    (
+        {"spec.model.source": {"s3": {"uri": "s3://My_Bucket/a"}}},
+        "spec.model.source.s3.uri: \"s3://My_Bucket/a\": must be s3://, a bucket (two or more of a-z, 0-9, '-' and "
+        "'.') and a folder; write it like s3://bucket/folder",
+    ),
+    (
+        {"spec.cache.accessModes": "ReadWriteMany"},
+        'spec.cache.accessModes: "ReadWriteMany": must be a list; give a list, each entry like - "ReadWriteMany"',
+    ),
+    *(
+        (
+            {"spec.model.source": {"http": {"url": "https://h/a", "sha256": text}}},
+            f'spec.model.source.http.sha256: "{text}": must be 64 hexadecimal digits; take the first column of '
+            "sha256sum's output",
+        )
+        for text in ("ABCD", "")
+    ),
+    ({f"{HUB}.repo": ""}, f'{HUB}.repo: "": must not be empty; fill it in, or omit the field'),
+    (
+        {"spec.cache.accessModes": ["ReadWriteOnce", "ReadWriteOnce"]},
+        f'spec.cache.accessModes[1]: "ReadWriteOnce": {TWIN}',
+    ),
+    (
+        {"spec.cache.accessModes": []},
+        "spec.cache.accessModes: []: must not be empty; fill it in, or omit the field",
+    ),
+    (
+        {"spec.gpu.nodeSelector": {f"label-{i}": "" for i in range(33)}},
+        'spec.gpu.nodeSelector: {"label-0": "", "label-1": "", "label-2": "", "label-3": ...: '
+        "must have at most 32 fields; remove some",
+    ),
+    (
+        {"spec.gpu.nodeSelector": {"a.b/c": 1}},
+        'spec.gpu.nodeSelector["a.b/c"]: 1: must be a string; put it in quotes: "1"',
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), INVALID, ids=[m.partition(":")[0] for _, m in INVALID])
+def test_exact_path_and_message(changes, message):
+    assert problems_of(changes) == [message]
+
+
+@pytest.mark.parametrize("name", sorted(set(FIELDS_OF_ARGUMENTS) - {"model", "device"}))
+def test_an_engine_argument_of_vllm_leads_to_its_field(name):
+    *group, field = FIELDS_OF_ARGUMENTS[name]
+    meant = field if group == ["engine"] else f"spec.{group[0]}.{field}"
+    camel = "".join(word if i == 0 else word.title() for i, word in enumerate(name.split("_")))
+    for written in {name, camel} - {field}:
+        (message,) = problems_of({f"spec.engine.{written}": 1})
+        assert f": unknown field; did you mean {meant}? There are " in message
+
+
+@pytest.mark.parametrize("body", [None, [], "text", 3])
+def test_a_document_that_is_no_object(body):
+    (problem,) = crd.check(body).problems
+    assert str(problem).endswith("must be an object; give an object; there are apiVersion, kind, metadata, spec")
+    assert problem.path == ()
+
+
+def test_all_problems_are_told_at_once_sorted_by_path_with_entries_by_number():
+    adapters = [{"name": f"a{i}", "source": {}} for i in range(11)]
+    paths = [
+        dotted(p.path)
+        for p in crd.check(patched({"spec.lora.maxRank": 3, "spec.devise": "CPU", "spec.adapters": adapters})).problems
+    ]
+    assert paths == [*(f"spec.adapters[{i}].source" for i in range(11)), "spec.devise", "spec.lora.maxRank"]
+
+
+def test_a_rule_about_a_field_that_is_wrong_already_is_not_judged_too():
+    assert problems_of({"spec.lora": {"maxLoaded": 4, "maxCached": "3"}}) == [
+        'spec.lora.maxCached: "3": must be a whole number; write a whole number, without quotes'
+    ]
+
+
+def test_defaults_are_filled_in_and_nulls_dropped_as_by_an_api_server():
+    body = crd.check(patched({"spec.lora": None, "spec.rollout": {"maxSurge": None}, "spec.cache.size": None})).body
+    assert body["spec"]["lora"] == {"maxLoaded": 8, "maxRank": 16}
+    assert body["spec"]["rollout"]["maxSurge"] == 0
+    assert body["spec"]["device"] == "GPU"
+    assert body["spec"]["cache"] == {"deletionPolicy": "Retain"}
+    assert "gpu" not in body["spec"]
+
+
+def test_checking_changes_nothing_in_the_document():
+    body = patched({"spec.lora": None})
+    before = copy.deepcopy(body)
+    crd.check(body)
+    assert body == before
+
+
+def test_what_an_api_server_added_is_no_problem():
+    stored = patched(
+        {
+            "metadata.uid": "x",
+            "metadata.managedFields": [{"manager": "kubectl"}],
+            "metadata.creationTimestamp": "2026-01-01T00:00:00Z",
+            "status": {"anything": 1},
+        }
+    )
+    assert not crd.check(stored).problems
+
+
+def test_a_pod_template_is_left_to_the_api_server():
+    assert problems_of({"spec.podTemplate.spec": {"affinity": {"nodeAffinity": None}, "anything": [1]}}) == []
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_are_valid(example):
+    documents = read(str(example))
+    assert documents
+    for document in documents:
+        assert crd.check(document.body).problems == ()
+
+
+def test_the_widest_service_allowed_is_checked_in_reasonable_time():
+    adapters = [{"name": f"a{i}", "source": {"pvc": {"claimName": "c", "path": f"p/{i}"}}} for i in range(1024)]
+    assert problems_of({"spec.adapters": adapters}) == []
+    assert problems_of({"spec.adapters": [*adapters, {"name": "one-more", "source": {"path": "p"}}]})
+
+
+def test_lists_that_are_far_too_long_are_refused_in_reasonable_time():
+    begun = time.process_time()
+    broken = crd.check(patched({"spec.adapters": [f"a{i}" for i in range(30_000)]})).problems
+    assert time.process_time() - begun < 30, "2 s; each problem against each other took minutes"
+    assert len(broken) == 30_001
+
+
+def test_of_very_many_unknown_fields_fifty_are_told_and_the_others_counted():
+    begun = time.process_time()
+    broken = problems_of({f"spec.zzz{i:05}": 1 for i in range(90_000)})
+    assert time.process_time() - begun < 5, "0.5 s; to look for what each of them meant took 10"
+    assert len(broken) == 51
+    assert broken[0] == "spec: has 89950 more unknown fields; remove them"
+    assert broken[1].startswith("spec.zzz00000: unknown field; there are adapters, ")

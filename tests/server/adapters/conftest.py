@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A board of adapters with its links and fetcher, which are real. The three processes are in memory, because a real one
+cannot be made to die between two given calls; with real ones the same is in test_supervisor.py.
+"""
+
+import asyncio
+import contextlib
+
+import pytest
+from support.supervised import adapter_folder, catalogue
+
+from quire_server import adapters
+from quire_server.adapters import AdapterBoard
+from quire_server.cache import Cache
+from quire_server.control import LinkLost
+from quire_server.fetcher import Fetcher, SourceOptions
+from quire_server.links import CoreLink, Links, ServerLink, TextLink
+from quire_spec.catalogue import Catalogue
+
+
+class Process:
+    """What answers a Control's calls."""
+
+    def __init__(self):
+        self.calls = []
+        self.gone = False
+        self.refuse = {}
+        """Method to the error that it is answered with."""
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def call(self, method, args=None, *, timeout_s):
+        self.calls.append((method, args))
+        await self.gate.wait()
+        if self.gone:
+            raise LinkLost("gone")
+        if method in self.refuse:
+            raise self.refuse[method]
+        return {}
+
+    async def load_model(self, name, config, files):
+        await self.call("load_model", name, timeout_s=1)
+
+    async def unload_model(self, name):
+        await self.call("unload_model", name, timeout_s=1)
+
+    def names(self, method):
+        return [args for m, args in self.calls if m == method]
+
+
+class World:
+    """A board with its three processes."""
+
+    def __init__(self, folder, session_fetcher):
+        self.folder = folder
+        self.links = Links()
+        self.board = AdapterBoard("tales", session_fetcher, self.links)
+        self.up("core", "text", "server")
+
+    def up(self, *names):
+        """Start processes, anew if need be."""
+        for name in names:
+            process = Process()
+            setattr(self, name, process)
+            match name:
+                case "core":
+                    self.links.core = CoreLink(process, {})
+                case "text":
+                    self.links.text = TextLink(process)
+                case "server":
+                    self.links.server = ServerLink(process, "tales", self.folder / "text.sock", lambda: None, print)
+        self.board.look()
+
+    def down(self, name):
+        getattr(self, name).gone = True
+        setattr(self.links, name, None)
+        self.board.look()
+
+    def want(self, generation, **folders):
+        self.board.apply(Catalogue.from_json(catalogue(generation, **folders)))
+
+    def states(self):
+        return {s.name: s.state.value for s in self.board.statuses()}
+
+    def one(self, name):
+        return next(s for s in self.board.statuses() if s.name == name)
+
+    async def until(self, condition):
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def until_states(self, **states):
+        with contextlib.suppress(TimeoutError):
+            await self.until(lambda: self.states() == states)
+        assert self.states() == states, self.board.statuses()
+
+
+@pytest.fixture
+def world_of():
+    """A world of a folder and a fetcher; whoever makes one closes its board."""
+    return World
+
+
+@pytest.fixture
+async def world(tmp_path, monkeypatch):
+    monkeypatch.setattr(adapters, "LINGER_S", 0.02)
+    monkeypatch.setattr("quire_server.transfer._PAUSE_S", 0.001)
+    async with Fetcher(Cache(tmp_path / "cache"), SourceOptions(allow_paths=True)) as fetcher:
+        world = World(tmp_path, fetcher)
+        yield world
+        await world.board.close()
+
+
+@pytest.fixture
+def one(tmp_path):
+    return adapter_folder(tmp_path / "one", weights=b"1")
+
+
+@pytest.fixture
+def two(tmp_path):
+    return adapter_folder(tmp_path / "two", weights=b"2")

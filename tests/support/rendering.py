@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Services rendered as a cluster would have them, and their objects one by one."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from support.planning import MODELS
+
+from quire_operator import crd
+from quire_operator.manifest import read
+from quire_operator.plan.gpu import resolve
+from quire_operator.plan.inputs import Inputs
+from quire_operator.plan.plan import Plan
+from quire_operator.plan.planner import make_plan
+from quire_operator.render.cluster import OPTIONAL, Cluster
+from quire_operator.render.desired import desired
+from quire_operator.service import Device, LLMService
+
+Manifest = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[2]
+POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+OPERATOR = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "quire"}}}
+CLUSTER = Cluster(
+    admin_key="k", offers=frozenset(OPTIONAL), operator=OPERATOR, owner_uid="u-1",
+    credentials={"hf-token": {"token": "hf"}, "adapter-store": {"AWS_ACCESS_KEY_ID": "a"}, "unused": {"x": "y"}},
+)  # fmt: skip
+
+EVERYTHING = """
+model: {source: {s3: {uri: s3://models/llama, endpoint: http://minio:9000, credentialsSecretRef: {name: store}}}}
+adapters:
+- {name: a, source: {http: {url: https://h:8443/a, headersSecretRef: {name: web}}}}
+- {name: b, source: {pvc: {claimName: loras, path: b}}}
+engine: {maxModelLen: 8192, maxNumQueuedReqs: 64, prefixCaching: false}
+gpu: {product: NVIDIA-L4, count: 2, runtimeClassName: nvidia, nodeSelector: {pool: gpu}}
+replicas: 3
+autoscaling: {kind: ScaledObject, maxReplicas: 5, minReplicas: 2, prometheusAddress: http://prometheus:9090}
+cache: {mode: EmptyDir, size: 40Gi}
+runtime:
+  image: registry.example/quire:1
+  imagePullSecrets: [{name: pull}]
+  env: [{name: NCCL_DEBUG, value: INFO}]
+  cpu: 1500m
+  memory: 24Gi
+  sharedMemory: 2Gi
+  ports: {http: 9000}
+rollout: {maxSurge: 1, maxUnavailable: 0, drainSeconds: 120}
+observability: {metricsLabels: {release: monitoring}}
+networking:
+  networkPolicy: {ingressFrom: [{ipBlock: {cidr: 10.0.0.0/8}}]}
+  inferencePool: {endpointPicker: {name: picker}}
+security: {runAsUser: 2000, fsGroup: 3000, readOnlyRootFilesystem: false}
+podTemplate:
+  metadata: {labels: {team: a, app.kubernetes.io/instance: stolen}, annotations: {note: x}}
+  spec:
+    priorityClassName: high
+    containers:
+    - {name: server, resources: {limits: {cpu: "8"}}, env: [{name: NCCL_DEBUG, value: WARN}]}
+    - {name: side, image: side:1}
+"""
+
+
+def planned(of: LLMService, model: str = "8b") -> Plan:
+    """The plan of a service, whose GPUs are NVIDIA-L4 where it does not say which."""
+    gpu = None if of.spec.device is Device.CPU else resolve(of.spec.gpu, [], None if of.spec.gpu else "NVIDIA-L4")
+    return make_plan(Inputs.of(of, MODELS[model], gpu))
+
+
+def example(file: str) -> LLMService:
+    """The service of a file of examples/."""
+    (document,) = read(str(ROOT / "examples" / file))
+    return LLMService.from_body(crd.valid(document))
+
+
+def objects(of: LLMService, model: str = "8b", cluster: Cluster = CLUSTER) -> dict[tuple[str, str], Manifest]:
+    """Objects by kind and name."""
+    found = desired(of, planned(of, model), cluster).manifests
+    keyed = {(m["kind"], m["metadata"]["name"]): m for m in found}
+    assert len(keyed) == len(found)
+    return keyed
+
+
+def one(found: Mapping[tuple[str, str], Manifest], kind: str) -> Manifest:
+    """The only object of a kind."""
+    (manifest,) = [m for (k, _), m in found.items() if k == kind]
+    return manifest
+
+
+def server(manifests: Iterable[Manifest]) -> tuple[Manifest, Manifest]:
+    """The pods' spec, and their container that serves."""
+    template = next(m for m in manifests if m["kind"] == "Deployment")["spec"]["template"]["spec"]
+    return template, next(c for c in template["containers"] if c["name"] == "server")
+
+
+GPU = "gpu: {product: NVIDIA-L4}\n"
