@@ -281,6 +281,8 @@ class History:
     def _claim_deleted(self, name: str) -> str:
         claim = names.model_claim(name)
         self.world.cluster.delete("v1", "PersistentVolumeClaim", claim, self.world.namespace)
+        if self.draw.random() < 0.5:
+            return "claim of downloads deleted"
         self.world.let_claim_go(name)
         return "claim of downloads deleted, and all pods"
 
