@@ -122,8 +122,8 @@ class StubWatch:
 
     def _ended(self, stub: Stub) -> None:
         self._loop.remove_reader(self._watched[stub.pid][0])
-        # Of one whose model nobody knows no request is known either, and it costs the whole server: most likely it is of
-        # a load that failed.
+        # Of one whose model nobody knows no request is known either, and it costs the whole server: most likely it is
+        # of a load that failed.
         wait_s = CONFIRM_S if stub.model else LINGER_S
         self._confirming[stub.pid] = self._loop.call_later(wait_s, self._confirm, stub)
 

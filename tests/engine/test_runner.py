@@ -2,8 +2,6 @@
 """The runner by itself: order of results, slots, isolation between sequences, types, and memory."""
 
 import dataclasses
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -11,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny import VOCAB, load_oracle, make_adapter, make_checkpoint
 
-from quire_engine import device, runner
-from quire_engine.device import available_memory, num_cores, resolve_cache_dtype, resolve_dtype, set_threads
+from quire_engine import runner
 from quire_engine.memory import GIB, Budget, num_blocks
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.peft import WEIGHTS_FILE, read_adapter
@@ -413,123 +410,7 @@ def test_an_eight_bit_cache_takes_less_and_costs_little(dtype, folder, shape):
     assert 1e-4 < error < 0.15
 
 
-def test_auto_dtype(monkeypatch):
-    config = dataclasses.replace(CONFIG, dtype="auto")
-    monkeypatch.setattr(device, "_has_bf16", lambda: True)
-    kinds = ("bfloat16", "float16", "float32")
-    assert [resolve_dtype(config, kind) for kind in kinds] == [torch.bfloat16, torch.float32, torch.float32]
-    monkeypatch.setattr(device, "_has_bf16", lambda: False)
-    assert resolve_dtype(config, "bfloat16") == torch.float32
-    on_gpu = dataclasses.replace(config, device="cuda")
-    assert [resolve_dtype(on_gpu, kind) for kind in kinds] == [torch.bfloat16, torch.float16, torch.float32]
-    assert resolve_dtype(dataclasses.replace(config, dtype="bfloat16"), "float32") == torch.bfloat16
-    with pytest.raises(ConfigError, match="the checkpoint says 'float8_e4m3fn'; set float32, bfloat16 or float16"):
-        resolve_dtype(config, "float8_e4m3fn")
-
-
-def test_an_eight_bit_cache_is_refused_by_gpus_without_its_type(monkeypatch):
-    on_gpu = dataclasses.replace(CONFIG, device="cuda", kv_cache_dtype="fp8")
-    found = iter([(9, 0), (8, 0)])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: next(found))
-    assert resolve_cache_dtype(on_gpu, torch.bfloat16) == torch.float8_e4m3fn
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype: 'fp8' needs .* this one has 8\.0; leave it 'auto'"):
-        resolve_cache_dtype(on_gpu, torch.bfloat16)
-    assert resolve_cache_dtype(dataclasses.replace(on_gpu, kv_cache_dtype="auto"), torch.float16) == torch.float16
-
-
 def test_cuda_is_refused_where_there_is_none(folder, shape, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="torch finds no CUDA device"):
         TorchRunner(dataclasses.replace(CONFIG, device="cuda"), shape, folder)
-
-
-def _machine(tmp_path, siblings, quota):
-    for cpu, threads in enumerate(siblings):
-        topology = tmp_path / f"cpu{cpu}/topology"
-        topology.mkdir(parents=True)
-        (topology / "thread_siblings_list").write_text(threads + "\n")
-    (tmp_path / "cpu.max").write_text(quota)
-    return tmp_path, tmp_path / "cpu.max"
-
-
-@pytest.mark.parametrize(
-    ("siblings", "quota", "expected"),
-    [
-        (["0,2", "1,3", "0,2", "1,3"], "max 100000\n", 2),
-        (["0", "1", "2", "3"], "max 100000\n", 4),
-        (["0", "1", "2", "3"], "250000 100000\n", 3),
-        (["0,1", "0,1"], "50000 100000\n", 1),
-        (["0", "1"], "", 2),
-    ],
-)
-def test_threads_are_physical_cores_within_the_quota(siblings, quota, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: set(range(len(siblings))))
-    assert num_cores(*_machine(tmp_path, siblings, quota)) == expected
-
-
-@pytest.mark.parametrize(
-    ("weights", "wished", "expected"),
-    [
-        (6 << 20, "", 1),
-        (64 << 20, "", 2),
-        (1 << 40, "", 4),
-        (1 << 40, "3,2", 3),
-        (1 << 40, "64", 4),
-        (0, "nonsense", 1),
-    ],
-)
-def test_number_of_threads(weights, wished, expected, monkeypatch):
-    before = torch.get_num_threads()
-    monkeypatch.setattr(device, "num_cores", lambda: 4)
-    monkeypatch.setenv("OMP_NUM_THREADS", wished)
-    try:
-        set_threads(weights)
-        assert torch.get_num_threads() == expected
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_memory_of_a_control_group_counts(tmp_path, monkeypatch):
-    everything = available_memory()
-    assert everything > 0
-    monkeypatch.setattr(device, "_CGROUP", tmp_path)
-    for name, text in {
-        "memory.max": "3000000",
-        "memory.current": "2000000",
-        "memory.stat": "anon 5\ninactive_file 7",
-    }.items():
-        (tmp_path / name).write_text(text)
-    assert available_memory() == 1_000_007
-    (tmp_path / "memory.max").write_text("max")
-    assert available_memory() > 3_000_000
-
-
-def test_numbers_of_this_machine_are_sane():
-    assert 1 <= num_cores() <= 4096
-    assert available_memory() > 64 << 20
-
-
-_FREED = """
-from pathlib import Path
-import torch
-from quire_engine.device import give_back_memory, keep_memory
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-keep_memory()
-weights = [torch.ones(1 << 18) for _ in range(256)]
-last = torch.ones(1 << 18)  # what lies at the end of the heap stays, so freeing alone gives nothing back
-full = resident()
-del weights
-freed = resident()
-give_back_memory()
-print(full - freed, full - resident())
-"""
-
-
-def test_weights_as_they_were_read_go_back_to_the_system() -> None:
-    done = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, timeout=60, check=True)
-    by_freeing, in_all = map(int, done.stdout.split())
-    assert by_freeing < 64 << 20
-    assert in_all > 240 << 20

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real text and core processes over real sockets: answers, streams, cancels, bad requests, slow readers, deaths."""
+"""The real text and core processes over real sockets: answers, streams, cancels, bad requests, slow readers."""
 
 import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +14,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.llama import greedy, make_adapter, make_llama
-from support.pod import Peer, Pod, eventually, text_of
+from support.pod import LONG, Peer, Pod, config_of, eventually, first_event, only, text_of
 from transformers import AutoTokenizer
 
 from quire_engine.pace import RESPONSES_PER_S_PER_CORE
@@ -25,8 +22,6 @@ from quire_spec.errors import InvalidArgument
 from quire_spec.frames import encode
 from quire_spec.messages import Cancel, Event, Events, Hello, Submit
 
-LONG = 131072
-"""Positions of the model: prompts of megabytes and outputs of minutes fit."""
 PROMPTS = ["the quick brown fox", "Grüße aus Köln", "naïve café\n", "你好", "a", "over the lazy dog, then "]
 
 
@@ -44,10 +39,6 @@ def expected(model: Path) -> dict[str, tuple[list[int], str]]:
         ids = greedy(model, tokenizer(prompt)["input_ids"], 24)
         found[prompt] = ids, tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return found
-
-
-def config_of(model: Path, **more: object) -> dict[str, object]:
-    return {"model": str(model), "dtype": "float32", "kv_cache_memory_bytes": 96 * 2**20, **more}
 
 
 @pytest.fixture(scope="module")
@@ -233,22 +224,6 @@ def test_cancel_frees_blocks_and_ends_events(pod: Pod, client: Peer):
     late = [event for event in seen if event.id == request]
     assert not any(event.final for event in late)
     assert seen.index(next(e for e in seen if e.id == other)) >= len(late)
-
-
-def first_event(client: Peer, request: int) -> Event:
-    message = client.receive()
-    assert isinstance(message, Events) and message.events[0].id == request
-    return message.events[0]
-
-
-def only(client: Peer, request: int) -> list[Event]:
-    """Events of one request among those of others."""
-    mine: list[Event] = []
-    while not (mine and mine[-1].final):
-        message = client.receive()
-        assert isinstance(message, Events)
-        mine += [event for event in message.events if event.id == request]
-    return mine
 
 
 def test_a_frontend_that_goes_is_noticed_and_its_requests_end(pod: Pod):
@@ -460,133 +435,3 @@ def test_a_broken_peer_is_cut_and_nothing_else_happens(pod: Pod, client: Peer, g
         raw.sendall(garbage)
         assert raw.recv(1) == b""
     assert client.generate("fox", max_tokens=2)[-1].finish_reason == "length"
-
-
-def test_a_dead_core_ends_requests_at_once_and_a_new_one_serves(model: Path, tmp_path: Path):
-    with Pod(tmp_path, **config_of(model)) as pod:
-        pod.start("text")
-        with pod.peer("text", "frontend") as client:
-            (event,) = client.generate("fox")
-            assert (event.error_code, event.error) == ("UNAVAILABLE", "engine core is starting; try again")
-            pod.start("core")
-            before = text_of(client.generate("fox", temperature=0, max_tokens=8))
-            asked = [client.submit("fox", max_tokens=100_000, stream=s) for s in (True, False) for _ in range(8)]
-            eventually(lambda: pod.core_stats()["num_running"] == 16)
-            start = time.monotonic()
-            pod.kill("core")
-            for events in client.collect(asked).values():
-                assert events[-1].error_code == "UNAVAILABLE" and "restarting" in events[-1].error
-            (event,) = client.generate("fox")
-            assert event.error_code == "UNAVAILABLE"
-            assert time.monotonic() - start < 2.0
-            pod.start("core")
-            assert text_of(client.generate("fox", temperature=0, max_tokens=8)) == before
-
-
-def test_a_dead_text_process_leaves_nothing_in_the_core(model: Path, tmp_path: Path):
-    with Pod(tmp_path, **config_of(model)) as pod:
-        pod.start("core", "text")
-        client = pod.peer("text", "frontend")
-        for _ in range(8):
-            client.submit("fox", max_tokens=100_000)
-        eventually(lambda: pod.core_stats()["num_running"] == 8)
-        start = time.monotonic()
-        pod.kill("text")
-        with pytest.raises(EOFError):
-            while True:
-                client.receive()
-        client.close()
-        pod.wait_idle()
-        assert time.monotonic() - start < 2.0
-        pod.start("text")
-        with pod.peer("text", "frontend") as client:
-            assert client.generate("fox", max_tokens=4)[-1].finish_reason == "length"
-
-
-def test_queue_limit_and_drain(model: Path, tmp_path: Path):
-    with Pod(tmp_path, **config_of(model, max_num_seqs=1, max_num_queued_reqs=2)) as pod:
-        pod.start("core", "text")
-        with pod.peer("text", "frontend") as client, pod.peer("text", "supervisor") as supervisor:
-            running = client.submit("fox", temperature=0, max_tokens=100_000)
-            first_event(client, running)
-            queued = [client.submit("fox", max_tokens=4), client.submit("the fox", max_tokens=4)]
-            refused = client.submit("fox")
-            while not (events := [e for e in client.receive().events if e.id != running]):
-                pass
-            assert events[0].id == refused and events[0].error_code == "UNAVAILABLE"
-            assert "2 requests are waiting and max_num_queued_reqs is 2" in events[0].error
-            eventually(lambda: supervisor.call("status")["num_queued"] == 2)
-
-            with pod.peer("text", "supervisor") as other:
-                other.socket.settimeout(0.3)
-                with pytest.raises(TimeoutError):
-                    other.call("drain")
-                (event,) = [e for e in only(client, client.submit("fox")) if e.error_code]
-                assert event.error_code == "UNAVAILABLE" and "draining" in event.error
-                client.send(Cancel([running]))
-                got: dict[int, str | None] = {}
-                while len(got) < 2:
-                    got |= {e.id: e.finish_reason for e in client.receive().events if e.id in queued and e.final}
-                assert set(got.values()) == {"length"}
-                other.socket.settimeout(10)
-                assert other.receive().result == {}
-
-
-def test_a_model_without_tokenizer_takes_and_gives_token_ids(tmp_path: Path):
-    model = make_llama(tmp_path / "model", tokenizer=False)
-    with Pod(tmp_path / "run", **config_of(model)) as pod:
-        pod.start("core", "text")
-        with pod.peer("text", "frontend") as client:
-            events = client.generate([5, 6, 7], temperature=0, max_tokens=6, logprobs=0)
-            assert [i for event in events for i in event.token_ids] == greedy(model, [5, 6, 7], 6)
-            assert all(event.text == "" for event in events)
-            (event,) = client.generate("fox")
-            assert event.error_code == "INVALID_ARG" and "tokenizer.json" in event.error
-            (event,) = client.generate([5], stop=["x"])
-            assert event.error_code == "INVALID_ARG" and "stop_token_ids" in event.error
-
-
-def test_text_process_exits_as_it_is_asked(model: Path, tmp_path: Path):
-    with Pod(tmp_path / "run", **config_of(model)) as pod:
-        pod.start("text")
-        assert pod.kill("text", signal.SIGTERM) == 0
-        # The socket file that is left does not keep the next one from listening.
-        pod.start("text")
-
-
-def test_a_wrong_configuration_is_one_line_and_exit_code_2(tmp_path: Path):
-    engine = tmp_path / "engine.json"
-    cases = {
-        '{"model": "/nowhere/at/all"}': "/nowhere/at/all",
-        '{"model": "x", "gpu_utilisation": 1}': "gpu_utilisation",
-        "{": str(engine),
-    }
-    for document, said in cases.items():
-        engine.write_text(document)
-        for name in ("text", "core"):
-            argv = [sys.executable, "-m", f"quire_engine.{name}_process", "--engine", str(engine)]
-            argv += ["--served-name", "base", "--run-dir", str(tmp_path)]
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
-            assert done.returncode == 2
-            assert said in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
-
-
-def test_a_process_dies_with_its_parent(model: Path, tmp_path: Path):
-    pod = Pod(tmp_path / "run", **config_of(model))
-    argv = [sys.executable, "-m", "quire_engine.text_process", "--engine", str(pod.folder / "engine.json")]
-    argv += ["--served-name", "base", "--run-dir", str(pod.folder)]
-    code = f"import subprocess; p = subprocess.Popen({argv!r}); print(p.pid, flush=True); p.wait()"
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
-    eventually(lambda: (pod.folder / "text.sock").exists())
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5.0)
-
-
-def test_text_process_imports_no_torch():
-    code = "import sys, quire_engine.text_process; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"

@@ -210,3 +210,29 @@ class Pod:
         except OSError:
             return False
         return True
+
+
+LONG = 131072
+"""Positions of a model in which prompts of megabytes and outputs of minutes fit."""
+
+
+def config_of(model: Path, **more: object) -> dict[str, object]:
+    """What engine.json says of a model for tests, and more."""
+    return {"model": str(model), "dtype": "float32", "kv_cache_memory_bytes": 96 * 2**20, **more}
+
+
+def first_event(client: Peer, request: int) -> Event:
+    """The next event, which is of this request."""
+    message = client.receive()
+    assert isinstance(message, Events) and message.events[0].id == request
+    return message.events[0]
+
+
+def only(client: Peer, request: int) -> list[Event]:
+    """Events of one request among those of others."""
+    mine: list[Event] = []
+    while not (mine and mine[-1].final):
+        message = client.receive()
+        assert isinstance(message, Events)
+        mine += [event for event in message.events if event.id == request]
+    return mine

@@ -69,7 +69,7 @@ def is_of_another_claim(job: Body | None, claim: Body | None) -> bool:
 
 
 def is_going(claim: Body | None) -> bool:
-    """Whether a claim is being deleted: it stays while pods have it, also those that have ended, and no other gets it."""
+    """Whether a claim is being deleted: it stays while pods have it, also those that ended, and no other gets it."""
     return claim is not None and "deletionTimestamp" in claim["metadata"]
 
 
@@ -147,8 +147,8 @@ def _waits(observed: Observed, pods: list[Pod], last: Outcome | None) -> str:
     """What a download that does not run waits for."""
     if observed.claim and is_going(observed.claim):
         return (
-            f"claim {observed.claim['metadata']['name']} is being deleted, which waits for the last pod that has it; then "
-            "it is made again, and filled. Pods go on with it, but no new one can start: to have it now, set "
+            f"claim {observed.claim['metadata']['name']} is being deleted, which waits for the last pod that has it; "
+            "then it is made again, and filled. Pods go on with it, but no new one can start: to have it now, set "
             "spec.replicas to 0 until it is filled"
         )
     if observed.job is None:
