@@ -21,9 +21,11 @@ from support.observing import (
     starting,
     wanted,
 )  # fmt: skip
+from support.rendering import objects, one
 
 from quire_operator.plan.errors import Unplannable, Why
-from quire_operator.reconcile.observed import Observed, Verdict
+from quire_operator.reconcile.observed import Observed, Verdict, pod_of
+from quire_operator.render import model
 from quire_spec.outcome import Outcome, Result
 from quire_spec.progress import Progress
 
@@ -184,20 +186,37 @@ def test_a_model_that_cannot_be_read_for_the_plan(result):
     assert found["cache"] == {"state": "Failed"}
 
 
+IN_PODS = "replicas: 2\nlora: {maxLoaded: 0}\ngpu: {product: NVIDIA-L4}\ncache: {mode: EmptyDir}"
+
+
 def test_a_model_that_each_pod_downloads():
-    service = wanted("replicas: 2\nlora: {maxLoaded: 0}\ncache: {mode: EmptyDir}")
+    service = wanted(IN_PODS)
+    of_it = {"phase": "Pending", "downloads_to": model.folder(service)}
     found = of(healthy(service, job=None), service=service)
     assert judged(found)["ModelCached"] == ("True", "InPods")
     said = Outcome(Result.NO_SPACE, 5, message="the disk is full").dump()
-    under_way = starting("s-1", phase="Pending", downloading=True, progress=Progress(MIB, 4 * MIB))
+    under_way = starting("s-1", downloading=True, progress=Progress(MIB, 4 * MIB), **of_it)
     found = of(healthy(service, job=None, pods=(under_way,)), service=service)
     assert judged(found)["ModelCached"] == ("True", "InPods")
     assert condition(found, "ModelCached")["message"].endswith("; a pod does: 1.0 MiB of 4.0 MiB (25%)")
     assert (found["cache"]["state"], found["cache"]["progress"]) == ("Downloading", "25%")
-    stuck = starting("s-1", phase="Pending", ended=ended("download", 1, message=said))
+    stuck = starting("s-1", ended=ended("download", 1, message=said), **of_it)
     found = of(healthy(service, job=None, pods=(stuck,)), service=service)
     assert judged(found)["ModelCached"] == judged(found)["Ready"] == ("False", "NoSpace")
     assert condition(found, "Ready")["message"] == "pod s-1: the disk is full"
+
+
+def test_what_pods_of_the_source_before_have_is_not_what_is_there():
+    before = wanted(IN_PODS)
+    after = wanted(f"{IN_PODS}\nmodel: {{source: {{huggingFace: {{repo: o/m, revision: v2}}}}}}")
+    template = one(objects(before), "Deployment")["spec"]["template"]
+    done = Outcome(Result.DOWNLOADED, 5, "v1").dump()
+    end = {"name": "download", "state": {"terminated": {"exitCode": 0, "message": done}}}
+    meta = {"name": "s-1", "uid": "1", "creationTimestamp": "2026-01-01T00:00:00Z", **template["metadata"]}
+    there = pod_of({"metadata": meta, "spec": template["spec"], "status": {"initContainerStatuses": [end]}})
+    cache = lambda service: of(healthy(service, job=None, pods=(there,)), service=service)["cache"]  # noqa: E731
+    assert cache(before) == {"state": "Ready", "bytes": "5", "revision": "v1"}
+    assert cache(after) == {"state": "Pending"}
 
 
 def test_a_model_on_a_claim_of_the_users():

@@ -39,7 +39,9 @@ def judge(
         under_way = progress.fields(_progress(observed.job_pods), planned, before, now)
         return _of_job(service, observed, before, under_way)
     if mode == "EmptyDir":
-        return _in_pods(service, observed, progress.fields(_progress(observed.pods), planned, before, now))
+        # Others have, or bring, what the spec said before.
+        pods = [pod for pod in observed.pods if pod.downloads_to == model.folder(service)]
+        return _in_pods(service, pods, progress.fields(_progress(pods), planned, before, now))
     claim = service.spec.model.source.pvc
     if claim and not planned_now:
         message = f"not known of claim {claim.claimName!r} while there is no plan, see Planned"
@@ -101,20 +103,20 @@ def _of_job(
     return _condition(False, Reason.DOWNLOAD_PENDING, _waits(observed, pods, last)), _cache("Pending", last)
 
 
-def _in_pods(service: LLMService, observed: Observed, under_way: dict[str, Any]) -> tuple[Condition, dict[str, Any]]:
-    """Each pod downloads for itself, before it starts; `under_way` says how far one of them is."""
+def _in_pods(service: LLMService, pods: list[Pod], under_way: dict[str, Any]) -> tuple[Condition, dict[str, Any]]:
+    """Each of these pods downloads for itself, before it starts; `under_way` says how far one of them is."""
     stuck = [
         (pod, outcome)
-        for pod in observed.pods
+        for pod in pods
         if pod.alive and not pod.ready and (outcome := _outcome(pod)) and outcome.result in LASTING
     ]
     if stuck:
         pod, outcome = stuck[0]
         reason, message = _failure(service, [pod], outcome)
         return _condition(False, reason, f"pod {pod.name}: {message}"), _cache("Failed", outcome)
-    done = [o for pod in observed.pods if (o := _outcome(pod)) and o.result is Result.DOWNLOADED]
+    done = [o for pod in pods if (o := _outcome(pod)) and o.result is Result.DOWNLOADED]
     message = "each pod downloads the files for itself before it starts (spec.cache.mode EmptyDir)"
-    loading = [pod for pod in observed.pods if pod.alive and pod.downloading]
+    loading = [pod for pod in pods if pod.alive and pod.downloading]
     if loading and not done:
         far = f"; a pod does: {words}" if (words := progress.words(under_way)) else ""
         return _condition(True, Reason.IN_PODS, message + far), _cache("Downloading", None) | under_way

@@ -68,6 +68,8 @@ class Pod:
     """What GET /status answered; None: not asked, or no answer."""
     report_error: str = ""
     """Why there is no report, or why the pod refused the catalogue; never holds the key."""
+    downloads_to: str = ""
+    """Folder that a container of it downloads the model to, before it serves; it is named by the source."""
     downloading: bool = False
     """A container of it that downloads the model runs."""
     progress: Progress | None = None
@@ -156,8 +158,15 @@ def pod_of(body: Body) -> Pod:
         waiting=next(_waiting(state), ""),
         creating="deletionTimestamp" not in meta and _creating(state),
         ended=next(_ended(state), None),
+        downloads_to=next(_folders(spec), ""),
         downloading=any(c["name"] == model.DOWNLOAD and c.get("state", {}).get("running") for c in _containers(state)),
     )
+
+
+def _folders(spec: Mapping[str, Any]) -> Iterator[str]:
+    for container in spec.get("initContainers") or ():
+        if container["name"] == model.DOWNLOAD:
+            yield from (a.removeprefix("--into=") for a in container.get("args") or () if a.startswith("--into="))
 
 
 _IN_TURN = ("ContainerCreating", "PodInitializing")
