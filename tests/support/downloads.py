@@ -102,11 +102,18 @@ class Downloads:
 
     def brought(self, service: str, source: Manifest, since: float, until: float) -> bool:
         """Whether a Job was seen to have brought a source to a claim that was there some time between two times."""
+        done: dict[str, Version] = {}
+        for job in list(self.jobs.seen):
+            if _is_complete(job.body) and _is_of_service(job, service):
+                done.setdefault(job.uid, job)
+        # It may have been made before the claim, by an operator that did not know that the one before goes: its pod has
+        # waited then.
         return any(
-            _is_complete(job.body) and source_of(job.body["spec"]["template"]["spec"]) == source and job.at <= until
+            source_of(job.body["spec"]["template"]["spec"]) == source
+            and job.at <= until
+            and _number(job) > self._born(self.claims, uid)
             for uid in self._there(service, since, until)
-            for job in list(self.jobs.seen)
-            if _is_of_service(job, service) and self._born(self.jobs, job.uid) > self._born(self.claims, uid)
+            for job in done.values()
         )
 
     def was_brought(self, service: str, model: str, until: float) -> bool:
@@ -127,8 +134,7 @@ class Downloads:
 
     def _born(self, watch: Watching, uid: str) -> int:
         """When an object was made: versions are counted over all objects."""
-        first = next(v for v in list(watch.seen) if v.uid == uid)
-        return int(first.body["metadata"]["resourceVersion"])
+        return _number(next(v for v in list(watch.seen) if v.uid == uid))
 
     def _is_slow(self, pod: Mapping[str, Any]) -> bool:
         over = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
@@ -136,6 +142,10 @@ class Downloads:
 
     def _is_of(self, pod: Mapping[str, Any]) -> bool:
         return pod["metadata"]["namespace"] == self._namespace and is_download(pod)
+
+
+def _number(version: Version) -> int:
+    return int(version.body["metadata"]["resourceVersion"])
 
 
 def _is_complete(job: Mapping[str, Any]) -> bool:

@@ -230,13 +230,19 @@ class History:
         uid = body.get("metadata", {}).get("uid")
         eventually(lambda: world.stored(name).get("metadata", {}).get("uid") != uid, 30, f"{name} gone")
         if how == "Orphan":
-            # What is left is known by its labels alone, which somebody may have changed: it would be a stranger's.
-            ours = {"metadata": {"labels": {names.MANAGED_BY: names.MANAGER, names.INSTANCE: name}}}
-            for version, kind, suffix in _CHILDREN:
-                with contextlib.suppress(ApiError):
-                    world.cluster.merge(version, kind, name + suffix, ours, world.namespace)
+            self._own_orphans(name)
         world.make(name, spec)
         return f"deleted ({how}) and made again: {spec}"
+
+    def _own_orphans(self, name: str) -> None:
+        """An object without owner is known by its labels alone. Where somebody has changed these too, which no operator
+        repairs while the spec cannot be used, it would be a stranger's."""
+        ours = {"metadata": {"labels": {names.MANAGED_BY: names.MANAGER, names.INSTANCE: name}}}
+        for version, kind, suffix in _CHILDREN:
+            body = self.world.cluster.get(version, kind, name + suffix, self.world.namespace)
+            if body and not body["metadata"].get("ownerReferences"):
+                with contextlib.suppress(ApiError):
+                    self.world.cluster.merge(version, kind, name + suffix, ours, self.world.namespace)
 
     # Downloads
 
@@ -456,6 +462,8 @@ class History:
         world = self.world
         world.downloads.place.down = False
         world.downloads.slow.clear()
+        for name in SERVICES:
+            self._own_orphans(name)
         for claim in world.cluster.items("v1", "PersistentVolumeClaim", world.namespace):
             for name in SERVICES:
                 if claim["metadata"]["name"] == names.model_claim(name) and "deletionTimestamp" in claim["metadata"]:

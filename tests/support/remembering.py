@@ -65,9 +65,12 @@ class Watching:
         except Exception as error:
             self.error = error
 
+    def _newest(self) -> str:
+        return str(self._cluster.request("GET", self.path)["metadata"]["resourceVersion"])
+
     def _watch(self) -> None:
         access = self._cluster.access
-        version = self._cluster.request("GET", self.path)["metadata"]["resourceVersion"]
+        version = self._newest()
         options: dict[str, Any] = {"verify": access.ssl_context(), "headers": access.headers(), "trust_env": False}
         with httpx.Client(base_url=access.server, timeout=30, **options) as http:
             while not self._stop.is_set():
@@ -75,6 +78,10 @@ class Watching:
                 with http.stream("GET", self.path, params=asked) as answer:
                     for line in answer.iter_lines():
                         event = orjson.loads(line)
+                        if event["object"].get("code") == 410 and not self.seen:
+                            # The API server's memory of a kind that has just come begins later than the list.
+                            version = self._newest()
+                            break
                         assert event["type"] in ("ADDED", "MODIFIED", "DELETED"), event
                         version = event["object"]["metadata"]["resourceVersion"]
                         self.seen.append(Version(time.monotonic(), event["type"] == "DELETED", event["object"]))
