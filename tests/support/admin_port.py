@@ -125,7 +125,7 @@ class AdminPorts:
 
     def close(self, host: str, port: int) -> None:
         """Nobody listens there any more."""
-        self._run(self._runners.pop((host, port)).cleanup())
+        self._run(self._close(self._runners.pop((host, port))))
 
     def open_download(self, progress: Progress, host: str, port: int = 0) -> int:
         """Serve a pod that downloads a model and is so far; the port."""
@@ -161,6 +161,15 @@ class AdminPorts:
         found: int = runner.addresses[0][1]
         self._runners[host, found] = runner
         return found
+
+    async def _close(self, runner: web.AppRunner) -> None:
+        """Python 3.11 loses a connection that it has accepted when the server closes (python/cpython#109564): so that
+        there is none, it accepts no more for a moment."""
+        for site in runner.sites:
+            for listening in site._server.sockets:  # type: ignore[attr-defined]
+                self._loop.remove_reader(listening.fileno())
+        await asyncio.sleep(0.01)
+        await runner.cleanup()
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
