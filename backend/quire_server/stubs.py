@@ -21,6 +21,9 @@ SCAN_S = 0.5
 """How often new stubs are looked for. Known ones are watched without polling."""
 CONFIRM_S = 0.2
 """How long the server may take to reap a stub that it ended itself; it takes less than 10 ms."""
+CONFIRM_UNKNOWN_S = 3.0
+"""The same of one whose model nobody knows, most likely of a load that failed: no request of it is known either, and to
+take it for dead costs the whole server."""
 LINGER_S = 3.0
 """How long an unloaded stub may stay after its last request; it takes 0.1 s, unless the server has lost one."""
 
@@ -122,9 +125,7 @@ class StubWatch:
 
     def _ended(self, stub: Stub) -> None:
         self._loop.remove_reader(self._watched[stub.pid][0])
-        # Of one whose model nobody knows no request is known either, and it costs the whole server: most likely it is
-        # of a load that failed.
-        wait_s = CONFIRM_S if stub.model else LINGER_S
+        wait_s = CONFIRM_S if stub.model else CONFIRM_UNKNOWN_S
         self._confirming[stub.pid] = self._loop.call_later(wait_s, self._confirm, stub)
 
     def _confirm(self, stub: Stub) -> None:
