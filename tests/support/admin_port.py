@@ -163,8 +163,8 @@ class AdminPorts:
         return found
 
     async def _close(self, runner: web.AppRunner) -> None:
-        """Python 3.11 loses a connection that it has accepted when the server closes (python/cpython#109564): so that
-        there is none, it accepts no more for a moment."""
+        """asyncio loses a connection that it has accepted when its server closes (python/cpython#109564): so that there
+        is none, it accepts no more for a moment."""
         for site in runner.sites:
             for listening in site._server.sockets:  # type: ignore[attr-defined]
                 self._loop.remove_reader(listening.fileno())

@@ -84,8 +84,8 @@ class Downloads:
 
     # What must hold
 
-    def faults(self, body: Manifest, since: float, until: float) -> Iterator[str]:
-        """What is wrong with what a service's status says of its model, where it was found between two times."""
+    def faults(self, body: Manifest, since: float) -> Iterator[str]:
+        """What is wrong with what a service's status says of its model, where it was found after `since`."""
         status, source = body["status"], body["spec"]["model"]["source"]
         cached = next(c for c in status["conditions"] if c["type"] == "ModelCached")
         cache = status.get("cache", {})
@@ -93,27 +93,24 @@ class Downloads:
             yield f"{cached} beside {cache}"
         if cached["reason"] != "Downloaded":
             return
-        if not self.brought(body["metadata"]["name"], source, since, until):
+        if not self.brought(body["metadata"]["name"], source, since, int(body["metadata"]["resourceVersion"])):
             yield f"Downloaded, and nobody has brought {source} to the claim that is there"
         which = next(which for which in range(NUM_SOURCES) if self.source(which) == source)
         for key, value in {"bytes": str(self.bytes(which)), "revision": f"v{which}"}.items():
             if cache.get(key) not in (None, value):
                 yield f"{key} {cache[key]}, and those of {source} are {value}"
 
-    def brought(self, service: str, source: Manifest, since: float, until: float) -> bool:
-        """Whether a Job was seen to have brought a source to a claim that was there some time between two times."""
-        done: dict[str, Version] = {}
-        for job in list(self.jobs.seen):
-            if _is_complete(job.body) and _is_of_service(job, service):
-                done.setdefault(job.uid, job)
-        # It may have been made before the claim, by an operator that did not know that the one before goes: its pod has
-        # waited then.
+    def brought(self, service: str, source: Manifest, since: float, number: int) -> bool:
+        """Whether a Job has brought a source to a claim that was there some time after `since`, both before the version
+        `number` of another object: versions are counted over all, and so know what came first."""
         return any(
-            source_of(job.body["spec"]["template"]["spec"]) == source
-            and job.at <= until
-            and _number(job) > self._born(self.claims, uid)
-            for uid in self._there(service, since, until)
-            for job in done.values()
+            _is_complete(job.body)
+            and source_of(job.body["spec"]["template"]["spec"]) == source
+            and _number(job) < number
+            and self._born(self.jobs, job.uid) > self._born(self.claims, uid)
+            for uid in self._there(service, since, number)
+            for job in list(self.jobs.seen)
+            if _is_of_service(job, service)
         )
 
     def was_brought(self, service: str, model: str, until: float) -> bool:
@@ -126,11 +123,11 @@ class Downloads:
             if _is_of_service(job, service)
         )
 
-    def _there(self, service: str, since: float, until: float) -> set[str]:
-        """Claims of a service that were there some time between two times, by uid."""
+    def _there(self, service: str, since: float, number: int) -> set[str]:
+        """Claims of a service that were there some time after `since` and before the version `number`, by uid."""
         seen = [v for v in list(self.claims.seen) if v.body["metadata"]["name"] == names.model_claim(service)]
         gone = {v.uid for v in seen if v.gone and v.at < since}
-        return {v.uid for v in seen if v.at <= until} - gone
+        return {v.uid for v in seen if _number(v) < number} - gone
 
     def _born(self, watch: Watching, uid: str) -> int:
         """When an object was made: versions are counted over all objects."""

@@ -92,7 +92,7 @@ class Witness:
         if not made:
             yield f"nobody says that he wrote this: {status}"
             return
-        yield from self.downloads.faults(body, self._heard(made[0]), made[-1].at + WATCHED_S)
+        yield from self.downloads.faults(body, self._heard(made[0]))
         # An operator may find the same more than once: it was written at one of these times.
         if any(self._is_crowded(claim) for claim in made):
             return
