@@ -52,8 +52,8 @@ examples:
   curl -s localhost:8080/health/live                       200, or 503 and what hangs
   curl -s localhost:8080/metrics                           quire_operator_*: passes, errors, writes, queue, watches
 
-It logs in as the pod that it runs in, or by --kubeconfig, KUBECONFIG or ~/.kube/config. Run one at a time; for more,
-give each --lease. From outside of the cluster it reaches no pods: adapters are not pushed then.
+It logs in as the pod that it runs in, or by --kubeconfig, KUBECONFIG or ~/.kube/config. Run one at a time.
+From outside of the cluster it reaches no pods: adapters are not pushed then.
 Exit status 0: stopped by SIGTERM or SIGINT (143, 130: before it began), 1: something ended that must not; start it
 again."""
 
@@ -90,7 +90,8 @@ def add_operate_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", default=ALL, help="address of health and metrics (default: all, of the pod's family)")
     parser.add_argument("--port", type=port_or_any, default=8080, help="their port; 0: a free one (default: 8080)")
-    parser.add_argument("--lease", metavar="NAME", help="wait for this Lease, in our namespace, and hold it")
+    # Accepted and ignored for one release: charts before 0.2 pass it.
+    parser.add_argument("--lease", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--log-format", choices=("json", "text"), default="json", help="form of the log")
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="least level"

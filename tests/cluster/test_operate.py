@@ -79,24 +79,6 @@ def test_killed_in_the_middle_started_again_and_stopped(cluster, namespace, kube
     assert '"level": "error"' not in log.read_text() and "OS signals" not in log.read_text(), log.read_text()
 
 
-def test_two_with_a_lease_work_one_after_the_other(cluster, namespace, kubelet, tmp_path):
-    cluster.apply(claim(), namespace)
-    with operator(cluster, namespace, tmp_path, "--lease=operators") as (first, log):
-        eventually(lambda: "lease is held" in log.read_text(), 60, "the first holds it")
-        with operator(cluster, namespace, tmp_path, "--lease=operators") as (second, second_log):
-            eventually(lambda: "another operator works" in second_log.read_text(), 60, "the second waits")
-            assert get(second_log, "/health/ready")[0] == 503
-            first.send_signal(signal.SIGKILL)
-            eventually(lambda: "lease is held" in second_log.read_text(), 60, "the second takes over")
-            eventually(lambda: get(second_log, "/health/ready")[0] == 200, 60, "and works")
-            second.send_signal(signal.SIGTERM)
-            assert second.wait(20) == 0, second_log.read_text()
-            (lease,) = cluster.items(
-                "coordination.k8s.io/v1", "Lease", "default", fieldSelector="metadata.name=operators"
-            )
-            assert lease["spec"]["holderIdentity"] == "", "one that ends gives it back"
-
-
 def test_started_before_the_definition_it_says_so_and_goes_on_once_it_is_there(tmp_path):
     with running(tmp_path / "cluster") as bare:
         if bare.programs is None:

@@ -33,7 +33,7 @@ from quire_operator.kube.login import Login
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 SYSTEM, ACCOUNT = "quire-system", "system:serviceaccount:quire-system:quire"
-VALUES = {"operator": {"lease": True, "logFormat": "text"}}
+VALUES = {"operator": {"logFormat": "text"}}
 
 SINCE = {"poddisruptionbudgets": (1, 21), "horizontalpodautoscalers": (1, 23)}
 """Kinds, in the version that the operator asks for, that an older API server lacks."""
@@ -149,7 +149,6 @@ def granted(cluster):
     for kind, name, namespace in (
         ("ClusterRole", "quire", None),
         ("ClusterRole", "quire-nodes", None),
-        ("Role", "quire-lease", SYSTEM),
     ):
         for rule in cluster.get("rbac.authorization.k8s.io/v1", kind, name, namespace)["rules"]:
             found |= {(g, r, v) for g in rule["apiGroups"] for r in rule["resources"] for v in rule["verbs"]}

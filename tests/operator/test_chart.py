@@ -217,10 +217,10 @@ def test_every_kind_that_is_rendered_may_be_applied(objects):
 
 
 def test_named_namespaces_get_roles_and_nothing_else(named, objects):
-    roles = [o for o in named if o["kind"] == "Role" and not o["metadata"]["name"].endswith("-lease")]
+    roles = [o for o in named if o["kind"] == "Role"]
     bindings = [o for o in named if o["kind"] == "RoleBinding"]
     assert [o["metadata"]["namespace"] for o in roles] == ["team-a", "team-b"]
-    assert {o["metadata"]["namespace"] for o in bindings} == {"team-a", "team-b", "quire-system"}
+    assert {o["metadata"]["namespace"] for o in bindings} == {"team-a", "team-b"}
     assert {o["subjects"][0]["name"] for o in bindings} == {"of-mine"}
     assert not [o for o in named if o["kind"].startswith("Cluster")]
     assert option(named, "namespace") == ["team-a", "team-b"]
@@ -228,14 +228,9 @@ def test_named_namespaces_get_roles_and_nothing_else(named, objects):
         assert rules(role) == rules(one(objects, "ClusterRole", "quire"))
 
 
-def test_a_lease_is_held_under_one_name(named, objects):
-    assert option(named, "lease") == ["demo-quire"]
-    role = one(named, "Role", "demo-quire-lease")
-    assert role["metadata"]["namespace"] == "quire-system"
-    assert [rule.get("resourceNames") for rule in role["rules"]] == [None, ["demo-quire"]]
-    assert rules(role) == {("coordination.k8s.io", "leases", verb) for verb in ("create", "get", "update")}
-    assert not option(objects, "lease")
-    assert not [o for o in objects if o["metadata"]["name"].endswith("-lease")]
+def test_the_lease_value_of_older_releases_is_accepted_and_ignored(named):
+    assert not option(named, "lease")
+    assert not [o for o in named if "lease" in o["metadata"]["name"]]
 
 
 def test_people_get_at_llmservices_by_their_usual_roles(objects):

@@ -56,7 +56,6 @@ POD_MONITOR = Kind("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
 SCALED_OBJECT = Kind("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
 INFERENCE_POOL = Kind("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
 EVENT = Kind("events.k8s.io", "v1", "events", "Event")
-LEASE = Kind("coordination.k8s.io", "v1", "leases", "Lease")
 
 CHILDREN = (
     SERVICE_ACCOUNT, SECRET, CONFIG_MAP, CLAIM, SERVICE, DEPLOYMENT, JOB, NETWORK_POLICY, DISRUPTION_BUDGET, AUTOSCALER,

@@ -44,5 +44,4 @@ RULES: tuple[Rule, ...] = (
     Rule(kinds.POD, ("list", "watch")),
     Rule(kinds.EVENT, ("create", "list")),
     Rule(kinds.NODE, ("list",), cluster=True, optional="GPUs are known from spec.gpu and the table of products only"),
-    Rule(kinds.LEASE, ("create", "get", "update"), optional="--lease"),
 )

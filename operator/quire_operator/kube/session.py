@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import random
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -44,8 +44,6 @@ class Session:
 
     def __init__(self, login: Login) -> None:
         self.login = login
-        self.may_write: Callable[[], bool] = lambda: True
-        """Asked before each request that changes something; False: it is not sent, and raises Busy."""
         self._sockets: WeakSet[socket.socket] = WeakSet()
 
     async def __aenter__(self) -> Self:
@@ -114,8 +112,6 @@ class Session:
         asked = f"{method} {path}"
         for last in (False, True):
             who = await self._who(asked)
-            if method != "GET" and not self.may_write():
-                raise Busy(f"{asked}: not asked: another operator may be working by now")
             try:
                 async with self._session.request(
                     method,

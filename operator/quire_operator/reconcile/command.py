@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire operate`: the operator as a process: login, lease, kopf, controller, port, a clean end. Called by cli.py."""
+"""`quire operate`: the operator as a process: login, kopf, controller, port, a clean end. Called by cli.py."""
 
 import argparse
 import asyncio
@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,6 @@ from quire_operator.kube.login import Login
 from quire_operator.reconcile import log as logs
 from quire_operator.reconcile.controller import Controller, Settings
 from quire_operator.reconcile.health import serving
-from quire_operator.reconcile.lease import Lease
 from quire_spec.address import listening
 from quire_spec.errors import ConfigError, QuireError
 
@@ -62,25 +60,17 @@ async def operate(login: Login, options: argparse.Namespace) -> None:
         resync_s=options.resync,
     )
     async with Client(login) as client, contextlib.AsyncExitStack() as stack:
-        held: asyncio.Task[None] | None = None
         controller = Controller(client, settings)
         port = await stack.enter_async_context(serving(controller, listening(options.host, os.environ), options.port))
         log.info("serving health and metrics port=%d server=%s", port, login.server)
         if options.lease:
-            # By a client of its own: to renew it waits for no worker's request, and goes on when they may not write.
-            renewing = await stack.enter_async_context(Client(login))
-            lease = Lease(renewing, login.namespace, options.lease, f"{socket.gethostname()}-{os.getpid()}")
-            if not await _unless(stop, lease.acquire()):
-                return
-            held = await stack.enter_async_context(lease.held())
-            client.may_write = lease.is_held
+            log.warning("--lease is ignored: leader election was removed, run one replica of the operator")
         heard = [Heard(kinds.LLM_SERVICE, namespace) for namespace in settings.namespaces or (None,)]
         controller.heard += heard
         async with controller.running() as failed:
             watching = asyncio.create_task(handlers.watch(login, controller.cache, heard, settings.patience, stop))
             stopped = asyncio.create_task(stop.wait())
-            parts = [part for part in (failed, watching, stopped, held) if part is not None]
-            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([failed, watching, stopped], return_when=asyncio.FIRST_COMPLETED)
             early = not stop.is_set()
             stop.set()
         # kopf takes its time to end; whoever takes over finds nobody at work.
@@ -92,18 +82,6 @@ async def operate(login: Login, options: argparse.Namespace) -> None:
                 raise part.exception()  # type: ignore[misc]
         if early:
             raise QuireError("the watch of LLMServices ended by itself")
-
-
-async def _unless(stop: asyncio.Event, work: Any) -> bool:
-    """Do the work, unless stop is set before; whether it was done."""
-    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not task.done():
-        task.cancel()
-        return False
-    await task
-    return True
 
 
 def peer(login: Login) -> Mapping[str, Any] | None:
