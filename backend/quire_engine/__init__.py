@@ -7,8 +7,6 @@ Names are imported on first use: whoever wants text or configuration pays for no
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from quire_spec import starting
-
 if TYPE_CHECKING:
     from quire_engine.llm import LLM
     from quire_engine.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
@@ -25,8 +23,6 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
 ]
-
-starting.quietly_as(__name__)
 
 _MODULES = {
     "LLM": "quire_engine.llm",

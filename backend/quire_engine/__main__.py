@@ -270,6 +270,4 @@ def _add_engine(parser: argparse.ArgumentParser, lora: str) -> None:
 
 
 if __name__ == "__main__":
-    # From here on there may be processes and shared memory to be brought in order.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

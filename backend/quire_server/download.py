@@ -13,6 +13,7 @@ import fcntl
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = _size(_partial(into).folder) if into.name else 0
         _report(args.report, Outcome(_result(error), size, None, str(error)))
         return EXIT_AGAIN if isinstance(error, Unavailable) else EXIT_WRONG
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     _report(args.report, Outcome(Result.DOWNLOADED, _size(into), revision))
     return EXIT_DONE
 

@@ -54,8 +54,7 @@ examples:
 
 It logs in as the pod that it runs in, or by --kubeconfig, KUBECONFIG or ~/.kube/config. Run one at a time.
 From outside of the cluster it reaches no pods: adapters are not pushed then.
-Exit status 0: stopped by SIGTERM or SIGINT (143, 130: before it began), 1: something ended that must not; start it
-again."""
+Exit status 0: stopped by SIGTERM or SIGINT, 1: something ended that must not; start it again."""
 
 
 def add_operate_options(parser: argparse.ArgumentParser) -> None:

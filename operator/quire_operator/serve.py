@@ -22,7 +22,7 @@ from quire_operator.errors import InvalidService, Problem
 from quire_operator.manifest import Manifest
 from quire_operator.service import Device, LLMService
 from quire_operator.sources import ADAPTER_FILES, MODEL_FILES, Machine, unreachable
-from quire_spec import names, starting
+from quire_spec import names
 from quire_spec.catalogue import Catalogue, Source
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError
@@ -110,8 +110,6 @@ def become(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Replace this process by the supervisor; returns only by exception."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # Until its first module runs, Python would show a traceback of itself for Ctrl-C.
-    starting.held_back()
     os.execve(argv[0], list(argv), dict(environment))
 
 

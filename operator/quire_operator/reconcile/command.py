@@ -70,7 +70,8 @@ async def operate(login: Login, options: argparse.Namespace) -> None:
         async with controller.running() as failed:
             watching = asyncio.create_task(handlers.watch(login, controller.cache, heard, settings.patience, stop))
             stopped = asyncio.create_task(stop.wait())
-            done, _ = await asyncio.wait([failed, watching, stopped], return_when=asyncio.FIRST_COMPLETED)
+            parts: list[asyncio.Future[Any]] = [failed, watching, stopped]
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             early = not stop.is_set()
             stop.set()
         # kopf takes its time to end; whoever takes over finds nobody at work.
