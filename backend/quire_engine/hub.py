@@ -6,18 +6,15 @@ process call it, maybe at the same time: huggingface_hub's locks on files have o
 """
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import huggingface_hub
-from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from quire_spec.errors import ConfigError
-from quire_spec.proxy import by_way_of
-from quire_spec.secret import said
+from quire_spec.secret import masked, said
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja"]
 # Subfolders hold other formats, `consolidated` files the same weights a second time.
@@ -25,7 +22,6 @@ _UNWANTED = ["*/*", "consolidated*"]
 _ERRORS = (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL, ImportError)
 """HfHubHTTPError is an OSError, a name that is no hub id a ValueError, a proxy by SOCKS an ImportError; what the
 network throws comes as it is."""
-_UNANSWERED = (httpx.TransportError, LocalEntryNotFoundError)
 _TIMEOUT_S = 15.0
 
 
@@ -62,10 +58,10 @@ def resolve_model(model: str, revision: str | None, progress: bool) -> Path:
     except _ERRORS as error:
         at = f" at revision {revision!r}" if revision else ""
         found = silent or error
-        unanswered = isinstance(found, _UNANSWERED) and not huggingface_hub.constants.HF_HUB_OFFLINE
-        words = f"model: {model!r}{at} is neither a folder nor could it be had from the hub: {said(found)}"
-        way = by_way_of(huggingface_hub.constants.ENDPOINT, os.environ, words) if unanswered else ""
-        raise ConfigError(words + way) from error
+        hub = masked(huggingface_hub.constants.ENDPOINT)
+        raise ConfigError(
+            f"model: {model!r}{at} is neither a folder nor could it be had from the hub ({hub}): {said(found)}"
+        ) from error
     return Path(path)
 
 

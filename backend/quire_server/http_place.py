@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files under an HTTP(S) URL: ranges to resume, secret headers for the first origin only, no silent compression."""
 
-import os
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from yarl import URL
@@ -12,7 +12,6 @@ from yarl import URL
 from quire_server.places import Opened
 from quire_spec.answer import refused
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
-from quire_spec.proxy import by_way_of, proxy_of
 from quire_spec.secret import said
 
 _READ_BYTES = 2**20
@@ -109,7 +108,7 @@ class HttpReader:
             )
         if answer.status in (401, 403):
             raise AccessDenied(f"{where}: HTTP {answer.status}; the source's secret is missing, wrong, or lacks access")
-        raise refused(where, answer.status, str(answer.url), answer.headers)
+        raise refused(where, answer.status, answer.headers)
 
     @asynccontextmanager
     async def request(
@@ -120,7 +119,6 @@ class HttpReader:
         where = where or shown(url)
         for _ in range(_MAX_REDIRECTS + 1):
             headers = {"Accept-Encoding": "identity", **plain, **(secret if target.origin() == first else {})}
-            proxy = proxy_of(str(target), os.environ)
             try:
                 answer = await self._session.request(
                     method,
@@ -128,7 +126,7 @@ class HttpReader:
                     headers=headers,
                     allow_redirects=False,
                     timeout=_TIMEOUT,
-                    proxy=proxy.url if proxy else None,
+                    proxy=_proxy_of(target),
                 )
             except aiohttp.InvalidURL as error:
                 raise Unavailable(f"{where}: it, or the proxy's, is not a URL that can be asked") from error
@@ -136,14 +134,22 @@ class HttpReader:
                 # A ValueError: a host that is none, or a secret header beside a user in the URL.
                 # Of a redirect, what is wrong is wrong there, such as the certificate of a store behind a hub.
                 there = "" if target == url else f"it redirects to {target.origin()}: "
-                words = f"{where}: {there}{said(error)}"
-                raise Unavailable(words + by_way_of(str(target), os.environ, words)) from error
+                raise Unavailable(f"{where}: {there}{said(error)}") from error
             async with answer:
                 if answer.status not in _REDIRECTS or "Location" not in answer.headers:
                     yield answer
                     return
                 target = _next(target, answer, where)
         raise Unavailable(f"{where}: more than {_MAX_REDIRECTS} redirects")
+
+
+def _proxy_of(target: URL) -> str | None:
+    """The proxy that the environment names for a URL. aiohttp's trust_env would also send credentials of ~/.netrc."""
+    proxies = getproxies()
+    if proxy_bypass(f"{target.host}:{target.port}", proxies):
+        return None
+    proxy = proxies.get(target.scheme) or proxies.get("all")
+    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
 
 
 def version_of(answer: aiohttp.ClientResponse) -> str | None:

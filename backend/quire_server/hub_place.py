@@ -4,7 +4,6 @@
 Not hf_hub_download: it cannot stop at a size, and forgets what it has when a download fails.
 """
 
-import os
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,8 +19,7 @@ from quire_server.http_place import HttpReader
 from quire_server.places import Opened
 from quire_spec.answer import refused
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
-from quire_spec.proxy import by_way_of
-from quire_spec.secret import said
+from quire_spec.secret import masked, said
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -113,13 +111,10 @@ class HubPlace:
         except HfHubHTTPError as error:
             raise _refused(where, error) from error
         except httpx.InvalidURL as error:
-            raise Unavailable(
-                f"{where}: {said(error)}; correct HF_ENDPOINT, or NO_PROXY, where its library takes no networks of IPv6"
-            ) from error
+            raise Unavailable(f"{where}: {said(error)}; correct HF_ENDPOINT or NO_PROXY") from error
         except (httpx.HTTPError, ImportError, OSError, RuntimeError, ValueError) as error:
             # ImportError: a proxy by SOCKS. RuntimeError: another thread has closed huggingface_hub's client.
-            words = f"{where}: {said(error)}"
-            raise Unavailable(words + by_way_of(self._url(name), os.environ, words)) from error
+            raise Unavailable(f"{where}: no answer from {masked(self._url(name))}: {said(error)}") from error
 
 
 def _refused(where: str, error: HfHubHTTPError) -> NotFound | Unavailable:
@@ -128,4 +123,4 @@ def _refused(where: str, error: HfHubHTTPError) -> NotFound | Unavailable:
         return NotFound(f"{where}: HTTP 404; check repo and revision")
     if status in (401, 403):
         return AccessDenied(f"{where}: HTTP {status}; the source's token is missing, wrong, or lacks access")
-    return refused(where, status, str(error.response.url), error.response.headers)
+    return refused(where, status, error.response.headers)

@@ -108,4 +108,4 @@ class _Reader(HttpReader):
         except (aiohttp.ClientError, TimeoutError, OSError):
             # The status says enough.
             body = b""
-        raise refused(where, answer.status, str(answer.url), answer.headers, body)
+        raise refused(where, answer.status, answer.headers, body)

@@ -7,17 +7,16 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-from quire_spec import tls
 from quire_spec.errors import Unavailable
 
 _MOST_WAIT_S = 86400.0
 
 
-def refused(where: str, status: int, url: str, headers: Mapping[str, str], code: str = "") -> Unavailable:
+def refused(where: str, status: int, headers: Mapping[str, str], code: str = "") -> Unavailable:
     """An answer that may be another one later; `code` is what the place itself calls it."""
     wait = retry_after_s(headers.get("Retry-After"), datetime.now(UTC))
     words = "" if wait is None else f"; it asks for {wait:.0f} s of patience"
-    return Unavailable(f"{where}: HTTP {status}{code}{words}{tls.hint(status, url)}", wait)
+    return Unavailable(f"{where}: HTTP {status}{code}{words}", wait)
 
 
 def retry_after_s(value: str | None, now: datetime) -> float | None:

@@ -12,7 +12,7 @@ from datetime import timedelta
 from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
-from quire_spec import answer, tls
+from quire_spec import answer
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 from quire_spec.secret import said
 
@@ -98,7 +98,7 @@ def address(url: str, options: Mapping[str, Any]) -> str:
     return url.partition("?")[0] if options.items() >= _NOBODY.items() else url
 
 
-def refused(where: str, status: int, url: str, headers: Mapping[str, str], body: bytes) -> Unavailable:
+def refused(where: str, status: int, headers: Mapping[str, str], body: bytes) -> Unavailable:
     """What a bucket's bad answer says, in words that hold no secret; `body` is its beginning."""
     if status in (401, 403):
         return AccessDenied(f"{where}: access denied; the Secret is missing, wrong, or lacks access")
@@ -106,14 +106,12 @@ def refused(where: str, status: int, url: str, headers: Mapping[str, str], body:
     found = _CODE.search(body.decode(errors="replace"))
     code = f" {found[1]}" if found else ""
     if status == 400:
-        # A bucket says what is wrong.
-        plain = "" if found else tls.hint(status, url)
         return AccessDenied(
-            f"{where}: HTTP 400{code}; the source's secret is wrong or no longer good, or its region is another{plain}"
+            f"{where}: HTTP 400{code}; the source's secret is wrong or no longer good, or its region is another"
         )
     if status == 301:
         return Unavailable(f"{where}: HTTP 301{code}; the bucket is in another region; correct region or endpoint")
-    return answer.refused(where, status, url, headers, code)
+    return answer.refused(where, status, headers, code)
 
 
 def unsigned(where: str, error: BaseException) -> Unavailable:

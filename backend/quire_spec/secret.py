@@ -3,7 +3,6 @@
 
 import re
 
-from quire_spec import tls
 from quire_spec.errors import AccessDenied
 
 _URL = re.compile(r"(https?://)(?:[^/\s@]*@)?([^\s?#]*)(?:[?#]\S*)?", re.IGNORECASE)
@@ -15,8 +14,6 @@ _MAX_CHARS = 300
 def said(error: BaseException) -> str:
     """A library's error in one line, without user and query of the URLs in it: the one may be a password, the other a
     signature."""
-    if cause := tls.cause(str(error)):
-        return cause
     lines = [line for line in str(error).splitlines() if line.strip()]
     words = masked(lines[0])[:_MAX_CHARS] if lines else type(error).__name__
     # Of httpx and aiohttp; they say what the proxy answered as if it were the source's own answer.

@@ -112,8 +112,8 @@ def test_a_model_that_cannot_be_had_is_named(hub_cache: Path, model: str) -> Non
 @pytest.mark.parametrize(
     ("revision", "proxy", "end"),
     [
-        *[(revision, "", "Connection refused; 127.0.0.1:9 was asked") for revision in (None, "main", "0" * 40)],
-        (None, "http://user:passw0rd@127.0.0.1:9", "through the proxy http://127.0.0.1:9, which http_proxy names"),
+        *[(revision, "", "Connection refused") for revision in (None, "main", "0" * 40)],
+        (None, "http://user:passw0rd@127.0.0.1:9", "Connection refused"),
     ],
 )
 def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, revision: str | None, proxy: str, end: str) -> None:
@@ -130,7 +130,7 @@ except ConfigError as error:
     assert done.returncode == 0, done.stderr
     [line] = done.stdout.splitlines()
     assert line.startswith("model: 'org/name'") and (revision or "") in line
-    assert line.endswith(end) and "passw0rd" not in line
+    assert "(http://127.0.0.1:9)" in line and line.endswith(end) and "passw0rd" not in line
 
 
 @pytest.mark.parametrize(("eos", "wanted"), [(None, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8})])
@@ -195,4 +195,4 @@ except ConfigError as error:
             assert done.returncode == 0, done.stderr
             found += done.stdout.splitlines()
     assert Path(found[0]).is_relative_to(hub_cache)
-    assert "nobody answers there by TLS; 127.0.0.1:" in found[1] and found[1].startswith("model: 'org/name'")
+    assert "handshake operation timed out" in found[1] and found[1].startswith("model: 'org/name'")

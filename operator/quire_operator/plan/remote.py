@@ -19,7 +19,6 @@ from quire_spec import s3
 from quire_spec.answer import refused
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
-from quire_spec.proxy import by_way_of, proxy_of
 from quire_spec.secret import said
 
 _MAX_REDIRECTS = 5
@@ -114,7 +113,7 @@ class S3Files:
                 return None
             if answer.status_code not in (200, 206, 416):
                 body = next(answer.iter_raw(s3.MAX_ERROR_BYTES), b"")
-                raise s3.refused(where, answer.status_code, str(answer.url), answer.headers, body)
+                raise s3.refused(where, answer.status_code, answer.headers, body)
             return _body(answer, start, max_bytes, where)
 
     def _url(self, name: str) -> httpx.URL:
@@ -155,7 +154,7 @@ def _answer(
     try:
         for _ in range(_MAX_REDIRECTS + 1):
             headers = {**plain, **(secret if _origin(target) == _origin(url) else {})}
-            with _client(target) as client, client.stream("GET", target, headers=headers) as answer:
+            with httpx.Client(timeout=_TIMEOUT) as client, client.stream("GET", target, headers=headers) as answer:
                 if not answer.has_redirect_location:
                     yield answer
                     return
@@ -165,15 +164,8 @@ def _answer(
     except (httpx.HTTPError, httpx.InvalidURL, ImportError, OSError, ValueError) as error:
         # An ImportError: a proxy by SOCKS. A ValueError: a host that is none.
         there = "" if target == url else f"it redirects to {_shown(target.join('/'))}: "
-        words = f"{where}: {there}{said(error)}"
-        raise Unavailable(words + by_way_of(str(target), os.environ, words)) from error
+        raise Unavailable(f"{where}: {there}{said(error)}") from error
     raise Unavailable(f"{where}: more than {_MAX_REDIRECTS} redirects")
-
-
-def _client(target: httpx.URL) -> httpx.Client:
-    """What asks there, through the proxy that leads there: httpx's own rule knows no networks."""
-    proxy = proxy_of(str(target), os.environ)
-    return httpx.Client(timeout=_TIMEOUT, transport=httpx.HTTPTransport(proxy=proxy.url if proxy else None))
 
 
 def _body(answer: httpx.Response, start: int, max_bytes: int, where: str) -> bytes:
@@ -183,7 +175,7 @@ def _body(answer: httpx.Response, start: int, max_bytes: int, where: str) -> byt
     if answer.status_code in (401, 403):
         raise AccessDenied(f"{where}: HTTP {answer.status_code}; the Secret is missing, wrong, or lacks access")
     if answer.status_code not in (200, 206):
-        raise refused(where, answer.status_code, str(answer.url), answer.headers)
+        raise refused(where, answer.status_code, answer.headers)
     skip = start if answer.status_code == 200 else 0
     data, begun = bytearray(), time.monotonic()
     for chunk in answer.iter_raw():
