@@ -163,7 +163,8 @@ def _answer(
                     raise Unavailable(f"{where}: refused a redirect to {target.scheme}")
     except (httpx.HTTPError, httpx.InvalidURL, ImportError, OSError, ValueError) as error:
         # An ImportError: a proxy by SOCKS. A ValueError: a host that is none.
-        there = "" if target == url else f"it redirects to {_shown(target.join('/'))}: "
+        origin = _shown(target.join("/"))
+        there = f"no answer from {origin}: " if target == url else f"it redirects to {origin}: "
         raise Unavailable(f"{where}: {there}{said(error)}") from error
     raise Unavailable(f"{where}: more than {_MAX_REDIRECTS} redirects")
 
