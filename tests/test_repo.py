@@ -62,7 +62,7 @@ def test_nothing_of_ours_is_named_after_the_kernel_language():
         ("quire_spec.config", {"torch", "numpy", "yaml"}),
         ("quire_engine.text", {"torch", "transformers"}),
         ("quire_engine.scheduler", {"torch"}),
-        ("quire_server.supervisor", {"torch", "tokenizers", "quire_engine"}),
+        ("quire_server.supervisor.supervisor", {"torch", "tokenizers", "quire_engine"}),
         ("quire_operator.cli", {"torch", "numpy", "quire_engine", "quire_server"}),
     ],
 )

@@ -9,17 +9,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire_server.assembly import serve
-from quire_server.keeper import CannotRun
-from quire_server.output import set_up_logging
-from quire_server.settings import Settings
-from quire_server.vllm_repository import write_documents
+from quire_server.logs import configure_logging
+from quire_server.model_server.vllm_repository import write_documents
+from quire_server.supervisor.app import run
+from quire_server.supervisor.managed_process import StartupFailed
+from quire_server.supervisor.settings import SupervisorSettings
 from quire_spec import capability, names
 from quire_spec.address import ALL, POD_IP_VARIABLE, listening
 from quire_spec.errors import QuireError
 
 EXIT_STOPPED = 0
-EXIT_CANNOT_RUN = 1
+EXIT_STARTUP_FAILED = 1
 
 _HELP = """\
 Serve one model and its adapters: start Triton Inference Server, the text process and the engine core, keep them
@@ -49,23 +49,23 @@ exit codes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until stopped; returns the exit code."""
-    args = _arguments(argv)
-    set_up_logging()
+    args = _parse_args(argv)
+    configure_logging()
     try:
-        asyncio.run(serve(_settings(args)))
-    except CannotRun as error:
-        return _say(error, names.EXIT_CONFIG if error.wrong_config else EXIT_CANNOT_RUN)
+        asyncio.run(run(_settings(args)))
+    except StartupFailed as error:
+        return _print_error(error, names.EXIT_CONFIG if error.is_config_error else EXIT_STARTUP_FAILED)
     except QuireError as error:
-        return _say(error, names.EXIT_CONFIG)
+        return _print_error(error, names.EXIT_CONFIG)
     return EXIT_STOPPED
 
 
-def _say(error: QuireError, code: int) -> int:
+def _print_error(error: QuireError, code: int) -> int:
     print(f"quire: {error}", file=sys.stderr, flush=True)
     return code
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     args = parser.parse_args(argv)
     if args.vllm_repository is None and None in (args.engine, args.adapters):
@@ -110,7 +110,9 @@ def _parser() -> argparse.ArgumentParser:
         ("metrics", names.SERVER_METRICS_PORT),
         ("health", names.HEALTH_PORT),
     ):
-        ports.add_argument(f"--{name}-port", type=_port, default=port, metavar="PORT", help="default: %(default)s")
+        ports.add_argument(
+            f"--{name}-port", type=_parse_port, default=port, metavar="PORT", help="default: %(default)s"
+        )
     ports.add_argument(
         "--admin-key-file", type=Path, metavar="FILE", help="key for /status and /adapters; else this machine only"
     )
@@ -119,7 +121,12 @@ def _parser() -> argparse.ArgumentParser:
         "--secrets-dir", type=Path, metavar="DIR", help="Secrets, as DIR/<secret>/<key>, or DIR/<secret> as JSON"
     )
     sources.add_argument(
-        "--pvc", type=_claim, action="append", default=[], metavar="CLAIM=DIR", help="where a claim is mounted"
+        "--pvc",
+        type=_parse_pvc_mount,
+        action="append",
+        default=[],
+        metavar="CLAIM=DIR",
+        help="where a claim is mounted",
     )
     sources.add_argument("--allow-path-sources", action="store_true", help="take folders of this machine; not for pods")
     sources.add_argument(
@@ -132,16 +139,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _documents(args: argparse.Namespace) -> tuple[Path, Path]:
+def _document_paths(args: argparse.Namespace) -> tuple[Path, Path]:
     if args.vllm_repository is None:
         return args.engine, args.adapters
     key = hashlib.sha256(os.fsencode(args.vllm_repository.resolve())).hexdigest()[:16]
     return write_documents(args.vllm_repository, args.device or "cuda", args.cache_dir / "vllm" / key)
 
 
-def _settings(args: argparse.Namespace) -> Settings:
-    engine, adapters = _documents(args)
-    return Settings(
+def _settings(args: argparse.Namespace) -> SupervisorSettings:
+    engine, adapters = _document_paths(args)
+    return SupervisorSettings(
         # The processes that get these paths may run in another folder one day.
         engine=engine.absolute(),
         adapters=adapters.absolute(),
@@ -164,13 +171,13 @@ def _settings(args: argparse.Namespace) -> Settings:
     )
 
 
-def _port(text: str) -> int:
+def _parse_port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**16:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; use 1 to 65535")
     return int(text)
 
 
-def _claim(text: str) -> tuple[str, Path]:
+def _parse_pvc_mount(text: str) -> tuple[str, Path]:
     claim, equals, folder = text.partition("=")
     if not claim or not equals or not folder:
         raise argparse.ArgumentTypeError(f"{text!r} is not CLAIM=DIR")

@@ -1,72 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds preload.c, with which the server loses no part of an HTTP stream; it says how.
+"""Command line of the image build: `python -m quire_server.preload`. Pods of older plans start it by this name."""
 
-`python -m quire_server.preload` builds ahead, for images that have no compiler at run time.
-"""
-
-import hashlib
-import logging
-import os
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 
-log = logging.getLogger(__name__)
-
-_SOURCE = Path(__file__).with_suffix(".c")
-_CACHE = "QUIRE_NATIVE_CACHE"
-"""Names the folder of what was built ahead; quire_kernels.native has the same."""
-
-
-def library(folder: Path) -> Path | None:
-    """The file for the server's LD_PRELOAD: the one built ahead, or one built in `folder`.
-
-    None, with a warning, where there is no compiler: the server runs without, and may lose parts under load.
-    """
-    name = f"preload-{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}.so"
-    folders = [Path(cache)] if (cache := os.environ.get(_CACHE)) else []
-    for found in (each / name for each in [*folders, folder]):
-        if found.exists():
-            return found
-    try:
-        return _compile(folder / name)
-    except OSError as error:
-        why = str(error)
-    except subprocess.CalledProcessError as error:
-        why = error.stderr.strip()[-500:]
-    log.warning(
-        "HTTP streams may lose text when the server gets too little processor: what prevents it cannot be built: %s; "
-        "install gcc or set CC, or build ahead with `python -m quire_server.preload`",
-        why,
-    )
-    return None
-
-
-def _compile(target: Path) -> Path:
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise FileNotFoundError("no C compiler")
-    fresh = target.with_suffix(f".{os.getpid()}")
-    command = [compiler, "-O2", "-fPIC", "-shared", "-o", str(fresh), str(_SOURCE), "-ldl"]
-    subprocess.run(command, capture_output=True, text=True, check=True)
-    fresh.replace(target)
-    return target
-
-
-def main() -> int:
-    """Build ahead, into QUIRE_NATIVE_CACHE."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    cache = os.environ.get(_CACHE)
-    if not cache:
-        log.error("%s is not set: it names the folder to build into", _CACHE)
-        return 2
-    Path(cache).mkdir(parents=True, exist_ok=True)
-    built = library(Path(cache))
-    if built is not None:
-        log.info("%s", built)
-    return 0 if built else 1
-
+from quire_server.model_server.preload.preload import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "hack")]
 from support.cluster import running  # noqa: E402
 from support.operating import CHILDREN, TINY, llm_service  # noqa: E402
 
-from quire_server.read_model import message  # noqa: E402
+from quire_server.sources.inspect_model import termination_message  # noqa: E402
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 NAMESPACE = "bench"
@@ -102,7 +102,7 @@ def tell_model(cluster, begun: float) -> None:
             break
         assert time.monotonic() - begun < 60, "no pod that reads the model"
         time.sleep(0.1)
-    end = {"exitCode": 0, "message": message(TINY), "reason": "Completed"}
+    end = {"exitCode": 0, "message": termination_message(TINY), "reason": "Completed"}
     state = {
         "name": "read",
         "image": "",

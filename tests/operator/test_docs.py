@@ -23,7 +23,7 @@ from quire_operator.reconcile.metrics import Metrics
 from quire_operator.render.cluster import Cluster
 from quire_operator.render.desired import desired
 from quire_operator.service import Device, LLMService
-from quire_server import download
+from quire_server.sources import model_download
 from quire_spec import engine_arguments
 from quire_spec.config import EngineConfig
 
@@ -75,9 +75,9 @@ def test_the_job_that_fills_a_claim_asks_for_a_download_of_the_files_that_servic
     bodies = [body for text in blocks(CLUSTER, "yaml") for body in yaml.safe_load_all(text)]
     (job,) = [body["spec"]["template"]["spec"] for body in bodies if body.get("kind") == "Job"]
     (container,) = job["containers"]
-    assert container["command"][1:] == ["-m", download.__name__]
-    asked = download._parser().parse_args(container["args"])
-    ref = download._source(asked.source).huggingFace.tokenSecretRef
+    assert container["command"][1:] == ["-m", "quire_server.download"]
+    asked = model_download._parser().parse_args(container["args"])
+    ref = model_download._parse_source(asked.source).huggingFace.tokenSecretRef
     claims = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in job["volumes"] if "secret" not in v}
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert f"{asked.secrets_dir}/{ref.name}" in mounts

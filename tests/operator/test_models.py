@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 from support.clock import timeless
-from support.operating import TINY, message
+from support.operating import TINY, termination_message
 from support.planning import service
 from support.sources import serve
 
@@ -56,7 +56,7 @@ async def _found(pods: Pods, how: dict = OVER):
 
 
 async def test_a_job_that_is_known_to_be_over_before_its_pod_is():
-    pods = Pods(_pod(message(TINY)))
+    pods = Pods(_pod(termination_message(TINY)))
     checkpoint, job = await _found(pods)
     assert checkpoint.shape.num_layers > 0
     assert pods.asked == [(kinds.POD, "team", f"job-name={job}")]

@@ -105,13 +105,13 @@ async def test_a_stale_catalogue_is_not_told_and_the_pods_word_stands(pusher, se
 
 async def test_a_pod_that_was_told_something_newer_in_between_is_no_failure(pusher, serve):
     scripted, seen = serve()
-    told = scripted.apply
+    told = scripted.set_catalog
 
-    def apply(catalogue, replaces):
+    def set_catalog(catalogue, replaces):
         scripted.catalogue = replace(CATALOGUE, generation=9, adapters=())
         told(catalogue, replaces)
 
-    scripted.apply = apply
+    scripted.set_catalog = set_catalog
     found = await one(pusher, seen)
     assert found.report.generation == 9 and found.report_error == "" and pusher.told == [Exchange.AHEAD]
 
@@ -128,13 +128,13 @@ async def test_a_newer_catalogue_is_replaced_by_one_that_is_known_to_be_the_newe
 async def test_one_that_comes_in_between_is_not_replaced(pusher, serve):
     """The pod goes by the digest that it had when it was asked."""
     scripted, seen = serve(catalogue=replace(CATALOGUE, generation=9, adapters=()))
-    told, other = scripted.apply, replace(CATALOGUE, generation=10, adapters=CATALOGUE.adapters[1:])
+    told, other = scripted.set_catalog, replace(CATALOGUE, generation=10, adapters=CATALOGUE.adapters[1:])
 
-    def apply(catalogue, replaces):
+    def set_catalog(catalogue, replaces):
         scripted.catalogue = other
         told(catalogue, replaces)
 
-    scripted.apply = apply
+    scripted.set_catalog = set_catalog
     (found,) = await pusher.refresh([seen], CATALOGUE, KEY, overrule=True)
     assert scripted.catalogue == other and found.report.generation == 10 and pusher.told == [Exchange.AHEAD]
 

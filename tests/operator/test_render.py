@@ -19,7 +19,6 @@ from support.planning import service
 from support.rendering import CLUSTER, EVERYTHING, GPU, POD_IP, ROOT, example, objects, one, planned, server
 
 import quire_server.__main__
-import quire_server.download
 from quire_operator import crd
 from quire_operator.reconcile.children import Around, Live, children
 from quire_operator.render import pod
@@ -27,6 +26,7 @@ from quire_operator.render.cluster import OPTIONAL
 from quire_operator.render.command import dumped
 from quire_operator.render.desired import desired
 from quire_operator.service import Device
+from quire_server.sources import model_download
 from quire_spec.catalogue import Catalogue
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError
@@ -79,7 +79,7 @@ def test_a_wrong_object_would_not_pass():
 def test_the_pod_runs_what_the_server_takes(rendered):
     _, of, plan, manifests = rendered
     template, container = server(manifests)
-    args = quire_server.__main__._arguments(container["args"])
+    args = quire_server.__main__._parse_args(container["args"])
     settings = quire_server.__main__._settings(args)
     assert settings.served_name == of.served_name
     assert settings.host == "0.0.0.0"
@@ -278,14 +278,14 @@ def test_the_job_runs_what_the_download_takes(monkeypatch):
     pod_ip, port = container["env"]
     assert pod_ip == POD_IP
     monkeypatch.setenv(port["name"], port["value"])
-    args = quire_server.download._parser().parse_args(container["args"])
+    args = model_download._parser().parse_args(container["args"])
     assert [p["containerPort"] for p in container["ports"] if p["name"] == "health"] == [args.progress_port]
-    assert quire_server.download._source(args.source) == of.spec.model.source
+    assert model_download._parse_source(args.source) == of.spec.model.source
     mounts = {m["mountPath"]: m.get("readOnly", False) for m in container["volumeMounts"]}
     assert mounts[str(args.into.parent)] is False
     assert mounts[str(args.secrets_dir)] is True
     failing = one(objects(of), "Job")["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]
-    assert failing["values"] == [quire_server.download.EXIT_WRONG]
+    assert failing["values"] == [model_download.EXIT_PERMANENT_FAILURE]
 
 
 def test_the_claim_is_kept_or_goes_with_the_service():

@@ -102,7 +102,7 @@ def test_the_server_takes_the_command_line(folder):
     secrets.mkdir()
     volumes = (("loras", folder / "adapters"),)
     launched = launch(folder, TALES, run_dir=folder / "run", secrets_dir=secrets, volumes=volumes, verbose=True)
-    settings = quire_server.__main__._settings(quire_server.__main__._arguments(launched.argv[3:]))
+    settings = quire_server.__main__._settings(quire_server.__main__._parse_args(launched.argv[3:]))
     assert settings.engine == folder / "run/engine.json"
     assert (settings.served_name, settings.drain_timeout_s) == ("once-upon", 60)
     assert (settings.pvcs, settings.secrets_dir) == ({"loras": folder / "adapters"}, secrets)
@@ -337,7 +337,7 @@ def test_a_vllm_backend_repository_is_served_under_its_models_name(tmp_path):
     (model / "1/model.json").write_text('{"model": "somewhere"}')
     for given in (model, model.parent):
         argv = list(serve_vllm.argv(given, "cpu", Options(http_port=18000, cache_dir=tmp_path), {}))
-        args = quire_server.__main__._arguments(argv[3:])
+        args = quire_server.__main__._parse_args(argv[3:])
         assert (args.vllm_repository, args.device, args.served_name) == (given, "cpu", "vllm_model")
         assert (args.http_port, args.grpc_port, args.cache_dir) == (18000, names.GRPC_PORT, tmp_path)
         assert args.engine is None and args.run_dir.name == f"quire-{os.getuid()}-vllm_model"

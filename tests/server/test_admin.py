@@ -10,9 +10,9 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
-from quire_server import admin
-from quire_server.adapters import Stale
-from quire_server.admin import Admin
+from quire_server.adapters.manager import StaleCatalog
+from quire_server.supervisor import admin_api
+from quire_server.supervisor.admin_api import AdminAPI
 from quire_spec.errors import ConfigError
 from quire_spec.status import AdapterState, AdapterStatus, PodStatus, ProcessState, ProcessStatus
 
@@ -26,7 +26,7 @@ class Supervised:
         self.why = ""
         self.taken = []
 
-    def reason(self):
+    def not_ready_reason(self):
         return self.why
 
     def status(self):
@@ -39,10 +39,10 @@ class Supervised:
             raise RuntimeError("secret detail")
         return "quire_ready 1\n"
 
-    def apply(self, catalogue, replaces=""):
-        if catalogue.generation < 3 and replaces != "sha256:3":
-            raise Stale("generation 1 is older than 3")
-        self.taken.append(catalogue)
+    def set_catalog(self, catalog, replaces=""):
+        if catalog.generation < 3 and replaces != "sha256:3":
+            raise StaleCatalog("generation 1 is older than 3")
+        self.taken.append(catalog)
 
 
 class Port:
@@ -63,7 +63,7 @@ class Port:
 @contextlib.asynccontextmanager
 async def opened(key_file=None):
     supervised = Supervised()
-    server = TestServer(Admin(supervised, key_file).app())
+    server = TestServer(AdminAPI(supervised, key_file).app())
     await server.start_server()
     async with aiohttp.ClientSession() as session:
         yield Port(supervised, server, session)
@@ -144,7 +144,7 @@ async def test_a_catalogue_is_refused_with_a_reason(port, body, status, words):
 
 
 async def test_a_body_that_is_too_large(port):
-    body = io.BytesIO(b" " * (admin.MAX_BODY_BYTES + 1))
+    body = io.BytesIO(b" " * (admin_api.MAX_BODY_BYTES + 1))
     status, document = await port.ask("PUT", "/adapters", data=body)
     assert (status, document["code"]) == (413, "INVALID_ARG")
 
@@ -176,9 +176,9 @@ async def test_a_rotated_key_is_taken_at_once(locked):
 async def test_a_key_file_without_a_key_is_refused_at_start(tmp_path):
     (tmp_path / "key").write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
-        Admin(Supervised(), tmp_path / "key")
+        AdminAPI(Supervised(), tmp_path / "key")
     with pytest.raises(ConfigError, match="No such file"):
-        Admin(Supervised(), tmp_path / "absent")
+        AdminAPI(Supervised(), tmp_path / "absent")
 
 
 @pytest.mark.parametrize("remote", ["10.1.2.3", "::ffff:10.1.2.3", "2001:db8::1"])

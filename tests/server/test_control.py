@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from quire_server.control import Control, LinkLost
+from quire_server.clients.control_client import ConnectionLost, ControlClient
 from quire_spec import frames
 from quire_spec.errors import InvalidArgument, Unavailable
 from quire_spec.messages import Call, Hello, Reply
@@ -48,7 +48,7 @@ async def peer(tmp_path):
 
 @contextlib.asynccontextmanager
 async def dialled(peer):
-    control = await Control.connect("core", peer.path)
+    control = await ControlClient.connect("core", peer.path)
     yield control
     await control.close()
 
@@ -95,21 +95,21 @@ async def test_a_silent_peer_is_an_error_with_the_name_of_the_call_and_a_late_an
 async def test_the_end_of_the_peer_ends_every_call_at_once(peer):
     peer.on_call = lambda call, writer: writer.close()
     async with dialled(peer) as control:
-        with pytest.raises(LinkLost):
+        with pytest.raises(ConnectionLost):
             await control.call("status", timeout_s=60)
         async with asyncio.timeout(10):
-            await control.lost.wait()
-        with pytest.raises(LinkLost, match="gone before 'status'"):
+            await control.closed.wait()
+        with pytest.raises(ConnectionLost, match="gone before 'status'"):
             await control.call("status", timeout_s=60)
 
 
 async def test_a_broken_stream_is_the_end(peer):
     peer.on_call = lambda call, writer: writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
     async with dialled(peer) as control:
-        with pytest.raises(LinkLost):
+        with pytest.raises(ConnectionLost):
             await control.call("status", timeout_s=60)
 
 
 async def test_nobody_listens(tmp_path):
     with pytest.raises(FileNotFoundError):
-        await Control.connect("core", tmp_path / "absent")
+        await ControlClient.connect("core", tmp_path / "absent")

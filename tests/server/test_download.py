@@ -18,9 +18,9 @@ from aiohttp import web as web_answers
 from cluster.ports import free_ports
 from support.sources import Bucket, Files, Hub, serve
 
-from quire_server import download as program
-from quire_server.download import NoSpace, download
-from quire_server.sources import SourceOptions
+from quire_server.sources import model_download as program
+from quire_server.sources.factory import SourceOptions
+from quire_server.sources.model_download import NoSpace, download
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
 from quire_spec.errors import ConfigError, InvalidArgument, NotFound, Unavailable
 from quire_spec.outcome import Outcome, Result
@@ -45,7 +45,7 @@ def found(folder):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr("quire_server.transfer._PAUSE_S", 0.01)
+    monkeypatch.setattr("quire_server.sources.resumable_download._FIRST_RETRY_S", 0.01)
     for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
 
@@ -82,15 +82,15 @@ async def test_cuts_are_resumed(tmp_path, web):
 
 
 async def test_a_later_run_goes_on_where_an_earlier_one_was_killed(tmp_path, web, monkeypatch):
-    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 0)
-    monkeypatch.setattr(program, "_PARALLEL", 1)
+    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
+    monkeypatch.setattr(program, "_MAX_CONCURRENT_FILES", 1)
     # config.json, two optional files and the index come whole, the first file of weights is cut.
     sizes = [len(SMALL[name]) for name in ("config.json", "generation_config.json", "tokenizer.json")]
     web.cuts = [*sizes, 10_000_000, 1_234_567]
     with pytest.raises(Unavailable):
         await download(http(web), tmp_path / "m", SourceOptions())
     assert not (tmp_path / "m").exists(), "complete or not there"
-    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 3)
+    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 3)
     before = len(web.requests)
     await download(http(web), tmp_path / "m", SourceOptions())
     assert found(tmp_path / "m") == SHARDED
@@ -101,14 +101,14 @@ async def test_a_later_run_goes_on_where_an_earlier_one_was_killed(tmp_path, web
 
 
 async def test_a_model_that_changed_in_between_is_not_mixed(tmp_path, web, monkeypatch):
-    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 0)
-    monkeypatch.setattr(program, "_PARALLEL", 1)
+    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
+    monkeypatch.setattr(program, "_MAX_CONCURRENT_FILES", 1)
     web.cuts = [*[len(data) for data in SMALL.values()], 10_000_000, 10_000_000, 500]
     with pytest.raises(Unavailable):
         await download(http(web), tmp_path / "m", SourceOptions())
     new = {f"/sharded/{name}": bytes([9]) * 3_000_000 for name in SHARDS}
     web.content |= new
-    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 3)
+    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 3)
     await download(http(web), tmp_path / "m", SourceOptions())
     assert {data for name, data in found(tmp_path / "m").items() if name in SHARDS} == {bytes([9]) * 3_000_000}
 
@@ -158,8 +158,8 @@ async def test_what_is_no_model_is_refused(tmp_path, web):
 
 async def test_what_was_whole_once_is_not_whole_for_ever(tmp_path, web, monkeypatch):
     """A model that is replaced, and then put back, while a download of it is killed each time."""
-    monkeypatch.setattr(program, "_PARALLEL", 1)
-    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 0)
+    monkeypatch.setattr(program, "_MAX_CONCURRENT_FILES", 1)
+    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
     old, new = dict(web.content), {"/single/model.safetensors": b"v" * 2_000_000}
     # All files are whole, and that is as far as it comes.
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="scripted"):
@@ -211,7 +211,7 @@ async def test_a_model_that_never_rests_is_refused_with_what_to_do(tmp_path, web
 
 
 async def test_folders_with_dots_in_their_names_share_nothing(tmp_path, web, monkeypatch):
-    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 0)
+    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
     # Everything but the weights comes whole.
     web.cuts = [*[10_000_000] * 3, 1_000_000]
     with pytest.raises(Unavailable):
@@ -232,7 +232,7 @@ async def test_a_folder_that_holds_something_else_is_no_model(tmp_path, web):
 
 
 async def test_who_comes_when_another_has_just_ended_finds_the_model(tmp_path, web, monkeypatch):
-    alone = program._alone
+    alone = program._lock_partial
 
     @contextlib.contextmanager
     def late(into):
@@ -241,7 +241,7 @@ async def test_who_comes_when_another_has_just_ended_finds_the_model(tmp_path, w
         with alone(into) as partial:
             yield partial
 
-    monkeypatch.setattr(program, "_alone", late)
+    monkeypatch.setattr(program, "_lock_partial", late)
     await download(http(web), tmp_path / "m", SourceOptions())
     assert web.requests == [] and [path.name for path in tmp_path.iterdir()] == ["m"]
 
@@ -272,8 +272,8 @@ async def asked(port):
 
 
 async def test_how_far_it_is_can_be_asked_and_is_logged_while_it_lasts(tmp_path, web, monkeypatch, caplog):
-    monkeypatch.setattr("quire_server.progress.SAMPLE_S", 0.02)
-    monkeypatch.setattr("quire_server.progress.LOG_S", 0.05)
+    monkeypatch.setattr("quire_server.sources.download_progress.SAMPLE_INTERVAL_S", 0.02)
+    monkeypatch.setattr("quire_server.sources.download_progress.LOG_INTERVAL_S", 0.05)
     caplog.set_level(logging.INFO)
     (port,) = free_ports(1)
     web.more = asyncio.Event()
@@ -300,7 +300,7 @@ async def test_a_download_goes_on_when_nobody_can_be_told(tmp_path, web, monkeyp
     with socket.create_server(("0.0.0.0", 0)) as taken:
         await download(http(web), tmp_path / "m", SourceOptions(), taken.getsockname()[1])
     assert "nobody can ask how far the download is" in caplog.text
-    monkeypatch.setattr("quire_server.progress.Meter.sample", broken)
+    monkeypatch.setattr("quire_server.sources.download_progress.ProgressMeter.sample", broken)
     await download(http(web), tmp_path / "n", SourceOptions(), 10**6)
     assert found(tmp_path / "m") == found(tmp_path / "n") == SHARDED
     assert "progress was no longer told" in caplog.text
@@ -440,7 +440,7 @@ async def test_a_full_volume_is_told_from_a_broken_one(tmp_path, web, monkeypatc
         raise OSError(number, "no")
 
     # A file system that is full cannot be made here without mounting one.
-    monkeypatch.setattr("quire_server.transfer.Transfer._write", fail)
+    monkeypatch.setattr("quire_server.sources.resumable_download.ResumableDownload._write", fail)
     with pytest.raises(Unavailable, match="make room") as caught:
         await download(http(web), tmp_path / "m", SourceOptions())
     assert type(caught.value) is kind

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from quire_server.pod import ENGINE_ENV
+from quire_server.supervisor.process_manager import ENGINE_ENV
 
 GROWTH = """
 import psutil, torch

@@ -19,7 +19,7 @@ import tritonclient.grpc.aio as grpcaio
 from support.edge import BASE, edge, wait_until, words
 from support.service import Stream, grpc_flag, grpc_text, run
 
-from quire_server import repository
+from quire_server.model_server import repository
 
 pytestmark = pytest.mark.server
 
@@ -479,7 +479,7 @@ def test_a_stub_imports_little_and_stays_small(running):
     assert running.text("ours", "x", max_tokens=2) == "t0 t1 "
     modules = set(listing.read_text().split())
     heavy = {"asyncio", "aiohttp", "ssl", "torch", "tokenizers", "huggingface_hub", "quire_spec.config"}
-    assert "quire_server.frontend" in modules
+    assert "quire_server.frontend.stub_model" in modules
     assert not heavy & modules
     assert memory("ours").uss - memory("bare").uss < 5 * 2**20
     assert memory("ours").pss < 30 * 2**20

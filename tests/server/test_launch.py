@@ -13,9 +13,9 @@ import pytest
 import tritonclient.grpc as grpcclient
 from support.edge import BASE, edge, wait_until
 
-from quire_server import launch, repository
-from quire_server.launch import ServerOptions
-from quire_server.server_client import ServerClient
+from quire_server.model_server import launch, repository
+from quire_server.model_server.client import ModelServerClient
+from quire_server.model_server.launch import ServerOptions
 from quire_spec.errors import ConfigError, Internal, Unavailable
 
 """The server puts this prefix before every key of --grpc-restricted-protocol."""
@@ -23,7 +23,7 @@ from quire_spec.errors import ConfigError, Internal, Unavailable
 
 @pytest.fixture(scope="module")
 def python():
-    return launch.this_python()
+    return launch.current_interpreter()
 
 
 @pytest.fixture
@@ -203,11 +203,11 @@ def test_grpc_control_protocols_are_closed(running):
 @pytest.mark.server
 async def test_the_key_loads_and_unloads(running):
     config, files = repository.model_config("sql", BASE, running.socket), repository.model_files()
-    async with ServerClient("127.0.0.1", running.ports["http"], running.ports["grpc"], "wrong") as client:
+    async with ModelServerClient("127.0.0.1", running.ports["http"], running.ports["grpc"], "wrong") as client:
         with pytest.raises(Unavailable, match="restricted"):
             await client.load_model("sql", config, files)
     async with running.client() as client:
-        assert await client.live()
+        assert await client.is_live()
         assert not await client.is_ready("sql")
         await client.load_model("sql", config, files)
         assert await client.is_ready("sql")
@@ -230,8 +230,8 @@ async def test_a_proxy_for_the_world_outside_is_not_taken(running, unused_tcp_po
 
 
 async def test_no_server_is_unavailable(unused_tcp_port):
-    async with ServerClient("127.0.0.1", unused_tcp_port, unused_tcp_port, "key") as client:
-        assert not await client.live()
+    async with ModelServerClient("127.0.0.1", unused_tcp_port, unused_tcp_port, "key") as client:
+        assert not await client.is_live()
         with pytest.raises(Unavailable):
             await client.unload_model("sql")
 

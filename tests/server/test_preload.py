@@ -15,7 +15,8 @@ import pytest
 from support.edge import BASE, edge, words
 from support.service import Stream
 
-from quire_server import launch, preload, repository
+from quire_server.model_server import launch, repository
+from quire_server.model_server.preload import preload
 
 FLOOD = """
 import socket, threading, time
@@ -44,7 +45,7 @@ print("all came" if not reader.is_alive() else "lost")
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    found = preload.library(tmp_path_factory.mktemp("library"))
+    found = preload.find_or_build_library(tmp_path_factory.mktemp("library"))
     assert found is not None, "there is a compiler here"
     return found
 
@@ -78,7 +79,7 @@ def test_it_changes_nothing_for_connections_of_the_network(library):
 def test_what_was_built_ahead_is_taken(library, tmp_path, monkeypatch):
     monkeypatch.setenv("QUIRE_NATIVE_CACHE", str(library.parent))
     monkeypatch.setenv("CC", "/nowhere/cc")
-    assert preload.library(tmp_path) == library
+    assert preload.find_or_build_library(tmp_path) == library
     assert preload.main() == 0
 
 
@@ -88,7 +89,7 @@ def test_without_a_compiler_the_server_runs_and_the_log_says_what_may_come(
 ):
     monkeypatch.setenv("CC", compiler)
     monkeypatch.delenv("QUIRE_NATIVE_CACHE", raising=False)
-    assert preload.library(tmp_path) is None
+    assert preload.find_or_build_library(tmp_path) is None
     assert "HTTP streams may lose text" in caplog.text
     assert why in caplog.text
     assert not list(tmp_path.iterdir())

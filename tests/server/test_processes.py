@@ -11,9 +11,9 @@ import time
 import psutil
 import pytest
 
-from quire_server.keeper import Backoff, CannotRun, Keeper
-from quire_server.output import is_chatter
-from quire_server.processes import Child, adopt_orphans
+from quire_server.logs import is_noise
+from quire_server.supervisor.child_process import ChildProcess, become_subreaper
+from quire_server.supervisor.managed_process import ManagedProcess, RestartBackoff, StartupFailed
 from quire_spec.status import ProcessState
 
 PARENT_AND_CHILD = """
@@ -29,7 +29,7 @@ def python(code):
 
 
 async def start(code, lines=None):
-    return await Child.start("test", python(code), lambda name, line: (lines or []).append((name, line)))
+    return await ChildProcess.start("test", python(code), lambda name, line: (lines or []).append((name, line)))
 
 
 async def first_line(child):
@@ -48,7 +48,7 @@ def alive(pid):
 
 async def test_output_comes_line_by_line_with_the_name_and_its_end_without_newline():
     lines = []
-    child = await Child.start(
+    child = await ChildProcess.start(
         "core",
         python("import sys; print('a'); print('é', file=sys.stderr); print('50%\\r100%\\r\\nend', end='')"),
         lambda name, line: lines.append((name, line)),
@@ -86,7 +86,7 @@ async def test_an_endless_line_is_cut_not_kept():
 
 
 async def test_a_killed_process_is_seen_at_once_and_takes_its_group_with_it():
-    adopt_orphans()
+    become_subreaper()
     child = await start(PARENT_AND_CHILD)
     grandchild = int(await first_line(child))
     os.kill(child.pid, signal.SIGKILL)
@@ -111,17 +111,17 @@ async def test_stop_is_polite_for_a_while_only():
 
 
 async def test_a_program_that_is_not_there_says_so():
-    child = await Child.start("text", ["/no/such/program"], lambda *_: None)
+    child = await ChildProcess.start("text", ["/no/such/program"], lambda *_: None)
     assert await child.wait() == 1
-    assert child.tail[-1] == "tether: '/no/such/program': No such file or directory"
+    assert child.tail[-1] == "exec_with_pdeathsig: '/no/such/program': No such file or directory"
 
 
 def test_children_die_with_their_parent_even_by_sigkill():
     code = """
 import asyncio, sys
-from quire_server.processes import Child
+from quire_server.supervisor.child_process import ChildProcess
 async def main():
-    child = await Child.start("x", ["sleep", "60"], lambda *_: None)
+    child = await ChildProcess.start("x", ["sleep", "60"], lambda *_: None)
     print(child.pid, flush=True)
     await child.wait()
 asyncio.run(main())
@@ -138,7 +138,7 @@ asyncio.run(main())
 
 
 def test_backoff_is_immediate_first_then_grows_to_a_cap_and_forgets_after_a_steady_life():
-    backoff = Backoff()
+    backoff = RestartBackoff()
     assert [backoff.delay_s(1) for _ in range(8)] == [0, 0.5, 1, 2, 4, 8, 8, 8]
     assert [backoff.delay_s(31), backoff.delay_s(1)] == [0, 0.5]
 
@@ -154,51 +154,53 @@ async def test_a_configuration_that_is_wrong_ends_it_at_once_with_what_the_proce
         starts.append(1)
         return await start("import sys; print('engine.json: model: missing'); sys.exit(2)")
 
-    with pytest.raises(CannotRun, match=r"exit_code=2(?s:.*)engine.json: model: missing") as caught:
-        await Keeper("core", begin, idle, lambda: None).run()
-    assert caught.value.wrong_config
+    with pytest.raises(StartupFailed, match=r"exit_code=2(?s:.*)engine.json: model: missing") as caught:
+        await ManagedProcess("core", begin, idle, lambda: None).run()
+    assert caught.value.is_config_error
     assert len(starts) == 1
 
 
 async def test_a_process_that_never_comes_up_is_tried_three_times(monkeypatch):
-    monkeypatch.setattr(Backoff, "delay_s", lambda *_: 0.0)
+    monkeypatch.setattr(RestartBackoff, "delay_s", lambda *_: 0.0)
     starts = []
 
     async def begin():
         starts.append(1)
         return await start("raise SystemExit('out of memory')")
 
-    with pytest.raises(CannotRun, match=r"3 times(?s:.*)out of memory") as caught:
-        await Keeper("core", begin, idle, lambda: None).run()
-    assert not caught.value.wrong_config
+    with pytest.raises(StartupFailed, match=r"3 times(?s:.*)out of memory") as caught:
+        await ManagedProcess("core", begin, idle, lambda: None).run()
+    assert not caught.value.is_config_error
     assert len(starts) == 3
 
 
 async def test_a_machine_without_room_for_a_process_is_asked_again(monkeypatch):
-    monkeypatch.setattr(Backoff, "delay_s", lambda *_: 0.0)
+    monkeypatch.setattr(RestartBackoff, "delay_s", lambda *_: 0.0)
 
     async def begin():
         raise OSError(12, "Cannot allocate memory")
 
-    with pytest.raises(CannotRun, match=r"core ended 3 times with no start(?s:.*)Cannot allocate memory"):
-        await Keeper("core", begin, idle, lambda: None).run()
+    with pytest.raises(StartupFailed, match=r"core ended 3 times with no start(?s:.*)Cannot allocate memory"):
+        await ManagedProcess("core", begin, idle, lambda: None).run()
 
 
 async def test_once_ready_a_process_is_started_again_whatever_it_ends_with(monkeypatch):
-    states, pauses, delay_s = [], [], Backoff.delay_s
+    states, pauses, delay_s = [], [], RestartBackoff.delay_s
 
     def noted(*args):
         pauses.append(delay_s(*args))
         return pauses[-1]
 
-    monkeypatch.setattr(Backoff, "delay_s", noted)
+    monkeypatch.setattr(RestartBackoff, "delay_s", noted)
 
     async def session(child):
-        keeper.ready()
+        keeper.mark_ready()
         await idle(child)
         return ""
 
-    keeper = Keeper("core", lambda: start("import time; time.sleep(60)"), session, lambda: states.append(keeper.state))
+    keeper = ManagedProcess(
+        "core", lambda: start("import time; time.sleep(60)"), session, lambda: states.append(keeper.state)
+    )
     running = asyncio.create_task(keeper.run())
     first = await pid_of(keeper)
     os.kill(first, signal.SIGKILL)
@@ -214,11 +216,11 @@ async def test_once_ready_a_process_is_started_again_whatever_it_ends_with(monke
 
 async def test_a_session_that_gives_up_has_the_process_killed(caplog):
     async def session(child):
-        keeper.ready()
+        keeper.mark_ready()
         await asyncio.sleep(0.1)
         return "no answer for 120 s"
 
-    keeper = Keeper("core", lambda: start("import time; time.sleep(60)"), session, lambda: None)
+    keeper = ManagedProcess("core", lambda: start("import time; time.sleep(60)"), session, lambda: None)
     running = asyncio.create_task(keeper.run())
     first = await pid_of(keeper)
     await pid_of(keeper, other_than=first)
@@ -258,4 +260,4 @@ async def pid_of(keeper, other_than=None):
     ],
 )
 def test_the_servers_chatter_is_hidden_and_nothing_else(name, line, hidden):
-    assert is_chatter(name, line) is hidden
+    assert is_noise(name, line) is hidden

@@ -6,7 +6,7 @@ That it is told while a download lasts is in test_download.py.
 
 import pytest
 
-from quire_server.progress import Meter
+from quire_server.sources.download_progress import ProgressMeter
 from quire_spec.progress import Progress
 
 
@@ -23,26 +23,26 @@ def folder(tmp_path):
 
 @pytest.fixture
 def meter(folder, now):
-    return Meter(folder, lambda: now[0])
+    return ProgressMeter(folder, lambda: now[0])
 
 
 async def test_total_comes_from_the_index_and_is_exact_once_every_file_was_begun(meter, folder, now):
     assert meter.progress == Progress(0)
-    meter.size("config.json", 100)
+    meter.set_size("config.json", 100)
     assert meter.progress.total is None, "nobody knows the weights' files yet"
-    meter.weights(["a", "b"], 1000)
+    meter.set_weights(["a", "b"], 1000)
     assert meter.progress.total == 1100
-    meter.size("a", 1004)
+    meter.set_size("a", 1004)
     assert meter.progress.total == 1104, "no less than what is known"
-    meter.size("b", 500)
+    meter.set_size("b", 500)
     assert meter.progress.total == 1604
 
 
 async def test_an_index_that_says_no_size_is_waited_for(meter):
-    meter.weights(["a", "b"])
-    meter.size("a", 600)
+    meter.set_weights(["a", "b"])
+    meter.set_size("a", 600)
     assert meter.progress.total is None
-    meter.size("b", 600)
+    meter.set_size("b", 600)
     assert meter.progress.total == 1200
 
 

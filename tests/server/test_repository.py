@@ -5,7 +5,7 @@ import pytest
 from google.protobuf import json_format, text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from quire_server import repository
+from quire_server.model_server import repository
 from quire_spec.errors import InvalidArgument
 
 # https://github.com/triton-inference-server/vllm_backend/blob/00ea75bc67f48ad7c6283b1983620e1dbb1a9cfe/src/model.py
@@ -49,7 +49,7 @@ def test_tensors_are_vllm_backends_and_ids(config):
 
 
 def test_the_server_reads_the_text_form_as_the_json_form(config, tmp_path):
-    parsed = text_format.Parse(repository.pbtxt(config), ModelConfig())
+    parsed = text_format.Parse(repository.to_pbtxt(config), ModelConfig())
     assert parsed == json_format.ParseDict(config, ModelConfig())
     assert (parsed.name, parsed.backend, parsed.max_batch_size) == ("sql", "python", 0)
     assert parsed.model_transaction_policy.decoupled
@@ -62,18 +62,18 @@ def test_the_server_reads_the_text_form_as_the_json_form(config, tmp_path):
 
 def test_text_form_escapes(tmp_path):
     odd = tmp_path / 'a "quoted" \\ path\n'
-    parsed = text_format.Parse(repository.pbtxt(repository.model_config("m", "m", odd)), ModelConfig())
+    parsed = text_format.Parse(repository.to_pbtxt(repository.model_config("m", "m", odd)), ModelConfig())
     assert parsed.parameters["quire_text_socket"].string_value == str(odd)
 
 
 def test_base_folder_is_written_over_an_older_one(tmp_path):
     for socket in ("old.sock", "new.sock"):
-        folder = repository.write_base(tmp_path, "tales", tmp_path / socket)
+        folder = repository.write_base_model(tmp_path, "tales", tmp_path / socket)
     assert folder == tmp_path / "tales"
     assert "new.sock" in (folder / "config.pbtxt").read_text()
     program = (folder / "1/model.py").read_text()
     assert program.encode() == repository.model_files()["1/model.py"]
-    assert program.startswith("from quire_server.frontend import TritonPythonModel")
+    assert program.startswith("from quire_server.frontend.stub_model import TritonPythonModel")
     assert program.count("\n") == 1
 
 
@@ -87,11 +87,11 @@ def test_copies_that_a_killed_server_left_are_cleared(config, tmp_path):
     def copy(name, config):
         (tmp_path / name / "1").mkdir(parents=True)
         (tmp_path / name / "1/model.py").touch()
-        (tmp_path / name / "config.pbtxt").write_text(repository.pbtxt(config))
+        (tmp_path / name / "config.pbtxt").write_text(repository.to_pbtxt(config))
 
     copy("folderAbC012", config)
     copy("folderAbC013", repository.model_config("sql", "tales", tmp_path / "other/text.sock"))
     copy("not-the-servers", config)
     (tmp_path / "folderAbC014").mkdir()
-    assert repository.clear_copies(tmp_path / "text.sock", tmp_path) == 1
+    assert repository.remove_stale_copies(tmp_path / "text.sock", tmp_path) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folderAbC013", "folderAbC014", "not-the-servers"]

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from quire_server.server_client import ServerClient
+from quire_server.model_server.client import ModelServerClient
 from quire_spec.errors import Unavailable
 
 
@@ -24,7 +24,7 @@ async def silent():
 
 async def test_calls_end_when_the_client_is_closed_and_their_tasks_go_on():
     async with silent() as port:
-        async with ServerClient("127.0.0.1", port, port, "key") as client:
+        async with ModelServerClient("127.0.0.1", port, port, "key") as client:
             calls = [asyncio.create_task(call) for call in (client.load_model("a", {}, {}), client.unload_model("b"))]
             await asyncio.sleep(0.1)
         for call in calls:
@@ -35,15 +35,15 @@ async def test_calls_end_when_the_client_is_closed_and_their_tasks_go_on():
 
 async def test_a_call_after_the_end_is_refused():
     async with silent() as port:
-        async with ServerClient("127.0.0.1", port, port, "key") as client:
+        async with ModelServerClient("127.0.0.1", port, port, "key") as client:
             pass
-        for call in (client.load_model("a", {}, {}), client.unload_model("a"), client.reload_base("tales")):
+        for call in (client.load_model("a", {}, {}), client.unload_model("a"), client.load_from_disk("tales")):
             with pytest.raises(Unavailable, match="gone"):
                 await call
 
 
 async def test_who_is_cancelled_is_cancelled():
-    async with silent() as port, ServerClient("127.0.0.1", port, port, "key") as client:
+    async with silent() as port, ModelServerClient("127.0.0.1", port, port, "key") as client:
         call = asyncio.create_task(client.unload_model("a"))
         await asyncio.sleep(0.1)
         call.cancel()

@@ -15,14 +15,14 @@ pytestmark = pytest.mark.server
 STARTS_LATE = """
 import os, sys, types
 sys.modules["triton_python_backend_utils"] = types.SimpleNamespace(TRITONSERVER_RESPONSE_COMPLETE_FINAL=1)
-from quire_server import frontend
+from quire_server.frontend import stub_model
 server = os.getpid()
 if os.fork():
     os._exit(0)
 while os.getppid() == server:
     pass
 print("begins", flush=True)
-frontend._end_with_server()
+stub_model._exit_with_server()
 print("stays", flush=True)
 """
 

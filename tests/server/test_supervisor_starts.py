@@ -11,7 +11,7 @@ import pytest
 from support.supervised import ENGINE, catalogue, started
 
 from quire_server.__main__ import main
-from quire_server.supervisor import Supervisor
+from quire_server.supervisor.supervisor import Supervisor
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
 
@@ -109,8 +109,8 @@ async def test_a_cache_that_cannot_be_swept_ends_nothing(caplog):
     async def sweep():
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    supervisor = Supervisor(None, SimpleNamespace(), SimpleNamespace(sweep=sweep), None)
-    sweeping = asyncio.create_task(supervisor._sweep())
+    supervisor = Supervisor(None, SimpleNamespace(), SimpleNamespace(prune_cache=sweep), None)
+    sweeping = asyncio.create_task(supervisor._prune_cache())
     await asyncio.wait([sweeping], timeout=0.1)
     assert not sweeping.done() and "cache was not swept" in caplog.text
     sweeping.cancel()

@@ -12,7 +12,7 @@ import time
 import pytest
 from support.edge import wait_until
 
-from quire_server.text_client import TextClient
+from quire_server.frontend.text_client import TextClient
 from quire_spec.frames import Decoder, encode
 from quire_spec.messages import Cancel, Event, Events, Hello, Refused, Submit
 
@@ -104,14 +104,14 @@ def test_requests_events_and_cancels_pass(listener, client, events):
 
 
 def test_refusals_are_told_to_who_is_there(path, client, events):
-    client.refused("NOT_FOUND")
+    client.report_rejected("NOT_FOUND")
     # One after the other: what fails here tells that the one before it went nowhere.
     client.submit(submit(1))
     assert events.get(timeout=5).error_code == "UNAVAILABLE"
     listener = Listener(path)
     try:
         listener.accept()
-        client.refused("INVALID_ARG")
+        client.report_rejected("INVALID_ARG")
         assert listener.read() == Refused("INVALID_ARG")
     finally:
         listener.close()
@@ -210,6 +210,6 @@ def test_many_threads_submit_over_one_connection(listener, client, events):
 
 
 def test_nothing_heavy_is_imported():
-    code = "import sys, quire_server.text_client, quire_server.stream; print(*sys.modules)"
+    code = "import sys, quire_server.frontend.text_client, quire_server.frontend.response_stream; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"asyncio", "aiohttp", "ssl", "torch", "tokenizers", "quire_spec.config"} & set(done.stdout.split())

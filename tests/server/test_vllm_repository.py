@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from quire_server.vllm_repository import read_vllm_repository, write_documents
+from quire_server.model_server.vllm_repository import read_vllm_repository, write_documents
 from quire_spec.catalogue import Catalogue
 from quire_spec.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire_server import wire
-from quire_server.interface import OUTPUTS
+from quire_server.frontend import tensors as server_tensors
+from quire_server.model_server.model_interface import OUTPUTS
 from quire_spec.errors import Code, InvalidArgument, QuireError, Unavailable
 from quire_spec.frames import Decoder, encode
 from quire_spec.messages import Event, joined
@@ -38,7 +38,7 @@ def read(model="tales", parameters="{}", **inputs):
     if "text_input" not in inputs and "input_ids" not in inputs:
         inputs["text_input"] = strings("Hello")
     given = {name: array for name, array in inputs.items() if array is not None}
-    return wire.read_request(7, model, "tales", given, parameters)
+    return server_tensors.parse_request(7, model, "tales", given, parameters)
 
 
 def refused(*words, **kwargs):
@@ -52,13 +52,13 @@ class TestPrompt:
         submit, wanted = read()
         assert (submit.id, submit.model, submit.prompt, submit.prompt_token_ids) == (7, "tales", "Hello", None)
         assert (submit.params, submit.stream, submit.cache_salt) == ({}, False, None)
-        assert wanted.prepend == "Hello"
+        assert wanted.prompt_prefix == "Hello"
         assert not any(getattr(wanted, name) for name in RETURNS)
 
     def test_ids_instead_of_text(self):
         submit, wanted = read(input_ids=np.array([1, 2, 2**40]))
         assert (submit.prompt, submit.prompt_token_ids) == (None, [1, 2, 2**40])
-        assert (wanted.prepend, wanted.output_ids) == ("", True)
+        assert (wanted.prompt_prefix, wanted.output_ids) == ("", True)
         assert not read(input_ids=np.array([1]), return_output_ids=flag(False))[1].output_ids
 
     def test_both_or_neither(self):
@@ -85,7 +85,7 @@ class TestPrompt:
         refused("input_ids: empty", text_input=None, input_ids=np.array([], np.int64))
 
     def test_a_prompt_beyond_any_context(self):
-        refused("text_input: 16777217 bytes", text_input=strings(b"x" * (wire.MAX_PROMPT_BYTES + 1)))
+        refused("text_input: 16777217 bytes", text_input=strings(b"x" * (server_tensors.MAX_PROMPT_BYTES + 1)))
         refused("input_ids: ", "more than any", text_input=None, input_ids=np.ones(2**21 + 1, np.int64))
 
 
@@ -184,10 +184,10 @@ class TestModel:
 
 class TestFlags:
     def test_stream_and_prompt(self):
-        assert read(stream=flag(True))[1].prepend == ""
+        assert read(stream=flag(True))[1].prompt_prefix == ""
         assert read(stream=flag(True), exclude_input_in_output=flag(True))[0].stream
-        assert read(exclude_input_in_output=flag(True))[1].prepend == ""
-        assert read(exclude_input_in_output=flag(False))[1].prepend == "Hello"
+        assert read(exclude_input_in_output=flag(True))[1].prompt_prefix == ""
+        assert read(exclude_input_in_output=flag(False))[1].prompt_prefix == "Hello"
         refused("exclude_input_in_output", "stream", stream=flag(True), exclude_input_in_output=flag(False))
         refused(
             "exclude_input_in_output",
@@ -221,7 +221,7 @@ def test_whatever_comes_is_read_or_refused_by_name(parameters, prompt):
     try:
         submit, _ = read(text_input=strings(prompt), parameters=json.dumps(parameters))
     except QuireError as error:
-        code, message = wire.error_of(error)
+        code, message = server_tensors.error_response(error)
         assert (code, message.encode()) == (Code.INVALID_ARG, message.encode())
     else:
         assert list(Decoder().feed(encode(submit))) == [submit]
@@ -229,7 +229,7 @@ def test_whatever_comes_is_read_or_refused_by_name(parameters, prompt):
 
 def tensors_of(event, wanted, **told):
     """What a response to a request of one output holds; `told` is what earlier ones told of it."""
-    return wire.output_tensors([event], wanted, [Event(event.id, **told)])
+    return server_tensors.to_output_tensors([event], wanted, [Event(event.id, **told)])
 
 
 class TestOutputs:
@@ -286,8 +286,8 @@ class TestSeveralOutputs:
         wanted = self.wanted()
         events = [Event(7, c, [i], "stop", -1.0 * i, [{}], 3, 1, index=i, more=i > 0) for i, c in ((2, "c"), (1, "b"))]
         events.append(Event(7, "a", [5, 6], "length", -9.0, [{}, {}], 3, 2))
-        told = wire.nothing_told(7, wanted)
-        tensors = wire.output_tensors(wire.news(events, told), wanted, told)
+        told = server_tensors.initial_outputs(7, wanted)
+        tensors = server_tensors.to_output_tensors(server_tensors.merge_by_output(events, told), wanted, told)
         assert {name: array.tolist() for name, array in tensors.items()} == {
             "text_output": [b"Helloa", b"Hellob", b"Helloc"],
             "finish_reason": [b"length", b"stop", b"stop"],
@@ -301,14 +301,16 @@ class TestSeveralOutputs:
 
     def test_an_output_without_news_is_empty_and_keeps_its_end(self):
         wanted = self.wanted(stream=flag(True))
-        told = wire.nothing_told(7, wanted)
-        first = wire.news([Event(7, "x", [1], "stop", -1.0, [{}], 3, 1, index=1, more=True)], told)
+        told = server_tensors.initial_outputs(7, wanted)
+        first = server_tensors.merge_by_output([Event(7, "x", [1], "stop", -1.0, [{}], 3, 1, index=1, more=True)], told)
         assert [event.text for event in first] == ["", "x", ""]
-        assert wire.output_tensors(first, wanted, told)["num_input_tokens"].tolist() == [3]
-        second = wire.news(
+        assert server_tensors.to_output_tensors(first, wanted, told)["num_input_tokens"].tolist() == [3]
+        second = server_tensors.merge_by_output(
             [Event(7, "y", [2], None, -2.0, [{}], 3, 1), Event(7, "z", [3], None, -4.0, [{}], 3, 2)], first
         )
-        tensors = {name: array.tolist() for name, array in wire.output_tensors(second, wanted, first).items()}
+        tensors = {
+            name: array.tolist() for name, array in server_tensors.to_output_tensors(second, wanted, first).items()
+        }
         assert tensors["text_output"] == [b"yz", b"", b""]
         assert tensors["finish_reason"] == [b"None", b"stop", b"None"]
         assert tensors["num_output_tokens"] == [2, 0, 0]
@@ -337,9 +339,12 @@ class TestMerge:
 
 class TestErrors:
     def test_the_message_begins_with_the_code(self):
-        assert wire.error_of(Unavailable("queue is full")) == (Code.UNAVAILABLE, "UNAVAILABLE: queue is full")
+        assert server_tensors.error_response(Unavailable("queue is full")) == (
+            Code.UNAVAILABLE,
+            "UNAVAILABLE: queue is full",
+        )
 
     def test_long_ones_are_cut_and_all_can_be_sent(self):
-        _, message = wire.error_of(InvalidArgument("x" * 5000 + "\ud800"))
-        assert len(message) == wire.MAX_ERROR_CHARS
-        assert wire.error_of(InvalidArgument("bad \ud800"))[1].encode() == b"INVALID_ARG: bad \\ud800"
+        _, message = server_tensors.error_response(InvalidArgument("x" * 5000 + "\ud800"))
+        assert len(message) == server_tensors.MAX_ERROR_CHARS
+        assert server_tensors.error_response(InvalidArgument("bad \ud800"))[1].encode() == b"INVALID_ARG: bad \\ud800"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pods' admin ports on 127.0.0.x: the real handlers (quire_server.admin) over a pod that a test scripts.
+"""Pods' admin ports on 127.0.0.x: the real handlers (quire_server.supervisor.admin_api) over a pod that a test scripts.
 
 Not real supervisors: those hang, lie and answer 500 only when they are broken, and need a server each. What real ones
 do with a push is tested in test_adapter_push.py.
@@ -15,8 +15,8 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from quire_server.adapters import Stale
-from quire_server.admin import Admin
+from quire_server.adapters.manager import StaleCatalog
+from quire_server.supervisor.admin_api import AdminAPI
 from quire_spec.catalogue import Catalogue
 from quire_spec.document import to_json
 from quire_spec.progress import PATH, Progress
@@ -52,7 +52,7 @@ class ScriptedPod:
     asked: int = 0
     started: int = 0
 
-    def reason(self) -> str:
+    def not_ready_reason(self) -> str:
         return self.reason_
 
     def status(self) -> PodStatus:
@@ -79,14 +79,14 @@ class ScriptedPod:
     async def metrics(self) -> str:
         return ""
 
-    def apply(self, catalogue: Catalogue, replaces: str = "") -> None:
+    def set_catalog(self, catalog: Catalogue, replaces: str = "") -> None:
         if self.refuses:
             raise RuntimeError("scripted")
-        if catalogue.generation < self.catalogue.generation and replaces != self.catalogue.mark.digest:
-            raise Stale(f"generation {catalogue.generation} is older than {self.catalogue.generation}")
-        self.pushes.append(catalogue)
+        if catalog.generation < self.catalogue.generation and replaces != self.catalogue.mark.digest:
+            raise StaleCatalog(f"generation {catalog.generation} is older than {self.catalogue.generation}")
+        self.pushes.append(catalog)
         if not self.lies:
-            self.catalogue = catalogue
+            self.catalogue = catalog
 
     def restart(self, catalogue: Catalogue | None = None) -> None:
         """As a container that is started anew: what it was told is gone, it has what its ConfigMap says."""
@@ -140,7 +140,7 @@ class AdminPorts:
         return await self._serve(app, host, port)
 
     async def _open(self, pod: ScriptedPod, host: str, key_file: Path | None, port: int) -> int:
-        app = Admin(pod, key_file).app()
+        app = AdminAPI(pod, key_file).app()
 
         @web.middleware
         async def hold_up(request: web.Request, handler: Any) -> web.StreamResponse:

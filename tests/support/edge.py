@@ -17,8 +17,8 @@ import psutil
 from cluster.ports import free_ports
 from support.service import Service
 
-from quire_server import launch, repository
-from quire_server.server_client import ServerClient
+from quire_server.model_server import launch, repository
+from quire_server.model_server.client import ModelServerClient
 
 BASE = "base"
 SCRIPT = Path(__file__).with_name("scripted_text.py")
@@ -37,11 +37,11 @@ class Edge(Service):
         self.ports = dict(zip(("http", "grpc", "metrics"), free_ports(3), strict=True))
         self.family: set[psutil.Process] = set()
         self.key, self.shm_prefix = launch.new_key(), launch.new_shm_prefix()
-        repository.write_base(folder / "models", BASE, self.socket)
+        repository.write_base_model(folder / "models", BASE, self.socket)
         self.text_process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        install, python = launch.find_server(), launch.this_python()
+        install, python = launch.find_server(), launch.current_interpreter()
         launch.preflight(install, python, num_models=2)
         options = launch.ServerOptions(
             repository=self.folder / "models",
@@ -81,8 +81,8 @@ class Edge(Service):
         """Requests that are open in the text process."""
         return next((note["num"] for note in reversed(self.notes("open"))), 0)
 
-    def client(self) -> ServerClient:
-        return ServerClient("127.0.0.1", self.ports["http"], self.ports["grpc"], self.key)
+    def client(self) -> ModelServerClient:
+        return ModelServerClient("127.0.0.1", self.ports["http"], self.ports["grpc"], self.key)
 
     def add_model(self, name: str) -> None:
         """Load an adapter's model by the repository API."""
@@ -126,7 +126,7 @@ class Edge(Service):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         launch.clear_shared_memory(self.shm_prefix)
-        repository.clear_copies(self.socket)
+        repository.remove_stale_copies(self.socket)
 
 
 @contextlib.contextmanager

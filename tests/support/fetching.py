@@ -4,9 +4,9 @@
 import os
 from pathlib import Path
 
-from quire_server.cache import Cache
-from quire_server.fetcher import Fetcher
-from quire_server.sources import SourceOptions
+from quire_server.adapters.fetcher import AdapterFetcher
+from quire_server.sources.adapter_cache import AdapterCache
+from quire_server.sources.factory import SourceOptions
 from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE
 
 CONFIG = b'{"r": 8}'
@@ -25,8 +25,8 @@ def folder_with(folder: Path, config: bytes = CONFIG, weights: bytes = WEIGHTS) 
     return folder
 
 
-def fetcher(tmp_path: Path, **options) -> Fetcher:
-    return Fetcher(Cache(tmp_path / "cache"), SourceOptions(**options))
+def fetcher(tmp_path: Path, **options) -> AdapterFetcher:
+    return AdapterFetcher(AdapterCache(tmp_path / "cache"), SourceOptions(**options))
 
 
 def content(fetched):

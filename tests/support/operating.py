@@ -25,7 +25,7 @@ from quire_operator.kube.login import Login
 from quire_operator.kube.watch import Watch
 from quire_operator.reconcile.controller import Controller, Settings
 from quire_operator.render.reader import READER
-from quire_server.read_model import message
+from quire_server.sources.inspect_model import termination_message
 
 Manifest = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,7 @@ def claim(name: str = "models") -> Manifest:
 
 def reads_models(kubelet: Kubelet, model: Path = TINY) -> None:
     """Have pods of the Jobs that read a claim find this model."""
-    told = Container(exit_code=0, reason="Completed", message=message(model))
+    told = Container(exit_code=0, reason="Completed", message=termination_message(model))
     kubelet.behave(lambda pod: pod["metadata"]["labels"].get(COMPONENT) == READER, told)
 
 

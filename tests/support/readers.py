@@ -13,10 +13,10 @@ from pathlib import Path
 
 from quire_operator.plan.files import files_of
 from quire_operator.plan.remote import HubFiles
-from quire_server import transfer
-from quire_server.cache import Cache
-from quire_server.fetcher import Fetcher
-from quire_server.sources import SourceOptions
+from quire_server.adapters.fetcher import AdapterFetcher
+from quire_server.sources import resumable_download
+from quire_server.sources.adapter_cache import AdapterCache
+from quire_server.sources.factory import SourceOptions
 from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source, Source
 from quire_spec.digest import CONFIG_FILE
 from quire_spec.errors import Unavailable
@@ -35,7 +35,7 @@ def source(protocol: str, url: str) -> Source:
 
 async def in_pod(protocol: str, url: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        async with Fetcher(Cache(Path(folder)), SourceOptions(hub_endpoint=url)) as fetcher:
+        async with AdapterFetcher(AdapterCache(Path(folder)), SourceOptions(hub_endpoint=url)) as fetcher:
             fetched = await fetcher.fetch(source(protocol, url))
             return (fetched.folder / CONFIG_FILE).read_text()
 
@@ -47,7 +47,7 @@ def in_plan(protocol: str, url: str) -> str:
 
 
 def main() -> None:
-    transfer._PAUSE_S = 0.01
+    resumable_download._FIRST_RETRY_S = 0.01
     found = []
     for reader, url in json.load(sys.stdin):
         where, protocol = reader.split()

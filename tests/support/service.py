@@ -24,7 +24,7 @@ import tritonclient.grpc.aio as grpcaio
 import yaml
 from cluster.ports import free_ports
 
-from quire_server import run_dir
+from quire_server.supervisor import run_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -139,7 +139,7 @@ class Service:
     def clear(self) -> None:
         """Remove what a killed one left outside of its processes, as the next one in its run folder does first."""
         if (self.folder / "run").is_dir():
-            run_dir.empty(self.folder / "run")
+            run_dir.clean(self.folder / "run")
 
     def copies(self) -> list[Path]:
         """Folders that its server keeps the models in that came by the repository API."""

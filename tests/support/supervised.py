@@ -16,7 +16,7 @@ from cluster.ports import free_ports
 from support import stand_in
 from support.service import PORTS, Service, command
 
-from quire_server.control import Control
+from quire_server.clients.control_client import ControlClient
 
 ENGINE = '{"model": "none"}'
 
@@ -73,7 +73,7 @@ class Supervised(Service):
         return int(asyncio.run(self._ask("text"))["num_open"])
 
     async def _ask(self, name: str) -> Any:
-        control = await Control.connect(name, self.run_dir / f"{name}.sock")
+        control = await ControlClient.connect(name, self.run_dir / f"{name}.sock")
         try:
             return await control.call("status", timeout_s=5)
         finally:

@@ -9,12 +9,12 @@ import contextlib
 import pytest
 from support.supervised import adapter_folder, catalogue
 
-from quire_server import adapters
-from quire_server.adapters import AdapterBoard
-from quire_server.cache import Cache
-from quire_server.control import LinkLost
-from quire_server.fetcher import Fetcher, SourceOptions
-from quire_server.links import CoreLink, Links, ServerLink, TextLink
+from quire_server.adapters import manager
+from quire_server.adapters.fetcher import AdapterFetcher, SourceOptions
+from quire_server.adapters.manager import AdapterManager
+from quire_server.clients.control_client import ConnectionLost
+from quire_server.clients.handles import CoreHandle, ProcessHandles, ServerHandle, TextHandle
+from quire_server.sources.adapter_cache import AdapterCache
 from quire_spec.catalogue import Catalogue
 
 
@@ -33,7 +33,7 @@ class Process:
         self.calls.append((method, args))
         await self.gate.wait()
         if self.gone:
-            raise LinkLost("gone")
+            raise ConnectionLost("gone")
         if method in self.refuse:
             raise self.refuse[method]
         return {}
@@ -53,8 +53,8 @@ class World:
 
     def __init__(self, folder, session_fetcher):
         self.folder = folder
-        self.links = Links()
-        self.board = AdapterBoard("tales", session_fetcher, self.links)
+        self.links = ProcessHandles()
+        self.board = AdapterManager("tales", session_fetcher, self.links)
         self.up("core", "text", "server")
 
     def up(self, *names):
@@ -64,20 +64,20 @@ class World:
             setattr(self, name, process)
             match name:
                 case "core":
-                    self.links.core = CoreLink(process, {})
+                    self.links.core = CoreHandle(process, {})
                 case "text":
-                    self.links.text = TextLink(process)
+                    self.links.text = TextHandle(process)
                 case "server":
-                    self.links.server = ServerLink(process, "tales", self.folder / "text.sock", lambda: None, print)
-        self.board.look()
+                    self.links.server = ServerHandle(process, "tales", self.folder / "text.sock", lambda: None, print)
+        self.board.resync()
 
     def down(self, name):
         getattr(self, name).gone = True
         setattr(self.links, name, None)
-        self.board.look()
+        self.board.resync()
 
     def want(self, generation, **folders):
-        self.board.apply(Catalogue.from_json(catalogue(generation, **folders)))
+        self.board.set_catalog(Catalogue.from_json(catalogue(generation, **folders)))
 
     def states(self):
         return {s.name: s.state.value for s in self.board.statuses()}
@@ -104,9 +104,9 @@ def world_of():
 
 @pytest.fixture
 async def world(tmp_path, monkeypatch):
-    monkeypatch.setattr(adapters, "LINGER_S", 0.02)
-    monkeypatch.setattr("quire_server.transfer._PAUSE_S", 0.001)
-    async with Fetcher(Cache(tmp_path / "cache"), SourceOptions(allow_paths=True)) as fetcher:
+    monkeypatch.setattr(manager, "UNLOAD_DELAY_S", 0.02)
+    monkeypatch.setattr("quire_server.sources.resumable_download._FIRST_RETRY_S", 0.001)
+    async with AdapterFetcher(AdapterCache(tmp_path / "cache"), SourceOptions(allow_paths=True)) as fetcher:
         world = World(tmp_path, fetcher)
         yield world
         await world.board.close()

@@ -7,9 +7,9 @@ import json
 import pytest
 from support.supervised import adapter_folder, catalogue
 
-from quire_server import adapters
-from quire_server.adapters import Stale
-from quire_server.links import CoreLink
+from quire_server.adapters import manager
+from quire_server.adapters.manager import StaleCatalog
+from quire_server.clients.handles import CoreHandle
 from quire_spec.catalogue import Catalogue, Mark
 from quire_spec.errors import ConfigError, InvalidArgument
 
@@ -76,7 +76,7 @@ async def test_an_adapter_that_the_core_refuses_is_not_tried_again_until_the_cat
     await world.until_states(a="Failed")
     assert "rank 64" in world.one("a").error
     for _ in range(3):
-        world.board.look()
+        world.board.resync()
         await asyncio.sleep(0.02)
     world.want(1, a=one)
     await asyncio.sleep(0.05)
@@ -98,20 +98,22 @@ async def test_names_answer_only_while_their_processes_hold_them(world, one, nam
     world.want(1, a={"source": {"path": str(one)}, "pinned": True})
     await world.until_states(a="Ready")
     world.down(name)
-    assert world.board.serving() == set()
+    assert world.board.served_names() == set()
     world.up(name)
-    assert world.board.serving() == set()
-    await world.until(lambda: world.board.serving() == {"a"})
+    assert world.board.served_names() == set()
+    await world.until(lambda: world.board.served_names() == {"a"})
 
 
 async def test_the_digest_tells_catalogues_apart_and_generations_not(world, one, two):
-    assert world.board.mark == Mark(0, "")
+    assert world.board.catalog_version == Mark(0, "")
     world.want(1, a=one)
-    first = world.board.mark.digest
+    first = world.board.catalog_version.digest
     world.want(2, a=one)
-    assert world.board.mark.digest == first == Catalogue.from_json(catalogue(9, a=one)).mark.digest
+    assert (
+        world.board.catalog_version.digest == first == Catalogue.from_json(catalogue(9, a=one)).catalog_version.digest
+    )
     world.want(3, a=two)
-    assert world.board.mark.digest != first
+    assert world.board.catalog_version.digest != first
 
 
 async def test_a_model_is_loaded_again_for_its_stub_that_died_and_not_for_one_that_it_had_before(world, one):
@@ -120,58 +122,58 @@ async def test_a_model_is_loaded_again_for_its_stub_that_died_and_not_for_one_th
     await world.until_states(a="Ready")
     server = world.links.server
     for replaced, loads in ((True, ["a"]), (False, ["a", "a"])):
-        await server.revive("a", lambda replaced=replaced: replaced)
+        await server.reload_model("a", lambda replaced=replaced: replaced)
         assert world.server.names("load_model") == loads
 
 
 async def test_the_hold_ends_with_the_last_adapter_or_with_time(world, one, two, monkeypatch):
     world.core.gate.clear()
     world.want(1, a=one, b=two)
-    world.board.hold()
-    assert world.board.pending() == ["a", "b"]
+    world.board.gate_readiness()
+    assert world.board.gating() == ["a", "b"]
     world.want(2, a=one, b=two, later=one)
-    assert world.board.pending() == ["a", "b"], "what comes later holds up nothing"
-    monkeypatch.setattr(adapters, "HOLD_S", -1.0)
-    world.board.hold()
-    assert world.board.pending() == []
-    monkeypatch.setattr(adapters, "HOLD_S", 100.0)
-    world.board.hold()
+    assert world.board.gating() == ["a", "b"], "what comes later holds up nothing"
+    monkeypatch.setattr(manager, "READINESS_GATE_S", -1.0)
+    world.board.gate_readiness()
+    assert world.board.gating() == []
+    monkeypatch.setattr(manager, "READINESS_GATE_S", 100.0)
+    world.board.gate_readiness()
     world.core.gate.set()
-    await world.until(lambda: not world.board.pending())
+    await world.until(lambda: not world.board.gating())
     await world.until_states(a="Ready", b="Ready", later="Ready")
 
 
 async def test_catalogues_that_are_refused_change_nothing(world, one):
     world.want(5, a=one)
-    with pytest.raises(Stale, match="4 is older than 5"):
+    with pytest.raises(StaleCatalog, match="4 is older than 5"):
         world.want(4)
     with pytest.raises(ConfigError, match="base model's name"):
         world.want(6, tales=one)
     await world.until_states(a="Ready")
-    assert world.board.mark.generation == 5
+    assert world.board.catalog_version.generation == 5
 
 
 async def test_an_older_catalogue_is_taken_in_the_place_of_the_one_that_it_names(world, one):
     world.want(5, a=one)
-    mark = world.board.mark.digest
+    mark = world.board.catalog_version.digest
     for replaces in ("sha256:0", ""):
-        with pytest.raises(Stale, match="2 is older than 5"):
-            world.board.apply(Catalogue(2), replaces)
-    world.board.apply(Catalogue(2), mark)
-    assert world.board.mark.generation == 2 and world.board.statuses() == []
-    with pytest.raises(Stale, match="1 is older than 2"):
-        world.board.apply(Catalogue(1), mark)
+        with pytest.raises(StaleCatalog, match="2 is older than 5"):
+            world.board.set_catalog(Catalogue(2), replaces)
+    world.board.set_catalog(Catalogue(2), mark)
+    assert world.board.catalog_version.generation == 2 and world.board.statuses() == []
+    with pytest.raises(StaleCatalog, match="1 is older than 2"):
+        world.board.set_catalog(Catalogue(1), mark)
 
 
 async def test_a_defect_fails_one_adapter_and_is_logged(world, one, two, monkeypatch, caplog):
-    load = CoreLink.load
+    load = CoreHandle.load_adapter
 
     async def broken(self, digest, folder, pinned):
         if json.loads((folder / "adapter_config.json").read_text())["r"] == 3:
             raise KeyError("oops")
         await load(self, digest, folder, pinned)
 
-    monkeypatch.setattr(CoreLink, "load", broken)
+    monkeypatch.setattr(CoreHandle, "load_adapter", broken)
     adapter_folder(two, rank=3)
     world.want(1, a=one, b=two)
     await world.until_states(a="Ready", b="Failed")

@@ -7,8 +7,8 @@ import json
 from support.sources import Files, serve
 from support.supervised import adapter_folder
 
-from quire_server import adapters
-from quire_server.links import CoreLink
+from quire_server.adapters import manager
+from quire_server.clients.handles import CoreHandle
 from quire_spec.errors import Internal, InvalidArgument, Unavailable
 
 
@@ -36,12 +36,12 @@ async def test_a_replaced_adapter_is_never_called_ready_with_the_content_before(
     world.want(2, a=two)
     # Before any task has run: the operator may ask right after it has told.
     assert world.states() == {"a": "Fetching"}
-    assert world.board.serving() == {"a"}, "the one before still answers"
+    assert world.board.served_names() == {"a"}, "the one before still answers"
     world.want(3, a=one)
     assert world.states() == {"a": "Fetching"}
     await world.until_states(a="Ready")
     world.want(4)
-    assert world.board.serving() == set()
+    assert world.board.served_names() == set()
     world.want(5, a=one)
     assert world.states() == {"a": "Fetching"}, "it may be half gone"
     await world.until_states(a="Ready")
@@ -94,7 +94,7 @@ async def test_an_adapter_that_comes_back_while_it_is_being_removed(world, one):
 
 
 async def test_a_removal_that_fails_is_tried_again(world, one, monkeypatch):
-    monkeypatch.setattr(adapters, "_LINK_RETRY_S", 0.02)
+    monkeypatch.setattr(manager, "_CONNECTION_RETRY_S", 0.02)
     world.want(1, a=one)
     await world.until_states(a="Ready")
     world.server.refuse["unload_model"] = Internal("busy")
@@ -137,14 +137,14 @@ async def test_a_change_that_is_taken_back_at_once_is_no_end_of_the_adapter(worl
 
 
 async def test_what_fails_when_it_is_not_wanted_any_more_does_not_block_what_is(world, one, two, monkeypatch):
-    load = CoreLink.load
+    load = CoreHandle.load_adapter
 
     async def picky(self, digest, folder, pinned):
         await load(self, digest, folder, pinned)
         if json.loads((folder / "adapter_config.json").read_text())["r"] == 3:
             raise InvalidArgument("rank 3 is no power of two")
 
-    monkeypatch.setattr(CoreLink, "load", picky)
+    monkeypatch.setattr(CoreHandle, "load_adapter", picky)
     world.core.gate.clear()
     world.want(1, a=adapter_folder(two, rank=3))
     await world.until(lambda: world.core.calls)
@@ -167,7 +167,7 @@ async def test_a_catalogue_that_comes_while_the_one_before_is_put_back_is_worked
 
 
 async def test_a_content_stays_loaded_until_text_has_been_told_of_the_next(world, one, two, monkeypatch):
-    monkeypatch.setattr(adapters, "LINGER_S", 0.3)
+    monkeypatch.setattr(manager, "UNLOAD_DELAY_S", 0.3)
     world.want(1, a=one, b=two)
     await world.until_states(a="Ready", b="Ready")
     old = world.one("a").digest
@@ -194,7 +194,7 @@ async def test_a_content_is_not_pinned_for_a_name_that_has_left_it(world, one, t
 
 
 async def test_what_cannot_be_put_back_at_once_is_put_back_later(world, one, two, monkeypatch):
-    monkeypatch.setattr(adapters, "_LINK_RETRY_S", 0.02)
+    monkeypatch.setattr(manager, "_CONNECTION_RETRY_S", 0.02)
     world.want(1, a=one)
     await world.until_states(a="Ready")
     world.core.refuse["load_adapter"] = InvalidArgument("rank 64 exceeds 16")
@@ -204,13 +204,13 @@ async def test_what_cannot_be_put_back_at_once_is_put_back_later(world, one, two
     world.up("core")
     world.core.refuse["load_adapter"] = Unavailable("no memory")
     await world.until(lambda: world.core.calls)
-    assert world.board.serving() == set()
+    assert world.board.served_names() == set()
     world.core.refuse.clear()
-    await world.until(lambda: world.board.serving() == {"a"})
+    await world.until(lambda: world.board.served_names() == {"a"})
 
 
 async def test_a_name_that_returns_to_what_text_still_has_is_not_moved_by_the_next_call(world, one, two, monkeypatch):
-    monkeypatch.setattr(adapters, "LINGER_S", 9.0)
+    monkeypatch.setattr(manager, "UNLOAD_DELAY_S", 9.0)
     three = adapter_folder(world.folder / "three", weights=b"3")
     world.want(1, a=one, b=two)
     await world.until_states(a="Ready", b="Ready")

@@ -9,10 +9,10 @@ import pytest
 from aiohttp import web
 from support.sources import Files, serve
 
-from quire_server import adapters
-from quire_server.cache import Cache
-from quire_server.fetcher import Fetcher, SourceOptions
-from quire_server.sources import place_of
+from quire_server.adapters import manager
+from quire_server.adapters.fetcher import AdapterFetcher, SourceOptions
+from quire_server.sources.adapter_cache import AdapterCache
+from quire_server.sources.factory import concurrency_key
 from quire_spec.catalogue import Source
 from quire_spec.document import from_json
 from quire_spec.errors import Internal
@@ -29,9 +29,9 @@ async def test_a_place_that_hangs_keeps_no_adapter_of_another_place_waiting(worl
     server = await serve(hang)
     hung = {f"hung-{i}": {"source": {"http": {"url": str(server.make_url(f"/{i}"))}}} for i in range(20)}
     world.want(1, **hung, a=one)
-    await world.until(lambda: world.one("a").state.value == "Ready" and len(asked) == adapters._MAX_FETCHES)
+    await world.until(lambda: world.one("a").state.value == "Ready" and len(asked) == manager._MAX_FETCHES_PER_HOST)
     await asyncio.sleep(0.05)
-    assert len(asked) == adapters._MAX_FETCHES, "others of that place wait for their turn"
+    assert len(asked) == manager._MAX_FETCHES_PER_HOST, "others of that place wait for their turn"
     over.set()
     world.want(2, a=one)
     await world.until_states(a="Ready")
@@ -51,12 +51,12 @@ async def test_a_place_that_hangs_keeps_no_adapter_of_another_place_waiting(worl
     ],
 )
 def test_the_place_of_a_source(source, place):
-    assert place_of(from_json(Source, source, "source")) == place
+    assert concurrency_key(from_json(Source, source, "source")) == place
 
 
 async def test_what_may_pass_is_tried_again_after_growing_pauses(world, one, monkeypatch):
-    monkeypatch.setattr(adapters, "_FIRST_RETRY_S", 0.02)
-    monkeypatch.setattr(adapters, "_MAX_RETRY_S", 0.05)
+    monkeypatch.setattr(manager, "_FIRST_RETRY_S", 0.02)
+    monkeypatch.setattr(manager, "_MAX_RETRY_S", 0.05)
     world.server.refuse["load_model"] = Internal("no shared memory")
     world.want(1, a=one)
     await world.until(lambda: len(world.server.names("load_model")) >= 3)
@@ -67,7 +67,7 @@ async def test_what_may_pass_is_tried_again_after_growing_pauses(world, one, mon
 
 
 async def test_a_source_that_comes_back_is_fetched_then(world, monkeypatch):
-    monkeypatch.setattr(adapters, "_FIRST_RETRY_S", 0.02)
+    monkeypatch.setattr(manager, "_FIRST_RETRY_S", 0.02)
     files = Files({"/a/adapter_config.json": b'{"r": 8}', "/a/adapter_model.safetensors": b"w"}, down=True)
     server = await serve(files.handle)
     world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
@@ -81,9 +81,9 @@ async def test_a_source_that_comes_back_is_fetched_then(world, monkeypatch):
 @pytest.mark.parametrize("before", [None, "Bearer wrong"])
 async def test_a_secret_that_is_made_or_mended_is_used_within_seconds(world_of, tmp_path, monkeypatch, before):
     """Whatever the pause after failures has grown to."""
-    monkeypatch.setattr(adapters, "_SECRET_LOOK_S", 0.05)
-    monkeypatch.setattr(adapters, "_FIRST_RETRY_S", 600.0)
-    monkeypatch.setattr(adapters, "_MAX_RETRY_S", 600.0)
+    monkeypatch.setattr(manager, "_SECRET_POLL_S", 0.05)
+    monkeypatch.setattr(manager, "_FIRST_RETRY_S", 600.0)
+    monkeypatch.setattr(manager, "_MAX_RETRY_S", 600.0)
     asked = []
 
     async def guarded(request):
@@ -98,7 +98,7 @@ async def test_a_secret_that_is_made_or_mended_is_used_within_seconds(world_of, 
     if before:
         secret.write_text(json.dumps({"Authorization": before}))
     source = {"url": str(server.make_url("/a")), "headersSecretRef": {"name": "keys"}}
-    async with Fetcher(Cache(tmp_path / "cache"), SourceOptions(secrets_dir=secret.parent)) as fetcher:
+    async with AdapterFetcher(AdapterCache(tmp_path / "cache"), SourceOptions(secrets_dir=secret.parent)) as fetcher:
         world = world_of(tmp_path, fetcher)
         world.want(1, a={"source": {"http": source}})
         await world.until_states(a="Failed")
@@ -113,8 +113,8 @@ async def test_a_secret_that_is_made_or_mended_is_used_within_seconds(world_of, 
 
 
 async def test_a_source_is_left_alone_as_long_as_it_asks_for_within_bounds(world, monkeypatch):
-    monkeypatch.setattr(adapters, "_FIRST_RETRY_S", 0.01)
-    monkeypatch.setattr(adapters, "_MAX_RETRY_S", 0.5)
+    monkeypatch.setattr(manager, "_FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(manager, "_MAX_RETRY_S", 0.5)
     asked = []
 
     async def busy(request):

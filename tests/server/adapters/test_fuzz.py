@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from support.clock import at_once
 
-from quire_server.adapters import AdapterBoard, Stale
-from quire_server.control import LinkLost
-from quire_server.fetcher import Fetched
-from quire_server.links import CoreLink, Links, ServerLink, TextLink
+from quire_server.adapters.fetcher import CachedAdapter
+from quire_server.adapters.manager import AdapterManager, StaleCatalog
+from quire_server.clients.control_client import ConnectionLost
+from quire_server.clients.handles import CoreHandle, ProcessHandles, ServerHandle, TextHandle
 from quire_spec.catalogue import Catalogue, Source
 from quire_spec.errors import AccessDenied, InvalidArgument, Unavailable
 from quire_spec.status import AdapterState
@@ -43,7 +43,7 @@ class Process:
                 await self.gone.wait()
         except TimeoutError:
             return
-        raise LinkLost("gone")
+        raise ConnectionLost("gone")
 
     async def call(self, method: str, args: dict[str, Any], *, timeout_s: float) -> None:
         if method == "set_adapters":
@@ -78,8 +78,8 @@ class World:
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
         self.contents = {place: draw.choice(CONTENTS) for place in PLACES}
-        self.links = Links()
-        self.board = AdapterBoard("tales", self, self.links)  # type: ignore[arg-type]
+        self.links = ProcessHandles()
+        self.board = AdapterManager("tales", self, self.links)  # type: ignore[arg-type]
         for name in PROCESSES:
             self.turn(name)
 
@@ -92,14 +92,14 @@ class World:
             process: Any = Process(self)
             setattr(self, name, process)
             made = {
-                "core": lambda: CoreLink(process, {}),
-                "text": lambda: TextLink(process),
-                "server": lambda: ServerLink(process, "tales", Path("text.sock"), lambda: None, lambda name: None),
+                "core": lambda: CoreHandle(process, {}),
+                "text": lambda: TextHandle(process),
+                "server": lambda: ServerHandle(process, "tales", Path("text.sock"), lambda: None, lambda name: None),
             }
             setattr(self.links, name, made[name]())
-        self.board.look()
+        self.board.resync()
 
-    async def fetch(self, source: Source) -> Fetched:
+    async def fetch(self, source: Source) -> CachedAdapter:
         assert source.path is not None
         try:
             await asyncio.sleep(self.draw.choice([0.0, 0.1, 5.0]) * self.draw.random())
@@ -114,9 +114,9 @@ class World:
             raise AccessDenied("denied")
         if content == "hostile":
             raise InvalidArgument("hostile")
-        return Fetched(content, Path(content))
+        return CachedAdapter(content, Path(content))
 
-    def secret_mark(self, source: Source) -> int:
+    def secret_version(self, source: Source) -> int:
         return int(self.contents[str(source.path)] == "denied")
 
     def document(self, generation: int) -> dict[str, Any]:
@@ -144,16 +144,16 @@ class World:
                 case what:
                     generation += self.draw.choice([0, 1])
                     given.append(self.document(0) if what == "new" else self.draw.choice(given))
-                    self.board.apply(Catalogue.from_json(given[-1] | {"generation": generation}))
+                    self.board.set_catalog(Catalogue.from_json(given[-1] | {"generation": generation}))
             if self.draw.random() < 0.6:
                 await asyncio.sleep(self.draw.choice([0.0, 0.1, 5.0]) * self.draw.random())
         for name in PROCESSES:
             if getattr(self.links, name) is None:
                 self.turn(name)
         last = Catalogue.from_json(given[-1] | {"generation": generation + 1})
-        self.board.apply(last)
-        with pytest.raises(Stale):
-            self.board.apply(Catalogue(generation))
+        self.board.set_catalog(last)
+        with pytest.raises(StaleCatalog):
+            self.board.set_catalog(Catalogue(generation))
         return last
 
     def check(self, last: Catalogue) -> None:
@@ -173,7 +173,7 @@ class World:
         for name in self.text.names:
             assert name in statuses
         for digest, pinned in self.core.adapters.items():
-            assert digest in self.board.digests() and pinned == self.board._pinned(digest)
+            assert digest in self.board.digests_in_use() and pinned == self.board._is_pinned(digest)
         assert set(self.text.names.values()) <= self.core.adapters.keys()
         assert self.server.models <= self.text.names.keys() & last.exposed()
 

@@ -11,9 +11,9 @@ import pytest
 from support.fetching import BOTH, CONFIG, content, fetcher, folder_with
 from support.sources import serve
 
-from quire_server.cache import Cache
-from quire_server.fetcher import Fetcher
-from quire_server.sources import SourceOptions
+from quire_server.adapters.fetcher import AdapterFetcher
+from quire_server.sources.adapter_cache import AdapterCache
+from quire_server.sources.factory import SourceOptions
 from quire_spec.catalogue import HttpSource, Source
 from quire_spec.digest import CONFIG_FILE
 from quire_spec.errors import Unavailable
@@ -31,12 +31,12 @@ async def test_a_sweep_that_is_killed_leaves_no_half_adapter_under_its_name(tmp_
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr("shutil.rmtree", killed)
-            f.sweep(set())
+            f.prune_cache(set())
     async with fetcher(tmp_path, allow_paths=True) as f:
         assert content(await f.fetch(source)) == BOTH
         for path in (tmp_path / "cache/partial").iterdir():
             os.utime(path, (1, 1))
-        f.sweep({fetched.digest})
+        f.prune_cache({fetched.digest})
     assert list((tmp_path / "cache/partial").iterdir()) == []
 
 
@@ -49,11 +49,11 @@ async def test_an_adapter_that_another_owner_sweeps_meanwhile_is_fetched_again(t
         async def swept(request):
             if request.method == "HEAD" and not sweeping:
                 os.utime(fetched.folder, (1, 1))
-                sweeping.extend(Cache(tmp_path / "cache").sweep(set()))
+                sweeping.extend(AdapterCache(tmp_path / "cache").prune(set()))
             return await handle(request)
 
         server = await serve(swept)
-        monkeypatch.setattr("quire_server.fetcher.key_of", lambda source: "one")
+        monkeypatch.setattr("quire_server.adapters.fetcher.key_of", lambda source: "one")
         await f.fetch(source)
         assert content(await f.fetch(Source(http=HttpSource(str(server.make_url("/loras/sql")))))) == BOTH
         assert sweeping == [fetched.digest]
@@ -61,36 +61,36 @@ async def test_an_adapter_that_another_owner_sweeps_meanwhile_is_fetched_again(t
 
 
 def test_an_adapter_that_is_taken_in_use_while_it_is_swept_stays(tmp_path, monkeypatch):
-    cache = Cache(tmp_path / "cache")
+    cache = AdapterCache(tmp_path / "cache")
     folder_with(cache.folder("sha256:0"))
     os.utime(cache.folder("sha256:0"), (1, 1))
     rename = Path.rename
 
     def used_first(path, target):
         if path == cache.folder("sha256:0"):
-            assert Cache(tmp_path / "cache").touch("sha256:0")
+            assert AdapterCache(tmp_path / "cache").touch("sha256:0")
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", used_first)
-    assert cache.sweep(set()) == []
+    assert cache.prune(set()) == []
     assert os.listdir(cache.folder("sha256:0"))
     assert not cache.touch("sha256:1")
 
 
 async def test_a_sweep_removes_what_fetches_have_left_and_nothing_that_is_fetched_now(tmp_path):
-    cache, folder = Cache(tmp_path / "cache"), folder_with(tmp_path / "a")
-    async with Fetcher(cache, SourceOptions(allow_paths=True)) as f:
+    cache, folder = AdapterCache(tmp_path / "cache"), folder_with(tmp_path / "a")
+    async with AdapterFetcher(cache, SourceOptions(allow_paths=True)) as f:
         fetched = await f.fetch(Source(path=str(folder)))
     shutil.rmtree(fetched.folder)
     with cache.partial("now") as now, cache.partial("then") as then:
         for partial in (now, then):
-            partial.note(CONFIG_FILE, "1")
+            partial.record_version(CONFIG_FILE, "1")
             (partial.folder / CONFIG_FILE).write_bytes(CONFIG)
     everything = [*(tmp_path / "cache/partial").iterdir(), *(tmp_path / "cache/sources").iterdir()]
     with cache.partial("now"):
         for path in everything:
             os.utime(path, (1, 1))
-        cache.sweep(set())
+        cache.prune(set())
         assert {path.name for path in (tmp_path / "cache/partial").iterdir()} == {"now", "now.json", "now.lock"}
         assert list((tmp_path / "cache/sources").iterdir()) == []
 
@@ -102,7 +102,7 @@ async def test_a_full_disk_says_what_to_do(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     async with fetcher(tmp_path, allow_paths=True) as f:
-        monkeypatch.setattr("quire_server.cache.Partial.note", full)
+        monkeypatch.setattr("quire_server.sources.adapter_cache.PartialDownload.record_version", full)
         with pytest.raises(Unavailable, match=r"No space left.*--cache-dir"):
             await f.fetch(Source(path=str(folder)))
 
@@ -115,7 +115,7 @@ async def test_what_is_in_a_cache_that_became_read_only_is_used(tmp_path, monkey
     async with fetcher(tmp_path, allow_paths=True) as f:
         fetched = await f.fetch(source)
         monkeypatch.setattr("os.utime", read_only)
-        monkeypatch.setattr("quire_server.cache.Cache.partial", read_only)
+        monkeypatch.setattr("quire_server.sources.adapter_cache.AdapterCache.partial", read_only)
         assert await f.fetch(source) == fetched
         with pytest.raises(Unavailable, match=r"cache: .*Read-only file system; make room, or give another --cache"):
             await f.fetch(Source(path=str(folder_with(tmp_path / "b"))))
@@ -130,13 +130,13 @@ async def test_two_supervisors_share_a_cache(tmp_path):
 
 
 async def test_the_sweep_removes_only_what_is_old_and_unused(tmp_path):
-    cache = Cache(tmp_path / "cache")
-    async with Fetcher(cache, SourceOptions(allow_paths=True)) as f:
+    cache = AdapterCache(tmp_path / "cache")
+    async with AdapterFetcher(cache, SourceOptions(allow_paths=True)) as f:
         fetched = [await f.fetch(Source(path=str(folder_with(tmp_path / str(i), config=b"%d" % i)))) for i in range(3)]
     used, old, young = (x.digest for x in fetched)
     for digest in (used, old):
         os.utime(cache.folder(digest), (1, 1))
-    assert cache.sweep({used}) == [old]
+    assert cache.prune({used}) == [old]
     assert {used, young} == set(os.listdir(tmp_path / "cache/adapters"))
     assert cache.folder(used).stat().st_mtime > time.time() - 60
     shutil.rmtree(cache.folder(young))

@@ -8,7 +8,7 @@ import threading
 import pytest
 from support.fetching import BOTH, CONFIG, WEIGHTS, content, fetcher, folder_with
 
-from quire_server.transfer import Transfer
+from quire_server.sources.resumable_download import ResumableDownload
 from quire_spec.catalogue import PvcSource, Source
 from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
@@ -25,7 +25,7 @@ async def test_what_is_being_hashed_is_not_written_to_by_the_next_fetch(tmp_path
             go_on.wait(10)
         return digest
 
-    monkeypatch.setattr("quire_server.cache.adapter_digest", slowly)
+    monkeypatch.setattr("quire_server.sources.adapter_cache.adapter_digest", slowly)
     folder = folder_with(tmp_path / "a")
     async with fetcher(tmp_path, allow_paths=True) as f:
         first = asyncio.create_task(f.fetch(Source(path=str(folder))))
@@ -90,7 +90,7 @@ async def test_a_file_system_that_hangs_holds_up_nobody_else(tmp_path, monkeypat
 
 
 async def test_a_file_system_that_hangs_for_long_has_so_many_threads_and_no_more(tmp_path, monkeypatch):
-    monkeypatch.setattr("quire_server.transfer.SILENCE_S", 0.01)
+    monkeypatch.setattr("quire_server.sources.resumable_download.NO_ANSWER_TIMEOUT_S", 0.01)
     folder_with(tmp_path / "claim/a")
     begun, back, open_file = [], threading.Event(), os.open
 
@@ -111,7 +111,7 @@ async def test_a_file_system_that_hangs_for_long_has_so_many_threads_and_no_more
                 await f.fetch(source)
             assert len(begun) == 16
             back.set()
-        monkeypatch.setattr("quire_server.transfer.SILENCE_S", 60)
+        monkeypatch.setattr("quire_server.sources.resumable_download.NO_ANSWER_TIMEOUT_S", 60)
         while not await came_back(f, source):
             await asyncio.sleep(0.01)
 
@@ -168,7 +168,7 @@ async def test_a_folder_that_changes_while_it_is_read_is_read_again(tmp_path, mo
     """The config of one adapter and the weights of another may fit by form, and be an adapter that nobody made."""
     folder = folder_with(tmp_path / "a")
     new = {CONFIG_FILE: b'{"r": 8, "lora_alpha": 1}', WEIGHTS_FILE: WEIGHTS[::-1]}
-    bring, num_changes = Transfer.bring, iter([1] if in_place else [1, 1])
+    bring, num_changes = ResumableDownload.download, iter([1] if in_place else [1, 1])
 
     async def changed_between(self, place, partial, name):
         await bring(self, place, partial, name)
@@ -178,19 +178,19 @@ async def test_a_folder_that_changes_while_it_is_read_is_read_again(tmp_path, mo
                 target.write_bytes(data)
                 target.rename(folder / file)
 
-    monkeypatch.setattr(Transfer, "bring", changed_between)
+    monkeypatch.setattr(ResumableDownload, "download", changed_between)
     async with fetcher(tmp_path, allow_paths=True) as f:
         assert content(await f.fetch(Source(path=str(folder)))) == new
 
 
 async def test_a_folder_that_never_rests_is_refused_with_what_to_do(tmp_path, monkeypatch):
-    folder, bring = folder_with(tmp_path / "a"), Transfer.bring
+    folder, bring = folder_with(tmp_path / "a"), ResumableDownload.download
 
     async def changed_after(self, place, partial, name):
         await bring(self, place, partial, name)
         (folder / name).write_bytes((folder / name).read_bytes() + b" ")
 
-    monkeypatch.setattr(Transfer, "bring", changed_after)
+    monkeypatch.setattr(ResumableDownload, "download", changed_after)
     async with fetcher(tmp_path, allow_paths=True) as f:
         with pytest.raises(Unavailable, match="it changed while it was read, 3 times; write a new adapter beside"):
             await f.fetch(Source(path=str(folder)))

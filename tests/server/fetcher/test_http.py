@@ -43,7 +43,7 @@ async def test_http_resumes_after_cut_connections(tmp_path, web):
 
 
 async def test_a_fetch_resumes_what_an_earlier_process_left(tmp_path, web, monkeypatch):
-    monkeypatch.setattr("quire_server.transfer._ATTEMPTS", 0)
+    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
     web.cuts = [10**9, 2**20]
     async with fetcher(tmp_path) as f:
         with pytest.raises(Unavailable, match="was cut"):
@@ -183,7 +183,7 @@ async def test_a_server_that_never_has_a_right_range_is_asked_no_further(tmp_pat
 
 
 async def test_bytes_that_trickle_are_no_answer(tmp_path, raw, monkeypatch):
-    monkeypatch.setattr("quire_server.transfer.SILENCE_S", 0.3)
+    monkeypatch.setattr("quire_server.sources.resumable_download.NO_ANSWER_TIMEOUT_S", 0.3)
     _, url = await raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + b" " * 10_000, pause_s=0.01)
     assert "bytes came in 0.3 s" in await refused(tmp_path, url)
 

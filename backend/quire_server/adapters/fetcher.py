@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings adapters from where the catalogue says into the cache: bounded, resumed, verified, and complete or not there.
+
+Knows every protocol by its Place and no more. What is returned never changes: names move, digests do not. Two files of
+an adapter are read and nothing else, so a source can hold no code that anyone would run. adapters.py calls this.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from weakref import WeakValueDictionary
+
+from quire_server.blocking import run_in_daemon_thread
+from quire_server.sources.adapter_cache import AdapterCache, PartialDownload, SourceRecord, source_key
+from quire_server.sources.factory import SourceFactory, SourceOptions
+from quire_server.sources.reader import SourceReader
+from quire_server.sources.resumable_download import MAX_SOURCE_CHANGES, ResumableDownload, query_version
+from quire_spec.catalogue import Source
+from quire_spec.digest import ADAPTER_FILES, WEIGHTS_FILE
+from quire_spec.errors import Unavailable
+
+logger = logging.getLogger(__name__)
+
+_LOCK_RETRY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class CachedAdapter:
+    """An adapter in the cache."""
+
+    digest: str
+    folder: Path
+
+
+class AdapterFetcher:
+    """One cache and its sources. Use it as an async context manager."""
+
+    def __init__(self, adapter_cache: AdapterCache, options: SourceOptions) -> None:
+        self._adapter_cache = adapter_cache
+        self._options = options
+        self._sources = SourceFactory(options)
+        self._downloader = ResumableDownload(self._size_limit)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def __aenter__(self) -> Self:
+        await self._sources.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._sources.__aexit__(kind, error, trace)
+
+    async def fetch(self, source: Source) -> CachedAdapter:
+        """Bring what `source` holds now; quick when it has not changed since the last time.
+
+        A source that cannot be reached but was fetched before is answered from the cache, with a warning.
+
+        Raises:
+            InvalidArgument: the source is wrong, too large, not allowed, or not what its sha256 says. Do not retry.
+            NotFound: nothing is there. Unavailable: right, but not now.
+        """
+        reader = self._sources.open_reader(source)
+        key = source_key(source)
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        async with lock:
+            record = await self._unchanged_record(reader, key)
+            with _translate_disk_errors():
+                if record is None or not self._adapter_cache.touch(record.digest):
+                    record = await self._download_all(reader, key)
+        return CachedAdapter(record.digest, self._adapter_cache.folder(record.digest))
+
+    def secret_version(self, source: Source) -> int:
+        """Another number once the Secret of a source holds something else; raises InvalidArgument as `fetch` does."""
+        return self._sources.secret_version(source)
+
+    def prune_cache(self, used_digests: set[str]) -> list[str]:
+        """Remove from the cache what nobody uses; blocking."""
+        return self._adapter_cache.prune(used_digests)
+
+    async def _unchanged_record(self, reader: SourceReader, key: str) -> SourceRecord | None:
+        """The cached record, if the source still has that content."""
+        record = self._adapter_cache.record(key)
+        if record is None or reader.is_immutable:
+            return record
+        try:
+            for name in ADAPTER_FILES:
+                version = await query_version(reader, name)
+                if version is None or version != record.versions.get(name):
+                    return None
+        except Unavailable as error:
+            logger.warning(
+                "source cannot be reached, using the cached adapter digest=%s error=%s", record.digest, error
+            )
+        return record
+
+    async def _download_all(self, reader: SourceReader, key: str) -> SourceRecord:
+        async with self._lock_partial(key) as partial:
+            stale_files = list(ADAPTER_FILES)
+            for _ in range(MAX_SOURCE_CHANGES):
+                for name in stale_files:
+                    await self._downloader.download(reader, partial, name)
+                    await self._downloader.verify(reader, partial, name)
+                stale_files = (
+                    [] if reader.is_immutable else await self._downloader.changed_files(reader, partial.versions())
+                )
+                if not stale_files:
+                    return await self._commit(key, partial)
+                for name in stale_files:
+                    partial.discard(name)
+        raise Unavailable(
+            f"{reader.display_name(stale_files[0])}: it changed while it was read, {MAX_SOURCE_CHANGES} times; write "
+            "a new adapter beside "
+            "the old one, and put it in its place by renaming"
+        )
+
+    async def _commit(self, key: str, partial: PartialDownload) -> SourceRecord:
+        # When we are cancelled, the thread goes on: until it is done, nobody else may write to what it hashes.
+        lock = partial.lock()
+
+        def commit() -> SourceRecord:
+            with lock:
+                return self._adapter_cache.commit(key, partial)
+
+        return await run_in_daemon_thread(commit)
+
+    def _size_limit(self, name: str) -> tuple[int, str]:
+        if name == WEIGHTS_FILE:
+            return self._options.max_weights_bytes, "; raise --max-adapter-bytes"
+        return self._options.max_config_bytes, ""
+
+    @contextlib.asynccontextmanager
+    async def _lock_partial(self, key: str) -> AsyncIterator[PartialDownload]:
+        """Wait for our turn where another supervisor shares the cache and is at the same source."""
+        with contextlib.ExitStack() as stack:
+            is_waiting = False
+            while True:
+                try:
+                    partial = stack.enter_context(self._adapter_cache.partial(key))
+                    break
+                except BlockingIOError:
+                    if not is_waiting:
+                        logger.info(
+                            "another supervisor that shares the cache fetches the same source, waiting key=%s", key
+                        )
+                    is_waiting = True
+                    await asyncio.sleep(_LOCK_RETRY_S)
+            yield partial
+
+
+@contextlib.contextmanager
+def _translate_disk_errors() -> Iterator[None]:
+    """A full or read-only cache is worth another try later, and a message that says which it is."""
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(f"cache: {error}; make room, or give another --cache-dir") from error

@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the catalogue to adapters that serve: one task per adapter brings the world to what the catalogue says.
+
+Level-triggered: a task looks at what is (what the links hold), does what is missing, and looks again when anything has
+changed: the catalogue, or a process that was started anew. So a restart of any process needs no code of its own here,
+and one broken adapter holds up nobody. It knows no protocol of sources and no process beyond its link.
+
+    Fetching   source -> cache            retried after 30 s, 1 min ... 5 min, or what the source asks for up to that
+    Loading    core, alias in text, server model
+    Ready      or Failed, with the reason; what is wrong in itself is not retried until the catalogue changes
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from typing import Any
+from weakref import WeakValueDictionary
+
+from quire_server.adapters.fetcher import AdapterFetcher, CachedAdapter
+from quire_server.adapters.managed_adapter import ManagedAdapter
+from quire_server.blocking import run_in_daemon_thread
+from quire_server.clients.control_client import ConnectionLost
+from quire_server.clients.handles import ProcessHandles
+from quire_server.sources.factory import concurrency_key
+from quire_spec.catalogue import Adapter, AdapterLimits, Catalogue, Mark, Source
+from quire_spec.errors import AccessDenied, ConfigError, Internal, InvalidArgument, QuireError, Unavailable
+from quire_spec.status import AdapterState, AdapterStatus
+
+logger = logging.getLogger(__name__)
+
+_MAX_FETCHES_PER_HOST = 8
+"""From one place: one that hangs holds each of them for a minute, and then it keeps only its own adapters waiting."""
+_MAX_TOTAL_FETCHES = 32
+_MAX_ADAPTER_LOADS = 4
+_MAX_MODEL_LOADS = 6
+"""The server starts a process for each; more at once only queue for the processor."""
+_FIRST_RETRY_S = 30.0
+_MAX_RETRY_S = 300.0
+_CONNECTION_RETRY_S = 5.0
+_SECRET_POLL_S = 5.0
+"""How often a Secret is looked at, where a source did not let us in: somebody has just been told to mend it."""
+UNLOAD_DELAY_S = 2.0
+"""How long a digest that no name stands for stays loaded: requests on their way to the core still name it."""
+READINESS_GATE_S = 120.0
+"""How long adapters that are being loaded may keep a pod that has just come up from being ready."""
+
+
+class StaleCatalog(InvalidArgument):
+    """A catalogue with a lower generation than the current one, which it is not said to replace."""
+
+
+class _Superseded(Exception):
+    """The catalogue changed before a source was read."""
+
+
+class AdapterManager:
+    """All adapters of a pod. Make it inside a running event loop."""
+
+    def __init__(self, served_name: str, fetcher: AdapterFetcher, handles: ProcessHandles) -> None:
+        self._served_name = served_name
+        self._fetcher = fetcher
+        self._handles = handles
+        self._catalog: Catalogue | None = None
+        self._catalog_version = Mark(0, "")
+        self._adapters: dict[str, ManagedAdapter] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._aliases: dict[str, str] = {}
+        self._fetch_semaphore = asyncio.Semaphore(_MAX_TOTAL_FETCHES)
+        self._host_fetch_semaphores: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._adapter_load_semaphore = asyncio.Semaphore(_MAX_ADAPTER_LOADS)
+        self._model_load_semaphore = asyncio.Semaphore(_MAX_MODEL_LOADS)
+        self._gating_names: set[str] = set()
+        self._gate_deadline = 0.0
+        self._unload_requested = asyncio.Event()
+        self._spawn(self._unload_unused(), "adapter collector")
+
+    # What others ask
+
+    @property
+    def catalog_version(self) -> Mark:
+        """Of the catalogue that is worked on; generation 0 and no digest before there is one."""
+        return self._catalog_version
+
+    def check(self, catalog: Catalogue, replaces: str = "") -> None:
+        """Refuse a catalogue before anything of it is done; `replaces` is the digest of one that may be newer than it.
+
+        Raises:
+            ConfigError: an adapter has the base model's name. Stale: a newer catalogue is already here.
+        """
+        if any(adapter.name == self._served_name for adapter in catalog.adapters):
+            raise ConfigError(f"adapters: {self._served_name!r} is the base model's name; give the adapter another")
+        is_replacement = replaces != "" and replaces == self._catalog_version.digest
+        if self._catalog is not None and catalog.generation < self._catalog_version.generation and not is_replacement:
+            raise StaleCatalog(
+                f"generation {catalog.generation} is older than {self._catalog_version.generation}, which this pod "
+                "works on"
+            )
+
+    def set_catalog(self, catalog: Catalogue, replaces: str = "") -> None:
+        """Work towards this catalogue from now on; parameters and errors are those of `check`."""
+        self.check(catalog, replaces)
+        if catalog == self._catalog:
+            return
+        self._catalog, self._catalog_version = catalog, catalog.mark
+        exposed_names = catalog.exposed()
+        desired = {adapter.name: adapter for adapter in catalog.adapters}
+        for name, managed in self._adapters.items():
+            if name not in desired:
+                self._set_desired(managed, None, managed.exposed)
+        # Pinned ones first: the semaphores serve in order.
+        for adapter in sorted(catalog.adapters, key=lambda a: not a.pinned):
+            if adapter.name in self._adapters:
+                self._set_desired(self._adapters[adapter.name], adapter, adapter.name in exposed_names)
+            else:
+                managed = self._adapters[adapter.name] = ManagedAdapter(
+                    adapter.name, adapter, adapter.name in exposed_names
+                )
+                self._spawn(self._reconcile_loop(managed), f"adapter {adapter.name}")
+        self._publish_if_empty()
+
+    def resync(self) -> None:
+        """A process has come up or gone: every adapter looks whether it is still in place."""
+        for adapter in self._adapters.values():
+            adapter.changed.set()
+        self._publish_if_empty()
+
+    def gate_readiness(self) -> None:
+        """Have `pending` name all adapters that are not settled now, for HOLD_S at most."""
+        self._gating_names = {adapter.name for adapter in self._desired_adapters()}
+        self._gate_deadline = asyncio.get_running_loop().time() + READINESS_GATE_S
+
+    def gating(self) -> list[str]:
+        """Adapters that were there when the pod last came up and are still on their way."""
+        if asyncio.get_running_loop().time() > self._gate_deadline:
+            self._gating_names.clear()
+        self._gating_names &= {adapter.name for adapter in self._desired_adapters() if not adapter.is_settled}
+        return sorted(self._gating_names)
+
+    def unsettled(self) -> list[ManagedAdapter]:
+        """Adapters that are neither Ready nor Failed."""
+        return [adapter for adapter in self._desired_adapters() if not adapter.is_settled]
+
+    def statuses(self) -> list[AdapterStatus]:
+        """Every adapter of the catalogue, by name."""
+        return sorted((adapter.status() for adapter in self._desired_adapters()), key=lambda status: status.name)
+
+    def served_names(self) -> set[str]:
+        """Names that requests reach something by now: an adapter that is being replaced still has the one before."""
+        core, text = self._handles.core, self._handles.text
+        if core is None or text is None:
+            return set()
+        active_digests = {
+            adapter.name: adapter.active.digest for adapter in self._desired_adapters() if adapter.active is not None
+        }
+        return {
+            name
+            for name, digest in active_digests.items()
+            if digest in core.adapters and text.aliases.get(name) == digest
+        }
+
+    def digests_in_use(self) -> set[str]:
+        """Digests that are wanted or stood for now."""
+        return {
+            content.digest
+            for adapter in self._adapters.values()
+            for content in (adapter.latest, adapter.active)
+            if content
+        }
+
+    async def prune_cache(self) -> list[str]:
+        """Remove from the cache what nobody uses; returns the digests removed."""
+        return await run_in_daemon_thread(self._fetcher.prune_cache, self.digests_in_use())
+
+    async def close(self) -> None:
+        """Stop working; what is in place stays."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # One adapter's task
+
+    async def _reconcile_loop(self, adapter: ManagedAdapter) -> None:
+        while True:
+            adapter.changed.clear()
+            if adapter.desired is not None:
+                pause_s = await self._reconcile_once(adapter)
+            else:
+                pause_s = await self._remove_once(adapter)
+                if pause_s is None and adapter.desired is None:
+                    del self._adapters[adapter.name]
+                    return
+            await self._wait_for_change(adapter, pause_s)
+
+    async def _wait_for_change(self, adapter: ManagedAdapter, timeout_s: float | None) -> None:
+        """Until there is something to do, but no longer; None: however long that takes."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not adapter.changed.is_set() and not self._secret_has_changed(adapter):
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_SECRET_POLL_S if adapter.access_denied else None):
+                            await adapter.changed.wait()
+
+    def _secret_has_changed(self, adapter: ManagedAdapter) -> bool:
+        """Whether a source that did not let us in may do so now."""
+        if not adapter.access_denied or adapter.desired is None:
+            return False
+        return self._fetcher.secret_version(adapter.desired.source) != adapter.secret_version
+
+    async def _reconcile_once(self, adapter: ManagedAdapter) -> float | None:
+        """Do what is missing; returns the seconds after which to try again, None for not before something changes."""
+        adapter.access_denied = False
+        if adapter.permanent_failure:
+            reactivated = await self._reactivate_previous(adapter)
+            await self._publish_names()
+            return None if reactivated else _CONNECTION_RETRY_S
+        generation = adapter.generation
+        try:
+            await self._converge(adapter)
+            adapter.failures = 0
+            return None
+        except _Superseded:
+            return 0.0
+        except ConnectionLost:
+            adapter.set_state(AdapterState.LOADING)
+            return _CONNECTION_RETRY_S
+        except Exception as error:
+            # What failed may not be what is wanted by now.
+            return await self._record_failure(adapter, error) if adapter.generation == generation else 0.0
+
+    async def _record_failure(self, adapter: ManagedAdapter, error: Exception) -> float | None:
+        if not isinstance(error, QuireError):
+            logger.error("adapter task failed name=%s", adapter.name, exc_info=error)
+            error = Internal(f"{type(error).__name__}: {error}")
+        adapter.set_state(AdapterState.FAILED, adapter.describe_error(error))
+        # Before anything is waited for: a catalogue that comes meanwhile takes it back.
+        adapter.permanent_failure = isinstance(error, InvalidArgument)
+        adapter.access_denied = isinstance(error, AccessDenied)
+        reactivated = await self._reactivate_previous(adapter)
+        await self._publish_names()
+        if adapter.permanent_failure:
+            return None if reactivated else _CONNECTION_RETRY_S
+        adapter.failures += 1
+        retry_after_s = error.retry_after_s if isinstance(error, Unavailable) else None
+        return min(max(_FIRST_RETRY_S * 2.0 ** (adapter.failures - 1), retry_after_s or 0.0), _MAX_RETRY_S)
+
+    async def _reactivate_previous(self, adapter: ManagedAdapter) -> bool:
+        """Keep the one before in its place, while its replacement fails; False when that has failed, too."""
+        try:
+            if adapter.active is not None:
+                await self._activate(adapter, adapter.active)
+        except ConnectionLost:
+            return False
+        except QuireError as error:
+            logger.warning("adapter before cannot be put back yet name=%s error=%s", adapter.name, error)
+            return False
+        return True
+
+    async def _converge(self, adapter: ManagedAdapter) -> None:
+        if adapter.observed_generation != adapter.generation:
+            await self._fetch(adapter)
+        assert adapter.latest is not None, "fetch returns or raises"
+        # Again: another name of the content may have had it pinned otherwise meanwhile.
+        while not self._is_active(adapter, adapter.latest):
+            adapter.set_state(AdapterState.LOADING)
+            await self._activate(adapter, adapter.latest)
+        adapter.set_state(AdapterState.READY)
+
+    async def _fetch(self, adapter: ManagedAdapter) -> None:
+        assert adapter.desired is not None, "an adapter on its way out fetches nothing"
+        generation, source = adapter.generation, adapter.desired.source
+        source_changed = source != adapter.latest_source
+        if source_changed:
+            adapter.set_state(AdapterState.FETCHING)
+        host_semaphore = self._host_fetch_semaphores.setdefault(
+            concurrency_key(source), asyncio.Semaphore(_MAX_FETCHES_PER_HOST)
+        )
+        try:
+            async with host_semaphore, self._fetch_semaphore:
+                if adapter.generation != generation:
+                    raise _Superseded
+                adapter.secret_version = self._fetcher.secret_version(source)
+                previous, adapter.latest = adapter.latest, await self._fetch_cancellably(adapter, source)
+            self._on_content_replaced(previous, adapter.latest)
+            adapter.latest_source = source
+        except QuireError as error:
+            if source_changed:
+                raise
+            logger.warning("source cannot be looked at again, adapter stays name=%s error=%s", adapter.name, error)
+        adapter.observed_generation = generation
+
+    async def _fetch_cancellably(self, adapter: ManagedAdapter, source: Source) -> CachedAdapter:
+        adapter.fetch_source = source
+        adapter.fetch_task = asyncio.create_task(self._fetcher.fetch(source), name=f"fetch {adapter.name}")
+        try:
+            return await adapter.fetch_task
+        except asyncio.CancelledError:
+            # Of the fetch alone, by `_want`; what is wanted now may be the same source again.
+            if (task := asyncio.current_task()) is None or not task.cancelling():
+                raise _Superseded from None
+            raise
+        finally:
+            adapter.fetch_task = None
+
+    async def _activate(self, adapter: ManagedAdapter, content: CachedAdapter) -> None:
+        """Load it, then let the name stand for it, then open its model: at no time does a name lead nowhere."""
+        core, text, server = self._handles.require_all()
+        pinned = self._is_pinned(content.digest)
+        async with self._adapter_load_semaphore:
+            if core.adapters.get(content.digest) != pinned:
+                await core.load_adapter(content.digest, content.folder, pinned)
+        self._aliases[adapter.name] = content.digest
+        previous, adapter.active = adapter.active, content
+        self._on_content_replaced(previous, content)
+        await text.set_adapters(self._aliases, self._adapter_limits())
+        self._unload_requested.set()
+        async with self._model_load_semaphore:
+            await (server.load_adapter_model if adapter.exposed else server.unload_adapter_model)(adapter.name)
+
+    def _is_active(self, adapter: ManagedAdapter, content: CachedAdapter) -> bool:
+        core, text, server = self._handles.require_all()
+        return (
+            # As long as it is not, the next that is published would be the one before.
+            adapter.active == content
+            and core.adapters.get(content.digest) == self._is_pinned(content.digest)
+            and text.aliases.get(adapter.name) == content.digest
+            and text.limits.get(adapter.name) == (adapter.desired and adapter.desired.limits)
+            and (adapter.name in server.models) == adapter.exposed
+        )
+
+    async def _remove_once(self, adapter: ManagedAdapter) -> float | None:
+        """Take the model, then the name, away; None when done."""
+        try:
+            if self._handles.server is not None:
+                await self._handles.server.unload_adapter_model(adapter.name)
+            self._aliases.pop(adapter.name, None)
+            if self._handles.text is not None:
+                await self._handles.text.set_adapters(self._aliases, self._adapter_limits())
+        except QuireError as error:
+            logger.warning("adapter cannot be removed yet name=%s error=%s", adapter.name, error)
+            return _CONNECTION_RETRY_S
+        contents = {adapter.active, adapter.latest}
+        adapter.active = adapter.latest = adapter.latest_source = None
+        for content in contents:
+            self._on_content_replaced(content, None)
+        logger.info("adapter removed name=%s", adapter.name)
+        return None
+
+    # All adapters
+
+    def _publish_if_empty(self) -> None:
+        if self._catalog is not None and not self._desired_adapters():
+            self._spawn(self._publish_names(), "tell of no adapter")
+
+    async def _publish_names(self) -> None:
+        """Have text know the names that there are, be it none: until then it calls any other one not announced yet."""
+        if (text := self._handles.text) is not None:
+            # If it is gone, its successor is told.
+            with contextlib.suppress(QuireError):
+                await text.set_adapters(self._aliases, self._adapter_limits())
+
+    async def _unload_unused(self) -> None:
+        """Unload what no name stands for any more."""
+        while True:
+            await self._unload_requested.wait()
+            await asyncio.sleep(UNLOAD_DELAY_S)
+            self._unload_requested.clear()
+            core = self._handles.core
+            if core is None:
+                continue
+            for digest in core.possibly_loaded() - self._required_digests():
+                try:
+                    await core.unload_adapter(digest, self._required_digests)
+                    logger.info("adapter unloaded digest=%s", digest)
+                except QuireError as error:
+                    logger.warning("adapter cannot be unloaded digest=%s error=%s", digest, error)
+
+    def _set_desired(self, adapter: ManagedAdapter, desired: Adapter | None, exposed: bool) -> None:
+        if desired is not None and (adapter.desired is None or desired.source != adapter.desired.source):
+            # At once: whoever has just told us the catalogue must not read that its content is here already.
+            adapter.set_state(AdapterState.FETCHING)
+        adapter.desired, adapter.exposed = desired, exposed
+        adapter.generation += 1
+        adapter.permanent_failure = False
+        if adapter.fetch_task is not None and (desired is None or desired.source != adapter.fetch_source):
+            adapter.fetch_task.cancel()
+        adapter.changed.set()
+
+    def _required_digests(self) -> set[str]:
+        """Digests that the core has to hold: also those that text may take names for while it is being told."""
+        text = self._handles.text
+        return self.digests_in_use() | (text.published_digests if text is not None else set())
+
+    def _on_content_replaced(self, previous: CachedAdapter | None, replacement: CachedAdapter | None) -> None:
+        """A name has another content than before: the others of that one look whether it is still to be pinned."""
+        if previous in (None, replacement):
+            return
+        self._unload_requested.set()
+        for adapter in self._desired_adapters():
+            if previous in (adapter.active, adapter.latest):
+                adapter.changed.set()
+
+    def _is_pinned(self, digest: str) -> bool:
+        """An adapter of two names is pinned when one of them is."""
+        holders = [
+            adapter
+            for adapter in self._desired_adapters()
+            if digest in (adapter.latest and adapter.latest.digest, adapter.active and adapter.active.digest)
+        ]
+        return any(holder.desired and holder.desired.pinned for holder in holders)
+
+    def _adapter_limits(self) -> dict[str, AdapterLimits]:
+        """Of every adapter that a name stands for and that has limits."""
+        limits_by_name = {
+            adapter.name: adapter.desired.limits for adapter in self._desired_adapters() if adapter.desired is not None
+        }
+        return {name: limits for name, limits in limits_by_name.items() if limits is not None and name in self._aliases}
+
+    def _desired_adapters(self) -> list[ManagedAdapter]:
+        return [adapter for adapter in self._adapters.values() if adapter.desired is not None]
+
+    def _spawn(self, coro: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(coro, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor's end of text.sock and core.sock: calls with deadlines. It knows no method by name.
+
+One `Control` is one connection. It is never made again: when it ends, every call on it ends with LinkLost, and whoever
+holds it learns that the process behind it is dead or broken (pod.py).
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+from quire_spec import frames
+from quire_spec.errors import Internal, Unavailable, error_from
+from quire_spec.messages import Call, Hello, Message, Reply
+
+_READ_BYTES = 2**16
+
+
+class ConnectionLost(Unavailable):
+    """The process at the other end is gone; a new one will have to be asked."""
+
+
+class ControlClient:
+    """One connection to text or core."""
+
+    def __init__(
+        self,
+        name: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.name = name
+        """The process at the other end, for messages."""
+        self.closed = asyncio.Event()
+        """Set when the connection has ended."""
+        self._writer = writer
+        self._call_ids = itertools.count(1)
+        self._pending_calls: dict[int, asyncio.Future[Any]] = {}
+        self._read_task = asyncio.create_task(self._read_loop(reader), name=f"control {name}")
+
+    @classmethod
+    async def connect(cls, name: str, path: Path) -> "ControlClient":
+        """Connect to a socket and say who we are. Raises OSError when nobody listens there (yet)."""
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(frames.encode(Hello("supervisor", pid=os.getpid())))
+        return cls(name, reader, writer)
+
+    async def call(self, method: str, args: dict[str, Any] | None = None, *, timeout_s: float) -> Any:
+        """Ask for `method` and wait for its result.
+
+        Raises:
+            LinkLost: the connection ended, before or meanwhile.
+            Unavailable: no answer within `timeout_s`.
+            QuireError: what the process answered, with its code.
+        """
+        if self.closed.is_set():
+            raise ConnectionLost(f"{self.name}: gone before {method!r}")
+        call_id = next(self._call_ids)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._pending_calls[call_id] = future
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._writer.write(frames.encode(Call(call_id, method, args or {})))
+                await self._writer.drain()
+                return await future
+        except TimeoutError as error:
+            raise Unavailable(f"{self.name}: no answer to {method!r} within {timeout_s:g} s") from error
+        except OSError as error:
+            raise ConnectionLost(f"{self.name}: gone during {method!r}") from error
+        finally:
+            self._pending_calls.pop(call_id, None)
+
+    async def close(self) -> None:
+        """End the connection."""
+        self._read_task.cancel()
+        await asyncio.wait([self._read_task])
+        self._on_close()
+
+    async def _read_loop(self, reader: asyncio.StreamReader) -> None:
+        decoder = frames.Decoder()
+        # A broken stream (Internal) ends the connection as its end does; whoever watches `lost` acts.
+        with contextlib.suppress(OSError, Internal):
+            while data := await reader.read(_READ_BYTES):
+                for message in decoder.feed(data):
+                    self._on_message(message)
+        self._on_close()
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, Reply) and (future := self._pending_calls.get(message.id)) and not future.done():
+            if message.error_code is None:
+                future.set_result(message.result)
+            else:
+                future.set_exception(error_from(message.error_code, message.error))
+
+    def _on_close(self) -> None:
+        self.closed.set()
+        self._writer.close()
+        for future in self._pending_calls.values():
+            if not future.done():
+                future.set_exception(ConnectionLost(f"{self.name}: ended while it was asked"))

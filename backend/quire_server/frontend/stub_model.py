@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of every model of ours on the server: hands requests to the text process, and sends back what comes.
+
+The only module that touches the server's Python API. `execute` never blocks and never raises: each request's failure is
+its own error response. Threads of a stub: the server's own, text_client.py's writer and reader, NUM_SENDERS that send
+responses, one that asks for silent requests whether their client is gone, one that keeps early errors back for a
+moment, and one that ends the stub with its server. Nothing heavy is imported here: a pod has one such process for the
+base and for each exposed adapter.
+"""
+
+import itertools
+import json
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from quire_server.frontend import tensors as server_tensors
+from quire_server.frontend.open_requests import OpenRequestCounter
+from quire_server.frontend.response_stream import ResponseStream
+from quire_server.frontend.text_client import TextClient
+from quire_server.model_server import model_interface
+from quire_spec.errors import Cancelled, Internal, InvalidArgument, QuireError, error_from
+from quire_spec.messages import Event
+
+logger = logging.getLogger(__name__)
+
+NUM_SENDER_THREADS = 4
+"""A send is a blocking round trip of about 0.1 ms; on two cores four in parallel carry 14k responses/s, and sixteen
+hardly more."""
+CANCEL_CHECK_INTERVAL_S = 0.1
+"""How long a client may be gone before its request is found out, while few are open."""
+MAX_CANCEL_CHECKS_PER_S = 100
+"""Asking is a round trip to the server, 65 us of CPU for both sides: less than 1 % of a core. With more than 10
+requests open each is asked less often: with 64 every 0.6 s, in which an answer may be computed for nobody."""
+MIN_ERROR_DELAY_S = 0.02
+"""How old a request is at least when it gets an error. On a busy machine, release 24.10 aborts once in some thousand
+times, with everybody's streams, when a gRPC client that asks for real statuses (`triton_grpc_error`) gets an error
+while the server still takes in its request."""
+MIN_ERROR_DELAY_AFTER_RESPONSE_S = 0.1
+"""The same of an error that follows a response, which the server may still be writing."""
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    """What the server calls: `initialize` once, `execute` per batch of requests, `finalize` when unloaded."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Server: the model is loaded. `args` has the model's name and its config as JSON."""
+        _forward_logs()
+        _exit_with_server()
+        parameters = json.loads(args["model_config"])["parameters"]
+        self._model_name = args["model_name"]
+        self._base_model_name = parameters[model_interface.PARAM_BASE]["string_value"]
+        self._request_ids = itertools.count(1)
+        self._streams: dict[int, ResponseStream] = {}
+        self._send_queue: queue.SimpleQueue[ResponseStream | None] = queue.SimpleQueue()
+        self._delayed_errors: queue.SimpleQueue[tuple[float, ResponseStream] | None] = queue.SimpleQueue()
+        """Held, with when each may have its error."""
+        self._closing = threading.Event()
+        socket = Path(parameters[model_interface.PARAM_SOCKET]["string_value"])
+        self._open_requests = OpenRequestCounter(socket.parent)
+        self._text_client = TextClient(socket, self._model_name, self._on_delta)
+        self._threads = [threading.Thread(target=self._send_loop, daemon=True) for _ in range(NUM_SENDER_THREADS)]
+        self._threads += [
+            threading.Thread(target=loop, daemon=True) for loop in (self._cancel_check_loop, self._delayed_error_loop)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Server: requests came. Their responses are sent later, from other threads."""
+        for request in requests:
+            self._open_requests.increment()
+            self._submit(request)
+
+    def finalize(self) -> None:
+        """Server: the model is unloaded; its requests are over by then."""
+        self._closing.set()
+        self._text_client.close()
+        self._delayed_errors.put(None)
+        for _ in range(NUM_SENDER_THREADS):
+            self._send_queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    def _submit(self, request: Any) -> None:
+        request_id, sender, now = next(self._request_ids), request.get_response_sender(), time.monotonic()
+        try:
+            inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            generate_request, options = server_tensors.parse_request(
+                request_id, self._model_name, self._base_model_name, inputs, request.parameters()
+            )
+            self._streams[request_id] = ResponseStream(request_id, options, sender, now)
+            self._text_client.submit(generate_request)
+        except Exception as error:
+            stream = self._streams[request_id] = ResponseStream(request_id, None, sender, now)
+            error_delta = _error_delta(request_id, error)
+            self._text_client.report_rejected(error_delta.error_code or "")
+            self._push(stream, error_delta)
+
+    def _on_delta(self, delta: Event) -> None:
+        stream = self._streams.get(delta.id)
+        if stream is not None:
+            self._push(stream, delta)
+
+    def _push(self, stream: ResponseStream, delta: Event) -> None:
+        self._enqueue_if(stream.push(delta), stream)
+
+    def _enqueue_if(self, must_enqueue: bool, stream: ResponseStream) -> None:
+        if must_enqueue:
+            self._send_queue.put(stream)
+
+    def _delayed_error_loop(self) -> None:
+        while (delayed_error := self._delayed_errors.get()) is not None:
+            due_at, stream = delayed_error
+            time.sleep(max(0.0, due_at - time.monotonic()))
+            self._send_queue.put(stream)
+
+    def _send_loop(self) -> None:
+        while (stream := self._send_queue.get()) is not None:
+            due_at = None
+            try:
+                due_at = self._send(stream, stream.drain())
+            except Exception as error:
+                logger.exception("response failed model=%s", self._model_name)
+                self._send_failure(stream, error)
+            if due_at is None:
+                self._enqueue_if(stream.release(), stream)
+            else:
+                self._delayed_errors.put((due_at, stream))
+
+    def _send(self, stream: ResponseStream, deltas: list[Event]) -> float | None:
+        """One response for all of `events`. An error may have to wait: returns until when, in monotonic seconds."""
+        last_delta = deltas[-1]
+        if not last_delta.final and self._is_cancelled(stream):
+            return None
+        if last_delta.error_code is None:
+            stream.sender.send(_to_response(stream, deltas), flags=_FINAL if last_delta.final else 0)
+        elif (due_at := self._send_before_error(stream, deltas)) > time.monotonic():
+            stream.push_back(last_delta)
+            return due_at
+        else:
+            stream.sender.send(_error_response(last_delta), flags=_FINAL)
+        if last_delta.final:
+            self._close(stream, notify_text=stream.failed_locally)
+        else:
+            stream.sent_at = time.monotonic()
+        return None
+
+    def _send_before_error(self, stream: ResponseStream, deltas: list[Event]) -> float:
+        """Send what came before an error; returns when that may follow, in monotonic seconds."""
+        if len(deltas) > 1 and stream.options is not None and stream.options.stream:
+            stream.sender.send(_to_response(stream, deltas[:-1]), flags=0)
+            stream.sent_at = time.monotonic()
+        return max(stream.opened_at + MIN_ERROR_DELAY_S, stream.sent_at + MIN_ERROR_DELAY_AFTER_RESPONSE_S)
+
+    def _close(self, stream: ResponseStream, notify_text: bool) -> None:
+        """Forget a stream. The sender must go too: the server keeps the request until it does."""
+        if self._streams.pop(stream.request_id, None) is not None:
+            self._open_requests.decrement()
+            if notify_text:
+                self._text_client.cancel(stream.request_id)
+        stream.sender = None
+
+    def _send_failure(self, stream: ResponseStream, error: Exception) -> None:
+        """Sending failed: end the request as far as the server still lets us."""
+        try:
+            stream.sender.send(_error_response(_error_delta(stream.request_id, error)), flags=_FINAL)
+        except Exception:
+            logger.exception("request left without an end model=%s", self._model_name)
+        self._close(stream, notify_text=True)
+
+    def _is_cancelled(self, stream: ResponseStream) -> bool:
+        """True when the client is gone; asks the server if it was not asked lately. Cuts the stream then."""
+        now = time.monotonic()
+        if stream.sender is None or now - stream.checked_at < self._cancel_check_interval_s():
+            return False
+        stream.checked_at = now
+        if not stream.sender.is_cancelled():
+            return False
+        self._enqueue_if(
+            stream.fail(Cancelled("the client has cancelled the request or closed its connection")), stream
+        )
+        return True
+
+    def _cancel_check_loop(self) -> None:
+        while not self._closing.wait(self._cancel_check_interval_s()):
+            for stream in list(self._streams.values()):
+                if stream.try_acquire():
+                    self._check_cancelled(stream)
+
+    def _check_cancelled(self, stream: ResponseStream) -> None:
+        try:
+            self._is_cancelled(stream)
+        except Exception:
+            logger.exception("cancellation check failed model=%s", self._model_name)
+        self._enqueue_if(stream.release(), stream)
+
+    def _cancel_check_interval_s(self) -> float:
+        return max(CANCEL_CHECK_INTERVAL_S, len(self._streams) / MAX_CANCEL_CHECKS_PER_S)
+
+
+def _to_response(stream: ResponseStream, deltas: list[Event]) -> Any:
+    assert stream.options is not None, "a refused request has only an error"
+    output_deltas = server_tensors.merge_by_output(deltas, stream.last_sent)
+    tensors = server_tensors.to_output_tensors(output_deltas, stream.options, stream.last_sent)
+    stream.last_sent = output_deltas
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
+
+
+def _error_response(delta: Event) -> Any:
+    code, message = server_tensors.error_response(error_from(delta.error_code or "", delta.error))
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code)))
+
+
+def _error_delta(request_id: int, error: Exception) -> Event:
+    """The final event of a request that could not be handed on."""
+    if isinstance(error, UnicodeDecodeError):
+        # The server passes strings on unread, and its Python API decodes them on the way to us.
+        error = InvalidArgument(f"request parameters: not valid UTF-8 at byte {error.start}: {error.reason}")
+    if not isinstance(error, QuireError):
+        logger.error("request failed in the frontend", exc_info=error)
+        error = Internal(f"the frontend failed on this request: {type(error).__name__}")
+    return Event(request_id, error_code=error.code, error=str(error))
+
+
+def _exit_with_server() -> None:
+    """Have this process end when the server does, however that happens.
+
+    The kernel's parent-death signal would not do: it comes when the thread that started the stub ends, and the server
+    loads each model in a thread of its own.
+    """
+    # It leads its process group (processes.py); our parent is another one where it has ended by now.
+    server_pid = os.getpgrp()
+    try:
+        pidfd = os.pidfd_open(server_pid)
+    except OSError:
+        os._exit(1)
+    if os.getppid() != server_pid:
+        os._exit(1)
+
+    def wait_for_server() -> None:
+        select.select([pidfd], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait_for_server, name="server-watch", daemon=True).start()
+
+
+class _ServerLogHandler(logging.Handler):
+    """Forwards records to the server's logger."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = f"{record.name}: {self.format(record)}"
+        if record.levelno >= logging.ERROR:
+            pb_utils.Logger.log_error(text)
+        elif record.levelno >= logging.WARNING:
+            pb_utils.Logger.log_warn(text)
+        else:
+            pb_utils.Logger.log_info(text)
+
+
+def _forward_logs() -> None:
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.handlers = [_ServerLogHandler()]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's repository API and its probes, on loopback. The supervisor calls them; this knows no adapters.
+
+Models are loaded over gRPC. Over HTTP the connection's thread does the loading, and nothing else meanwhile: the server
+has most HTTP connections on one thread, and their streams would stand still for as long.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+from grpc.aio import UsageError
+from tritonclient.grpc import aio as grpc
+from tritonclient.utils import InferenceServerException
+
+from quire_server.model_server.launch import GRPC_KEY_HEADER
+from quire_spec.address import in_url
+from quire_spec.errors import Internal, Unavailable
+
+_LOAD_TIMEOUT_S = 150.0
+"""Longer than launch.ServerOptions.stub_timeout_s, so that the server's own message arrives first."""
+_PROBE_TIMEOUT_S = 5.0
+_NO_ANSWER_STATUSES = ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED", "StatusCode.CANCELLED")
+"""No answer of the server's."""
+_NOT_OPEN = "ModelServerClient is an async context manager"
+_CONNECTION_CLOSED = "server: it is gone, and our connection to it closed"
+_CHANNEL_ARGS = [("grpc.enable_http_proxy", 0)]
+"""A pod's proxy leads out of the cluster; gRPC would go to this very machine by it."""
+
+
+class ModelServerClient:
+    """One server, by its ports. Use it as an async context manager."""
+
+    def __init__(self, host: str, http_port: int, grpc_port: int, key: str) -> None:
+        host = in_url(host)
+        self._url = f"http://{host}:{http_port}/v2"
+        self._grpc_address = f"{host}:{grpc_port}"
+        self._headers = {GRPC_KEY_HEADER: key}
+        self._session: aiohttp.ClientSession | None = None
+        self._grpc_client: grpc.InferenceServerClient | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession()
+        self._grpc_client = grpc.InferenceServerClient(self._grpc_address, channel_args=_CHANNEL_ARGS)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+        if self._grpc_client is not None:
+            await self._grpc_client.close()
+
+    async def load_model(self, name: str, config: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        """Load a model that has no folder, or load it again; returns when it is ready.
+
+        `files` maps paths such as "1/model.py" to their content.
+
+        Raises:
+            Internal: the server refused it; the message is the server's.
+            Unavailable: the server does not answer.
+        """
+        file_parameters = {f"file:{path}": data for path, data in files.items()}
+        await self._call(
+            self._client().load_model(name, self._headers, json.dumps(config), file_parameters, _LOAD_TIMEOUT_S)
+        )
+
+    async def load_from_disk(self, name: str) -> None:
+        """Load a model from its folder; raises as `load_model`."""
+        await self._call(self._client().load_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
+
+    async def unload_model(self, name: str) -> None:
+        """Unload a model: new requests are refused at once, those in flight end in their own time.
+
+        Raises:
+            Internal: the server refused it.
+            Unavailable: the server does not answer.
+        """
+        await self._call(self._client().unload_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
+
+    async def is_ready(self, name: str) -> bool:
+        """True when the server serves this model. It stays true when the model's stub has died."""
+        return await self._probe(f"/models/{name}/ready")
+
+    async def is_live(self) -> bool:
+        """True when the server answers."""
+        return await self._probe("/health/live")
+
+    async def _call(self, call: Awaitable[None]) -> None:
+        try:
+            await call
+        except InferenceServerException as error:
+            if error.status() in _NO_ANSWER_STATUSES:
+                raise Unavailable(f"server: {error.message()}") from error
+            raise Internal(f"server: {error.message()}") from error
+        except UsageError as error:
+            raise Unavailable(_CONNECTION_CLOSED) from error
+        except asyncio.CancelledError:
+            # So gRPC ends the calls of a channel that is closed, and nobody has cancelled the task that waits.
+            if (task := asyncio.current_task()) is None or not task.cancelling():
+                raise Unavailable(_CONNECTION_CLOSED) from None
+            raise
+
+    async def _probe(self, path: str) -> bool:
+        assert self._session is not None, _NOT_OPEN
+        timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
+        try:
+            async with self._session.get(self._url + path, timeout=timeout) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    def _client(self) -> grpc.InferenceServerClient:
+        assert self._grpc_client is not None, _NOT_OPEN
+        return self._grpc_client

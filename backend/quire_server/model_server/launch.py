@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where Triton Inference Server is on this machine, and the command line and environment that start it.
+
+Two installs are known: NVIDIA's image (/opt/tritonserver) and the nvidia-pytriton wheel, whose binary is started
+directly. This module starts nothing; the supervisor does. It knows nothing of engines, adapters or sockets.
+"""
+
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from quire_server.model_server.preload import preload
+from quire_spec import names
+from quire_spec.address import in_url, is_v6
+from quire_spec.errors import ConfigError
+
+IMAGE_ROOT = Path("/opt/tritonserver")
+KEY_HEADER = "quire-server-key"
+"""HTTP header of the restricted APIs."""
+GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
+"""What the server makes of it over gRPC."""
+RESTRICTED = ("model-repository", "shared-memory", "trace", "logging")
+"""APIs that only the supervisor may use. Metadata, config and statistics stay open: load tools read them."""
+
+SHM = Path("/dev/shm")
+SHM_BYTES_PER_MODEL = 2**20
+"""What each stub takes of /dev/shm at its start (the Python backend's default)."""
+SHM_RESERVE_BYTES = 8 * 2**20
+"""For large prompts in flight: a region grows while it holds them."""
+
+_BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
+_STUB_FILE = "triton_python_backend_stub"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInstall:
+    """A Triton Inference Server found on this machine."""
+
+    kind: str
+    """image or wheel."""
+    binary: Path
+    backend: Path
+    """Folder with libtriton_python.so and triton_python_backend_utils.py."""
+    stubs: dict[str, Path]
+    """Python version, such as '3.11', to its stub program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """The Python whose packages the stubs see."""
+
+    executable: Path
+    version: str
+    """Such as '3.11'."""
+    libpython: Path | None
+    """Its shared library, which the stub loads; None when there is none."""
+    numpy: str | None
+    """Version of its numpy; None when it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What one start of the server is told."""
+
+    repository: Path
+    """Model repository that holds `base`."""
+    base: str
+    """The model to load at the start; the others come by the repository API."""
+    run_dir: Path
+    """Where the backend folder is made."""
+    key: str
+    """Opens the restricted APIs; see `new_key`."""
+    shm_prefix: str
+    """Begins the names of this server's shared memory regions; see `new_shm_prefix`."""
+    host: str = "127.0.0.1"
+    http_port: int = names.HTTP_PORT
+    grpc_port: int = names.GRPC_PORT
+    metrics_port: int = names.SERVER_METRICS_PORT
+    gpu_metrics: bool = False
+    """Off without a GPU: the server would log errors about missing NVIDIA libraries."""
+    exit_timeout_s: int = 30
+    """How long SIGTERM waits for requests in flight."""
+    stub_timeout_s: int = 120
+    """How long a stub may take to start; the server's own 30 s is short on a busy machine."""
+
+
+def new_key() -> str:
+    """A fresh key for the restricted APIs."""
+    return secrets.token_hex(16)
+
+
+def new_shm_prefix() -> str:
+    """A fresh prefix, so that servers that share /dev/shm do not meet and leftovers can be told apart."""
+    return f"quire-{secrets.token_hex(4)}-"
+
+
+def find_server(image_root: Path = IMAGE_ROOT) -> ServerInstall:
+    """The image's server where there is one, else the wheel's.
+
+    Raises:
+        ConfigError: neither is installed, or a file is missing from it.
+    """
+    if (image_root / "bin/tritonserver").exists():
+        backend = image_root / "backends/python"
+        stub = backend / _STUB_FILE
+        _require_files(stub, *(backend / f for f in _BACKEND_FILES))
+        return ServerInstall("image", image_root / "bin/tritonserver", backend, {_stub_version(stub): stub})
+    try:
+        root = Path(str(distribution("nvidia-pytriton").locate_file("pytriton/tritonserver")))
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            f"no Triton Inference Server: {image_root} does not exist and nvidia-pytriton is not installed; "
+            "run in NVIDIA's image or `pip install 'quire-llm[server]'`"
+        ) from error
+    backend = root / "backends/python"
+    _require_files(root / "bin/tritonserver", *(backend / f for f in _BACKEND_FILES))
+    stubs = {path.parent.name: path for path in root.glob(f"python_backend_stubs/*/{_STUB_FILE}")}
+    return ServerInstall("wheel", root / "bin/tritonserver", backend, stubs)
+
+
+def inspect_python(executable: Path) -> Interpreter:
+    """Ask an interpreter what the stub needs to know of it.
+
+    Raises:
+        ConfigError: it does not run.
+    """
+    try:
+        result = subprocess.run(
+            [executable, "-I", "-c", _INSPECT_SCRIPT], capture_output=True, text=True, check=True, timeout=60
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"python {str(executable)!r} does not run: {error}") from error
+    details = json.loads(result.stdout)
+    libraries = [Path(folder) / details["soname"] for folder in details["folders"] if details["soname"]]
+    libpython = next((path for path in libraries if path.exists()), None)
+    return Interpreter(executable, details["version"], libpython, details["numpy"])
+
+
+def preflight(install: ServerInstall, python: Interpreter, num_models: int) -> None:
+    """Refuse now what would fail later in a stub, less clearly.
+
+    Raises:
+        ConfigError: no stub for this Python, no libpython, a numpy that the stub cannot read, another `python3` beside
+            the interpreter, or too little shared memory for `num_models` stubs.
+    """
+    interpreter = f"python {str(python.executable)!r}"
+    if python.version not in install.stubs:
+        stub_versions = ", ".join(sorted(install.stubs, key=lambda v: int(v.split(".")[1]))) or "none"
+        raise ConfigError(
+            f"{interpreter} is {python.version}, and the server at {str(install.binary)!r} has stubs for "
+            f"{stub_versions}; "
+            "make the environment with one of these"
+        )
+    if python.libpython is None:
+        raise ConfigError(
+            f"{interpreter} has no libpython{python.version}.so.1.0, which the server's stub loads; use a Python "
+            "built with "
+            f"--enable-shared (Debian, Ubuntu: apt install libpython{python.version})"
+        )
+    if python.numpy is None:
+        raise ConfigError(f"{interpreter} has no numpy, which the server's stub needs; pip install 'quire-llm[server]'")
+    if install.kind == "wheel" and int(python.numpy.split(".")[0]) >= 2:
+        raise ConfigError(
+            f"{interpreter} has numpy {python.numpy}, and the stub of the server on PyPI reads garbage from numpy 2 "
+            "arrays; "
+            "pip install 'numpy<2' there"
+        )
+    _check_sibling_python(python)
+    _check_shm(num_models)
+
+
+def server_command(
+    install: ServerInstall, python: Interpreter, options: ServerOptions
+) -> tuple[list[str], dict[str, str]]:
+    """The server's command line and its whole environment; makes its backend folder in `options.run_dir`."""
+    backends = _link_backends(install, python, options.run_dir)
+    closed = f"{','.join(RESTRICTED)}:{KEY_HEADER}={options.key}"
+    # The server's HTTP library knows an address of IPv6 by a prefix.
+    http_host = f"ipv6:{options.host}" if is_v6(options.host) else options.host
+    flags = {
+        "model-repository": options.repository,
+        "backend-directory": backends,
+        "model-control-mode": "explicit",
+        "load-model": options.base,
+        "http-address": http_host,
+        "http-port": options.http_port,
+        "grpc-address": in_url(options.host),
+        "grpc-port": options.grpc_port,
+        "metrics-address": http_host,
+        "metrics-port": options.metrics_port,
+        "allow-gpu-metrics": "true" if options.gpu_metrics else "false",
+        "exit-timeout-secs": options.exit_timeout_s,
+        "http-restricted-api": closed,
+        "grpc-restricted-protocol": closed,
+    }
+    backend_config = {
+        "shm-region-prefix-name": options.shm_prefix,
+        # The default is 32 threads a stub; ours answers from its own threads and needs hardly any.
+        "thread-pool-size": 2,
+        "stub-timeout-seconds": options.stub_timeout_s,
+    }
+    # Without this flag, which takes no value, the server starts a second stub per model only to ask it for a config.
+    argv = [str(install.binary), "--disable-auto-complete-config"]
+    argv += [f"--{name}={value}" for name, value in flags.items()]
+    argv += [f"--backend-config=python,{name}={value}" for name, value in backend_config.items()]
+    env = _environment(python)
+    if library := preload.find_or_build_library(backends):
+        env["LD_PRELOAD"] = ":".join(filter(None, [str(library), env.get("LD_PRELOAD")]))
+    if not options.gpu_metrics:
+        # The server does nothing on a GPU, but would take memory of each one that it sees.
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    return argv, env
+
+
+def clear_shared_memory(shm_prefix: str, shm: Path = SHM) -> int:
+    """Remove the regions that a killed server left behind; returns how many. Only when that server is gone."""
+    regions = list(shm.glob(f"{shm_prefix}*"))
+    for region in regions:
+        region.unlink(missing_ok=True)
+    return len(regions)
+
+
+_INSPECT_SCRIPT = """
+import importlib.metadata, json, sys, sysconfig
+get = sysconfig.get_config_var
+try:
+    numpy = importlib.metadata.version("numpy")
+except importlib.metadata.PackageNotFoundError:
+    numpy = None
+libdir = get("LIBDIR") or ""
+print(json.dumps({
+    "version": "%d.%d" % sys.version_info[:2],
+    "soname": get("INSTSONAME") if get("Py_ENABLE_SHARED") else "libpython%d.%d.so.1.0" % sys.version_info[:2],
+    "folders": [libdir, libdir + "/" + (get("MULTIARCH") or ""), sys.base_prefix + "/lib"],
+    "numpy": numpy,
+}))
+"""
+
+
+def _require_files(*files: Path) -> None:
+    for path in files:
+        if not path.exists():
+            raise ConfigError(f"the server's installation is incomplete: {str(path)!r} is missing; install it again")
+
+
+def _stub_version(stub: Path) -> str:
+    """The Python that a stub was linked with: its ELF names libpython3.X.so."""
+    match = re.search(rb"libpython(3\.\d+)\.so", stub.read_bytes())
+    return match[1].decode() if match else "unknown"
+
+
+def _check_sibling_python(python: Interpreter) -> None:
+    """The stub takes the first `python3` on PATH: it must be this interpreter."""
+    sibling = python.executable.parent / "python3"
+    if not sibling.exists() or sibling.resolve() != python.executable.resolve():
+        raise ConfigError(
+            f"python {str(python.executable)!r}: the server's stub takes {str(sibling)!r}, which is "
+            f"{'another interpreter' if sibling.exists() else 'missing'}; use a virtual environment"
+        )
+
+
+def _check_shm(num_models: int) -> None:
+    required_bytes = num_models * SHM_BYTES_PER_MODEL + SHM_RESERVE_BYTES
+    free_bytes = shutil.disk_usage(SHM).free
+    if free_bytes < required_bytes:
+        raise ConfigError(
+            f"{SHM}: {free_bytes / 2**20:.0f} MiB free, {required_bytes / 2**20:.0f} MiB needed ({num_models} models x "
+            f"{SHM_BYTES_PER_MODEL / 2**20:.0f} MiB + {SHM_RESERVE_BYTES / 2**20:.0f} MiB for prompts); mount an "
+            "emptyDir with medium Memory there, or start the container with a larger --shm-size"
+        )
+
+
+def _link_backends(install: ServerInstall, python: Interpreter, run_dir: Path) -> Path:
+    """A backend folder of links. The wheel's own has no stub, and the server looks for one nowhere else."""
+    folder = run_dir / "backends" / "python"
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in (*(install.backend / f for f in _BACKEND_FILES), install.stubs[python.version]):
+        link = folder / source.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(source)
+    return folder.parent
+
+
+def _environment(python: Interpreter) -> dict[str, str]:
+    """Ours, changed so that the stub finds this interpreter (by PATH alone) and the libpython that belongs to it.
+
+    With another libpython a stub starts and fails later: `import ssl` ends in an undefined symbol.
+    """
+    assert python.libpython is not None, "preflight was skipped"
+    env = dict(os.environ)
+    env["PATH"] = f"{python.executable.parent}:{env.get('PATH', os.defpath)}"
+    env["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(python.libpython.parent), env.get("LD_LIBRARY_PATH")]))
+    # numpy's OpenBLAS starts a thread per core and reserves memory for each; a stub multiplies nothing.
+    env["OPENBLAS_NUM_THREADS"] = "1"
+    return env
+
+
+def current_interpreter() -> Interpreter:
+    """The interpreter that runs this code."""
+    return inspect_python(Path(sys.executable))

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds preload.c, with which the server loses no part of an HTTP stream; it says how.
+
+`python -m quire_server.preload` builds ahead, for images that have no compiler at run time.
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_suffix(".c")
+_CACHE_VARIABLE = "QUIRE_NATIVE_CACHE"
+"""Names the folder of what was built ahead; quire_kernels.native has the same."""
+
+
+def find_or_build_library(folder: Path) -> Path | None:
+    """The file for the server's LD_PRELOAD: the one built ahead, or one built in `folder`.
+
+    None, with a warning, where there is no compiler: the server runs without, and may lose parts under load.
+    """
+    name = f"preload-{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    folders = [Path(cache)] if (cache := os.environ.get(_CACHE_VARIABLE)) else []
+    for path in (parent / name for parent in [*folders, folder]):
+        if path.exists():
+            return path
+    try:
+        return _compile(folder / name)
+    except OSError as error:
+        reason = str(error)
+    except subprocess.CalledProcessError as error:
+        reason = error.stderr.strip()[-500:]
+    logger.warning(
+        "HTTP streams may lose text when the server gets too little processor: what prevents it cannot be built: %s; "
+        "install gcc or set CC, or build ahead with `python -m quire_server.preload`",
+        reason,
+    )
+    return None
+
+
+def _compile(target: Path) -> Path:
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise FileNotFoundError("no C compiler")
+    temporary = target.with_suffix(f".{os.getpid()}")
+    command = [compiler, "-O2", "-fPIC", "-shared", "-o", str(temporary), str(_SOURCE), "-ldl"]
+    subprocess.run(command, capture_output=True, text=True, check=True)
+    temporary.replace(target)
+    return target
+
+
+def main() -> int:
+    """Build ahead, into QUIRE_NATIVE_CACHE."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    cache = os.environ.get(_CACHE_VARIABLE)
+    if not cache:
+        logger.error("%s is not set: it names the folder to build into", _CACHE_VARIABLE)
+        return 2
+    Path(cache).mkdir(parents=True, exist_ok=True)
+    library_path = find_or_build_library(Path(cache))
+    if library_path is not None:
+        logger.info("%s", library_path)
+    return 0 if library_path else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

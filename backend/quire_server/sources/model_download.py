@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m quire_server.download`: a model's files into a folder, once. A Job runs it before any GPU is taken.
+
+Resumed where an earlier run was cut, verified where the place knows digests, and complete or not there: the folder
+gets its name when the last file is in it. Only weights in safetensors, configuration and tokenizer are fetched, never
+code, and by fixed names, so that every protocol can do it without listing.
+"""
+
+import argparse
+import asyncio
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quire_server.blocking import run_in_daemon_thread
+from quire_server.logs import configure_logging
+from quire_server.sources.adapter_cache import PartialDownload, fsync_path
+from quire_server.sources.download_progress import ProgressMeter, report_progress
+from quire_server.sources.factory import SourceFactory, SourceOptions
+from quire_server.sources.reader import SourceReader
+from quire_server.sources.resumable_download import MAX_SOURCE_CHANGES, DigestMismatch, ResumableDownload
+from quire_spec.catalogue import Source
+from quire_spec.document import from_json
+from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
+from quire_spec.outcome import Outcome, Result
+from quire_spec.progress import PATH, PORT_VARIABLE
+from quire_spec.safetensors import file_bytes
+
+logger = logging.getLogger(__name__)
+
+EXIT_DONE = 0
+EXIT_RETRY = 1
+EXIT_PERMANENT_FAILURE = 2
+"""Running again would change nothing: the source is wrong, or its Secret."""
+
+CONFIG_FILE, INDEX_FILE, SINGLE_WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+OPTIONAL_FILES = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_WEIGHTS_SUFFIX = ".safetensors"
+_MAX_CONCURRENT_FILES = 4
+"""Files at a time: one connection rarely fills a line."""
+_MAX_OTHER_BYTES = 256 * 2**20
+"""Of everything but weights; the largest tokenizers have 35 MB."""
+_MAX_BYTES_BY_FILE = {CONFIG_FILE: 64 * 2**20, INDEX_FILE: 64 * 2**20}
+"""Of what is read here or by the planner, which takes no more; the largest indexes have 10 MB."""
+_MAX_NAME_BYTES = 255
+"""That file systems take."""
+_MAX_RETRY_AFTER_S = 300.0
+"""What a place may have us wait for the next try: nobody waits behind us, and a hub's limits are of so long."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Download; returns the exit code."""
+    args = _parser().parse_args(argv)
+    configure_logging()
+    target = Path(os.path.abspath(args.into))
+    try:
+        if not target.name:
+            raise ConfigError(f"--into {str(target)!r}: is the root; give a folder below it")
+        source = _parse_source(args.source)
+        options = SourceOptions(args.secrets_dir, hub_endpoint=args.hub_endpoint)
+        revision = asyncio.run(download(source, target, options, args.progress_port))
+    except QuireError as error:
+        print(f"quire: {error}", file=sys.stderr, flush=True)
+        size = _folder_bytes(_partial_download(target).folder) if target.name else 0
+        _write_report(args.report, Outcome(_reason_for(error), size, None, str(error)))
+        return EXIT_RETRY if isinstance(error, Unavailable) else EXIT_PERMANENT_FAILURE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    _write_report(args.report, Outcome(Result.DOWNLOADED, _folder_bytes(target), revision))
+    return EXIT_DONE
+
+
+async def download(
+    source: Source, target: Path, options: SourceOptions, progress_port: int | None = None
+) -> str | None:
+    """Bring the files of `source` into the folder `into`, unless it is there already; returns the commit, if known.
+
+    How far it is can be asked on `progress_port`.
+
+    Raises:
+        InvalidArgument, NotFound: the source is wrong, or has no model. Unavailable: right, but not now.
+    """
+    with _translate_disk_errors(target):
+        if _is_downloaded(target):
+            return None
+        with _lock_partial(target) as partial:
+            # Another one may have come to its end meanwhile.
+            if _is_downloaded(target):
+                return None
+            partial.folder.mkdir(exist_ok=True)
+            meter = ProgressMeter(partial.folder)
+            async with report_progress(meter, progress_port):
+                async with SourceFactory(options) as sources:
+                    reader = sources.open_reader(source)
+                    has_sha256 = source.http is not None and source.http.sha256 is not None
+                    downloader = _ModelDownloader(reader, partial, meter)
+                    file_names = await _download_one_version(downloader, reader, has_sha256)
+                await run_in_daemon_thread(_commit, partial, file_names, target)
+                downloader.clear_versions()
+    logger.info("model is complete folder=%s files=%d bytes=%d", target, len(file_names), _folder_bytes(target))
+    return reader.revision
+
+
+async def _download_one_version(downloader: "_ModelDownloader", reader: SourceReader, has_sha256: bool) -> list[str]:
+    """Bring every file, again where one changed after it was read."""
+    for _ in range(MAX_SOURCE_CHANGES):
+        file_names = await _download_all(downloader, reader, has_sha256)
+        # A commit's files are of one version.
+        changed_files = [] if reader.revision else await downloader.changed_files(file_names)
+        if not changed_files:
+            return file_names
+    raise Unavailable(
+        f"{reader.display_name(changed_files[0])}: it changed while the model was read, {MAX_SOURCE_CHANGES} times; "
+        "write a new model "
+        "beside the old one, under a name of its own"
+    )
+
+
+async def _download_all(downloader: "_ModelDownloader", reader: SourceReader, has_sha256: bool) -> list[str]:
+    """Bring every file; returns their names. `pinned`: the source has the digest of the one file of weights."""
+    await downloader.download(CONFIG_FILE)
+    file_names = [CONFIG_FILE, *[name for name in OPTIONAL_FILES if await downloader.download_optional(name)]]
+    if not await downloader.download_optional(INDEX_FILE):
+        downloader.meter.set_weights([SINGLE_WEIGHTS_FILE])
+        await downloader.download(SINGLE_WEIGHTS_FILE)
+        return [*file_names, SINGLE_WEIGHTS_FILE]
+    if has_sha256:
+        raise InvalidArgument(
+            f"{reader.display_name(INDEX_FILE)}: the source has one sha256, and these weights are in several files; "
+            "remove it, or "
+            "serve the model as one file"
+        )
+    shards, total_bytes = _read_shard_names(downloader.partial.folder / INDEX_FILE, reader)
+    downloader.meter.set_weights(shards, total_bytes)
+    remaining = iter(shards)
+
+    async def download_remaining() -> None:
+        for name in remaining:
+            await downloader.download(name)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_MAX_CONCURRENT_FILES):
+                group.create_task(download_remaining())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [*file_names, INDEX_FILE, *shards]
+
+
+class NoSpace(Unavailable):
+    """The volume is full."""
+
+
+_REASON_BY_ERROR: tuple[tuple[type[QuireError], Result], ...] = (
+    (AccessDenied, Result.AUTH_FAILED),
+    (NoSpace, Result.NO_SPACE),
+    (DigestMismatch, Result.DIGEST_MISMATCH),
+    (NotFound, Result.NOT_FOUND),
+    (Unavailable, Result.UNREACHABLE),
+)
+
+
+def _reason_for(error: QuireError) -> Result:
+    return next(
+        (reason for error_type, reason in _REASON_BY_ERROR if isinstance(error, error_type)), Result.SOURCE_INVALID
+    )
+
+
+def _write_report(path: Path | None, result: Outcome) -> None:
+    """Leave word for whoever started us; what became of the files does not depend on it."""
+    if path is None:
+        return
+    try:
+        path.write_text(result.dump())
+    except OSError as error:
+        logger.warning("--report cannot be written file=%s error=%s", path, error)
+
+
+class _ModelDownloader:
+    """Brings files, and remembers in the partial folder which of them are whole, and of what version."""
+
+    def __init__(self, reader: SourceReader, partial: PartialDownload, meter: ProgressMeter) -> None:
+        self._reader, self.partial, self.meter = reader, partial, meter
+        self._downloader = ResumableDownload(
+            lambda name: (
+                None if name.endswith(_WEIGHTS_SUFFIX) else _MAX_BYTES_BY_FILE.get(name, _MAX_OTHER_BYTES),
+                "",
+            ),
+            meter.set_size,
+            _MAX_RETRY_AFTER_S,
+        )
+        self._completed = PartialDownload(partial.folder.with_name(partial.folder.name + "-whole"))
+
+    async def download(self, name: str) -> None:
+        """One file, if it is not whole already."""
+        if await self._is_complete(name):
+            self.meter.set_size(name, self.partial.size(name))
+            return
+        # Before it is written to: what was whole may be an older version, and be so again when we are asked again.
+        self._completed.record_version(name, None)
+        await self._downloader.download(self._reader, self.partial, name)
+        await self._downloader.verify(self._reader, self.partial, name)
+        if name.endswith(_WEIGHTS_SUFFIX):
+            await run_in_daemon_thread(self._check_not_truncated, name)
+        self._completed.record_version(name, self.partial.versions().get(name))
+        logger.info("file is complete file=%s bytes=%d", name, self.partial.size(name))
+
+    async def download_optional(self, name: str) -> bool:
+        """The same for a file that need not be there; whether it is."""
+        try:
+            await self.download(name)
+        except NotFound:
+            return False
+        return True
+
+    async def changed_files(self, file_names: Sequence[str]) -> list[str]:
+        """Those of these files that are others by now, as far as their place can tell."""
+        recorded_versions = self._completed.versions()
+        return await self._downloader.changed_files(
+            self._reader, {name: recorded_versions.get(name) for name in file_names}
+        )
+
+    def clear_versions(self) -> None:
+        """Forget what was noted, once the files are elsewhere."""
+        self.partial.clear_versions()
+        self._completed.clear_versions()
+
+    async def _is_complete(self, name: str) -> bool:
+        recorded_version = self._completed.versions().get(name)
+        if recorded_version is None or not (self.partial.folder / name).is_file():
+            return False
+        return recorded_version == await self._downloader.version(self._reader, name)
+
+    def _check_not_truncated(self, name: str) -> None:
+        """Refuse weights that end before their own header says: nobody else may have counted the bytes.
+
+        Raises:
+            InvalidArgument: they do; the file is dropped.
+        """
+        expected_bytes, actual_bytes = file_bytes(self.partial.folder / name), self.partial.size(name)
+        if expected_bytes is not None and actual_bytes < expected_bytes:
+            self.partial.discard(name)
+            raise InvalidArgument(
+                f"{self._reader.display_name(name)}: has {actual_bytes} bytes, and by its header {expected_bytes}; it "
+                "was cut, or is "
+                "still being written: store it again"
+            )
+
+
+def _read_shard_names(index: Path, reader: SourceReader) -> tuple[list[str], int | None]:
+    """Names of the files of weights, and bytes of their tensors where the index says them.
+
+    Raises:
+        InvalidArgument: it names anything else.
+    """
+    try:
+        document = json.loads(index.read_text())
+        names = sorted(set(document["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidArgument(f"{reader.display_name(INDEX_FILE)}: has no weight_map; save the model again") from error
+    for name in names:
+        if not isinstance(name, str) or not _is_weights_file_name(name):
+            raise InvalidArgument(
+                f"{reader.display_name(INDEX_FILE)}: {str(name)[:100]!r} is not a file of weights beside it"
+            )
+    if not names:
+        raise InvalidArgument(f"{reader.display_name(INDEX_FILE)}: names no files; save the model again")
+    metadata = document.get("metadata")
+    total_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return names, int(total_bytes) if isinstance(total_bytes, int | float) and 0 < total_bytes < 2**63 else None
+
+
+def _is_weights_file_name(name: str) -> bool:
+    if not name.endswith(_WEIGHTS_SUFFIX) or name != Path(name).name or not name.isprintable():
+        return False
+    return len(name.encode()) <= _MAX_NAME_BYTES
+
+
+def _is_downloaded(target: Path) -> bool:
+    """Whether the model is there already.
+
+    Raises:
+        ConfigError: something else is.
+    """
+    if not os.path.lexists(target):
+        return False
+    if not (target / CONFIG_FILE).is_file():
+        raise ConfigError(f"--into {str(target)!r}: is there, and holds no model; give a folder that is not there yet")
+    logger.info("model is there already folder=%s", target)
+    return True
+
+
+@contextmanager
+def _lock_partial(target: Path) -> Iterator[PartialDownload]:
+    """What has come so far; two downloads of one model on a shared claim would mix.
+
+    Raises:
+        Unavailable: another one is at it.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = _partial_download(target)
+    # A file, and open for writing: a folder's lock is none for other nodes of a claim by NFS.
+    lock_path = partial.folder.with_name(partial.folder.name + ".lock")
+    with lock_path.open("w") as lock_file:
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Unavailable(f"--into {str(target)!r}: another download is at it; wait for that one") from error
+        yield partial
+        # Whoever has opened it meanwhile will find that the model is there.
+        lock_path.unlink(missing_ok=True)
+
+
+def _partial_download(target: Path) -> PartialDownload:
+    """Where the files are until the last is there."""
+    return PartialDownload(target.with_name(f".partial-{target.name}"))
+
+
+def _commit(partial: PartialDownload, file_names: list[str], target: Path) -> None:
+    """Keep what was asked for, on disk before it has its name: a power cut must not leave half a model."""
+    for path in partial.folder.iterdir():
+        if path.name in file_names:
+            fsync_path(path)
+        else:
+            path.unlink()
+    fsync_path(partial.folder)
+    partial.folder.rename(target)
+    fsync_path(target.parent)
+
+
+@contextmanager
+def _translate_disk_errors(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        error_type = NoSpace if error.errno in (errno.ENOSPC, errno.EDQUOT) else Unavailable
+        raise error_type(
+            f"--into {str(target)!r}: {error.strerror or error}; make room, or use another volume"
+        ) from error
+
+
+def _folder_bytes(folder: Path) -> int:
+    """Bytes of a folder's files; 0 of one that is not there, or cannot be read."""
+    try:
+        return sum(path.stat().st_size for path in folder.iterdir())
+    except OSError:
+        return 0
+
+
+def _parse_source(source_json: str) -> Source:
+    try:
+        document: Any = json.loads(source_json)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--source: not JSON: {error}") from error
+    source = from_json(Source, document, "--source")
+    source.check("--source")
+    return source
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m quire_server.download",
+        description="Download a model's weights, configuration and tokenizer into a folder, once; resume what was cut",
+        epilog="exit codes: 0 it is there, 1 run it again, 2 the source or its Secret is wrong",
+    )
+    parser.add_argument("--source", required=True, metavar="JSON", help="spec.model.source, as JSON")
+    parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="the folder; made when complete")
+    parser.add_argument("--secrets-dir", type=Path, metavar="DIR", help="Secrets, as DIR/<secret>/<key>")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write how it ended, as JSON: result, bytes, revision, message"
+    )
+    parser.add_argument(
+        "--progress-port",
+        type=int,
+        default=os.environ.get(PORT_VARIABLE) or None,
+        metavar="N",
+        help=f"answer GET {PATH} here: bytes, total, bytes_per_s (default: {PORT_VARIABLE}, or nowhere)",
+    )
+    parser.add_argument("--hub-endpoint", metavar="URL", help="of the hub (default: HF_ENDPOINT, or the public one)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The health port: probes and metrics for everyone, status and catalogue for whoever has the key.
+
+Speaks HTTP and nothing else; what it tells and does is behind `Supervised`.
+"""
+
+import hmac
+import ipaddress
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Protocol
+
+from aiohttp import web
+
+from quire_server.adapters.manager import StaleCatalog
+from quire_spec.catalogue import REPLACES, Catalogue
+from quire_spec.document import to_json
+from quire_spec.errors import Code, ConfigError, QuireError, Unavailable
+from quire_spec.status import PodStatus
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 * 2**20
+"""The largest catalogue, 4096 adapters with long URLs, has about 3 MB."""
+
+_HTTP_STATUS = {
+    Code.INVALID_ARG: 400,
+    Code.NOT_FOUND: 404,
+    Code.UNAVAILABLE: 503,
+    Code.CANCELLED: 499,
+    Code.INTERNAL: 500,
+}
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class SupervisorView(Protocol):
+    """What the health port tells about; supervisor.Supervisor, or a test's."""
+
+    def not_ready_reason(self) -> str:
+        """Why the pod is not ready; empty when it is."""
+        ...
+
+    def status(self) -> PodStatus:
+        """The status document."""
+        ...
+
+    async def metrics(self) -> str:
+        """All metrics in Prometheus's text format."""
+        ...
+
+    def set_catalog(self, catalog: Catalogue, replaces: str = "") -> None:
+        """Take a new catalogue, in the place of the one with digest `replaces` even where that is newer; raises Stale
+        or ConfigError."""
+        ...
+
+
+class AdminAPI:
+    """The handlers of the health port."""
+
+    def __init__(self, supervisor: SupervisorView, key_file: Path | None) -> None:
+        """Raises ConfigError when there is a key file and no key in it."""
+        self._supervisor = supervisor
+        self._key_file = key_file
+        if key_file is not None:
+            try:
+                self._read_key()
+            except Unavailable as error:
+                raise ConfigError(str(error)) from error
+
+    def app(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app.add_routes(
+            [
+                web.get("/health/live", self._live),
+                web.get("/health/ready", self._ready),
+                web.get("/metrics", self._metrics),
+                web.get("/status", self._status),
+                web.put("/adapters", self._put_adapters),
+            ]
+        )
+        return app
+
+    async def _live(self, request: web.Request) -> web.Response:
+        return web.json_response({"live": True})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        reason = self._supervisor.not_ready_reason()
+        return web.json_response({"ready": not reason, "reason": reason}, status=503 if reason else 200)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        text = await self._supervisor.metrics()
+        return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _status(self, request: web.Request) -> web.Response:
+        self._authorize(request)
+        return web.json_response(to_json(self._supervisor.status()))
+
+    async def _put_adapters(self, request: web.Request) -> web.Response:
+        self._authorize(request)
+        try:
+            document = json.loads(await request.read())
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"adapters: the body is not JSON: {error}") from error
+        catalog = Catalogue.from_json(document)
+        if "adapters" not in document:
+            raise ConfigError("adapters: missing; list all that there are to be, [] for none")
+        self._supervisor.set_catalog(catalog, request.headers.get(REPLACES, ""))
+        logger.info("catalogue taken generation=%d adapters=%d", catalog.generation, len(catalog.adapters))
+        # Accepted, not done: GET /status tells how far it is.
+        return web.json_response({"generation": catalog.generation}, status=202)
+
+    def _authorize(self, request: web.Request) -> None:
+        """Refuse whoever may not use the admin side."""
+        if self._key_file is None:
+            if not _is_local(request):
+                raise web.HTTPForbidden(
+                    text="only this machine may ask: the supervisor was started without --admin-key-file"
+                )
+            return
+        presented_key = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        if not hmac.compare_digest(presented_key, self._read_key()):
+            raise web.HTTPUnauthorized(
+                text="send 'Authorization: Bearer KEY' with the key of --admin-key-file",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _read_key(self) -> bytes:
+        """Read each time, so that a rotated Secret is taken without a restart."""
+        assert self._key_file is not None, "there is a key only with a key file"
+        try:
+            key = self._key_file.read_bytes().strip()
+        except OSError as error:
+            raise Unavailable(f"--admin-key-file {str(self._key_file)!r}: {error.strerror}") from error
+        if not key:
+            raise Unavailable(f"--admin-key-file {str(self._key_file)!r}: is empty")
+        return key
+
+
+def _is_local(request: web.Request) -> bool:
+    """From this machine, and not by a web page that had a name of its own resolved to it."""
+    host = request.url.host or ""
+    return _is_loopback(request.remote or "") and (host == "localhost" or _is_loopback(host))
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except StaleCatalog as error:
+        return _error_response(409, str(error), error.code)
+    except QuireError as error:
+        return _error_response(_HTTP_STATUS[error.code], str(error), error.code)
+    except web.HTTPRequestEntityTooLarge:
+        return _error_response(413, f"the body has more than {MAX_BODY_BYTES} bytes", Code.INVALID_ARG)
+    except web.HTTPException as error:
+        code = Code.NOT_FOUND if error.status == 404 else Code.INVALID_ARG
+        headers = {k: v for k, v in error.headers.items() if k in ("Allow", "WWW-Authenticate")}
+        return _error_response(error.status, error.text or error.reason, code, headers)
+    except Exception:
+        logger.exception("health port: request failed path=%s", request.path)
+        return _error_response(500, "internal error; the log has it", Code.INTERNAL)
+
+
+def _error_response(status: int, message: str, code: Code, headers: dict[str, str] | None = None) -> web.Response:
+    return web.json_response({"error": message, "code": code.value}, status=status, headers=headers)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts a pod together: checks what can be checked before anything starts, opens the health port, and runs it."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from quire_server.adapters.fetcher import AdapterFetcher
+from quire_server.adapters.manager import AdapterManager
+from quire_server.logs import LogRelay
+from quire_server.model_server import launch
+from quire_server.sources.adapter_cache import AdapterCache
+from quire_server.sources.factory import SourceOptions
+from quire_server.supervisor import run_dir
+from quire_server.supervisor.admin_api import AdminAPI
+from quire_server.supervisor.child_process import become_subreaper
+from quire_server.supervisor.process_manager import ProcessManager
+from quire_server.supervisor.settings import SupervisorSettings
+from quire_server.supervisor.supervisor import Supervisor
+from quire_spec import names
+from quire_spec.address import in_url, is_v6
+from quire_spec.catalogue import Catalogue
+from quire_spec.config import EngineConfig
+from quire_spec.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_ADMIN_SHUTDOWN_TIMEOUT_S = 2.0
+
+
+async def run(settings: SupervisorSettings) -> None:
+    """Run a pod until SIGTERM, SIGINT or SIGHUP.
+
+    Raises:
+        ConfigError: something is wrong that starting again would not change.
+        CannotRun: a process never came up.
+    """
+    config, catalog = EngineConfig.load(settings.engine), Catalogue.load(settings.adapters)
+    names.check_model_name(settings.served_name, "--served-name")
+    install, python = launch.find_server(), launch.current_interpreter()
+    launch.preflight(install, python, 1 + len(catalog.exposed()))
+    become_subreaper()
+    async with contextlib.AsyncExitStack() as stack:
+        run_folder = stack.enter_context(run_dir.locked_run_dir(settings.run_dir))
+        fetcher = await stack.enter_async_context(AdapterFetcher(_open_cache(settings), _source_options(settings)))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        process_manager = ProcessManager(
+            settings, run_folder, (install, python), config.device == "cuda", LogRelay(settings.verbose)
+        )
+        adapter_manager = AdapterManager(settings.served_name, fetcher, process_manager.handles)
+        stack.push_async_callback(adapter_manager.close)
+        adapter_manager.check(catalog)
+        _check_ports(settings)
+        supervisor = Supervisor(settings, process_manager, adapter_manager, session)
+        await stack.enter_async_context(_admin_server(supervisor, settings))
+        adapter_manager.set_catalog(catalog)
+        await supervisor.run(_install_signal_handlers(process_manager, run_folder))
+
+
+@contextlib.asynccontextmanager
+async def _admin_server(supervisor: Supervisor, settings: SupervisorSettings) -> AsyncIterator[None]:
+    """The health port, open."""
+    app = AdminAPI(supervisor, settings.admin_key_file).app()
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_ADMIN_SHUTDOWN_TIMEOUT_S)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, settings.host, settings.health_port).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
+def _install_signal_handlers(process_manager: ProcessManager, run_folder: Path) -> asyncio.Event:
+    """Set by the first signal to end (a closed terminal is one); the second ends everything at once."""
+    stop = asyncio.Event()
+
+    def on_signal(signal_number: signal.Signals) -> None:
+        if not stop.is_set():
+            logger.info("asked to stop signal=%s", signal_number.name)
+            stop.set()
+            return
+        logger.warning("asked again, everything is ended now signal=%s", signal_number.name)
+        process_manager.kill()
+        run_dir.clean(run_folder)
+        logging.shutdown()
+        os._exit(128 + signal_number)
+
+    for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(signal_number, on_signal, signal_number)
+    return stop
+
+
+def _open_cache(settings: SupervisorSettings) -> AdapterCache:
+    try:
+        return AdapterCache(settings.cache_dir)
+    except OSError as error:
+        raise ConfigError(f"--cache-dir {str(settings.cache_dir)!r}: {error.strerror}") from error
+
+
+def _source_options(settings: SupervisorSettings) -> SourceOptions:
+    return SourceOptions(
+        settings.secrets_dir, settings.pvcs, settings.allow_path_sources, max_weights_bytes=settings.max_adapter_bytes
+    )
+
+
+def _check_ports(settings: SupervisorSettings) -> None:
+    """Refuse a port that is given twice, to which the server answers with its whole usage, and one that is taken: it
+    would say so late, and its gRPC port it would even share silently."""
+    flag_by_port: dict[int, str] = {}
+    for flag, port in settings.ports.items():
+        if (other_flag := flag_by_port.setdefault(port, flag)) != flag:
+            raise ConfigError(f"{other_flag} {port} and {flag} {port}: ports must differ; give each its own number")
+    errors = {f"{flag} {port}": _listen_error(settings.host, port) for flag, port in settings.ports.items()}
+    unavailable = [
+        f"{flag_and_port} ({error.strerror})" for flag_and_port, error in errors.items() if error is not None
+    ]
+    if unavailable:
+        raise ConfigError(
+            f"{', '.join(unavailable)}: cannot listen on {in_url(settings.host)} there; stop what does, or give "
+            f"{'another port' if len(unavailable) == 1 else 'other ports'}"
+        )
+
+
+def _listen_error(host: str, port: int) -> OSError | None:
+    """Why nobody can listen there, or None; raises ConfigError when it is the host that is wrong."""
+    with socket.socket(socket.AF_INET6 if is_v6(host) else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(
+                    f"--host {host}: not an address of this machine ({error.strerror}); give one of its own, or "
+                    "0.0.0.0 for all"
+                ) from error
+            return error
+    return None

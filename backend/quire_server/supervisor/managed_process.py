@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps one process running: starts it, holds a session with it while it lives, starts it again when it dies.
+
+Knows nothing of what the session does. A process that dies before it was ever ready ends everything after a few tries
+(at once when it says that its configuration is wrong): trying for ever would hide the reason.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quire_server.logs import is_noise
+from quire_server.supervisor.child_process import ChildProcess
+from quire_spec import names
+from quire_spec.errors import QuireError
+from quire_spec.status import ProcessState, ProcessStatus
+
+logger = logging.getLogger(__name__)
+
+MAX_START_ATTEMPTS = 3
+_STABLE_UPTIME_S = 30.0
+"""A process that was up this long has earned an immediate restart."""
+_FIRST_DELAY_S = 0.5
+_MAX_DELAY_S = 8.0
+"""Short: every second of it is an outage, and a start costs nobody else anything."""
+_TAIL_LINES = 15
+
+
+class StartupFailed(QuireError):
+    """A process could not be brought up; the message holds what it said last."""
+
+    def __init__(self, message: str, is_config_error: bool) -> None:
+        super().__init__(message)
+        self.is_config_error = is_config_error
+        """Its configuration is wrong, as it says itself."""
+
+
+@dataclass(slots=True)
+class RestartBackoff:
+    """Delays between starts: none, then 0.5 s, 1 s, 2 s and so on up to a cap; none again after a steady life."""
+
+    failures: int = 0
+
+    def delay_s(self, uptime_s: float) -> float:
+        """How long to wait after a life of `up_s` seconds."""
+        if uptime_s >= _STABLE_UPTIME_S:
+            self.failures = 0
+        self.failures += 1
+        return 0.0 if self.failures == 1 else min(_FIRST_DELAY_S * 2.0 ** (self.failures - 2), _MAX_DELAY_S)
+
+
+class ManagedProcess:
+    """One process of the pod, over all its lives."""
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], Awaitable[ChildProcess]],
+        session: Callable[[ChildProcess], Awaitable[str]],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`session` runs once for each life, calls `ready()` when the process serves, and is cancelled when it dies.
+
+        When `session` returns, what it returns is why the process has to be killed. `on_change` is called on each
+        change of state.
+        """
+        self.name = name
+        self.child: ChildProcess | None = None
+        self.state = ProcessState.STARTING
+        self._start = start
+        self._session = session
+        self._on_change = on_change
+        self._backoff = RestartBackoff()
+        self._num_starts = 0
+        self._was_ever_ready = False
+
+    def status(self) -> ProcessStatus:
+        """For the status document."""
+        child = self.child
+        return ProcessStatus(
+            self.state, child.pid if child else None, child.started_at if child else None, max(0, self._num_starts - 1)
+        )
+
+    def mark_ready(self) -> None:
+        """The session says that the process serves."""
+        self._was_ever_ready = True
+        self._set_state(ProcessState.READY)
+
+    async def run(self) -> None:
+        """Keep the process running until cancelled; the process is then left as it is.
+
+        Raises:
+            CannotRun: it never came up.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            started_at = loop.time()
+            self._num_starts += 1
+            exit_description = await self._run_once()
+            self._set_state(ProcessState.RESTARTING)
+            delay_s = self._backoff.delay_s(loop.time() - started_at)
+            logger.warning("process ended name=%s %s restart_in_s=%g", self.name, exit_description, delay_s)
+            await asyncio.sleep(delay_s)
+
+    async def _run_once(self) -> str:
+        """Start and end of one life; how it ended."""
+        try:
+            self.child = await self._start()
+        except OSError as error:
+            # No memory, no process ids, no disk: the next start may find some.
+            self._check_start_limit(None, [str(error)], "no start")
+            return f"not started: {error}"
+        logger.info("process started name=%s pid=%d", self.name, self.child.pid)
+        child = self.child
+        exit_code = await self._run_session(child)
+        self.child = None
+        self._check_start_limit(exit_code, list(child.tail), _describe_exit(exit_code))
+        return f"pid={child.pid} {_describe_exit(exit_code)}"
+
+    async def _run_session(self, child: ChildProcess) -> int:
+        """One life: returns the exit code. The session has ended when this returns."""
+        session = asyncio.ensure_future(self._session(child))
+        try:
+            futures: list[asyncio.Future[Any]] = [session, child.exited]
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # First of all: it takes back what it has told others about this process.
+            session.cancel()
+            await asyncio.wait([session])
+        if not child.exited.done():
+            logger.error(
+                "process is killed name=%s pid=%d reason=%s", self.name, child.pid, _session_end_reason(session)
+            )
+            child.kill()
+        return await child.wait()
+
+    def _check_start_limit(self, exit_code: int | None, tail: list[str], exit_description: str) -> None:
+        """Raise CannotRun when another start makes no sense."""
+        if self._was_ever_ready or (exit_code != names.EXIT_CONFIG and self._num_starts < MAX_START_ATTEMPTS):
+            return
+        lines = [line for line in tail if line.strip() and not is_noise(self.name, line)][-_TAIL_LINES:]
+        last_output = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
+        attempts = f" {self._num_starts} times" if self._num_starts > 1 else ""
+        raise StartupFailed(
+            f"{self.name} ended{attempts} with {exit_description} before it was ready; its last lines:\n{last_output}",
+            exit_code == names.EXIT_CONFIG,
+        )
+
+    def _set_state(self, state: ProcessState) -> None:
+        if state is not self.state:
+            self.state = state
+            self._on_change()
+
+
+def _describe_exit(exit_code: int) -> str:
+    return f"signal={-exit_code}" if exit_code < 0 else f"exit_code={exit_code}"
+
+
+def _session_end_reason(session: "asyncio.Future[str]") -> str:
+    with contextlib.suppress(asyncio.CancelledError):
+        error = session.exception()
+        if error is not None:
+            logger.error("session failed", exc_info=error)
+            return repr(error)
+        return session.result()
+    return "cancelled"

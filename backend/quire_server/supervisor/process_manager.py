@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Core, text and server: kept running and linked, and what it means when one of them, or a stub, dies.
+
+    core dies     text ends the open requests; core starts again, adapters are loaded again
+    text dies     the stubs end the open requests; text starts again, gets the aliases again
+    server dies   connections end; server starts again, adapter models are registered again
+    stub dies     no request open: its model is loaded anew. Requests open: this server would let their clients hang for
+                  ever, so it is killed, which ends every connection, and starts again
+
+What adapters do about it is adapters.py's; readiness, start and end are supervisor.py's.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from quire_server.clients.control_client import ConnectionLost, ControlClient
+from quire_server.clients.handles import CoreHandle, ProcessHandles, ServerHandle, TextHandle
+from quire_server.frontend import open_requests
+from quire_server.model_server import launch, repository
+from quire_server.model_server.client import ModelServerClient
+from quire_server.supervisor.child_process import ChildProcess
+from quire_server.supervisor.managed_process import ManagedProcess
+from quire_server.supervisor.run_dir import REPOSITORY, write_shm_prefix
+from quire_server.supervisor.settings import SupervisorSettings
+from quire_server.supervisor.stub_watcher import StubProcess, StubWatcher
+from quire_spec import names
+from quire_spec.errors import QuireError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 3600.0
+"""How long core may take to load its weights; a Kubernetes startup probe is shorter and decides there."""
+SERVER_START_TIMEOUT_S = 300.0
+_CONNECT_RETRY_S = 0.05
+_PROBE_INTERVAL_S = 0.1
+_PING_INTERVAL_S = 5.0
+_UNRESPONSIVE_TIMEOUT_S = 120.0
+"""A process that answers nothing for this long will not answer again. A step of a large model on a slow CPU is
+shorter."""
+_EXIT_GRACE_S = 2.0
+"""How long a process may live on after it has closed its connection to us."""
+_CONNECTED_POLL_S = 0.5
+_EXIT_TIMEOUT_S = 5
+"""Of the server, after the drain: connections without a request, kept alive by clients, would hold it for longer."""
+_STOP_TIMEOUT_S = 10.0
+
+ENGINE_ENV = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+"""Of the processes of the engine, where the environment says nothing else: products that torch and oneDNN keep
+compiled, of which each number of tokens and shape of a weight has one. By themselves they keep 1,024, and a core that
+computes float32 on a CPU grew by 0.7 GB in some thousand requests; with 128 by 0.15 GB, and it was as fast."""
+
+
+class ProcessManager:
+    """The processes of one pod."""
+
+    def __init__(
+        self,
+        settings: SupervisorSettings,
+        run_dir: Path,
+        server_runtime: tuple[launch.ServerInstall, launch.Interpreter],
+        has_gpu: bool,
+        relay: Callable[[str, str], None],
+    ) -> None:
+        """`relay(name, line)` gets the processes' output."""
+        self.handles = ProcessHandles()
+        self.core_connected = False
+        """Text has its connection to the core."""
+        self._settings = settings
+        self._run_dir = run_dir
+        self._server_runtime = server_runtime
+        self._options = launch.ServerOptions(
+            run_dir / REPOSITORY,
+            settings.served_name,
+            run_dir,
+            launch.new_key(),
+            launch.new_shm_prefix(),
+            settings.host,
+            settings.http_port,
+            settings.grpc_port,
+            settings.metrics_port,
+            has_gpu,
+            _EXIT_TIMEOUT_S,
+        )
+        write_shm_prefix(run_dir, self._options.shm_prefix)
+        self._relay = relay
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever something came up or went."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        core = partial(self._start_engine, "core", names.CORE_SOCKET)
+        text = partial(self._start_engine, "text", names.TEXT_SOCKET)
+        self.processes = {
+            "core": ManagedProcess("core", core, self._core_session, self._notify_change),
+            "text": ManagedProcess("text", text, self._text_session, self._notify_change),
+            "server": ManagedProcess("server", self._start_server, self._server_session, self._notify_change),
+        }
+
+    async def run(self) -> None:
+        """Keep everything running until cancelled; raises CannotRun when a process never comes up."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch_core_connection())
+                for process in self.processes.values():
+                    group.create_task(process.run(), name=f"keeper {process.name}")
+        except ExceptionGroup as group_error:
+            # Several may fail of one cause, such as an engine.json that both refuse.
+            raise group_error.exceptions[0] from None
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Have text refuse new requests and finish the open ones; False when some are still open."""
+        if self.handles.text is None:
+            return True
+        try:
+            await self.handles.text.drain(timeout_s)
+        except ConnectionLost:
+            return True
+        except QuireError as error:
+            logger.warning("drain: %s", error)
+            return False
+        return True
+
+    async def stop(self, drained: bool) -> None:
+        """End all processes, in order; `run` has been cancelled before."""
+        for task in self._tasks:
+            task.cancel()
+        # With requests still open, text goes first: the stubs then end them with a proper error.
+        for name in ("server", "text", "core") if drained else ("text", "server", "core"):
+            child = self.processes[name].child
+            if child is not None and not child.exited.done():
+                code = await child.stop(_STOP_TIMEOUT_S)
+                logger.info("process stopped name=%s exit_code=%d", name, code)
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for process in self.processes.values():
+            if process.child is not None:
+                process.child.kill()
+
+    # Starts
+
+    async def _start_engine(self, name: str, socket: str) -> ChildProcess:
+        # What a killed process left: nobody listens there.
+        (self._run_dir / socket).unlink(missing_ok=True)
+        settings = self._settings
+        argv = [sys.executable, "-m", f"quire_engine.{name}_process", "--engine", str(settings.engine)]
+        argv += ["--served-name", settings.served_name, "--run-dir", str(self._run_dir)]
+        return await ChildProcess.start(name, argv, self._relay, ENGINE_ENV | os.environ)
+
+    async def _start_server(self) -> ChildProcess:
+        socket = self._run_dir / names.TEXT_SOCKET
+        launch.clear_shared_memory(self._options.shm_prefix)
+        repository.remove_stale_copies(socket)
+        repository.write_base_model(self._options.repository, self._settings.served_name, socket)
+        argv, env = launch.server_command(*self._server_runtime, self._options)
+        return await ChildProcess.start("server", argv, self._relay, env)
+
+    # Sessions: each holds its link while its process serves, and returns why the process has to be killed
+
+    async def _core_session(self, child: ChildProcess) -> str:
+        async with self._connect("core", names.CORE_SOCKET) as control:
+            status = await control.call("status", timeout_s=START_TIMEOUT_S)
+            self.handles.core = CoreHandle(control, status)
+            try:
+                self.processes["core"].mark_ready()
+                return await self._watch_connection(control)
+            finally:
+                self.handles.core, self.core_connected = None, False
+                self._notify_change()
+
+    async def _text_session(self, child: ChildProcess) -> str:
+        async with self._connect("text", names.TEXT_SOCKET) as control:
+            await control.call("status", timeout_s=START_TIMEOUT_S)
+            self.handles.text = TextHandle(control)
+            try:
+                self.processes["text"].mark_ready()
+                return await self._watch_connection(control)
+            finally:
+                self.handles.text, self.core_connected = None, False
+                self._notify_change()
+
+    async def _server_session(self, child: ChildProcess) -> str:
+        settings = self._settings
+        async with ModelServerClient(
+            settings.loopback, settings.http_port, settings.grpc_port, self._options.key
+        ) as client:
+            async with asyncio.timeout(SERVER_START_TIMEOUT_S):
+                while not await client.is_ready(settings.served_name):
+                    await asyncio.sleep(_PROBE_INTERVAL_S)
+            stubs = StubWatcher(child.pid, lambda stub: self._spawn(self._on_stub_death(child, stubs, stub)))
+            self.handles.server = ServerHandle(
+                client,
+                settings.served_name,
+                self._run_dir / names.TEXT_SOCKET,
+                stubs.scan,
+                lambda model: self._spawn(self._reap_unloaded_stubs(stubs, stubs.pids_of(model))),
+            )
+            try:
+                self.processes["server"].mark_ready()
+                return await self._watch_server(client)
+            finally:
+                stubs.close()
+                self.handles.server = None
+                self._notify_change()
+
+    @contextlib.asynccontextmanager
+    async def _connect(self, name: str, socket: str) -> AsyncIterator[ControlClient]:
+        """A connection to a process that is starting."""
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while True:
+                try:
+                    control = await ControlClient.connect(name, self._run_dir / socket)
+                    break
+                except OSError:
+                    await asyncio.sleep(_CONNECT_RETRY_S)
+        try:
+            yield control
+        finally:
+            await control.close()
+
+    async def _watch_connection(self, control: ControlClient) -> str:
+        while True:
+            try:
+                async with asyncio.timeout(_PING_INTERVAL_S):
+                    await control.closed.wait()
+                # Its end is usually seen first, and cancels us.
+                await asyncio.sleep(_EXIT_GRACE_S)
+                return "it closed its connection"
+            except TimeoutError:
+                pass
+            try:
+                await control.call("status", timeout_s=_UNRESPONSIVE_TIMEOUT_S)
+            except ConnectionLost:
+                continue
+            except Unavailable:
+                return f"no answer for {_UNRESPONSIVE_TIMEOUT_S:g} s"
+
+    async def _watch_server(self, client: ModelServerClient) -> str:
+        loop = asyncio.get_running_loop()
+        last_answer = loop.time()
+        while loop.time() - last_answer < _UNRESPONSIVE_TIMEOUT_S:
+            await asyncio.sleep(_PING_INTERVAL_S)
+            if await client.is_live():
+                last_answer = loop.time()
+        return f"no answer for {_UNRESPONSIVE_TIMEOUT_S:g} s"
+
+    async def _watch_core_connection(self) -> None:
+        """Whether text has its connection to the core, which it makes by itself."""
+        while True:
+            connected, text = False, self.handles.text
+            if text is not None and self.handles.core is not None:
+                with contextlib.suppress(QuireError):
+                    connected = await text.is_core_connected() and self.handles.core is not None
+            if connected != self.core_connected:
+                self.core_connected = connected
+                self._notify_change()
+            await asyncio.sleep(_CONNECTED_POLL_S if connected else _CONNECT_RETRY_S)
+
+    # Stubs
+
+    async def _on_stub_death(self, server: ChildProcess, stubs: StubWatcher, stub: StubProcess) -> None:
+        """A stub has died."""
+        num_open = open_requests.read_open_requests(self._run_dir, stub.pid)
+        open_requests.remove(self._run_dir, stub.pid)
+        if num_open == 0 and stub.model and self.handles.server is not None:
+            try:
+                await self.handles.server.reload_model(stub.model, lambda: stubs.was_replaced(stub))
+                return
+            except QuireError as error:
+                logger.error("model cannot be loaded again model=%s error=%s", stub.model, error)
+            finally:
+                self._notify_change()
+        logger.error(
+            "stub died, server is killed to end its clients' streams model=%s open_requests=%d",
+            stub.model or "unknown",
+            num_open,
+        )
+        server.kill()
+
+    async def _reap_unloaded_stubs(self, stubs: StubWatcher, pids: set[int]) -> None:
+        """A model was unloaded: see that its stubs end."""
+        await stubs.kill_unloaded(pids, lambda pid: open_requests.read_open_requests(self._run_dir, pid))
+        for pid in pids:
+            open_requests.remove(self._run_dir, pid)
+
+    def _notify_change(self) -> None:
+        self.on_change()
+
+    def _spawn(self, coro: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coro)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the supervisor says: to people when the pod is ready, to Prometheus about itself. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from quire_server.supervisor.settings import SupervisorSettings
+from quire_spec.address import in_url
+from quire_spec.status import AdapterState, PodStatus
+
+_MAX_NAMES = 5
+
+
+def summarize_names(names: Sequence[str]) -> str:
+    """A list of names, cut where it would be too long to read."""
+    summary = ", ".join(names[:_MAX_NAMES])
+    return f"{summary} and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else summary
+
+
+def ready_banner(settings: SupervisorSettings, status: PodStatus, startup_s: float) -> str:
+    """The block that is printed once, when everything that can be ready is."""
+    host = in_url(settings.host)
+    failed = [a for a in status.adapters if a.state is AdapterState.FAILED]
+    parameter_only = [a.name for a in status.adapters if a.state is AdapterState.READY and a.model is None]
+    lines = [
+        f"Quire {status.version} is ready after {startup_s:.1f} s",
+        f"  HTTP      http://{host}:{settings.http_port}/v2/models/{status.served_name}/generate",
+        f"  gRPC      {host}:{settings.grpc_port}",
+        f"  metrics   http://{host}:{settings.health_port}/metrics",
+        f"  health    http://{host}:{settings.health_port}/health/ready",
+        f"  status    http://{host}:{settings.health_port}/status",
+        f"  models    {', '.join(status.models)}",
+    ]
+    if parameter_only:
+        lines.append(f"  adapters  {', '.join(parameter_only)} (lora_name on {status.served_name})")
+    lines += [f"  failed    {a.name}: {a.error}" for a in failed]
+    return "\n".join(lines)
+
+
+def supervisor_metrics(status: PodStatus) -> str:
+    """The supervisor's own metrics."""
+    states = Counter(a.state for a in status.adapters)
+    restarts = {f'process="{name}"': p.restarts for name, p in status.processes.items()}
+    families = [
+        _family("quire_ready", "gauge", "1 when this pod is ready.", {"": int(status.ready)}),
+        _family("quire_process_restarts_total", "counter", "Restarts of a process of this pod.", restarts),
+        _family(
+            "quire_adapters", "gauge", "Adapters by state.", {f'state="{s.value}"': states[s] for s in AdapterState}
+        ),
+    ]
+    return "".join(families)
+
+
+def concat_pages(*pages: str) -> str:
+    """Several pages in one; each ends with a newline."""
+    return "".join(page if page.endswith("\n") else f"{page}\n" for page in pages if page)
+
+
+def _family(name: str, kind: str, text: str, samples: Mapping[str, float]) -> str:
+    lines = [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *_samples(name, samples.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _samples(name: str, samples: Iterable[tuple[str, float]]) -> list[str]:
+    return [f"{name}{{{labels}}} {value:g}" if labels else f"{name} {value:g}" for labels, value in samples]

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pod from start to end: when it is ready and why not, what it tells, how it drains and stops.
+
+Owns readiness and the status document. Processes and their deaths are pod.py's, adapters are adapters.py's, HTTP is
+admin.py's; assembly.py puts them together.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from importlib.metadata import version
+from typing import Any
+
+import aiohttp
+
+from quire_server.adapters.manager import AdapterManager
+from quire_server.clients.handles import ServerHandle
+from quire_server.supervisor import reporting
+from quire_server.supervisor.process_manager import ProcessManager
+from quire_server.supervisor.settings import SupervisorSettings
+from quire_spec import address
+from quire_spec.catalogue import Catalogue
+from quire_spec.errors import QuireError
+from quire_spec.status import PodStatus, ProcessState
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PROGRESS_LOG_S = 5.0
+_MAX_PROGRESS_LOG_S = 60.0
+_PRUNE_INTERVAL_S = 3600.0
+_METRICS_TIMEOUT = aiohttp.ClientTimeout(total=5)
+
+
+class Supervisor:
+    """What the health port tells about and the signals reach."""
+
+    def __init__(
+        self,
+        settings: SupervisorSettings,
+        process_manager: ProcessManager,
+        adapter_manager: AdapterManager,
+        session: aiohttp.ClientSession,
+    ) -> None:
+        self._settings = settings
+        self._process_manager = process_manager
+        self._adapter_manager = adapter_manager
+        self._session = session
+        self._all_were_up = False
+        self.draining = False
+        """Asked to stop; never ready again."""
+        process_manager.on_change = self.on_process_change
+
+    # What the health port tells
+
+    def not_ready_reason(self) -> str:
+        """Why the pod is not ready, in a sentence; empty when it is."""
+        if self.draining:
+            return "draining: the pod has been asked to stop"
+        for name, process in self._process_manager.processes.items():
+            if process.state is not ProcessState.READY:
+                return f"{name} is {process.state.value.lower()}"
+        server: ServerHandle | None = self._process_manager.handles.server
+        if server is None or not server.base_ready:
+            return f"model {self._settings.served_name!r} is being loaded on the server"
+        if not self._process_manager.core_connected:
+            return "text is connecting to core"
+        if gating := self._adapter_manager.gating():
+            return f"adapters are being loaded: {reporting.summarize_names(gating)}"
+        return ""
+
+    def status(self) -> PodStatus:
+        """The status document."""
+        reason, core = self.not_ready_reason(), self._process_manager.handles.core
+        adapters = self._adapter_manager.statuses()
+        return PodStatus(
+            version=version("quire-llm"),
+            served_name=self._settings.served_name,
+            ready=not reason,
+            reason=reason,
+            core_started_at=core.started_at if core else None,
+            generation=self._adapter_manager.catalog_version.generation,
+            processes={name: process.status() for name, process in self._process_manager.processes.items()},
+            memory=core.memory if core else None,
+            models=self._served_models(),
+            adapters=adapters,
+            catalogue=self._adapter_manager.catalog_version.digest,
+        )
+
+    async def metrics(self) -> str:
+        """Text's metrics, the server's own, and the supervisor's."""
+        text, server = await asyncio.gather(self._text_metrics(), self._server_metrics())
+        return reporting.concat_pages(text, server, reporting.supervisor_metrics(self.status()))
+
+    def set_catalog(self, catalog: Catalogue, replaces: str = "") -> None:
+        """Take a new catalogue; parameters and errors are those of AdapterBoard.check."""
+        self._adapter_manager.set_catalog(catalog, replaces)
+
+    def _served_models(self) -> list[str]:
+        """Server models that answer now."""
+        handles = self._process_manager.handles
+        if handles.core is None or handles.text is None or handles.server is None:
+            return []
+        base = [self._settings.served_name] if handles.server.base_ready else []
+        return base + sorted(self._adapter_manager.served_names() & handles.server.models)
+
+    async def _text_metrics(self) -> str:
+        text_handle = self._process_manager.handles.text
+        with contextlib.suppress(QuireError):
+            return await text_handle.metrics() if text_handle else ""
+        return ""
+
+    async def _server_metrics(self) -> str:
+        host, port = self._settings.loopback, self._settings.metrics_port
+        url = f"http://{address.in_url(host)}:{port}/metrics"
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self._session.get(url, timeout=_METRICS_TIMEOUT) as response:
+                return await response.text()
+        return ""
+
+    # Life
+
+    def on_process_change(self) -> None:
+        """A process came up or went."""
+        handles = self._process_manager.handles
+        all_up = handles.core is not None and handles.text is not None and handles.server is not None
+        if all_up and not self._all_were_up:
+            self._adapter_manager.gate_readiness()
+        self._all_were_up = all_up
+        self._adapter_manager.resync()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop`, then drain and end everything; raises CannotRun when a process never comes up."""
+        run_task = asyncio.create_task(self._process_manager.run(), name="pod")
+        stop_task = asyncio.create_task(stop.wait(), name="stop")
+        background_tasks = [asyncio.create_task(self._log_progress()), asyncio.create_task(self._prune_cache())]
+        drained = False
+        try:
+            await _wait_for_first(run_task, stop_task, *background_tasks)
+            if stop.is_set():
+                drained = await self._drain(run_task)
+        finally:
+            self.draining = True
+            # The adapters first: they would set about what the processes' ends undo.
+            await self._adapter_manager.close()
+            await _cancel_tasks(run_task, stop_task, *background_tasks)
+            if not stop.is_set():
+                # Something has failed: nobody is served, and there is nothing to wait for.
+                self._process_manager.kill()
+            await self._process_manager.stop(drained)
+        if not run_task.cancelled():
+            run_task.result()
+
+    async def _drain(self, run_task: "asyncio.Task[None]") -> bool:
+        """Let open requests finish; False when some did not."""
+        self.draining = True
+        timeout_s = self._settings.drain_timeout_s
+        logger.info("draining: new requests are refused, open ones may finish timeout_s=%g", timeout_s)
+        drain_task = asyncio.create_task(self._process_manager.drain(timeout_s))
+        tasks: list[asyncio.Future[Any]] = [drain_task, run_task]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await _cancel_tasks(drain_task)
+        drained = not drain_task.cancelled() and drain_task.result()
+        if not drained:
+            logger.warning("requests are still open, they are ended with an error")
+        return drained
+
+    async def _log_progress(self) -> None:
+        """Say what is waited for, less and less often, and once that the pod is ready."""
+        started_at, pause_s = time.monotonic(), _FIRST_PROGRESS_LOG_S
+        next_log_at = started_at + pause_s
+        while self.not_ready_reason() or self._adapter_manager.unsettled():
+            await asyncio.sleep(0.05)
+            if time.monotonic() >= next_log_at:
+                logger.info("not ready yet: %s (%.0f s)", self._describe_pending(), time.monotonic() - started_at)
+                pause_s = min(2 * pause_s, _MAX_PROGRESS_LOG_S)
+                next_log_at += pause_s
+        # On stdout, alone: the log is on stderr. Nobody may be reading it any more.
+        with contextlib.suppress(OSError):
+            print(reporting.ready_banner(self._settings, self.status(), time.monotonic() - started_at), flush=True)
+
+    def _describe_pending(self) -> str:
+        unsettled = [f"{adapter.name} {adapter.state.value}" for adapter in self._adapter_manager.unsettled()]
+        adapters = f"{len(unsettled)} adapters are on their way: {reporting.summarize_names(unsettled)}"
+        reason = self.not_ready_reason()
+        return adapters if unsettled and (not reason or reason.startswith("adapters")) else reason
+
+    async def _prune_cache(self) -> None:
+        """Keep the cache from growing for ever."""
+        while True:
+            try:
+                for digest in await self._adapter_manager.prune_cache():
+                    logger.info("adapter removed from the cache digest=%s", digest)
+            except OSError as error:
+                # Its volume may be away for a moment, and what is loaded serves without it.
+                logger.warning("cache was not swept error=%s", error)
+            await asyncio.sleep(_PRUNE_INTERVAL_S)
+
+
+async def _wait_for_first(
+    run_task: "asyncio.Task[None]", stop_task: "asyncio.Task[Any]", *background_tasks: "asyncio.Task[None]"
+) -> None:
+    """Wait for one of the first two; the others may end, but not fail."""
+    pending: set[asyncio.Task[Any]] = {run_task, stop_task, *background_tasks}
+    while not (run_task.done() or stop_task.done()):
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {run_task}:
+            task.result()
+
+
+async def _cancel_tasks(*tasks: "asyncio.Task[Any]") -> None:
+    """End tasks; what they raised is in them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
