@@ -59,7 +59,7 @@ def test_nothing_of_ours_is_named_after_the_kernel_language():
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("quire_spec.config", {"torch", "numpy", "yaml"}),
+        ("quire_spec.engine.config", {"torch", "numpy", "yaml"}),
         ("quire_engine.text", {"torch", "transformers"}),
         ("quire_engine.scheduler", {"torch"}),
         ("quire_server.supervisor.supervisor", {"torch", "tokenizers", "quire_engine"}),

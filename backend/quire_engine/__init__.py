@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from quire_engine.llm import LLM
     from quire_engine.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
     from quire_engine.prompt import TextPrompt, TokensPrompt
-    from quire_spec.sampling import SamplingParams
+    from quire_spec.engine.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -26,7 +26,7 @@ __all__ = [
 
 _MODULES = {
     "LLM": "quire_engine.llm",
-    "SamplingParams": "quire_spec.sampling",
+    "SamplingParams": "quire_spec.engine.sampling_params",
     "TextPrompt": "quire_engine.prompt",
     "TokensPrompt": "quire_engine.prompt",
 }

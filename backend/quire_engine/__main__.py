@@ -15,9 +15,9 @@ from typing import Any
 from quire_engine import bench
 from quire_engine.llm import LLM
 from quire_engine.outputs import LoRARequest, RequestOutput
-from quire_spec.document import to_json
+from quire_spec.dataclass_json import to_json
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, QuireError
-from quire_spec.sampling import SamplingParams
 
 _GENERATE = """
 examples:

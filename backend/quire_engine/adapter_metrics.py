@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from quire_spec.messages import AdapterMove
+from quire_spec.protocol.messages import AdapterEvent
 
 MAX_ADAPTER_LABELS = 100
 """Adapters with series of their own; the others share one. Each costs about 60 lines of a scrape, most of them
@@ -80,13 +80,13 @@ class AdapterMetrics:
         if adapter is not None:
             self._queue.labels(self._model, self._labels.label(adapter)).observe(seconds)
 
-    def moved(self, adapter: str, move: AdapterMove) -> None:
+    def moved(self, adapter: str, move: AdapterEvent) -> None:
         """An adapter came to host memory or to a slot, or lost its slot."""
         label = self._labels.label(adapter)
-        if move.place == "evicted":
+        if move.kind == "evicted":
             self._evictions.labels(self._model, label).inc()
         else:
-            self._load.labels(self._model, label, move.place).observe(move.seconds)
+            self._load.labels(self._model, label, move.kind).observe(move.duration_s)
 
     def first_token(self, adapter: str | None, seconds: float) -> None:
         """A request got its first token, `seconds` after it came."""

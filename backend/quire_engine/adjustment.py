@@ -157,7 +157,7 @@ class _Penalties:
     def of(
         cls, sequences: Sequences[Sequence], device: torch.device, tally: Tally, running: Sequences[Sequence]
     ) -> Self | None:
-        wanted = {row: s for row, s in enumerate(sequences) if s.params.penalized}
+        wanted = {row: s for row, s in enumerate(sequences) if s.params.has_penalties}
         return cls(wanted, device, tally, running) if wanted else None
 
     def apply(self, logits: Tensor) -> None:
@@ -191,5 +191,5 @@ class _BadWords:
 def _asks(sequence: Sequence) -> bool:
     params = sequence.params
     return bool(
-        params.penalized or params.logit_bias or params.allowed_token_ids or params.min_tokens or sequence.bad_words
+        params.has_penalties or params.logit_bias or params.allowed_token_ids or params.min_tokens or sequence.bad_words
     )

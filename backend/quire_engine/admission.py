@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Self
 
 from quire_engine.text import Tokenizer
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
-from quire_spec.frames import MAX_FRAME_BYTES
-from quire_spec.messages import Submit
-from quire_spec.sampling import SamplingParams
-from quire_spec.shape import ModelShape
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol.framing import MAX_FRAME_BYTES
+from quire_spec.protocol.messages import GenerateRequest
 
 _MIN_PROMPT_BYTES = 64 * 1024
 """Prompts up to this are always tokenized before they are judged: that takes milliseconds, and a tokenizer that
@@ -42,7 +42,7 @@ class Limits:
     """Whether requests may have a priority."""
 
     @classmethod
-    def of(cls, config: EngineConfig, shape: ModelShape, tokenizer: Tokenizer | None) -> Self:
+    def of(cls, config: EngineConfig, shape: ModelConfig, tokenizer: Tokenizer | None) -> Self:
         """The limits that an engine's configuration and checkpoint set."""
         max_model_len = config.max_model_len or shape.max_position_embeddings
         longest = max_model_len * (tokenizer.max_token_bytes if tokenizer else 1)
@@ -97,7 +97,7 @@ class Admission:
         self._served_name = served_name
         self._has_tokenizer = has_tokenizer
 
-    def admit(self, submit: Submit, num_queued: int) -> Admitted:
+    def admit(self, submit: GenerateRequest, num_queued: int) -> Admitted:
         """Judge a request that just came.
 
         Raises:
@@ -176,7 +176,7 @@ class Admission:
         listed = ", ".join(known[:_MAX_NAMES_LISTED]) + (f" and {more} more" if more > 0 else "")
         raise NotFound(f"model {str(model)[:100]!r} is not served; served are {listed}")
 
-    def _check_params(self, submit: Submit) -> SamplingParams:
+    def _check_params(self, submit: GenerateRequest) -> SamplingParams:
         if not isinstance(submit.params, Mapping):
             raise InvalidArgument("sampling parameters: expected an object")
         params = SamplingParams.from_mapping(submit.params)
@@ -199,7 +199,7 @@ class Admission:
                 f"{self.limits.vocab_size - 1}"
             )
 
-    def _check_prompt(self, submit: Submit, params: SamplingParams) -> None:
+    def _check_prompt(self, submit: GenerateRequest, params: SamplingParams) -> None:
         if (submit.prompt is None) == (submit.prompt_token_ids is None):
             raise InvalidArgument("give either a text prompt or token ids, not both or neither")
         if submit.prompt_token_ids is not None:

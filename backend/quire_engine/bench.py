@@ -14,9 +14,9 @@ from typing import Any
 from tqdm import tqdm
 
 from quire_engine.engine import Engine
-from quire_spec.errors import InvalidArgument, error_from
-from quire_spec.messages import Generate, SequenceResult
-from quire_spec.sampling import SamplingParams
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import InvalidArgument, error_from_code
+from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
 
 PERCENTILES = (50, 90, 99)
 
@@ -100,9 +100,9 @@ class _Timeline:
         self.last[id] = at
         self.waiting.add(id)
 
-    def take(self, result: SequenceResult, now: float) -> None:
+    def take(self, result: SequenceDelta, now: float) -> None:
         if result.error_code is not None:
-            raise error_from(result.error_code, result.error)
+            raise error_from_code(result.error_code, result.error)
         for _ in result.token_ids:
             (self.ttft if result.id in self.waiting else self.itl).append(now - self.last[result.id])
             self.waiting.discard(result.id)
@@ -168,7 +168,7 @@ def format_report(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _requests(engine: Engine, load: Load) -> list[Generate]:
+def _requests(engine: Engine, load: Load) -> list[SequenceRequest]:
     draw = random.Random(load.seed)
     params = SamplingParams.from_mapping({"max_tokens": load.output_len, "ignore_eos": True, **load.params})
     if params.num_sequences > 1 or params.bad_words:
@@ -178,7 +178,7 @@ def _requests(engine: Engine, load: Load) -> list[Generate]:
     adapters = load.adapters or (None,)
     vocab = range(engine.shape.vocab_size)
     return [
-        Generate(i, draw.choices(vocab, k=load.input_len), params.to_mapping(), adapters[i % len(adapters)])
+        SequenceRequest(i, draw.choices(vocab, k=load.input_len), params.to_mapping(), adapters[i % len(adapters)])
         for i in range(load.num_prompts)
     ]
 

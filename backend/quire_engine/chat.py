@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire_engine.text import NAMED_TOKENS
-from quire_spec.document import load_object
+from quire_spec.dataclass_json import read_json_object
 from quire_spec.errors import ConfigError, InvalidArgument
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -68,7 +68,7 @@ class ChatTemplate:
             ConfigError: tokenizer_config.json is broken. InvalidArgument: the template is.
         """
         path = folder / "tokenizer_config.json"
-        config = load_object(path) if path.exists() else {}
+        config = read_json_object(path) if path.exists() else {}
         file = folder / _TOOLS_FILE if tools and (folder / _TOOLS_FILE).exists() else folder / TEMPLATE_FILE
         own = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
         source = own if given is None else given

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from quire_spec.document import load_object
+from quire_spec.dataclass_json import read_json_object
 from quire_spec.errors import ConfigError
-from quire_spec.shape import ModelShape
+from quire_spec.model.model_config import ModelConfig
 
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 4096
@@ -20,7 +20,7 @@ class Checkpoint:
     """A model's folder, read as far as scheduling needs it."""
 
     folder: Path
-    shape: ModelShape
+    shape: ModelConfig
     eos_token_ids: frozenset[int]
     """End-of-sequence tokens of config.json and generation_config.json together, those that the vocabulary has."""
     fingerprint: str
@@ -33,7 +33,7 @@ class Checkpoint:
         Raises:
             ConfigError: a file is missing or wrong, or the architecture is not supported.
         """
-        shape = ModelShape.load(folder)
+        shape = ModelConfig.load(folder)
         eos = frozenset(shape.eos_token_ids) | _generation_eos(folder / "generation_config.json")
         # transformers never meets the others: ids of another vocabulary, or -1 for none.
         known = frozenset(token for token in eos if 0 <= token < shape.vocab_size)
@@ -73,7 +73,7 @@ def _generation_eos(path: Path) -> frozenset[int]:
     """Chat models end their turn with tokens that only generation_config.json names."""
     if not path.exists():
         return frozenset()
-    eos = load_object(path).get("eos_token_id")
+    eos = read_json_object(path).get("eos_token_id")
     found = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(type(token) is int for token in found):
         raise ConfigError(f"{path}: eos_token_id: {eos!r} is neither an integer nor a list of integers")

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from quire_engine.text import Detokenizer, Tokenizer
-from quire_spec.messages import Generate, SequenceResult
-from quire_spec.sampling import SamplingParams
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
 
 MIN_LOGPROB = -9999.0
 """Stands for the logarithm of zero and for NaN, which JSON cannot write; vLLM's clients know this number. As the first
@@ -49,7 +49,7 @@ class Completion:
         self._eos_token_ids = eos_token_ids
         self._detokenizer = Detokenizer(tokenizer, params, prompt_token_ids)
 
-    def take(self, result: SequenceResult) -> Part:
+    def take(self, result: SequenceDelta) -> Part:
         """The core's next tokens for this output."""
         stop_token = result.finish_reason == "stop"
         delta = self._detokenizer.push(result.token_ids, result.finish_reason is not None, stop_token)
@@ -67,13 +67,13 @@ class Completion:
         return Part(delta.text, token_ids, logprobs)
 
 
-def fan_out(first: Generate, params: SamplingParams) -> list[Generate]:
+def fan_out(first: SequenceRequest, params: SamplingParams) -> list[SequenceRequest]:
     """The core's requests for each output of a request: ids from `first`'s on, the others forks of it."""
     return [
         replace(
             first,
             id=first.id + index,
-            params=params.of_output(index).to_mapping(),
+            params=params.child_params(index).to_mapping(),
             fork_of=first.id if index else None,
         )
         for index in range(params.num_sequences)

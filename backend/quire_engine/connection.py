@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from quire_spec.errors import Internal
-from quire_spec.frames import MAX_FRAME_BYTES, Decoder, encode
-from quire_spec.messages import Hello, Message
+from quire_spec.protocol.framing import MAX_FRAME_BYTES, FrameDecoder, encode_frame
+from quire_spec.protocol.messages import Hello, IpcMessage
 
 HIGH_WATER_BYTES = 256 * 1024
 """Unsent bytes at which a connection counts as blocked. About one socket buffer: less is a reader that is a moment
@@ -29,7 +29,7 @@ class Handler(Protocol):
     def on_ready(self, connection: "Connection") -> None:
         """The connection is made: `peer` has said Hello, or, on the end that dialled, our Hello is sent."""
 
-    def on_message(self, connection: "Connection", message: Message) -> None:
+    def on_message(self, connection: "Connection", message: IpcMessage) -> None:
         """Another message came."""
 
     def on_oversize(self, connection: "Connection", head: bytes, length: int) -> None:
@@ -53,17 +53,17 @@ class Connection(asyncio.Protocol):
         self._handler = handler
         self._hello = hello
         self._transport: asyncio.Transport | None = None
-        self._decoder = Decoder(max_frame_bytes, lambda head, length: handler.on_oversize(self, head, length))
+        self._decoder = FrameDecoder(max_frame_bytes, lambda head, length: handler.on_oversize(self, head, length))
 
     @property
     def unsent_bytes(self) -> int:
         """Bytes that wait here because the peer does not read them."""
         return self._transport.get_write_buffer_size() if self._transport else 0
 
-    def send(self, message: Message) -> None:
+    def send(self, message: IpcMessage) -> None:
         """Queue a message; does nothing once the connection is over."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode(message))
+            self._transport.write(encode_frame(message))
 
     def cut(self) -> None:
         """End the connection at once, dropping what is unsent; `on_lost` follows."""
@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
         self._transport = None
         self._handler.on_lost(self)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: IpcMessage) -> None:
         if self._transport is None or self._transport.is_closing():
             return
         if self.peer is None and self._hello is None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from quire_engine.connection import Connection
 from quire_spec.errors import Internal
-from quire_spec.messages import Hello, Message, StepResult
+from quire_spec.protocol.messages import Hello, IpcMessage, StepResult
 
 RETRY_S = 0.05
 """Between two attempts to reach the engine core: a restart of seconds is not lengthened by it."""
@@ -40,7 +40,7 @@ class CoreLink:
         self._client: CoreClient | None = None
         self._over = asyncio.Event()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: IpcMessage) -> None:
         """Send a message to the core."""
         if self._connection is not None:
             self._connection.send(message)
@@ -65,7 +65,7 @@ class CoreLink:
         assert self._client is not None
         self._client.core_came()
 
-    def on_message(self, connection: Connection, message: Message) -> None:
+    def on_message(self, connection: Connection, message: IpcMessage) -> None:
         """Handler: the core says something."""
         if not isinstance(message, StepResult):
             raise Internal(f"unexpected {type(message).__name__} from the engine core")

@@ -19,7 +19,7 @@ from quire_engine import process
 from quire_engine.engine import Engine
 from quire_engine.step import SlotLoad
 from quire_spec.errors import Code, Internal, QuireError
-from quire_spec.messages import AdapterMove, Generate, SequenceResult, StepResult
+from quire_spec.protocol.messages import AdapterEvent, SequenceDelta, SequenceRequest, StepResult
 
 MAX_FAILED_STEPS = 3
 """Steps in a row that may fail. One may be a request's fault; three are the device's, and only a new process gets a
@@ -62,7 +62,7 @@ class CoreLoop:
         """Open sequences of the owner."""
         self._stale = False
         """The engine changed since the last published result."""
-        self._moves: list[AdapterMove] = []
+        self._moves: list[AdapterEvent] = []
         """What became of adapters while there was nobody to count it."""
         self._checked = True
         self._num_steps = 0
@@ -76,7 +76,7 @@ class CoreLoop:
         """A text process is gone."""
         self._inbox.put(lambda: self._change_owner(0) if owner == self._owner else None)
 
-    def generate(self, owner: int, request: Generate) -> None:
+    def generate(self, owner: int, request: SequenceRequest) -> None:
         """Run a sequence."""
         self._inbox.put(partial(self._generate, owner, request))
 
@@ -128,15 +128,15 @@ class CoreLoop:
         self._send(result)
         self._count_failures(result)
 
-    def _report(self, results: list[SequenceResult]) -> None:
+    def _report(self, results: list[SequenceDelta]) -> None:
         self._send(StepResult(results, [], self._engine.stats(), self._engine.take_moves()))
 
     def _send(self, result: StepResult) -> None:
         self._stale = False
-        self._moves += result.moves
+        self._moves += result.adapter_events
         if self._owner:
             moves, self._moves = self._moves, []
-            self._publish(self._owner, replace(result, moves=moves))
+            self._publish(self._owner, replace(result, adapter_events=moves))
 
     def _count_failures(self, result: StepResult) -> None:
         """The engine fails the sequences of a step that failed, all of them and only then."""
@@ -155,18 +155,18 @@ class CoreLoop:
         # A new text process learns at once what the engine looks like.
         self._stale = True
 
-    def _generate(self, owner: int, request: Generate) -> None:
+    def _generate(self, owner: int, request: SequenceRequest) -> None:
         if owner != self._owner:
             return
         try:
             self._engine.add(request)
         except QuireError as error:
-            self._report([SequenceResult(request.id, [], error_code=error.code, error=str(error))])
+            self._report([SequenceDelta(request.id, [], error_code=error.code, error=str(error))])
         except Exception as error:
             # Whatever a request holds, only that request fails.
             _log.exception("request failed id=%d", request.id)
             reason = f"the engine failed on this request: {type(error).__name__}"
-            self._report([SequenceResult(request.id, [], error_code=Internal.code, error=reason)])
+            self._report([SequenceDelta(request.id, [], error_code=Internal.code, error=reason)])
         else:
             self._ids.add(request.id)
 

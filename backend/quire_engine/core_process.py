@@ -16,10 +16,10 @@ from quire_engine import process
 from quire_engine.core_server import CoreServer
 from quire_engine.engine import Engine
 from quire_engine.step_thread import StepThread
-from quire_spec import sizing
-from quire_spec.capability import DTYPE_BYTES
-from quire_spec.names import CORE_SOCKET
-from quire_spec.shard import Shard
+from quire_spec.constants import CORE_SOCKET
+from quire_spec.model import memory_sizing
+from quire_spec.model.capabilities import DTYPE_BYTES
+from quire_spec.model.tensor_parallel import TensorParallelShard
 
 _log = logging.getLogger("quire.core")
 _GIB = 2**30
@@ -41,14 +41,21 @@ def main(args: process.Arguments) -> None:
 def log_memory(engine: Engine) -> None:
     """Log what the planner's arithmetic says of a rank's memory beside what the engine measured."""
     memory, config = engine.memory, engine.config
-    shape = Shard(engine.shape, 0, config.tensor_parallel_size).local
+    shape = TensorParallelShard(engine.shape, 0, config.tensor_parallel_size).local_config
     element = DTYPE_BYTES[memory.dtype]
-    slots = config.max_loras * sizing.lora_slot_bytes(shape, config.max_lora_rank, element) if config.enable_lora else 0
+    slots = (
+        config.max_loras * memory_sizing.lora_slot_bytes(shape, config.max_lora_rank, element)
+        if config.enable_lora
+        else 0
+    )
     kv_element = element if config.kv_cache_dtype == "auto" else 1
     planned = {
-        "weights": (sizing.weights_bytes(engine.shape, element) // config.tensor_parallel_size, memory.weights_bytes),
+        "weights": (
+            memory_sizing.weights_bytes(engine.shape, element) // config.tensor_parallel_size,
+            memory.weights_bytes,
+        ),
         "lora": (slots, memory.lora_bytes),
-        "kv": (memory.num_blocks * sizing.kv_block_bytes(shape, memory.block_size, kv_element), memory.kv_bytes),
+        "kv": (memory.num_blocks * memory_sizing.kv_block_bytes(shape, memory.block_size, kv_element), memory.kv_bytes),
     }
     for part, (plan, measured) in planned.items():
         _log.info("memory part=%s planned_gib=%.3f measured_gib=%.3f", part, plan / _GIB, measured / _GIB)

@@ -18,10 +18,17 @@ from quire_engine.engine import Engine, copy_failure
 from quire_engine.loader import Loader
 from quire_engine.step import SlotLoad
 from quire_engine.step_thread import StepThread
-from quire_spec.document import to_json
+from quire_spec.dataclass_json import to_json
+from quire_spec.documents.pod_status import utc_now
 from quire_spec.errors import Internal, InvalidArgument, QuireError
-from quire_spec.messages import Abort, Call, Generate, Message, Reply, StepResult
-from quire_spec.status import now
+from quire_spec.protocol.messages import (
+    AbortSequences,
+    ControlRequest,
+    ControlResponse,
+    IpcMessage,
+    SequenceRequest,
+    StepResult,
+)
 
 MAX_UNSENT_BYTES = 256 * 2**20
 """Results that wait for the text process at most: minutes of a full engine. A text process that is so late is stuck;
@@ -38,7 +45,7 @@ class CoreServer:
         self._engine = engine
         self._steps = steps
         self._event_loop = asyncio.get_running_loop()
-        self._started_at = now()
+        self._started_at = utc_now()
         self._loop = CoreLoop(engine, self._publish, self._fetch, self._carry)
         self._loader = Loader()
         self._text: Connection | None = None
@@ -72,14 +79,14 @@ class CoreServer:
             self._text, self._owner = connection, next(self._owners)
             self._loop.begin(self._owner)
 
-    def on_message(self, connection: Connection, message: Message) -> None:
+    def on_message(self, connection: Connection, message: IpcMessage) -> None:
         """Handler: the text process or a supervisor wants something."""
         from_text = connection is self._text
-        if from_text and isinstance(message, Generate):
+        if from_text and isinstance(message, SequenceRequest):
             self._loop.generate(self._owner, message)
-        elif from_text and isinstance(message, Abort):
+        elif from_text and isinstance(message, AbortSequences):
             self._loop.abort(self._owner, message.ids)
-        elif not from_text and isinstance(message, Call):
+        elif not from_text and isinstance(message, ControlRequest):
             self._start(self._answer(connection, message))
         else:
             raise Internal(f"unexpected {type(message).__name__}")
@@ -128,15 +135,15 @@ class CoreServer:
         # Raises what the task raised, for the event loop's handler to end the process with.
         task.result()
 
-    async def _answer(self, connection: Connection, call: Call) -> None:
+    async def _answer(self, connection: Connection, call: ControlRequest) -> None:
         try:
             if call.method not in self._calls:
                 raise InvalidArgument(f"method {call.method!r} is unknown; known are {', '.join(self._calls)}")
             result = await self._calls[call.method](call.args)
         except QuireError as error:
-            connection.send(Reply(call.id, None, error.code, str(error)))
+            connection.send(ControlResponse(call.id, None, error.code, str(error)))
         else:
-            connection.send(Reply(call.id, result))
+            connection.send(ControlResponse(call.id, result))
 
     async def _load_adapter(self, args: dict[str, Any]) -> dict[str, Any]:
         digest, path = _text(args, "digest"), Path(_text(args, "path"))

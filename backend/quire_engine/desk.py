@@ -18,9 +18,17 @@ from quire_engine.generation import Generation
 from quire_engine.metrics import Metrics
 from quire_engine.quota import Quotas
 from quire_engine.text import Tokenizer
-from quire_spec.catalogue import AdapterLimits
+from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.errors import Code, Internal, QuireError, Unavailable
-from quire_spec.messages import Abort, AdapterMove, Event, Message, SequenceResult, StepResult, Submit
+from quire_spec.protocol.messages import (
+    AbortSequences,
+    AdapterEvent,
+    GenerateRequest,
+    IpcMessage,
+    OutputDelta,
+    SequenceDelta,
+    StepResult,
+)
 
 _MAX_EARLY = 256
 """Moves of adapters that have no name yet, kept for when they get one."""
@@ -29,7 +37,7 @@ _MAX_EARLY = 256
 class Frontend(Protocol):
     """Where a request came from."""
 
-    def post(self, event: Event) -> None:
+    def post(self, event: OutputDelta) -> None:
         """Send an event; must not call the desk back."""
 
 
@@ -41,7 +49,7 @@ class Desk:
         admission: Admission,
         tokenizer: Tokenizer | None,
         metrics: Metrics,
-        send: Callable[[Message], None],
+        send: Callable[[IpcMessage], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_queued = 0
@@ -61,7 +69,7 @@ class Desk:
         """Adapter names by digest."""
         self._slots: list[str] = []
         self._quotas = Quotas()
-        self._early: deque[AdapterMove] = deque(maxlen=_MAX_EARLY)
+        self._early: deque[AdapterEvent] = deque(maxlen=_MAX_EARLY)
 
     @property
     def num_open(self) -> int:
@@ -76,14 +84,14 @@ class Desk:
         """To how many tokens a request wants its prompt cut; may be asked from another thread."""
         return generation.params.max_prompt_tokens(self._admission.limits.max_model_len)
 
-    def submit(self, frontend: Frontend, submit: Submit) -> Generation | None:
+    def submit(self, frontend: Frontend, submit: GenerateRequest) -> Generation | None:
         """A request comes. Returns it if it has text to be tokenized: `tokenized` or `fail` goes on.
 
         Raises:
             Internal: the frontend has a request of this id open; its connection is not to be trusted.
         """
         if type(submit.id) is not int or submit.id in self._of[frontend]:
-            raise Internal(f"Submit with id {submit.id!r}, which is open already or no integer")
+            raise Internal(f"GenerateRequest with id {submit.id!r}, which is open already or no integer")
         try:
             admitted = self._admission.admit(submit, self.num_queued)
         except QuireError as error:
@@ -147,14 +155,14 @@ class Desk:
     def take(self, step: StepResult) -> None:
         """The engine core made a step."""
         now = self._clock()
-        for id in step.started:
+        for id in step.started_ids:
             if (entry := self._open.get(id)) and not entry[0].started:
                 self._start(entry[0], now)
         aborted = [id for result in step.results for id in self._take_result(result, now)]
         if aborted:
-            self._send(Abort(aborted))
+            self._send(AbortSequences(aborted))
         self._metrics.stats(step.stats)
-        for move in step.moves:
+        for move in step.adapter_events:
             self._moved(move)
         if step.stats.slot_adapters != self._slots:
             self._slots = step.stats.slot_adapters
@@ -206,9 +214,9 @@ class Desk:
 
     def _refuse(self, frontend: Frontend, client_id: int, error: QuireError) -> None:
         self._metrics.refused(error.code)
-        frontend.post(Event(client_id, error_code=error.code, error=str(error)))
+        frontend.post(OutputDelta(client_id, error_code=error.code, error=str(error)))
 
-    def _moved(self, move: AdapterMove) -> None:
+    def _moved(self, move: AdapterEvent) -> None:
         names = self._names.get(move.digest, [])
         if not names:
             # The core has an adapter before anyone is told its name.
@@ -221,7 +229,7 @@ class Desk:
         self.num_queued -= 1
         self._metrics.started(generation.adapter, now - generation.arrival)
 
-    def _take_result(self, result: SequenceResult, now: float) -> list[int]:
+    def _take_result(self, result: SequenceDelta, now: float) -> list[int]:
         """Pass a result on. Returns the sequences that are over here while the engine core still runs them."""
         entry = self._open.get(result.id)
         if entry is None:
@@ -258,7 +266,7 @@ class Desk:
         for generation in generations:
             self._close(generation, frontend, "abort")
         if submitted:
-            self._send(Abort(submitted))
+            self._send(AbortSequences(submitted))
 
     def _generations(self) -> list[Generation]:
         return [generation for generations in self._of.values() for generation in generations.values()]
@@ -287,7 +295,7 @@ class Desk:
                 tell()
 
 
-def _again(result: SequenceResult) -> SequenceResult:
+def _again(result: SequenceDelta) -> SequenceDelta:
     """A digest that the core does not know is one that a restarted core has yet to load: the name was found here."""
     if result.error_code != Code.NOT_FOUND:
         return result

@@ -12,7 +12,7 @@ import torch
 
 import quire_kernels
 from quire_kernels import dispatch
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
 logger = logging.getLogger(__name__)

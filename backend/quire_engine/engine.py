@@ -21,14 +21,14 @@ from quire_engine.request import Sequence
 from quire_engine.scheduler import Scheduler
 from quire_engine.step import Runner, SlotLoad
 from quire_engine.steps import Steps, failure
-from quire_spec.capability import DTYPE_BYTES
-from quire_spec.config import EngineConfig
+from quire_spec.documents.pod_status import MeasuredMemory
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
-from quire_spec.messages import AdapterMove, Generate, SequenceResult, Stats, StepResult
-from quire_spec.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
-from quire_spec.shape import ModelShape
-from quire_spec.sizing import lora_slot_bytes
-from quire_spec.status import MemoryPlan
+from quire_spec.model.capabilities import DTYPE_BYTES
+from quire_spec.model.memory_sizing import lora_slot_bytes
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol.messages import AdapterEvent, SchedulerStats, SequenceDelta, SequenceRequest, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +45,11 @@ class Engine:
         config: EngineConfig,
         checkpoint: Checkpoint,
         runner: Runner,
-        memory: MemoryPlan,
+        memory: MeasuredMemory,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.shape: ModelShape = checkpoint.shape
+        self.shape: ModelConfig = checkpoint.shape
         self.memory = memory
         self.model_folder = checkpoint.folder
         self.max_model_len = check_max_model_len(config, checkpoint.shape)
@@ -59,17 +59,17 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._blocks = BlockPool(memory.num_blocks)
         self._adapters = _registry(config, checkpoint.shape, memory)
-        key = ContentKey(checkpoint.fingerprint, memory.dtype, config.block_size, checkpoint.shape.rope_switch)
+        key = ContentKey(checkpoint.fingerprint, memory.dtype, config.block_size, checkpoint.shape.long_rope_threshold)
         self._scheduler = Scheduler(config, self._blocks, self._adapters, key, self.max_model_len, runner.swap_space)
         self.carry: Callable[[SlotLoad, Callable[[], None]], None] = self._carry_now
         """Has an adapter copied into a slot: by default at once; an owner with threads has the work done in another one
         and then calls `slot_loaded`."""
         self._begun: dict[SlotLoad, float] = {}
         """When copies into slots were asked for."""
-        self._moves: list[AdapterMove] = []
+        self._moves: list[AdapterEvent] = []
         # Ended without a step; reported with the next one.
-        self._failed: list[SequenceResult] = []
-        self._steps = Steps(self._scheduler, runner, config.steps_ahead, clock, self._load_slots)
+        self._failed: list[SequenceDelta] = []
+        self._steps = Steps(self._scheduler, runner, config.overlap_steps, clock, self._load_slots)
 
     @classmethod
     def from_config(
@@ -104,7 +104,7 @@ class Engine:
         """False when step() has nothing to do until something else is called: all wait for adapters to be read."""
         return self._scheduler.runnable or bool(self._failed)
 
-    def add(self, request: Generate) -> None:
+    def add(self, request: SequenceRequest) -> None:
         """Queue a request.
 
         Raises:
@@ -134,7 +134,7 @@ class Engine:
                 stop_token_ids=stops if params.ignore_eos else stops | self.eos_token_ids,
                 held_token_ids=stops | self.eos_token_ids if params.min_tokens else frozenset(),
                 bad_words=bad_words,
-                adapter=request.adapter,
+                adapter=request.adapter_digest,
                 cache_salt=request.cache_salt,
                 fork_of=request.fork_of,
                 priority=request.priority,
@@ -162,10 +162,10 @@ class Engine:
         self._failed = []
         return StepResult(results, self._steps.take_started(), self.stats(), self.take_moves())
 
-    def take_moves(self) -> list[AdapterMove]:
+    def take_moves(self) -> list[AdapterEvent]:
         """What became of adapters since the last call."""
         moves, self._moves = self._moves, []
-        return moves + [AdapterMove("evicted", digest) for digest in self._adapters.slots.take_evicted()]
+        return moves + [AdapterEvent("evicted", digest) for digest in self._adapters.slots.take_evicted()]
 
     def read_adapter(self, path: Path) -> object:
         """Read an adapter's folder; what `add_adapter` takes. Slow, and safe to call from any thread.
@@ -194,7 +194,7 @@ class Engine:
         self._drop_copies()
         if keep:
             self._runner.hold(digest, host)
-            self._moves.append(AdapterMove("host", digest, read_s))
+            self._moves.append(AdapterEvent("host", digest, read_s))
         self._scheduler.wake()
 
     def remove_adapter(self, digest: str) -> None:
@@ -213,7 +213,7 @@ class Engine:
         self._adapters.slots.loaded(load, error is None)
         begun = self._begun.pop(load)
         if error is None:
-            self._moves.append(AdapterMove("slot", load.digest, self._clock() - begun))
+            self._moves.append(AdapterEvent("slot", load.digest, self._clock() - begun))
         if error is not None:
             self._fail_waiting(load.digest, error)
         self._scheduler.wake()
@@ -245,10 +245,10 @@ class Engine:
         """Where each registered adapter is, by digest: slot, host or disk."""
         return self._adapters.states()
 
-    def stats(self) -> Stats:
+    def stats(self) -> SchedulerStats:
         """State of the scheduler now."""
         scheduler, tables = self._scheduler, self._scheduler.tables
-        return Stats(
+        return SchedulerStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_blocks=self._blocks.num_blocks,
@@ -340,7 +340,7 @@ class Engine:
         return tokens.tolist()
 
 
-def _registry(config: EngineConfig, shape: ModelShape, memory: MemoryPlan) -> AdapterRegistry:
+def _registry(config: EngineConfig, shape: ModelConfig, memory: MeasuredMemory) -> AdapterRegistry:
     """An empty one; raises ConfigError when the copies of a full set of slots do not fit into host memory."""
     largest = lora_slot_bytes(shape, config.max_lora_rank, DTYPE_BYTES[memory.dtype]) if config.enable_lora else 0
     least, given = config.max_loras * largest, config.cpu_lora_memory_bytes
@@ -349,7 +349,7 @@ def _registry(config: EngineConfig, shape: ModelShape, memory: MemoryPlan) -> Ad
             f"cpu_lora_memory_bytes: {given} is less than {least}, the host copies of {config.max_loras} adapters of "
             f"{largest} bytes each; raise it, or lower max_loras or max_lora_rank"
         )
-    return AdapterRegistry(config.max_loras, config.host_loras, given)
+    return AdapterRegistry(config.max_loras, config.max_host_loras, given)
 
 
 def copy_failure(load: SlotLoad, why: str) -> Internal:
@@ -357,7 +357,7 @@ def copy_failure(load: SlotLoad, why: str) -> Internal:
     return Internal(f"adapter {load.digest!r}: copying it into a slot failed: {why}")
 
 
-def check_max_model_len(config: EngineConfig, shape: ModelShape) -> int:
+def check_max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
     """Tokens of prompt and output together that an engine serves.
 
     Raises:

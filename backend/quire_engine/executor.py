@@ -13,9 +13,9 @@ from quire_engine.ranks import TIMEOUT_S
 from quire_engine.runner import TorchRunner
 from quire_engine.step import Runner, Sampled, SlotLoad, StepPlan
 from quire_engine.work import max_elements
-from quire_spec.config import EngineConfig
-from quire_spec.shape import ModelShape
-from quire_spec.shard import Shard
+from quire_spec.engine.config import EngineConfig
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.tensor_parallel import TensorParallelShard
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -98,7 +98,7 @@ class GroupRunner(Runner):
 
 def open_runner(
     config: EngineConfig,
-    shape: ModelShape,
+    shape: ModelConfig,
     folder: Path,
     *,
     progress: bool = False,
@@ -110,7 +110,7 @@ def open_runner(
     for `on_lost`, Group for `start` and Ranks for `timeout_s`."""
     if config.tensor_parallel_size == 1:
         return TorchRunner(config, shape, folder, progress=progress)
-    Shard(shape, 0, config.tensor_parallel_size).check()
+    TensorParallelShard(shape, 0, config.tensor_parallel_size).validate()
     group = Group(config, shape, folder, start, on_lost, timeout_s)
     try:
         runner = TorchRunner(config, shape, folder, ranks=group.ranks, group=group, progress=progress)

@@ -21,10 +21,10 @@ from quire_engine.ring import Bell, Ring
 from quire_engine.runner import TorchRunner
 from quire_engine.step import SlotLoad
 from quire_engine.work import decode
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import Internal, QuireError
-from quire_spec.shape import ModelShape
-from quire_spec.shard import Shard
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.tensor_parallel import TensorParallelShard
 
 _ADAPTER_CALLS = ("read", "fill", "forget")
 _MAX_ERROR = MAX_CALL_BYTES // 16
@@ -56,7 +56,7 @@ class Follower:
         call = self._next("load")
         logging.getLogger().setLevel(call["log_level"])
         config, folder = EngineConfig.from_json(call["config"]), Path(call["folder"])
-        shard = Shard(ModelShape.load(folder), call["rank"], config.tensor_parallel_size)
+        shard = TensorParallelShard(ModelConfig.load(folder), call["rank"], config.tensor_parallel_size)
 
         def meet() -> Path:
             nonlocal call
@@ -66,7 +66,7 @@ class Follower:
 
         try:
             ranks = Ranks(shard, meet, call["timeout_s"])
-            runner = TorchRunner(config, shard.shape, folder, ranks=ranks)
+            runner = TorchRunner(config, shard.model_config, folder, ranks=ranks)
         except QuireError as error:
             self._answer(call, error)
             raise

@@ -11,7 +11,7 @@ from typing import Any
 from quire_engine.admission import Admitted
 from quire_engine.completion import MIN_LOGPROB, Completion, Part, best, fan_out
 from quire_engine.text import Tokenizer
-from quire_spec.messages import Event, Generate, SequenceResult, Submit
+from quire_spec.protocol.messages import GenerateRequest, OutputDelta, SequenceDelta, SequenceRequest
 
 _Position = dict[str, dict[str, Any]]
 
@@ -19,7 +19,7 @@ _Position = dict[str, dict[str, Any]]
 class Generation:
     """State of one request. Times are monotonic seconds that the desk fills in."""
 
-    def __init__(self, first_id: int, submit: Submit, admitted: Admitted, arrival: float) -> None:
+    def __init__(self, first_id: int, submit: GenerateRequest, admitted: Admitted, arrival: float) -> None:
         self.params = admitted.params
         self.ids = range(first_id, first_id + self.params.num_sequences)
         """Of its sequences in the engine core, one for each output."""
@@ -51,12 +51,12 @@ class Generation:
 
     def begin(
         self, prompt_token_ids: list[int], tokenizer: Tokenizer | None, bad_word_ids: list[list[int]]
-    ) -> list[Generate]:
+    ) -> list[SequenceRequest]:
         """The prompt is tokenized: the messages that have the engine core run it."""
         self.submitted = True
         self.num_input_tokens = len(prompt_token_ids)
         self._tokenizer = tokenizer if self.params.detokenize else None
-        first = Generate(
+        first = SequenceRequest(
             self.ids.start,
             prompt_token_ids,
             {},
@@ -66,7 +66,7 @@ class Generation:
             priority=self._priority,
         )
         # As the core has them: it may be asked for log probabilities that only the choice of the best needs.
-        params = self.params.of_output(0)
+        params = self.params.child_params(0)
         self.completions = [Completion(params, self._tokenizer, prompt_token_ids) for _ in self.ids]
         return fan_out(first, self.params)
 
@@ -74,7 +74,7 @@ class Generation:
         """The output that a sequence of the core makes."""
         return self.completions[id - self.ids.start]
 
-    def take(self, result: SequenceResult) -> list[Event]:
+    def take(self, result: SequenceDelta) -> list[OutputDelta]:
         """What the client gets for a result of the engine core; nothing while it is kept for the end."""
         if result.error_code is not None:
             return [self.failed(result.error_code, result.error)]
@@ -92,16 +92,16 @@ class Generation:
             return [self._event(index, self._parts[index].joined())]
         return self._best() if self._all_finished() else []
 
-    def failed(self, code: str, message: str) -> Event:
+    def failed(self, code: str, message: str) -> OutputDelta:
         """The final event of a request that failed."""
-        event = Event(self.client_id, error_code=code, error=message)
+        event = OutputDelta(self.client_id, error_code=code, error=message)
         return replace(event, num_input_tokens=self.num_input_tokens, num_output_tokens=self.num_output_tokens)
 
-    def _event(self, index: int, part: Part) -> Event:
+    def _event(self, index: int, part: Part) -> OutputDelta:
         completion = self.completions[index]
         wanted = self.params.logprobs is not None
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
-        return Event(
+        return OutputDelta(
             self.client_id,
             part.text,
             part.token_ids,
@@ -112,14 +112,14 @@ class Generation:
             num_output_tokens=completion.num_tokens,
             prompt_logprobs=prompt_logprobs,
             index=index,
-            more=not self._all_finished(),
+            other_outputs_pending=not self._all_finished(),
         )
 
-    def _best(self) -> list[Event]:
+    def _best(self) -> list[OutputDelta]:
         """The likeliest outputs, renumbered."""
         chosen = best(self.completions, self.params.n)
         events = [replace(self._event(i, self._parts[i].joined()), index=rank) for rank, i in enumerate(chosen)]
-        return [replace(event, more=event is not events[-1]) for event in events]
+        return [replace(event, other_outputs_pending=event is not events[-1]) for event in events]
 
     def _all_finished(self) -> bool:
         return all(completion.finish_reason is not None for completion in self.completions)

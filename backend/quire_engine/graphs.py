@@ -179,7 +179,7 @@ class DecodeGraphs:
 
     def takes(self, spans: Sequence[Span]) -> bool:
         """Whether a graph can compute this step."""
-        if len(spans) > self.sizes[-1] or self._model.shape.rope_switch is not None:
+        if len(spans) > self.sizes[-1] or self._model.shape.long_rope_threshold is not None:
             return False
         return all(span.length == 1 and not span.scored and (span.slot is None or self._num_slots) for span in spans)
 

@@ -32,10 +32,10 @@ from quire_engine.ranks import TIMEOUT_S, Ranks
 from quire_engine.ring import Bell, Ring, ring_all
 from quire_engine.step import RunnerLost
 from quire_engine.work import GraphWork, Work, encode
-from quire_spec.config import EngineConfig
-from quire_spec.errors import ConfigError, QuireError, error_from
-from quire_spec.shape import ModelShape
-from quire_spec.shard import Shard
+from quire_spec.engine.config import EngineConfig
+from quire_spec.errors import ConfigError, QuireError, error_from_code
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.tensor_parallel import TensorParallelShard
 
 _SEEN_S = 1.0
 """How long it may take until the end of a rank is seen."""
@@ -59,7 +59,7 @@ class Group:
     def __init__(
         self,
         config: EngineConfig,
-        shape: ModelShape,
+        shape: ModelConfig,
         folder: Path,
         start: Callable[[Ends], Member] = RankProcess,
         on_lost: Callable[[str], None] | None = None,
@@ -70,7 +70,7 @@ class Group:
         `on_lost(why)` is called in a thread of the group's when a rank has ended that was not to.
         """
         size = config.tensor_parallel_size
-        self.ranks = Ranks(Shard(shape, 0, size), self._meet, timeout_s)
+        self.ranks = Ranks(TensorParallelShard(shape, 0, size), self._meet, timeout_s)
         self._timeout_s = timeout_s
         self._in_step = threading.Lock()
         self._on_lost = on_lost
@@ -262,7 +262,7 @@ class Group:
             if call is not None:
                 call.missing.discard(rank)
                 if reply["error"]:
-                    call.errors.append(error_from(*reply["error"]))
+                    call.errors.append(error_from_code(*reply["error"]))
             self._changed.notify_all()
 
     def _ended(self, rank: int) -> None:

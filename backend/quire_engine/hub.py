@@ -14,7 +14,7 @@ import huggingface_hub
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from quire_spec.errors import ConfigError
-from quire_spec.secret import masked, said
+from quire_spec.net.redaction import describe_error, redact_urls
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja"]
 # Subfolders hold other formats, `consolidated` files the same weights a second time.
@@ -58,9 +58,10 @@ def resolve_model(model: str, revision: str | None, progress: bool) -> Path:
     except _ERRORS as error:
         at = f" at revision {revision!r}" if revision else ""
         found = silent or error
-        hub = masked(huggingface_hub.constants.ENDPOINT)
+        hub = redact_urls(huggingface_hub.constants.ENDPOINT)
         raise ConfigError(
-            f"model: {model!r}{at} is neither a folder nor could it be had from the hub ({hub}): {said(found)}"
+            f"model: {model!r}{at} is neither a folder nor could it be had from the hub ({hub}): "
+            f"{describe_error(found)}"
         ) from error
     return Path(path)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from quire_engine.completion import Completion, Part, best, fan_out
 from quire_engine.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
 from quire_engine.text import Tokenizer
-from quire_spec.errors import error_from
-from quire_spec.messages import Generate, SequenceResult
-from quire_spec.sampling import SamplingParams
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import error_from_code
+from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
 
 
 class Job:
@@ -16,7 +16,7 @@ class Job:
 
     def __init__(
         self,
-        first: Generate,
+        first: SequenceRequest,
         prompt: str | None,
         params: SamplingParams,
         lora: LoRARequest | None,
@@ -32,7 +32,7 @@ class Job:
         self._params = params
         self._lora = lora
         self._tokenizer = tokenizer if params.detokenize else None
-        as_asked = params.of_output(0)
+        as_asked = params.child_params(0)
         self._completions = {
             request.id: Completion(as_asked, self._tokenizer, first.prompt_token_ids, eos_token_ids)
             for request in self.requests
@@ -51,14 +51,14 @@ class Job:
         """Tokens of all outputs."""
         return sum(completion.num_tokens for completion in self._completions.values())
 
-    def take(self, result: SequenceResult) -> bool:
+    def take(self, result: SequenceDelta) -> bool:
         """Add new tokens to an output; True when a stop string has ended it, which the engine cannot see.
 
         Raises:
             QuireError: the engine could not go on with it.
         """
         if result.error_code is not None:
-            raise error_from(result.error_code, result.error)
+            raise error_from_code(result.error_code, result.error)
         if result.prompt_logprobs is not None:
             self._prompt_logprobs = [None, *map(self._position, result.prompt_logprobs)]
         if result.num_cached_tokens is not None and self._num_cached_tokens is None:

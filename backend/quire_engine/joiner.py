@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from quire_engine.core_link import CoreClient
 from quire_engine.pace import Pace
-from quire_spec.messages import SequenceResult, StepResult
+from quire_spec.protocol.messages import SequenceDelta, StepResult
 
 
 class Joiner:
@@ -20,7 +20,7 @@ class Joiner:
         self._desk = desk
         self._pace = pace
         self._loop = asyncio.get_running_loop()
-        self._held: dict[int, list[SequenceResult]] = {}
+        self._held: dict[int, list[SequenceDelta]] = {}
         """Results that wait, by sequence; none for one that has nothing waiting but has had its first tokens."""
         self._last: StepResult | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -45,7 +45,7 @@ class Joiner:
             self._timer = self._loop.call_later(wait_s, self._tick)
         self._desk.take(replace(step, results=now))
 
-    def _hold(self, result: SequenceResult, waits: bool) -> list[SequenceResult]:
+    def _hold(self, result: SequenceDelta, waits: bool) -> list[SequenceDelta]:
         """What goes on now; nothing for a result that waits."""
         held = self._held.get(result.id)
         if result.error_code is not None:
@@ -62,7 +62,7 @@ class Joiner:
             self._held[result.id] = []
         return [joined([*held, result])] if held else [result]
 
-    def _release(self) -> list[SequenceResult]:
+    def _release(self) -> list[SequenceDelta]:
         """Everything that waits. Sequences that had nothing and were not in the last step may be over: forgotten."""
         assert self._last is not None, "something waits"
         waiting = [results for results in self._held.values() if results]
@@ -80,7 +80,7 @@ class Joiner:
             self._desk.take(StepResult(results, [], self._last.stats))
 
 
-def joined(results: list[SequenceResult]) -> SequenceResult:
+def joined(results: list[SequenceDelta]) -> SequenceDelta:
     """One result that says what `results`, successive ones of a sequence, say together."""
     last = results[-1]
     if len(results) == 1:

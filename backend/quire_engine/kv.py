@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from quire_kernels import Arena, movable, on_device, pinned, reads_whole_blocks
-from quire_spec.shape import ModelShape
-from quire_spec.sizing import kv_block_bytes
+from quire_spec.model.memory_sizing import kv_block_bytes
+from quire_spec.model.model_config import ModelConfig
 
 _GATHERED_BYTES = 32 * 2**20
 """Blocks that are copied at a time, at most: the cache leaves a GPU little more."""
 
 
-def block_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(shape: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
     return kv_block_bytes(shape, block_size, dtype.itemsize)
 
@@ -32,7 +32,7 @@ class KVCache:
 
     def __init__(
         self,
-        shape: ModelShape,
+        shape: ModelConfig,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,

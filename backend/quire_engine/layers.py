@@ -27,8 +27,8 @@ from quire_kernels import (
     rms_norm,
     rotate_and_write,
 )
-from quire_spec.shape import ModelShape
-from quire_spec.sizing import linears
+from quire_spec.model.memory_sizing import linear_sizes
+from quire_spec.model.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,21 +133,21 @@ class SummedLinear(Linear):
         return out if residual is None else residual.add_(out)
 
 
-def linear_of(shape: ModelShape, paths: Sequence[str], place: Placement, bias: bool) -> Linear:
+def linear_of(shape: ModelConfig, paths: Sequence[str], place: Placement, bias: bool) -> Linear:
     """A layer's linear, or several with the same input as one, by their paths in the layer; `shape` is the rank's."""
-    sizes = linears(shape)
+    sizes = linear_sizes(shape)
     in_features = sizes[paths[0]][0]
     slices = {_name(path): sizes[path][1] for path in paths}
     if place.ranks is None:
         return Linear(in_features, slices, place, bias)
     shard = place.ranks.shard
-    whole = linears(shard.shape)
+    whole = linear_sizes(shard.model_config)
     splits = {}
     for path in paths:
-        (columns,) = shard.inputs(path)
+        (columns,) = shard.input_ranges(path)
         d_in, d_out = whole[path]
-        splits[_name(path)] = Split((d_out, d_in), shard.outputs(path), columns)
-    if shard.sums(paths[0]):
+        splits[_name(path)] = Split((d_out, d_in), shard.output_ranges(path), columns)
+    if shard.needs_all_reduce(paths[0]):
         return SummedLinear(place.ranks, in_features, slices, place, bias, splits=splits)
     return Linear(in_features, slices, place, bias, splits=splits)
 
@@ -180,12 +180,12 @@ class Attention:
     """The linears that make queries, keys and values; one where a checkpoint has them fused."""
     OUTPUT: ClassVar[str] = "o_proj"
 
-    def __init__(self, shape: ModelShape, index: int, place: Placement) -> None:
+    def __init__(self, shape: ModelConfig, index: int, place: Placement) -> None:
         self.num_heads = shape.num_heads
         self.num_rotated = shape.num_heads + shape.num_kv_heads
         self.head_dim = shape.head_dim
         self.scale = shape.attention_scale
-        self.window = shape.windows[index]
+        self.window = shape.sliding_windows[index]
         self.softcap = shape.attention_softcap
         self.qkv_proj = linear_of(shape, [f"self_attn.{name}" for name in self.QKV], place, shape.attention_bias)
         self.o_proj = linear_of(shape, [f"self_attn.{self.OUTPUT}"], place, shape.output_bias)
@@ -233,7 +233,7 @@ class MLP:
     GATE_UP: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
     """One name where a checkpoint has them fused."""
 
-    def __init__(self, shape: ModelShape, place: Placement) -> None:
+    def __init__(self, shape: ModelConfig, place: Placement) -> None:
         self.gate_up_proj = linear_of(shape, [f"mlp.{name}" for name in self.GATE_UP], place, shape.mlp_bias)
         self.down_proj = linear_of(shape, ["mlp.down_proj"], place, shape.mlp_bias)
         self.activate = gated(shape.activation)

@@ -16,13 +16,13 @@ from quire_engine.job import Job
 from quire_engine.outputs import LoRARequest, RequestOutput
 from quire_engine.prompt import Prompt, PromptParts, each_prompt, per_prompt
 from quire_engine.text import Tokenizer
-from quire_spec.config import EngineConfig
-from quire_spec.digest import KnownDigests
-from quire_spec.document import load_object
-from quire_spec.engine_arguments import engine_fields
+from quire_spec.dataclass_json import read_json_object
+from quire_spec.documents.adapter_digest import DigestCache
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.engine.vllm_arguments import from_vllm_arguments
 from quire_spec.errors import ConfigError, InvalidArgument
-from quire_spec.messages import Generate
-from quire_spec.sampling import SamplingParams
+from quire_spec.protocol.messages import SequenceRequest
 
 _GENERATION_CONFIG = {
     "repetition_penalty": "repetition_penalty",
@@ -64,7 +64,7 @@ class LLM:
         if not isinstance(tokenizer, str | Path | None):
             raise ConfigError(f"tokenizer: {str(tokenizer)[:80]!r} is no folder")
         progress = sys.stderr.isatty()
-        arguments = engine_fields({"model": str(model)} | config)
+        arguments = from_vllm_arguments({"model": str(model)} | config)
         self.engine = Engine.from_config(EngineConfig.from_json(arguments), progress=progress)
         folder = self.engine.model_folder if tokenizer is None else Path(tokenizer).expanduser()
         self.tokenizer = Tokenizer.find(folder) if tokenizer is None else Tokenizer(folder)
@@ -72,7 +72,7 @@ class LLM:
         self._tokenizer_folder = folder
         self._chat_template = chat_template
         self._next_id = 0
-        self._digests = KnownDigests()
+        self._digests = DigestCache()
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -185,7 +185,7 @@ class LLM:
             )
         return template
 
-    def _request(self, prompt: Prompt, params: SamplingParams, digest: str | None, priority: int) -> Generate:
+    def _request(self, prompt: Prompt, params: SamplingParams, digest: str | None, priority: int) -> SequenceRequest:
         """What the engine is asked for one output of a prompt, parameters excepted."""
         parts = PromptParts.of(prompt)
         check_text_parameters(params, self.tokenizer is not None)
@@ -200,7 +200,7 @@ class LLM:
             token_ids = token_ids[-most:]
         bad = self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else []
         id, self._next_id = self._next_id, self._next_id + params.num_sequences
-        return Generate(id, token_ids, {}, digest, parts.cache_salt, bad, priority=priority)
+        return SequenceRequest(id, token_ids, {}, digest, parts.cache_salt, bad, priority=priority)
 
     def load_adapter(self, lora: LoRARequest) -> str:
         """Load an adapter, by what its folder holds now; returns its content digest. `generate` does it when needed.
@@ -210,7 +210,7 @@ class LLM:
         """
         try:
             path = Path(lora.lora_path).expanduser()
-            digest = self._digests.of(path)
+            digest = self._digests.get(path)
         # Also for a path with a null character, and one in the home of somebody who is not known.
         except (OSError, ValueError, RuntimeError) as error:
             raise InvalidArgument(f"adapter {lora.lora_name!r}: {error}") from error
@@ -252,7 +252,7 @@ def _template_arguments(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def _generation_defaults(folder: Path) -> SamplingParams:
     """What generation_config.json says of sampling, by the rules of vLLM."""
     path = folder / "generation_config.json"
-    config = load_object(path) if path.exists() else {}
+    config = read_json_object(path) if path.exists() else {}
     found = {ours: config[theirs] for theirs, ours in _GENERATION_CONFIG.items() if config.get(theirs) is not None}
     try:
         return SamplingParams(**found)

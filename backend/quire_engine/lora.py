@@ -9,7 +9,7 @@ import torch
 from quire_engine.models.causal import CausalLM
 from quire_engine.peft import OUTSIDE, HostAdapter
 from quire_kernels import LoraSlots, PackedAdapter, Site
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
 
 Place = tuple[int, str]
 """A module that adapters change, by its layer and its name there."""

@@ -18,9 +18,9 @@ from prometheus_client import (
 )
 
 from quire_engine.adapter_metrics import AdapterMetrics
-from quire_spec.config import EngineConfig
-from quire_spec.messages import Stats
-from quire_spec.sampling import SamplingParams
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.protocol.messages import SchedulerStats
 
 # The buckets of vLLM, so that its dashboards' quantiles mean the same.
 _FIRST_TOKEN_BUCKETS = (
@@ -53,7 +53,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = served_name
         self._config = config
-        self._stats = Stats()
+        self._stats = SchedulerStats()
         self.by_adapter = AdapterMetrics(self.registry, served_name, _FIRST_TOKEN_BUCKETS)
         self._make_gauges()
         self._make_counters()
@@ -115,13 +115,13 @@ class Metrics:
     def core(self, connected: bool) -> None:
         """The engine core came or went; a new one counts from zero."""
         self._core.set(connected)
-        self._stats = Stats()
+        self._stats = SchedulerStats()
         used = (self._kv_usage, self._host_usage, self._host_adapters, self._host_adapter_bytes)
         for gauge in (*used, self._running, self._waiting, self._swapped):
             gauge.set(0)
         self.by_adapter.slots(())
 
-    def stats(self, stats: Stats) -> None:
+    def stats(self, stats: SchedulerStats) -> None:
         """The engine core's numbers after a step."""
         last, self._stats = self._stats, stats
         if stats.num_blocks != last.num_blocks:

@@ -5,7 +5,7 @@ Events of one request are merged, so that what is sent grows with the text only.
 up, so that its memory is bounded and nobody else waits for it.
 """
 
-from quire_spec.messages import Event, joined
+from quire_spec.protocol.messages import OutputDelta, merge_deltas
 
 MAX_WAITING_BYTES = 128 * 2**20
 """Of a connection, as Python keeps them. 256 streams of 50 tokens/s fill it in 25 s; a live frontend reads it in 1."""
@@ -32,7 +32,7 @@ class Outbox:
         self._num_bytes = 0
         self._largest_merged = 0
 
-    def add(self, event: Event) -> None:
+    def add(self, event: OutputDelta) -> None:
         """Append an event, or merge it into the one of its request that waits."""
         size = _size(event)
         self._num_bytes += size
@@ -57,17 +57,17 @@ class Outbox:
             return f"{self._num_bytes} bytes wait; at most {MAX_WAITING_BYTES} may"
         return None
 
-    def take(self) -> list[list[Event]]:
+    def take(self) -> list[list[OutputDelta]]:
         """Hand out everything, in messages of about MAX_EVENTS_BYTES."""
         taken = [waiting for outputs in self._waiting.values() for waiting in outputs.values()]
         self._waiting, self._num_bytes, self._largest_merged = {}, 0, 0
-        batches: list[list[Event]] = []
+        batches: list[list[OutputDelta]] = []
         num_bytes = MAX_EVENTS_BYTES
         for waiting in taken:
             if num_bytes >= MAX_EVENTS_BYTES:
                 batches.append([])
                 num_bytes = 0
-            batches[-1].append(joined(waiting.events))
+            batches[-1].append(merge_deltas(waiting.events))
             num_bytes += waiting.num_bytes
         return batches
 
@@ -77,15 +77,15 @@ class _Waiting:
 
     __slots__ = ("events", "num_bytes")
 
-    def __init__(self, event: Event, num_bytes: int) -> None:
+    def __init__(self, event: OutputDelta, num_bytes: int) -> None:
         self.events = [event]
         self.num_bytes = num_bytes
 
-    def merge(self, event: Event, num_bytes: int) -> None:
+    def merge(self, event: OutputDelta, num_bytes: int) -> None:
         self.events.append(event)
         self.num_bytes += num_bytes
 
 
-def _size(event: Event) -> int:
+def _size(event: OutputDelta) -> int:
     entries = sum(len(position or ()) for position in (*(event.logprobs or ()), *(event.prompt_logprobs or ())))
     return _EVENT_BYTES + len(event.text) + _TOKEN_ID_BYTES * len(event.token_ids) + _LOGPROB_BYTES * entries

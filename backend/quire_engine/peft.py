@@ -20,9 +20,9 @@ from quire_engine.peft_config import PeftConfig
 from quire_engine.tensor_file import DTYPES, TensorFile, open_tensors
 from quire_engine.weights import equals_checkpoint
 from quire_spec.errors import InvalidArgument
-from quire_spec.shape import ModelShape
-from quire_spec.shard import Shard
-from quire_spec.sizing import linears, lora_slot_bytes, vocabulary
+from quire_spec.model.memory_sizing import linear_sizes, lora_slot_bytes, vocab_module_sizes
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.tensor_parallel import TensorParallelShard
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -55,10 +55,10 @@ class HostAdapter:
 
 def read_adapter(
     folder: Path,
-    shape: ModelShape,
+    shape: ModelConfig,
     max_rank: int,
     dtype: torch.dtype,
-    shard: Shard | None = None,
+    shard: TensorParallelShard | None = None,
     checkpoint: Path | None = None,
 ) -> HostAdapter:
     """Read and check an adapter's folder; its scales are folded into B before conversion to `dtype`.
@@ -94,7 +94,7 @@ def _find_weights(folder: Path) -> Path:
     raise InvalidArgument(f"{WEIGHTS_FILE} is missing")
 
 
-def _check_size(path: Path, shape: ModelShape, max_rank: int) -> None:
+def _check_size(path: Path, shape: ModelConfig, max_rank: int) -> None:
     """Refuse a file, or a header, that is larger than any adapter of this engine, before either is read."""
     size = path.stat().st_size
     most = lora_slot_bytes(shape, max_rank, torch.float32.itemsize) + _MAX_HEADER_BYTES
@@ -116,15 +116,15 @@ def _check_size(path: Path, shape: ModelShape, max_rank: int) -> None:
 def _read(
     file: TensorFile,
     config: PeftConfig,
-    shape: ModelShape,
+    shape: ModelConfig,
     dtype: torch.dtype,
-    shard: Shard | None,
+    shard: TensorParallelShard | None,
     checkpoint: Path | None,
 ) -> HostAdapter:
     halves, copies = _halves(file.keys(), shape)
     _check_outside(halves, config, shape)
     _check_targets(halves, config, shape)
-    sizes = linears(shape) | vocabulary(shape)
+    sizes = linear_sizes(shape) | vocab_module_sizes(shape)
     for module, names in halves.items():
         d_in, d_out = sizes[module.path]
         rank = config.rank(module.name)
@@ -144,21 +144,23 @@ def _read(
     return HostAdapter(max(a.shape[0] for a, _ in pairs.values()), pairs)
 
 
-def _part(a: Tensor, b: Tensor, path: str, shard: Shard) -> tuple[Tensor, Tensor]:
+def _part(a: Tensor, b: Tensor, path: str, shard: TensorParallelShard) -> tuple[Tensor, Tensor]:
     """What a rank needs of a linear's A [rank, in_features] and B [out_features, rank]: copies, so that it keeps no
     more than that."""
     if path == "embed_tokens":
         return _own_tokens(a.t(), shard).t(), b
     if path == "lm_head":
         return a, _own_tokens(b, shard)
-    (columns,) = shard.inputs(path)
-    return a[:, columns.start : columns.stop].clone(), torch.cat([b[r.start : r.stop] for r in shard.outputs(path)])
+    (columns,) = shard.input_ranges(path)
+    return a[:, columns.start : columns.stop].clone(), torch.cat(
+        [b[r.start : r.stop] for r in shard.output_ranges(path)]
+    )
 
 
-def _own_tokens(rows: Tensor, shard: Shard) -> Tensor:
+def _own_tokens(rows: Tensor, shard: TensorParallelShard) -> Tensor:
     """The rows of a rank's tokens; those of the last rank that are no token's are 0."""
-    tokens = shard.vocab
-    own = rows.new_zeros(shard.vocab_rows, rows.shape[1])
+    tokens = shard.vocab_range
+    own = rows.new_zeros(shard.vocab_rows_per_rank, rows.shape[1])
     own[: len(tokens)] = rows[tokens.start : tokens.stop]
     return own
 
@@ -179,19 +181,19 @@ class _Module:
         return self.path.rpartition(".")[2]
 
 
-def _modules(shape: ModelShape) -> dict[str, _Module]:
+def _modules(shape: ModelConfig) -> dict[str, _Module]:
     """By their names."""
     found = (
-        _Module(f"{shape.family.layers}.{layer}.{path}", layer, path)
+        _Module(f"{shape.architecture_info.layers_path}.{layer}.{path}", layer, path)
         for layer in range(shape.num_layers)
-        for path in shape.family.linears
+        for path in shape.architecture_info.linears
     )
-    parent = shape.family.layers.removesuffix("layers")
+    parent = shape.architecture_info.layers_path.removesuffix("layers")
     outside = (_Module(f"{parent}embed_tokens", OUTSIDE, "embed_tokens"), _Module("lm_head", OUTSIDE, "lm_head"))
     return {module.name: module for module in (*found, *outside)}
 
 
-def _halves(keys: list[str], shape: ModelShape) -> tuple[dict[_Module, dict[str, str]], dict[str, _Module]]:
+def _halves(keys: list[str], shape: ModelConfig) -> tuple[dict[_Module, dict[str, str]], dict[str, _Module]]:
     """Each adapted module's A and B by name; and, by name, copies of the base's weights of modules outside the layers.
 
     Raises:
@@ -221,20 +223,20 @@ def _halves(keys: list[str], shape: ModelShape) -> tuple[dict[_Module, dict[str,
     return halves, copies
 
 
-def _stranger(key: str, shape: ModelShape) -> str:
+def _stranger(key: str, shape: ModelConfig) -> str:
     """Why a tensor is none of this model's."""
-    layers = shape.family.layers
+    layers = shape.architecture_info.layers_path
     deep = re.match(rf"base_model\.model\.{re.escape(layers)}\.(\d{{1,5}})\.", key)
     if deep and int(deep[1]) >= shape.num_layers:
         return f"tensor {key[:200]!r}: the model has {shape.num_layers} layers; is it for another model?"
-    paths = ", ".join(shape.family.linears)
+    paths = ", ".join(shape.architecture_info.linears)
     return (
         f"tensor {key[:200]!r} is not a LoRA matrix of a linear; those of {shape.architecture} are {paths}, "
         f"named base_model.model.{layers}.N.PATH.lora_A|B.weight; beside them lm_head and embed_tokens can be adapted"
     )
 
 
-def _check_targets(halves: Mapping[_Module, Any], config: PeftConfig, shape: ModelShape) -> None:
+def _check_targets(halves: Mapping[_Module, Any], config: PeftConfig, shape: ModelConfig) -> None:
     """Refuse a file that lacks tensors of modules that its config says were trained, or has those of others: it is cut
     or mixed up."""
     for module in halves:
@@ -248,7 +250,7 @@ def _check_targets(halves: Mapping[_Module, Any], config: PeftConfig, shape: Mod
             raise InvalidArgument(f"target_modules has {module.target}, and {where} has no tensors for it")
 
 
-def _check_outside(halves: Mapping[_Module, Any], config: PeftConfig, shape: ModelShape) -> None:
+def _check_outside(halves: Mapping[_Module, Any], config: PeftConfig, shape: ModelConfig) -> None:
     outside = [module.target for module in halves if module.layer == OUTSIDE]
     if config.ensure_weight_tying and shape.tie_word_embeddings and outside:
         raise InvalidArgument(
@@ -257,12 +259,12 @@ def _check_outside(halves: Mapping[_Module, Any], config: PeftConfig, shape: Mod
         )
 
 
-def _check_copy(file: TensorFile, name: str, module: _Module, shape: ModelShape, checkpoint: Path | None) -> None:
+def _check_copy(file: TensorFile, name: str, module: _Module, shape: ModelConfig, checkpoint: Path | None) -> None:
     """Refuse a copy of the base's weight that is another than the base's: a grown or a trained one."""
     _check_tensor(file, name, (shape.vocab_size, shape.embedding_size))
     own = f"{module.name}.weight"
-    if own == "lm_head.weight" and shape.tied_to is not None:
-        own = shape.tied_to
+    if own == "lm_head.weight" and shape.tied_embedding_name is not None:
+        own = shape.tied_embedding_name
     if checkpoint is None or not equals_checkpoint(checkpoint, own, file.get_tensor(name)):
         raise InvalidArgument(
             f"{name} differs from the base model's {own}: rows were trained or added; only adapters of it are "

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire_engine.peft_targets import Targets, usable
-from quire_spec.errors import InvalidArgument, short
+from quire_spec.errors import InvalidArgument, truncated_repr
 
 # Where training began or ended, of which the saved tensors are the result; or how files were handled.
 IGNORED = frozenset(
@@ -117,13 +117,14 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _check_fields(values: Mapping[str, Any]) -> None:
     if values.get("peft_type") != "LORA":
-        raise InvalidArgument(f"peft_type {short(values.get('peft_type'))} is not supported; only 'LORA' is")
+        raise InvalidArgument(f"peft_type {truncated_repr(values.get('peft_type'))} is not supported; only 'LORA' is")
     if values.get("bias", "none") != "none":
-        raise InvalidArgument(f"bias {short(values['bias'])}: biases were trained; only 'none' is supported")
+        raise InvalidArgument(f"bias {truncated_repr(values['bias'])}: biases were trained; only 'none' is supported")
     start = values.get("init_lora_weights", True)
     if not any(start is known or (isinstance(known, str) and start == known) for known in INITIALISATIONS):
         raise InvalidArgument(
-            f"init_lora_weights {short(start)} changes the base model's weights; convert the adapter to a plain one "
+            f"init_lora_weights {truncated_repr(start)} changes the base model's weights; convert the adapter to a "
+            "plain one "
             "(PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
         )
     known = IGNORED | READ | {"bias", "init_lora_weights"}
@@ -131,17 +132,17 @@ def _check_fields(values: Mapping[str, Any]) -> None:
         if values[name] in (None, False, [], {}, ""):
             continue
         reason = REFUSED.get(name, "this version does not know the field")
-        raise InvalidArgument(f"{short(name)} {short(values[name])} is not supported: {reason}")
+        raise InvalidArgument(f"{truncated_repr(name)} {truncated_repr(values[name])} is not supported: {reason}")
 
 
 def _pattern(name: str, value: Any, read: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict) or len(value) > _MAX_PATTERNS:
-        raise InvalidArgument(f"{name} {short(value)} is not an object of at most {_MAX_PATTERNS} entries")
+        raise InvalidArgument(f"{name} {truncated_repr(value)} is not an object of at most {_MAX_PATTERNS} entries")
     for key in value:
         _check_expression(name, key)
-    return {key: read(f"{name}[{short(key)}]", entry) for key, entry in value.items()}
+    return {key: read(f"{name}[{truncated_repr(key)}]", entry) for key, entry in value.items()}
 
 
 def _check_expression(name: str, key: str) -> None:
@@ -151,7 +152,7 @@ def _check_expression(name: str, key: str) -> None:
             raise ValueError("too long, or with more than 3 repetitions or a repeated group")
         re.compile(rf"(.*\.)?({key})$")
     except (ValueError, re.error, RecursionError, OverflowError) as error:
-        raise InvalidArgument(f"{name}: key {short(key)} is not a usable expression: {error}") from error
+        raise InvalidArgument(f"{name}: key {truncated_repr(key)} is not a usable expression: {error}") from error
 
 
 def _first_match(pattern: Mapping[str, float], module: str, default: float) -> float:
@@ -161,17 +162,17 @@ def _first_match(pattern: Mapping[str, float], module: str, default: float) -> f
 
 def _positive_int(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-        raise InvalidArgument(f"{name} {short(value)} is not a positive integer")
+        raise InvalidArgument(f"{name} {truncated_repr(value)} is not a positive integer")
     return value
 
 
 def _number(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= 1e9:
-        raise InvalidArgument(f"{name} {short(value)} is not a number of at most 1e9")
+        raise InvalidArgument(f"{name} {truncated_repr(value)} is not a number of at most 1e9")
     return float(value)
 
 
 def _flag(name: str, value: Any) -> bool:
     if value is not None and not isinstance(value, bool):
-        raise InvalidArgument(f"{name} {short(value)} is neither true nor false")
+        raise InvalidArgument(f"{name} {truncated_repr(value)} is neither true nor false")
     return bool(value)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from quire_spec.errors import InvalidArgument, short
+from quire_spec.errors import InvalidArgument, truncated_repr
 
 ALL_LINEAR = "all-linear"
 _OUTSIDE = ("embed_tokens", "lm_head")
@@ -41,12 +41,16 @@ class Targets:
         layers, patterns = values.get("layers_to_transform"), values.get("layers_pattern") or []
         layers = [layers] if type(layers) is int else layers or None
         if layers is not None and not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
-            raise InvalidArgument(f"layers_to_transform {short(layers)} is neither a layer's number nor a list of them")
+            raise InvalidArgument(
+                f"layers_to_transform {truncated_repr(layers)} is neither a layer's number nor a list of them"
+            )
         patterns = [patterns] if isinstance(patterns, str) else patterns
         if not (
             isinstance(patterns, list) and all(isinstance(p, str) and re.fullmatch(r"[\w.]+", p) for p in patterns)
         ):
-            raise InvalidArgument(f"layers_pattern {short(patterns)} is neither a module's name nor a list of them")
+            raise InvalidArgument(
+                f"layers_pattern {truncated_repr(patterns)} is neither a module's name nor a list of them"
+            )
         return cls(
             names=_names(values.get("target_modules")),
             excluded=_names(values.get("exclude_modules") or None),

@@ -11,7 +11,7 @@ from quire_engine.connection import Connection
 from quire_engine.metrics import Metrics
 from quire_engine.outbox import Outbox
 from quire_engine.pace import Pace
-from quire_spec.messages import Event, Events, Hello
+from quire_spec.protocol.messages import Hello, OutputDelta, OutputDeltas
 
 _log = logging.getLogger("quire.text")
 
@@ -28,7 +28,7 @@ class Port:
         self._outbox = Outbox()
         self._scheduled = False
 
-    def post(self, event: Event) -> None:
+    def post(self, event: OutputDelta) -> None:
         """Send an event, with all others of this turn of the event loop."""
         self._outbox.add(event)
         if not self._scheduled:
@@ -39,7 +39,7 @@ class Port:
         """Send what waits, unless the frontend is behind."""
         if not self._connection.blocked:
             for events in self._outbox.take():
-                self._connection.send(Events(events))
+                self._connection.send(OutputDeltas(events))
                 self._pace.sent(len(events), asyncio.get_running_loop().time())
 
     def _turn_over(self) -> None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire_spec import names
-from quire_spec.config import EngineConfig
+from quire_spec import constants
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
 EXIT_DEFECT = 70
@@ -46,7 +46,7 @@ class Arguments:
             ConfigError: the path is longer than a socket's can be.
         """
         path = self.run_dir / name
-        if len(os.fsencode(path)) > names.MAX_SOCKET_PATH:
+        if len(os.fsencode(path)) > constants.MAX_SOCKET_PATH:
             raise ConfigError(f"--run-dir {self.run_dir}: too long for a socket in it; {path} may have 107 bytes")
         return path
 
@@ -65,7 +65,7 @@ def run(name: str, main: Callable[[Arguments], None]) -> NoReturn:
     except ConfigError as error:
         # For a person who reads the last line of a log: the message says what to do, a traceback would bury it.
         print(f"{name}: {error}", file=sys.stderr)
-        leave(names.EXIT_CONFIG)
+        leave(constants.EXIT_CONFIG)
     except Exception:
         _log.exception("process failed name=%s", name)
         leave(EXIT_DEFECT)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire_spec.catalogue import AdapterLimits
+from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.errors import Unavailable
 
 BURST_S = 10.0

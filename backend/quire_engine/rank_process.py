@@ -11,7 +11,7 @@ import sys
 from quire_engine import process
 from quire_engine.follower import Follower
 from quire_engine.member import Ends
-from quire_spec import names
+from quire_spec import constants
 from quire_spec.errors import ConfigError
 
 _log = logging.getLogger("quire.rank")
@@ -28,7 +28,7 @@ def main() -> None:
         follower.run()
     except ConfigError:
         # Rank 0 has it, and says it.
-        process.leave(names.EXIT_CONFIG)
+        process.leave(constants.EXIT_CONFIG)
     except Exception:
         _log.exception("rank failed")
         process.leave(process.EXIT_DEFECT)

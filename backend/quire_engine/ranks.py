@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire_spec.shard import Shard
+from quire_spec.model.tensor_parallel import TensorParallelShard
 
 TIMEOUT_S = 30.0
 """How long a rank waits for the others in one call: they come to it within milliseconds of each other, or one hangs."""
@@ -29,7 +29,7 @@ _LOOPBACK = "127.0.0.1"
 class Ranks:
     """This rank among the others. Nothing of it may be called before `connect`."""
 
-    def __init__(self, shard: Shard, meet: Callable[[], Path], timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, shard: TensorParallelShard, meet: Callable[[], Path], timeout_s: float = TIMEOUT_S) -> None:
         """`meet` blocks until all ranks have loaded their weights, which may take them long; it returns the path of a
         file to find each other by, the same for all, which is not there yet."""
         self.shard = shard

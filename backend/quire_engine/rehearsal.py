@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from quire_engine.request import BlockId, Sequence, SlotId
 from quire_engine.step import Span
-from quire_spec.config import EngineConfig
-from quire_spec.sampling import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_STOP_TOKENS, SamplingParams
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_STOP_TOKENS, SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0)
 _CHOICES = (

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NewType
 
-from quire_spec.sampling import SamplingParams
+from quire_spec.engine.sampling_params import SamplingParams
 
 BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)

@@ -9,13 +9,13 @@ import math
 import torch
 from torch import Tensor
 
-from quire_spec.rope import Rope
+from quire_spec.model.rope_config import RopeConfig
 
 
 class Rotary:
     """Cosines and sines of positions."""
 
-    def __init__(self, rope: Rope, device: torch.device) -> None:
+    def __init__(self, rope: RopeConfig, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(rope).to(device)
         self._long_frequencies = inverse_frequencies(rope, beyond_switch=True).to(device)
         self._scale = rope.attention_factor
@@ -42,37 +42,37 @@ class Rotary:
         return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
-def inverse_frequencies(rope: Rope, *, beyond_switch: bool = False) -> Tensor:
+def inverse_frequencies(rope: RopeConfig, *, beyond_switch: bool = False) -> Tensor:
     """Radians per position of each pair, [rope.dim / 2] float32 on the CPU; `beyond_switch`: of longer sequences."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).to(torch.float32) / rope.dim
     frequencies = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
+    if rope.rope_type == "linear":
         return frequencies / rope.factor
-    if rope.kind == "llama3":
+    if rope.rope_type == "llama3":
         return _llama3(frequencies, rope)
-    if rope.kind == "yarn":
+    if rope.rope_type == "yarn":
         return _yarn(frequencies, rope)
-    if rope.kind == "longrope":
+    if rope.rope_type == "longrope":
         return frequencies / torch.tensor(rope.long_factor if beyond_switch else rope.short_factor)
     # `dynamic` stretches contexts beyond max_position_embeddings, and up to there changes nothing.
     return frequencies
 
 
-def _llama3(frequencies: Tensor, rope: Rope) -> Tensor:
+def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Long waves are stretched by `factor`, short ones kept, those between blended."""
     waves, low, high = 2 * math.pi / frequencies, rope.low_freq_factor, rope.high_freq_factor
-    kept = ((rope.trained_length / waves - low) / (high - low)).clamp(0.0, 1.0)
+    kept = ((rope.original_max_position / waves - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - kept) * frequencies / rope.factor + kept * frequencies
 
 
-def _yarn(frequencies: Tensor, rope: Rope) -> Tensor:
+def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Pairs that turn often within the trained length are kept, slow ones stretched by `factor`, those between blended.
 
     Source: https://arxiv.org/abs/2309.00071
     """
 
     def pair(turns: float) -> float:
-        return rope.dim * math.log(rope.trained_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return rope.dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = pair(rope.beta_fast), pair(rope.beta_slow)
     if rope.truncate:

@@ -51,10 +51,10 @@ from quire_engine.trace import stretch
 from quire_engine.weights import load_weights
 from quire_engine.work import GraphWork, Work, order_spans, work_of
 from quire_kernels import PackedAdapter, on_device
-from quire_spec.config import EngineConfig
-from quire_spec.shape import ModelShape
-from quire_spec.sizing import lora_slot_bytes, weights_bytes
-from quire_spec.status import MemoryPlan
+from quire_spec.documents.pod_status import MeasuredMemory
+from quire_spec.engine.config import EngineConfig
+from quire_spec.model.memory_sizing import lora_slot_bytes, weights_bytes
+from quire_spec.model.model_config import ModelConfig
 
 _CPU_MEASURED_TOKENS = 128
 
@@ -72,7 +72,7 @@ class TorchRunner(Runner):
     def __init__(
         self,
         config: EngineConfig,
-        shape: ModelShape,
+        shape: ModelConfig,
         folder: Path,
         *,
         ranks: Ranks | None = None,
@@ -91,7 +91,7 @@ class TorchRunner(Runner):
         read = partial(read_adapter, shape=shape, max_rank=config.max_lora_rank, dtype=self._dtype)
         self._read = partial(read, shard=shard, checkpoint=folder)
         if ranks is not None:
-            shape = ranks.shard.local
+            shape = ranks.shard.local_config
         self._check_room(config, shape)
         self._model = model_class(shape.architecture)(shape, Placement(self._dtype, self._device, ranks))
         self._slots = make_slots(self._model, config, self._dtype, self._device) if config.enable_lora else None
@@ -102,7 +102,7 @@ class TorchRunner(Runner):
         self._swapper: Swapper | None = None
         compiles = _compiles(self._device) and ranks is None
         with self._compiling(config, max_model_len) if compiles else nullcontext():
-            load_weights(folder, self._model.tensors(), tied=shape.tied_to, progress=progress)
+            load_weights(folder, self._model.tensors(), tied=shape.tied_embedding_name, progress=progress)
         self._model.pack()
         if self._device.type == "cpu":
             give_back_memory()
@@ -187,7 +187,7 @@ class TorchRunner(Runner):
             return work, list(range(len(plan.spans)))
         order = order_spans(plan.spans)
         spans = [plan.spans[i] for i in order]
-        return work_of(spans, self._kv.block_size, self._model.shape.rope_switch, plan), order
+        return work_of(spans, self._kv.block_size, self._model.shape.long_rope_threshold, plan), order
 
     def _handed_out(self, work: Work | GraphWork) -> AbstractContextManager[None]:
         """The other ranks, if there are any, do the step that is done within."""
@@ -335,7 +335,7 @@ class TorchRunner(Runner):
         with allocating("swap_space"):
             self._swapper = Swapper(self._kv, num_host_blocks) if num_host_blocks else None
         self.swap_space = self._measure_swap(config, max_model_len)
-        self.memory = MemoryPlan(
+        self.memory = MeasuredMemory(
             weights_bytes=budget.weights,
             lora_bytes=budget.lora,
             kv_bytes=self._kv.num_bytes,
@@ -347,7 +347,7 @@ class TorchRunner(Runner):
             swap_bytes=self._swapper.num_bytes if self._swapper is not None else 0,
             tensor_parallel_size=config.tensor_parallel_size,
         )
-        logger.info("memory plan %s", " ".join(f"{f}={getattr(self.memory, f)}" for f in MemoryPlan.__slots__))
+        logger.info("memory plan %s", " ".join(f"{f}={getattr(self.memory, f)}" for f in MeasuredMemory.__slots__))
 
     def _measure(self, config: EngineConfig, max_model_len: int) -> Budget:
         """Bytes in use, and on a GPU the peak of the largest step."""
@@ -362,7 +362,7 @@ class TorchRunner(Runner):
         # Ranks take theirs of the same memory.
         return Budget(available_memory() // config.tensor_parallel_size + weights + lora, weights, lora, 0)
 
-    def _check_room(self, config: EngineConfig, shape: ModelShape) -> None:
+    def _check_room(self, config: EngineConfig, shape: ModelConfig) -> None:
         """Before anything is loaded: a refusal that tells the bytes is better than what a device says."""
         if self._device.type != "cpu":
             # Of an engine that this process had before, whose memory nobody has collected.
@@ -433,7 +433,7 @@ class TorchRunner(Runner):
         copies = [BlockCopy(BlockId(0), BlockId(0))] * kv.blocks_at_once
         for spans in steps:
             plan = StepPlan(spans, copies=copies)
-            self._run(work_of(spans, kv.block_size, self._model.shape.rope_switch, plan), spans, kv)
+            self._run(work_of(spans, kv.block_size, self._model.shape.long_rope_threshold, plan), spans, kv)
 
     def _one_block(self, config: EngineConfig) -> KVCache:
         return KVCache(self._model.shape, 1, config.block_size, self._cache_dtype, self._device, self._num_spare)

@@ -22,7 +22,7 @@ from quire_engine.room import Room
 from quire_engine.step import Sampled, Span, StepPlan
 from quire_engine.swap import SwapSpace
 from quire_engine.tables import BlockTables
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
 
 

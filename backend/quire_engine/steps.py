@@ -14,7 +14,7 @@ from quire_engine.request import Logprob, Sequence
 from quire_engine.scheduler import Scheduler
 from quire_engine.step import Flight, Runner, RunnerLost, Sampled, StepPlan
 from quire_spec.errors import Code, Internal
-from quire_spec.messages import SequenceResult
+from quire_spec.protocol.messages import SequenceDelta
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Steps:
         self._flight: Flight | None = None
         self._started: list[int] = []
 
-    def advance(self) -> list[SequenceResult]:
+    def advance(self) -> list[SequenceDelta]:
         """Run at most one step, with the next one begun before it is over if steps are begun ahead.
 
         Raises:
@@ -54,12 +54,12 @@ class Steps:
         started, self._started = self._started, []
         return started
 
-    def _run(self) -> list[SequenceResult]:
+    def _run(self) -> list[SequenceDelta]:
         """Plan a step and run it."""
         plan = self._plan()
         return [] if plan is None else self._finish(Flight(plan, lambda: self._runner.execute(plan)))
 
-    def _overlap(self) -> list[SequenceResult]:
+    def _overlap(self) -> list[SequenceDelta]:
         """Take what the step in flight computed, with the next one begun before."""
         flight = self._flight or self._begin(self._plan())
         self._flight = None
@@ -96,7 +96,7 @@ class Steps:
         except BaseException as error:
             return Flight(plan, partial(_throw, error), failed=True)
 
-    def _finish(self, flight: Flight) -> list[SequenceResult]:
+    def _finish(self, flight: Flight) -> list[SequenceDelta]:
         """Wait for a step and take what it computed."""
         self._started += flight.plan.started
         try:
@@ -129,14 +129,14 @@ class Steps:
         return failed
 
 
-def failure(sequence: Sequence, code: Code, message: str) -> SequenceResult:
+def failure(sequence: Sequence, code: Code, message: str) -> SequenceDelta:
     """The last word on a sequence that failed."""
-    return SequenceResult(sequence.id, [], error_code=code, error=message)
+    return SequenceDelta(sequence.id, [], error_code=code, error=message)
 
 
-def _result(sequence: Sequence, new: Sampled) -> SequenceResult:
+def _result(sequence: Sequence, new: Sampled) -> SequenceDelta:
     logprobs, reason = None if new.logprobs is None else _plain(new.logprobs), sequence.finish_reason
-    result = SequenceResult(sequence.id, new.token_ids, reason and reason.value, logprobs)
+    result = SequenceDelta(sequence.id, new.token_ids, reason and reason.value, logprobs)
     if len(sequence.output_token_ids) > len(new.token_ids):
         return result
     scored, sequence.prompt_logprobs = sequence.prompt_logprobs, []

@@ -14,9 +14,9 @@ from typing import Any, Self
 import tokenizers
 
 from quire_engine.pieces import Pieces
-from quire_spec.document import load_object
+from quire_spec.dataclass_json import read_json_object
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError, InvalidArgument
-from quire_spec.sampling import SamplingParams
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -47,7 +47,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         config = folder / "tokenizer_config.json"
         try:
-            _apply_config(self._tokenizer, load_object(config) if config.exists() else {})
+            _apply_config(self._tokenizer, read_json_object(config) if config.exists() else {})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{config}: its tokens cannot be read ({type(error).__name__}: {error}); save the tokenizer again"

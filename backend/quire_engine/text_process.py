@@ -23,9 +23,9 @@ from quire_engine.metrics import Metrics
 from quire_engine.pace import RESPONSES_PER_S_PER_CORE, Pace
 from quire_engine.text import TOKENIZER_FILE, Tokenizer
 from quire_engine.text_server import TextServer
-from quire_spec.config import EngineConfig
-from quire_spec.names import CORE_SOCKET, TEXT_SOCKET
-from quire_spec.shape import ModelShape
+from quire_spec.constants import CORE_SOCKET, TEXT_SOCKET
+from quire_spec.engine.config import EngineConfig
+from quire_spec.model.model_config import ModelConfig
 
 _log = logging.getLogger("quire.text")
 
@@ -34,7 +34,7 @@ def main(args: process.Arguments) -> None:
     """Load what belongs to the checkpoint, then serve."""
     folder = resolve_model(args.config.model, args.config.revision, progress=False)
     tokenizer = Tokenizer.find(folder)
-    limits = Limits.of(args.config, ModelShape.load(folder), tokenizer)
+    limits = Limits.of(args.config, ModelConfig.load(folder), tokenizer)
     _log.info(
         "text starts model=%s tokenizer=%s max_model_len=%d max_prompt_bytes=%d max_num_queued_reqs=%d",
         *(args.served_name, tokenizer is not None, limits.max_model_len),

@@ -20,11 +20,18 @@ from quire_engine.metrics import Metrics
 from quire_engine.pace import Pace
 from quire_engine.port import Port
 from quire_engine.text import Tokenizer
-from quire_spec.catalogue import AdapterLimits
-from quire_spec.document import from_json
-from quire_spec.errors import Internal, InvalidArgument, QuireError, error_from
-from quire_spec.messages import Call, Cancel, Message, Refused, Reply, Submit
-from quire_spec.status import now
+from quire_spec.dataclass_json import from_json
+from quire_spec.documents.adapter_catalog import AdapterLimits
+from quire_spec.documents.pod_status import utc_now
+from quire_spec.errors import Internal, InvalidArgument, QuireError, error_from_code
+from quire_spec.protocol.messages import (
+    CancelRequests,
+    ControlRequest,
+    ControlResponse,
+    GenerateRequest,
+    IpcMessage,
+    RequestRejected,
+)
 
 _INLINE_CHARS = 2048
 """Prompts up to this are tokenized at once: about half a millisecond, and a thread costs a tenth of one."""
@@ -32,7 +39,7 @@ _INLINE_CHARS = 2048
 _Tokens = tuple[list[int], list[list[int]]]
 """Of a prompt, and of the words that its output must not have."""
 
-_SUBMIT_HEAD = re.compile(rb'\["Submit",(\d{1,18}),')
+_SUBMIT_HEAD = re.compile(rb'\["GenerateRequest",(\d{1,18}),')
 
 _log = logging.getLogger("quire.text")
 
@@ -49,10 +56,10 @@ class TextServer:
         self._max_frame_bytes = max_frame_bytes
         self._pace = pace
         self._ports: dict[Connection, Port] = {}
-        self._started_at = now()
+        self._started_at = utc_now()
         # Two: one very long prompt does not hold up all the others, and steps keep most of the processor.
         self._pool = ThreadPoolExecutor(2, "tokenize")
-        self._calls: dict[str, Callable[[Connection, Call], None]] = {
+        self._calls: dict[str, Callable[[Connection, ControlRequest], None]] = {
             "set_adapters": self._set_adapters,
             "status": self._status,
             "metrics": self._render_metrics,
@@ -72,16 +79,16 @@ class TextServer:
         elif hello.role != "supervisor":
             raise Internal(f"role {hello.role!r} has no business here")
 
-    def on_message(self, connection: Connection, message: Message) -> None:
+    def on_message(self, connection: Connection, message: IpcMessage) -> None:
         """Handler: a frontend or a supervisor wants something."""
         port = self._ports.get(connection)
-        if port is not None and isinstance(message, Submit):
+        if port is not None and isinstance(message, GenerateRequest):
             self._submit(port, message)
-        elif port is not None and isinstance(message, Cancel):
+        elif port is not None and isinstance(message, CancelRequests):
             self._desk.cancel(port, message.ids)
-        elif port is not None and isinstance(message, Refused):
-            self._metrics.refused(error_from(message.code, "").code)
-        elif port is None and isinstance(message, Call):
+        elif port is not None and isinstance(message, RequestRejected):
+            self._metrics.refused(error_from_code(message.code, "").code)
+        elif port is None and isinstance(message, ControlRequest):
             self._answer(connection, message)
         else:
             raise Internal(f"unexpected {type(message).__name__}")
@@ -106,7 +113,7 @@ class TextServer:
         hello = port.hello
         _log.info("frontend gone model=%s pid=%s num_open=%d", hello.model, hello.pid, num_open)
 
-    def _submit(self, port: Port, submit: Submit) -> None:
+    def _submit(self, port: Port, submit: GenerateRequest) -> None:
         generation = self._desk.submit(port, submit)
         if generation is None:
             return
@@ -119,7 +126,7 @@ class TextServer:
             future = loop.run_in_executor(self._pool, self._tokenize, generation, submit)
             future.add_done_callback(lambda done: self._tokenized(generation, done))
 
-    def _tokenize_now(self, generation: Generation, submit: Submit) -> None:
+    def _tokenize_now(self, generation: Generation, submit: GenerateRequest) -> None:
         try:
             tokens = self._tokenize(generation, submit)
         except QuireError as error:
@@ -127,7 +134,7 @@ class TextServer:
         else:
             self._desk.tokenized(generation, *tokens)
 
-    def _tokenize(self, generation: Generation, submit: Submit) -> _Tokens:
+    def _tokenize(self, generation: Generation, submit: GenerateRequest) -> _Tokens:
         assert self._tokenizer is not None
         # A request may be cancelled while its prompt waits for a thread.
         if not self._desk.is_open(generation):
@@ -146,15 +153,15 @@ class TextServer:
         else:
             self._desk.tokenized(generation, *done.result())
 
-    def _answer(self, connection: Connection, call: Call) -> None:
+    def _answer(self, connection: Connection, call: ControlRequest) -> None:
         try:
             if call.method not in self._calls:
                 raise InvalidArgument(f"method {call.method!r} is unknown; known are {', '.join(self._calls)}")
             self._calls[call.method](connection, call)
         except QuireError as error:
-            connection.send(Reply(call.id, None, error.code, str(error)))
+            connection.send(ControlResponse(call.id, None, error.code, str(error)))
 
-    def _set_adapters(self, connection: Connection, call: Call) -> None:
+    def _set_adapters(self, connection: Connection, call: ControlRequest) -> None:
         adapters = call.args.get("adapters")
         if not isinstance(adapters, Mapping) or not all(isinstance(digest, str) for digest in adapters.values()):
             raise InvalidArgument(f"set_adapters: adapters must map names to digests, found {str(adapters)[:80]!r}")
@@ -164,17 +171,17 @@ class TextServer:
         parsed = {name: from_json(AdapterLimits, each, f"limits.{name}") for name, each in limits.items()}
         self._desk.set_adapters(adapters, parsed)
         _log.info("adapters set count=%d", len(adapters))
-        connection.send(Reply(call.id, {}))
+        connection.send(ControlResponse(call.id, {}))
 
-    def _status(self, connection: Connection, call: Call) -> None:
-        connection.send(Reply(call.id, {"started_at": self._started_at, **self._desk.status()}))
+    def _status(self, connection: Connection, call: ControlRequest) -> None:
+        connection.send(ControlResponse(call.id, {"started_at": self._started_at, **self._desk.status()}))
 
-    def _drain(self, connection: Connection, call: Call) -> None:
+    def _drain(self, connection: Connection, call: ControlRequest) -> None:
         _log.info("draining num_open=%d", self._desk.num_open)
-        self._desk.drain(lambda: connection.send(Reply(call.id, {})))
+        self._desk.drain(lambda: connection.send(ControlResponse(call.id, {})))
 
-    def _render_metrics(self, connection: Connection, call: Call) -> None:
+    def _render_metrics(self, connection: Connection, call: ControlRequest) -> None:
         self._desk.note_adapters()
         # Not in the pool: a scrape does not wait for prompts.
         future = asyncio.get_running_loop().run_in_executor(None, self._metrics.exposition)
-        future.add_done_callback(lambda done: connection.send(Reply(call.id, {"text": done.result()})))
+        future.add_done_callback(lambda done: connection.send(ControlResponse(call.id, {"text": done.result()})))

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from quire_spec.errors import InvalidArgument
-from quire_spec.messages import StepResult
+from quire_spec.protocol.messages import StepResult
 
 MAX_STEPS = 100
 """Of an 8B model these are about 30 MB; viewers give up at some hundreds."""

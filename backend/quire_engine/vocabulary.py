@@ -10,7 +10,7 @@ from quire_engine.layers import Linear, Placement, Split
 from quire_engine.part import Part, Target
 from quire_engine.ranks import Ranks
 from quire_kernels import LinearSlots, add_lora_rows, embedding
-from quire_spec.shape import ModelShape
+from quire_spec.model.model_config import ModelConfig
 
 
 class GatheredLinear(Linear):
@@ -25,20 +25,20 @@ class GatheredLinear(Linear):
         """[num_rows, in_features] to [num_rows, vocab_size]; see Linear."""
         logits = self._ranks.gather(super().__call__(x, batch, residual))
         # The last rows of the last rank may be no tokens'.
-        return logits[:, : self._ranks.shard.shape.vocab_size]
+        return logits[:, : self._ranks.shard.model_config.vocab_size]
 
 
-def num_rows(shape: ModelShape, place: Placement) -> int:
+def num_rows(shape: ModelConfig, place: Placement) -> int:
     """Rows of the embedding on this rank."""
-    return shape.vocab_size if place.ranks is None else place.ranks.shard.vocab_rows
+    return shape.vocab_size if place.ranks is None else place.ranks.shard.vocab_rows_per_rank
 
 
-def output_projection(shape: ModelShape, place: Placement, tied: Tensor | None) -> Linear:
+def output_projection(shape: ModelConfig, place: Placement, tied: Tensor | None) -> Linear:
     """From the stream to logits, unfilled; `tied`: the embedding, where it is the same."""
     d_in, slices = shape.embedding_size, {"lm_head": num_rows(shape, place)}
     if place.ranks is None:
         return Linear(d_in, slices, place, weight=tied)
-    split = Split((shape.vocab_size, d_in), (place.ranks.shard.vocab,), range(d_in))
+    split = Split((shape.vocab_size, d_in), (place.ranks.shard.vocab_range,), range(d_in))
     return GatheredLinear(place.ranks, d_in, slices, place, weight=tied, splits={"lm_head": split})
 
 
@@ -46,8 +46,8 @@ def embedding_target(table: Tensor, ranks: Ranks | None) -> Target:
     """What the checkpoint's embedding fills of this rank's."""
     if ranks is None:
         return table
-    tokens = ranks.shard.vocab
-    return Part(table[: len(tokens)], (ranks.shard.shape.vocab_size, table.shape[1]), (tokens,))
+    tokens = ranks.shard.vocab_range
+    return Part(table[: len(tokens)], (ranks.shard.model_config.vocab_size, table.shape[1]), (tokens,))
 
 
 def embed(batch: Batch, table: Tensor, adapters: LinearSlots | None, ranks: Ranks | None) -> Tensor:
@@ -55,7 +55,7 @@ def embed(batch: Batch, table: Tensor, adapters: LinearSlots | None, ranks: Rank
     table and the others'."""
     ids = batch.token_ids
     if ranks is not None:
-        tokens = ranks.shard.vocab
+        tokens = ranks.shard.vocab_range
         foreign = (ids < tokens.start) | (ids >= tokens.stop)
         ids = (ids - tokens.start).masked_fill_(foreign, 0)
     found = embedding(ids, table)

@@ -14,9 +14,10 @@ from quire_server.model_server.vllm_repository import write_documents
 from quire_server.supervisor.app import run
 from quire_server.supervisor.managed_process import StartupFailed
 from quire_server.supervisor.settings import SupervisorSettings
-from quire_spec import capability, names
-from quire_spec.address import ALL, POD_IP_VARIABLE, listening
+from quire_spec import constants
 from quire_spec.errors import QuireError
+from quire_spec.model import capabilities
+from quire_spec.net.addresses import ANY_ADDRESS, POD_IP_VARIABLE, listen_address
 
 EXIT_STOPPED = 0
 EXIT_STARTUP_FAILED = 1
@@ -54,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         asyncio.run(run(_settings(args)))
     except StartupFailed as error:
-        return _print_error(error, names.EXIT_CONFIG if error.is_config_error else EXIT_STARTUP_FAILED)
+        return _print_error(error, constants.EXIT_CONFIG if error.is_config_error else EXIT_STARTUP_FAILED)
     except QuireError as error:
-        return _print_error(error, names.EXIT_CONFIG)
+        return _print_error(error, constants.EXIT_CONFIG)
     return EXIT_STOPPED
 
 
@@ -93,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="instead of both: a model of NVIDIA's vllm_backend (model.json, multi_lora.json), as it is",
     )
-    files.add_argument("--device", choices=capability.DEVICES, help="where model.json says none (default: cuda)")
+    files.add_argument("--device", choices=capabilities.DEVICES, help="where model.json says none (default: cuda)")
     files.add_argument("--served-name", required=True, metavar="NAME", help="model name of the base")
     folders = parser.add_argument_group("folders")
     folders.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="sockets; one supervisor's alone")
@@ -102,13 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     ports.add_argument(
         "--host",
         default="127.0.0.1",
-        help=f"address to listen on (default: %(default)s); {ALL}: all, of IPv6 where ${POD_IP_VARIABLE} is",
+        help=f"address to listen on (default: %(default)s); {ANY_ADDRESS}: all, of IPv6 where ${POD_IP_VARIABLE} is",
     )
     for name, port in (
-        ("http", names.HTTP_PORT),
-        ("grpc", names.GRPC_PORT),
-        ("metrics", names.SERVER_METRICS_PORT),
-        ("health", names.HEALTH_PORT),
+        ("http", constants.HTTP_PORT),
+        ("grpc", constants.GRPC_PORT),
+        ("metrics", constants.SERVER_METRICS_PORT),
+        ("health", constants.HEALTH_PORT),
     ):
         ports.add_argument(
             f"--{name}-port", type=_parse_port, default=port, metavar="PORT", help="default: %(default)s"
@@ -155,7 +156,7 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
         served_name=args.served_name,
         run_dir=args.run_dir.absolute(),
         cache_dir=args.cache_dir.absolute(),
-        host=listening(args.host, os.environ),
+        host=listen_address(args.host, os.environ),
         http_port=args.http_port,
         grpc_port=args.grpc_port,
         metrics_port=args.metrics_port,

@@ -74,7 +74,7 @@ class Internal(QuireError):
     """A defect of ours."""
 
 
-_BY_CODE: dict[Code, type[QuireError]] = {
+_ERROR_TYPES: dict[Code, type[QuireError]] = {
     Code.INVALID_ARG: InvalidArgument,
     Code.NOT_FOUND: NotFound,
     Code.UNAVAILABLE: Unavailable,
@@ -83,13 +83,13 @@ _BY_CODE: dict[Code, type[QuireError]] = {
 }
 
 
-def error_from(code: str, message: str) -> QuireError:
+def error_from_code(code: str, message: str) -> QuireError:
     """The exception for a code that came over the wire; an unknown code becomes `Internal`."""
-    known = Code(code) if code in Code.__members__ else Code.INTERNAL
-    return _BY_CODE[known](message)
+    error_code = Code(code) if code in Code.__members__ else Code.INTERNAL
+    return _ERROR_TYPES[error_code](message)
 
 
-def short(value: object) -> str:
+def truncated_repr(value: object) -> str:
     """`value` as a message quotes it."""
     try:
         text = repr(value)

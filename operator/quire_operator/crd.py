@@ -16,10 +16,10 @@ import yaml
 from quire_operator import rules, schema
 from quire_operator.errors import ABSENT, InvalidService, Problem, in_order
 from quire_operator.manifest import Manifest, read
-from quire_spec import names
+from quire_spec import constants
 from quire_spec.errors import ConfigError, Internal
 
-API = f"{names.API_GROUP}/{names.API_VERSION}"
+API = f"{constants.API_GROUP}/{constants.API_VERSION}"
 
 _TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
 _METADATA: Mapping[str, Any] = {
@@ -70,12 +70,12 @@ def find() -> Path:
 def load() -> Mapping[str, Any]:
     """The schema of an LLMService, from the CRD, with metadata's fields listed."""
     crd = yaml.load(find().read_text(), yaml.CSafeLoader)
-    version = next(v for v in crd["spec"]["versions"] if v["name"] == names.API_VERSION)
+    version = next(v for v in crd["spec"]["versions"] if v["name"] == constants.API_VERSION)
     root: dict[str, Any] = version["schema"]["openAPIV3Schema"]
     properties = {name: field for name, field in root["properties"].items() if name != "status"}
     properties |= {
         "apiVersion": {"type": "string", "enum": [API]},
-        "kind": {"type": "string", "enum": [names.KIND]},
+        "kind": {"type": "string", "enum": [constants.KIND]},
         "metadata": _METADATA,
     }
     return {**root, "required": ["apiVersion", "kind", "metadata", *root["required"]], "properties": properties}
@@ -102,7 +102,7 @@ def is_service(body: object) -> bool:
     if not isinstance(body, Mapping):
         return False
     group = str(body.get("apiVersion", "")).partition("/")[0]
-    return group == names.API_GROUP or str(body.get("kind", "")).lower() == names.KIND.lower()
+    return group == constants.API_GROUP or str(body.get("kind", "")).lower() == constants.KIND.lower()
 
 
 def only_service(file: str) -> Manifest:

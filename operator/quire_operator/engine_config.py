@@ -14,7 +14,7 @@ from quire_operator.plan.plan import Plan
 from quire_operator.plan.ways import CPU_TOKENS
 from quire_operator.quantity import num_bytes
 from quire_operator.service import Device, LLMService
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
 _FIELDS: Mapping[str, FieldPath] = {

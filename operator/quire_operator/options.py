@@ -5,7 +5,7 @@ import argparse
 from pathlib import Path
 
 from quire_operator.render.cluster import OPTIONAL
-from quire_spec.address import ALL
+from quire_spec.net.addresses import ANY_ADDRESS
 
 PLAN = """\
 Work out how an LLMService runs before it does: how many GPUs, the context length, batch sizes, and where each GiB goes.
@@ -87,7 +87,9 @@ def add_operate_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="look at each service at least so often, changed or not (default: 600)",
     )
-    parser.add_argument("--host", default=ALL, help="address of health and metrics (default: all, of the pod's family)")
+    parser.add_argument(
+        "--host", default=ANY_ADDRESS, help="address of health and metrics (default: all, of the pod's family)"
+    )
     parser.add_argument("--port", type=port_or_any, default=8080, help="their port; 0: a free one (default: 8080)")
     # Accepted and ignored for one release: charts before 0.2 pass it.
     parser.add_argument("--lease", metavar="NAME", help=argparse.SUPPRESS)

@@ -22,9 +22,9 @@ from quire_operator.errors import InvalidService, Problem
 from quire_operator.manifest import Manifest
 from quire_operator.service import Device, LLMService
 from quire_operator.sources import ADAPTER_FILES, MODEL_FILES, Machine, unreachable
-from quire_spec import names
-from quire_spec.catalogue import Catalogue, Source
-from quire_spec.config import EngineConfig
+from quire_spec import constants
+from quire_spec.documents.adapter_catalog import AdapterCatalog, Source
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
 GPU_NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
@@ -57,7 +57,7 @@ class Launch:
     """Everything that is needed to start."""
 
     engine: EngineConfig
-    catalogue: Catalogue
+    catalogue: AdapterCatalog
     run_dir: Path
     argv: tuple[str, ...]
     environment: Mapping[str, str]
@@ -100,8 +100,8 @@ def write(launch: Launch) -> None:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             raise ConfigError(f"run folder {folder} is another user's or a link; give another with --run-dir")
         with _locked(folder):
-            (folder / names.ENGINE_FILE).write_text(json.dumps(launch.engine.to_json(), indent=2))
-            (folder / names.CATALOGUE_FILE).write_text(json.dumps(launch.catalogue.to_json(), indent=2))
+            (folder / constants.ENGINE_FILE).write_text(json.dumps(launch.engine.to_json(), indent=2))
+            (folder / constants.CATALOG_FILE).write_text(json.dumps(launch.catalogue.to_json(), indent=2))
     except OSError as error:
         raise ConfigError(f"run folder {folder}: {error.strerror}; give another with --run-dir") from error
 
@@ -171,8 +171,8 @@ def _engine(manifest: Manifest, service: LLMService, machine: Machine, model: So
 def _argv(service: LLMService, options: Options, run_dir: Path, cache_dir: Path) -> Iterator[str]:
     ports = service.spec.runtime.ports
     flags: list[tuple[str, object]] = [
-        ("--engine", run_dir / names.ENGINE_FILE),
-        ("--adapters", run_dir / names.CATALOGUE_FILE),
+        ("--engine", run_dir / constants.ENGINE_FILE),
+        ("--adapters", run_dir / constants.CATALOG_FILE),
         ("--served-name", service.served_name),
         ("--run-dir", run_dir),
         ("--cache-dir", cache_dir),

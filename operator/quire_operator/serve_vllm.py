@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from quire_operator.serve import Options, default_cache_dir, default_run_dir
-from quire_spec import names
+from quire_spec import constants
 from quire_spec.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def served_name(repository: Path) -> str:
             "one model, or a repository that holds only one"
         )
     name = found[0].resolve().parents[1].name
-    names.check_model_name(name, f"--vllm-repository {repository}: model")
+    constants.check_model_name(name, f"--vllm-repository {repository}: model")
     return name
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Self
 
-from quire_spec.catalogue import Adapter, Catalogue, HuggingFaceSource, Source
-from quire_spec.document import from_json
+from quire_spec.dataclass_json import from_json
+from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec, HuggingFaceSource, Source
 
 
 class Device(StrEnum):
@@ -213,7 +213,7 @@ class Spec:
     networking: Networking
     security: Security
     paused: bool
-    adapters: tuple[Adapter, ...] = ()
+    adapters: tuple[AdapterSpec, ...] = ()
     gpu: Gpu | None = None
     autoscaling: Autoscaling | None = None
     podTemplate: dict[str, Any] = field(default_factory=dict)
@@ -242,11 +242,11 @@ class LLMService:
         """Model name that clients call the base model by."""
         return self.spec.model.servedName or self.name
 
-    def catalogue(self) -> Catalogue:
+    def catalogue(self) -> AdapterCatalog:
         """The adapters, as a pod is told them; those on the hub without a token have the model's."""
-        return Catalogue(self.generation, tuple(self._with_token(adapter) for adapter in self.spec.adapters))
+        return AdapterCatalog(self.generation, tuple(self._with_token(adapter) for adapter in self.spec.adapters))
 
-    def _with_token(self, adapter: Adapter) -> Adapter:
+    def _with_token(self, adapter: AdapterSpec) -> AdapterSpec:
         base, own = self.spec.model.source.huggingFace, adapter.source.huggingFace
         if base is None or own is None or own.tokenSecretRef is not None:
             return adapter

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire_operator.errors import ABSENT, FieldPath, Problem
-from quire_spec.catalogue import PvcSource, SecretRef, Source
+from quire_spec.documents.adapter_catalog import PvcSource, SecretRef, Source
 from quire_spec.errors import ConfigError
 
 MODEL_FILES = ("config.json",)

@@ -8,7 +8,7 @@ from typing import Any
 from quire_operator import crd, manifest, pod_fields
 from quire_operator.errors import ABSENT, Problem, in_order
 from quire_operator.manifest import Manifest, ManifestError
-from quire_spec import names
+from quire_spec import constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Report:
             yield f"{place}: {problem}"
         if self.ok:
             skipped = f"; {self.num_skipped} of other kinds not checked" if self.num_skipped else ""
-            yield f"{self.file}: ok ({names.KIND} {', '.join(self.services)}{skipped})"
+            yield f"{self.file}: ok ({constants.KIND} {', '.join(self.services)}{skipped})"
 
     def to_json(self) -> dict[str, Any]:
         """The report for programs."""
@@ -63,8 +63,8 @@ def report(file: str) -> Report:
     findings = [finding for document in ours for finding in _findings(document)]
     if not ours:
         what = f"{len(documents)} of other kinds" if documents else "nothing at all"
-        fix = f"add a document with apiVersion: {crd.API} and kind: {names.KIND}"
-        findings = [(f"{file}:1", Problem((), ABSENT, f"no {names.KIND} in this file, found {what}", fix))]
+        fix = f"add a document with apiVersion: {crd.API} and kind: {constants.KIND}"
+        findings = [(f"{file}:1", Problem((), ABSENT, f"no {constants.KIND} in this file, found {what}", fix))]
     services = tuple(_name(document.body) for document in ours)
     return Report(file, services, len(documents) - len(ours), tuple(findings))
 

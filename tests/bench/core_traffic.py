@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from measure import WrongOutput, shortfall
 from support.pod import Peer, Pod
 
-from quire_spec.messages import AdapterMove, Generate, StepResult
+from quire_spec.protocol.messages import AdapterEvent, SequenceRequest, StepResult
 
 
 class Ask(NamedTuple):
@@ -44,7 +44,7 @@ class Answer:
 
 
 def send(
-    pod: Pod, asks: list[Ask], num_open: int | None = None, moves: list[AdapterMove] | None = None
+    pod: Pod, asks: list[Ask], num_open: int | None = None, moves: list[AdapterEvent] | None = None
 ) -> list[Answer]:
     """Send each at its time, or with `num_open` as soon as fewer are open; the answers, when all are there, and in
     `moves` where adapters went meanwhile.
@@ -83,14 +83,14 @@ def _send(
             return
         answers[first + i] = Answer(ask, time.perf_counter())
         params = {"temperature": 0.0, "max_tokens": ask.num_tokens, "ignore_eos": True}
-        text.send(Generate(first + i, ask.prompt, params, ask.adapter))
+        text.send(SequenceRequest(first + i, ask.prompt, params, ask.adapter))
 
 
 _ids = itertools.count(1, 1_000_000)
 
 
 def _receive(
-    text: Peer, num: int, answers: dict[int, Answer], room: threading.Semaphore, moves: list[AdapterMove]
+    text: Peer, num: int, answers: dict[int, Answer], room: threading.Semaphore, moves: list[AdapterEvent]
 ) -> None:
     done = 0
     while done < num:
@@ -98,8 +98,8 @@ def _receive(
         now = time.perf_counter()
         if not isinstance(step, StepResult):
             continue
-        moves += step.moves
-        for id in step.started:
+        moves += step.adapter_events
+        for id in step.started_ids:
             answers[id].started = now
         for result in step.results:
             answer = answers[result.id]
@@ -120,7 +120,7 @@ def gap(pod: Pod, adapter: str, prompt: list[int], output: list[int]) -> float:
     params = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "prompt_logprobs": 1}
     scored: list[list[list[float]]] = []
     with pod.peer("core", "text") as text:
-        text.send(Generate(next(_ids), [*prompt, *output], params, adapter))
+        text.send(SequenceRequest(next(_ids), [*prompt, *output], params, adapter))
         while True:
             step = text.receive()
             for result in step.results if isinstance(step, StepResult) else ():

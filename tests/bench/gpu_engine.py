@@ -28,9 +28,9 @@ from workload import Request
 from quire_engine.checkpoint import Checkpoint
 from quire_engine.engine import Engine
 from quire_engine.runner import TorchRunner
-from quire_spec.config import EngineConfig
-from quire_spec.messages import Generate
-from quire_spec.shape import ModelShape
+from quire_spec.engine.config import EngineConfig
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol.messages import SequenceRequest
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": 128256,
@@ -110,7 +110,7 @@ def make_engine(card: Card, **settings: Any) -> Engine:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(model | settings.pop("model_config", {})))
-        shape = ModelShape.load(folder)
+        shape = ModelConfig.load(folder)
         config = EngineConfig(model="random", device=card.device.type, **settings)
         with random_weights.instead_of_a_checkpoint():
             runner = TorchRunner(config, shape, folder)
@@ -175,7 +175,7 @@ def _others(
 def gap(engine: Engine, request: Request, output: Sequence[int], adapter: str | None) -> float:
     """How far tokens fall short of the likeliest at worst, by an engine's logits; the deviation of these is 1."""
     params = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "prompt_logprobs": 1}
-    engine.add(Generate(0, [*request.prompt_token_ids, *output], params, adapter))
+    engine.add(SequenceRequest(0, [*request.prompt_token_ids, *output], params, adapter))
     scored: list[list[list[float]]] = []
     while engine.has_work:
         for result in engine.step().results:
@@ -213,7 +213,7 @@ def feed(
     while num_added < len(requests) or engine.has_work:
         while num_added < len(requests) and offsets[num_added] <= record.now():
             adapter = adapters[num_added % len(adapters)] if adapters else None
-            engine.add(Generate(num_added, requests[num_added].prompt_token_ids, params[num_added], adapter))
+            engine.add(SequenceRequest(num_added, requests[num_added].prompt_token_ids, params[num_added], adapter))
             num_added += 1
         if not engine.has_work:
             time.sleep(max(0.0, offsets[num_added] - record.now()))
@@ -275,7 +275,7 @@ def idle_per_step(engine: Engine, num_seqs: int, prompt: int, num_steps: int, ah
     for i in range(num_seqs):
         # Nobody ends before the last one has decoded so many steps: prompts start in as many steps at most.
         params = {"temperature": 0.0, "max_tokens": 3 * num_steps + num_seqs + 20, "ignore_eos": True}
-        engine.add(Generate(i, draw.choices(range(vocab), k=prompt), params))
+        engine.add(SequenceRequest(i, draw.choices(range(vocab), k=prompt), params))
     seen: set[int] = set()
     while len(seen) < num_seqs:
         seen |= {result.id for result in engine.step().results}

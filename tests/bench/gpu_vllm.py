@@ -28,7 +28,7 @@ from measure import MAX_GAP, WrongOutput, measure
 from safetensors.torch import save_file
 
 from quire_engine.engine import Engine
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
 
 BAR, AIM = 1.2, 1.5
 """What this engine's tokens/s must be of vLLM's, and should be."""

@@ -21,8 +21,8 @@ from core_traffic import Answer, Ask, gap, gaps, poisson, send
 from measure import MAX_GAP, WrongOutput, percentile, spread
 from support.pod import Pod
 
-from quire_spec.errors import error_from
-from quire_spec.messages import AdapterMove, Call, Reply
+from quire_spec.errors import error_from_code
+from quire_spec.protocol.messages import AdapterEvent, ControlRequest, ControlResponse
 
 LOAD_FACTOR = 0.8
 NUM_TOLD_APART = 8
@@ -68,12 +68,12 @@ def register(pod: Pod, folders: Sequence[Path], names: Sequence[str], pinned: bo
         # All at once: the core reads as many side by side as it can.
         for i, name in enumerate(names):
             args = {"digest": name, "path": str(folders[i % len(folders)]), "pinned": pinned}
-            supervisor.send(Call(i, "load_adapter", args))
+            supervisor.send(ControlRequest(i, "load_adapter", args))
         for _ in names:
             reply = supervisor.receive()
-            assert isinstance(reply, Reply)
+            assert isinstance(reply, ControlResponse)
             if reply.error_code:
-                raise error_from(reply.error_code, reply.error)
+                raise error_from_code(reply.error_code, reply.error)
 
 
 def measure_itl(pod: Pod, plan: Plan, cast: Cast, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -90,7 +90,7 @@ def measure_itl(pod: Pod, plan: Plan, cast: Cast, say: Callable[[str], None]) ->
     rate = LOAD_FACTOR * saturated / plan.output_tokens
     say(f"saturation {saturated:.0f} tokens/s, rate {rate:.2f} requests/s")
     runs: list[dict[str, float]] = []
-    moves: list[AdapterMove] = []
+    moves: list[AdapterEvent] = []
     where: set[str] = set()
     for i in range(plan.runs):
         both = (("without", cast.resident), ("with", cast.cold))
@@ -109,7 +109,7 @@ def _figures(
     rate: float,
     where: set[str],
     runs: Sequence[dict[str, float]],
-    moves: Sequence[AdapterMove],
+    moves: Sequence[AdapterEvent],
 ) -> dict[str, Any]:
     return {
         "saturation_tokens_per_s": saturated,
@@ -120,7 +120,7 @@ def _figures(
         "read_from": " or ".join(sorted(where)),
         **{name: spread([run[name] for run in runs]) for name in runs[0]},
         **{f"p{p}_ratio": spread([run[f"with_p{p}_ms"] / run[f"without_p{p}_ms"] for run in runs]) for p in (50, 99)},
-        **{f"{name}_s": _median([m.seconds for m in moves if m.place == place]) for name, place in _HOPS.items()},
+        **{f"{name}_s": _median([m.duration_s for m in moves if m.kind == place]) for name, place in _HOPS.items()},
         "runs": list(runs),
     }
 
@@ -138,16 +138,16 @@ def _run(
     cast: Cast,
     which: tuple[int, str, float, Sequence[str]],
     alone: dict[str, list[int]],
-    moves: list[AdapterMove],
+    moves: list[AdapterEvent],
 ) -> dict[str, float]:
     """One run, and where adapters went in it."""
     index, kind, rate, names = which
-    own: list[AdapterMove] = []
+    own: list[AdapterEvent] = []
     answers = send(pod, _mixed(plan, index, kind, rate, cast.resident, names), moves=own)
     moves += own
     long, short = ([a for a in answers if a.ask.kind == wanted] for wanted in ("long", "short"))
     _check(pod, plan, short, alone)
-    loaded = sum(move.place == "slot" for move in own)
+    loaded = sum(move.kind == "slot" for move in own)
     if not (loaded >= MIN_LOADED * plan.loads if kind == "with" else loaded == 0):
         raise WrongOutput(f"a run {kind} loads loaded {loaded} adapters; its short requests are {plan.loads}")
     seconds = max(a.times[-1] for a in long) - min(a.sent for a in long)

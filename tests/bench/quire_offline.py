@@ -18,7 +18,7 @@ import torch  # noqa: E402
 from record import Record  # noqa: E402
 
 from quire_engine import LLM, LoRARequest, SamplingParams  # noqa: E402
-from quire_spec.messages import StepResult  # noqa: E402
+from quire_spec.protocol.messages import StepResult  # noqa: E402
 
 _PAGE_BYTES = 4096
 _TORCH_ALONE = """

@@ -18,11 +18,11 @@ from support.pod import eventually
 from quire_operator.kube import kinds
 from quire_operator.reconcile import reconciler
 from quire_operator.reconcile.model_cache import job_succeeded
-from quire_spec.outcome import Result
-from quire_spec.progress import Progress
+from quire_spec.documents.download_progress import DownloadProgress
+from quire_spec.documents.download_result import DownloadReason
 
 API = ("quire.dev/v1alpha1", "LLMService")
-FAR = Progress(2**20, 4 * 2**20, 2**18)
+FAR = DownloadProgress(2**20, 4 * 2**20, 2**18)
 COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
 
 
@@ -78,13 +78,13 @@ def test_no_pod_before_the_model_is_there_and_every_step_is_told(cluster, namesp
         assert "25%" in cluster.kubectl("get", "llm", "tales", "--output=wide", namespace=namespace)
         # The token is refused; the Job tries again after 10 s, when somebody has put that right.
         why = "http://models/config.json: HTTP 401; the source's secret is missing, wrong, or lacks access"
-        downloads(kubelet, namespace, ended(Result.AUTH_FAILED, message=why))
+        downloads(kubelet, namespace, ended(DownloadReason.AUTH_FAILED, message=why))
         says(operating, "ModelCached", "False", "AuthFailed")
         assert message(operating, "ModelCached") == (
             f"{why}; no Secret is named; set spec.model.source.http.headersSecretRef; it is tried again"
         )
         assert operating.status()["cache"] == {"state": "Failed", "bytes": "1000"}
-        downloads(kubelet, namespace, ended(Result.DOWNLOADED, bytes=2**20, revision=COMMIT))
+        downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED, bytes=2**20, revision=COMMIT))
         says(operating, "ModelCached", "True", "Downloaded")
         # News of the Job may be here before its pod's.
         there = {"state": "Ready", "bytes": str(2**20), "revision": COMMIT}
@@ -103,7 +103,7 @@ def test_a_download_that_ends_in_the_middle_of_a_pass_is_not_missed(cluster, nam
 
         async def applied_slowly(key, *arguments):
             outcome = await apply(key, *arguments)
-            downloads(kubelet, namespace, ended(Result.DOWNLOADED))
+            downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED))
             async with asyncio.timeout(20):
                 while not any(job_succeeded(entry.body(), None) for entry in parts.cache.of(key, kinds.JOB)):
                     await asyncio.sleep(0.02)
@@ -167,7 +167,7 @@ def test_a_place_that_refuses_us_is_told_before_there_is_a_plan(cluster, namespa
 
 def test_what_is_there_of_one_source_is_not_said_of_another(cluster, namespace, kubelet, place):
     """Also where nothing is applied for the other, and by an operator that has not seen the first."""
-    downloads(kubelet, namespace, ended(Result.DOWNLOADED, bytes=2**20, revision=COMMIT))
+    downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED, bytes=2**20, revision=COMMIT))
     source, other = ({"http": {"url": f"{place.url}{end}"}} for end in ("", "/."))
     with Operating(cluster, namespace) as operating:
         cluster.apply(llm_service(model={"source": source}), namespace)
@@ -190,7 +190,7 @@ def test_what_is_there_of_one_source_is_not_said_of_another(cluster, namespace, 
 
 
 def test_a_claim_that_is_deleted_is_made_again_and_filled_once_no_pod_has_it(cluster, namespace, kubelet, place):
-    downloads(kubelet, namespace, ended(Result.DOWNLOADED))
+    downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED))
     claim = ("v1", "PersistentVolumeClaim", "tales-models")
     tales = llm_service(model={"source": {"http": {"url": place.url}}})
     with Operating(cluster, namespace) as operating:
@@ -223,12 +223,12 @@ def test_a_claim_that_is_deleted_is_made_again_and_filled_once_no_pod_has_it(clu
         cluster.apply(tales, namespace)
         says(operating, "ModelCached", "False", "Downloading")
         assert operating.child("Deployment")["spec"]["replicas"] == 0
-        downloads(kubelet, namespace, ended(Result.DOWNLOADED))
+        downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED))
         says(operating, "Ready", "True", "Ready")
 
 
 def test_a_claim_that_was_made_again_without_an_operator_is_filled_again(cluster, namespace, kubelet, place):
-    downloads(kubelet, namespace, ended(Result.DOWNLOADED))
+    downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED))
     claim, job = ("v1", "PersistentVolumeClaim", "tales-models"), ("batch/v1", "Job")
     with Operating(cluster, namespace) as operating:
         cluster.apply(llm_service(model={"source": {"http": {"url": place.url}}}, replicas=0), namespace)
@@ -248,5 +248,5 @@ def test_a_claim_that_was_made_again_without_an_operator_is_filled_again(cluster
         says(operating, "ModelCached", "False", "Downloading")
         (after,) = cluster.items(*job, namespace)
         assert after["metadata"]["uid"] != before["metadata"]["uid"]
-        downloads(kubelet, namespace, ended(Result.DOWNLOADED))
+        downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED))
         says(operating, "ModelCached", "True", "Downloaded")

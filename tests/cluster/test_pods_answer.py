@@ -12,7 +12,7 @@ from support.operating import Operating, claim, llm_service, reads_models
 from support.pod import eventually
 
 from quire_operator.kube import kinds
-from quire_spec.catalogue import Catalogue
+from quire_spec.documents.adapter_catalog import AdapterCatalog
 
 API = ("quire.dev/v1alpha1", "LLMService")
 POLICY = ("networking.k8s.io/v1", "NetworkPolicy", "tales")
@@ -146,10 +146,10 @@ def test_a_container_that_starts_anew_has_its_adapters_again(world, kubelet):
     member = world.pods()[0]
     before = member.script.started
     # The ConfigMap reaches a pod up to two minutes late: it starts from an empty one.
-    member.script.restart(Catalogue())
+    member.script.restart(AdapterCatalog())
     kubelet.restart(member.pod)
     eventually(lambda: member.script.started > before + 1, 10, "started anew")
-    member.script.restart(Catalogue())
+    member.script.restart(AdapterCatalog())
     world.operating.touch()
     world.until("Ready", "True", seconds=15)
     assert world.held() == [["sql"]] * 2
@@ -157,7 +157,7 @@ def test_a_container_that_starts_anew_has_its_adapters_again(world, kubelet):
 
 def test_a_service_that_was_restored_from_a_backup_has_its_adapters_and_not_those_of_later(world):
     """Its pods were told generations that the cluster has never heard of."""
-    pirate = Catalogue.from_json({"generation": 99, "adapters": [PIRATE]})
+    pirate = AdapterCatalog.from_json({"generation": 99, "adapters": [PIRATE]})
     pods = {m.pod["metadata"]["uid"] for m in world.pods()}
     for member in world.pods():
         member.script.catalogue = pirate
@@ -183,7 +183,7 @@ def test_an_operator_that_is_behind_does_not_take_pods_back(cluster, namespace, 
         proxy.swallow(lambda asked: f"/namespaces/{namespace}/llmservices?watch=true" in asked)
         edited = world.edit(adapters=[PIRATE])
         told = {"generation": edited["metadata"]["generation"], "adapters": [PIRATE]}
-        member.script.catalogue = Catalogue.from_json(told)
+        member.script.catalogue = AdapterCatalog.from_json(told)
         member.script.pushes.clear()
         operating.touch()
         world.until("Ready", "True")

@@ -27,8 +27,8 @@ from quire_operator.kube.login import Login
 from quire_operator.plan.errors import Unplannable, Why
 from quire_operator.reconcile.observed import Observed, Verdict
 from quire_operator.reconcile.status import status
-from quire_spec.outcome import Outcome, Result
-from quire_spec.status import AdapterState
+from quire_spec.documents.download_result import DownloadReason, DownloadResult
+from quire_spec.documents.pod_status import AdapterState
 
 API = ("quire.dev/v1alpha1", "LLMService")
 SERVICE = wanted()
@@ -36,7 +36,9 @@ SAID = report(SERVICE)
 GOOD = pod("s-0", SAID)
 FAILED = pod("s-1", with_adapter(SAID, "sql", AdapterState.FAILED, "HTTP 404: " + "x" * 5000))
 WITHOUT_GPU = starting("s-1", unschedulable="0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
-DOWNLOAD = starting("j", ended=ended("download", 1, "Error", Outcome(Result.AUTH_FAILED, 1, None, "HTTP 401").dump()))
+DOWNLOAD = starting(
+    "j", ended=ended("download", 1, "Error", DownloadResult(DownloadReason.AUTH_FAILED, 1, None, "HTTP 401").dump())
+)
 
 STATUSES = {
     "well": status(SERVICE, GENERATION, VERDICT, healthy(), {}, NOW),

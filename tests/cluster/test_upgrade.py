@@ -127,7 +127,7 @@ def test_an_upgrade_downloads_nothing_again(cluster, namespace, kubelet, new_rel
         (before,) = jobs(cluster, namespace)
         settings = new_release()
         # Its Jobs look otherwise, too.
-        monkeypatch.setattr(model, "PORT_VARIABLE", "QUIRE_OTHER_PORT")
+        monkeypatch.setattr(model, "PROGRESS_PORT_VARIABLE", "QUIRE_OTHER_PORT")
         with Operating(cluster, namespace, settings) as new:
             new.settles()
             assert [write for write in new.writes if write[0] not in (KIND, "Event")] == []

@@ -17,8 +17,8 @@ from quire_engine.runner import TorchRunner
 from quire_kernels import paged_attention
 from quire_kernels.gpu import fused_attention
 from quire_kernels.lora import adapted_linear
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
-from quire_spec.sampling import SamplingParams
 
 SMALL: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 96, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 48,

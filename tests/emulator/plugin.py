@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from emulator import device
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
 
 _make = EngineConfig.__init__
 _read = EngineConfig.from_json.__func__  # type: ignore[attr-defined]

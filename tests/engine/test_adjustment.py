@@ -14,7 +14,7 @@ from quire_engine.request import Sequence
 from quire_engine.sampler import Row, Sampler
 from quire_engine.tally import Tally
 from quire_kernels import penalize
-from quire_spec.sampling import SamplingParams
+from quire_spec.engine.sampling_params import SamplingParams
 
 VOCAB = 60
 PROMPT = [1, 2, 3, 3, 9]

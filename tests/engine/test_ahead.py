@@ -13,8 +13,8 @@ from support.tiny import VOCAB, make_adapter, make_checkpoint
 from quire_engine.engine import Engine
 from quire_engine.request import Status
 from quire_engine.swap import SwapSpace
-from quire_spec.config import EngineConfig
-from quire_spec.messages import Generate
+from quire_spec.engine.config import EngineConfig
+from quire_spec.protocol.messages import SequenceRequest
 
 MAX_MODEL_LEN = 96
 BLOCK_BYTES = 8 * 2 * 2 * 2 * 16 * 4
@@ -56,7 +56,7 @@ class _Run:
 
     def add(self, id: int, prompt: list[int], fields: dict[str, Any] | None = None, **params: Any) -> None:
         self.found[id] = [[], [], None, None]
-        self.engine.add(Generate(id, prompt, {"temperature": 0.0, "max_tokens": 24, **params}, **fields or {}))
+        self.engine.add(SequenceRequest(id, prompt, {"temperature": 0.0, "max_tokens": 24, **params}, **fields or {}))
 
     def step(self) -> None:
         self.engine.fetch()
@@ -155,7 +155,7 @@ def test_the_same_tokens_with_adapters_that_come_and_go(folder, adapters):
         for digest, path in adapters.items():
             run.engine.add_adapter(digest, path, run.engine.read_adapter(path), pinned=False)
         for i in range(16):
-            run.add(i, _prompt(5 + 3 * i, i), {"adapter": [None, "d0", "d1", "d2"][i % 4]}, stop_token_ids=STOPS)
+            run.add(i, _prompt(5 + 3 * i, i), {"adapter_digest": [None, "d0", "d1", "d2"][i % 4]}, stop_token_ids=STOPS)
             for _ in range(i % 3):
                 run.step()
         for digest in adapters:

@@ -17,9 +17,9 @@ from support.tiny import load_adapted_oracle, make_adapter, make_checkpoint
 
 from quire_engine.engine import Engine
 from quire_engine.peft import CONFIG_FILE
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import InvalidArgument
-from quire_spec.messages import Generate
+from quire_spec.protocol.messages import SequenceRequest
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/adapters.md"
 PROMPT = [(7 * i + 3) % 320 for i in range(24)]
@@ -145,7 +145,7 @@ def test_logits_equal_peft(row, served, tmp_path):
     assert (expected - base).abs().max() > 1e-2, "an adapter that is left out would not be missed"
     digest = str(folder)
     engine.add_adapter(digest, folder, engine.read_adapter(folder), pinned=False)
-    engine.add(Generate(1, PROMPT, {"temperature": 0.0, "max_tokens": 1, "logprobs": 20}, digest))
+    engine.add(SequenceRequest(1, PROMPT, {"temperature": 0.0, "max_tokens": 1, "logprobs": 20}, digest))
     found = []
     while engine.has_work:
         found += [entries for result in engine.step().results for entries in result.logprobs]

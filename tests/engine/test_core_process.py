@@ -16,8 +16,8 @@ from support.llama import greedy, make_adapter, make_llama
 from support.pod import Peer, Pod, eventually, rest
 
 from quire_spec.errors import InvalidArgument
-from quire_spec.frames import encode
-from quire_spec.messages import Abort, Generate, Hello, SequenceResult, StepResult
+from quire_spec.protocol.framing import encode_frame
+from quire_spec.protocol.messages import AbortSequences, Hello, SequenceDelta, SequenceRequest, StepResult
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 ENDLESS = {"temperature": 0, "max_tokens": None}
@@ -64,14 +64,14 @@ def supervisor(pod: Pod) -> Iterator[Peer]:
         yield peer
 
 
-def results(peer: Peer, ids: list[int]) -> dict[int, list[SequenceResult]]:
+def results(peer: Peer, ids: list[int]) -> dict[int, list[SequenceDelta]]:
     """Every result of the sequences `ids`, up to their last ones."""
-    got: dict[int, list[SequenceResult]] = {i: [] for i in ids}
+    got: dict[int, list[SequenceDelta]] = {i: [] for i in ids}
     missing, started = set(ids), []
     while missing:
         step = peer.receive()
         assert isinstance(step, StepResult)
-        started += step.started
+        started += step.started_ids
         for result in step.results:
             got[result.id].append(result)
             if result.finish_reason or result.error_code:
@@ -80,14 +80,14 @@ def results(peer: Peer, ids: list[int]) -> dict[int, list[SequenceResult]]:
     return got
 
 
-def tokens(found: list[SequenceResult]) -> list[int]:
+def tokens(found: list[SequenceDelta]) -> list[int]:
     return [i for result in found for i in result.token_ids]
 
 
 def test_sequences_run_and_their_results_come_step_by_step(text: Peer, model: Path):
     prompts = {7: [1, 2, 3], 8: [9] * 40, 9: [5]}
     for id, prompt in prompts.items():
-        text.send(Generate(id, prompt, GREEDY))
+        text.send(SequenceRequest(id, prompt, GREEDY))
     for id, found in results(text, list(prompts)).items():
         assert tokens(found) == greedy(model, prompts[id], 12)
         assert [len(result.token_ids) for result in found] == [1] * 12
@@ -95,16 +95,16 @@ def test_sequences_run_and_their_results_come_step_by_step(text: Peer, model: Pa
 
 
 def test_a_wrong_sequence_fails_alone(pod: Pod, text: Peer):
-    text.send(Generate(1, [5], GREEDY))
+    text.send(SequenceRequest(1, [5], GREEDY))
     wrong = {
-        2: Generate(2, [], GREEDY),
-        3: Generate(3, [10**6], GREEDY),
-        4: Generate(4, [5] * 5000, GREEDY),
-        5: Generate(5, [5], {"top_p": 9}),
-        6: Generate(6, [5], GREEDY, adapter="sha256:none"),
-        7: Generate(7, "abc", GREEDY),  # type: ignore[arg-type]
-        8: Generate(8, [5], "abc"),  # type: ignore[arg-type]
-        9: Generate(9, None, None),  # type: ignore[arg-type]
+        2: SequenceRequest(2, [], GREEDY),
+        3: SequenceRequest(3, [10**6], GREEDY),
+        4: SequenceRequest(4, [5] * 5000, GREEDY),
+        5: SequenceRequest(5, [5], {"top_p": 9}),
+        6: SequenceRequest(6, [5], GREEDY, adapter_digest="sha256:none"),
+        7: SequenceRequest(7, "abc", GREEDY),  # type: ignore[arg-type]
+        8: SequenceRequest(8, [5], "abc"),  # type: ignore[arg-type]
+        9: SequenceRequest(9, None, None),  # type: ignore[arg-type]
     }
     for request in wrong.values():
         text.send(request)
@@ -118,13 +118,13 @@ def test_a_wrong_sequence_fails_alone(pod: Pod, text: Peer):
 
 
 def test_abort_frees_blocks_and_says_so(pod: Pod, text: Peer):
-    text.send(Generate(1, [5], ENDLESS))
+    text.send(SequenceRequest(1, [5], ENDLESS))
     first = text.receive()
     assert isinstance(first, StepResult)
-    while not first.started:
+    while not first.started_ids:
         first = text.receive()
     assert pod.core_stats()["num_used_blocks"] > 0
-    text.send(Abort([1, 99]))
+    text.send(AbortSequences([1, 99]))
     pod.wait_idle()
     text.socket.settimeout(5)
     while (step := text.receive()).stats.num_running:
@@ -133,18 +133,18 @@ def test_abort_frees_blocks_and_says_so(pod: Pod, text: Peer):
 
 
 def test_what_a_text_process_left_is_aborted(pod: Pod, text: Peer):
-    text.send(Generate(1, [5], ENDLESS))
+    text.send(SequenceRequest(1, [5], ENDLESS))
     eventually(lambda: pod.core_stats()["num_running"] == 1)
     text.close()
     pod.wait_idle()
 
 
 def test_a_second_text_process_takes_over(pod: Pod, text: Peer):
-    text.send(Generate(1, [5], ENDLESS))
+    text.send(SequenceRequest(1, [5], ENDLESS))
     eventually(lambda: pod.core_stats()["num_running"] == 1)
     with pod.peer("core", "text") as second:
         # The same id means another sequence here, and nothing of the first one's comes.
-        second.send(Generate(1, [6], GREEDY))
+        second.send(SequenceRequest(1, [6], GREEDY))
         assert len(tokens(results(second, [1])[1])) == 12
         with pytest.raises(EOFError):
             while True:
@@ -166,7 +166,7 @@ def test_status_and_calls(pod: Pod, supervisor: Peer, model: Path):
 
 
 def test_adapters_are_loaded_used_read_again_and_unloaded(pod: Pod, text: Peer, supervisor: Peer, adapters: list[Path]):
-    text.send(Generate(100, [5, 6], GREEDY))
+    text.send(SequenceRequest(100, [5, 6], GREEDY))
     base = tokens(results(text, [100])[100])
     digests = [f"sha256:{i}" for i in range(4)]
     for digest, path in zip(digests, adapters, strict=True):
@@ -175,7 +175,7 @@ def test_adapters_are_loaded_used_read_again_and_unloaded(pod: Pod, text: Peer, 
     first = run_all(text, digests, 0)
     assert len({tuple(found) for found in first}) == 4 and base not in first
     assert run_all(text, digests[::-1], 10) == first[::-1]
-    text.send(Generate(101, [5, 6], GREEDY))
+    text.send(SequenceRequest(101, [5, 6], GREEDY))
     assert tokens(results(text, [101])[101]) == base
     states = supervisor.call("status")["adapters"]
     assert set(states) == set(digests)
@@ -183,7 +183,7 @@ def test_adapters_are_loaded_used_read_again_and_unloaded(pod: Pod, text: Peer, 
     for digest in digests:
         assert supervisor.call("unload_adapter", digest=digest) == {}
     assert supervisor.call("status")["adapters"] == {}
-    text.send(Generate(102, [5, 6], GREEDY, adapter=digests[0]))
+    text.send(SequenceRequest(102, [5, 6], GREEDY, adapter_digest=digests[0]))
     assert results(text, [102])[102][0].error_code == "NOT_FOUND"
 
 
@@ -191,7 +191,7 @@ def run_all(text: Peer, digests: list[str], base: int) -> list[list[int]]:
     """Output of one prompt with each adapter, asked for at once."""
     ids = {base + i: digest for i, digest in enumerate(digests)}
     for id, digest in ids.items():
-        text.send(Generate(id, [5, 6], GREEDY, adapter=digest))
+        text.send(SequenceRequest(id, [5, 6], GREEDY, adapter_digest=digest))
     got = results(text, list(ids))
     return [tokens(got[i]) for i in ids]
 
@@ -216,8 +216,8 @@ def test_an_adapter_that_vanished_fails_its_own_sequences(
     assert supervisor.call("status")["adapters"]["d0"] == "disk"
     for file in paths[0].iterdir():
         file.unlink()
-    text.send(Generate(20, [5, 6], GREEDY, adapter="d0"))
-    text.send(Generate(21, [5, 6], GREEDY, adapter="d1"))
+    text.send(SequenceRequest(20, [5, 6], GREEDY, adapter_digest="d0"))
+    text.send(SequenceRequest(21, [5, 6], GREEDY, adapter_digest="d1"))
     got = results(text, [20, 21])
     assert got[20][0].error_code and "gone" in got[20][0].error
     assert len(tokens(got[21])) == 12
@@ -226,14 +226,19 @@ def test_an_adapter_that_vanished_fails_its_own_sequences(
 
 
 def test_an_idle_core_takes_no_processor_time(pod: Pod, text: Peer):
-    text.send(Generate(1, [5], GREEDY))
+    text.send(SequenceRequest(1, [5], GREEDY))
     results(text, [1])
     rest([psutil.Process(pod.processes["core"].pid)], 0.02)
 
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"\xff" * 64, encode(Abort([1])), encode(Hello("frontend")), encode(Hello("supervisor")) + encode(Abort([1]))],
+    [
+        b"\xff" * 64,
+        encode_frame(AbortSequences([1])),
+        encode_frame(Hello("frontend")),
+        encode_frame(Hello("supervisor")) + encode_frame(AbortSequences([1])),
+    ],
     ids=range(4),
 )
 def test_a_broken_peer_is_cut(pod: Pod, text: Peer, garbage: bytes):
@@ -242,7 +247,7 @@ def test_a_broken_peer_is_cut(pod: Pod, text: Peer, garbage: bytes):
         raw.connect(str(pod.folder / "core.sock"))
         raw.sendall(garbage)
         assert raw.recv(1) == b""
-    text.send(Generate(1, [5], GREEDY))
+    text.send(SequenceRequest(1, [5], GREEDY))
     assert len(tokens(results(text, [1])[1])) == 12
 
 
@@ -253,7 +258,7 @@ def test_start_is_logged_and_sigterm_ends_it(model: Path, tmp_path: Path):
         for said in ("max_num_batched_tokens=2048", "part=weights planned_gib=", "part=kv", "num_blocks="):
             assert said in log
         with pod.peer("core", "text") as text:
-            text.send(Generate(1, [5], ENDLESS))
+            text.send(SequenceRequest(1, [5], ENDLESS))
             text.receive()
             assert pod.kill("core", signal.SIGTERM) == 0
 
@@ -287,13 +292,13 @@ def test_failing_steps_fail_their_sequences_and_three_in_a_row_end_the_process(m
             for good in (1, 2):
                 for i in range(2):
                     id = 10 * good + i
-                    text.send(Generate(id, [99], GREEDY))
+                    text.send(SequenceRequest(id, [99], GREEDY))
                     (failed,) = results(text, [id])[id]
                     assert failed.error_code == "INTERNAL" and "device-side assert" in failed.error
-                text.send(Generate(good, [5], GREEDY))
+                text.send(SequenceRequest(good, [5], GREEDY))
                 assert len(tokens(results(text, [good])[good])) == 12
             for i in range(3):
-                text.send(Generate(30 + i, [99], GREEDY))
+                text.send(SequenceRequest(30 + i, [99], GREEDY))
                 if i < 2:
                     results(text, [30 + i])
             with pytest.raises(EOFError):

@@ -12,7 +12,7 @@ from support.llama import greedy, make_llama
 from support.pod import Pod, eventually, rest
 from support.ranks import rank_processes
 
-from quire_spec.messages import Events
+from quire_spec.protocol.messages import OutputDeltas
 
 ENDLESS = {"temperature": 0, "max_tokens": 1000, "ignore_eos": True}
 
@@ -70,7 +70,7 @@ def open_request_ends(pod: Pod, victim: psutil.Process) -> None:
     with pod.peer("text", "frontend") as client:
         request = client.submit([1, 2, 3], **ENDLESS)
         first = client.receive()
-        assert isinstance(first, Events) and first.events[0].token_ids
+        assert isinstance(first, OutputDeltas) and first.deltas[0].token_ids
         victim.send_signal(signal.SIGKILL)
         killed = time.monotonic()
         assert client.collect([request])[request][-1].error_code == "UNAVAILABLE"

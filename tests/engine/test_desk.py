@@ -16,11 +16,20 @@ from quire_engine.desk import Desk
 from quire_engine.generation import Generation
 from quire_engine.metrics import Metrics
 from quire_engine.text import Tokenizer
-from quire_spec.catalogue import AdapterLimits
-from quire_spec.config import EngineConfig
+from quire_spec.documents.adapter_catalog import AdapterLimits
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Internal, InvalidArgument, NotFound, Unavailable
-from quire_spec.messages import Abort, Event, Generate, Message, SequenceResult, Stats, StepResult, Submit
-from quire_spec.sampling import SamplingParams
+from quire_spec.protocol.messages import (
+    AbortSequences,
+    GenerateRequest,
+    IpcMessage,
+    OutputDelta,
+    SchedulerStats,
+    SequenceDelta,
+    SequenceRequest,
+    StepResult,
+)
 
 LIMITS = Limits(max_model_len=32, vocab_size=384, max_num_queued_reqs=4, max_prompt_bytes=2000)
 with tempfile.TemporaryDirectory() as _folder:
@@ -31,23 +40,23 @@ class Inbox:
     """A frontend: what it was sent, by request."""
 
     def __init__(self) -> None:
-        self.events: dict[int, list[Event]] = {}
+        self.events: dict[int, list[OutputDelta]] = {}
 
-    def post(self, event: Event) -> None:
+    def post(self, event: OutputDelta) -> None:
         self.events.setdefault(event.id, []).append(event)
 
 
-def make_desk(tokenizer: Tokenizer | None = TOKENIZER) -> tuple[Desk, list[Message], Metrics]:
-    sent: list[Message] = []
+def make_desk(tokenizer: Tokenizer | None = TOKENIZER) -> tuple[Desk, list[IpcMessage], Metrics]:
+    sent: list[IpcMessage] = []
     metrics = Metrics(EngineConfig("m"), "base", LIMITS.max_model_len)
     return Desk(Admission(LIMITS, "base", tokenizer is not None), tokenizer, metrics, sent.append), sent, metrics
 
 
 def submit(id: int, prompt: str | None = "fox", ids: list[int] | None = None, stream: bool = True, **params: object):
-    return Submit(id, "base", prompt, ids, dict(params), stream)
+    return GenerateRequest(id, "base", prompt, ids, dict(params), stream)
 
 
-def begin(desk: Desk, frontend: Inbox, request: Submit) -> None:
+def begin(desk: Desk, frontend: Inbox, request: GenerateRequest) -> None:
     generation = desk.submit(frontend, request)
     if generation is not None:
         assert request.prompt is not None
@@ -73,7 +82,7 @@ class DeskMachine(RuleBasedStateMachine):
         self.wanted: dict[tuple[Inbox, int], _Wanted] = {}
         """Requests whose final event is owed."""
         self.tokenizing: list[Generation] = []
-        self.core: dict[int, Generate] | None = None
+        self.core: dict[int, SequenceRequest] | None = None
         self.ended: set[int] = set()
         """Sequences that ended in the last step."""
         self.next_id = 0
@@ -81,13 +90,13 @@ class DeskMachine(RuleBasedStateMachine):
     def take_sent(self) -> None:
         for message in self.sent:
             assert self.core is not None, "a message to a core that is not there"
-            if isinstance(message, Generate):
+            if isinstance(message, SequenceRequest):
                 assert message.id not in self.core
                 self.core[message.id] = message
                 if message.fork_of is not None:
                     assert self.core[message.fork_of].prompt_token_ids == message.prompt_token_ids
             else:
-                assert isinstance(message, Abort)
+                assert isinstance(message, AbortSequences)
                 for id in message.ids:
                     # Or it ended in the step that made a sibling fail.
                     assert id in self.core or id in self.ended
@@ -167,14 +176,14 @@ class DeskMachine(RuleBasedStateMachine):
             end = data.draw(st.sampled_from([None, None, "length", "stop", "error"]))
             tokens = [TOKENIZER.encode(c)[1] for c in data.draw(st.text("abc", min_size=1, max_size=2))]
             if end == "error":
-                results.append(SequenceResult(id, [], error_code="INTERNAL", error="device"))
+                results.append(SequenceDelta(id, [], error_code="INTERNAL", error="device"))
             else:
                 logprobs = [[[t, -0.5, 1], [9, -1.0, 2]] for t in tokens]
-                results.append(SequenceResult(id, tokens, end, logprobs))
+                results.append(SequenceDelta(id, tokens, end, logprobs))
             if end is not None and id in self.core:
                 del self.core[id]
                 self.ended.add(id)
-        self.desk.take(StepResult(results, ids, Stats(num_blocks=4)))
+        self.desk.take(StepResult(results, ids, SchedulerStats(num_blocks=4)))
 
     @invariant()
     def each_request_ends_once_and_in_full(self):
@@ -192,7 +201,7 @@ class DeskMachine(RuleBasedStateMachine):
                     sums = [output[-1].cumulative_logprob for output in outputs]
                     assert sums == sorted(sums, reverse=True)
 
-    def check_answer(self, events: list[Event]) -> None:
+    def check_answer(self, events: list[OutputDelta]) -> None:
         ids = [i for e in events for i in e.token_ids]
         text = "".join(e.text for e in events)
         raw = TOKENIZER.decode(ids)
@@ -227,13 +236,13 @@ def test_a_stop_string_that_the_core_does_not_know_is_aborted_there():
     inbox = Inbox()
     begin(desk, inbox, submit(1, stop="b"))
     request = sent.pop()
-    assert isinstance(request, Generate)
+    assert isinstance(request, SequenceRequest)
     tokens = [TOKENIZER.encode(c)[1] for c in "abc"]
-    desk.take(StepResult([SequenceResult(request.id, tokens)], [request.id], Stats()))
+    desk.take(StepResult([SequenceDelta(request.id, tokens)], [request.id], SchedulerStats()))
     (event,) = inbox.events[1]
     assert (event.text, event.token_ids, event.finish_reason) == ("a", tokens[:2], "stop")
-    assert sent == [Abort([request.id])]
-    desk.take(StepResult([SequenceResult(request.id, tokens, "length")], [], Stats()))
+    assert sent == [AbortSequences([request.id])]
+    desk.take(StepResult([SequenceDelta(request.id, tokens, "length")], [], SchedulerStats()))
     assert len(inbox.events[1]) == 1 and len(sent) == 1
 
 
@@ -257,16 +266,16 @@ def test_names_of_adapters():
     desk.core_came()
     inbox = Inbox()
     desk.set_adapters({f"adapter-{i:02}": f"sha256:{i}" for i in range(15)})
-    begin(desk, inbox, Submit(1, "adapter-03", None, [5], {}, True))
-    assert isinstance(sent[0], Generate) and sent[0].adapter == "sha256:3"
+    begin(desk, inbox, GenerateRequest(1, "adapter-03", None, [5], {}, True))
+    assert isinstance(sent[0], SequenceRequest) and sent[0].adapter_digest == "sha256:3"
     desk.set_adapters({"adapter-03": "sha256:new"})
-    begin(desk, inbox, Submit(2, "adapter-03", None, [5], {}, True))
-    assert isinstance(sent[1], Generate) and sent[1].adapter == "sha256:new"
-    begin(desk, inbox, Submit(3, "adapter-04", None, [5], {}, True))
+    begin(desk, inbox, GenerateRequest(2, "adapter-03", None, [5], {}, True))
+    assert isinstance(sent[1], SequenceRequest) and sent[1].adapter_digest == "sha256:new"
+    begin(desk, inbox, GenerateRequest(3, "adapter-04", None, [5], {}, True))
     assert inbox.events[3][0].error_code == "NOT_FOUND"
     assert inbox.events[3][0].error == "model 'adapter-04' is not served; served are base, adapter-03"
     desk.set_adapters({f"adapter-{i:02}": "d" for i in range(15)})
-    begin(desk, inbox, Submit(4, "Base", None, [5], {}, True))
+    begin(desk, inbox, GenerateRequest(4, "Base", None, [5], {}, True))
     assert "base, adapter-00" in inbox.events[4][0].error and "and 6 more" in inbox.events[4][0].error
 
 
@@ -274,12 +283,14 @@ def test_names_are_unavailable_not_unknown_while_nobody_has_told_them():
     desk, sent, _ = make_desk()
     desk.core_came()
     inbox = Inbox()
-    begin(desk, inbox, Submit(1, "sql", None, [5], {}, True))
+    begin(desk, inbox, GenerateRequest(1, "sql", None, [5], {}, True))
     assert inbox.events[1][0].error_code == "UNAVAILABLE"
     desk.set_adapters({"sql": "sha256:1"})
-    begin(desk, inbox, Submit(2, "sql", None, [5], {}, True))
+    begin(desk, inbox, GenerateRequest(2, "sql", None, [5], {}, True))
     # A core that has just come back does not know the digest yet.
-    desk.take(StepResult([SequenceResult(sent[0].id, [], error_code="NOT_FOUND", error="adapter")], [], Stats()))
+    desk.take(
+        StepResult([SequenceDelta(sent[0].id, [], error_code="NOT_FOUND", error="adapter")], [], SchedulerStats())
+    )
     assert inbox.events[2][0].error_code == "UNAVAILABLE"
     assert "try again" in inbox.events[2][0].error
 
@@ -290,19 +301,19 @@ def test_limits_of_an_adapter_refuse_its_requests_and_no_others():
     inbox = Inbox()
     limits = {"a": AdapterLimits(maxConcurrentRequests=1), "b": AdapterLimits(maxTokensPerSecond=1)}
     desk.set_adapters({"a": "d1", "b": "d2"}, limits)
-    begin(desk, inbox, Submit(1, "a", None, [5], {}, True))
-    begin(desk, inbox, Submit(2, "a", None, [5], {}, True))
+    begin(desk, inbox, GenerateRequest(1, "a", None, [5], {}, True))
+    begin(desk, inbox, GenerateRequest(2, "a", None, [5], {}, True))
     assert inbox.events[2][0].error_code == "UNAVAILABLE" and "maxConcurrentRequests is 1" in inbox.events[2][0].error
-    begin(desk, inbox, Submit(3, "b", None, [5] * 7, {}, True))
+    begin(desk, inbox, GenerateRequest(3, "b", None, [5] * 7, {}, True))
     request = sent[1]
-    assert isinstance(request, Generate) and request.adapter == "d2"
+    assert isinstance(request, SequenceRequest) and request.adapter_digest == "d2"
     # Prompt and output count: 7 and 4 are more than the ten seconds' worth.
-    desk.take(StepResult([SequenceResult(request.id, [65] * 4, "length")], [request.id], Stats()))
-    begin(desk, inbox, Submit(4, "b", None, [5], {}, True))
+    desk.take(StepResult([SequenceDelta(request.id, [65] * 4, "length")], [request.id], SchedulerStats()))
+    begin(desk, inbox, GenerateRequest(4, "b", None, [5], {}, True))
     assert "maxTokensPerSecond is 1" in inbox.events[4][0].error
-    begin(desk, inbox, Submit(5, "base", None, [5], {}, True))
+    begin(desk, inbox, GenerateRequest(5, "base", None, [5], {}, True))
     desk.cancel(inbox, [1])
-    begin(desk, inbox, Submit(6, "a", None, [5], {}, True))
+    begin(desk, inbox, GenerateRequest(6, "a", None, [5], {}, True))
     assert not inbox.events.get(5) and not inbox.events.get(6)
     value = metrics.registry.get_sample_value
     assert value("quire_requests_refused_total", {"model_name": "base", "code": "UNAVAILABLE"}) == 2
@@ -325,9 +336,11 @@ def test_metrics_of_a_request():
     inbox = Inbox()
     begin(desk, inbox, submit(1, ids=[5, 6, 7], prompt=None))
     request = sent[0]
-    assert isinstance(request, Generate)
-    desk.take(StepResult([SequenceResult(request.id, [65])], [request.id], Stats(num_blocks=9, num_used_blocks=3)))
-    desk.take(StepResult([SequenceResult(request.id, [66], "length")], [], Stats(num_blocks=9)))
+    assert isinstance(request, SequenceRequest)
+    desk.take(
+        StepResult([SequenceDelta(request.id, [65])], [request.id], SchedulerStats(num_blocks=9, num_used_blocks=3))
+    )
+    desk.take(StepResult([SequenceDelta(request.id, [66], "length")], [], SchedulerStats(num_blocks=9)))
     desk.submit(inbox, submit(2, ids=[999], prompt=None))
     value = metrics.registry.get_sample_value
     model = {"model_name": "base"}
@@ -348,12 +361,12 @@ def test_residency_of_adapters_is_shown_by_name():
         labels = [{"model_name": "base", "adapter": name} for name in ("a", "also-a", "b")]
         return {x["adapter"]: metrics.registry.get_sample_value("quire_adapter_slot_residency", x) for x in labels}
 
-    desk.take(StepResult([], [], Stats(slot_adapters=["d1", "d9"])))
+    desk.take(StepResult([], [], SchedulerStats(slot_adapters=["d1", "d9"])))
     assert resident() == {"a": 1, "also-a": 1, "b": None}
-    desk.take(StepResult([], [], Stats(slot_adapters=["d2"])))
+    desk.take(StepResult([], [], SchedulerStats(slot_adapters=["d2"])))
     assert resident() == {"a": 0, "also-a": 0, "b": 1}
     desk.set_adapters({"a": "d2"})
-    desk.take(StepResult([], [], Stats(slot_adapters=["d2"])))
+    desk.take(StepResult([], [], SchedulerStats(slot_adapters=["d2"])))
     assert resident() == {"a": 1, "also-a": None, "b": None}
 
 
@@ -393,7 +406,7 @@ GOOD = {"id": 1, "model": "base", "prompt": None, "prompt_token_ids": [1], "para
 def test_admission(change: dict[str, object], error: type[Exception] | None, said: str):
     admission = Admission(LIMITS, "base", has_tokenizer=True)
     admission.closed, admission.adapters = "", {}
-    request = Submit(**(GOOD | change))
+    request = GenerateRequest(**(GOOD | change))
     if error is None:
         assert admission.admit(request, 0).params == SamplingParams()
         return
@@ -405,15 +418,15 @@ def test_admission(change: dict[str, object], error: type[Exception] | None, sai
 def test_admission_without_a_tokenizer_and_when_it_is_closed():
     admission = Admission(LIMITS, "base", has_tokenizer=False)
     with pytest.raises(Unavailable, match="starting"):
-        admission.admit(Submit(**GOOD), 0)
+        admission.admit(GenerateRequest(**GOOD), 0)
     admission.closed = ""
-    admission.admit(Submit(**GOOD), 3)
+    admission.admit(GenerateRequest(**GOOD), 3)
     with pytest.raises(Unavailable, match="4 requests are waiting and max_num_queued_reqs is 4"):
-        admission.admit(Submit(**GOOD), 4)
+        admission.admit(GenerateRequest(**GOOD), 4)
     with pytest.raises(InvalidArgument, match=r"tokenizer\.json"):
-        admission.admit(Submit(**GOOD | {"prompt": "x", "prompt_token_ids": None}), 0)
+        admission.admit(GenerateRequest(**GOOD | {"prompt": "x", "prompt_token_ids": None}), 0)
     with pytest.raises(InvalidArgument, match="stop_token_ids"):
-        admission.admit(Submit(**GOOD | {"params": {"stop": "x"}}), 0)
+        admission.admit(GenerateRequest(**GOOD | {"params": {"stop": "x"}}), 0)
 
 
 @pytest.mark.parametrize("lost", [float("-inf"), float("nan")])
@@ -422,9 +435,9 @@ def test_infinite_logprobs_become_a_number_that_json_has(lost):
     desk.core_came()
     inbox = Inbox()
     desk.submit(inbox, submit(1, None, [5], logprobs=1))
-    assert isinstance(sent[0], Generate)
+    assert isinstance(sent[0], SequenceRequest)
     logprobs = [[[7, lost, 300], [9, -1.0, 1]]]
-    desk.take(StepResult([SequenceResult(sent[0].id, [7], "length", logprobs)], [], Stats()))
+    desk.take(StepResult([SequenceDelta(sent[0].id, [7], "length", logprobs)], [], SchedulerStats()))
     (event,) = inbox.events[1]
     assert event.logprobs == [
         {

@@ -10,7 +10,7 @@ import torch
 
 from quire_engine import device
 from quire_engine.device import available_memory, num_cores, resolve_cache_dtype, resolve_dtype, set_threads
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
 CONFIG = EngineConfig(model="m")

@@ -19,14 +19,14 @@ from quire_engine.core_loop import CoreLoop
 from quire_engine.engine import Engine
 from quire_engine.step import Sampled, SlotLoad, StepPlan
 from quire_engine.swap import SwapSpace
-from quire_spec.config import EngineConfig
+from quire_spec.documents.pod_status import MeasuredMemory
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
-from quire_spec.messages import Generate, SequenceResult, StepResult
-from quire_spec.shape import ModelShape
-from quire_spec.status import MemoryPlan
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol.messages import SequenceDelta, SequenceRequest, StepResult
 
 EOS = 5
-SHAPE = ModelShape.from_config(
+SHAPE = ModelConfig.from_config(
     {
         "architectures": ["LlamaForCausalLM"],
         "num_attention_heads": 1,
@@ -66,10 +66,10 @@ class World:
         self.runner = Runner(num_blocks, 8, failures=failures, swap_space=swap_space)
         self.now = 0.0
         checkpoint = Checkpoint(PATH, SHAPE, frozenset({EOS}), "fingerprint")
-        memory = MemoryPlan(0, 0, 0, num_blocks, 8, 96, "float32", "cpu")
+        memory = MeasuredMemory(0, 0, 0, num_blocks, 8, 96, "float32", "cpu")
         config = EngineConfig.from_json(settings | {"model": "m"} | fields)
         self.engine = Engine(config, checkpoint, self.runner, memory, lambda: self.now)
-        self.open: dict[int, Generate] = {}
+        self.open: dict[int, SequenceRequest] = {}
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
         self.started: list[int] = []
@@ -85,7 +85,7 @@ class World:
         bad_words: list[list[int]] | None = None,
         **params: Any,
     ) -> int:
-        request = Generate(self.num_added, prompt, params, adapter, salt, bad_words or [], fork_of, priority)
+        request = SequenceRequest(self.num_added, prompt, params, adapter, salt, bad_words or [], fork_of, priority)
         self.engine.add(request)
         self.num_added += 1
         self.open[request.id], self.outputs[request.id] = request, []
@@ -101,11 +101,11 @@ class World:
     def step(self) -> None:
         self.now += 0.05
         result = self.engine.step()
-        self.started += result.started
+        self.started += result.started_ids
         for item in result.results:
             self.take(item)
 
-    def take(self, item: SequenceResult) -> None:
+    def take(self, item: SequenceDelta) -> None:
         assert item.id in self.open, "a result for a request that is over"
         self.outputs[item.id] += item.token_ids
         if end := item.finish_reason or item.error_code:
@@ -127,10 +127,10 @@ class World:
         assert not self.open
 
 
-def wanted(request: Generate) -> list[int]:
+def wanted(request: SequenceRequest) -> list[int]:
     """What a request is to answer."""
     num = min(request.params["max_tokens"], 96 - len(request.prompt_token_ids))
-    return expected_output(request.prompt_token_ids, num, request.adapter, frozenset({EOS}))
+    return expected_output(request.prompt_token_ids, num, request.adapter_digest, frozenset({EOS}))
 
 
 @pytest.mark.parametrize(("caching", "ahead"), [(True, True), (False, False)])
@@ -159,7 +159,7 @@ def test_ten_thousand_requests_leave_nothing_behind(
             priority = draw.choice([0, 0, 0, 0, -1, 1])
             if world.open and draw.random() < 0.2:
                 leader = world.open[draw.choice(list(world.open))]
-                same = leader.prompt_token_ids, leader.adapter, leader.cache_salt, leader.id
+                same = leader.prompt_token_ids, leader.adapter_digest, leader.cache_salt, leader.id
                 with suppress(NotFound):
                     world.add(*same, priority, max_tokens=draw.randint(1, 40))
                 continue
@@ -406,7 +406,7 @@ def test_end_of_sequence_stops_unless_ignored() -> None:
     stopped = world.add(prompt, max_tokens=40)
     world.drain()
     assert world.ends[stopped] == "stop" and world.outputs[stopped][-1] == EOS
-    request = Generate(99, prompt, {"max_tokens": 40, "ignore_eos": True})
+    request = SequenceRequest(99, prompt, {"max_tokens": 40, "ignore_eos": True})
     world.engine.add(request)
     tokens: list[int] = []
     while world.engine.has_work:
@@ -469,4 +469,4 @@ def test_what_became_of_adapters_waits_for_a_text_process_to_hear_it(stepped):
     loop.call(lambda: None).result(10)
     loop.begin(7)
     owner, result = told.get(timeout=10)
-    assert (owner, [(move.place, move.digest) for move in result.moves]) == (7, [("host", "d0")])
+    assert (owner, [(move.kind, move.digest) for move in result.adapter_events]) == (7, [("host", "d0")])

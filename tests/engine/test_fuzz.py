@@ -21,13 +21,13 @@ from quire_engine.step import SlotLoad
 from quire_engine.swap import SwapSpace
 from quire_engine.text import Tokenizer
 from quire_kernels import paged_attention
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, NotFound
-from quire_spec.messages import Generate
-from quire_spec.sampling import SamplingParams
-from quire_spec.shape import ModelShape
-from quire_spec.shard import Shard
-from quire_spec.sizing import kv_block_bytes
+from quire_spec.model.memory_sizing import kv_block_bytes
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.tensor_parallel import TensorParallelShard
+from quire_spec.protocol.messages import SequenceRequest
 
 NAMES = ["llama", "llama-longrope", "qwen2-windows", "gemma2", "opt", "phi3"]
 ADAPTERS: list[dict[str, Any]] = [
@@ -72,7 +72,7 @@ class World:
         tokenizer = Tokenizer(self.folder)
         params = SamplingParams(**asked.params)
         bad = tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
-        first = Generate(first_id, asked.prompt, {}, asked.adapter, None, bad, priority=asked.priority)
+        first = SequenceRequest(first_id, asked.prompt, {}, asked.adapter, None, bad, priority=asked.priority)
         return Job(first, None, params, None, tokenizer, frozenset())
 
     def add_adapter(self, engine: Engine, digest: str, pinned: bool = False) -> None:
@@ -87,7 +87,9 @@ class World:
         jobs = [self.job(one, 100 * i) for i, one in enumerate(asked)]
         for job, one in zip(jobs, asked, strict=True):
             for request in job.requests:
-                engine.add(Generate(request.id, one.prompt, request.params, one.adapter, None, request.bad_word_ids))
+                engine.add(
+                    SequenceRequest(request.id, one.prompt, request.params, one.adapter, None, request.bad_word_ids)
+                )
             while engine.has_work:
                 for result in engine.step().results:
                     if job.take(result):
@@ -196,7 +198,7 @@ def test_outputs_are_those_of_each_request_alone(models, seed: int, monkeypatch:
     expected = world.alone(asked)
     size = draw.choice([8, 16])
     ranks = draw.choice([2, 4]) if seed >= 12 else 1
-    block = kv_block_bytes(Shard(ModelShape.load(folder), 0, ranks).local, size, 4)
+    block = kv_block_bytes(TensorParallelShard(ModelConfig.load(folder), 0, ranks).local_config, size, 4)
     fields: dict[str, Any] = {
         "tensor_parallel_size": ranks,
         "block_size": size,

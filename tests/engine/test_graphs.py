@@ -20,11 +20,11 @@ from quire_engine.request import Sequence
 from quire_engine.runner import TorchRunner
 from quire_engine.step import Span, StepPlan
 from quire_kernels import paged_attention, route
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
-from quire_spec.messages import Generate
-from quire_spec.sampling import SamplingParams
-from quire_spec.shape import ModelShape
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol.messages import SequenceRequest
 
 CONFIG = EngineConfig(
     model="m", dtype="float32", max_model_len=96, block_size=8, max_num_seqs=6, max_num_batched_tokens=40,
@@ -142,7 +142,9 @@ def _answers(folder, monkeypatch, replays, adapters=(), seen=None, ahead=False):
     for wave in (range(4), range(4, 9)):
         for i in wave:
             engine.add(
-                Generate(i, prompts[i], params[i % 3], adapter=adapters[i % len(adapters)] if adapters else None)
+                SequenceRequest(
+                    i, prompts[i], params[i % 3], adapter_digest=adapters[i % len(adapters)] if adapters else None
+                )
             )
         for _ in range(1000 if 8 in wave else 12):
             for result in engine.step().results if engine.has_work else []:
@@ -172,7 +174,7 @@ def test_a_step_that_chooses_no_token(folder, monkeypatch, ahead):
         monkeypatch.setattr(of_decoding, "are_wanted", lambda device, wanted=num_tokens == 1: wanted)
         monkeypatch.setattr(of_decoding, "GraphRecorder", lambda device: _Replays())
         engine = Engine.from_config(dataclasses.replace(config, max_num_batched_tokens=num_tokens))
-        engine.add(Generate(0, [1, 2, 3], {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}))
+        engine.add(SequenceRequest(0, [1, 2, 3], {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}))
         found.append([])
         while engine.has_work:
             for result in engine.step().results:
@@ -202,7 +204,7 @@ def test_a_step_without_adapters_launches_nothing_for_them(folder, monkeypatch):
     monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
     monkeypatch.setitem(route.forms, "cpu", lambda *args: routed.append(args) or route.reference(*args))
     config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2)
-    runner = TorchRunner(config, ModelShape.load(folder), folder)
+    runner = TorchRunner(config, ModelConfig.load(folder), folder)
     kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare=1)
     graphs = DecodeGraphs(runner._model, kv, 6, 96, 2, record=lambda step: recorded.append(step) or step)
     assert len(recorded) == len(graphs.sizes) + len(graphs.adapted_sizes)
@@ -220,7 +222,7 @@ def test_a_step_without_adapters_launches_nothing_for_them(folder, monkeypatch):
 def test_what_a_graph_reads_stays_allocated(folder):
     """A graph has addresses and holds no tensor: the step that was recorded must live as long."""
     config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2)
-    runner = TorchRunner(config, ModelShape.load(folder), folder)
+    runner = TorchRunner(config, ModelConfig.load(folder), folder)
     kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare=1)
     recorded = []
     graphs = DecodeGraphs(runner._model, kv, 2, 96, 2, record=lambda step: recorded.append(weakref.ref(step)))
@@ -272,7 +274,7 @@ def test_an_engine_starts_as_on_a_gpu(folder, monkeypatch, adapters, max_num_seq
     assert budget.weights + budget.lora + budget.activations == 400 * mib
     assert budget.left == 500 * mib
     assert (budget.lora > 0) == adapters
-    engine.add(Generate(0, [1, 2, 3], {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}))
+    engine.add(SequenceRequest(0, [1, 2, 3], {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}))
     tokens = []
     while engine.has_work:
         for result in engine.step().results:
@@ -284,7 +286,7 @@ def test_an_engine_starts_as_on_a_gpu(folder, monkeypatch, adapters, max_num_seq
 def test_a_form_that_wants_spans_in_groups_is_refused(folder, monkeypatch):
     """A captured step has none: it would compute nothing of attention, and say nothing."""
     monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.named("cuda", "torch"))
-    runner = TorchRunner(dataclasses.replace(CONFIG, model=str(folder)), ModelShape.load(folder), folder)
+    runner = TorchRunner(dataclasses.replace(CONFIG, model=str(folder)), ModelConfig.load(folder), folder)
     kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare=1)
     graphs = DecodeGraphs(runner._model, kv, 2, 96, record=lambda step: step)
     with pytest.raises(ConfigError, match="QUIRE_GRAPHS=0"):
@@ -294,7 +296,7 @@ def test_a_form_that_wants_spans_in_groups_is_refused(folder, monkeypatch):
 def test_steps_of_more_than_a_token_are_left_to_others(folder):
     graphs = DecodeGraphs.__new__(DecodeGraphs)
     graphs.sizes, graphs._num_slots = (1, 2), 0
-    graphs._model = type("Model", (), {"shape": type("Shape", (), {"rope_switch": None})})
+    graphs._model = type("Model", (), {"shape": type("Shape", (), {"long_rope_threshold": None})})
     sequence = _sequence([0])
     one, two = Span(sequence, 2, 1, None), Span(sequence, 1, 2, None)
     assert graphs.takes([one, one])

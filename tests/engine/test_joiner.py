@@ -10,7 +10,7 @@ from support.clock import timeless
 
 from quire_engine.joiner import Joiner
 from quire_engine.pace import Pace
-from quire_spec.messages import SequenceResult, Stats, StepResult
+from quire_spec.protocol.messages import SchedulerStats, SequenceDelta, StepResult
 
 
 class Desk:
@@ -32,7 +32,7 @@ class Desk:
 
 
 def step(*results):
-    return StepResult(list(results), [], Stats(num_steps=1))
+    return StepResult(list(results), [], SchedulerStats(num_steps=1))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -49,7 +49,7 @@ async def test_every_token_comes_once_and_in_order(seed):
             error = "INTERNAL" if over and id % 3 == 0 else None
             reason = "length" if over and not error else None
             logprobs = [[[float(made[id][-1]), -1.0, 1]]] if id % 2 else None
-            results.append(SequenceResult(id, [made[id][-1]], reason, logprobs, error))
+            results.append(SequenceDelta(id, [made[id][-1]], reason, logprobs, error))
         joiner.take(step(*results))
         before = {id for id in made if desk.tokens[id]}
         assert {result.id for result in results} <= before, "first tokens wait"
@@ -69,10 +69,10 @@ async def test_every_token_comes_once_and_in_order(seed):
 async def test_what_waits_goes_when_it_may_though_no_step_comes():
     desk, pace = Desk(), Pace(100)
     joiner, loop = Joiner(desk, pace), asyncio.get_running_loop()
-    joiner.take(step(SequenceResult(1, [0]), SequenceResult(2, [0])))
+    joiner.take(step(SequenceDelta(1, [0]), SequenceDelta(2, [0])))
     pace.sent(5, loop.time())
     for token in (1, 2):
-        joiner.take(step(SequenceResult(1, [token]), SequenceResult(2, [token])))
+        joiner.take(step(SequenceDelta(1, [token]), SequenceDelta(2, [token])))
     assert desk.tokens == {1: [0], 2: [0]}
     await asyncio.sleep(0.1)
     assert desk.tokens == {1: [0, 1, 2], 2: [0, 1, 2]} and len(desk.results) == 4
@@ -82,9 +82,9 @@ async def test_what_waits_goes_when_it_may_though_no_step_comes():
 async def test_a_core_that_left_leaves_nothing_behind():
     desk, pace = Desk(), Pace(100)
     joiner = Joiner(desk, pace)
-    joiner.take(step(SequenceResult(1, [0])))
+    joiner.take(step(SequenceDelta(1, [0])))
     pace.sent(3, asyncio.get_running_loop().time())
-    joiner.take(step(SequenceResult(1, [1])))
+    joiner.take(step(SequenceDelta(1, [1])))
     joiner.core_left()
     await asyncio.sleep(0.1)
     assert desk.lost == 1 and desk.tokens == {1: [0]}
@@ -94,5 +94,5 @@ async def test_sequences_that_were_aborted_are_forgotten():
     desk = Desk()
     joiner = Joiner(desk, Pace(None))
     for id in range(100):
-        joiner.take(step(SequenceResult(id, [0])))
+        joiner.take(step(SequenceDelta(id, [0])))
     assert len(joiner._held) <= 2

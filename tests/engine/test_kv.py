@@ -11,9 +11,9 @@ from quire_engine.request import BlockId
 from quire_engine.step import HostCopy
 from quire_engine.swapper import Swapper
 from quire_kernels import movable
-from quire_spec.shape import ModelShape
+from quire_spec.model.model_config import ModelConfig
 
-SHAPE = ModelShape.from_config(
+SHAPE = ModelConfig.from_config(
     {
         "architectures": ["LlamaForCausalLM"],
         "num_attention_heads": 4,

@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire_engine.adapter_metrics import MAX_ADAPTER_LABELS, AdapterLabels
 from quire_engine.metrics import Metrics
-from quire_spec.config import EngineConfig
-from quire_spec.messages import Stats
-from quire_spec.sampling import SamplingParams
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.protocol.messages import SchedulerStats
 
 # As `curl /metrics` of a vLLM server shows them.
 VLLM_NAMES = {
@@ -70,10 +70,12 @@ def use(metrics: Metrics) -> None:
     metrics.next_token(0.02)
     metrics.tokens("sql", 2)
     metrics.stats(
-        Stats(num_running=1, num_waiting=2, num_blocks=100, num_used_blocks=25, prefix_cache_queries=7, num_steps=3)
+        SchedulerStats(
+            num_running=1, num_waiting=2, num_blocks=100, num_used_blocks=25, prefix_cache_queries=7, num_steps=3
+        )
     )
     metrics.stats(
-        Stats(
+        SchedulerStats(
             num_running=1,
             num_waiting=2,
             num_blocks=100,
@@ -154,12 +156,12 @@ def test_lora_requests_info_is_one_series_with_joined_names(metrics: Metrics):
 
 def test_counters_go_on_when_the_core_restarts(metrics: Metrics):
     metrics.core(True)
-    metrics.stats(Stats(num_preemptions=5, num_blocks=10))
-    metrics.stats(Stats(num_preemptions=6, num_blocks=10))
+    metrics.stats(SchedulerStats(num_preemptions=5, num_blocks=10))
+    metrics.stats(SchedulerStats(num_preemptions=6, num_blocks=10))
     metrics.core(False)
     assert value(metrics, "quire_core_connected") == 0
     metrics.core(True)
-    metrics.stats(Stats(num_preemptions=2, num_blocks=20))
+    metrics.stats(SchedulerStats(num_preemptions=2, num_blocks=20))
     assert value(metrics, "vllm:num_preemptions_total") == 8
     assert value(metrics, "vllm:cache_config_info") == 1
 

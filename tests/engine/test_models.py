@@ -20,9 +20,9 @@ from quire_engine.step import Span
 from quire_engine.weights import load_weights
 from quire_engine.work import work_of
 from quire_kernels import LoraSlots, Site, native
-from quire_spec.capability import ARCHITECTURES
-from quire_spec.sampling import SamplingParams
-from quire_spec.shape import ModelShape
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.model.capabilities import SUPPORTED_ARCHITECTURES
+from quire_spec.model.model_config import ModelConfig
 
 CPU = torch.device("cpu")
 
@@ -33,9 +33,9 @@ def folder(request, tmp_path_factory):
 
 
 def _load(folder, dtype=torch.float32):
-    shape = ModelShape.load(folder)
+    shape = ModelConfig.load(folder)
     model = model_class(shape.architecture)(shape, Placement(dtype, CPU))
-    load_weights(folder, model.tensors(), tied=shape.tied_to)
+    load_weights(folder, model.tensors(), tied=shape.tied_embedding_name)
     return model
 
 
@@ -50,9 +50,9 @@ def _span(tokens, start, length, first_block, block_size):
 
 
 def test_every_architecture_of_the_capability_table_has_a_class_and_a_parity_row():
-    assert all(model_class(name).__name__ == name for name in ARCHITECTURES)
+    assert all(model_class(name).__name__ == name for name in SUPPORTED_ARCHITECTURES)
     tested = {f"{kind.__name__.removesuffix('Config')}ForCausalLM" for kind, _ in CHECKPOINTS.values()}
-    assert tested == set(ARCHITECTURES)
+    assert tested == set(SUPPORTED_ARCHITECTURES)
 
 
 def test_named_tensors_cover_every_parameter_once(folder):
@@ -72,7 +72,7 @@ def test_logits_equal_transformers(folder):
     kv = KVCache(model.shape, 12, 8, torch.float32, CPU)
     firsts = (0, 5, 6)
     spans = [_span(p, 0, len(p), first, 8) for p, first in zip(prompts, firsts, strict=True)]
-    logits = _logits(model, build_batch(work_of(spans, 8, model.shape.rope_switch), kv, CPU), kv)
+    logits = _logits(model, build_batch(work_of(spans, 8, model.shape.long_rope_threshold), kv, CPU), kv)
     for row, prompt in zip(logits, prompts, strict=True):
         expected = oracle(torch.tensor([prompt])).logits[0, -1]
         assert (row - expected).abs().max() < 2e-5 * expected.abs().max()
@@ -89,7 +89,7 @@ def test_half_types_are_as_exact_as_transformers(folder, dtype):
     model.pack()
     kv = KVCache(model.shape, 24 * 4, 8, dtype, CPU)
     spans = [_span(prompt, 0, 32, 4 * i, 8) for i, prompt in enumerate(prompts.tolist())]
-    logits = _logits(model, build_batch(work_of(spans, 8, model.shape.rope_switch), kv, CPU), kv)
+    logits = _logits(model, build_batch(work_of(spans, 8, model.shape.long_rope_threshold), kv, CPU), kv)
     assert logits.dtype == dtype
     assert (logits.float() - exact).norm() < 1.3 * theirs.norm()
 
@@ -140,7 +140,7 @@ def test_all_layers_in_one_call_give_the_same_bits(name, tmp_path, monkeypatch):
                     replace(_span(tokens[: start + length], start, length, first, 8), slot=slot)
                     for start, length, first, slot in rows
                 ]
-                batch = build_batch(work_of(spans, 8, model.shape.rope_switch), kv, CPU)
+                batch = build_batch(work_of(spans, 8, model.shape.long_rope_threshold), kv, CPU)
                 found.append(_logits(model, batch, kv))
         assert all(torch.equal(a, b) for a, b in zip(found[:2], found[2:], strict=True))
 
@@ -206,12 +206,12 @@ def test_rope_equals_transformers(scaling):
     config = CHECKPOINTS["llama"][0](
         hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=scaling
     )
-    shape = ModelShape.from_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    shape = ModelConfig.from_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
     oracle = LlamaRotaryEmbedding(config)
-    if shape.rope_switch is not None:
-        oracle(torch.empty(1), torch.tensor([[shape.rope_switch]]))
+    if shape.long_rope_threshold is not None:
+        oracle(torch.empty(1), torch.tensor([[shape.long_rope_threshold]]))
         long = inverse_frequencies(shape.rope, beyond_switch=True)
         torch.testing.assert_close(long, oracle.inv_freq, rtol=1e-6, atol=0)
-        oracle(torch.empty(1), torch.tensor([[shape.rope_switch - 1]]))
+        oracle(torch.empty(1), torch.tensor([[shape.long_rope_threshold - 1]]))
     torch.testing.assert_close(inverse_frequencies(shape.rope), oracle.inv_freq, rtol=1e-6, atol=0)
     assert shape.rope.attention_factor == pytest.approx(oracle.attention_scaling)

@@ -5,19 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire_engine.outbox import MAX_EVENTS_BYTES, MAX_WAITING_BYTES, MAX_WAITING_STREAM_BYTES, Outbox
-from quire_spec.messages import Event
+from quire_spec.protocol.messages import OutputDelta
 
 
-def event(request: int, number: int, final: bool = False, logprobs: bool = False) -> Event:
+def event(request: int, number: int, final: bool = False, logprobs: bool = False) -> OutputDelta:
     entry = [{str(number): {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}] if logprobs else None
     reason = "stop" if final else None
-    return Event(request, f"<{number}>", [number], reason, -1.0 * number, entry, 3, number + 1)
+    return OutputDelta(request, f"<{number}>", [number], reason, -1.0 * number, entry, 3, number + 1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
 def test_merged_events_say_the_same_as_single_ones(posts: list[tuple[int, bool]]):
     outbox = Outbox()
-    sent: list[Event] = []
+    sent: list[OutputDelta] = []
     expected: dict[int, list[int]] = {}
     for number, (request, flush) in enumerate(posts):
         outbox.add(event(request, number, logprobs=request == 0))
@@ -49,12 +49,16 @@ def test_a_final_event_stays_final_when_merged():
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=30))
 def test_outputs_of_a_request_stay_apart_and_the_last_event_last(posts: list[tuple[int, bool]]):
     outbox = Outbox()
-    sent: list[Event] = []
+    sent: list[OutputDelta] = []
     ends = [(0, False), (2, False), (1, True)]
     for number, (index, flush) in enumerate(posts + ends):
         left = len(posts) + len(ends) - number
         ended = "stop" if left <= len(ends) else None
-        outbox.add(Event(1, f"<{number}>", [number], ended, num_output_tokens=99, index=index, more=left > 1))
+        outbox.add(
+            OutputDelta(
+                1, f"<{number}>", [number], ended, num_output_tokens=99, index=index, other_outputs_pending=left > 1
+            )
+        )
         if flush:
             sent += [e for batch in outbox.take() for e in batch]
     assert [e.final for e in sent] == [False] * (len(sent) - 1) + [True]
@@ -78,23 +82,23 @@ def test_a_stream_that_nobody_reads_is_too_much_in_the_end():
 
 def test_many_streams_are_too_much_together():
     outbox = Outbox()
-    big = Event(0, "x" * (MAX_WAITING_STREAM_BYTES // 2), [1])
+    big = OutputDelta(0, "x" * (MAX_WAITING_STREAM_BYTES // 2), [1])
     for request in range(2 * MAX_WAITING_BYTES // MAX_WAITING_STREAM_BYTES - 1):
-        outbox.add(Event(request, big.text, [1]))
+        outbox.add(OutputDelta(request, big.text, [1]))
     assert outbox.excess is None
-    outbox.add(Event(10**6, big.text, [1]))
+    outbox.add(OutputDelta(10**6, big.text, [1]))
     assert outbox.excess and str(MAX_WAITING_BYTES) in outbox.excess
 
 
 def test_one_answer_may_be_as_long_as_it_is():
     outbox = Outbox()
-    outbox.add(Event(1, "x" * (MAX_WAITING_BYTES + 1), [1], "stop"))
+    outbox.add(OutputDelta(1, "x" * (MAX_WAITING_BYTES + 1), [1], "stop"))
     assert outbox.excess is None
 
 
 def test_what_is_handed_out_is_split_into_messages_of_bounded_size():
     outbox = Outbox()
     for request in range(5):
-        outbox.add(Event(request, "x" * (MAX_EVENTS_BYTES // 2), [1]))
+        outbox.add(OutputDelta(request, "x" * (MAX_EVENTS_BYTES // 2), [1]))
     assert [len(batch) for batch in outbox.take()] == [2, 2, 1]
     assert outbox.take() == []

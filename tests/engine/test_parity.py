@@ -19,10 +19,10 @@ from support.tiny import CHECKPOINTS, VOCAB, load_adapted_oracle, load_oracle, m
 
 from quire_engine.engine import Engine
 from quire_engine.swap import SwapSpace
-from quire_spec.config import EngineConfig
-from quire_spec.messages import Generate
-from quire_spec.shape import ModelShape
-from quire_spec.sizing import kv_block_bytes
+from quire_spec.engine.config import EngineConfig
+from quire_spec.model.memory_sizing import kv_block_bytes
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol.messages import SequenceRequest
 
 NUM_TOKENS = 20
 MAX_MODEL_LEN = 128
@@ -76,7 +76,7 @@ def _config(folder: Path, num_blocks: int | None = None, **changes: Any) -> Engi
     )
     config = dataclasses.replace(config, **changes)
     if num_blocks is not None:
-        one = kv_block_bytes(ModelShape.load(folder), config.block_size, 4)
+        one = kv_block_bytes(ModelConfig.load(folder), config.block_size, 4)
         config = dataclasses.replace(config, kv_cache_memory_bytes=num_blocks * one)
     config.validate()
     return config
@@ -106,7 +106,7 @@ def _generate(
             if waiting:
                 i = waiting.pop()
                 adapter = adapters[i] if adapters else None
-                engine.add(Generate(i, prompts[i], params | {"seed": i}, adapter))
+                engine.add(SequenceRequest(i, prompts[i], params | {"seed": i}, adapter))
         for digest, path in engine.take_fetches():
             engine.add_adapter(digest, path, engine.read_adapter(path))
         for result in engine.step().results:
@@ -234,7 +234,7 @@ def test_forks(cases, caching):
     outputs = [Output([], []) for _ in prompts]
     for i, prompt in enumerate(prompts):
         params = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "logprobs": 3}
-        engine.add(Generate(i, prompt, params, fork_of=leaders[i]))
+        engine.add(SequenceRequest(i, prompt, params, fork_of=leaders[i]))
     while engine.has_work:
         for result in engine.step().results:
             outputs[result.id].token_ids.extend(result.token_ids)
@@ -248,18 +248,18 @@ def test_forks(cases, caching):
 @pytest.mark.parametrize("at_once", [True, False])
 def test_forks_of_a_prompt_that_grows_beyond_a_switch_of_its_rope(cases, at_once):
     folder = cases("phi3-longrope").folder
-    switch = ModelShape.load(folder).rope_switch
+    switch = ModelConfig.load(folder).long_rope_threshold
     prompt = [random.Random(3).randrange(VOCAB) for _ in range(switch - 3)]
     (reference,) = _reference(load_oracle(folder), [prompt])
     engine = Engine.from_config(_config(folder, block_size=8))
     params = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
-    engine.add(Generate(0, prompt, params))
+    engine.add(SequenceRequest(0, prompt, params))
     found: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for step in range(3 * NUM_TOKENS):
         # At once, where they share the prompt with the leader; or when it has left it behind.
         if step == (0 if at_once else 6):
-            engine.add(Generate(1, prompt, params, fork_of=0))
-            engine.add(Generate(2, prompt, params, fork_of=0))
+            engine.add(SequenceRequest(1, prompt, params, fork_of=0))
+            engine.add(SequenceRequest(2, prompt, params, fork_of=0))
         for result in engine.step().results:
             found[result.id] += result.token_ids
         engine.check_integrity()
@@ -283,7 +283,7 @@ def _draw(engine: Engine, prompts: list[list[int]], params: dict[str, Any], only
     outputs = [Output([], []) for _ in prompts]
     for i, prompt in enumerate(prompts):
         if only in (None, i):
-            engine.add(Generate(i, prompt, params | {"seed": i, "max_tokens": NUM_TOKENS}))
+            engine.add(SequenceRequest(i, prompt, params | {"seed": i, "max_tokens": NUM_TOKENS}))
     while engine.has_work:
         for result in engine.step().results:
             outputs[result.id].token_ids.extend(result.token_ids)
@@ -428,8 +428,8 @@ def test_everything_at_once(adapter_cases, caching, ahead, monkeypatch):
         for _ in range(rng.randint(0, 2) if len(jobs) < 150 and len(outputs) < 24 else 0):
             leader = rng.choice(list(outputs)) if outputs and rng.random() < 0.4 else None
             job = rng.randrange(len(adapted.prompts)) if leader is None else jobs[leader]
-            request = Generate(len(jobs), adapted.prompts[job], {"temperature": 0.0, "max_tokens": NUM_TOKENS})
-            request = dataclasses.replace(request, adapter=adapted.owners[job], fork_of=leader)
+            request = SequenceRequest(len(jobs), adapted.prompts[job], {"temperature": 0.0, "max_tokens": NUM_TOKENS})
+            request = dataclasses.replace(request, adapter_digest=adapted.owners[job], fork_of=leader)
             engine.add(dataclasses.replace(request, priority=rng.choice([0, 0, 0, 1, -1])))
             outputs[request.id] = []
             jobs.append(job)

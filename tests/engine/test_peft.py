@@ -18,7 +18,7 @@ from quire_engine.peft import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from quire_engine.peft_config import PeftConfig
 from quire_engine.tensor_file import open_tensors
 from quire_spec.errors import InvalidArgument
-from quire_spec.shape import ModelShape
+from quire_spec.model.model_config import ModelConfig
 
 MAX_RANK = 16
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shape(checkpoint):
-    return ModelShape.load(checkpoint)
+    return ModelConfig.load(checkpoint)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ MADE_BY_PEFT = {
 
 @pytest.mark.parametrize(("name", "linear"), [("phi3", "self_attn.qkv_proj"), ("opt", "fc1")])
 def test_an_adapter_of_another_family_is_refused_with_the_linears_of_this_one(name, linear, adapter, tmp_path):
-    other = ModelShape.load(make_checkpoint(tmp_path / name, name))
+    other = ModelConfig.load(make_checkpoint(tmp_path / name, name))
     with pytest.raises(InvalidArgument, match=f"of {other.architecture} are .*{linear}"):
         read_adapter(adapter, other, MAX_RANK, torch.float32)
 

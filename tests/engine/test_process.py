@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from quire_engine.process import Arguments
-from quire_spec.config import EngineConfig
+from quire_spec.constants import MAX_SOCKET_PATH
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
-from quire_spec.names import MAX_SOCKET_PATH
 
 SCRIPT = """
 import asyncio, threading, time

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire_engine.quota import BURST_S, Quotas
-from quire_spec.catalogue import AdapterLimits, Catalogue
+from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterLimits
 from quire_spec.errors import ConfigError, Unavailable
 
 
@@ -68,4 +68,4 @@ def test_nobody_takes_more_than_its_rate_and_who_waits_as_told_is_let_in(rate: i
 def test_a_limit_that_lets_nothing_through_is_refused():
     entry = {"name": "a", "source": {"path": "/a"}, "limits": {"maxTokensPerSecond": 0}}
     with pytest.raises(ConfigError, match=r"adapters\[0\]\.limits\.maxTokensPerSecond: 0 is less than 1"):
-        Catalogue.from_json({"adapters": [entry]})
+        AdapterCatalog.from_json({"adapters": [entry]})

@@ -25,13 +25,13 @@ from quire_engine.ranks import Ranks
 from quire_engine.step import RunnerLost
 from quire_engine.swap import SwapSpace
 from quire_kernels import paged_attention
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError, InvalidArgument
-from quire_spec.messages import Generate
-from quire_spec.sampling import SamplingParams
-from quire_spec.shape import ModelShape
-from quire_spec.shard import Shard
-from quire_spec.sizing import kv_block_bytes, lora_slot_bytes
+from quire_spec.model.memory_sizing import kv_block_bytes, lora_slot_bytes
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.tensor_parallel import TensorParallelShard
+from quire_spec.protocol.messages import SequenceRequest
 
 GREEDY = {"temperature": 0.0, "max_tokens": 18, "logprobs": 2}
 DRAWN = {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "max_tokens": 18}
@@ -62,7 +62,7 @@ def adapters(folders, tmp_path_factory):
 
 
 def _config(folder, size, **changes):
-    shape = ModelShape.load(folder)
+    shape = ModelConfig.load(folder)
     local = kv_block_bytes(shape, SCARCE["block_size"], 4) // shape.num_kv_heads * max(1, shape.num_kv_heads // size)
     config = EngineConfig(model=str(folder), dtype="float32", kv_cache_memory_bytes=NUM_BLOCKS * local, **SCARCE)
     config = dataclasses.replace(config, tensor_parallel_size=size, **changes)
@@ -77,12 +77,12 @@ def _requests():
     for i in range(9):
         prompt = (stem if i % 3 == 1 else []) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
         params = (GREEDY, GREEDY, DRAWN)[i % 3] | ({"prompt_logprobs": 1} if i % 5 == 0 else {})
-        yield Generate(i, prompt, params | {"seed": i})
+        yield SequenceRequest(i, prompt, params | {"seed": i})
 
 
 def _generate(engine, adapter=lambda i: None):
     """Tokens and log probabilities of all requests, which arrive a few a step; `adapter` names that of each."""
-    waiting = [dataclasses.replace(request, adapter=adapter(request.id)) for request in _requests()]
+    waiting = [dataclasses.replace(request, adapter_digest=adapter(request.id)) for request in _requests()]
     tokens: dict[int, list[int]] = {request.id: [] for request in waiting}
     logprobs: dict[int, list[float]] = {request.id: [] for request in waiting}
     while waiting or engine.has_work:
@@ -201,7 +201,7 @@ def test_adapters_of_all_kinds_and_none_in_one_batch(folders, adapters, name, si
     assert all(one.replayed == recorders[1].replayed != [] for one in recorders[1:])
     base = _generate(engine_of(_config(folders[name], 1)))[0]
     assert {i for i in base if base[i] == found[1][i]} == {3, 7}
-    assert slots < lora_slot_bytes(ModelShape.load(folders[name]), 8, 4) * 2
+    assert slots < lora_slot_bytes(ModelConfig.load(folders[name]), 8, 4) * 2
 
 
 def _outputs(llm, adapter=None):
@@ -277,7 +277,7 @@ def test_the_owner_is_told_at_once_when_a_rank_dies(folders):
 def test_a_rank_that_hangs_is_found_and_killed(folders):
     engine = engine_of(_config(folders["llama"], 2), start=RankProcess, timeout_s=2.0)
     (rank,) = rank_processes()
-    engine.add(Generate(1, [1, 2, 3], GREEDY))
+    engine.add(SequenceRequest(1, [1, 2, 3], GREEDY))
     engine.step()
     rank.suspend()
     start = time.monotonic()
@@ -323,7 +323,7 @@ def test_control_c_waits_for_the_end_of_a_step(folders, ahead):
             return model(batch, kv)
 
     engine._runner._own._model = Interrupted()
-    engine.add(Generate(100, [1, 2, 3], GREEDY))
+    engine.add(SequenceRequest(100, [1, 2, 3], GREEDY))
     # Whoever started the tests may have had it ignored, as a shell does in the background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -345,14 +345,14 @@ def test_what_a_device_never_ends_is_waited_for_no_longer_than_a_rank(folders):
     with pytest.raises(RunnerLost, match=r"a step was not over after 0\.05 s"):
         group.until(lambda: False)
     with pytest.raises(RunnerLost, match="a step was not over"):
-        engine.add(Generate(1, [1, 2, 3], GREEDY))
+        engine.add(SequenceRequest(1, [1, 2, 3], GREEDY))
         engine.step()
 
 
 def test_nccl_is_ended_once_and_not_under_a_step_that_uses_it(folders):
     """It would let that never return. NCCL itself can only be had on a GPU."""
     ended = []
-    ranks = Ranks(Shard(ModelShape.load(folders["llama"]), 0, 2), lambda: None)
+    ranks = Ranks(TensorParallelShard(ModelConfig.load(folders["llama"]), 0, 2), lambda: None)
     ranks._device, ranks._group = torch.device("cuda"), SimpleNamespace(abort=lambda: ended.append(in_use.locked()))
     in_use = threading.Lock()
     with in_use:

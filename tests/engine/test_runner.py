@@ -19,11 +19,11 @@ from quire_engine.runner import TorchRunner
 from quire_engine.step import SlotLoad, Span, StepPlan
 from quire_engine.swap import SwapSpace
 from quire_kernels import attention
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
-from quire_spec.sampling import SamplingParams
-from quire_spec.shape import ModelShape
-from quire_spec.sizing import kv_block_bytes, lora_slot_bytes
+from quire_spec.model.memory_sizing import kv_block_bytes, lora_slot_bytes
+from quire_spec.model.model_config import ModelConfig
 
 CONFIG = EngineConfig(
     model="m", dtype="float32", max_model_len=128, block_size=8, max_num_seqs=8, max_num_batched_tokens=64,
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shape(folder):
-    return ModelShape.load(folder)
+    return ModelConfig.load(folder)
 
 
 @pytest.fixture(scope="module")

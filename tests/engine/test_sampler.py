@@ -10,7 +10,7 @@ from transformers.generation import logits_process
 from quire_engine import sampler as module
 from quire_engine.request import Sequence
 from quire_engine.sampler import Row, Sampler
-from quire_spec.sampling import SamplingParams
+from quire_spec.engine.sampling_params import SamplingParams
 
 VOCAB = 50
 PROMPT = [1, 2, 3]

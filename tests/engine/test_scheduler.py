@@ -13,7 +13,7 @@ from support.scheduling import ALWAYS_SWAP, CONFIG, NO_SWAP, Bench
 from quire_engine.request import FinishReason, Status
 from quire_engine.step import Sampled
 from quire_engine.swap import SwapSpace
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, NotFound
 
 

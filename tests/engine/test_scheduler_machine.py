@@ -12,7 +12,7 @@ from support.scheduling import Bench
 
 from quire_engine.request import Status
 from quire_engine.swap import SwapSpace
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
 
 STOPS = frozenset(range(0, VOCAB, 8))
 

@@ -24,10 +24,10 @@ from quire_engine.ring import Bell, Ring
 from quire_engine.step import BlockCopy, HostCopy, Span
 from quire_engine.weights import load_weights
 from quire_engine.work import GraphWork, Work, decode, encode, max_elements, work_of
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
-from quire_spec.sampling import SamplingParams
-from quire_spec.shape import ModelShape
-from quire_spec.shard import Shard, why_not_shared
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.tensor_parallel import TensorParallelShard, unsupported_reason
 
 CPU = torch.device("cpu")
 SIZES = (2, 3, 4)
@@ -39,10 +39,10 @@ def folder(request, tmp_path_factory):
 
 
 def _model(folder, ranks=None):
-    shape = ModelShape.load(folder)
+    shape = ModelConfig.load(folder)
     local = shape if ranks is None else ranks.shard.local
     model = model_class(shape.architecture)(local, Placement(torch.float32, CPU, ranks))
-    load_weights(folder, model.tensors(), tied=shape.tied_to)
+    load_weights(folder, model.tensors(), tied=shape.tied_embedding_name)
     return model
 
 
@@ -62,10 +62,10 @@ def _logits(model, prompt):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_together_are_the_model(folder, size, tmp_path):
-    shape = ModelShape.load(folder)
-    if why_not_shared(shape, size):
+    shape = ModelConfig.load(folder)
+    if unsupported_reason(shape, size):
         with pytest.raises(ConfigError, match=r"^tensor_parallel_size: \d: \d+ .* use (\d or )*1$"):
-            Shard(shape, 0, size).check()
+            TensorParallelShard(shape, 0, size).validate()
         return
     prompt = torch.randint(0, VOCAB, (30,), generator=torch.Generator().manual_seed(1)).tolist()
     expected = _logits(_model(folder), prompt)
@@ -76,7 +76,7 @@ def test_ranks_together_are_the_model(folder, size, tmp_path):
             loaded.wait()
             return tmp_path / "meeting"
 
-        ranks = Ranks(Shard(shape, rank, size), meet, timeout_s=20)
+        ranks = Ranks(TensorParallelShard(shape, rank, size), meet, timeout_s=20)
         model = _model(folder, ranks)
         ranks.connect(CPU)
         assert ranks.least(10 - rank) == 10 - size + 1
@@ -91,15 +91,15 @@ def test_ranks_together_are_the_model(folder, size, tmp_path):
 
 def test_a_rank_reads_its_part_and_no_more(folder, monkeypatch):
     """Every element of a tensor goes to some rank, those of shared KV heads and of what is not split to several."""
-    shape, size = ModelShape.load(folder), 4
-    if why_not_shared(shape, size):
+    shape, size = ModelConfig.load(folder), 4
+    if unsupported_reason(shape, size):
         size = 2
     monkeypatch.setattr(weights, "_CHUNK_BYTES", 1000)
     tensors = load_file(folder / "model.safetensors")
     seen = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
     read = 0
     for rank in range(size):
-        model = _model(folder, Ranks(Shard(shape, rank, size), lambda: folder))
+        model = _model(folder, Ranks(TensorParallelShard(shape, rank, size), lambda: folder))
         for name, target in model.tensors():
             part = whole(target)
             source = tensors.get(name, tensors.get(name.removeprefix("model.")))
@@ -132,29 +132,29 @@ LLAMA = {
 
 
 def test_kv_heads_that_are_fewer_than_ranks_are_on_several():
-    shape = ModelShape.from_config(LLAMA)
-    ranks = [Shard(shape, rank, 4) for rank in range(4)]
-    assert [r.outputs("self_attn.k_proj") for r in ranks] == [
+    shape = ModelConfig.from_config(LLAMA)
+    ranks = [TensorParallelShard(shape, rank, 4) for rank in range(4)]
+    assert [r.output_ranges("self_attn.k_proj") for r in ranks] == [
         (range(8),),
         (range(8),),
         (range(8, 16),),
         (range(8, 16),),
     ]
-    assert [r.outputs("self_attn.q_proj") for r in ranks] == [(range(16 * i, 16 * i + 16),) for i in range(4)]
-    assert [r.inputs("mlp.down_proj") for r in ranks] == [(range(24 * i, 24 * i + 24),) for i in range(4)]
-    assert [r.local.num_kv_heads for r in ranks] == [1] * 4
-    assert [list(r.vocab) for r in ranks] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert [r.output_ranges("self_attn.q_proj") for r in ranks] == [(range(16 * i, 16 * i + 16),) for i in range(4)]
+    assert [r.input_ranges("mlp.down_proj") for r in ranks] == [(range(24 * i, 24 * i + 24),) for i in range(4)]
+    assert [r.local_config.num_kv_heads for r in ranks] == [1] * 4
+    assert [list(r.vocab_range) for r in ranks] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
 
 
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do():
-    shape = ModelShape.from_config(LLAMA)
+    shape = ModelConfig.from_config(LLAMA)
     with pytest.raises(
         ConfigError, match="tensor_parallel_size: 3: 8 attention heads are not a multiple of 3; use 2 or 1"
     ):
-        Shard(shape, 0, 3).check()
-    shape = ModelShape.from_config(LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8})
+        TensorParallelShard(shape, 0, 3).validate()
+    shape = ModelConfig.from_config(LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8})
     with pytest.raises(ConfigError, match="4: 6 KV heads neither divide by 4 nor divide it; use 3 or 2 or 1"):
-        Shard(shape, 0, 4).check()
+        TensorParallelShard(shape, 0, 4).validate()
 
 
 ids = st.integers(0, 2**40)

@@ -19,8 +19,8 @@ from quire_engine.kv import KVCache
 from quire_engine.rehearsal import largest_steps, small_steps
 from quire_engine.runner import TorchRunner
 from quire_kernels import choose, paged_attention, penalize
-from quire_spec.config import EngineConfig
-from quire_spec.messages import Generate
+from quire_spec.engine.config import EngineConfig
+from quire_spec.protocol.messages import SequenceRequest
 
 VOCAB = 6000
 CONFIG = EngineConfig(
@@ -92,7 +92,7 @@ def test_no_step_takes_more_than_was_measured(folder, forms, monkeypatch, load, 
             length = 120 if i == 0 else 3 + 2 * i
             prompt = shared if i > 5 else torch.randint(VOCAB, (length,), generator=draw).tolist()
             leader = 10 * wave + 6 if i > 6 else None
-            engine.add(Generate(10 * wave + i, prompt, params, fork_of=leader))
+            engine.add(SequenceRequest(10 * wave + i, prompt, params, fork_of=leader))
         with live:
             for _ in range(15):
                 for result in engine.step().results if engine.has_work else []:

@@ -20,8 +20,8 @@ from tokenizers import decoders
 from transformers import AutoTokenizer
 
 from quire_engine.text import Detokenizer, Tokenizer
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError, InvalidArgument
-from quire_spec.sampling import SamplingParams
 
 KINDS = ("byte_level", "gpt2", "llama", "gemma", "metaspace", "unigram", "words")
 TEXTS = [

@@ -12,7 +12,7 @@ import pytest
 from support.llama import greedy, make_llama
 from support.pod import LONG, Pod, config_of, eventually, first_event, only, text_of
 
-from quire_spec.messages import Cancel
+from quire_spec.protocol.messages import CancelRequests
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_queue_limit_and_drain(model: Path, tmp_path: Path):
             first_event(client, running)
             queued = [client.submit("fox", max_tokens=4), client.submit("the fox", max_tokens=4)]
             refused = client.submit("fox")
-            while not (events := [e for e in client.receive().events if e.id != running]):
+            while not (events := [e for e in client.receive().deltas if e.id != running]):
                 pass
             assert events[0].id == refused and events[0].error_code == "UNAVAILABLE"
             assert "2 requests are waiting and max_num_queued_reqs is 2" in events[0].error
@@ -81,10 +81,10 @@ def test_queue_limit_and_drain(model: Path, tmp_path: Path):
                     other.call("drain")
                 (event,) = [e for e in only(client, client.submit("fox")) if e.error_code]
                 assert event.error_code == "UNAVAILABLE" and "draining" in event.error
-                client.send(Cancel([running]))
+                client.send(CancelRequests([running]))
                 got: dict[int, str | None] = {}
                 while len(got) < 2:
-                    got |= {e.id: e.finish_reason for e in client.receive().events if e.id in queued and e.final}
+                    got |= {e.id: e.finish_reason for e in client.receive().deltas if e.id in queued and e.final}
                 assert set(got.values()) == {"length"}
                 other.socket.settimeout(10)
                 assert other.receive().result == {}

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 
 from quire_engine.pace import RESPONSES_PER_S_PER_CORE
 from quire_spec.errors import InvalidArgument
-from quire_spec.frames import encode
-from quire_spec.messages import Cancel, Event, Events, Hello, Submit
+from quire_spec.protocol.framing import encode_frame
+from quire_spec.protocol.messages import CancelRequests, GenerateRequest, Hello, OutputDelta, OutputDeltas
 
 PROMPTS = ["the quick brown fox", "Grüße aus Köln", "naïve café\n", "你好", "a", "over the lazy dog, then "]
 
@@ -167,7 +167,7 @@ def test_several_outputs_are_those_of_their_seeds(client: Peer, stream: bool):
 def test_cancelling_ends_all_outputs(pod: Pod, client: Peer):
     request = client.submit("fox", n=5, max_tokens=100_000, ignore_eos=True)
     eventually(lambda: pod.core_stats()["num_running"] == 5)
-    client.send(Cancel([request]))
+    client.send(CancelRequests([request]))
     pod.wait_idle()
 
 
@@ -177,7 +177,11 @@ def test_stop_token_is_counted_and_not_shown(client: Peer, expected: dict[str, t
     first = ids.index(stop) + 1
     events = client.generate("a", temperature=0, max_tokens=100, stop_token_ids=[stop])
     assert [i for event in events for i in event.token_ids] == ids[:first]
-    shown = client.generate("a", temperature=0, max_tokens=first - 1) if first > 1 else [Event(0, finish_reason="stop")]
+    shown = (
+        client.generate("a", temperature=0, max_tokens=first - 1)
+        if first > 1
+        else [OutputDelta(0, finish_reason="stop")]
+    )
     assert text_of(events) == text_of(shown)
     assert (events[-1].finish_reason, events[-1].num_output_tokens) == ("stop", first)
 
@@ -212,15 +216,15 @@ def test_cancel_frees_blocks_and_ends_events(pod: Pod, client: Peer):
     request = client.submit("fox", temperature=0, max_tokens=100_000)
     first_event(client, request)
     assert pod.core_stats()["num_used_blocks"] > 0
-    client.send(Cancel([request, 999_999]))
+    client.send(CancelRequests([request, 999_999]))
     pod.wait_idle()
     # What was on its way may still come; the next request's events are then the only ones.
     other = client.submit("fox", temperature=0, max_tokens=4)
-    seen: list[Event] = []
+    seen: list[OutputDelta] = []
     while not (seen and seen[-1].id == other and seen[-1].final):
         message = client.receive()
-        assert isinstance(message, Events)
-        seen += message.events
+        assert isinstance(message, OutputDeltas)
+        seen += message.deltas
     late = [event for event in seen if event.id == request]
     assert not any(event.final for event in late)
     assert seen.index(next(e for e in seen if e.id == other)) >= len(late)
@@ -295,7 +299,7 @@ def test_adapters_are_models_by_their_names(pod: Pod, client: Peer, model: Path,
         assert 'quire_adapter_slot_residency{adapter="sql",model_name="base"} 1.0' in exposed
         # A name may change its meaning under a running request, which keeps what it began with.
         supervisor.call("set_adapters", adapters={"sql": "sha256:1"})
-        client.send(Cancel([running]))
+        client.send(CancelRequests([running]))
         assert text_of(only(client, client.submit("fox", model="sql", temperature=0, max_tokens=16))) == texts["chat"]
         supervisor.call("set_adapters", adapters={})
         assert only(client, client.submit("fox", model="sql"))[0].error_code == "NOT_FOUND"
@@ -304,7 +308,7 @@ def test_adapters_are_models_by_their_names(pod: Pod, client: Peer, model: Path,
 
 
 def test_a_prompt_of_50_mb_is_refused_at_once_and_stalls_nobody(pod: Pod, client: Peer):
-    frame = encode(Submit(77, "base", "word " * 10_000_000, None, {}, True))
+    frame = encode_frame(GenerateRequest(77, "base", "word " * 10_000_000, None, {}, True))
     with pod.peer("text", "frontend") as other:
         stream = other.submit("fox", temperature=0, max_tokens=100_000)
         first_event(other, stream)
@@ -357,7 +361,7 @@ def test_an_urgent_request_overtakes_and_the_other_goes_on_where_it_was(model: P
             last = {}
             tokens = list(first.token_ids)
             while len(last) < 2:
-                for event in client.receive().events:
+                for event in client.receive().deltas:
                     tokens += event.token_ids if event.id == slow else []
                     if event.final:
                         last[event.id] = event
@@ -407,7 +411,7 @@ def test_metrics_and_status_of_a_pod_at_work(pod: Pod, client: Peer):
         assert metric(supervisor, "vllm:kv_cache_usage_perc") > 0
         status = supervisor.call("status")
         assert (status["core"], status["num_open"], status["num_queued"]) == (True, 1, 0)
-        client.send(Cancel([request]))
+        client.send(CancelRequests([request]))
         eventually(lambda: metric(supervisor, "vllm:num_requests_running") == 0)
         assert metric(supervisor, "vllm:kv_cache_usage_perc") == 0
         with pytest.raises(InvalidArgument, match="'nope' is unknown"):
@@ -420,11 +424,11 @@ def test_metrics_and_status_of_a_pod_at_work(pod: Pod, client: Peer):
     "garbage",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        encode(Cancel([1])),
-        encode(Hello("wizard")),
-        encode(Hello("frontend")) + encode(Hello("frontend")),
-        encode(Hello("frontend")) + b"\x05\x00\x00\x00\x01[[[[[",
-        encode(Hello("frontend")) + encode(Submit("x", "base", "fox", None, {}, True)),  # type: ignore[arg-type]
+        encode_frame(CancelRequests([1])),
+        encode_frame(Hello("wizard")),
+        encode_frame(Hello("frontend")) + encode_frame(Hello("frontend")),
+        encode_frame(Hello("frontend")) + b"\x05\x00\x00\x00\x01[[[[[",
+        encode_frame(Hello("frontend")) + encode_frame(GenerateRequest("x", "base", "fox", None, {}, True)),  # type: ignore[arg-type]
     ],
     ids=range(6),
 )

@@ -13,7 +13,7 @@ from quire_engine.layers import Placement
 from quire_engine.models import model_class
 from quire_engine.weights import load_weights
 from quire_spec.errors import ConfigError
-from quire_spec.shape import ModelShape
+from quire_spec.model.model_config import ModelConfig
 
 CPU = torch.device("cpu")
 SINGLE = "model.safetensors"
@@ -26,9 +26,9 @@ def folder(tmp_path):
 
 
 def _load(folder, dtype=torch.float32, **options):
-    shape = ModelShape.load(folder)
+    shape = ModelConfig.load(folder)
     model = model_class(shape.architecture)(shape, Placement(dtype, CPU))
-    load_weights(folder, model.tensors(), tied=shape.tied_to, **options)
+    load_weights(folder, model.tensors(), tied=shape.tied_embedding_name, **options)
     return dict(model.tensors())
 
 

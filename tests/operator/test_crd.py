@@ -15,7 +15,9 @@ from quire_operator import crd, patterns, schema
 from quire_operator.errors import dotted
 from quire_operator.rules import Rule
 from quire_operator.rules import problems as evaluate
-from quire_spec import capability, catalogue, names
+from quire_spec import constants
+from quire_spec.documents import adapter_catalog
+from quire_spec.model import capabilities
 
 
 def rules():
@@ -33,7 +35,11 @@ def rules():
 def test_names_and_subresources():
     spec = CRD["spec"]
     assert CRD["metadata"]["name"] == "llmservices.quire.dev"
-    assert (spec["group"], VERSION["name"], spec["names"]["kind"]) == (names.API_GROUP, names.API_VERSION, names.KIND)
+    assert (spec["group"], VERSION["name"], spec["names"]["kind"]) == (
+        constants.API_GROUP,
+        constants.API_VERSION,
+        constants.KIND,
+    )
     assert spec["names"]["shortNames"] == ["llm"]
     assert spec["names"]["categories"] == ["all"]
     assert VERSION["subresources"]["scale"]["labelSelectorPath"] == ".status.selector"
@@ -154,15 +160,17 @@ def test_patterns_have_words():
 
 def test_sources_are_those_of_the_catalogue():
     spec = OPENAPI["properties"]["spec"]["properties"]
-    assert set(spec["adapters"]["items"]["properties"]) == {f.name for f in dataclasses.fields(catalogue.Adapter)}
+    assert set(spec["adapters"]["items"]["properties"]) == {
+        f.name for f in dataclasses.fields(adapter_catalog.AdapterSpec)
+    }
     for parent in (spec["model"], spec["adapters"]["items"]):
         source = parent["properties"]["source"]["properties"]
-        assert set(source) == {field.name for field in dataclasses.fields(catalogue.Source)}
+        assert set(source) == {field.name for field in dataclasses.fields(adapter_catalog.Source)}
         for kind, cls in (
-            ("huggingFace", catalogue.HuggingFaceSource),
-            ("s3", catalogue.S3Source),
-            ("http", catalogue.HttpSource),
-            ("pvc", catalogue.PvcSource),
+            ("huggingFace", adapter_catalog.HuggingFaceSource),
+            ("s3", adapter_catalog.S3Source),
+            ("http", adapter_catalog.HttpSource),
+            ("pvc", adapter_catalog.PvcSource),
         ):
             assert set(source[kind]["properties"]) == {field.name for field in dataclasses.fields(cls)}
 
@@ -170,14 +178,17 @@ def test_sources_are_those_of_the_catalogue():
 def test_choices_are_those_of_the_engine():
     spec = OPENAPI["properties"]["spec"]["properties"]
     engine = spec["engine"]["properties"]
-    assert tuple(engine["blockSize"]["enum"]) == capability.BLOCK_SIZES
-    assert tuple(engine["dtype"]["enum"]) == tuple(dtype for dtype in capability.DTYPES if dtype != "auto")
-    assert tuple(spec["lora"]["properties"]["maxRank"]["enum"]) == capability.LORA_RANKS
-    assert tuple(q for q in engine["quantization"]["enum"] if q != "None") == capability.QUANTIZATIONS
-    assert spec["adapters"]["items"]["properties"]["expose"]["enum"] == [e.value for e in catalogue.Expose]
-    assert spec["adapters"]["maxItems"] <= catalogue.MAX_ADAPTERS
+    assert tuple(engine["blockSize"]["enum"]) == capabilities.BLOCK_SIZES
+    assert tuple(engine["dtype"]["enum"]) == tuple(dtype for dtype in capabilities.DTYPES if dtype != "auto")
+    assert tuple(spec["lora"]["properties"]["maxRank"]["enum"]) == capabilities.LORA_RANKS
+    assert tuple(q for q in engine["quantization"]["enum"] if q != "None") == capabilities.QUANTIZATIONS
+    assert spec["adapters"]["items"]["properties"]["expose"]["enum"] == [e.value for e in adapter_catalog.Expose]
+    assert spec["adapters"]["maxItems"] <= adapter_catalog.MAX_ADAPTERS
     model_name = spec["model"]["properties"]["servedName"]
-    assert (model_name["pattern"], model_name["maxLength"]) == (f"^{names.MODEL_NAME.pattern}$", names.MAX_MODEL_NAME)
+    assert (model_name["pattern"], model_name["maxLength"]) == (
+        f"^{constants.MODEL_NAME.pattern}$",
+        constants.MAX_MODEL_NAME,
+    )
 
 
 # The rules as data.

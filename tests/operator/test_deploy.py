@@ -17,12 +17,12 @@ import yaml
 
 from quire_operator import cli, crd
 from quire_operator.manifest import read
-from quire_spec import names
+from quire_spec import constants
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())
-PORTS = [names.HTTP_PORT, names.GRPC_PORT, names.SERVER_METRICS_PORT, names.HEALTH_PORT]
+PORTS = [constants.HTTP_PORT, constants.GRPC_PORT, constants.SERVER_METRICS_PORT, constants.HEALTH_PORT]
 
 
 def stages(file):
@@ -215,7 +215,7 @@ def test_a_compose_service_is_closed_and_watched(profile):
     published = [default(port).split(":") for port in service["ports"]]
     assert [int(port[-1]) for port in published] == PORTS
     assert {port[0] for port in published} == {"127.0.0.1"}
-    assert f":{names.HEALTH_PORT}/health/ready" in service["healthcheck"]["test"][-1]
+    assert f":{constants.HEALTH_PORT}/health/ready" in service["healthcheck"]["test"][-1]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["shm_size"] == "1gb"

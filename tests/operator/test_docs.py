@@ -24,8 +24,8 @@ from quire_operator.render.cluster import Cluster
 from quire_operator.render.desired import desired
 from quire_operator.service import Device, LLMService
 from quire_server.sources import model_download
-from quire_spec import engine_arguments
-from quire_spec.config import EngineConfig
+from quire_spec.engine import vllm_arguments
+from quire_spec.engine.config import EngineConfig
 
 CLUSTER = ROOT / "docs/gpu-cluster.md"
 MIGRATION = ROOT / "docs/migrate-from-vllm-backend.md"
@@ -166,10 +166,10 @@ def test_a_migrated_repository_is_the_same_engine(tmp_path):
     model, loras = (json.loads(text) for text in blocks(MIGRATION, "json"))
     (text,) = blocks(MIGRATION, "yaml")
     service = LLMService.from_body(crd.check(yaml.safe_load(text)).body)
-    before = EngineConfig.from_json({"device": "cuda", **engine_arguments.engine_fields(model)})
+    before = EngineConfig.from_json({"device": "cuda", **vllm_arguments.from_vllm_arguments(model)})
     plan = make_plan(Inputs.of(service, MODELS["8b"], resolve(service.spec.gpu), ANY_TP))
     after = engine_config(service, "/weights/backbone/llama-3.1-8b", plan=plan)
-    chosen = set(engine_arguments.engine_fields(model))
+    chosen = set(vllm_arguments.from_vllm_arguments(model))
     assert len(chosen) >= 10
     for name in chosen:
         assert getattr(after, name) == getattr(before, name), name
@@ -182,7 +182,7 @@ def test_a_migrated_repository_is_the_same_engine(tmp_path):
 def test_every_argument_of_vllm_has_its_line():
     text = MIGRATION.read_text()
     known = {field.name for field in fields(EngineConfig)}
-    for name in (*known, *engine_arguments._NO_EFFECT, *engine_arguments._ONLY):
+    for name in (*known, *vllm_arguments._IGNORED_ARGUMENTS, *vllm_arguments._SUPPORTED_VALUES):
         assert f"`{name}`" in text, name
     table = re.findall(r"^\| (`.*?) \| .*?`(spec\.[\w.]+)`", text, re.MULTILINE)
     assert len(table) >= 18

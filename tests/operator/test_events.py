@@ -25,7 +25,7 @@ from quire_operator.plan.errors import Unplannable, Why
 from quire_operator.reconcile.events import events
 from quire_operator.reconcile.observed import Observed, Verdict
 from quire_operator.reconcile.status import status
-from quire_spec.status import AdapterState
+from quire_spec.documents.pod_status import AdapterState
 
 SERVICE = wanted()
 GOOD = pod("s-0", report(SERVICE))

@@ -26,13 +26,13 @@ from support.rendering import objects, one
 from quire_operator.plan.errors import Unplannable, Why
 from quire_operator.reconcile.observed import Observed, Verdict, pod_of
 from quire_operator.render import model
-from quire_spec.outcome import Outcome, Result
-from quire_spec.progress import Progress
+from quire_spec.documents.download_progress import DownloadProgress
+from quire_spec.documents.download_result import DownloadReason, DownloadResult
 
 
 def ended_download(result, revision=None, message="", number=0, **changes):
-    said = Outcome(result, 3 * 2**30, revision, message).dump()
-    code = 0 if result is Result.DOWNLOADED else 1
+    said = DownloadResult(result, 3 * 2**30, revision, message).dump()
+    code = 0 if result is DownloadReason.DOWNLOADED else 1
     fields = {"phase": "Failed" if code else "Succeeded", "ended": ended("download", code, "Error", said)}
     return starting(f"job-{number}", created_at=f"2026-01-01T00:0{number}:00Z", **fields | changes)
 
@@ -43,7 +43,7 @@ def downloading(number=1, progress=None):
 
 
 def test_a_model_that_is_there():
-    found = of(healthy(job_pods=(ended_download(Result.DOWNLOADED, "0e9e39f"),)))
+    found = of(healthy(job_pods=(ended_download(DownloadReason.DOWNLOADED, "0e9e39f"),)))
     assert found["cache"] == {"state": "Ready", "bytes": str(3 * 2**30), "revision": "0e9e39f"}
     assert condition(found, "ModelCached")["message"] == "all files are there, 3.00 GiB, revision 0e9e39f"
     later = of(healthy(), previous=found, now=LATER)
@@ -51,7 +51,7 @@ def test_a_model_that_is_there():
 
 
 def test_a_model_that_is_there_before_its_pod_has_said_so():
-    found = of(healthy(job_pods=(ended_download(Result.AUTH_FAILED),)))
+    found = of(healthy(job_pods=(ended_download(DownloadReason.AUTH_FAILED),)))
     assert (found["cache"], condition(found, "ModelCached")["message"]) == ({"state": "Ready"}, "all files are there")
 
 
@@ -71,15 +71,15 @@ DOWNLOADS = {
     ),
     "it runs": ({"job_pods": (downloading(),)}, "Downloading", "Downloading", "repository o/m"),
     "it runs again after the line was cut": (
-        {"job_pods": (ended_download(Result.UNREACHABLE, message="HTTP 503"), downloading())},
+        {"job_pods": (ended_download(DownloadReason.UNREACHABLE, message="HTTP 503"), downloading())},
         "Downloading", "Downloading", "HTTP 503",
     ),
     "the token is wrong": (
-        {"job_pods": (ended_download(Result.AUTH_FAILED, message="hub repository 'o/m': HTTP 401"),)},
+        {"job_pods": (ended_download(DownloadReason.AUTH_FAILED, message="hub repository 'o/m': HTTP 401"),)},
         "AuthFailed", "Failed", "no Secret is named; set spec.model.source.huggingFace.tokenSecretRef",
     ),
     "the token is wrong, and it is tried again": (
-        {"job_pods": (ended_download(Result.AUTH_FAILED, message="HTTP 401"), downloading())},
+        {"job_pods": (ended_download(DownloadReason.AUTH_FAILED, message="HTTP 401"), downloading())},
         "AuthFailed", "Failed", "HTTP 401",
     ),
     **{
@@ -87,7 +87,7 @@ DOWNLOADS = {
             {"job": job_done("Failed", "BackoffLimitExceeded"), "job_pods": (ended_download(result, message="why"),)},
             result.value, "Failed", "the Job gave up (BackoffLimitExceeded)",
         )
-        for result in Result if result not in (Result.DOWNLOADED, Result.AUTH_FAILED)
+        for result in DownloadReason if result not in (DownloadReason.DOWNLOADED, DownloadReason.AUTH_FAILED)
     },
     "it ended with no word": (
         {"job": job_done("Failed"), "job_pods": (starting("j", ended=ended("download", 137, "OOMKilled")),)},
@@ -119,7 +119,7 @@ MIB = 2**20
 
 
 def test_how_far_a_download_is():
-    found, words = on_its_way(Progress(3 * 2**30, 15 * 2**30, 100 * MIB))
+    found, words = on_its_way(DownloadProgress(3 * 2**30, 15 * 2**30, 100 * MIB))
     assert found["cache"] == {
         "state": "Downloading", "progress": "20%", "bytes": str(3 * 2**30), "totalBytes": str(15 * 2**30),
         "bytesPerSecond": str(100 * MIB), "at": "2026-01-02T03:04:05Z",
@@ -128,52 +128,52 @@ def test_how_far_a_download_is():
         "pod job-1 downloads Hugging Face repository o/m: 3.0 GiB of 15.0 GiB (20%), 100.0 MiB/s, about 2 min left"
     )
     assert condition(found, "Ready")["message"] == words
-    cut = ended_download(Result.UNREACHABLE, message="HTTP 503")
-    _, words = on_its_way(Progress(3 * 2**30, 15 * 2**30), None, 0, cut)
+    cut = ended_download(DownloadReason.UNREACHABLE, message="HTTP 503")
+    _, words = on_its_way(DownloadProgress(3 * 2**30, 15 * 2**30), None, 0, cut)
     assert words.endswith(": 3.0 GiB of 15.0 GiB (20%); the try before: HTTP 503")
     for progress, end in (
-        (Progress(7 * 2**30, 15 * 2**30, 0), "(46%), nothing comes now"),
-        (Progress(15 * 2**30, 15 * 2**30, 0), "(100%), which are being checked"),
-        (Progress(5 * 2**10, 2**41, 2**25), "5.0 KiB of 2048.0 GiB (0%), 32.0 MiB/s, about 18 h 12 min left"),
+        (DownloadProgress(7 * 2**30, 15 * 2**30, 0), "(46%), nothing comes now"),
+        (DownloadProgress(15 * 2**30, 15 * 2**30, 0), "(100%), which are being checked"),
+        (DownloadProgress(5 * 2**10, 2**41, 2**25), "5.0 KiB of 2048.0 GiB (0%), 32.0 MiB/s, about 18 h 12 min left"),
     ):
         assert on_its_way(progress)[1].endswith(end)
-    found, _ = on_its_way(Progress(PLAN.modelBytes * 3 // 4 + 1))
+    found, _ = on_its_way(DownloadProgress(PLAN.modelBytes * 3 // 4 + 1))
     assert found["cache"]["progress"] == "75%", "a place that does not say its sizes: those of the plan"
     assert on_its_way(None)[0]["cache"] == {"state": "Downloading"}
 
 
 def test_progress_is_told_each_5_percent_or_30_s_and_never_twice_in_10_s():
-    first, _ = on_its_way(Progress(20 * MIB, 100 * MIB, MIB))
+    first, _ = on_its_way(DownloadProgress(20 * MIB, 100 * MIB, MIB))
     for seconds, percent, told in (
         (1, 90, 20), (9, 90, 20), (10, 24, 20), (10, 25, 25), (10, 15, 15), (29, 24, 20), (30, 20, 20), (30, 21, 21),
     ):  # fmt: skip
-        found, _ = on_its_way(Progress(percent * MIB, 100 * MIB, 2 * MIB), first, seconds)
+        found, _ = on_its_way(DownloadProgress(percent * MIB, 100 * MIB, 2 * MIB), first, seconds)
         assert found["cache"]["progress"] == f"{told}%", (seconds, percent)
         again = seconds >= 30 or told != 20
         assert (found == first) == (not again), "nothing is written when nothing is told"
     assert on_its_way(None, first, 119)[0] == first, "it did not answer"
     assert on_its_way(None, first, 120)[0]["cache"] == {"state": "Downloading"}, "nobody knows any more"
-    done = of(healthy(job_pods=(ended_download(Result.DOWNLOADED),)), previous=first)
+    done = of(healthy(job_pods=(ended_download(DownloadReason.DOWNLOADED),)), previous=first)
     assert done["cache"] == {"state": "Ready", "bytes": str(3 * 2**30)}
 
 
 def test_a_status_that_somebody_else_wrote_is_no_trouble():
     for at in ("", "soon", "2026-01-02T03:04:05", "2099-01-01T00:00:00Z", 7):
         previous = {"cache": {"state": "Downloading", "progress": "x%", "bytes": "y", "at": at}}
-        assert on_its_way(Progress(1, 2), previous)[0]["cache"]["progress"] == "50%"
+        assert on_its_way(DownloadProgress(1, 2), previous)[0]["cache"]["progress"] == "50%"
 
 
 def test_a_refused_token_names_its_secret():
     spec = "model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hf, key: token}}}}"
     service = wanted(spec)
-    failed = ended_download(Result.AUTH_FAILED, message="hub repository 'o/m': HTTP 403")
+    failed = ended_download(DownloadReason.AUTH_FAILED, message="hub repository 'o/m': HTTP 403")
     found = of(Observed(job=job(), job_pods=(failed,)), service=service)
     assert condition(found, "ModelCached")["message"] == (
         "hub repository 'o/m': HTTP 403; check Secret 'hf', key 'token'; it is tried again"
     )
 
 
-@pytest.mark.parametrize("result", [Result.AUTH_FAILED, Result.NOT_FOUND, Result.UNREACHABLE])
+@pytest.mark.parametrize("result", [DownloadReason.AUTH_FAILED, DownloadReason.NOT_FOUND, DownloadReason.UNREACHABLE])
 def test_a_model_that_cannot_be_read_for_the_plan(result):
     spec = "model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hf, key: token}}}}"
     verdict = Verdict(pending="hub repository 'o/m': why", unread=result)
@@ -182,7 +182,7 @@ def test_a_model_that_cannot_be_read_for_the_plan(result):
     assert judged(found)["Planned"] == ("Unknown", "Planning")
     message = condition(found, "Ready")["message"]
     assert message.startswith("hub repository 'o/m': why") and message.endswith("it is tried again")
-    assert ("check Secret 'hf', key 'token'" in message) == (result is Result.AUTH_FAILED)
+    assert ("check Secret 'hf', key 'token'" in message) == (result is DownloadReason.AUTH_FAILED)
     assert found["cache"] == {"state": "Failed"}
 
 
@@ -194,8 +194,8 @@ def test_a_model_that_each_pod_downloads():
     of_it = {"phase": "Pending", "downloads_to": model.folder(service)}
     found = of(healthy(service, job=None), service=service)
     assert judged(found)["ModelCached"] == ("True", "InPods")
-    said = Outcome(Result.NO_SPACE, 5, message="the disk is full").dump()
-    under_way = starting("s-1", downloading=True, progress=Progress(MIB, 4 * MIB), **of_it)
+    said = DownloadResult(DownloadReason.NO_SPACE, 5, message="the disk is full").dump()
+    under_way = starting("s-1", downloading=True, progress=DownloadProgress(MIB, 4 * MIB), **of_it)
     found = of(healthy(service, job=None, pods=(under_way,)), service=service)
     assert judged(found)["ModelCached"] == ("True", "InPods")
     assert condition(found, "ModelCached")["message"].endswith("; a pod does: 1.0 MiB of 4.0 MiB (25%)")
@@ -210,7 +210,7 @@ def test_what_pods_of_the_source_before_have_is_not_what_is_there():
     before = wanted(IN_PODS)
     after = wanted(f"{IN_PODS}\nmodel: {{source: {{huggingFace: {{repo: o/m, revision: v2}}}}}}")
     template = one(objects(before), "Deployment")["spec"]["template"]
-    done = Outcome(Result.DOWNLOADED, 5, "v1").dump()
+    done = DownloadResult(DownloadReason.DOWNLOADED, 5, "v1").dump()
     end = {"name": "download", "state": {"terminated": {"exitCode": 0, "message": done}}}
     meta = {"name": "s-1", "uid": "1", "creationTimestamp": "2026-01-01T00:00:00Z", **template["metadata"]}
     there = pod_of({"metadata": meta, "spec": template["spec"], "status": {"initContainerStatuses": [end]}})

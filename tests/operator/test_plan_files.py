@@ -12,7 +12,7 @@ from quire_operator.plan import files as plan_files
 from quire_operator.plan.checkpoint import SizeFrom
 from quire_operator.plan.files import FolderFiles, files_of, read_checkpoint
 from quire_operator.plan.remote import HttpFiles, HubFiles, S3Files
-from quire_spec.catalogue import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretRef, Source
+from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretRef, Source
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -14,7 +14,7 @@ from quire_operator.plan import memory, ways
 from quire_operator.plan.errors import Unplannable, Why
 from quire_operator.plan.plan import Fit
 from quire_operator.plan.text import lines
-from quire_spec.shard import why_not_shared
+from quire_spec.model.tensor_parallel import unsupported_reason
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -140,8 +140,8 @@ def test_numbers_of_gpus_are_those_that_the_model_divides_by():
     """70B in bfloat16 needs the memory of 9 L4, 5 A100 of 40 GB, 3 of 80 GB: none of them is a number that works."""
     for gpu, expected in ((L4, 8), (A100_40, 8), (A100_80, 4), (H100, 4), (H200, 2)):
         assert plan("70b", gpu, "lora: {maxLoaded: 0}\ngpu: {count: 8}").tensorParallelSize.value == expected
-    assert [tp for tp in (1, 2, 4, 8, 16) if not why_not_shared(MODELS["8b"].shape, tp)] == [1, 2, 4, 8, 16]
-    assert [tp for tp in (1, 2, 4, 8) if not why_not_shared(MODELS["qwen"].shape, tp)] == [1, 2, 4]
+    assert [tp for tp in (1, 2, 4, 8, 16) if not unsupported_reason(MODELS["8b"].shape, tp)] == [1, 2, 4, 8, 16]
+    assert [tp for tp in (1, 2, 4, 8) if not unsupported_reason(MODELS["qwen"].shape, tp)] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("gpu", [A100_80, H100])

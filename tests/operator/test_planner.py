@@ -27,22 +27,22 @@ from quire_operator.plan.gpu import Gpu, KnownFrom
 from quire_operator.plan.inputs import Abilities
 from quire_operator.plan.plan import Fit, Plan
 from quire_operator.service import Lora
-from quire_spec import capability
 from quire_spec.errors import ConfigError
+from quire_spec.model import capabilities
 
 pins = st.fixed_dictionaries(
     {},
     optional={
         "minConcurrency": st.integers(1, 200),
         "maxModelLen": st.integers(16, 131_072),
-        "blockSize": st.sampled_from(capability.BLOCK_SIZES),
+        "blockSize": st.sampled_from(capabilities.BLOCK_SIZES),
         "maxNumBatchedTokens": st.sampled_from([512, 3000, 16384]),
         "maxNumSeqs": st.integers(1, 500),
         "dtype": st.sampled_from(["float32", "bfloat16", "float16"]),
     },
 )
 loras = st.fixed_dictionaries(
-    {"maxLoaded": st.integers(0, 64), "maxRank": st.sampled_from(capability.LORA_RANKS)},
+    {"maxLoaded": st.integers(0, 64), "maxRank": st.sampled_from(capabilities.LORA_RANKS)},
 )
 
 
@@ -110,7 +110,7 @@ def check(given, made):
     assert made.inputsHash == given.digest
     assert made.kvTokens >= made.maxModelLen.value
     assert made.maxNumBatchedTokens.value >= made.maxNumSeqs.value
-    assert made.blockSize.value in capability.BLOCK_SIZES
+    assert made.blockSize.value in capabilities.BLOCK_SIZES
     assert faults(made.to_json()) == []
     pinned = {k: v for k, v in dataclasses.asdict(given.engine).items() if v is not None}
     for name, value in pinned.items():
@@ -126,8 +126,8 @@ def check(given, made):
 
 
 @given(
-    less=st.tuples(st.integers(0, 64), st.sampled_from(capability.LORA_RANKS)),
-    more=st.tuples(st.integers(0, 64), st.sampled_from(capability.LORA_RANKS)),
+    less=st.tuples(st.integers(0, 64), st.sampled_from(capabilities.LORA_RANKS)),
+    more=st.tuples(st.integers(0, 64), st.sampled_from(capabilities.LORA_RANKS)),
 )
 @settings(max_examples=60)
 def test_more_or_larger_adapter_slots_never_plan_better(less, more):
@@ -229,8 +229,8 @@ def test_what_the_engine_cannot_do_is_neither_planned_nor_recommended():
 
 
 def test_the_default_abilities_are_the_capability_table():
-    assert Abilities().tensor_parallel_sizes == capability.TENSOR_PARALLEL_SIZES
-    assert Abilities().block_sizes == capability.BLOCK_SIZES
+    assert Abilities().tensor_parallel_sizes == capabilities.TENSOR_PARALLEL_SIZES
+    assert Abilities().block_sizes == capabilities.BLOCK_SIZES
 
 
 def test_refusals_name_field_value_and_fix():

@@ -16,8 +16,8 @@ from support.observing import pod, starting, wanted
 
 from quire_operator.reconcile import pods
 from quire_operator.reconcile.pods import AdapterPusher, Exchange
-from quire_spec.document import to_json
-from quire_spec.progress import Progress
+from quire_spec.dataclass_json import to_json
+from quire_spec.documents.download_progress import DownloadProgress
 
 KEY = "s3cret-key-of-the-admin-port"
 SERVICE = wanted()
@@ -73,7 +73,7 @@ async def test_a_pod_is_asked_told_and_asked_again(pusher, serve):
     scripted, seen = serve()
     found = await one(pusher, seen)
     assert scripted.pushes == [CATALOGUE]
-    assert found.report.catalogue == CATALOGUE.mark.digest
+    assert found.report.catalogue == CATALOGUE.version.digest
     assert [a.name for a in found.report.adapters] == ["sql", "support"]
     assert (found.report_error, pusher.told) == ("", [Exchange.PUSHED])
     again = await one(pusher, seen)
@@ -146,7 +146,7 @@ async def test_a_container_that_starts_anew_is_told_again(pusher, serve):
     after = await one(pusher, seen)
     assert len(scripted.pushes) == 2
     assert after.core_started_at != before.core_started_at
-    assert after.report.catalogue == CATALOGUE.mark.digest
+    assert after.report.catalogue == CATALOGUE.version.digest
 
 
 async def test_a_pod_that_forgets_what_it_takes_is_told_once_a_visit_and_never_believed(pusher, serve):
@@ -154,7 +154,7 @@ async def test_a_pod_that_forgets_what_it_takes_is_told_once_a_visit_and_never_b
     for visits in (1, 2):
         found = await one(pusher, seen)
         assert len(scripted.pushes) == visits
-        assert found.report.catalogue != CATALOGUE.mark.digest
+        assert found.report.catalogue != CATALOGUE.version.digest
 
 
 async def test_nobody_is_told_anything_without_a_catalogue(pusher, serve):
@@ -305,13 +305,13 @@ async def test_a_pod_that_downloads_is_asked_how_far_it_is_and_never_shown_the_k
 
     async def answer(request):
         asked.append((request.method, request.path, request.headers.get("Authorization")))
-        return web.json_response(to_json(Progress(1, 4, 2)))
+        return web.json_response(to_json(DownloadProgress(1, 4, 2)))
 
     runner, seen = await strange(answer)
     try:
         for started_at in ("", seen.started_at):
             found = await one(pusher, replace(seen, started_at=started_at, downloading=True))
-            assert (found.progress, found.report, found.report_error) == (Progress(1, 4, 2), None, "")
+            assert (found.progress, found.report, found.report_error) == (DownloadProgress(1, 4, 2), None, "")
         assert asked == [("GET", "/progress", None)] * 2 and pusher.told == [Exchange.ASKED] * 2
         assert (await one(pusher, replace(found, deleting=True))).progress is None
     finally:

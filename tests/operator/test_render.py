@@ -27,8 +27,8 @@ from quire_operator.render.command import dumped
 from quire_operator.render.desired import desired
 from quire_operator.service import Device
 from quire_server.sources import model_download
-from quire_spec.catalogue import Catalogue
-from quire_spec.config import EngineConfig
+from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -94,7 +94,7 @@ def test_the_pod_runs_what_the_server_takes(rendered):
         json.loads(maps[mounts[str(settings.engine.parent)]["configMap"]["name"]]["engine.json"])
     )
     catalogue = maps[mounts[str(settings.adapters.parent)]["configMap"]["name"]]["adapters.json"]
-    assert Catalogue.from_json(json.loads(catalogue)) == of.catalogue()
+    assert AdapterCatalog.from_json(json.loads(catalogue)) == of.catalogue()
     key = maps[mounts[str(settings.admin_key_file.parent)]["secret"]["secretName"]][settings.admin_key_file.name]
     assert base64.b64decode(key) == b"k"
     assert mounts[str(settings.secrets_dir)]["secret"]["optional"]

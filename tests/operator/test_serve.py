@@ -16,10 +16,11 @@ from quire_operator.manifest import read
 from quire_operator.plan import ways
 from quire_operator.serve import Options, prepare, write
 from quire_operator.service import LLMService
-from quire_spec import capability, names
-from quire_spec.catalogue import Catalogue
-from quire_spec.config import EngineConfig
+from quire_spec import constants
+from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
+from quire_spec.model import capabilities
 
 HEAD = "apiVersion: quire.dev/v1alpha1\nkind: LLMService\nmetadata: {name: tales}\n"
 
@@ -75,7 +76,7 @@ def test_a_file_becomes_documents_that_the_server_reads(folder):
     assert (engine.model, engine.device, engine.dtype) == (str(folder / "models/tiny"), "cpu", "auto")
     assert (engine.enable_lora, engine.max_loras, engine.max_lora_rank, engine.max_cpu_loras) == (True, 4, 32, None)
     assert engine.max_num_batched_tokens == ways.CPU_TOKENS
-    (pirate,) = Catalogue.load(folder / "run/adapters.json").adapters
+    (pirate,) = AdapterCatalog.load(folder / "run/adapters.json").adapters
     assert (pirate.name, pirate.source.path, pirate.pinned) == ("pirate", str(folder / "adapters/pirate"), True)
 
 
@@ -259,7 +260,7 @@ def test_a_link_out_of_a_volume_is_not_followed(folder):
 
 def test_what_the_engine_refuses_is_said_in_the_words_of_the_resource(folder, monkeypatch):
     # The schema allows what the engines of other releases can do.
-    monkeypatch.setattr(capability, "TENSOR_PARALLEL_SIZES", (1, 4))
+    monkeypatch.setattr(capabilities, "TENSOR_PARALLEL_SIZES", (1, 4))
     (folder / "dev").mkdir()
     (folder / "dev/nvidia0").touch()
     spec = "{model: {source: {path: models/tiny}}, engine: {tensorParallelSize: 2}}"
@@ -339,7 +340,7 @@ def test_a_vllm_backend_repository_is_served_under_its_models_name(tmp_path):
         argv = list(serve_vllm.argv(given, "cpu", Options(http_port=18000, cache_dir=tmp_path), {}))
         args = quire_server.__main__._parse_args(argv[3:])
         assert (args.vllm_repository, args.device, args.served_name) == (given, "cpu", "vllm_model")
-        assert (args.http_port, args.grpc_port, args.cache_dir) == (18000, names.GRPC_PORT, tmp_path)
+        assert (args.http_port, args.grpc_port, args.cache_dir) == (18000, constants.GRPC_PORT, tmp_path)
         assert args.engine is None and args.run_dir.name == f"quire-{os.getuid()}-vllm_model"
     (tmp_path / "repository/another/1").mkdir(parents=True)
     (tmp_path / "repository/another/1/model.json").write_text("{}")

@@ -11,7 +11,7 @@ import pytest
 from quire_operator import crd, quantity
 from quire_operator.manifest import parse, read
 from quire_operator.service import Device, LLMService, Spec
-from quire_spec.catalogue import Catalogue, Expose
+from quire_spec.documents.adapter_catalog import AdapterCatalog, Expose
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,7 +61,7 @@ def test_examples_are_read(example):
     for document in read(str(example)):
         found = LLMService.from_body(crd.valid(document))
         assert found.name == document.body["metadata"]["name"]
-        assert Catalogue.from_json(found.catalogue().to_json()) == found.catalogue()
+        assert AdapterCatalog.from_json(found.catalogue().to_json()) == found.catalogue()
 
 
 def test_names_and_defaults():

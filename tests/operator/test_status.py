@@ -32,7 +32,7 @@ from support.planning import plan
 
 from quire_operator.plan.errors import Unplannable, Why
 from quire_operator.reconcile.observed import Observed, Verdict
-from quire_spec.status import AdapterState
+from quire_spec.documents.pod_status import AdapterState
 
 
 def test_all_is_well():

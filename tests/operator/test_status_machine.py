@@ -31,11 +31,11 @@ from quire_operator.reconcile.conditions import Reason
 from quire_operator.reconcile.events import events
 from quire_operator.reconcile.observed import Verdict
 from quire_operator.reconcile.status import status
-from quire_spec.status import AdapterState, AdapterStatus, MemoryPlan
+from quire_spec.documents.pod_status import AdapterState, AdapterStatus, MeasuredMemory
 
 SERVICE = wanted()
 WANTED = SERVICE.spec.replicas
-DIGEST = SERVICE.catalogue().mark.digest
+DIGEST = SERVICE.catalogue().version.digest
 REASONS = {str(reason) for group in (Reason, Fit, Why) for reason in group}
 
 LATE = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}]
@@ -217,7 +217,7 @@ def test_a_pod_that_says_anything_at_all_does_not_break_the_status(data):
         )
         for name in ("sql", "support", data.draw(odd_text))
     ]
-    memory = MemoryPlan(1, 1, 1, data.draw(odd_number), data.draw(odd_number), 1, "", "")
+    memory = MeasuredMemory(1, 1, 1, data.draw(odd_number), data.draw(odd_number), 1, "", "")
     said = report(
         SERVICE,
         reason=data.draw(odd_text),

@@ -10,7 +10,7 @@ from quire_operator.plan.errors import Why
 from quire_operator.plan.plan import Fit
 from quire_operator.reconcile.conditions import Reason, Type
 from quire_operator.reconcile.events import News
-from quire_spec.outcome import Result
+from quire_spec.documents.download_result import DownloadReason
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs/troubleshooting.md").read_text()
 REASONS = {str(reason) for reason in chain(Reason, Fit, Why, News)}
@@ -39,7 +39,7 @@ def test_every_reason_says_what_it_means_what_to_do_and_where_to_look():
 
 
 def test_results_of_a_download_are_reasons():
-    assert {str(result) for result in Result} <= {str(reason) for reason in Reason}
+    assert {str(result) for result in DownloadReason} <= {str(reason) for reason in Reason}
 
 
 def test_a_reason_is_one_word_that_kubernetes_takes():

@@ -17,7 +17,7 @@ from support.cluster import ROOT
 from support.pod import eventually
 from support.pods import API, SYSTEM, condition, door, examples_volume, llm, story, tales
 
-from quire_spec.address import in_url
+from quire_spec.net.addresses import format_for_url
 
 WEIGHTS = ROOT / "examples/models/tiny/model.safetensors"
 PORT = 8000
@@ -121,7 +121,7 @@ def namespace(cluster, operator, tmp_path_factory):
         wait = ["wait", "pod/place", "--for=condition=Ready", "--timeout=50s"]
         cluster.kubectl(*wait, namespace=name)
         host = cluster.get("v1", "Service", "place", name)["spec"]["clusterIP"]
-        http = {"url": f"http://{in_url(host)}:{PORT}/", "sha256": "0" * 64}
+        http = {"url": f"http://{format_for_url(host)}:{PORT}/", "sha256": "0" * 64}
         cluster.apply(tales(model={"source": {"http": http}}, adapters=[]), name)
         yield name
 

@@ -14,7 +14,7 @@ from support.cluster import ROOT
 from support.pod import eventually
 from support.pods import API, SYSTEM, Door, condition, container, door, examples_volume, llm, pods, ready, story
 
-from quire_spec.address import is_v6
+from quire_spec.net.addresses import is_ipv6
 
 SQL = {"name": "sql", "source": {"pvc": {"claimName": "examples", "path": "adapters/sql"}}}
 STORY, QUESTION = "Once upon a time", "Question: list the names of customers in Paris\nSQL:"
@@ -82,7 +82,7 @@ def test_pods_have_the_clusters_family_of_addresses(cluster, namespace):
         pytest.skip("a cluster that is given has the addresses that it has")
     found = [pod["status"]["podIP"] for where in (namespace, SYSTEM) for pod in cluster.items("v1", "Pod", where)]
     assert len(found) >= 2
-    assert {is_v6(ip) for ip in found} == {is_v6(HERE.host)}
+    assert {is_ipv6(ip) for ip in found} == {is_ipv6(HERE.host)}
 
 
 def test_kubectl_shows_it(cluster, namespace):

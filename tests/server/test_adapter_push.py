@@ -16,8 +16,8 @@ from support.supervised import adapter_folder, started, supervised
 
 from quire_operator.reconcile.adapters import judge
 from quire_operator.reconcile.pods import AdapterPusher
-from quire_spec.catalogue import Adapter, Catalogue, Source
-from quire_spec.document import to_json
+from quire_spec.dataclass_json import to_json
+from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec, Source
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
 
@@ -27,7 +27,7 @@ REACHED_S = 5.0
 
 
 def catalogue(generation, **folders):
-    return Catalogue(generation, tuple(Adapter(name, Source(path=str(f))) for name, f in folders.items()))
+    return AdapterCatalog(generation, tuple(AdapterSpec(name, Source(path=str(f))) for name, f in folders.items()))
 
 
 class Operator:

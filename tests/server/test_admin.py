@@ -13,8 +13,8 @@ from aiohttp.test_utils import TestServer
 from quire_server.adapters.manager import StaleCatalog
 from quire_server.supervisor import admin_api
 from quire_server.supervisor.admin_api import AdminAPI
+from quire_spec.documents.pod_status import AdapterState, AdapterStatus, PodStatus, ProcessState, ProcessStatus
 from quire_spec.errors import ConfigError
-from quire_spec.status import AdapterState, AdapterStatus, PodStatus, ProcessState, ProcessStatus
 
 KEY = "k" * 32
 

@@ -7,9 +7,9 @@ import contextlib
 import pytest
 
 from quire_server.clients.control_client import ConnectionLost, ControlClient
-from quire_spec import frames
 from quire_spec.errors import InvalidArgument, Unavailable
-from quire_spec.messages import Call, Hello, Reply
+from quire_spec.protocol import framing
+from quire_spec.protocol.messages import ControlRequest, ControlResponse, Hello
 
 
 class Peer:
@@ -19,16 +19,16 @@ class Peer:
         self.hellos, self.writers = [], []
 
     def on_call(self, call, writer):
-        writer.write(frames.encode(Reply(call.id, call.args)))
+        writer.write(framing.encode_frame(ControlResponse(call.id, call.args)))
 
     async def connected(self, reader, writer):
         self.writers.append(writer)
-        decoder = frames.Decoder()
+        decoder = framing.FrameDecoder()
         while data := await reader.read(4096):
             for message in decoder.feed(data):
                 if isinstance(message, Hello):
                     self.hellos.append(message)
-                elif isinstance(message, Call):
+                elif isinstance(message, ControlRequest):
                     self.on_call(message, writer)
         writer.close()
 
@@ -57,10 +57,10 @@ async def test_calls_are_answered_side_by_side_in_any_order(peer):
     held = []
 
     def hold(call, writer):
-        held.append(Reply(call.id, call.args["n"]))
+        held.append(ControlResponse(call.id, call.args["n"]))
         if len(held) == 20:
             for reply in reversed(held):
-                writer.write(frames.encode(reply))
+                writer.write(framing.encode_frame(reply))
 
     peer.on_call = hold
     async with dialled(peer) as control:
@@ -70,7 +70,9 @@ async def test_calls_are_answered_side_by_side_in_any_order(peer):
 
 
 async def test_an_error_keeps_its_code(peer):
-    peer.on_call = lambda call, writer: writer.write(frames.encode(Reply(call.id, None, "INVALID_ARG", "rank 64")))
+    peer.on_call = lambda call, writer: writer.write(
+        framing.encode_frame(ControlResponse(call.id, None, "INVALID_ARG", "rank 64"))
+    )
     async with dialled(peer) as control:
         with pytest.raises(InvalidArgument, match="rank 64"):
             await control.call("load_adapter", timeout_s=5)
@@ -87,8 +89,8 @@ async def test_a_silent_peer_is_an_error_with_the_name_of_the_call_and_a_late_an
             while not late:
                 await asyncio.sleep(0.01)
         call, writer = late[0]
-        writer.write(frames.encode(Reply(call.id, "late")))
-        peer.on_call = lambda call, writer: writer.write(frames.encode(Reply(call.id, "in time")))
+        writer.write(framing.encode_frame(ControlResponse(call.id, "late")))
+        peer.on_call = lambda call, writer: writer.write(framing.encode_frame(ControlResponse(call.id, "in time")))
         assert await control.call("status", timeout_s=5) == "in time"
 
 

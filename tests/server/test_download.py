@@ -21,10 +21,10 @@ from support.sources import Bucket, Files, Hub, serve
 from quire_server.sources import model_download as program
 from quire_server.sources.factory import SourceOptions
 from quire_server.sources.model_download import NoSpace, download
-from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
+from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
+from quire_spec.documents.download_progress import DownloadProgress
+from quire_spec.documents.download_result import DownloadReason, DownloadResult
 from quire_spec.errors import ConfigError, InvalidArgument, NotFound, Unavailable
-from quire_spec.outcome import Outcome, Result
-from quire_spec.progress import Progress
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHARDS = {f"model-0000{i}-of-00003.safetensors": bytes([i]) * 3_000_000 for i in (1, 2, 3)}
@@ -266,7 +266,7 @@ async def asked(port):
             aiohttp.ClientSession() as session,
             session.get(f"http://127.0.0.1:{port}/progress") as answer,
         ):
-            return Progress.parse(await answer.text())
+            return DownloadProgress.parse(await answer.text())
     except aiohttp.ClientConnectorError:
         return None
 
@@ -386,8 +386,8 @@ async def told(folder, *arguments):
     report = folder / "report"
     report.unlink(missing_ok=True)
     code, errors = await run(*arguments, "--report", report)
-    outcome = Outcome.parse(report.read_text())
-    assert outcome is not None and (code == 0) == (outcome.result is Result.DOWNLOADED), errors
+    outcome = DownloadResult.parse(report.read_text())
+    assert outcome is not None and (code == 0) == (outcome.result is DownloadReason.DOWNLOADED), errors
     return outcome
 
 
@@ -398,17 +398,19 @@ async def test_a_report_says_what_came_and_what_went_wrong(tmp_path, web):
     right = hashlib.sha256(SINGLE["model.safetensors"]).hexdigest()
     size = sum(map(len, SINGLE.values()))
     into = "--into", tmp_path / "m"
-    assert await told(tmp_path, *source(sha256=right), *into) == Outcome(Result.DOWNLOADED, size)
-    assert await told(tmp_path, *source(sha256=right), *into) == Outcome(Result.DOWNLOADED, size), "is there already"
+    assert await told(tmp_path, *source(sha256=right), *into) == DownloadResult(DownloadReason.DOWNLOADED, size)
+    assert await told(tmp_path, *source(sha256=right), *into) == DownloadResult(DownloadReason.DOWNLOADED, size), (
+        "is there already"
+    )
     into = "--into", tmp_path / "n"
     wrong = await told(tmp_path, *source(sha256="0" * 64), *into)
-    assert (wrong.result, wrong.bytes) == (Result.DIGEST_MISMATCH, size - len(SINGLE["model.safetensors"]))
+    assert (wrong.result, wrong.bytes) == (DownloadReason.DIGEST_MISMATCH, size - len(SINGLE["model.safetensors"]))
     assert "its sha256 is" in wrong.message
-    assert (await told(tmp_path, *source(url=f"{web.url}/nowhere"), *into)).result is Result.NOT_FOUND
-    assert (await told(tmp_path, *source(url="ftp://x"), *into)).result is Result.SOURCE_INVALID
+    assert (await told(tmp_path, *source(url=f"{web.url}/nowhere"), *into)).result is DownloadReason.NOT_FOUND
+    assert (await told(tmp_path, *source(url="ftp://x"), *into)).result is DownloadReason.SOURCE_INVALID
     web.down = True
     down = await told(tmp_path, *source(), *into)
-    assert (down.result, "HTTP 503" in down.message) == (Result.UNREACHABLE, True)
+    assert (down.result, "HTTP 503" in down.message) == (DownloadReason.UNREACHABLE, True)
 
 
 async def test_a_report_tells_a_refused_token_from_a_full_disk(tmp_path, web, monkeypatch):
@@ -417,7 +419,7 @@ async def test_a_report_tells_a_refused_token_from_a_full_disk(tmp_path, web, mo
     endpoint = "--hub-endpoint", str(server.make_url("/")).rstrip("/")
     source = "--source", json.dumps({"huggingFace": {"repo": "org/llama"}})
     refused = await told(tmp_path, *source, *endpoint, "--into", tmp_path / "m")
-    assert refused.result is Result.AUTH_FAILED and "'org/llama'" in refused.message
+    assert refused.result is DownloadReason.AUTH_FAILED and "'org/llama'" in refused.message
     named = (
         "--source",
         json.dumps({"huggingFace": {"repo": "org/llama", "tokenSecretRef": {"name": "hf", "key": "token"}}}),
@@ -425,10 +427,10 @@ async def test_a_report_tells_a_refused_token_from_a_full_disk(tmp_path, web, mo
     (tmp_path / "secrets").mkdir()
     secrets = "--secrets-dir", tmp_path / "secrets"
     missing = await told(tmp_path, *named, *endpoint, *secrets, "--into", tmp_path / "m")
-    assert missing.result is Result.AUTH_FAILED and "secret 'hf': key 'token' is not there" in missing.message
+    assert missing.result is DownloadReason.AUTH_FAILED and "secret 'hf': key 'token' is not there" in missing.message
     (tmp_path / "secrets/hf").write_text(json.dumps({"token": "hf_s3cr3t"}))
     good = await told(tmp_path, *named, *endpoint, *secrets, "--into", tmp_path / "m")
-    assert (good.result, good.revision) == (Result.DOWNLOADED, COMMIT)
+    assert (good.result, good.revision) == (DownloadReason.DOWNLOADED, COMMIT)
     await server.close()
 
 
@@ -447,13 +449,13 @@ async def test_a_full_volume_is_told_from_a_broken_one(tmp_path, web, monkeypatc
 
 
 def test_a_report_fits_a_termination_message():
-    long = Outcome(Result.NOT_FOUND, 1, "r" * 200, "ü" * 10_000)
+    long = DownloadResult(DownloadReason.NOT_FOUND, 1, "r" * 200, "ü" * 10_000)
     text = long.dump()
     assert len(text.encode()) <= 3072
-    read = Outcome.parse(text)
+    read = DownloadResult.parse(text)
     assert read.message.endswith("…") and read.revision == long.revision
     for other in ("", "{", "[]", '{"result": "Odd", "bytes": 1}', "Traceback"):
-        assert Outcome.parse(other) is None
+        assert DownloadResult.parse(other) is None
 
 
 async def test_exit_codes_say_whether_to_try_again(tmp_path, web):

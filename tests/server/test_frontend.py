@@ -478,7 +478,7 @@ def test_a_stub_imports_little_and_stays_small(running):
     asyncio.run(load("ours", ours))
     assert running.text("ours", "x", max_tokens=2) == "t0 t1 "
     modules = set(listing.read_text().split())
-    heavy = {"asyncio", "aiohttp", "ssl", "torch", "tokenizers", "huggingface_hub", "quire_spec.config"}
+    heavy = {"asyncio", "aiohttp", "ssl", "torch", "tokenizers", "huggingface_hub", "quire_spec.engine.config"}
     assert "quire_server.frontend.stub_model" in modules
     assert not heavy & modules
     assert memory("ours").uss - memory("bare").uss < 5 * 2**20

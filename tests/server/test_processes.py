@@ -14,7 +14,7 @@ import pytest
 from quire_server.logs import is_noise
 from quire_server.supervisor.child_process import ChildProcess, become_subreaper
 from quire_server.supervisor.managed_process import ManagedProcess, RestartBackoff, StartupFailed
-from quire_spec.status import ProcessState
+from quire_spec.documents.pod_status import ProcessState
 
 PARENT_AND_CHILD = """
 import subprocess, sys, time

@@ -7,7 +7,7 @@ That it is told while a download lasts is in test_download.py.
 import pytest
 
 from quire_server.sources.download_progress import ProgressMeter
-from quire_spec.progress import Progress
+from quire_spec.documents.download_progress import DownloadProgress
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def meter(folder, now):
 
 
 async def test_total_comes_from_the_index_and_is_exact_once_every_file_was_begun(meter, folder, now):
-    assert meter.progress == Progress(0)
+    assert meter.progress == DownloadProgress(0)
     meter.set_size("config.json", 100)
     assert meter.progress.total is None, "nobody knows the weights' files yet"
     meter.set_weights(["a", "b"], 1000)
@@ -49,19 +49,19 @@ async def test_an_index_that_says_no_size_is_waited_for(meter):
 async def test_the_rate_is_of_what_came_lately(meter, folder, now):
     (folder / "a").write_bytes(b"x" * 300)
     await meter.sample()
-    assert meter.progress == Progress(300), "what an earlier run brought came at no rate"
+    assert meter.progress == DownloadProgress(300), "what an earlier run brought came at no rate"
     for now[0], size in ((10.0, 400), (20.0, 500), (30.0, 1200), (40.0, 1300)):
         (folder / "a").write_bytes(b"x" * size)
         await meter.sample()
-    assert meter.progress == Progress(1300, None, 30), "from 10 s to 40 s"
+    assert meter.progress == DownloadProgress(1300, None, 30), "from 10 s to 40 s"
     (folder / "a").unlink()
     now[0] = 45.0
     await meter.sample()
-    assert meter.progress == Progress(0, None, 0), "a file that is dropped is no progress"
+    assert meter.progress == DownloadProgress(0, None, 0), "a file that is dropped is no progress"
     (folder / "a").write_bytes(b"x")
     for now[0] in (60.0, 75.0):
         await meter.sample()
-    assert meter.progress == Progress(1, None, 0)
+    assert meter.progress == DownloadProgress(1, None, 0)
 
 
 async def test_a_folder_that_cannot_be_read_leaves_the_last_reading(meter, folder, now):
@@ -70,4 +70,4 @@ async def test_a_folder_that_cannot_be_read_leaves_the_last_reading(meter, folde
     folder.rename(folder.with_name("whole"))
     now[0] = 2.0
     await meter.sample()
-    assert meter.progress == Progress(300)
+    assert meter.progress == DownloadProgress(300)

@@ -11,7 +11,7 @@ import pytest
 from quire_server.frontend import tensors
 from quire_server.frontend.response_stream import MAX_PENDING_TOKENS, ResponseStream
 from quire_spec.errors import Cancelled
-from quire_spec.messages import Event
+from quire_spec.protocol.messages import OutputDelta
 
 
 def stream(streams=True, request_id=1):
@@ -21,7 +21,7 @@ def stream(streams=True, request_id=1):
 
 
 def token(number, final=False):
-    return Event(1, f"{number} ", [number], "stop" if final else None, num_output_tokens=number + 1)
+    return OutputDelta(1, f"{number} ", [number], "stop" if final else None, num_output_tokens=number + 1)
 
 
 def test_the_first_event_queues_it_and_the_others_gather():
@@ -52,7 +52,7 @@ def test_without_streaming_it_is_queued_once_at_the_end():
 def test_what_is_given_back_comes_again_and_nothing_after_it():
     s = stream()
     assert s.push(token(0))
-    assert not s.push(Event(1, error_code="INTERNAL", error="x"))
+    assert not s.push(OutputDelta(1, error_code="INTERNAL", error="x"))
     *_, error = s.drain()
     s.push_back(error)
     assert not s.push(token(1))
@@ -91,8 +91,8 @@ def test_a_finished_request_is_not_cut():
 @pytest.mark.parametrize("final", [True, False])
 def test_what_may_wait_is_bounded(final):
     s = stream()
-    s.push(Event(1, "x", list(range(MAX_PENDING_TOKENS))))
-    s.push(Event(1, "y", [1], "stop" if final else None))
+    s.push(OutputDelta(1, "x", list(range(MAX_PENDING_TOKENS))))
+    s.push(OutputDelta(1, "y", [1], "stop" if final else None))
     events = s.drain()
     assert len(events) == (2 if final else 1)
     assert s.failed_locally is not final
@@ -103,7 +103,9 @@ def test_what_may_wait_is_bounded(final):
 def test_several_outputs_may_be_long_when_all_are_sent_at_once():
     s = stream(streams=False)
     for index in range(3):
-        queued = s.push(Event(1, "x", list(range(MAX_PENDING_TOKENS)), "length", index=index, more=index < 2))
+        queued = s.push(
+            OutputDelta(1, "x", list(range(MAX_PENDING_TOKENS)), "length", index=index, other_outputs_pending=index < 2)
+        )
         assert queued == (index == 2)
     assert [event.index for event in s.drain()] == [0, 1, 2] and not s.failed_locally
 

@@ -13,8 +13,15 @@ import pytest
 from support.edge import wait_until
 
 from quire_server.frontend.text_client import TextClient
-from quire_spec.frames import Decoder, encode
-from quire_spec.messages import Cancel, Event, Events, Hello, Refused, Submit
+from quire_spec.protocol.framing import FrameDecoder, encode_frame
+from quire_spec.protocol.messages import (
+    CancelRequests,
+    GenerateRequest,
+    Hello,
+    OutputDelta,
+    OutputDeltas,
+    RequestRejected,
+)
 
 
 class Listener:
@@ -34,7 +41,7 @@ class Listener:
             self.peer.close()
         self.peer, _ = self.listening.accept()
         self.peer.settimeout(5)
-        self.decoder, self.messages = Decoder(), []
+        self.decoder, self.messages = FrameDecoder(), []
         return self.read()
 
     def read(self):
@@ -46,7 +53,7 @@ class Listener:
         return self.messages.pop(0)
 
     def send(self, *events):
-        self.peer.sendall(encode(Events(list(events))))
+        self.peer.sendall(encode_frame(OutputDeltas(list(events))))
 
     def hang_up(self):
         self.peer.close()
@@ -85,7 +92,7 @@ def client(path, events):
 
 
 def submit(request_id, prompt="x"):
-    return Submit(request_id, "sql", prompt, None, {}, True)
+    return GenerateRequest(request_id, "sql", prompt, None, {}, True)
 
 
 def test_says_hello_before_any_request(listener, client):
@@ -96,11 +103,11 @@ def test_requests_events_and_cancels_pass(listener, client, events):
     listener.accept()
     client.submit(submit(1, "h\u00e9 \U0001f600"))
     assert listener.read() == submit(1, "h\u00e9 \U0001f600")
-    sent = [Event(1, "a", [1]), Event(2, "b", [2]), Event(1, "", [], "stop")]
+    sent = [OutputDelta(1, "a", [1]), OutputDelta(2, "b", [2]), OutputDelta(1, "", [], "stop")]
     listener.send(*sent)
     assert [events.get(timeout=5) for _ in sent] == sent
     client.cancel(2)
-    assert listener.read() == Cancel([2])
+    assert listener.read() == CancelRequests([2])
 
 
 def test_refusals_are_told_to_who_is_there(path, client, events):
@@ -112,7 +119,7 @@ def test_refusals_are_told_to_who_is_there(path, client, events):
     try:
         listener.accept()
         client.report_rejected("INVALID_ARG")
-        assert listener.read() == Refused("INVALID_ARG")
+        assert listener.read() == RequestRejected("INVALID_ARG")
     finally:
         listener.close()
 
@@ -122,7 +129,7 @@ def test_the_end_of_the_connection_fails_what_is_open_and_nothing_else(listener,
     for request_id in (1, 2, 3, 4):
         client.submit(submit(request_id))
         listener.read()
-    listener.send(Event(1, "done", [1], "stop"))
+    listener.send(OutputDelta(1, "done", [1], "stop"))
     assert events.get(timeout=5).final
     client.cancel(2)
     listener.read()
@@ -155,8 +162,8 @@ def test_away_at_first_then_there(path, client, events):
 
 NOISE = {
     "bytes": b"\xff" * 64,
-    "message": encode(Hello("text", "", 1)),
-    "event": encode(Events([Event([], "", [], "stop")])),
+    "message": encode_frame(Hello("text", "", 1)),
+    "event": encode_frame(OutputDeltas([OutputDelta([], "", [], "stop")])),
 }
 
 
@@ -176,7 +183,7 @@ def test_submit_does_not_wait_for_a_peer_that_does_not_read(listener, client, ev
     for request_id in range(8):
         client.submit(submit(request_id, "x" * 2**20))
     assert time.monotonic() - started < 20, "for ever, if it did"
-    listener.send(Event(100, "still read"))
+    listener.send(OutputDelta(100, "still read"))
     assert events.get(timeout=5).id == 100
     listener.hang_up()
     # The first was being written; the others found nobody or the next connection.
@@ -212,4 +219,6 @@ def test_many_threads_submit_over_one_connection(listener, client, events):
 def test_nothing_heavy_is_imported():
     code = "import sys, quire_server.frontend.text_client, quire_server.frontend.response_stream; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"asyncio", "aiohttp", "ssl", "torch", "tokenizers", "quire_spec.config"} & set(done.stdout.split())
+    assert not {"asyncio", "aiohttp", "ssl", "torch", "tokenizers", "quire_spec.engine.config"} & set(
+        done.stdout.split()
+    )

@@ -20,7 +20,7 @@ from support import readers
 from support.readers import READERS
 from support.sources import Files, Proxy, Raw, serve
 
-from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE
+from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
 
 HOST = "127.0.0.1"
 FILES = {

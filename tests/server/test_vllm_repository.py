@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from quire_server.model_server.vllm_repository import read_vllm_repository, write_documents
-from quire_spec.catalogue import Catalogue
-from quire_spec.config import EngineConfig
+from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 
 
@@ -125,7 +125,7 @@ def test_documents_are_written_for_the_other_processes(vllm, tmp_path):
     folder = vllm({"model": "m", "enable_lora": "true", "block_size": "32"}, {"My_lora": "/a"})
     engine, adapters = write_documents(folder, "cpu", tmp_path / "out")
     assert (EngineConfig.load(engine).block_size, EngineConfig.load(engine).device) == (32, "cpu")
-    assert [a.name for a in Catalogue.load(adapters).adapters] == ["My_lora"]
+    assert [a.name for a in AdapterCatalog.load(adapters).adapters] == ["My_lora"]
 
 
 def test_the_supervisor_wants_its_documents_or_a_repository():

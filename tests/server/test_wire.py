@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from quire_server.frontend import tensors as server_tensors
 from quire_server.model_server.model_interface import OUTPUTS
 from quire_spec.errors import Code, InvalidArgument, QuireError, Unavailable
-from quire_spec.frames import Decoder, encode
-from quire_spec.messages import Event, joined
+from quire_spec.protocol.framing import FrameDecoder, encode_frame
+from quire_spec.protocol.messages import OutputDelta, merge_deltas
 
 RETURNS = (
     "finish_reason",
@@ -224,12 +224,12 @@ def test_whatever_comes_is_read_or_refused_by_name(parameters, prompt):
         code, message = server_tensors.error_response(error)
         assert (code, message.encode()) == (Code.INVALID_ARG, message.encode())
     else:
-        assert list(Decoder().feed(encode(submit))) == [submit]
+        assert list(FrameDecoder().feed(encode_frame(submit))) == [submit]
 
 
 def tensors_of(event, wanted, **told):
     """What a response to a request of one output holds; `told` is what earlier ones told of it."""
-    return server_tensors.to_output_tensors([event], wanted, [Event(event.id, **told)])
+    return server_tensors.to_output_tensors([event], wanted, [OutputDelta(event.id, **told)])
 
 
 class TestOutputs:
@@ -238,11 +238,11 @@ class TestOutputs:
         return read(**flags, **inputs)[1]
 
     def test_text_alone_with_the_prompt(self):
-        tensors = tensors_of(Event(7, " world", [1], "stop"), read()[1])
+        tensors = tensors_of(OutputDelta(7, " world", [1], "stop"), read()[1])
         assert {name: list(array) for name, array in tensors.items()} == {"text_output": [b"Hello world"]}
 
     def test_types_and_shapes_are_those_of_the_config(self):
-        event = Event(7, "a", [5, 6], "length", -1.5, [{"5": {}}, {"6": {}}], 3, 2)
+        event = OutputDelta(7, "a", [5, 6], "length", -1.5, [{"5": {}}, {"6": {}}], 3, 2)
         tensors = tensors_of(event, self.everything(parameters='{"logprobs": 1}'))
         kinds = {"TYPE_STRING": np.object_, "TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32, "TYPE_INT64": np.int64}
         assert {name: (array.dtype.type, array.ndim) for name, array in tensors.items()} == {
@@ -253,7 +253,7 @@ class TestOutputs:
     def test_values_while_streaming(self):
         wanted = self.everything(stream=flag(True), parameters='{"logprobs": 0}')
         entry = {"5": {"logprob": -0.5, "rank": 1, "decoded_token": "a"}}
-        tensors = tensors_of(Event(7, "a", [5], None, -2.5, [entry], 3, 10), wanted, num_output_tokens=9)
+        tensors = tensors_of(OutputDelta(7, "a", [5], None, -2.5, [entry], 3, 10), wanted, num_output_tokens=9)
         assert {name: array.tolist() for name, array in tensors.items()} == {
             "text_output": [b"a"],
             "finish_reason": [b"None"],
@@ -266,16 +266,16 @@ class TestOutputs:
         }
 
     def test_logprobs_that_were_not_asked_for_are_null(self):
-        tensors = tensors_of(Event(7, "a", [5], "stop", -1.0, [{"5": {}}]), self.everything())
+        tensors = tensors_of(OutputDelta(7, "a", [5], "stop", -1.0, [{"5": {}}]), self.everything())
         assert tensors["logprobs"].tolist() == [b"null"]
         assert tensors["cumulative_logprob"].tolist() == [-1.0]
 
     def test_positions_without_news_are_an_empty_list(self):
         wanted = self.everything(stream=flag(True), parameters='{"logprobs": 1}')
-        assert tensors_of(Event(7, "a"), wanted)["logprobs"].tolist() == [b"[]"]
+        assert tensors_of(OutputDelta(7, "a"), wanted)["logprobs"].tolist() == [b"[]"]
 
     def test_a_sum_that_is_not_there_is_not_a_number(self):
-        assert np.isnan(tensors_of(Event(7, "a", [5]), self.everything())["cumulative_logprob"][0])
+        assert np.isnan(tensors_of(OutputDelta(7, "a", [5]), self.everything())["cumulative_logprob"][0])
 
 
 class TestSeveralOutputs:
@@ -284,8 +284,11 @@ class TestSeveralOutputs:
 
     def test_all_at_once(self):
         wanted = self.wanted()
-        events = [Event(7, c, [i], "stop", -1.0 * i, [{}], 3, 1, index=i, more=i > 0) for i, c in ((2, "c"), (1, "b"))]
-        events.append(Event(7, "a", [5, 6], "length", -9.0, [{}, {}], 3, 2))
+        events = [
+            OutputDelta(7, c, [i], "stop", -1.0 * i, [{}], 3, 1, index=i, other_outputs_pending=i > 0)
+            for i, c in ((2, "c"), (1, "b"))
+        ]
+        events.append(OutputDelta(7, "a", [5, 6], "length", -9.0, [{}, {}], 3, 2))
         told = server_tensors.initial_outputs(7, wanted)
         tensors = server_tensors.to_output_tensors(server_tensors.merge_by_output(events, told), wanted, told)
         assert {name: array.tolist() for name, array in tensors.items()} == {
@@ -302,11 +305,13 @@ class TestSeveralOutputs:
     def test_an_output_without_news_is_empty_and_keeps_its_end(self):
         wanted = self.wanted(stream=flag(True))
         told = server_tensors.initial_outputs(7, wanted)
-        first = server_tensors.merge_by_output([Event(7, "x", [1], "stop", -1.0, [{}], 3, 1, index=1, more=True)], told)
+        first = server_tensors.merge_by_output(
+            [OutputDelta(7, "x", [1], "stop", -1.0, [{}], 3, 1, index=1, other_outputs_pending=True)], told
+        )
         assert [event.text for event in first] == ["", "x", ""]
         assert server_tensors.to_output_tensors(first, wanted, told)["num_input_tokens"].tolist() == [3]
         second = server_tensors.merge_by_output(
-            [Event(7, "y", [2], None, -2.0, [{}], 3, 1), Event(7, "z", [3], None, -4.0, [{}], 3, 2)], first
+            [OutputDelta(7, "y", [2], None, -2.0, [{}], 3, 1), OutputDelta(7, "z", [3], None, -4.0, [{}], 3, 2)], first
         )
         tensors = {
             name: array.tolist() for name, array in server_tensors.to_output_tensors(second, wanted, first).items()
@@ -321,20 +326,22 @@ class TestSeveralOutputs:
 class TestMerge:
     def test_says_what_its_events_say(self):
         events = [
-            Event(7, "a", [1], None, -1.0, [{"1": {}}], 3, 1),
-            Event(7, "", [], None, -1.0, None, 3, 1),
-            Event(7, "bc", [2, 3], "stop", -3.0, [{"2": {}}, {"3": {}}], 3, 3),
+            OutputDelta(7, "a", [1], None, -1.0, [{"1": {}}], 3, 1),
+            OutputDelta(7, "", [], None, -1.0, None, 3, 1),
+            OutputDelta(7, "bc", [2, 3], "stop", -3.0, [{"2": {}}, {"3": {}}], 3, 3),
         ]
-        assert joined(events) == Event(7, "abc", [1, 2, 3], "stop", -3.0, [{"1": {}}, {"2": {}}, {"3": {}}], 3, 3)
+        assert merge_deltas(events) == OutputDelta(
+            7, "abc", [1, 2, 3], "stop", -3.0, [{"1": {}}, {"2": {}}, {"3": {}}], 3, 3
+        )
 
     def test_one_event_is_itself_and_no_logprobs_stay_none(self):
-        assert joined([Event(7, "a")]) == Event(7, "a")
-        assert joined([Event(7, "a"), Event(7, "b")]).logprobs is None
+        assert merge_deltas([OutputDelta(7, "a")]) == OutputDelta(7, "a")
+        assert merge_deltas([OutputDelta(7, "a"), OutputDelta(7, "b")]).logprobs is None
 
     def test_log_probabilities_of_the_prompt_are_kept(self):
-        events = [Event(7, prompt_logprobs=[None, {"5": {}}]), Event(7, "b", [2])]
-        assert joined(events).prompt_logprobs == [None, {"5": {}}]
-        assert joined([events[1], events[0]]).prompt_logprobs == [None, {"5": {}}]
+        events = [OutputDelta(7, prompt_logprobs=[None, {"5": {}}]), OutputDelta(7, "b", [2])]
+        assert merge_deltas(events).prompt_logprobs == [None, {"5": {}}]
+        assert merge_deltas([events[1], events[0]]).prompt_logprobs == [None, {"5": {}}]
 
 
 class TestErrors:

@@ -3,7 +3,7 @@
 
 import pytest
 
-from quire_spec.address import in_url, listening
+from quire_spec.net.addresses import format_for_url, listen_address
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,8 @@ from quire_spec.address import in_url, listening
     ],
 )
 def test_all_addresses_are_those_of_the_pods_family(host, pod_ip, expected):
-    assert listening(host, {} if pod_ip is None else {"POD_IP": pod_ip}) == expected
+    assert listen_address(host, {} if pod_ip is None else {"POD_IP": pod_ip}) == expected
 
 
 def test_in_a_url():
-    assert [in_url(host) for host in ("::1", "10.0.0.1", "localhost")] == ["[::1]", "10.0.0.1", "localhost"]
+    assert [format_for_url(host) for host in ("::1", "10.0.0.1", "localhost")] == ["[::1]", "10.0.0.1", "localhost"]

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from quire_spec.catalogue import Catalogue, Expose
-from quire_spec.config import EngineConfig
+from quire_spec.documents.adapter_catalog import AdapterCatalog, Expose
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 
 
@@ -56,16 +56,16 @@ def adapter(name, **more):
 
 def test_catalogue_round_trip():
     document = {"generation": 3, "adapters": [adapter("sql", pinned=True, expose="Model"), adapter("pirate")]}
-    catalogue = Catalogue.from_json(document)
+    catalogue = AdapterCatalog.from_json(document)
     assert catalogue.adapters[0].expose is Expose.MODEL
-    assert Catalogue.from_json(json.loads(json.dumps(catalogue.to_json()))) == catalogue
+    assert AdapterCatalog.from_json(json.loads(json.dumps(catalogue.to_json()))) == catalogue
 
 
 def test_the_first_64_get_models_of_their_own():
     many = [adapter(f"a{i}") for i in range(70)]
     many[3]["expose"] = "Parameter"
     many[69]["expose"] = "Model"
-    exposed = Catalogue.from_json({"adapters": many}).exposed()
+    exposed = AdapterCatalog.from_json({"adapters": many}).exposed_names()
     assert len(exposed) == 64
     assert "a3" not in exposed
     assert "a69" in exposed
@@ -86,4 +86,4 @@ def test_the_first_64_get_models_of_their_own():
 )
 def test_catalogue_refusals(adapters, message):
     with pytest.raises(InvalidArgument, match=message):
-        Catalogue.from_json({"adapters": adapters})
+        AdapterCatalog.from_json({"adapters": adapters})

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from quire_spec import digest
-from quire_spec.digest import ADAPTER_FILES, KnownDigests, adapter_digest
+from quire_spec.documents import adapter_digest as digest_module
+from quire_spec.documents.adapter_digest import ADAPTER_FILES, DigestCache, adapter_digest
 
 
 @pytest.fixture
@@ -21,9 +21,9 @@ def folder(tmp_path):
 def reads(monkeypatch):
     """Folders that were read."""
     found = []
-    monkeypatch.setattr(digest, "adapter_digest", lambda folder: found.append(folder) or adapter_digest(folder))
+    monkeypatch.setattr(digest_module, "adapter_digest", lambda folder: found.append(folder) or adapter_digest(folder))
     # The system sets the time of an inode, and nobody else: files here are as old as the clock says.
-    monkeypatch.setattr(digest, "_RACY_S", -1.0)
+    monkeypatch.setattr(digest_module, "_RACY_S", -1.0)
     return found
 
 
@@ -34,39 +34,39 @@ def write(path, text, age_s):
 
 
 def test_a_folder_that_stays_as_it_is_is_read_once(folder, reads):
-    known = KnownDigests()
-    assert known.of(folder) == known.of(folder) == adapter_digest(folder)
+    known = DigestCache()
+    assert known.get(folder) == known.get(folder) == adapter_digest(folder)
     assert reads == [folder]
 
 
 @pytest.mark.parametrize("name", ADAPTER_FILES)
 def test_another_content_is_noticed_though_size_and_time_are_the_same(folder, reads, name):
-    known, file = KnownDigests(), folder / name
-    before, times = known.of(folder), os.stat(file)
+    known, file = DigestCache(), folder / name
+    before, times = known.get(folder), os.stat(file)
     time.sleep(0.02)  # of the inode's time, which nobody can set: a tick of the kernel's clock
     file.write_text(name[::-1])
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert known.of(folder) == adapter_digest(folder) != before
+    assert known.get(folder) == adapter_digest(folder) != before
 
 
 def test_a_file_that_is_put_in_place_is_noticed(folder, reads):
-    known = KnownDigests()
-    before = known.of(folder)
+    known = DigestCache()
+    before = known.get(folder)
     write(folder / "new", "other", age_s=60)
     os.replace(folder / "new", folder / ADAPTER_FILES[1])
-    assert known.of(folder) == adapter_digest(folder) != before
+    assert known.get(folder) == adapter_digest(folder) != before
 
 
 def test_a_file_that_has_just_changed_is_read_again(folder, reads, monkeypatch):
-    monkeypatch.setattr(digest, "_RACY_S", 2.0)
-    known = KnownDigests()
-    assert known.of(folder) == known.of(folder)
+    monkeypatch.setattr(digest_module, "_RACY_S", 2.0)
+    known = DigestCache()
+    assert known.get(folder) == known.get(folder)
     assert reads == [folder, folder]
 
 
 def test_a_file_that_is_gone_is_an_error(folder, reads):
-    known = KnownDigests()
-    known.of(folder)
+    known = DigestCache()
+    known.get(folder)
     (folder / ADAPTER_FILES[0]).unlink()
     with pytest.raises(OSError, match=ADAPTER_FILES[0]):
-        known.of(folder)
+        known.get(folder)

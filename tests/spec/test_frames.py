@@ -7,41 +7,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire_spec.errors import Internal, InvalidArgument, NotFound, error_from
-from quire_spec.frames import HEAD_BYTES, VERSION, Decoder, encode
-from quire_spec.messages import (
-    Abort,
-    Call,
-    Cancel,
-    Event,
-    Events,
-    Generate,
+from quire_spec.errors import Internal, InvalidArgument, NotFound, error_from_code
+from quire_spec.protocol.framing import HEAD_BYTES, VERSION, FrameDecoder, encode_frame
+from quire_spec.protocol.messages import (
+    AbortSequences,
+    CancelRequests,
+    ControlRequest,
+    ControlResponse,
+    GenerateRequest,
     Hello,
-    Reply,
-    SequenceResult,
-    Stats,
+    OutputDelta,
+    OutputDeltas,
+    SchedulerStats,
+    SequenceDelta,
+    SequenceRequest,
     StepResult,
-    Submit,
 )
 
 MESSAGES = [
     Hello("frontend", "sql", 12),
-    Submit(1, "sql", "h\u00e9llo \U0001f600", None, {"temperature": 0.5}, True),
-    Submit(2, "sql", None, [1, 2, 3], {}, False, cache_salt="tenant"),
-    Cancel([1, 2]),
-    Events([Event(1, "a", [5]), Event(2, finish_reason="stop", logprobs=[{"5": {"logprob": -0.5}}])]),
-    Generate(7, [1, 2], {"max_tokens": 3}, adapter="sha256:ab"),
-    Abort([7]),
-    StepResult([SequenceResult(7, [9], "length", [[[9, -0.25, 1]]])], [7], Stats(num_running=1)),
-    Call(1, "load_adapter", {"digest": "d"}),
-    Reply(1, None, "NOT_FOUND", "no"),
+    GenerateRequest(1, "sql", "h\u00e9llo \U0001f600", None, {"temperature": 0.5}, True),
+    GenerateRequest(2, "sql", None, [1, 2, 3], {}, False, cache_salt="tenant"),
+    CancelRequests([1, 2]),
+    OutputDeltas([OutputDelta(1, "a", [5]), OutputDelta(2, finish_reason="stop", logprobs=[{"5": {"logprob": -0.5}}])]),
+    SequenceRequest(7, [1, 2], {"max_tokens": 3}, adapter_digest="sha256:ab"),
+    AbortSequences([7]),
+    StepResult([SequenceDelta(7, [9], "length", [[[9, -0.25, 1]]])], [7], SchedulerStats(num_running=1)),
+    ControlRequest(1, "load_adapter", {"digest": "d"}),
+    ControlResponse(1, None, "NOT_FOUND", "no"),
 ]
 
 
 @given(st.lists(st.sampled_from(MESSAGES), max_size=8), st.integers(1, 64))
 def test_round_trip_in_pieces(messages, size):
-    stream = b"".join(map(encode, messages))
-    decoder = Decoder()
+    stream = b"".join(map(encode_frame, messages))
+    decoder = FrameDecoder()
     got = [m for i in range(0, len(stream), size) for m in decoder.feed(stream[i : i + size])]
     assert got == messages
 
@@ -54,29 +54,32 @@ def test_round_trip_in_pieces(messages, size):
         struct.pack("<IB", 2, VERSION) + b"[]",
         struct.pack("<IB", 9, VERSION) + b'["Nope",1',
         struct.pack("<IB", 10, VERSION) + b'["Nope",1]',
-        struct.pack("<IB", 13, VERSION) + b'["Abort",1,2]',
+        struct.pack("<IB", 22, VERSION) + b'["AbortSequences",1,2]',
         struct.pack("<IB", 2, VERSION) + b"\xff\xff",
     ],
 )
 def test_a_broken_stream_is_refused(stream):
     with pytest.raises(Internal):
-        list(Decoder().feed(stream))
+        list(FrameDecoder().feed(stream))
 
 
 def test_errors_keep_their_code():
-    assert isinstance(error_from("NOT_FOUND", "x"), NotFound)
-    assert isinstance(error_from("INVALID_ARG", "x"), InvalidArgument)
-    assert isinstance(error_from("of another version", "x"), Internal)
+    assert isinstance(error_from_code("NOT_FOUND", "x"), NotFound)
+    assert isinstance(error_from_code("INVALID_ARG", "x"), InvalidArgument)
+    assert isinstance(error_from_code("of another version", "x"), Internal)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 700))
 def test_a_frame_that_is_too_long_is_dropped_and_the_next_is_read(kinds, size):
-    sent = [[Cancel([1, 2]), Cancel([7] * 400), Submit(9, "sql", "x" * 2000, None, {}, True)][kind] for kind in kinds]
-    stream = b"".join(map(encode, sent))
+    sent = [
+        [CancelRequests([1, 2]), CancelRequests([7] * 400), GenerateRequest(9, "sql", "x" * 2000, None, {}, True)][kind]
+        for kind in kinds
+    ]
+    stream = b"".join(map(encode_frame, sent))
     dropped = []
-    decoder = Decoder(500, lambda head, length: dropped.append((head, length)))
+    decoder = FrameDecoder(500, lambda head, length: dropped.append((head, length)))
     got = [m for i in range(0, len(stream), size) for m in decoder.feed(stream[i : i + size])]
-    bodies = [encode(m)[5:] for m in sent]
+    bodies = [encode_frame(m)[5:] for m in sent]
     assert got == [m for m, body in zip(sent, bodies, strict=True) if len(body) <= 500]
     assert dropped == [(body[:HEAD_BYTES], len(body)) for body in bodies if len(body) > 500]
     assert len(decoder._buffer) == 0

@@ -8,7 +8,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from quire_spec.errors import ConfigError
-from quire_spec.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES, file_bytes, header_length, tensor_bytes
+from quire_spec.model.safetensors_header import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    expected_file_bytes,
+    header_length,
+    tensor_bytes,
+)
 
 
 def length(value):
@@ -26,7 +32,7 @@ def test_of_what_the_library_writes(saved):
     data = saved.read_bytes()
     end = LENGTH_BYTES + header_length(data[:LENGTH_BYTES])
     assert tensor_bytes(json.loads(data[LENGTH_BYTES:end])) == len(data) - end == 3 * 5 * 4 + 7 * 2
-    assert file_bytes(saved) == len(data)
+    assert expected_file_bytes(saved) == len(data)
 
 
 def test_of_a_cut_file_at_every_byte(saved):
@@ -35,7 +41,7 @@ def test_of_a_cut_file_at_every_byte(saved):
     for cut in range(len(data)):
         saved.write_bytes(data[:cut])
         least = LENGTH_BYTES if cut < LENGTH_BYTES else end if cut < end else len(data)
-        assert file_bytes(saved) == least
+        assert expected_file_bytes(saved) == least
 
 
 @pytest.mark.parametrize("start", [b"", b"PK\x03\x04abc", b"PK\x03\x04abcd", length(0), length(MAX_HEADER_BYTES + 1)])
@@ -61,10 +67,10 @@ def test_a_header_that_does_not_tell(tmp_path, header):
         tensor_bytes(header)
     text = json.dumps(header).encode()
     (tmp_path / "file").write_bytes(length(len(text)) + text)
-    assert file_bytes(tmp_path / "file") is None
+    assert expected_file_bytes(tmp_path / "file") is None
 
 
 @pytest.mark.parametrize("header", [b"{}x", b"\xff\xff", b"[" * 100_000])
 def test_a_file_whose_header_is_no_json(tmp_path, header):
     (tmp_path / "file").write_bytes(length(len(header)) + header)
-    assert file_bytes(tmp_path / "file") is None
+    assert expected_file_bytes(tmp_path / "file") is None

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument
-from quire_spec.sampling import SamplingParams
 
 
 def test_strings_as_vllm_backend_clients_send_them():
@@ -209,12 +209,12 @@ def test_parameters_that_exclude_each_other():
 
 def test_parameters_of_each_output():
     params = SamplingParams(n=2, best_of=3, seed=2**63 - 1, prompt_logprobs=4, top_k=5)
-    outputs = [params.of_output(i) for i in range(params.num_sequences)]
+    outputs = [params.child_params(i) for i in range(params.num_sequences)]
     assert [p.seed for p in outputs] == [2**63 - 1, 0, 1]
     assert [p.prompt_logprobs for p in outputs] == [4, None, None]
     assert {(p.n, p.best_of, p.logprobs, p.top_k) for p in outputs} == {(1, None, 0, 5)}
-    assert [p.logprobs for p in map(SamplingParams(n=2).of_output, range(2))] == [None, None]
-    assert SamplingParams(n=2, best_of=3, logprobs=7).of_output(1).logprobs == 7
+    assert [p.logprobs for p in map(SamplingParams(n=2).child_params, range(2))] == [None, None]
+    assert SamplingParams(n=2, best_of=3, logprobs=7).child_params(1).logprobs == 7
 
 
 def test_how_much_of_a_prompt_is_kept():

@@ -3,7 +3,7 @@
 
 import pytest
 
-from quire_spec.secret import said
+from quire_spec.net.redaction import describe_error
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from quire_spec.secret import said
     ],
 )
 def test_an_error_is_one_short_line_without_users_and_queries(text, words):
-    assert said(ValueError(text)) == words
+    assert describe_error(ValueError(text)) == words

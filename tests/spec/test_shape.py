@@ -6,7 +6,7 @@ import json
 import pytest
 
 from quire_spec.errors import ConfigError
-from quire_spec.shape import ModelShape
+from quire_spec.model.model_config import ModelConfig
 
 NUMBERS = {
     "hidden_size": 64,
@@ -21,15 +21,15 @@ NUMBERS = {
 def _shape(architecture="LlamaForCausalLM", **values):
     """`values` over what every config.json has; ... takes a key away."""
     config = NUMBERS | {"architectures": [architecture]} | values
-    return ModelShape.from_config({key: value for key, value in config.items() if value is not ...})
+    return ModelConfig.from_config({key: value for key, value in config.items() if value is not ...})
 
 
 def test_what_llama_leaves_out():
     shape = _shape()
     assert (shape.num_kv_heads, shape.head_dim, shape.attention_scale) == (4, 16, 0.25)
     assert (shape.dtype, shape.eos_token_ids, shape.tie_word_embeddings, shape.norm_eps) == ("float32", (), False, 1e-6)
-    assert (shape.rope.kind, shape.rope.theta, shape.rope.dim) == ("default", 10000.0, 16)
-    assert shape.windows == (None,) * 4
+    assert (shape.rope.rope_type, shape.rope.theta, shape.rope.dim) == ("default", 10000.0, 16)
+    assert shape.sliding_windows == (None,) * 4
 
 
 def test_null_is_absent():
@@ -75,20 +75,20 @@ def test_dialects_of_rope(dialect):
 
 def test_yarn_takes_its_factor_from_the_lengths():
     rope = _shape(rope_scaling={"type": "yarn", "original_max_position_embeddings": 64}).rope
-    assert (rope.factor, rope.trained_length) == (8.0, 64)
+    assert (rope.factor, rope.original_max_position) == (8.0, 64)
 
 
 @pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
 def test_longrope_of_phi(name):
     scaling = {"type": name, "short_factor": [1.0] * 8, "long_factor": [2] * 8}
     shape = _shape("Phi3ForCausalLM", max_position_embeddings=4096 * 32, rope_scaling=scaling)
-    assert (shape.rope.kind, shape.rope_switch, shape.rope.factor) == ("longrope", 4096, 32.0)
+    assert (shape.rope.rope_type, shape.long_rope_threshold, shape.rope.factor) == ("longrope", 4096, 32.0)
     assert shape.rope.attention_factor == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)
 
 
 def test_yarn_of_others_is_no_longrope():
     scaling = {"type": "yarn", "factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    assert _shape(rope_scaling=scaling).rope.kind == "yarn"
+    assert _shape(rope_scaling=scaling).rope.rope_type == "yarn"
 
 
 def test_qwen_leaves_out_as_many_kv_heads_as_its_class_has():
@@ -109,20 +109,20 @@ def test_swish_is_silu():
 
 
 def test_mistral_has_its_window_in_every_layer():
-    assert _shape("MistralForCausalLM", num_key_value_heads=2).windows == (4096,) * 4
-    assert _shape("MistralForCausalLM", num_key_value_heads=2, sliding_window=16).windows == (16,) * 4
-    assert _shape("MistralForCausalLM", num_key_value_heads=2, sliding_window=None).windows == (None,) * 4
+    assert _shape("MistralForCausalLM", num_key_value_heads=2).sliding_windows == (4096,) * 4
+    assert _shape("MistralForCausalLM", num_key_value_heads=2, sliding_window=16).sliding_windows == (16,) * 4
+    assert _shape("MistralForCausalLM", num_key_value_heads=2, sliding_window=None).sliding_windows == (None,) * 4
 
 
 def test_ministral_has_its_window_in_the_layers_that_it_lists():
     ministral = {"num_key_value_heads": 2, "sliding_window": 16}
     listed = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-    assert _shape("MistralForCausalLM", **ministral, layer_types=listed).windows == (None, 16, 16, None)
-    assert _shape("MistralForCausalLM", **ministral, layer_types=None).windows == (16,) * 4
+    assert _shape("MistralForCausalLM", **ministral, layer_types=listed).sliding_windows == (None, 16, 16, None)
+    assert _shape("MistralForCausalLM", **ministral, layer_types=None).sliding_windows == (16,) * 4
 
 
 def test_llama_has_no_window_whatever_its_config_says():
-    assert _shape(sliding_window=16, layer_types=["sliding_attention"] * 4).windows == (None,) * 4
+    assert _shape(sliding_window=16, layer_types=["sliding_attention"] * 4).sliding_windows == (None,) * 4
 
 
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}
@@ -140,15 +140,15 @@ QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_la
     ids=["off", "upper layers", "listed", "no width", "all layers"],
 )
 def test_windows_of_qwen(values, windows):
-    assert _shape("Qwen2ForCausalLM", num_key_value_heads=2, **values).windows == windows
+    assert _shape("Qwen2ForCausalLM", num_key_value_heads=2, **values).sliding_windows == windows
 
 
 def test_windows_of_gemma_alternate():
     gemma = {"hidden_size": 64, "head_dim": None}
-    assert _shape("Gemma2ForCausalLM", **gemma).windows == (4096, None, 4096, None)
-    assert _shape("Gemma2ForCausalLM", **gemma, sliding_window=None).windows == (None,) * 4
+    assert _shape("Gemma2ForCausalLM", **gemma).sliding_windows == (4096, None, 4096, None)
+    assert _shape("Gemma2ForCausalLM", **gemma, sliding_window=None).sliding_windows == (None,) * 4
     listed = ["full_attention"] * 3 + ["sliding_attention"]
-    assert _shape("Gemma2ForCausalLM", **gemma, layer_types=listed).windows == (None, None, None, 4096)
+    assert _shape("Gemma2ForCausalLM", **gemma, layer_types=listed).sliding_windows == (None, None, None, 4096)
 
 
 def test_what_gemma_leaves_out():
@@ -166,7 +166,7 @@ def test_llama_knows_no_soft_caps():
 def test_opt():
     values = {"intermediate_size": ..., "ffn_dim": 128, "word_embed_proj_dim": 48, "num_key_value_heads": 2}
     shape = _shape("OPTForCausalLM", **values, enable_bias=False, do_layer_norm_before=False)
-    assert (shape.intermediate_size, shape.embedding_size, shape.num_learnt_positions) == (128, 48, 514)
+    assert (shape.intermediate_size, shape.embedding_size, shape.num_learned_positions) == (128, 48, 514)
     # It has no grouped heads, whatever config.json says.
     assert (shape.num_kv_heads, shape.rope, shape.activation, shape.norm_eps) == (4, None, "relu", 1e-5)
     assert not shape.attention_bias and not shape.output_bias and not shape.mlp_bias
@@ -286,9 +286,9 @@ def test_layer_types_are_checked(kinds):
 def test_a_file_that_is_no_object_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json"):
-        ModelShape.load(tmp_path)
+        ModelConfig.load(tmp_path)
 
 
 def test_a_file_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(NUMBERS | {"architectures": ["LlamaForCausalLM"]}))
-    assert ModelShape.load(tmp_path) == _shape()
+    assert ModelConfig.load(tmp_path) == _shape()

@@ -3,8 +3,8 @@
 
 import pytest
 
-from quire_spec.shape import ModelShape
-from quire_spec.sizing import kv_block_bytes, lora_slot_bytes, weights_bytes
+from quire_spec.model.memory_sizing import kv_block_bytes, lora_slot_bytes, weights_bytes
+from quire_spec.model.model_config import ModelConfig
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -142,7 +142,7 @@ GEMMA2_9B = GEMMA2_2B | {
 
 
 def test_llama_8b():
-    shape = ModelShape.from_config(LLAMA_8B)
+    shape = ModelConfig.from_config(LLAMA_8B)
     # 2 (keys, values) x 32 layers x 8 heads x 128 x 2 bytes = 131,072 bytes a token.
     assert kv_block_bytes(shape, 16, 2) == 16 * 131_072
     # Published: 8,030,261,248 parameters, of which 32 x 2 + 1 norms of 4096 are not linears or embeddings.
@@ -153,10 +153,10 @@ def test_llama_8b():
 
 
 def test_a_slot_has_an_even_rank_and_whole_cache_lines():
-    shape = ModelShape.from_config(LLAMA_8B)
+    shape = ModelConfig.from_config(LLAMA_8B)
     assert lora_slot_bytes(shape, 15, 2) == lora_slot_bytes(shape, 16, 2)
-    odd = ModelShape.from_config(LLAMA_8B | {"vocab_size": 1001})
-    even = ModelShape.from_config(LLAMA_8B | {"vocab_size": 1008})
+    odd = ModelConfig.from_config(LLAMA_8B | {"vocab_size": 1001})
+    even = ModelConfig.from_config(LLAMA_8B | {"vocab_size": 1008})
     assert lora_slot_bytes(odd, 2, 2) == lora_slot_bytes(even, 2, 2)
 
 
@@ -177,21 +177,21 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(("config", "parameters", "small"), PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_weights_of_published_models(config, parameters, small):
-    assert weights_bytes(ModelShape.from_config(config), 2) == 2 * (parameters - small)
+    assert weights_bytes(ModelConfig.from_config(config), 2) == 2 * (parameters - small)
 
 
 def test_a_window_does_not_make_the_cache_smaller():
     # 2 (keys, values) x 32 layers x 8 heads x 128 x 2 bytes a token: blocks that have left the window are kept.
-    assert kv_block_bytes(ModelShape.from_config(MISTRAL_7B), 16, 2) == 16 * 131_072
+    assert kv_block_bytes(ModelConfig.from_config(MISTRAL_7B), 16, 2) == 16 * 131_072
 
 
 def test_heads_of_their_own_width():
     # 2 x 26 layers x 4 heads x 256 x 2 bytes a token.
-    assert kv_block_bytes(ModelShape.from_config(GEMMA2_2B), 16, 2) == 16 * 106_496
+    assert kv_block_bytes(ModelConfig.from_config(GEMMA2_2B), 16, 2) == 16 * 106_496
 
 
 def test_adapters_of_fused_linears():
     # qkv (3072 + 9216), o (2 x 3072), gate and up (3072 + 16384), down (8192 + 3072), 32 layers.
-    assert lora_slot_bytes(ModelShape.from_config(PHI3_MINI), 16, 2) == 16 * 32 * 2 * (
+    assert lora_slot_bytes(ModelConfig.from_config(PHI3_MINI), 16, 2) == 16 * 32 * 2 * (
         12288 + 6144 + 19456 + 11264
     ) + 2 * 16 * 2 * (32064 + 3072)

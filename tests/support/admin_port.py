@@ -17,10 +17,17 @@ from aiohttp import web
 
 from quire_server.adapters.manager import StaleCatalog
 from quire_server.supervisor.admin_api import AdminAPI
-from quire_spec.catalogue import Catalogue
-from quire_spec.document import to_json
-from quire_spec.progress import PATH, Progress
-from quire_spec.status import AdapterState, AdapterStatus, MemoryPlan, PodStatus, ProcessState, ProcessStatus
+from quire_spec.dataclass_json import to_json
+from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.download_progress import PROGRESS_PATH, DownloadProgress
+from quire_spec.documents.pod_status import (
+    AdapterState,
+    AdapterStatus,
+    MeasuredMemory,
+    PodStatus,
+    ProcessState,
+    ProcessStatus,
+)
 
 SINCE = "2026-01-01T00:00:00Z"
 
@@ -47,8 +54,8 @@ class ScriptedPod:
     """Takes a catalogue and forgets it."""
     tokens: int = 160_000
     """Of the KV cache."""
-    catalogue: Catalogue = field(default_factory=Catalogue)
-    pushes: list[Catalogue] = field(default_factory=list)
+    catalogue: AdapterCatalog = field(default_factory=AdapterCatalog)
+    pushes: list[AdapterCatalog] = field(default_factory=list)
     asked: int = 0
     started: int = 0
 
@@ -70,27 +77,27 @@ class ScriptedPod:
             core_started_at=began.isoformat().replace("+00:00", "Z"),
             generation=self.catalogue.generation,
             processes={"core": ProcessStatus(ProcessState.READY, 1, SINCE)},
-            memory=MemoryPlan(1, 1, 1, self.tokens // 16, 16, 4096, "bfloat16", "cuda:0"),
+            memory=MeasuredMemory(1, 1, 1, self.tokens // 16, 16, 4096, "bfloat16", "cuda:0"),
             models=[self.served_name, *ready],
             adapters=adapters,
-            catalogue=self.catalogue.mark.digest,
+            catalogue=self.catalogue.version.digest,
         )
 
     async def metrics(self) -> str:
         return ""
 
-    def set_catalog(self, catalog: Catalogue, replaces: str = "") -> None:
+    def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
         if self.refuses:
             raise RuntimeError("scripted")
-        if catalog.generation < self.catalogue.generation and replaces != self.catalogue.mark.digest:
+        if catalog.generation < self.catalogue.generation and replaces != self.catalogue.version.digest:
             raise StaleCatalog(f"generation {catalog.generation} is older than {self.catalogue.generation}")
         self.pushes.append(catalog)
         if not self.lies:
             self.catalogue = catalog
 
-    def restart(self, catalogue: Catalogue | None = None) -> None:
+    def restart(self, catalogue: AdapterCatalog | None = None) -> None:
         """As a container that is started anew: what it was told is gone, it has what its ConfigMap says."""
-        self.catalogue, self.started = catalogue or Catalogue(), self.started + 1
+        self.catalogue, self.started = catalogue or AdapterCatalog(), self.started + 1
 
     def _adapter(self, name: str) -> AdapterStatus:
         if name in self.failing:
@@ -127,16 +134,16 @@ class AdminPorts:
         """Nobody listens there any more."""
         self._run(self._close(self._runners.pop((host, port))))
 
-    def open_download(self, progress: Progress, host: str, port: int = 0) -> int:
+    def open_download(self, progress: DownloadProgress, host: str, port: int = 0) -> int:
         """Serve a pod that downloads a model and is so far; the port."""
         return self._run(self._open_download(progress, host, port))
 
-    async def _open_download(self, progress: Progress, host: str, port: int) -> int:
+    async def _open_download(self, progress: DownloadProgress, host: str, port: int) -> int:
         async def answer(request: web.Request) -> web.Response:
             return web.json_response(to_json(progress))
 
         app = web.Application()
-        app.router.add_get(PATH, answer)
+        app.router.add_get(PROGRESS_PATH, answer)
         return await self._serve(app, host, port)
 
     async def _open(self, pod: ScriptedPod, host: str, key_file: Path | None, port: int) -> int:

@@ -13,16 +13,16 @@ from support.place import Place
 from support.remembering import Version, Watching
 
 from quire_operator.render import names
-from quire_spec.outcome import Outcome, Result
+from quire_spec.documents.download_result import DownloadReason, DownloadResult
 
 Manifest = dict[str, Any]
 NUM_SOURCES = 3
 
 
-def ended(result: Result, **fields: Any) -> Container:
+def ended(result: DownloadReason, **fields: Any) -> Container:
     """The end of a download."""
-    outcome = Outcome(result, **{"bytes": 1000, **fields})
-    return Container(exit_code=0 if result is Result.DOWNLOADED else 1, message=outcome.dump())
+    outcome = DownloadResult(result, **{"bytes": 1000, **fields})
+    return Container(exit_code=0 if result is DownloadReason.DOWNLOADED else 1, message=outcome.dump())
 
 
 def is_download(pod: Mapping[str, Any]) -> bool:
@@ -59,7 +59,7 @@ class Downloads:
         for which in range(NUM_SOURCES):
             self._kubelet.behave(
                 lambda pod, which=which: self._is_of(pod) and source_of(pod["spec"]) == self.source(which),
-                ended(Result.DOWNLOADED, bytes=self.bytes(which), revision=f"v{which}"),
+                ended(DownloadReason.DOWNLOADED, bytes=self.bytes(which), revision=f"v{which}"),
             )
         self._kubelet.behave(self._is_slow, Container())
         return self

@@ -7,7 +7,7 @@ from pathlib import Path
 from quire_server.adapters.fetcher import AdapterFetcher
 from quire_server.sources.adapter_cache import AdapterCache
 from quire_server.sources.factory import SourceOptions
-from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE
+from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
 
 CONFIG = b'{"r": 8}'
 WEIGHTS = os.urandom(3 * 2**20)

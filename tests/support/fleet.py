@@ -17,8 +17,8 @@ from typing import Any, Self
 from support.admin_port import AdminPorts, ScriptedPod
 from support.kubelet import Kubelet, NotMounted
 
-from quire_spec.catalogue import Catalogue
-from quire_spec.progress import Progress
+from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.download_progress import DownloadProgress
 
 Manifest = dict[str, Any]
 _COMPONENT = "app.kubernetes.io/component"
@@ -32,7 +32,7 @@ class Member:
     script: ScriptedPod
     host: str
     port: int
-    told: list[Catalogue] = field(default_factory=list)
+    told: list[AdapterCatalog] = field(default_factory=list)
 
 
 class Fleet:
@@ -42,7 +42,7 @@ class Fleet:
         self,
         kubelet: Kubelet,
         script: Callable[[Manifest], Mapping[str, Any]] = lambda pod: {},
-        progress: Progress | None = None,
+        progress: DownloadProgress | None = None,
         make: type[ScriptedPod] = ScriptedPod,
     ) -> None:
         """`script(pod)` gives what `make` is called with, for pods that start from now on; pods that download a
@@ -103,9 +103,9 @@ class Fleet:
             member.script.hangs = False
             self._ports.close(member.host, member.port)
 
-    def _catalogue(self, pod: Manifest) -> Catalogue:
+    def _catalogue(self, pod: Manifest) -> AdapterCatalog:
         found = self._object(pod, "ConfigMap", f"{_instance(pod)}-adapters")
-        return Catalogue.from_json(json.loads(found["data"]["adapters.json"]))
+        return AdapterCatalog.from_json(json.loads(found["data"]["adapters.json"]))
 
     def _key_file(self, pod: Manifest) -> Path:
         secret = self._object(pod, "Secret", f"{_instance(pod)}-admin").get("data") or {}

@@ -24,7 +24,7 @@ from support.witness import API
 from support.world import World
 
 from quire_operator.render import names
-from quire_spec.outcome import Result
+from quire_spec.documents.download_result import DownloadReason
 
 Manifest = dict[str, Any]
 SERVICES = ("tales", "tales-two")
@@ -255,7 +255,10 @@ class History:
 
     def _download(self, name: str) -> str:
         what = self.draw.choice(["slow", "slow", "well", "away", "fails", "evicted", "pod deleted", "job deleted"])
-        result, how = self.draw.choice(list(Result)[1:]), self.draw.choice(["Background", "Foreground", "Orphan"])
+        result, how = (
+            self.draw.choice(list(DownloadReason)[1:]),
+            self.draw.choice(["Background", "Foreground", "Orphan"]),
+        )
         world, downloads = self.world, self.world.downloads
         pods = world.downloading(name)
         match what:

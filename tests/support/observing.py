@@ -14,7 +14,14 @@ from quire_operator.reconcile.observed import Ended, Observed, Pod, Verdict
 from quire_operator.reconcile.status import status
 from quire_operator.schema import problems
 from quire_operator.service import LLMService
-from quire_spec.status import AdapterState, AdapterStatus, MemoryPlan, PodStatus, ProcessState, ProcessStatus
+from quire_spec.documents.pod_status import (
+    AdapterState,
+    AdapterStatus,
+    MeasuredMemory,
+    PodStatus,
+    ProcessState,
+    ProcessStatus,
+)
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 LATER = datetime(2026, 1, 2, 3, 5, 0, tzinfo=UTC)
@@ -43,7 +50,7 @@ def report(of: LLMService, /, **changes: Any) -> PodStatus:
     ]
     process = ProcessStatus(ProcessState.READY, 7, "2026-01-01T00:00:00Z")
     tokens = PLAN.kvTokens
-    memory = MemoryPlan(1, 1, 1, tokens // 16, 16, 4096, "bfloat16", "cuda:0")
+    memory = MeasuredMemory(1, 1, 1, tokens // 16, 16, 4096, "bfloat16", "cuda:0")
     document = PodStatus(
         version="0.1.0",
         served_name=of.served_name,
@@ -55,7 +62,7 @@ def report(of: LLMService, /, **changes: Any) -> PodStatus:
         memory=memory,
         models=[of.served_name, *(a.name for a in catalogue.adapters)],
         adapters=adapters,
-        catalogue=catalogue.mark.digest,
+        catalogue=catalogue.version.digest,
     )
     return replace(document, **changes)
 

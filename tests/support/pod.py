@@ -15,9 +15,17 @@ from typing import Any, Self
 
 import psutil
 
-from quire_spec.errors import error_from
-from quire_spec.frames import Decoder, encode
-from quire_spec.messages import Call, Event, Events, Hello, Message, Reply, Submit
+from quire_spec.errors import error_from_code
+from quire_spec.protocol.framing import FrameDecoder, encode_frame
+from quire_spec.protocol.messages import (
+    ControlRequest,
+    ControlResponse,
+    GenerateRequest,
+    Hello,
+    IpcMessage,
+    OutputDelta,
+    OutputDeltas,
+)
 
 DEADLINE_S = 60.0
 
@@ -54,8 +62,8 @@ class Peer:
         except OSError:
             self.socket.close()
             raise
-        self._decoder = Decoder()
-        self._messages: list[Message] = []
+        self._decoder = FrameDecoder()
+        self._messages: list[IpcMessage] = []
         self._ids = count(1)
         self.send(Hello(role, model, os.getpid()))
 
@@ -69,11 +77,11 @@ class Peer:
         """End the connection."""
         self.socket.close()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: IpcMessage) -> None:
         """Send a message."""
-        self.socket.sendall(encode(message))
+        self.socket.sendall(encode_frame(message))
 
-    def receive(self) -> Message:
+    def receive(self) -> IpcMessage:
         """The next message; EOFError when the other side has ended the connection."""
         while not self._messages:
             try:
@@ -88,11 +96,11 @@ class Peer:
     def call(self, method: str, **args: Any) -> Any:
         """The result of a call; raises the error that was answered."""
         call_id = next(self._ids)
-        self.send(Call(call_id, method, args))
+        self.send(ControlRequest(call_id, method, args))
         reply = self.receive()
-        assert isinstance(reply, Reply) and reply.id == call_id
+        assert isinstance(reply, ControlResponse) and reply.id == call_id
         if reply.error_code:
-            raise error_from(reply.error_code, reply.error)
+            raise error_from_code(reply.error_code, reply.error)
         return reply.result
 
     def submit(
@@ -101,30 +109,30 @@ class Peer:
         """Send a request; returns its id."""
         request_id = next(self._ids)
         text, ids = (None, prompt) if isinstance(prompt, list) else (prompt, None)
-        self.send(Submit(request_id, model, text, ids, params, stream, priority=priority))
+        self.send(GenerateRequest(request_id, model, text, ids, params, stream, priority=priority))
         return request_id
 
-    def collect(self, ids: Iterable[int]) -> dict[int, list[Event]]:
+    def collect(self, ids: Iterable[int]) -> dict[int, list[OutputDelta]]:
         """Every event of the requests `ids`, up to their final ones."""
-        got: dict[int, list[Event]] = {i: [] for i in ids}
+        got: dict[int, list[OutputDelta]] = {i: [] for i in ids}
         missing = set(got)
         while missing:
             message = self.receive()
-            assert isinstance(message, Events)
-            for event in message.events:
+            assert isinstance(message, OutputDeltas)
+            for event in message.deltas:
                 assert event.id in missing, f"unexpected {event}"
                 got[event.id].append(event)
                 if event.final:
                     missing.discard(event.id)
         return got
 
-    def generate(self, prompt: str | list[int] | None, **options: Any) -> list[Event]:
+    def generate(self, prompt: str | list[int] | None, **options: Any) -> list[OutputDelta]:
         """Every event of one request."""
         request_id = self.submit(prompt, **options)
         return self.collect([request_id])[request_id]
 
 
-def text_of(events: list[Event]) -> str:
+def text_of(events: list[OutputDelta]) -> str:
     """The text of a request, which must have ended well."""
     assert events[-1].error_code is None, events[-1].error
     return "".join(event.text for event in events)
@@ -221,18 +229,18 @@ def config_of(model: Path, **more: object) -> dict[str, object]:
     return {"model": str(model), "dtype": "float32", "kv_cache_memory_bytes": 96 * 2**20, **more}
 
 
-def first_event(client: Peer, request: int) -> Event:
+def first_event(client: Peer, request: int) -> OutputDelta:
     """The next event, which is of this request."""
     message = client.receive()
-    assert isinstance(message, Events) and message.events[0].id == request
-    return message.events[0]
+    assert isinstance(message, OutputDeltas) and message.deltas[0].id == request
+    return message.deltas[0]
 
 
-def only(client: Peer, request: int) -> list[Event]:
+def only(client: Peer, request: int) -> list[OutputDelta]:
     """Events of one request among those of others."""
-    mine: list[Event] = []
+    mine: list[OutputDelta] = []
     while not (mine and mine[-1].final):
         message = client.receive()
-        assert isinstance(message, Events)
-        mine += [event for event in message.events if event.id == request]
+        assert isinstance(message, OutputDeltas)
+        mine += [event for event in message.deltas if event.id == request]
     return mine

@@ -23,7 +23,7 @@ from cluster.ports import free_ports
 from support.cluster import GIVEN, ROOT, Cluster, running
 from support.service import grpc_text
 
-from quire_spec.address import in_url
+from quire_spec.net.addresses import format_for_url
 
 KIND = ROOT / "examples/kind"
 API = ("quire.dev/v1alpha1", "LLMService")
@@ -141,7 +141,7 @@ class Door:
 
     def text(self, model: str, prompt: str, max_tokens: int = 16) -> str:
         """What a model answers by gRPC, greedily, without the prompt."""
-        client = grpcclient.InferenceServerClient(f"{in_url(self.host)}:{self.ports['grpc']}")
+        client = grpcclient.InferenceServerClient(f"{format_for_url(self.host)}:{self.ports['grpc']}")
         exclude = grpcclient.InferInput("exclude_input_in_output", [1], "BOOL")
         exclude.set_data_from_numpy(np.array([True]))
         answers: list[Any] = []

@@ -13,7 +13,7 @@ from quire_engine.engine import Engine
 from quire_engine.executor import open_runner
 from quire_engine.follower import Follower
 from quire_engine.member import Ends
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
 
 
 class ThreadRank:

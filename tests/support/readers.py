@@ -17,8 +17,8 @@ from quire_server.adapters.fetcher import AdapterFetcher
 from quire_server.sources import resumable_download
 from quire_server.sources.adapter_cache import AdapterCache
 from quire_server.sources.factory import SourceOptions
-from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source, Source
-from quire_spec.digest import CONFIG_FILE
+from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, Source
+from quire_spec.documents.adapter_digest import CONFIG_FILE
 from quire_spec.errors import Unavailable
 
 READERS = ("pod http", "pod hub", "pod s3", "plan http", "plan hub", "plan s3")

@@ -22,8 +22,8 @@ from support.kubelet import Kubelet, NotMounted
 
 from quire_operator.kube.client import Client
 from quire_operator.render import names
-from quire_spec.document import compact, to_json
-from quire_spec.status import AdapterState, AdapterStatus, PodStatus
+from quire_spec.dataclass_json import drop_nulls, to_json
+from quire_spec.documents.pod_status import AdapterState, AdapterStatus, PodStatus
 
 Manifest = dict[str, Any]
 _WATCH_S = 2
@@ -119,7 +119,7 @@ class RememberingPod(ScriptedPod):
         if found.state is not AdapterState.READY:
             return found
         (adapter,) = [a for a in self.catalogue.adapters if a.name == name]
-        return AdapterStatus(name, found.state, found.since, content(compact(to_json(adapter.source))), name)
+        return AdapterStatus(name, found.state, found.since, content(drop_nulls(to_json(adapter.source))), name)
 
 
 def content(source: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from quire_engine.request import PENDING, Sequence
 from quire_engine.step import Sampled, SlotLoad, Span, StepPlan
 from quire_engine.swap import SwapSpace
-from quire_spec.status import MemoryPlan
+from quire_spec.documents.pod_status import MeasuredMemory
 
 VOCAB = 997
 
@@ -32,7 +32,7 @@ class TokenRunner:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.memory = MemoryPlan(0, 0, 0, num_blocks, block_size, 0, "float32", "cpu")
+        self.memory = MeasuredMemory(0, 0, 0, num_blocks, block_size, 0, "float32", "cpu")
         self.cells: list[list[tuple[int, int, str | None] | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.swap_space = swap_space or SwapSpace()
         self.host_cells: dict[int, list[tuple[int, int, str | None] | None]] = {}

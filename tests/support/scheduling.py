@@ -13,8 +13,8 @@ from quire_engine.request import Sequence
 from quire_engine.scheduler import Scheduler
 from quire_engine.step import Flight, StepPlan
 from quire_engine.swap import SwapSpace
-from quire_spec.config import EngineConfig
-from quire_spec.sampling import SamplingParams
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 
 CONFIG = EngineConfig("m", block_size=8, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False)
 

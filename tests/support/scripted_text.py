@@ -18,16 +18,16 @@ import json
 import sys
 from pathlib import Path
 
-from quire_spec.frames import Decoder, encode
-from quire_spec.messages import Cancel, Event, Events, Hello, Submit
-from quire_spec.sampling import SamplingParams
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.protocol.framing import FrameDecoder, encode_frame
+from quire_spec.protocol.messages import CancelRequests, GenerateRequest, Hello, OutputDelta, OutputDeltas
 
 STEP_S = 0.005
 
 
 class Connection(asyncio.Protocol):
     def __init__(self, process):
-        self.process, self.decoder, self.open = process, Decoder(), {}
+        self.process, self.decoder, self.open = process, FrameDecoder(), {}
 
     def connection_made(self, transport):
         self.transport = transport
@@ -43,12 +43,12 @@ class Connection(asyncio.Protocol):
             match message:
                 case Hello():
                     self.process.note("hello", model=message.model, pid=message.pid)
-                case Cancel():
+                case CancelRequests():
                     self.process.note("cancel", ids=message.ids, was_open=[i for i in message.ids if i in self.open])
                     for request_id in message.ids:
                         self.open.pop(request_id, None)
                     self.process.note_open()
-                case Submit():
+                case GenerateRequest():
                     self.process.note("submit", id=message.id, model=message.model, num_chars=len(message.prompt or ""))
                     self.start(message)
 
@@ -57,14 +57,14 @@ class Connection(asyncio.Protocol):
         if "step" in words:
             self.process.step_s = float(words["step"])
         if "error" in words:
-            self.send([Event(submit.id, error_code=words["error"], error="as asked")])
+            self.send([OutputDelta(submit.id, error_code=words["error"], error="as asked")])
         elif "submit" in words:
             text = json.dumps(dataclasses.asdict(submit))
-            self.send([Event(submit.id, text, [1], "stop", num_input_tokens=3, num_output_tokens=1)])
+            self.send([OutputDelta(submit.id, text, [1], "stop", num_input_tokens=3, num_output_tokens=1)])
         elif "flood" in words:
             events = list(tokens(submit, words))
             if "fail" in words:
-                events[-1] = Event(submit.id, error_code=words["fail"], error="as asked")
+                events[-1] = OutputDelta(submit.id, error_code=words["fail"], error="as asked")
             self.send(events)
         elif "silent" in words:
             self.open[submit.id] = itertools.repeat(None)
@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
             self.send(events)
 
     def send(self, events):
-        self.transport.write(encode(Events(events)))
+        self.transport.write(encode_frame(OutputDeltas(events)))
 
 
 def tokens(submit, words):
@@ -94,7 +94,7 @@ def tokens(submit, words):
     def event(start, end):
         logprobs = [{str(i): {"logprob": -0.5, "rank": 1, "decoded_token": f"t{i}"}} for i in range(start, end)]
         wanted = params.logprobs is not None
-        return Event(
+        return OutputDelta(
             submit.id,
             "".join(f"t{i}{wide} " for i in range(start, end)),
             list(range(start, end)),

@@ -16,9 +16,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quire_spec import frames, names
+from quire_spec import constants
 from quire_spec.errors import Code
-from quire_spec.messages import Call, Cancel, Event, Events, Hello, Reply, Submit
+from quire_spec.protocol import framing
+from quire_spec.protocol.messages import (
+    CancelRequests,
+    ControlRequest,
+    ControlResponse,
+    GenerateRequest,
+    Hello,
+    OutputDelta,
+    OutputDeltas,
+)
 
 STEP_S = 0.02
 
@@ -64,13 +73,13 @@ class Process:
         await server.serve_forever()
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        decoder, hello = frames.Decoder(), Hello("")
+        decoder, hello = framing.FrameDecoder(), Hello("")
         try:
             while data := await reader.read(2**16):
                 for message in decoder.feed(data):
                     if isinstance(message, Hello):
                         hello = message
-                    elif isinstance(message, Call):
+                    elif isinstance(message, ControlRequest):
                         task = asyncio.create_task(self.answer(message, writer))
                         self.answering.add(task)
                         task.add_done_callback(self.answering.discard)
@@ -80,14 +89,14 @@ class Process:
             pass
         self.left(hello, writer)
 
-    async def answer(self, call: Call, writer: asyncio.StreamWriter) -> None:
+    async def answer(self, call: ControlRequest, writer: asyncio.StreamWriter) -> None:
         if call.method == self.behaviour.get("silent_on"):
             return
         try:
-            reply = Reply(call.id, await getattr(self, call.method)(**call.args))
+            reply = ControlResponse(call.id, await getattr(self, call.method)(**call.args))
         except ValueError as error:
-            reply = Reply(call.id, None, Code.INVALID_ARG, str(error))
-        writer.write(frames.encode(reply))
+            reply = ControlResponse(call.id, None, Code.INVALID_ARG, str(error))
+        writer.write(framing.encode_frame(reply))
 
     def took(self, message: Any, writer: asyncio.StreamWriter) -> None: ...
     def left(self, hello: Hello, writer: asyncio.StreamWriter) -> None: ...
@@ -133,11 +142,11 @@ class Text(Process):
     async def watch_core(self) -> None:
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(self.run_dir / names.CORE_SOCKET)
+                reader, writer = await asyncio.open_unix_connection(self.run_dir / constants.CORE_SOCKET)
             except OSError:
                 await asyncio.sleep(0.05)
                 continue
-            writer.write(frames.encode(Hello("text", pid=os.getpid())))
+            writer.write(framing.encode_frame(Hello("text", pid=os.getpid())))
             self.core = True
             await reader.read()
             self.core = False
@@ -161,11 +170,11 @@ class Text(Process):
         return {}
 
     def took(self, message: Any, writer: asyncio.StreamWriter) -> None:
-        if isinstance(message, Submit):
+        if isinstance(message, GenerateRequest):
             key = (id(writer), message.id)
             self.streams[key] = asyncio.create_task(self.stream(message, writer))
             self.streams[key].add_done_callback(lambda _: self.streams.pop(key))
-        elif isinstance(message, Cancel):
+        elif isinstance(message, CancelRequests):
             for number in message.ids:
                 if (id(writer), number) in self.streams:
                     self.streams[id(writer), number].cancel()
@@ -177,9 +186,9 @@ class Text(Process):
         for task in mine:
             task.cancel()
 
-    async def stream(self, submit: Submit, writer: asyncio.StreamWriter) -> None:
+    async def stream(self, submit: GenerateRequest, writer: asyncio.StreamWriter) -> None:
         def send(**event: Any) -> None:
-            writer.write(frames.encode(Events([Event(submit.id, **event)])))
+            writer.write(framing.encode_frame(OutputDeltas([OutputDelta(submit.id, **event)])))
 
         if self.draining or not self.core:
             send(error_code=Code.UNAVAILABLE, error="not now")
@@ -200,11 +209,11 @@ class Text(Process):
 
 
 def core() -> None:
-    asyncio.run(_run(Core, names.CORE_SOCKET))
+    asyncio.run(_run(Core, constants.CORE_SOCKET))
 
 
 def text() -> None:
-    asyncio.run(_run(Text, names.TEXT_SOCKET))
+    asyncio.run(_run(Text, constants.TEXT_SOCKET))
 
 
 async def _run(kind: type[Process], socket: str) -> None:

@@ -11,8 +11,8 @@ from support.observing import faults
 from support.remembering import Claim, Started, Watching, content, is_ready, serves
 
 from quire_operator.render import names
-from quire_spec.catalogue import Catalogue
-from quire_spec.status import AdapterState, PodStatus
+from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.pod_status import AdapterState, PodStatus
 
 Manifest = dict[str, Any]
 API = ("quire.dev/v1alpha1", "LLMService")
@@ -24,7 +24,7 @@ WATCHED_S = 1.0
 
 def wanted_digest(spec: Mapping[str, Any]) -> str:
     """Of the adapters of a stored spec."""
-    return Catalogue.from_json({"adapters": spec.get("adapters") or []}).mark.digest
+    return AdapterCatalog.from_json({"adapters": spec.get("adapters") or []}).version.digest
 
 
 class Witness:

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model definitions by the architecture that a checkpoint's config.json names.
 
-A family is one file here, with a class of the architecture's name; its row in quire_spec/families.py, which names that
+A family is one file here, with a class of the architecture's name; its row in quire_spec/model/architectures.py, which
+names that
 file; and a row in tests/support/tiny.py, which holds it to transformers and peft.
 """
 
 import importlib
 
 from quire_engine.models.causal import CausalLM
-from quire_spec.families import FAMILIES
+from quire_spec.model.architectures import ARCHITECTURES
 
 
 def model_class(architecture: str) -> type[CausalLM]:
     """The class that defines the models of an architecture, one of `FAMILIES`."""
-    module = importlib.import_module(f"quire_engine.models.{FAMILIES[architecture].module}")
+    module = importlib.import_module(f"quire_engine.models.{ARCHITECTURES[architecture].module}")
     found: type[CausalLM] = getattr(module, architecture)
     return found

@@ -13,7 +13,7 @@ from quire_engine.layers import Linear, Placement
 from quire_engine.part import Target
 from quire_engine.vocabulary import embed, embedding_target, num_rows, output_projection
 from quire_kernels import Arena, LinearSlots, looked_up
-from quire_spec.shape import ModelShape
+from quire_spec.model.model_config import ModelConfig
 
 
 class Layer(Protocol):
@@ -36,7 +36,7 @@ class CausalLM(ABC):
 
     layers: Sequence[Layer]
 
-    def __init__(self, shape: ModelShape, place: Placement) -> None:
+    def __init__(self, shape: ModelConfig, place: Placement) -> None:
         """`shape`: of what this rank holds."""
         self.shape = shape
         self.ranks = place.ranks
@@ -82,7 +82,7 @@ class CausalLM(ABC):
 
     def tensors(self) -> Iterator[tuple[str, Target]]:
         """Every tensor of the checkpoint by name, as the part of a parameter that it fills; together, all of them."""
-        parent = self.shape.family.layers.removesuffix(".layers")
+        parent = self.shape.architecture_info.layers_path.removesuffix(".layers")
         yield f"{parent}.embed_tokens.weight", embedding_target(self.embed_tokens, self.ranks)
         for index, layer in enumerate(self.layers):
             yield from layer.tensors(f"{parent}.layers.{index}.")

@@ -12,7 +12,7 @@ from quire_engine.layers import Placement, RMSNorm
 from quire_engine.models.llama import DecoderLayer, LlamaForCausalLM
 from quire_engine.part import Target
 from quire_kernels import rms_norm
-from quire_spec.shape import ModelShape
+from quire_spec.model.model_config import ModelConfig
 
 
 class Gemma2RMSNorm(RMSNorm):
@@ -28,7 +28,7 @@ class Gemma2DecoderLayer(DecoderLayer):
 
     NORM = Gemma2RMSNorm
 
-    def __init__(self, shape: ModelShape, index: int, place: Placement) -> None:
+    def __init__(self, shape: ModelConfig, index: int, place: Placement) -> None:
         super().__init__(shape, index, place)
         self.pre_feedforward_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, place)
         self.post_feedforward_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, place)

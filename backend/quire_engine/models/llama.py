@@ -13,7 +13,7 @@ from quire_engine.models.causal import CausalLM
 from quire_engine.part import Target
 from quire_engine.rotary import Rotary
 from quire_kernels import CompiledDecoder, Heads, LayerWeights, compile_decoder, silu_mul
-from quire_spec.shape import ModelShape
+from quire_spec.model.model_config import ModelConfig
 
 
 class DecoderLayer:
@@ -23,7 +23,7 @@ class DecoderLayer:
     MLP: ClassVar[type[MLP]] = MLP
     NORM: ClassVar[type[RMSNorm]] = RMSNorm
 
-    def __init__(self, shape: ModelShape, index: int, place: Placement) -> None:
+    def __init__(self, shape: ModelConfig, index: int, place: Placement) -> None:
         self.input_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, place)
         self.self_attn = self.ATTENTION(shape, index, place)
         self.post_attention_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, place)

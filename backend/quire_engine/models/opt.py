@@ -15,13 +15,13 @@ from quire_engine.layers import Attention, Linear, Placement, linear_of
 from quire_engine.models.causal import CausalLM
 from quire_engine.part import Target
 from quire_kernels import ACTIVATIONS, write_kv
-from quire_spec.shape import ModelShape
+from quire_spec.model.model_config import ModelConfig
 
 
 class LayerNorm:
     """Normalisation to mean 0 and variance 1, with a learnt scale and shift in most checkpoints."""
 
-    def __init__(self, shape: ModelShape, place: Placement) -> None:
+    def __init__(self, shape: ModelConfig, place: Placement) -> None:
         self.size, self.eps = (shape.hidden_size,), shape.norm_eps
         affine = shape.flags["layer_norm_elementwise_affine"]
         self.weight = place.empty(shape.hidden_size) if affine else None
@@ -54,7 +54,7 @@ class OPTAttention(Attention):
 class OPTDecoderLayer:
     """Attention and MLP, each on the normalised residual stream and added to it, or normalised when added."""
 
-    def __init__(self, shape: ModelShape, index: int, place: Placement) -> None:
+    def __init__(self, shape: ModelConfig, index: int, place: Placement) -> None:
         self.norm_first = shape.flags["do_layer_norm_before"]
         self.self_attn = OPTAttention(shape, index, place)
         self.self_attn_layer_norm = LayerNorm(shape, place)
@@ -96,8 +96,8 @@ class OPTForCausalLM(CausalLM):
     def build(self, place: Placement) -> None:
         """See CausalLM.build."""
         shape = self.shape
-        self.embed_positions = place.empty(shape.num_learnt_positions, shape.hidden_size)
-        self.first_position = shape.num_learnt_positions - shape.max_position_embeddings
+        self.embed_positions = place.empty(shape.num_learned_positions, shape.hidden_size)
+        self.first_position = shape.num_learned_positions - shape.max_position_embeddings
         self.project_in = self.project_out = None
         if shape.embedding_size != shape.hidden_size:
             self.project_in = Linear(shape.embedding_size, {"project_in": shape.hidden_size}, place)

@@ -11,13 +11,13 @@ from quire_engine.layers import Placement, RMSNorm, RotaryAttention
 from quire_engine.models.llama import DecoderLayer, LlamaForCausalLM
 from quire_engine.part import Target
 from quire_kernels import LayerWeights, norm_heads
-from quire_spec.shape import ModelShape
+from quire_spec.model.model_config import ModelConfig
 
 
 class Qwen3Attention(RotaryAttention):
     """Attention whose queries and keys are normalised before they are rotated."""
 
-    def __init__(self, shape: ModelShape, index: int, place: Placement) -> None:
+    def __init__(self, shape: ModelConfig, index: int, place: Placement) -> None:
         super().__init__(shape, index, place)
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps, place)
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps, place)

@@ -20,8 +20,8 @@ from quire_server.sources.adapter_cache import AdapterCache, PartialDownload, So
 from quire_server.sources.factory import SourceFactory, SourceOptions
 from quire_server.sources.reader import SourceReader
 from quire_server.sources.resumable_download import MAX_SOURCE_CHANGES, ResumableDownload, query_version
-from quire_spec.catalogue import Source
-from quire_spec.digest import ADAPTER_FILES, WEIGHTS_FILE
+from quire_spec.documents.adapter_catalog import Source
+from quire_spec.documents.adapter_digest import ADAPTER_FILES, WEIGHTS_FILE
 from quire_spec.errors import Unavailable
 
 logger = logging.getLogger(__name__)

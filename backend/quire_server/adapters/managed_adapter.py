@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass, field
 
 from quire_server.adapters.fetcher import CachedAdapter
-from quire_spec.catalogue import Adapter, Source
+from quire_spec.documents.adapter_catalog import AdapterSpec, Source
+from quire_spec.documents.pod_status import AdapterState, AdapterStatus, utc_now
 from quire_spec.errors import QuireError
-from quire_spec.status import AdapterState, AdapterStatus, now
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ class ManagedAdapter:
     """One adapter of the catalogue and where it is."""
 
     name: str
-    desired: Adapter | None
+    desired: AdapterSpec | None
     """None: it is on its way out."""
     exposed: bool
     generation: int = 0
@@ -31,7 +31,7 @@ class ManagedAdapter:
     active: CachedAdapter | None = None
     """What the name stands for; the one before, while a replacement is on its way or has failed."""
     state: AdapterState = AdapterState.FETCHING
-    since: str = field(default_factory=now)
+    since: str = field(default_factory=utc_now)
     error: str = ""
     permanent_failure: bool = False
     """Wrong in itself: nothing is tried until the catalogue changes."""
@@ -54,7 +54,7 @@ class ManagedAdapter:
                 f" error={error}" if error else "",
             )
         if state is not self.state:
-            self.since = now()
+            self.since = utc_now()
         self.state, self.error = state, error
 
     def status(self) -> AdapterStatus:

@@ -23,9 +23,9 @@ from quire_server.blocking import run_in_daemon_thread
 from quire_server.clients.control_client import ConnectionLost
 from quire_server.clients.handles import ProcessHandles
 from quire_server.sources.factory import concurrency_key
-from quire_spec.catalogue import Adapter, AdapterLimits, Catalogue, Mark, Source
+from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterLimits, AdapterSpec, CatalogVersion, Source
+from quire_spec.documents.pod_status import AdapterState, AdapterStatus
 from quire_spec.errors import AccessDenied, ConfigError, Internal, InvalidArgument, QuireError, Unavailable
-from quire_spec.status import AdapterState, AdapterStatus
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class AdapterManager:
         self._served_name = served_name
         self._fetcher = fetcher
         self._handles = handles
-        self._catalog: Catalogue | None = None
-        self._catalog_version = Mark(0, "")
+        self._catalog: AdapterCatalog | None = None
+        self._catalog_version = CatalogVersion(0, "")
         self._adapters: dict[str, ManagedAdapter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._aliases: dict[str, str] = {}
@@ -78,11 +78,11 @@ class AdapterManager:
     # What others ask
 
     @property
-    def catalog_version(self) -> Mark:
+    def catalog_version(self) -> CatalogVersion:
         """Of the catalogue that is worked on; generation 0 and no digest before there is one."""
         return self._catalog_version
 
-    def check(self, catalog: Catalogue, replaces: str = "") -> None:
+    def check(self, catalog: AdapterCatalog, replaces: str = "") -> None:
         """Refuse a catalogue before anything of it is done; `replaces` is the digest of one that may be newer than it.
 
         Raises:
@@ -97,13 +97,13 @@ class AdapterManager:
                 "works on"
             )
 
-    def set_catalog(self, catalog: Catalogue, replaces: str = "") -> None:
+    def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
         """Work towards this catalogue from now on; parameters and errors are those of `check`."""
         self.check(catalog, replaces)
         if catalog == self._catalog:
             return
-        self._catalog, self._catalog_version = catalog, catalog.mark
-        exposed_names = catalog.exposed()
+        self._catalog, self._catalog_version = catalog, catalog.version
+        exposed_names = catalog.exposed_names()
         desired = {adapter.name: adapter for adapter in catalog.adapters}
         for name, managed in self._adapters.items():
             if name not in desired:
@@ -376,7 +376,7 @@ class AdapterManager:
                 except QuireError as error:
                     logger.warning("adapter cannot be unloaded digest=%s error=%s", digest, error)
 
-    def _set_desired(self, adapter: ManagedAdapter, desired: Adapter | None, exposed: bool) -> None:
+    def _set_desired(self, adapter: ManagedAdapter, desired: AdapterSpec | None, exposed: bool) -> None:
         if desired is not None and (adapter.desired is None or desired.source != adapter.desired.source):
             # At once: whoever has just told us the catalogue must not read that its content is here already.
             adapter.set_state(AdapterState.FETCHING)

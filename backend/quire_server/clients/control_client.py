@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from quire_spec import frames
-from quire_spec.errors import Internal, Unavailable, error_from
-from quire_spec.messages import Call, Hello, Message, Reply
+from quire_spec.errors import Internal, Unavailable, error_from_code
+from quire_spec.protocol import framing
+from quire_spec.protocol.messages import ControlRequest, ControlResponse, Hello, IpcMessage
 
 _READ_BYTES = 2**16
 
@@ -45,7 +45,7 @@ class ControlClient:
     async def connect(cls, name: str, path: Path) -> "ControlClient":
         """Connect to a socket and say who we are. Raises OSError when nobody listens there (yet)."""
         reader, writer = await asyncio.open_unix_connection(path)
-        writer.write(frames.encode(Hello("supervisor", pid=os.getpid())))
+        writer.write(framing.encode_frame(Hello("supervisor", pid=os.getpid())))
         return cls(name, reader, writer)
 
     async def call(self, method: str, args: dict[str, Any] | None = None, *, timeout_s: float) -> Any:
@@ -63,7 +63,7 @@ class ControlClient:
         self._pending_calls[call_id] = future
         try:
             async with asyncio.timeout(timeout_s):
-                self._writer.write(frames.encode(Call(call_id, method, args or {})))
+                self._writer.write(framing.encode_frame(ControlRequest(call_id, method, args or {})))
                 await self._writer.drain()
                 return await future
         except TimeoutError as error:
@@ -80,7 +80,7 @@ class ControlClient:
         self._on_close()
 
     async def _read_loop(self, reader: asyncio.StreamReader) -> None:
-        decoder = frames.Decoder()
+        decoder = framing.FrameDecoder()
         # A broken stream (Internal) ends the connection as its end does; whoever watches `lost` acts.
         with contextlib.suppress(OSError, Internal):
             while data := await reader.read(_READ_BYTES):
@@ -88,12 +88,16 @@ class ControlClient:
                     self._on_message(message)
         self._on_close()
 
-    def _on_message(self, message: Message) -> None:
-        if isinstance(message, Reply) and (future := self._pending_calls.get(message.id)) and not future.done():
+    def _on_message(self, message: IpcMessage) -> None:
+        if (
+            isinstance(message, ControlResponse)
+            and (future := self._pending_calls.get(message.id))
+            and not future.done()
+        ):
             if message.error_code is None:
                 future.set_result(message.result)
             else:
-                future.set_exception(error_from(message.error_code, message.error))
+                future.set_exception(error_from_code(message.error_code, message.error))
 
     def _on_close(self) -> None:
         self.closed.set()

@@ -16,10 +16,10 @@ from typing import Any
 from quire_server.clients.control_client import ConnectionLost, ControlClient
 from quire_server.model_server.client import ModelServerClient
 from quire_server.model_server.repository import model_config, model_files
-from quire_spec.catalogue import AdapterLimits
-from quire_spec.document import from_json, to_json
+from quire_spec.dataclass_json import from_json, to_json
+from quire_spec.documents.adapter_catalog import AdapterLimits
+from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.errors import ConfigError, QuireError, Unavailable
-from quire_spec.status import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
@@ -215,9 +215,9 @@ class ProcessHandles:
         return self.core, self.text, self.server
 
 
-def _parse_memory(document: object) -> MemoryPlan | None:
+def _parse_memory(document: object) -> MeasuredMemory | None:
     """The core's memory plan; None when it is of another form than ours: then it is not shown."""
     try:
-        return from_json(MemoryPlan, document, "memory")
+        return from_json(MeasuredMemory, document, "memory")
     except ConfigError:
         return None

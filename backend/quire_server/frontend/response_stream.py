@@ -13,7 +13,7 @@ from typing import Any
 
 from quire_server.frontend.tensors import OutputOptions, initial_outputs
 from quire_spec.errors import QuireError, Unavailable
-from quire_spec.messages import Event
+from quire_spec.protocol.messages import OutputDelta
 
 MAX_PENDING_TOKENS = 16384
 """Output tokens that may wait for the senders; more means that the server does not take them."""
@@ -54,7 +54,7 @@ class ResponseStream:
         """When its last response was sent, in monotonic seconds."""
         self.checked_at = now
         """When the server was last asked whether the client is gone, in monotonic seconds."""
-        self._pending_deltas: list[Event] = []
+        self._pending_deltas: list[OutputDelta] = []
         self._num_pending_tokens = 0
         self._closed = False
         """The last event is in; no other is taken."""
@@ -62,7 +62,7 @@ class ResponseStream:
         """In the senders' queue, or in a thread's hands."""
         self._lock = threading.Lock()
 
-    def push(self, delta: Event) -> bool:
+    def push(self, delta: OutputDelta) -> bool:
         """Add an event; True when the caller must queue the stream for the senders."""
         with self._lock:
             if self._closed:
@@ -86,14 +86,14 @@ class ResponseStream:
         with self._lock:
             return self._try_acquire()
 
-    def drain(self) -> list[Event]:
+    def drain(self) -> list[OutputDelta]:
         """All waiting events."""
         with self._lock:
             deltas, self._pending_deltas = self._pending_deltas, []
             self._num_pending_tokens = 0
             return deltas
 
-    def push_back(self, delta: Event) -> None:
+    def push_back(self, delta: OutputDelta) -> None:
         """The last of what was taken, to be taken again."""
         with self._lock:
             self._pending_deltas = [delta]
@@ -114,7 +114,7 @@ class ResponseStream:
 
     def _fail(self, error: QuireError) -> bool:
         self._closed = self.failed_locally = True
-        self._pending_deltas = [Event(self.request_id, error_code=error.code, error=str(error))]
+        self._pending_deltas = [OutputDelta(self.request_id, error_code=error.code, error=str(error))]
         return self._try_acquire()
 
     def _try_acquire(self) -> bool:

@@ -27,8 +27,8 @@ from quire_server.frontend.open_requests import OpenRequestCounter
 from quire_server.frontend.response_stream import ResponseStream
 from quire_server.frontend.text_client import TextClient
 from quire_server.model_server import model_interface
-from quire_spec.errors import Cancelled, Internal, InvalidArgument, QuireError, error_from
-from quire_spec.messages import Event
+from quire_spec.errors import Cancelled, Internal, InvalidArgument, QuireError, error_from_code
+from quire_spec.protocol.messages import OutputDelta
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +106,12 @@ class TritonPythonModel:
             self._text_client.report_rejected(error_delta.error_code or "")
             self._push(stream, error_delta)
 
-    def _on_delta(self, delta: Event) -> None:
+    def _on_delta(self, delta: OutputDelta) -> None:
         stream = self._streams.get(delta.id)
         if stream is not None:
             self._push(stream, delta)
 
-    def _push(self, stream: ResponseStream, delta: Event) -> None:
+    def _push(self, stream: ResponseStream, delta: OutputDelta) -> None:
         self._enqueue_if(stream.push(delta), stream)
 
     def _enqueue_if(self, must_enqueue: bool, stream: ResponseStream) -> None:
@@ -137,7 +137,7 @@ class TritonPythonModel:
             else:
                 self._delayed_errors.put((due_at, stream))
 
-    def _send(self, stream: ResponseStream, deltas: list[Event]) -> float | None:
+    def _send(self, stream: ResponseStream, deltas: list[OutputDelta]) -> float | None:
         """One response for all of `events`. An error may have to wait: returns until when, in monotonic seconds."""
         last_delta = deltas[-1]
         if not last_delta.final and self._is_cancelled(stream):
@@ -155,7 +155,7 @@ class TritonPythonModel:
             stream.sent_at = time.monotonic()
         return None
 
-    def _send_before_error(self, stream: ResponseStream, deltas: list[Event]) -> float:
+    def _send_before_error(self, stream: ResponseStream, deltas: list[OutputDelta]) -> float:
         """Send what came before an error; returns when that may follow, in monotonic seconds."""
         if len(deltas) > 1 and stream.options is not None and stream.options.stream:
             stream.sender.send(_to_response(stream, deltas[:-1]), flags=0)
@@ -208,7 +208,7 @@ class TritonPythonModel:
         return max(CANCEL_CHECK_INTERVAL_S, len(self._streams) / MAX_CANCEL_CHECKS_PER_S)
 
 
-def _to_response(stream: ResponseStream, deltas: list[Event]) -> Any:
+def _to_response(stream: ResponseStream, deltas: list[OutputDelta]) -> Any:
     assert stream.options is not None, "a refused request has only an error"
     output_deltas = server_tensors.merge_by_output(deltas, stream.last_sent)
     tensors = server_tensors.to_output_tensors(output_deltas, stream.options, stream.last_sent)
@@ -216,12 +216,12 @@ def _to_response(stream: ResponseStream, deltas: list[Event]) -> Any:
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
 
 
-def _error_response(delta: Event) -> Any:
-    code, message = server_tensors.error_response(error_from(delta.error_code or "", delta.error))
+def _error_response(delta: OutputDelta) -> Any:
+    code, message = server_tensors.error_response(error_from_code(delta.error_code or "", delta.error))
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code)))
 
 
-def _error_delta(request_id: int, error: Exception) -> Event:
+def _error_delta(request_id: int, error: Exception) -> OutputDelta:
     """The final event of a request that could not be handed on."""
     if isinstance(error, UnicodeDecodeError):
         # The server passes strings on unread, and its Python API decodes them on the way to us.
@@ -229,7 +229,7 @@ def _error_delta(request_id: int, error: Exception) -> Event:
     if not isinstance(error, QuireError):
         logger.error("request failed in the frontend", exc_info=error)
         error = Internal(f"the frontend failed on this request: {type(error).__name__}")
-    return Event(request_id, error_code=error.code, error=str(error))
+    return OutputDelta(request_id, error_code=error.code, error=str(error))
 
 
 def _exit_with_server() -> None:

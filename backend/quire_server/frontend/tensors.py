@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quire_server.model_server.model_interface import INPUTS
-from quire_spec import names
-from quire_spec.errors import Code, InvalidArgument, QuireError, short
-from quire_spec.messages import Event, Submit, joined
-from quire_spec.sampling import SamplingParams
+from quire_spec import constants
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import Code, InvalidArgument, QuireError, truncated_repr
+from quire_spec.protocol.messages import GenerateRequest, OutputDelta, merge_deltas
 
 Array = npt.NDArray[Any]
 
@@ -41,7 +41,7 @@ _SERVER_PARAMETERS = frozenset(("id", "timeout", "sequence_id", "sequence_start"
 """Fields of the server's own protocol: its generate endpoint passes each top-level key on as a request parameter."""
 
 
-_NON_SAMPLING_NAMES = (names.LORA_NAME, CACHE_SALT, PRIORITY, *(name for name, _, _ in INPUTS))
+_NON_SAMPLING_NAMES = (constants.LORA_NAME, CACHE_SALT, PRIORITY, *(name for name, _, _ in INPUTS))
 """What else a request may have, at one level with its parameters on the generate endpoint."""
 
 
@@ -67,7 +67,7 @@ class OutputOptions:
 
 def parse_request(
     request_id: int, model: str, base: str, inputs: Mapping[str, Array], parameters: str
-) -> tuple[Submit, OutputOptions]:
+) -> tuple[GenerateRequest, OutputOptions]:
     """One request of a client, checked.
 
     `model` is the server model that got it and `base` the base model; any other model is an adapter of that name.
@@ -76,10 +76,10 @@ def parse_request(
     Raises:
         InvalidArgument: the message names the tensor or parameter, and says what it is and may be.
     """
-    stream = _flag(inputs, names.STREAM, False)
+    stream = _flag(inputs, constants.STREAM, False)
     prompt, token_ids = _prompt(inputs)
     values = _parameters(inputs, parameters)
-    adapter_name = _pop_string(values, names.LORA_NAME)
+    adapter_name = _pop_string(values, constants.LORA_NAME)
     cache_salt = _pop_string(values, CACHE_SALT)
     priority = _pop_int(values, PRIORITY)
     params = _sampling_params(values)
@@ -88,60 +88,62 @@ def parse_request(
         # The sum is over the tokens taken, which costs no more than logprobs=0 does.
         params = dataclasses.replace(params, logprobs=0)
     target_model = _target_model(model, base, adapter_name)
-    return Submit(
+    return GenerateRequest(
         request_id, target_model, prompt, token_ids, params.to_mapping(), stream, cache_salt, priority
     ), options
 
 
-def initial_outputs(request_id: int, options: OutputOptions) -> list[Event]:
+def initial_outputs(request_id: int, options: OutputOptions) -> list[OutputDelta]:
     """What was told of each output of a request before its first response."""
     # Not a sum that is not there: NaN is no JSON.
-    return [Event(request_id, index=index, cumulative_logprob=0.0) for index in range(options.num_outputs)]
+    return [OutputDelta(request_id, index=index, cumulative_logprob=0.0) for index in range(options.num_outputs)]
 
 
-def merge_by_output(deltas: Sequence[Event], last_sent: Sequence[Event]) -> list[Event]:
+def merge_by_output(deltas: Sequence[OutputDelta], last_sent: Sequence[OutputDelta]) -> list[OutputDelta]:
     """What `events`, successive ones of a request, say of each of its outputs.
 
     An output that they do not mention is as it was when `told`, with nothing new.
     """
-    by_output: list[list[Event]] = [[] for _ in last_sent]
+    by_output: list[list[OutputDelta]] = [[] for _ in last_sent]
     for delta in deltas:
         by_output[delta.index].append(delta)
     return [
-        joined(output_deltas) if output_deltas else _without_new_output(previous)
+        merge_deltas(output_deltas) if output_deltas else _without_new_output(previous)
         for output_deltas, previous in zip(by_output, last_sent, strict=True)
     ]
 
 
-def to_output_tensors(deltas: Sequence[Event], options: OutputOptions, last_sent: Sequence[Event]) -> dict[str, Array]:
+def to_output_tensors(
+    deltas: Sequence[OutputDelta], options: OutputOptions, last_sent: Sequence[OutputDelta]
+) -> dict[str, Array]:
     """Output tensors of one response, by name; of each, one element for each output of the request.
 
     `events` are its `news`, `told` what earlier responses told of. `output_ids` has the tokens of all outputs, one
     after the other: num_output_tokens tells them apart.
     """
-    tensors = {names.TEXT_OUTPUT: _strings(options.prompt_prefix + delta.text for delta in deltas)}
+    tensors = {constants.TEXT_OUTPUT: _strings(options.prompt_prefix + delta.text for delta in deltas)}
     if options.finish_reason:
         # As vllm_backend, which sends str(None) while there is more to come.
-        tensors[names.FINISH_REASON] = _strings(str(delta.finish_reason) for delta in deltas)
+        tensors[constants.FINISH_REASON] = _strings(str(delta.finish_reason) for delta in deltas)
     if options.cumulative_logprob:
-        tensors[names.CUMULATIVE_LOGPROB] = np.array([delta.cumulative_logprob for delta in deltas], np.float32)
+        tensors[constants.CUMULATIVE_LOGPROB] = np.array([delta.cumulative_logprob for delta in deltas], np.float32)
     if options.logprobs:
         positions = [(delta.logprobs or []) if options.has_logprobs else None for delta in deltas]
-        tensors[names.LOGPROBS] = _strings(map(json.dumps, positions))
+        tensors[constants.LOGPROBS] = _strings(map(json.dumps, positions))
     if options.prompt_logprobs:
         # Of a stream, the first response has them.
         first = next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None)
-        tensors[names.PROMPT_LOGPROBS] = _strings([json.dumps(first)])
+        tensors[constants.PROMPT_LOGPROBS] = _strings([json.dumps(first)])
     if options.num_input_tokens:
-        tensors[names.NUM_INPUT_TOKENS] = np.array([max(delta.num_input_tokens for delta in deltas)], np.uint32)
+        tensors[constants.NUM_INPUT_TOKENS] = np.array([max(delta.num_input_tokens for delta in deltas)], np.uint32)
     if options.num_output_tokens:
         num_new_tokens = [
             delta.num_output_tokens - previous.num_output_tokens
             for delta, previous in zip(deltas, last_sent, strict=True)
         ]
-        tensors[names.NUM_OUTPUT_TOKENS] = np.array(num_new_tokens, np.uint32)
+        tensors[constants.NUM_OUTPUT_TOKENS] = np.array(num_new_tokens, np.uint32)
     if options.output_ids:
-        tensors[names.OUTPUT_IDS] = np.array([token for delta in deltas for token in delta.token_ids], np.int64)
+        tensors[constants.OUTPUT_IDS] = np.array([token for delta in deltas for token in delta.token_ids], np.int64)
     return tensors
 
 
@@ -159,27 +161,27 @@ def error_response(error: QuireError) -> tuple[Code, str]:
 
 
 def _prompt(inputs: Mapping[str, Array]) -> tuple[str | None, list[int] | None]:
-    has_text, has_ids = names.TEXT_INPUT in inputs, names.INPUT_IDS in inputs
+    has_text, has_ids = constants.TEXT_INPUT in inputs, constants.INPUT_IDS in inputs
     if has_text == has_ids:
         presence = "both" if has_text else "neither"
-        raise InvalidArgument(f"{names.TEXT_INPUT}, {names.INPUT_IDS}: {presence} given; give one of them")
+        raise InvalidArgument(f"{constants.TEXT_INPUT}, {constants.INPUT_IDS}: {presence} given; give one of them")
     if has_text:
-        return _string_value(inputs, names.TEXT_INPUT), None
-    return None, _token_ids(inputs[names.INPUT_IDS])
+        return _string_value(inputs, constants.TEXT_INPUT), None
+    return None, _token_ids(inputs[constants.INPUT_IDS])
 
 
 def _token_ids(array: Array) -> list[int]:
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise InvalidArgument(
-            f"{names.INPUT_IDS}: shape {list(array.shape)} of {array.dtype}; give one prompt as a list of integers"
+            f"{constants.INPUT_IDS}: shape {list(array.shape)} of {array.dtype}; give one prompt as a list of integers"
         )
     if array.nbytes > MAX_PROMPT_BYTES:
-        raise InvalidArgument(f"{names.INPUT_IDS}: {array.size} tokens are more than any model's context")
+        raise InvalidArgument(f"{constants.INPUT_IDS}: {array.size} tokens are more than any model's context")
     if not array.size:
-        raise InvalidArgument(f"{names.INPUT_IDS}: empty; give at least one token")
+        raise InvalidArgument(f"{constants.INPUT_IDS}: empty; give at least one token")
     if array.min() < 0:
         position = int(np.argmax(array < 0))
-        raise InvalidArgument(f"{names.INPUT_IDS}: token {int(array[position])} at position {position} is negative")
+        raise InvalidArgument(f"{constants.INPUT_IDS}: token {int(array[position])} at position {position} is negative")
     ids: list[int] = array.tolist()
     return ids
 
@@ -216,8 +218,8 @@ def _parameters(inputs: Mapping[str, Array], parameters: str) -> dict[str, Any]:
     merged = {
         k: v for k, v in _parse_object(parameters or "{}", "request parameters").items() if k not in _SERVER_PARAMETERS
     }
-    if names.SAMPLING_PARAMETERS in inputs:
-        merged |= _parse_object(_string_value(inputs, names.SAMPLING_PARAMETERS), names.SAMPLING_PARAMETERS)
+    if constants.SAMPLING_PARAMETERS in inputs:
+        merged |= _parse_object(_string_value(inputs, constants.SAMPLING_PARAMETERS), constants.SAMPLING_PARAMETERS)
     return {key: value for key, value in merged.items() if value is not None}
 
 
@@ -235,7 +237,7 @@ def _pop_string(values: dict[str, Any], name: str) -> str | None:
     """Take a parameter out of `values` that is not a sampling parameter."""
     value = values.pop(name, None)
     if value is not None and (not isinstance(value, str) or not value):
-        raise InvalidArgument(f"{name}: {short(value)} is not a text; give a string that is not empty")
+        raise InvalidArgument(f"{name}: {truncated_repr(value)} is not a text; give a string that is not empty")
     if value is not None:
         _check_encodable(name, value)
     return value
@@ -249,7 +251,7 @@ def _pop_int(values: dict[str, Any], name: str) -> int:
     except ValueError:
         number = value
     if isinstance(number, bool) or not isinstance(number, int):
-        raise InvalidArgument(f"{name}: {short(value)} is not an integer")
+        raise InvalidArgument(f"{name}: {truncated_repr(value)} is not an integer")
     return number
 
 
@@ -277,7 +279,7 @@ def _target_model(model: str, base: str, adapter_name: str | None) -> str:
         return model
     if model != base:
         raise InvalidArgument(
-            f"{names.LORA_NAME}: {adapter_name!r} asked of model {model!r}, which is an adapter itself; ask it of "
+            f"{constants.LORA_NAME}: {adapter_name!r} asked of model {model!r}, which is an adapter itself; ask it of "
             f"{base!r}"
         )
     return adapter_name
@@ -286,29 +288,29 @@ def _target_model(model: str, base: str, adapter_name: str | None) -> str:
 def _output_options(
     inputs: Mapping[str, Array], stream: bool, prompt: str | None, params: SamplingParams
 ) -> OutputOptions:
-    exclude = names.EXCLUDE_INPUT_IN_OUTPUT
+    exclude = constants.EXCLUDE_INPUT_IN_OUTPUT
     prepends_prompt = not _flag(inputs, exclude, stream or prompt is None)
     if prepends_prompt and stream:
-        raise InvalidArgument(f"{exclude}: false is not possible with {names.STREAM}; leave it out")
+        raise InvalidArgument(f"{exclude}: false is not possible with {constants.STREAM}; leave it out")
     if prepends_prompt and prompt is None:
-        raise InvalidArgument(f"{exclude}: false is not possible with {names.INPUT_IDS}; leave it out")
+        raise InvalidArgument(f"{exclude}: false is not possible with {constants.INPUT_IDS}; leave it out")
     return OutputOptions(
         stream=stream,
         prompt_prefix=prompt if prepends_prompt and prompt is not None else "",
-        finish_reason=_flag(inputs, names.RETURN_FINISH_REASON, False),
-        cumulative_logprob=_flag(inputs, names.RETURN_CUMULATIVE_LOGPROB, False),
-        logprobs=_flag(inputs, names.RETURN_LOGPROBS, False),
-        num_input_tokens=_flag(inputs, names.RETURN_NUM_INPUT_TOKENS, False),
-        num_output_tokens=_flag(inputs, names.RETURN_NUM_OUTPUT_TOKENS, False),
+        finish_reason=_flag(inputs, constants.RETURN_FINISH_REASON, False),
+        cumulative_logprob=_flag(inputs, constants.RETURN_CUMULATIVE_LOGPROB, False),
+        logprobs=_flag(inputs, constants.RETURN_LOGPROBS, False),
+        num_input_tokens=_flag(inputs, constants.RETURN_NUM_INPUT_TOKENS, False),
+        num_output_tokens=_flag(inputs, constants.RETURN_NUM_OUTPUT_TOKENS, False),
         # Who sends ids wants ids.
-        output_ids=_flag(inputs, names.RETURN_OUTPUT_IDS, prompt is None),
-        prompt_logprobs=_flag(inputs, names.RETURN_PROMPT_LOGPROBS, False),
+        output_ids=_flag(inputs, constants.RETURN_OUTPUT_IDS, prompt is None),
+        prompt_logprobs=_flag(inputs, constants.RETURN_PROMPT_LOGPROBS, False),
         num_outputs=params.n,
         has_logprobs=params.logprobs is not None,
     )
 
 
-def _without_new_output(delta: Event) -> Event:
+def _without_new_output(delta: OutputDelta) -> OutputDelta:
     return dataclasses.replace(delta, text="", token_ids=[], logprobs=None, prompt_logprobs=None)
 
 

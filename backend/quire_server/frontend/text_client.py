@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import Literal
 
 from quire_spec.errors import Internal, QuireError, Unavailable
-from quire_spec.frames import Decoder, encode
-from quire_spec.messages import Cancel, Event, Events, Hello, Refused, Submit
+from quire_spec.protocol.framing import FrameDecoder, encode_frame
+from quire_spec.protocol.messages import (
+    CancelRequests,
+    GenerateRequest,
+    Hello,
+    OutputDelta,
+    OutputDeltas,
+    RequestRejected,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,14 +32,14 @@ RECONNECT_S = 0.1
 """How often an idle writer looks for the text process while there is no connection."""
 _RECV_BYTES = 256 * 1024
 
-_WriterItem = tuple[Submit | Cancel | Refused, bytes] | Literal["lost", "close"]
+_WriterItem = tuple[GenerateRequest | CancelRequests | RequestRejected, bytes] | Literal["lost", "close"]
 """What the writer waits for: a message with its frame, the end of the connection, or its own end."""
 
 
 class TextClient:
     """Requests to the text process and the events that answer them."""
 
-    def __init__(self, path: Path, model: str, on_delta: Callable[[Event], None]) -> None:
+    def __init__(self, path: Path, model: str, on_delta: Callable[[OutputDelta], None]) -> None:
         """`deliver` gets each event, in order per request, in the reader's or writer's thread; it must not block."""
         self._path = path
         self._model = model
@@ -43,19 +50,19 @@ class TextClient:
         self._writer = threading.Thread(target=self._write_loop, name="text-writer", daemon=True)
         self._writer.start()
 
-    def submit(self, request: Submit) -> None:
+    def submit(self, request: GenerateRequest) -> None:
         """Send a request; its events follow, an UNAVAILABLE one when there is no text process."""
-        self._send_queue.put((request, encode(request)))
+        self._send_queue.put((request, encode_frame(request)))
 
     def cancel(self, request_id: int) -> None:
         """No more events are wanted for this request."""
-        message = Cancel([request_id])
-        self._send_queue.put((message, encode(message)))
+        message = CancelRequests([request_id])
+        self._send_queue.put((message, encode_frame(message)))
 
     def report_rejected(self, code: str) -> None:
         """A request that is not submitted got its error. Nobody counts it while there is no text process."""
-        message = Refused(code)
-        self._send_queue.put((message, encode(message)))
+        message = RequestRejected(code)
+        self._send_queue.put((message, encode_frame(message)))
 
     def close(self) -> None:
         """End the connection and the writer; open requests get their UNAVAILABLE events."""
@@ -78,13 +85,13 @@ class TextClient:
                 self._write(*item)
         self._drop_connection()
 
-    def _write(self, message: Submit | Cancel | Refused, frame: bytes) -> None:
+    def _write(self, message: GenerateRequest | CancelRequests | RequestRejected, frame: bytes) -> None:
         if not self._is_connected():
             self._connect()
         connection = self._connection
-        if not isinstance(message, Submit):
+        if not isinstance(message, GenerateRequest):
             if connection is not None:
-                connection.untrack(message.ids if isinstance(message, Cancel) else [])
+                connection.untrack(message.ids if isinstance(message, CancelRequests) else [])
                 connection.send(frame)
         elif connection is None or not connection.track(message.id):
             self._on_delta(_error_delta(message.id, Unavailable("text process is restarting; try again")))
@@ -117,7 +124,7 @@ class _Connection:
     """One connection and the requests open on it. `open` and `_end` agree, under the lock, who fails a request."""
 
     def __init__(
-        self, path: Path, model: str, on_delta: Callable[[Event], None], on_disconnect: Callable[[], None]
+        self, path: Path, model: str, on_delta: Callable[[OutputDelta], None], on_disconnect: Callable[[], None]
     ) -> None:
         """Raises OSError when nobody listens at `path`."""
         self.is_closed = False
@@ -129,7 +136,7 @@ class _Connection:
         self._socket = socket.socket(socket.AF_UNIX)
         try:
             self._socket.connect(os.fspath(path))
-            self._socket.sendall(encode(Hello("frontend", model, os.getpid())))
+            self._socket.sendall(encode_frame(Hello("frontend", model, os.getpid())))
         except OSError:
             self._socket.close()
             raise
@@ -163,11 +170,11 @@ class _Connection:
             pass  # the other side was faster
 
     def _read_loop(self) -> None:
-        decoder = Decoder()
+        decoder = FrameDecoder()
         try:
             while data := self._socket.recv(_RECV_BYTES):
                 for message in decoder.feed(data):
-                    if not isinstance(message, Events):
+                    if not isinstance(message, OutputDeltas):
                         raise Internal(f"the text process sent {type(message).__name__}")
                     self._on_deltas(message)
         except OSError as error:
@@ -179,10 +186,10 @@ class _Connection:
             logger.exception("connection to the text process is given up")
         self._on_disconnect()
 
-    def _on_deltas(self, message: Events) -> None:
-        if finished_ids := [event.id for event in message.events if event.final]:
+    def _on_deltas(self, message: OutputDeltas) -> None:
+        if finished_ids := [event.id for event in message.deltas if event.final]:
             self.untrack(finished_ids)
-        for event in message.events:
+        for event in message.deltas:
             self._on_delta(event)
 
     def _on_disconnect(self) -> None:
@@ -199,5 +206,5 @@ class _Connection:
         self._notify_disconnect()
 
 
-def _error_delta(request_id: int, error: QuireError) -> Event:
-    return Event(request_id, error_code=error.code, error=str(error))
+def _error_delta(request_id: int, error: QuireError) -> OutputDelta:
+    return OutputDelta(request_id, error_code=error.code, error=str(error))

@@ -17,8 +17,8 @@ from tritonclient.grpc import aio as grpc
 from tritonclient.utils import InferenceServerException
 
 from quire_server.model_server.launch import GRPC_KEY_HEADER
-from quire_spec.address import in_url
 from quire_spec.errors import Internal, Unavailable
+from quire_spec.net.addresses import format_for_url
 
 _LOAD_TIMEOUT_S = 150.0
 """Longer than launch.ServerOptions.stub_timeout_s, so that the server's own message arrives first."""
@@ -35,7 +35,7 @@ class ModelServerClient:
     """One server, by its ports. Use it as an async context manager."""
 
     def __init__(self, host: str, http_port: int, grpc_port: int, key: str) -> None:
-        host = in_url(host)
+        host = format_for_url(host)
         self._url = f"http://{host}:{http_port}/v2"
         self._grpc_address = f"{host}:{grpc_port}"
         self._headers = {GRPC_KEY_HEADER: key}

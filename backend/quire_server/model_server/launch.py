@@ -17,9 +17,9 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from quire_server.model_server.preload import preload
-from quire_spec import names
-from quire_spec.address import in_url, is_v6
+from quire_spec import constants
 from quire_spec.errors import ConfigError
+from quire_spec.net.addresses import format_for_url, is_ipv6
 
 IMAGE_ROOT = Path("/opt/tritonserver")
 KEY_HEADER = "quire-server-key"
@@ -80,9 +80,9 @@ class ServerOptions:
     shm_prefix: str
     """Begins the names of this server's shared memory regions; see `new_shm_prefix`."""
     host: str = "127.0.0.1"
-    http_port: int = names.HTTP_PORT
-    grpc_port: int = names.GRPC_PORT
-    metrics_port: int = names.SERVER_METRICS_PORT
+    http_port: int = constants.HTTP_PORT
+    grpc_port: int = constants.GRPC_PORT
+    metrics_port: int = constants.SERVER_METRICS_PORT
     gpu_metrics: bool = False
     """Off without a GPU: the server would log errors about missing NVIDIA libraries."""
     exit_timeout_s: int = 30
@@ -183,7 +183,7 @@ def server_command(
     backends = _link_backends(install, python, options.run_dir)
     closed = f"{','.join(RESTRICTED)}:{KEY_HEADER}={options.key}"
     # The server's HTTP library knows an address of IPv6 by a prefix.
-    http_host = f"ipv6:{options.host}" if is_v6(options.host) else options.host
+    http_host = f"ipv6:{options.host}" if is_ipv6(options.host) else options.host
     flags = {
         "model-repository": options.repository,
         "backend-directory": backends,
@@ -191,7 +191,7 @@ def server_command(
         "load-model": options.base,
         "http-address": http_host,
         "http-port": options.http_port,
-        "grpc-address": in_url(options.host),
+        "grpc-address": format_for_url(options.host),
         "grpc-port": options.grpc_port,
         "metrics-address": http_host,
         "metrics-port": options.metrics_port,

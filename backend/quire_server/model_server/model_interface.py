@@ -8,38 +8,38 @@ stand in for it, and ids are INT64 because the server wraps larger numbers aroun
 Source: https://github.com/triton-inference-server/vllm_backend/blob/00ea75bc67f48ad7c6283b1983620e1dbb1a9cfe/src/model.py
 """
 
-from quire_spec import names
+from quire_spec import constants
 
 FLAGS = (
-    names.STREAM,
-    names.EXCLUDE_INPUT_IN_OUTPUT,
-    names.RETURN_FINISH_REASON,
-    names.RETURN_CUMULATIVE_LOGPROB,
-    names.RETURN_LOGPROBS,
-    names.RETURN_NUM_INPUT_TOKENS,
-    names.RETURN_NUM_OUTPUT_TOKENS,
-    names.RETURN_OUTPUT_IDS,
-    names.RETURN_PROMPT_LOGPROBS,
+    constants.STREAM,
+    constants.EXCLUDE_INPUT_IN_OUTPUT,
+    constants.RETURN_FINISH_REASON,
+    constants.RETURN_CUMULATIVE_LOGPROB,
+    constants.RETURN_LOGPROBS,
+    constants.RETURN_NUM_INPUT_TOKENS,
+    constants.RETURN_NUM_OUTPUT_TOKENS,
+    constants.RETURN_OUTPUT_IDS,
+    constants.RETURN_PROMPT_LOGPROBS,
 )
 """Inputs of one truth value."""
 
 INPUTS: tuple[tuple[str, str, int], ...] = (
-    (names.TEXT_INPUT, "TYPE_STRING", 1),
-    (names.INPUT_IDS, "TYPE_INT64", -1),
-    (names.SAMPLING_PARAMETERS, "TYPE_STRING", 1),
+    (constants.TEXT_INPUT, "TYPE_STRING", 1),
+    (constants.INPUT_IDS, "TYPE_INT64", -1),
+    (constants.SAMPLING_PARAMETERS, "TYPE_STRING", 1),
     *((flag, "TYPE_BOOL", 1) for flag in FLAGS),
 )
 """Name, type and only dimension of each input; all are optional."""
 
 OUTPUTS: tuple[tuple[str, str, int], ...] = (
-    (names.TEXT_OUTPUT, "TYPE_STRING", -1),
-    (names.FINISH_REASON, "TYPE_STRING", -1),
-    (names.CUMULATIVE_LOGPROB, "TYPE_FP32", -1),
-    (names.LOGPROBS, "TYPE_STRING", -1),
-    (names.NUM_INPUT_TOKENS, "TYPE_UINT32", 1),
-    (names.NUM_OUTPUT_TOKENS, "TYPE_UINT32", -1),
-    (names.OUTPUT_IDS, "TYPE_INT64", -1),
-    (names.PROMPT_LOGPROBS, "TYPE_STRING", 1),
+    (constants.TEXT_OUTPUT, "TYPE_STRING", -1),
+    (constants.FINISH_REASON, "TYPE_STRING", -1),
+    (constants.CUMULATIVE_LOGPROB, "TYPE_FP32", -1),
+    (constants.LOGPROBS, "TYPE_STRING", -1),
+    (constants.NUM_INPUT_TOKENS, "TYPE_UINT32", 1),
+    (constants.NUM_OUTPUT_TOKENS, "TYPE_UINT32", -1),
+    (constants.OUTPUT_IDS, "TYPE_INT64", -1),
+    (constants.PROMPT_LOGPROBS, "TYPE_STRING", 1),
 )
 """Name, type and only dimension of each output."""
 

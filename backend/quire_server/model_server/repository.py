@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_server.model_server import model_interface
-from quire_spec import names
+from quire_spec import constants
 
 MODEL_FILE = "1/model.py"
 MODEL_PY = "from quire_server.frontend.stub_model import TritonPythonModel  # noqa: F401\n"
@@ -27,8 +27,8 @@ def model_config(name: str, base: str, text_socket: Path) -> dict[str, Any]:
     Raises:
         InvalidArgument: `name` or `base` is not a model name.
     """
-    names.check_model_name(name, "model")
-    names.check_model_name(base, "base model")
+    constants.check_model_name(name, "model")
+    constants.check_model_name(base, "base model")
     return {
         "name": name,
         "backend": "python",

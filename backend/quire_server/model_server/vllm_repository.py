@@ -4,15 +4,15 @@
 import json
 from pathlib import Path
 
-from quire_spec import names
-from quire_spec.catalogue import Catalogue
-from quire_spec.config import EngineConfig
-from quire_spec.document import load_object
-from quire_spec.engine_arguments import engine_fields
+from quire_spec import constants
+from quire_spec.dataclass_json import read_json_object
+from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.vllm_arguments import from_vllm_arguments
 from quire_spec.errors import ConfigError
 
 
-def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConfig, Catalogue]:
+def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConfig, AdapterCatalog]:
     """Read a model of NVIDIA's vllm_backend: `1/model.json` (vLLM's engine arguments) and `1/multi_lora.json`.
 
     `folder` is the model's folder, or a repository that holds only this one. `device` is taken where model.json says
@@ -23,12 +23,12 @@ def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConf
     """
     version_dir = version_folder(folder)
     path = version_dir / "model.json"
-    arguments = {key: value for key, value in load_object(path).items() if value is not None}
-    fields = engine_fields(arguments, f"{path}: ")
+    arguments = {key: value for key, value in read_json_object(path).items() if value is not None}
+    fields = from_vllm_arguments(arguments, f"{path}: ")
     if fields.get("model") and (version_dir / str(fields["model"])).is_dir():
         fields["model"] = str((version_dir / fields["model"]).resolve())
     config = EngineConfig.from_json({"device": device, **fields})
-    return config, _read_catalog(version_dir) if config.enable_lora else Catalogue()
+    return config, _read_catalog(version_dir) if config.enable_lora else AdapterCatalog()
 
 
 def write_documents(folder: Path, device: str, target: Path) -> tuple[Path, Path]:
@@ -38,7 +38,7 @@ def write_documents(folder: Path, device: str, target: Path) -> tuple[Path, Path
         ConfigError: as `read_vllm_repository`, or `into` cannot be written.
     """
     config, catalog = read_vllm_repository(folder, device)
-    engine, adapters = target / names.ENGINE_FILE, target / names.CATALOGUE_FILE
+    engine, adapters = target / constants.ENGINE_FILE, target / constants.CATALOG_FILE
     try:
         target.mkdir(parents=True, exist_ok=True)
         engine.write_text(json.dumps(config.to_json(), indent=2))
@@ -58,12 +58,12 @@ def version_folder(folder: Path) -> Path:
     return model_files[0].parent
 
 
-def _read_catalog(version_dir: Path) -> Catalogue:
+def _read_catalog(version_dir: Path) -> AdapterCatalog:
     path = version_dir / "multi_lora.json"
     if not path.exists():
         raise ConfigError(f"{path}: missing, and model.json has enable_lora; write {{}} there for no adapters")
     adapters = [
         {"name": name, "source": {"path": str((version_dir / str(folder)).resolve())}}
-        for name, folder in load_object(path).items()
+        for name, folder in read_json_object(path).items()
     ]
-    return Catalogue.from_json({"adapters": adapters})
+    return AdapterCatalog.from_json({"adapters": adapters})

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire_spec.catalogue import Source
-from quire_spec.digest import ADAPTER_FILES, adapter_digest
-from quire_spec.document import from_json, to_json
+from quire_spec.dataclass_json import from_json, to_json
+from quire_spec.documents.adapter_catalog import Source
+from quire_spec.documents.adapter_digest import ADAPTER_FILES, adapter_digest
 from quire_spec.errors import ConfigError
 
 RETENTION_S = 24 * 3600.0

@@ -16,9 +16,9 @@ from pathlib import Path
 from aiohttp import web
 
 from quire_server.blocking import run_in_daemon_thread
-from quire_spec.address import ALL, listening
-from quire_spec.document import to_json
-from quire_spec.progress import PATH, Progress, in_units
+from quire_spec.dataclass_json import to_json
+from quire_spec.documents.download_progress import PROGRESS_PATH, DownloadProgress, format_bytes
+from quire_spec.net.addresses import ANY_ADDRESS, listen_address
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +60,14 @@ class ProgressMeter:
                 self._samples.popleft()
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> DownloadProgress:
         """By the last sample."""
         if not self._samples:
-            return Progress(0, self._total_bytes())
+            return DownloadProgress(0, self._total_bytes())
         (start_time, start_bytes), (end_time, end_bytes) = self._samples[0], self._samples[-1]
         # A file of another version or with a wrong digest is dropped: then nothing was gained.
         rate = max(int((end_bytes - start_bytes) / (end_time - start_time)), 0) if end_time > start_time else None
-        return Progress(end_bytes, self._total_bytes(), rate)
+        return DownloadProgress(end_bytes, self._total_bytes(), rate)
 
     def _total_bytes(self) -> int | None:
         known_bytes = sum(self._sizes.values())
@@ -104,14 +104,14 @@ async def _sample_and_log(meter: ProgressMeter) -> None:
         await asyncio.sleep(SAMPLE_INTERVAL_S)
 
 
-def _format_progress(progress: Progress) -> str:
-    parts = [f"done={in_units(progress.bytes)!r}"]
+def _format_progress(progress: DownloadProgress) -> str:
+    parts = [f"done={format_bytes(progress.bytes)!r}"]
     if progress.total is not None:
-        parts += [f"total={in_units(progress.total)!r}", f"percent={progress.percent}"]
+        parts += [f"total={format_bytes(progress.total)!r}", f"percent={progress.percent}"]
     if progress.bytes_per_s is not None:
-        parts.append(f"rate='{in_units(progress.bytes_per_s)}/s'")
-    if progress.left_s is not None:
-        parts.append(f"left_s={progress.left_s}")
+        parts.append(f"rate='{format_bytes(progress.bytes_per_s)}/s'")
+    if progress.eta_s is not None:
+        parts.append(f"left_s={progress.eta_s}")
     return " ".join(parts)
 
 
@@ -125,11 +125,11 @@ async def _serve_progress(meter: ProgressMeter, port: int | None) -> AsyncIterat
         return web.json_response(to_json(meter.progress))
 
     app = web.Application()
-    app.router.add_get(PATH, answer)
+    app.router.add_get(PROGRESS_PATH, answer)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)
     try:
         await runner.setup()
-        await web.TCPSite(runner, listening(ALL, os.environ), port).start()
+        await web.TCPSite(runner, listen_address(ANY_ADDRESS, os.environ), port).start()
     except (OSError, OverflowError) as error:
         logger.warning("nobody can ask how far the download is port=%d error=%s", port, error)
     try:

@@ -16,9 +16,9 @@ from quire_server.sources.hub_reader import HubReader
 from quire_server.sources.mounted_secrets import MountedSecrets
 from quire_server.sources.reader import FolderReader, SourceReader
 from quire_server.sources.s3_reader import S3SourceReader
-from quire_spec.catalogue import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretRef, Source
+from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretRef, Source
 from quire_spec.errors import InvalidArgument
-from quire_spec.s3 import KEYS
+from quire_spec.net.s3 import CREDENTIAL_KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class SourceFactory:
 
     def secret_version(self, source: Source) -> int:
         """Another number once the Secret of a source holds something else; raises InvalidArgument as `place` does."""
-        return 0 if source.secret is None else self._secrets.version(source.secret)
+        return 0 if source.secret_ref is None else self._secrets.version(source.secret_ref)
 
     def _pvc_reader(self, pvc: PvcSource) -> SourceReader:
         root = self._options.pvcs.get(pvc.claimName)
@@ -132,6 +132,6 @@ class SourceFactory:
     def _s3_credentials(self, secret: SecretRef | None) -> dict[str, str]:
         if secret is None:
             return {}
-        *needed, token = KEYS
+        *needed, token = CREDENTIAL_KEYS
         keys = needed + [token] * self._secrets.has_key(secret, token)
         return {key: self._secrets.value(secret, key) for key in keys}

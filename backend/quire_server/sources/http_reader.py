@@ -10,9 +10,9 @@ import aiohttp
 from yarl import URL
 
 from quire_server.sources.reader import OpenFile
-from quire_spec.answer import refused
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
-from quire_spec.secret import said
+from quire_spec.net.http_errors import error_from_status
+from quire_spec.net.redaction import describe_error
 
 _READ_BYTES = 2**20
 _MAX_REDIRECTS = 5
@@ -116,7 +116,7 @@ class HttpClient:
             raise AccessDenied(
                 f"{display_name}: HTTP {response.status}; the source's secret is missing, wrong, or lacks access"
             )
-        raise refused(display_name, response.status, response.headers)
+        raise error_from_status(display_name, response.status, response.headers)
 
     @asynccontextmanager
     async def request(
@@ -151,7 +151,7 @@ class HttpClient:
                 # A ValueError: a host that is none, or a secret header beside a user in the URL.
                 # Of a redirect, what is wrong is wrong there, such as the certificate of a store behind a hub.
                 redirect_note = "" if target == url else f"it redirects to {target.origin()}: "
-                raise Unavailable(f"{display_name}: {redirect_note}{said(error)}") from error
+                raise Unavailable(f"{display_name}: {redirect_note}{describe_error(error)}") from error
             async with response:
                 if response.status not in _REDIRECT_STATUSES or "Location" not in response.headers:
                     yield response
@@ -243,4 +243,4 @@ async def _iter_chunks(response: aiohttp.ClientResponse, display_name: str) -> A
             yield data
     except (aiohttp.ClientError, TimeoutError, OSError, RuntimeError) as error:
         # aiohttp has a RuntimeError for a connection that was gone before we asked.
-        raise Unavailable(f"{display_name}: the connection was cut: {said(error)}") from error
+        raise Unavailable(f"{display_name}: the connection was cut: {describe_error(error)}") from error

@@ -17,9 +17,9 @@ from yarl import URL
 from quire_server.blocking import run_in_daemon_thread
 from quire_server.sources.http_reader import HttpClient
 from quire_server.sources.reader import OpenFile
-from quire_spec.answer import refused
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
-from quire_spec.secret import masked, said
+from quire_spec.net.http_errors import error_from_status
+from quire_spec.net.redaction import describe_error, redact_urls
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -112,10 +112,12 @@ class HubReader:
         except HfHubHTTPError as error:
             raise _hub_error(display_name, error) from error
         except httpx.InvalidURL as error:
-            raise Unavailable(f"{display_name}: {said(error)}; correct HF_ENDPOINT or NO_PROXY") from error
+            raise Unavailable(f"{display_name}: {describe_error(error)}; correct HF_ENDPOINT or NO_PROXY") from error
         except (httpx.HTTPError, ImportError, OSError, RuntimeError, ValueError) as error:
             # ImportError: a proxy by SOCKS. RuntimeError: another thread has closed huggingface_hub's client.
-            raise Unavailable(f"{display_name}: no answer from {masked(self._url(name))}: {said(error)}") from error
+            raise Unavailable(
+                f"{display_name}: no answer from {redact_urls(self._url(name))}: {describe_error(error)}"
+            ) from error
 
 
 def _hub_error(display_name: str, error: HfHubHTTPError) -> NotFound | Unavailable:
@@ -124,4 +126,4 @@ def _hub_error(display_name: str, error: HfHubHTTPError) -> NotFound | Unavailab
         return NotFound(f"{display_name}: HTTP 404; check repo and revision")
     if status in (401, 403):
         return AccessDenied(f"{display_name}: HTTP {status}; the source's token is missing, wrong, or lacks access")
-    return refused(display_name, status, error.response.headers)
+    return error_from_status(display_name, status, error.response.headers)

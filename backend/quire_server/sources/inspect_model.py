@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_spec.errors import ConfigError
-from quire_spec.safetensors import LENGTH_BYTES, header_length, tensor_bytes
+from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length, tensor_bytes
 
 EXIT_PERMANENT_FAILURE = 2
 """Running again changes nothing until somebody changes the files."""

@@ -27,12 +27,12 @@ from quire_server.sources.download_progress import ProgressMeter, report_progres
 from quire_server.sources.factory import SourceFactory, SourceOptions
 from quire_server.sources.reader import SourceReader
 from quire_server.sources.resumable_download import MAX_SOURCE_CHANGES, DigestMismatch, ResumableDownload
-from quire_spec.catalogue import Source
-from quire_spec.document import from_json
+from quire_spec.dataclass_json import from_json
+from quire_spec.documents.adapter_catalog import Source
+from quire_spec.documents.download_progress import PROGRESS_PATH, PROGRESS_PORT_VARIABLE
+from quire_spec.documents.download_result import DownloadReason, DownloadResult
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
-from quire_spec.outcome import Outcome, Result
-from quire_spec.progress import PATH, PORT_VARIABLE
-from quire_spec.safetensors import file_bytes
+from quire_spec.model.safetensors_header import expected_file_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr, flush=True)
         size = _folder_bytes(_partial_download(target).folder) if target.name else 0
-        _write_report(args.report, Outcome(_reason_for(error), size, None, str(error)))
+        _write_report(args.report, DownloadResult(_reason_for(error), size, None, str(error)))
         return EXIT_RETRY if isinstance(error, Unavailable) else EXIT_PERMANENT_FAILURE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    _write_report(args.report, Outcome(Result.DOWNLOADED, _folder_bytes(target), revision))
+    _write_report(args.report, DownloadResult(DownloadReason.DOWNLOADED, _folder_bytes(target), revision))
     return EXIT_DONE
 
 
@@ -162,22 +162,23 @@ class NoSpace(Unavailable):
     """The volume is full."""
 
 
-_REASON_BY_ERROR: tuple[tuple[type[QuireError], Result], ...] = (
-    (AccessDenied, Result.AUTH_FAILED),
-    (NoSpace, Result.NO_SPACE),
-    (DigestMismatch, Result.DIGEST_MISMATCH),
-    (NotFound, Result.NOT_FOUND),
-    (Unavailable, Result.UNREACHABLE),
+_REASON_BY_ERROR: tuple[tuple[type[QuireError], DownloadReason], ...] = (
+    (AccessDenied, DownloadReason.AUTH_FAILED),
+    (NoSpace, DownloadReason.NO_SPACE),
+    (DigestMismatch, DownloadReason.DIGEST_MISMATCH),
+    (NotFound, DownloadReason.NOT_FOUND),
+    (Unavailable, DownloadReason.UNREACHABLE),
 )
 
 
-def _reason_for(error: QuireError) -> Result:
+def _reason_for(error: QuireError) -> DownloadReason:
     return next(
-        (reason for error_type, reason in _REASON_BY_ERROR if isinstance(error, error_type)), Result.SOURCE_INVALID
+        (reason for error_type, reason in _REASON_BY_ERROR if isinstance(error, error_type)),
+        DownloadReason.SOURCE_INVALID,
     )
 
 
-def _write_report(path: Path | None, result: Outcome) -> None:
+def _write_report(path: Path | None, result: DownloadResult) -> None:
     """Leave word for whoever started us; what became of the files does not depend on it."""
     if path is None:
         return
@@ -248,7 +249,7 @@ class _ModelDownloader:
         Raises:
             InvalidArgument: they do; the file is dropped.
         """
-        expected_bytes, actual_bytes = file_bytes(self.partial.folder / name), self.partial.size(name)
+        expected_bytes, actual_bytes = expected_file_bytes(self.partial.folder / name), self.partial.size(name)
         if expected_bytes is not None and actual_bytes < expected_bytes:
             self.partial.discard(name)
             raise InvalidArgument(
@@ -364,7 +365,7 @@ def _parse_source(source_json: str) -> Source:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--source: not JSON: {error}") from error
     source = from_json(Source, document, "--source")
-    source.check("--source")
+    source.validate("--source")
     return source
 
 
@@ -383,9 +384,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--progress-port",
         type=int,
-        default=os.environ.get(PORT_VARIABLE) or None,
+        default=os.environ.get(PROGRESS_PORT_VARIABLE) or None,
         metavar="N",
-        help=f"answer GET {PATH} here: bytes, total, bytes_per_s (default: {PORT_VARIABLE}, or nowhere)",
+        help=f"answer GET {PROGRESS_PATH} here: bytes, total, bytes_per_s (default: {PROGRESS_PORT_VARIABLE}, or "
+        "nowhere)",
     )
     parser.add_argument("--hub-endpoint", metavar="URL", help="of the hub (default: HF_ENDPOINT, or the public one)")
     return parser

@@ -9,9 +9,9 @@ import json
 import re
 from pathlib import Path
 
-from quire_spec.catalogue import SecretRef
+from quire_spec.documents.adapter_catalog import SecretRef
 from quire_spec.errors import AccessDenied, InvalidArgument
-from quire_spec.secret import check_value
+from quire_spec.net.redaction import check_header_value
 
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._]{0,251}[A-Za-z0-9])?|[A-Za-z0-9_]")
 _MAX_BYTES = 64 * 1024
@@ -40,7 +40,7 @@ class MountedSecrets:
             raise AccessDenied(
                 f"secret {secret.name!r}: key {key!r} is not there ({str(path)!r}); make the Secret, with that key"
             )
-        check_value(value, secret.name, key)
+        check_header_value(value, secret.name, key)
         return value
 
     def has_key(self, secret: SecretRef, key: str) -> bool:

@@ -19,7 +19,15 @@ from yarl import URL
 from quire_server.sources.http_reader import HttpClient, response_version
 from quire_server.sources.reader import OpenFile
 from quire_spec.errors import InvalidArgument, NotFound, QuireError
-from quire_spec.s3 import MAX_ERROR_BYTES, SIGNED_FOR, address, check_endpoint, refused, store_options, unsigned
+from quire_spec.net.s3 import (
+    MAX_ERROR_BYTES,
+    SIGNED_URL_LIFETIME,
+    check_endpoint,
+    error_from_status,
+    object_url,
+    signing_error,
+    store_options,
+)
 
 _BUCKET_NAME = re.compile(r"[\w.-]+", re.ASCII)
 
@@ -88,13 +96,13 @@ class S3SourceReader:
             options = store_options(self._endpoint, self._region, self._credentials(), os.environ)
             if self._store is None or options != self._options:
                 self._store, self._options = S3Store(self._bucket, **options), options
-            signed_url = await obstore.sign_async(self._store, method, self._object_key(name), SIGNED_FOR)
+            signed_url = await obstore.sign_async(self._store, method, self._object_key(name), SIGNED_URL_LIFETIME)
         except QuireError:
             # Of the Secret: it has said all there is.
             raise
         except Exception as error:
-            raise unsigned(self.display_name(name), error) from error
-        return URL(address(signed_url, options), encoded=True)
+            raise signing_error(self.display_name(name), error) from error
+        return URL(object_url(signed_url, options), encoded=True)
 
 
 class _S3HttpClient(HttpClient):
@@ -112,4 +120,4 @@ class _S3HttpClient(HttpClient):
         except (aiohttp.ClientError, TimeoutError, OSError):
             # The status says enough.
             body = b""
-        raise refused(display_name, response.status, response.headers, body)
+        raise error_from_status(display_name, response.status, response.headers, body)

@@ -15,10 +15,10 @@ from typing import Protocol
 from aiohttp import web
 
 from quire_server.adapters.manager import StaleCatalog
-from quire_spec.catalogue import REPLACES, Catalogue
-from quire_spec.document import to_json
+from quire_spec.dataclass_json import to_json
+from quire_spec.documents.adapter_catalog import REPLACES_HEADER, AdapterCatalog
+from quire_spec.documents.pod_status import PodStatus
 from quire_spec.errors import Code, ConfigError, QuireError, Unavailable
-from quire_spec.status import PodStatus
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class SupervisorView(Protocol):
         """All metrics in Prometheus's text format."""
         ...
 
-    def set_catalog(self, catalog: Catalogue, replaces: str = "") -> None:
+    def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
         """Take a new catalogue, in the place of the one with digest `replaces` even where that is newer; raises Stale
         or ConfigError."""
         ...
@@ -104,10 +104,10 @@ class AdminAPI:
             document = json.loads(await request.read())
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"adapters: the body is not JSON: {error}") from error
-        catalog = Catalogue.from_json(document)
+        catalog = AdapterCatalog.from_json(document)
         if "adapters" not in document:
             raise ConfigError("adapters: missing; list all that there are to be, [] for none")
-        self._supervisor.set_catalog(catalog, request.headers.get(REPLACES, ""))
+        self._supervisor.set_catalog(catalog, request.headers.get(REPLACES_HEADER, ""))
         logger.info("catalogue taken generation=%d adapters=%d", catalog.generation, len(catalog.adapters))
         # Accepted, not done: GET /status tells how far it is.
         return web.json_response({"generation": catalog.generation}, status=202)

@@ -26,11 +26,11 @@ from quire_server.supervisor.child_process import become_subreaper
 from quire_server.supervisor.process_manager import ProcessManager
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.supervisor.supervisor import Supervisor
-from quire_spec import names
-from quire_spec.address import in_url, is_v6
-from quire_spec.catalogue import Catalogue
-from quire_spec.config import EngineConfig
+from quire_spec import constants
+from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
+from quire_spec.net.addresses import format_for_url, is_ipv6
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ async def run(settings: SupervisorSettings) -> None:
         ConfigError: something is wrong that starting again would not change.
         CannotRun: a process never came up.
     """
-    config, catalog = EngineConfig.load(settings.engine), Catalogue.load(settings.adapters)
-    names.check_model_name(settings.served_name, "--served-name")
+    config, catalog = EngineConfig.load(settings.engine), AdapterCatalog.load(settings.adapters)
+    constants.check_model_name(settings.served_name, "--served-name")
     install, python = launch.find_server(), launch.current_interpreter()
-    launch.preflight(install, python, 1 + len(catalog.exposed()))
+    launch.preflight(install, python, 1 + len(catalog.exposed_names()))
     become_subreaper()
     async with contextlib.AsyncExitStack() as stack:
         run_folder = stack.enter_context(run_dir.locked_run_dir(settings.run_dir))
@@ -125,14 +125,15 @@ def _check_ports(settings: SupervisorSettings) -> None:
     ]
     if unavailable:
         raise ConfigError(
-            f"{', '.join(unavailable)}: cannot listen on {in_url(settings.host)} there; stop what does, or give "
+            f"{', '.join(unavailable)}: cannot listen on {format_for_url(settings.host)} there; stop what does, or "
+            "give "
             f"{'another port' if len(unavailable) == 1 else 'other ports'}"
         )
 
 
 def _listen_error(host: str, port: int) -> OSError | None:
     """Why nobody can listen there, or None; raises ConfigError when it is the host that is wrong."""
-    with socket.socket(socket.AF_INET6 if is_v6(host) else socket.AF_INET) as probe:
+    with socket.socket(socket.AF_INET6 if is_ipv6(host) else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

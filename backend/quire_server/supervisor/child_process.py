@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from quire_server.supervisor import exec_with_pdeathsig
-from quire_spec.status import now
+from quire_spec.documents.pod_status import utc_now
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TAIL_LINES = 40
@@ -39,7 +39,7 @@ class ChildProcess:
     def __init__(self, name: str, popen: subprocess.Popen[bytes], relay: Callable[[str, str], None]) -> None:
         self.name = name
         self.pid = popen.pid
-        self.started_at = now()
+        self.started_at = utc_now()
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         """The last lines that it wrote, shown or not."""
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()

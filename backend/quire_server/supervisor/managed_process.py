@@ -14,9 +14,9 @@ from typing import Any
 
 from quire_server.logs import is_noise
 from quire_server.supervisor.child_process import ChildProcess
-from quire_spec import names
+from quire_spec import constants
+from quire_spec.documents.pod_status import ProcessState, ProcessStatus
 from quire_spec.errors import QuireError
-from quire_spec.status import ProcessState, ProcessStatus
 
 logger = logging.getLogger(__name__)
 
@@ -139,14 +139,14 @@ class ManagedProcess:
 
     def _check_start_limit(self, exit_code: int | None, tail: list[str], exit_description: str) -> None:
         """Raise CannotRun when another start makes no sense."""
-        if self._was_ever_ready or (exit_code != names.EXIT_CONFIG and self._num_starts < MAX_START_ATTEMPTS):
+        if self._was_ever_ready or (exit_code != constants.EXIT_CONFIG and self._num_starts < MAX_START_ATTEMPTS):
             return
         lines = [line for line in tail if line.strip() and not is_noise(self.name, line)][-_TAIL_LINES:]
         last_output = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
         attempts = f" {self._num_starts} times" if self._num_starts > 1 else ""
         raise StartupFailed(
             f"{self.name} ended{attempts} with {exit_description} before it was ready; its last lines:\n{last_output}",
-            exit_code == names.EXIT_CONFIG,
+            exit_code == constants.EXIT_CONFIG,
         )
 
     def _set_state(self, state: ProcessState) -> None:

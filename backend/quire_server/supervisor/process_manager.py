@@ -30,7 +30,7 @@ from quire_server.supervisor.managed_process import ManagedProcess
 from quire_server.supervisor.run_dir import REPOSITORY, write_shm_prefix
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.supervisor.stub_watcher import StubProcess, StubWatcher
-from quire_spec import names
+from quire_spec import constants
 from quire_spec.errors import QuireError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -93,8 +93,8 @@ class ProcessManager:
         self.on_change: Callable[[], None] = lambda: None
         """Called whenever something came up or went."""
         self._tasks: set[asyncio.Task[None]] = set()
-        core = partial(self._start_engine, "core", names.CORE_SOCKET)
-        text = partial(self._start_engine, "text", names.TEXT_SOCKET)
+        core = partial(self._start_engine, "core", constants.CORE_SOCKET)
+        text = partial(self._start_engine, "text", constants.TEXT_SOCKET)
         self.processes = {
             "core": ManagedProcess("core", core, self._core_session, self._notify_change),
             "text": ManagedProcess("text", text, self._text_session, self._notify_change),
@@ -153,7 +153,7 @@ class ProcessManager:
         return await ChildProcess.start(name, argv, self._relay, ENGINE_ENV | os.environ)
 
     async def _start_server(self) -> ChildProcess:
-        socket = self._run_dir / names.TEXT_SOCKET
+        socket = self._run_dir / constants.TEXT_SOCKET
         launch.clear_shared_memory(self._options.shm_prefix)
         repository.remove_stale_copies(socket)
         repository.write_base_model(self._options.repository, self._settings.served_name, socket)
@@ -163,7 +163,7 @@ class ProcessManager:
     # Sessions: each holds its link while its process serves, and returns why the process has to be killed
 
     async def _core_session(self, child: ChildProcess) -> str:
-        async with self._connect("core", names.CORE_SOCKET) as control:
+        async with self._connect("core", constants.CORE_SOCKET) as control:
             status = await control.call("status", timeout_s=START_TIMEOUT_S)
             self.handles.core = CoreHandle(control, status)
             try:
@@ -174,7 +174,7 @@ class ProcessManager:
                 self._notify_change()
 
     async def _text_session(self, child: ChildProcess) -> str:
-        async with self._connect("text", names.TEXT_SOCKET) as control:
+        async with self._connect("text", constants.TEXT_SOCKET) as control:
             await control.call("status", timeout_s=START_TIMEOUT_S)
             self.handles.text = TextHandle(control)
             try:
@@ -196,7 +196,7 @@ class ProcessManager:
             self.handles.server = ServerHandle(
                 client,
                 settings.served_name,
-                self._run_dir / names.TEXT_SOCKET,
+                self._run_dir / constants.TEXT_SOCKET,
                 stubs.scan,
                 lambda model: self._spawn(self._reap_unloaded_stubs(stubs, stubs.pids_of(model))),
             )

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from quire_server.supervisor.settings import SupervisorSettings
-from quire_spec.address import in_url
-from quire_spec.status import AdapterState, PodStatus
+from quire_spec.documents.pod_status import AdapterState, PodStatus
+from quire_spec.net.addresses import format_for_url
 
 _MAX_NAMES = 5
 
@@ -19,7 +19,7 @@ def summarize_names(names: Sequence[str]) -> str:
 
 def ready_banner(settings: SupervisorSettings, status: PodStatus, startup_s: float) -> str:
     """The block that is printed once, when everything that can be ready is."""
-    host = in_url(settings.host)
+    host = format_for_url(settings.host)
     failed = [a for a in status.adapters if a.state is AdapterState.FAILED]
     parameter_only = [a.name for a in status.adapters if a.state is AdapterState.READY and a.model is None]
     lines = [

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from quire_server.frontend import open_requests
 from quire_server.model_server import launch, repository
-from quire_spec import names
+from quire_spec import constants
 from quire_spec.errors import ConfigError
 
 REPOSITORY = "repository"
 _SHM_PREFIX = "shm-prefix"
-_OWNED_NAMES = (names.TEXT_SOCKET, names.CORE_SOCKET, REPOSITORY, "backends", open_requests.FOLDER, _SHM_PREFIX)
+_OWNED_NAMES = (constants.TEXT_SOCKET, constants.CORE_SOCKET, REPOSITORY, "backends", open_requests.FOLDER, _SHM_PREFIX)
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def locked_run_dir(run_dir: Path) -> Iterator[Path]:
         ConfigError: it cannot be made, its path is too long for a socket, or another supervisor owns it.
     """
     run_dir = Path(os.path.realpath(run_dir))
-    if len(os.fsencode(run_dir / names.TEXT_SOCKET)) > names.MAX_SOCKET_PATH:
+    if len(os.fsencode(run_dir / constants.TEXT_SOCKET)) > constants.MAX_SOCKET_PATH:
         raise ConfigError(f"--run-dir {str(run_dir)!r}: too long for a socket in it; take a shorter path")
     is_new = not run_dir.exists()
     try:
@@ -66,7 +66,7 @@ def clean(run_dir: Path) -> None:
         # Never with less than a whole prefix: it names what is deleted.
         if len(prefix := (run_dir / _SHM_PREFIX).read_text()) == len(launch.new_shm_prefix()):
             launch.clear_shared_memory(prefix)
-    repository.remove_stale_copies(run_dir / names.TEXT_SOCKET)
+    repository.remove_stale_copies(run_dir / constants.TEXT_SOCKET)
     for name in _OWNED_NAMES:
         path = run_dir / name
         if path.is_dir() and not path.is_symlink():

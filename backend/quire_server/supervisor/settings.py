@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quire_spec import names
+from quire_spec import constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class SupervisorSettings:
     """Fetched adapters; kept over restarts."""
     host: str = "127.0.0.1"
     """Address that all four ports listen on."""
-    http_port: int = names.HTTP_PORT
-    grpc_port: int = names.GRPC_PORT
-    metrics_port: int = names.SERVER_METRICS_PORT
-    health_port: int = names.HEALTH_PORT
+    http_port: int = constants.HTTP_PORT
+    grpc_port: int = constants.GRPC_PORT
+    metrics_port: int = constants.SERVER_METRICS_PORT
+    health_port: int = constants.HEALTH_PORT
     admin_key_file: Path | None = None
     """Key for /status and /adapters; None: they answer to this machine only."""
     secrets_dir: Path | None = None

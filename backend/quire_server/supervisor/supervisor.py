@@ -19,10 +19,10 @@ from quire_server.clients.handles import ServerHandle
 from quire_server.supervisor import reporting
 from quire_server.supervisor.process_manager import ProcessManager
 from quire_server.supervisor.settings import SupervisorSettings
-from quire_spec import address
-from quire_spec.catalogue import Catalogue
+from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.pod_status import PodStatus, ProcessState
 from quire_spec.errors import QuireError
-from quire_spec.status import PodStatus, ProcessState
+from quire_spec.net import addresses
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Supervisor:
         text, server = await asyncio.gather(self._text_metrics(), self._server_metrics())
         return reporting.concat_pages(text, server, reporting.supervisor_metrics(self.status()))
 
-    def set_catalog(self, catalog: Catalogue, replaces: str = "") -> None:
+    def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
         """Take a new catalogue; parameters and errors are those of AdapterBoard.check."""
         self._adapter_manager.set_catalog(catalog, replaces)
 
@@ -112,7 +112,7 @@ class Supervisor:
 
     async def _server_metrics(self) -> str:
         host, port = self._settings.loopback, self._settings.metrics_port
-        url = f"http://{address.in_url(host)}:{port}/metrics"
+        url = f"http://{addresses.format_for_url(host)}:{port}/metrics"
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with self._session.get(url, timeout=_METRICS_TIMEOUT) as response:
                 return await response.text()

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire_spec import names
+from quire_spec import constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Kind:
         return "/".join(parts)
 
 
-LLM_SERVICE = Kind(names.API_GROUP, names.API_VERSION, "llmservices", names.KIND)
+LLM_SERVICE = Kind(constants.API_GROUP, constants.API_VERSION, "llmservices", constants.KIND)
 SERVICE_ACCOUNT = Kind("", "v1", "serviceaccounts", "ServiceAccount")
 SECRET = Kind("", "v1", "secrets", "Secret")
 CONFIG_MAP = Kind("", "v1", "configmaps", "ConfigMap")

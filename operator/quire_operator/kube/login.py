@@ -19,8 +19,8 @@ from typing import Any
 import yaml
 
 from quire_operator.kube.plugin import Credential, Plugin
-from quire_spec.address import in_url
 from quire_spec.errors import ConfigError, Unavailable
+from quire_spec.net.addresses import format_for_url
 
 ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TOKEN_FILE_S = 60
@@ -112,7 +112,7 @@ class Login:
     def from_pod(cls) -> "Login":
         """The ServiceAccount that is mounted into our pod."""
         host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-        server = f"https://{in_url(host)}:{port}"
+        server = f"https://{format_for_url(host)}:{port}"
         tls = ssl.create_default_context(cafile=str(ACCOUNT_DIR / "ca.crt"))
         return cls(server, tls, (ACCOUNT_DIR / "namespace").read_text().strip(), token_file=ACCOUNT_DIR / "token")
 

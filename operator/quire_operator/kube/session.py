@@ -20,7 +20,7 @@ import orjson
 from quire_operator.kube.errors import Busy, from_answer
 from quire_operator.kube.login import Login
 from quire_spec.errors import Unavailable
-from quire_spec.secret import masked
+from quire_spec.net.redaction import redact_urls
 
 _JSON = "application/json"
 _CONNECT_S = 10.0
@@ -125,7 +125,7 @@ class Session:
                 ) as answer:
                     text = await answer.read()
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise Busy(f"{asked}: no answer ({type(error).__name__}: {masked(str(error))})") from error
+                raise Busy(f"{asked}: no answer ({type(error).__name__}: {redact_urls(str(error))})") from error
             if answer.status == 401 and not last:
                 # Tokens of a ServiceAccount are replaced while they still hold, but clocks differ.
                 self.login.forget(who)
@@ -164,7 +164,7 @@ class Session:
                     server_hostname=self.login.server_name,
                 )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Busy(f"{asked}: no answer ({type(error).__name__}: {masked(str(error))})") from error
+            raise Busy(f"{asked}: no answer ({type(error).__name__}: {redact_urls(str(error))})") from error
         try:
             if answer.status != 200:
                 if answer.status == 401:

@@ -16,7 +16,7 @@ from quire_operator.plan.memory import GIB, MIB, up
 from quire_operator.plan.plan import Fit
 from quire_operator.plan.ways import Way, all_ways, best, whole_blocks
 from quire_operator.quantity import num_bytes
-from quire_spec.shard import why_not_shared
+from quire_spec.model.tensor_parallel import unsupported_reason
 
 ENOUGH_REQUESTS = 4
 """Requests of full length that a service without LowConcurrency holds."""
@@ -60,7 +60,7 @@ def does_not_fit(inputs: Inputs, tried: list[Way]) -> str:
 def smallest(inputs: Inputs) -> Iterator[tuple[int, str]]:
     """For each number of GPUs that the engine and the model allow, the smallest product that fits."""
     for count in limits.TP_SIZES:
-        if count not in inputs.abilities.tensor_parallel_sizes or why_not_shared(inputs.model.shape, count):
+        if count not in inputs.abilities.tensor_parallel_sizes or unsupported_reason(inputs.model.shape, count):
             continue
         for product in PRODUCTS:
             engine = replace(inputs.engine, tensorParallelSize=count)

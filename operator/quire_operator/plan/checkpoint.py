@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self, cast
 
-from quire_spec import capability
 from quire_spec.errors import ConfigError
-from quire_spec.safetensors import tensor_bytes
-from quire_spec.shape import ModelShape
-from quire_spec.sizing import weights_bytes
+from quire_spec.model import capabilities
+from quire_spec.model.memory_sizing import weights_bytes
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.safetensors_header import tensor_bytes
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -36,7 +36,7 @@ class SizeFrom(StrEnum):
 class Checkpoint:
     """A model's files, as far as memory goes."""
 
-    shape: ModelShape
+    shape: ModelConfig
     weights_bytes: int
     """All tensors of the files."""
     size_from: SizeFrom
@@ -55,13 +55,13 @@ class Checkpoint:
         Raises:
             ConfigError: config.json is not one that the engine runs, or another file does not say what it should.
         """
-        shape = ModelShape.from_config(cast(Mapping[str, Any], config))
+        shape = ModelConfig.from_config(cast(Mapping[str, Any], config))
         digest = f"sha256:{hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()}"
         if index is not None:
             return cls(shape, index_bytes(index), SizeFrom.INDEX, digest)
         if header is not None:
             return cls(shape, _header_bytes(header), SizeFrom.HEADER, digest)
-        return cls(shape, weights_bytes(shape, capability.DTYPE_BYTES.get(shape.dtype, 2)), SizeFrom.SHAPE, digest)
+        return cls(shape, weights_bytes(shape, capabilities.DTYPE_BYTES.get(shape.dtype, 2)), SizeFrom.SHAPE, digest)
 
 
 def index_bytes(index: object) -> int:

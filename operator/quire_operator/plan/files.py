@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from quire_operator.plan.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Checkpoint
 from quire_operator.plan.remote import HttpFiles, HubFiles, S3Files
-from quire_spec.catalogue import SecretRef, Source
+from quire_spec.documents.adapter_catalog import SecretRef, Source
 from quire_spec.errors import ConfigError, Unavailable
-from quire_spec.s3 import KEYS
-from quire_spec.safetensors import LENGTH_BYTES, header_length
-from quire_spec.secret import check_value
+from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length
+from quire_spec.net.redaction import check_header_value
+from quire_spec.net.s3 import CREDENTIAL_KEYS
 
 MAX_JSON_BYTES = 64 * 2**20
 """Of config.json or an index; the largest indexes have about 10 MB."""
@@ -77,7 +77,7 @@ def files_of(source: Source, folder: Path | None, secrets: Secrets) -> Files:
                 raise ConfigError(f"secret {ref.name!r}: has no key {key!r}; add it, or correct the key")
         return HubFiles(source.huggingFace, token)
     if source.s3 is not None:
-        return S3Files(source.s3, _values(secrets, source.s3.credentialsSecretRef, KEYS))
+        return S3Files(source.s3, _values(secrets, source.s3.credentialsSecretRef, CREDENTIAL_KEYS))
     if source.http is not None:
         return HttpFiles(source.http, _values(secrets, source.http.headersSecretRef))
     raise ConfigError("spec.model.source: the files cannot be read from here; give --volume or --model-config")
@@ -90,7 +90,7 @@ def _values(secrets: Secrets, ref: SecretRef | None, keys: Sequence[str] | None 
     wanted = {key: value for key, value in found.items() if keys is None or key in keys}
     for key, value in wanted.items():
         assert ref is not None, "values come of a Secret"
-        check_value(value, ref.name, key)
+        check_header_value(value, ref.name, key)
     return wanted
 
 

@@ -13,7 +13,7 @@ from quire_operator.plan import limits, memory
 from quire_operator.plan.inputs import Inputs
 from quire_operator.plan.memory import GIB, MIB, up
 from quire_operator.quantity import num_bytes
-from quire_spec import names
+from quire_spec import constants
 
 _STUB = 24 * MIB
 _STUB_SHM = MIB
@@ -62,7 +62,7 @@ def host(
 ) -> Host:
     """A pod's host memory with `num_gpus` GPUs (0: a CPU, shared by `num_ranks` processes), without what a CPU holds of
     the model."""
-    stubs = 1 + (names.MAX_EXPOSED_ADAPTERS if adapters else 0)
+    stubs = 1 + (constants.MAX_EXPOSED_ADAPTERS if adapters else 0)
     processes = _PROCESSES_GPU + (num_gpus - 1) * _PROCESSES_FURTHER_GPU
     if num_gpus == 0:
         processes = _PROCESSES_CPU + (num_ranks - 1) * _PROCESSES_FURTHER_CPU

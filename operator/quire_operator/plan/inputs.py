@@ -14,16 +14,16 @@ from quire_operator.plan.checkpoint import Checkpoint
 from quire_operator.plan.gpu import Gpu
 from quire_operator.quantity import num_bytes
 from quire_operator.service import Device, Engine, LLMService, Lora
-from quire_spec import capability
-from quire_spec.document import compact
+from quire_spec.dataclass_json import drop_nulls
+from quire_spec.model import capabilities
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
     """What the engine of this release can do. Not part of the digest: more abilities must restart nobody."""
 
-    tensor_parallel_sizes: tuple[int, ...] = capability.TENSOR_PARALLEL_SIZES
-    block_sizes: tuple[int, ...] = capability.BLOCK_SIZES
+    tensor_parallel_sizes: tuple[int, ...] = capabilities.TENSOR_PARALLEL_SIZES
+    block_sizes: tuple[int, ...] = capabilities.BLOCK_SIZES
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Inputs:
     @property
     def digest(self) -> str:
         """sha256:... of what is set."""
-        text = json.dumps(compact(self._facts()), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(drop_nulls(self._facts()), sort_keys=True, separators=(",", ":"))
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
     def _facts(self) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from quire_operator.plan.gpu import Gpu
 from quire_operator.plan.inputs import Inputs
 from quire_operator.plan.memory import MIB
 from quire_operator.quantity import num_bytes
-from quire_spec import capability
-from quire_spec.shard import why_not_shared
+from quire_spec.model import capabilities
+from quire_spec.model.tensor_parallel import unsupported_reason
 
 TP_SIZES = (1, 2, 4, 8)
 MAX_DEFAULT_LENGTH = 32768
@@ -30,8 +30,8 @@ def tp_allowed(inputs: Inputs) -> list[int]:
     if pinned is None:
         return [tp for tp in TP_SIZES if not why_not(inputs, tp)]
     field = f"spec.engine.tensorParallelSize: {pinned}"
-    if why := why_not_shared(inputs.model.shape, pinned):
-        possible = " or ".join(str(tp) for tp in TP_SIZES if not why_not_shared(inputs.model.shape, tp))
+    if why := unsupported_reason(inputs.model.shape, pinned):
+        possible = " or ".join(str(tp) for tp in TP_SIZES if not unsupported_reason(inputs.model.shape, tp))
         raise Unplannable(Why.DOES_NOT_FIT, f"{field}: {why}; use {possible}")
     if inputs.gpu is not None and inputs.gpu.per_node is not None and pinned > inputs.gpu.per_node:
         fix = (
@@ -47,7 +47,7 @@ def tp_allowed(inputs: Inputs) -> list[int]:
 
 def why_not(inputs: Inputs, tp: int) -> str:
     """Why a number of GPUs is not tried, when none is pinned; empty when it is."""
-    if why := why_not_shared(inputs.model.shape, tp):
+    if why := unsupported_reason(inputs.model.shape, tp):
         return f"not possible: {why}"
     if tp > inputs.max_gpus:
         return f"not tried: spec.gpu.count is {inputs.max_gpus}"
@@ -61,8 +61,8 @@ def why_not(inputs: Inputs, tp: int) -> str:
 def check_type(inputs: Inputs) -> None:
     """Raise Unplannable when the engine or the GPU cannot compute in the type that is asked for."""
     dtype = inputs.engine.dtype or inputs.model.dtype
-    if dtype not in capability.DTYPE_BYTES:
-        fix = f"set {' or '.join(capability.DTYPE_BYTES)}"
+    if dtype not in capabilities.DTYPE_BYTES:
+        fix = f"set {' or '.join(capabilities.DTYPE_BYTES)}"
         raise Unplannable(
             Why.UNSUPPORTED_DTYPE, f"spec.engine.dtype: {_whose(inputs)}, which the engine does not know; {fix}"
         )
@@ -111,8 +111,8 @@ def check_copies(inputs: Inputs) -> None:
 def element_bytes(inputs: Inputs) -> int:
     """Bytes of a number that the engine computes with. A CPU without bfloat16 takes float32, so that is counted."""
     if inputs.engine.dtype is None and inputs.gpu is None:
-        return capability.DTYPE_BYTES["float32"]
-    return capability.DTYPE_BYTES[inputs.engine.dtype or inputs.model.dtype]
+        return capabilities.DTYPE_BYTES["float32"]
+    return capabilities.DTYPE_BYTES[inputs.engine.dtype or inputs.model.dtype]
 
 
 def kv_element_bytes(inputs: Inputs) -> int:
@@ -122,7 +122,7 @@ def kv_element_bytes(inputs: Inputs) -> int:
 
 def computed_bytes(inputs: Inputs) -> int:
     """Bytes of all weights in the type that the engine computes in."""
-    return inputs.model.weights_bytes * element_bytes(inputs) // capability.DTYPE_BYTES.get(inputs.model.dtype, 2)
+    return inputs.model.weights_bytes * element_bytes(inputs) // capabilities.DTYPE_BYTES.get(inputs.model.dtype, 2)
 
 
 def length_limit(inputs: Inputs) -> int:

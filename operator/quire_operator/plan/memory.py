@@ -9,8 +9,8 @@ Integers in, bytes out; planner.py decides with them.
 import math
 from dataclasses import dataclass
 
-from quire_spec import sizing
-from quire_spec.shape import ModelShape
+from quire_spec.model import memory_sizing
+from quire_spec.model.model_config import ModelConfig
 
 MIB = 2**20
 GIB = 2**30
@@ -57,10 +57,10 @@ def up(size: int) -> int:
     return -(-size // MIB) * MIB
 
 
-def token_bytes(shape: ModelShape, element_bytes: int, tp: int) -> int:
+def token_bytes(shape: ModelConfig, element_bytes: int, tp: int) -> int:
     """KV bytes of one token on each of `tp` devices; KV heads that are fewer than devices are on several."""
     heads = max(1, shape.num_kv_heads // tp)
-    return sizing.kv_block_bytes(shape, 1, element_bytes) // shape.num_kv_heads * heads
+    return memory_sizing.kv_block_bytes(shape, 1, element_bytes) // shape.num_kv_heads * heads
 
 
 def weights_bytes(files_bytes: int, tp: int) -> int:
@@ -68,12 +68,12 @@ def weights_bytes(files_bytes: int, tp: int) -> int:
     return math.ceil(files_bytes * _WEIGHTS_PERCENT / (100 * tp))
 
 
-def lora_bytes(shape: ModelShape, num_slots: int, max_rank: int, element_bytes: int) -> int:
+def lora_bytes(shape: ModelConfig, num_slots: int, max_rank: int, element_bytes: int) -> int:
     """Bytes of the adapter slots on each device. Not divided by tp: one half of each pair is on all of them."""
-    return num_slots * sizing.lora_slot_bytes(shape, max_rank, element_bytes)
+    return num_slots * memory_sizing.lora_slot_bytes(shape, max_rank, element_bytes)
 
 
-def activation_bytes(shape: ModelShape, num_tokens: int, num_seqs: int, element_bytes: int, tp: int) -> int:
+def activation_bytes(shape: ModelConfig, num_tokens: int, num_seqs: int, element_bytes: int, tp: int) -> int:
     """Bytes at the peak of a step of `num_tokens` tokens, or of sampling for `num_seqs` sequences if that is more."""
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     layer = num_tokens * element_bytes * (4 * shape.hidden_size + (3 * shape.intermediate_size + heads) // tp)
@@ -86,18 +86,18 @@ def non_torch_bytes(tp: int) -> int:
     return _NON_TORCH + (_COMMUNICATION if tp > 1 else 0)
 
 
-def graph_bytes(shape: ModelShape) -> int:
+def graph_bytes(shape: ModelConfig) -> int:
     """Bytes of captured CUDA graphs: 0.5 GiB for 32 layers, 1 GiB for 64 and more. Outside of the engine's share."""
     return min(max(shape.num_layers * GIB // 64, GIB // 2), GIB)
 
 
-def reserve_bytes(shape: ModelShape, visible: int, tp: int) -> int:
+def reserve_bytes(shape: ModelConfig, visible: int, tp: int) -> int:
     """What the engine's share should leave of each GPU: graphs, the server, fragments."""
     margin = _SHARED_MARGIN if tp > 1 else 0
     return graph_bytes(shape) + visible * _FRAGMENTS_PERCENT // 100 + _SERVER + margin
 
 
-def utilization(shape: ModelShape, visible: int, tp: int) -> int:
+def utilization(shape: ModelConfig, visible: int, tp: int) -> int:
     """The engine's share of each GPU in thousandths: what the reserve leaves, from 0.80 to 0.90 (0.93 from 32 GiB)."""
     share = (visible - reserve_bytes(shape, visible, tp)) * 100 // visible
     return 10 * max(80, min(share, 90 if visible < 32 * GIB else 93))

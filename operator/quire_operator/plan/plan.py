@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 from quire_operator.plan.gpu import KnownFrom
 from quire_operator.plan.memory import MIB
 from quire_operator.quantity import num_bytes
-from quire_spec.document import from_json
+from quire_spec.dataclass_json import from_json
 from quire_spec.errors import ConfigError
 
 T = TypeVar("T", int, str)

@@ -15,11 +15,11 @@ from huggingface_hub.errors import HFValidationError
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from quire_spec import s3
-from quire_spec.answer import refused
-from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source
+from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
-from quire_spec.secret import said
+from quire_spec.net import s3
+from quire_spec.net.http_errors import error_from_status
+from quire_spec.net.redaction import describe_error
 
 _MAX_REDIRECTS = 5
 _TIMEOUT = httpx.Timeout(30.0, connect=15.0)
@@ -113,22 +113,22 @@ class S3Files:
                 return None
             if answer.status_code not in (200, 206, 416):
                 body = next(answer.iter_raw(s3.MAX_ERROR_BYTES), b"")
-                raise s3.refused(where, answer.status_code, answer.headers, body)
+                raise s3.error_from_status(where, answer.status_code, answer.headers, body)
             return _body(answer, start, max_bytes, where)
 
     def _url(self, name: str) -> httpx.URL:
         where = self.where(name)
         try:
             store = S3Store(self._bucket, **self._options)
-            signed = obstore.sign(store, "GET", self._path(name), s3.SIGNED_FOR)
+            signed = obstore.sign(store, "GET", self._path(name), s3.SIGNED_URL_LIFETIME)
         except (BaseError, OSError, ValueError) as error:
-            raise s3.unsigned(where, error) from error
+            raise s3.signing_error(where, error) from error
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
             # A panic of obstore's is no Exception: let out, one service's would end the operator.
-            raise ConfigError(f"{where}: cannot be asked: {said(error)}; correct source or Secret") from error
-        return httpx.URL(s3.address(signed, self._options))
+            raise ConfigError(f"{where}: cannot be asked: {describe_error(error)}; correct source or Secret") from error
+        return httpx.URL(s3.object_url(signed, self._options))
 
     def _path(self, name: str) -> str:
         return f"{self._prefix}/{name}".strip("/")
@@ -165,7 +165,7 @@ def _answer(
         # An ImportError: a proxy by SOCKS. A ValueError: a host that is none.
         origin = _shown(target.join("/"))
         there = f"no answer from {origin}: " if target == url else f"it redirects to {origin}: "
-        raise Unavailable(f"{where}: {there}{said(error)}") from error
+        raise Unavailable(f"{where}: {there}{describe_error(error)}") from error
     raise Unavailable(f"{where}: more than {_MAX_REDIRECTS} redirects")
 
 
@@ -176,7 +176,7 @@ def _body(answer: httpx.Response, start: int, max_bytes: int, where: str) -> byt
     if answer.status_code in (401, 403):
         raise AccessDenied(f"{where}: HTTP {answer.status_code}; the Secret is missing, wrong, or lacks access")
     if answer.status_code not in (200, 206):
-        raise refused(where, answer.status_code, answer.headers)
+        raise error_from_status(where, answer.status_code, answer.headers)
     skip = start if answer.status_code == 200 else 0
     data, begun = bytearray(), time.monotonic()
     for chunk in answer.iter_raw():

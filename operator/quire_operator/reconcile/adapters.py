@@ -13,9 +13,9 @@ from typing import Any
 
 from quire_operator.reconcile.conditions import Condition, Reason, Type, short
 from quire_operator.reconcile.observed import Pod
-from quire_spec.catalogue import Catalogue, Mark
-from quire_spec.names import MAX_MODEL_NAME, MODEL_NAME
-from quire_spec.status import AdapterState, AdapterStatus, PodStatus
+from quire_spec.constants import MAX_MODEL_NAME, MODEL_NAME
+from quire_spec.documents.adapter_catalog import AdapterCatalog, CatalogVersion
+from quire_spec.documents.pod_status import AdapterState, AdapterStatus, PodStatus
 
 MAX_FAILURES = 10
 """Adapters whose errors are told; the counts are of all."""
@@ -26,17 +26,17 @@ _BEHIND = ("Failed", "Pending", "Fetching", "Loading", "Ready")
 """States from farthest behind."""
 
 
-def needs_push(report: PodStatus, wanted: Mark) -> bool:
+def needs_push(report: PodStatus, wanted: CatalogVersion) -> bool:
     """Whether a pod has to be told this catalogue: it works on another one, and not on a newer."""
     return not works_on(report, wanted) and not is_ahead(report, wanted)
 
 
-def is_ahead(report: PodStatus, wanted: Mark) -> bool:
+def is_ahead(report: PodStatus, wanted: CatalogVersion) -> bool:
     """Whether a pod works on a newer catalogue: what we hold is stale, and the next pass will know better."""
     return report.generation > wanted.generation and not works_on(report, wanted)
 
 
-def works_on(report: PodStatus, wanted: Mark) -> bool:
+def works_on(report: PodStatus, wanted: CatalogVersion) -> bool:
     """Whether a pod works on just these adapters.
 
     Generations may differ: most edits of a service leave its adapters as they are, and telling the pods each of them
@@ -56,9 +56,9 @@ class Adapters:
     condition: Condition
 
 
-def judge(catalogue: Catalogue, pods: Sequence[Pod], ready_pods: Sequence[Pod]) -> Adapters:
+def judge(catalogue: AdapterCatalog, pods: Sequence[Pod], ready_pods: Sequence[Pod]) -> Adapters:
     """`ready_pods` are those of `pods` that clients are sent to."""
-    wanted = catalogue.mark
+    wanted = catalogue.version
     by_name = {pod.uid: _by_name(pod, wanted) for pod in pods}
     shown = list(ready_pods) or [pod for pod in pods if pod.report]
     entries = []
@@ -92,7 +92,9 @@ def _is_name(name: str) -> bool:
     return len(name) <= MAX_MODEL_NAME and MODEL_NAME.fullmatch(name) is not None
 
 
-def _condition(entries: list[dict[str, Any]], num_ready: int, wanted: Mark, ready_pods: Sequence[Pod]) -> Condition:
+def _condition(
+    entries: list[dict[str, Any]], num_ready: int, wanted: CatalogVersion, ready_pods: Sequence[Pod]
+) -> Condition:
     def make(holds: bool | None, reason: Reason, message: str) -> Condition:
         return Condition(Type.ADAPTERS_READY, holds, reason, message)
 
@@ -128,7 +130,7 @@ def _unreachable(silent: Sequence[Pod]) -> str:
     return f"pod {silent[0].name} does not tell how it is: {words}{more}"
 
 
-def _why_behind(behind: Sequence[Pod], wanted: Mark) -> str:
+def _why_behind(behind: Sequence[Pod], wanted: CatalogVersion) -> str:
     first = behind[0]
     assert first.report is not None
     found = first.report.generation
@@ -140,7 +142,7 @@ def _why_behind(behind: Sequence[Pod], wanted: Mark) -> str:
     )
 
 
-def _by_name(pod: Pod, wanted: Mark) -> dict[str, AdapterStatus]:
+def _by_name(pod: Pod, wanted: CatalogVersion) -> dict[str, AdapterStatus]:
     """What a pod says of these adapters; nothing while it works on others: a name may mean another source there."""
     if pod.report is None or not works_on(pod.report, wanted):
         return {}

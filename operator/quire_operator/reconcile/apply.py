@@ -20,7 +20,7 @@ from quire_operator.reconcile.compare import holds
 from quire_operator.reconcile.pinned import config_maps
 from quire_operator.reconcile.secrets import SecretStore
 from quire_operator.render import names
-from quire_spec import names as spec_names
+from quire_spec import constants as spec_names
 
 Manifest = dict[str, Any]
 Found = Mapping[str, Any] | Entry | None

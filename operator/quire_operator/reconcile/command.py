@@ -17,8 +17,8 @@ from quire_operator.kube.login import Login
 from quire_operator.reconcile import log as logs
 from quire_operator.reconcile.controller import Controller, Settings
 from quire_operator.reconcile.health import serving
-from quire_spec.address import listening
 from quire_spec.errors import ConfigError, QuireError
+from quire_spec.net.addresses import listen_address
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,9 @@ async def operate(login: Login, options: argparse.Namespace) -> None:
     )
     async with Client(login) as client, contextlib.AsyncExitStack() as stack:
         controller = Controller(client, settings)
-        port = await stack.enter_async_context(serving(controller, listening(options.host, os.environ), options.port))
+        port = await stack.enter_async_context(
+            serving(controller, listen_address(options.host, os.environ), options.port)
+        )
         log.info("serving health and metrics port=%d server=%s", port, login.server)
         if options.lease:
             log.warning("--lease is ignored: leader election was removed, run one replica of the operator")

@@ -11,9 +11,9 @@ from quire_operator.reconcile.conditions import Condition, Reason, Type
 from quire_operator.reconcile.observed import Body, Observed, Pod, Verdict
 from quire_operator.render import download, model, names
 from quire_operator.service import LLMService
-from quire_spec.catalogue import Source
-from quire_spec.outcome import LASTING, Outcome, Result
-from quire_spec.progress import Progress
+from quire_spec.documents.adapter_catalog import Source
+from quire_spec.documents.download_progress import DownloadProgress
+from quire_spec.documents.download_result import PERMANENT_REASONS, DownloadReason, DownloadResult
 
 
 def judge(
@@ -85,14 +85,14 @@ def _of_job(
     if job_succeeded(observed.job, observed.claim):
         # A Job's pod goes, and what it said with it; one that found all there does not know the commit. And news of the
         # Job may be here before those of its last pod: what a try before it said is not what there is.
-        done = [outcome for outcome in outcomes if outcome.result is Result.DOWNLOADED]
+        done = [outcome for outcome in outcomes if outcome.result is DownloadReason.DOWNLOADED]
         cache = (dict(before) if before.get("state") == "Ready" else {}) | _cache("Ready", done[-1] if done else None)
         return _condition(True, Reason.DOWNLOADED, _there(cache)), cache
     if failed := job_condition(observed.job, "Failed"):
         reason, message = _failure(service, pods, last)
         words = f"{message}; the Job gave up ({failed.get('reason') or 'Failed'})"
         return _condition(False, reason, words), _cache("Failed", last)
-    if last and last.result in LASTING:
+    if last and last.result in PERMANENT_REASONS:
         reason, message = _failure(service, pods, last)
         return _condition(False, reason, f"{message}; it is tried again"), _cache("Failed", last)
     if running := [pod for pod in pods if pod.phase == "Running" and not pod.deleting]:
@@ -108,13 +108,13 @@ def _in_pods(service: LLMService, pods: list[Pod], under_way: dict[str, Any]) ->
     stuck = [
         (pod, outcome)
         for pod in pods
-        if pod.alive and not pod.ready and (outcome := _outcome(pod)) and outcome.result in LASTING
+        if pod.alive and not pod.ready and (outcome := _outcome(pod)) and outcome.result in PERMANENT_REASONS
     ]
     if stuck:
         pod, outcome = stuck[0]
         reason, message = _failure(service, [pod], outcome)
         return _condition(False, reason, f"pod {pod.name}: {message}"), _cache("Failed", outcome)
-    done = [o for pod in pods if (o := _outcome(pod)) and o.result is Result.DOWNLOADED]
+    done = [o for pod in pods if (o := _outcome(pod)) and o.result is DownloadReason.DOWNLOADED]
     message = "each pod downloads the files for itself before it starts (spec.cache.mode EmptyDir)"
     loading = [pod for pod in pods if pod.alive and pod.downloading]
     if loading and not done:
@@ -123,13 +123,13 @@ def _in_pods(service: LLMService, pods: list[Pod], under_way: dict[str, Any]) ->
     return _condition(True, Reason.IN_PODS, message), _cache("Ready" if done else "Pending", done[0] if done else None)
 
 
-def _progress(pods: Iterable[Pod]) -> Progress | None:
+def _progress(pods: Iterable[Pod]) -> DownloadProgress | None:
     """How far the download is, or of several that of the first pod by name."""
     said = [pod for pod in pods if pod.alive and pod.downloading and pod.progress is not None]
     return min(said, key=lambda pod: pod.name).progress if said else None
 
 
-def _failure(service: LLMService, pods: list[Pod], last: Outcome | None) -> tuple[Reason, str]:
+def _failure(service: LLMService, pods: list[Pod], last: DownloadResult | None) -> tuple[Reason, str]:
     """Why a download failed, with the Secret where access is what it lacks."""
     if last is None:
         ended = pods[-1].ended if pods else None
@@ -138,14 +138,14 @@ def _failure(service: LLMService, pods: list[Pod], last: Outcome | None) -> tupl
     return _explained(service, last.result, last.message)
 
 
-def _explained(service: LLMService, result: Result, message: str) -> tuple[Reason, str]:
+def _explained(service: LLMService, result: DownloadReason, message: str) -> tuple[Reason, str]:
     reason = Reason(result.value)
-    if result is Result.AUTH_FAILED:
+    if result is DownloadReason.AUTH_FAILED:
         return reason, f"{message}; {_secret(service.spec.model.source)}"
     return reason, message
 
 
-def _waits(observed: Observed, pods: list[Pod], last: Outcome | None) -> str:
+def _waits(observed: Observed, pods: list[Pod], last: DownloadResult | None) -> str:
     """What a download that does not run waits for."""
     if observed.claim and is_going(observed.claim):
         return (
@@ -164,11 +164,11 @@ def _waits(observed: Observed, pods: list[Pod], last: Outcome | None) -> str:
     return f"{claim}the download Job has no running pod yet"
 
 
-def _outcome(pod: Pod) -> Outcome | None:
-    return Outcome.parse(pod.ended.message) if pod.ended and pod.ended.container == model.DOWNLOAD else None
+def _outcome(pod: Pod) -> DownloadResult | None:
+    return DownloadResult.parse(pod.ended.message) if pod.ended and pod.ended.container == model.DOWNLOAD else None
 
 
-def _cache(state: str, outcome: Outcome | None) -> dict[str, Any]:
+def _cache(state: str, outcome: DownloadResult | None) -> dict[str, Any]:
     """status.cache"""
     known = {"bytes": str(outcome.bytes), "revision": outcome.revision} if outcome else {}
     return {"state": state, **{key: value for key, value in known.items() if value}}

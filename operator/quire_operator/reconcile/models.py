@@ -22,8 +22,8 @@ from quire_operator.reconcile.packed import unpack
 from quire_operator.reconcile.pod_events import LOOK_S, PodEvents
 from quire_operator.render import names, reader
 from quire_operator.service import LLMService
-from quire_spec.catalogue import PvcSource, SecretRef
-from quire_spec.document import compact, to_json
+from quire_spec.dataclass_json import drop_nulls, to_json
+from quire_spec.documents.adapter_catalog import PvcSource, SecretRef
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 
 Secrets = Mapping[str, Mapping[str, str]]
@@ -74,7 +74,7 @@ class Models:
             ApiError: the API server refuses a Job.
         """
         source = service.spec.model.source
-        place = (service.namespace or "", json.dumps(compact(to_json(source)), sort_keys=True))
+        place = (service.namespace or "", json.dumps(drop_nulls(to_json(source)), sort_keys=True))
         if place not in self._known:
             self._check_is_due(place, (service.namespace or "", service.name))
             if source.pvc is not None:

@@ -11,9 +11,9 @@ from typing import Any
 from quire_operator.plan.errors import Unplannable
 from quire_operator.plan.plan import Plan
 from quire_operator.render import model, names
-from quire_spec.outcome import Result
-from quire_spec.progress import Progress
-from quire_spec.status import PodStatus
+from quire_spec.documents.download_progress import DownloadProgress
+from quire_spec.documents.download_result import DownloadReason
+from quire_spec.documents.pod_status import PodStatus
 
 Body = Mapping[str, Any]
 """A Kubernetes object as the API server gives it."""
@@ -72,7 +72,7 @@ class Pod:
     """Folder that a container of it downloads the model to, before it serves; it is named by the source."""
     downloading: bool = False
     """A container of it that downloads the model runs."""
-    progress: Progress | None = None
+    progress: DownloadProgress | None = None
     """What GET /progress answered, while it does; None: not asked, or no answer."""
 
     @property
@@ -126,7 +126,7 @@ class Verdict:
     unplannable: Unplannable | None = None
     pending: str = ""
     """What planning waits for, in a sentence; empty: for nothing."""
-    unread: Result | None = None
+    unread: DownloadReason | None = None
     """Why the model could not be read for it, beside `pending`; None: it could, or nobody tried."""
     retry: bool = False
     """Nobody will say when that is there: it has to be tried again and again."""

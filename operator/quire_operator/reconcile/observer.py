@@ -75,7 +75,7 @@ class Observer:
         """The pods with their reports, told the adapters where they need it."""
         catalogue = wanted.catalogue
         found = await self._parts.pods.refresh(pods, catalogue, secret)
-        if catalogue is None or not any(pod.report and is_ahead(pod.report, catalogue.mark) for pod in found):
+        if catalogue is None or not any(pod.report and is_ahead(pod.report, catalogue.version) for pod in found):
             return found
         # Either we are behind, or the service was restored from a backup and its pods are of a time that never was.
         if not await self._services.is_newest(key, wanted):

@@ -17,7 +17,7 @@ from quire_operator.plan.plan import Plan
 from quire_operator.reconcile.packed import pack, unpack
 from quire_operator.render import names
 from quire_operator.service import LLMService
-from quire_spec import names as spec_names
+from quire_spec import constants as spec_names
 
 ANNOTATION = f"{spec_names.API_GROUP}/pods"
 

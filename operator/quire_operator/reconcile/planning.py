@@ -24,8 +24,8 @@ from quire_operator.reconcile.observed import Verdict
 from quire_operator.reconcile.pinned import Pinned
 from quire_operator.render import model
 from quire_operator.service import Device, LLMService
+from quire_spec.documents.download_result import DownloadReason
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
-from quire_spec.outcome import Result
 
 log = logging.getLogger(__name__)
 
@@ -131,11 +131,11 @@ def _fits(stored: Plan | None, gpu: Gpu | None) -> bool:
     return stored.gpu.product in (gpu.product, *gpu.others) and stored.gpu.visibleMiB <= gpu.visible_bytes // MIB
 
 
-def _unread(error: Unavailable | NotFound) -> Result:
+def _unread(error: Unavailable | NotFound) -> DownloadReason:
     """The same reasons as of a download: it would fail in the same way."""
     if isinstance(error, AccessDenied):
-        return Result.AUTH_FAILED
-    return Result.NOT_FOUND if isinstance(error, NotFound) else Result.UNREACHABLE
+        return DownloadReason.AUTH_FAILED
+    return DownloadReason.NOT_FOUND if isinstance(error, NotFound) else DownloadReason.UNREACHABLE
 
 
 def _replan(service: LLMService) -> bool:

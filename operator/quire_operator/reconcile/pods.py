@@ -22,12 +22,12 @@ import aiohttp
 from quire_operator.reconcile.adapters import is_ahead, needs_push
 from quire_operator.reconcile.conditions import short
 from quire_operator.reconcile.observed import Pod
-from quire_spec.address import in_url
-from quire_spec.catalogue import REPLACES, Catalogue, Mark
-from quire_spec.document import compact, from_json
+from quire_spec.dataclass_json import drop_nulls, from_json
+from quire_spec.documents.adapter_catalog import REPLACES_HEADER, AdapterCatalog, CatalogVersion
+from quire_spec.documents.download_progress import PROGRESS_PATH, DownloadProgress
+from quire_spec.documents.pod_status import PodStatus
 from quire_spec.errors import ConfigError
-from quire_spec.progress import PATH, Progress
-from quire_spec.status import PodStatus
+from quire_spec.net.addresses import format_for_url
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class AdapterPusher:
         )
 
     async def refresh(
-        self, pods: Iterable[Pod], catalogue: Catalogue | None, key: str, overrule: bool = False
+        self, pods: Iterable[Pod], catalogue: AdapterCatalog | None, key: str, overrule: bool = False
     ) -> tuple[Pod, ...]:
         """The same pods in the same order, each with what its GET /status answered, or why it did not; a pod that
         downloads, with what GET /progress did.
@@ -164,13 +164,15 @@ class AdapterPusher:
 class _Push:
     """A catalogue, ready to be sent to many."""
 
-    mark: Mark
+    mark: CatalogVersion
     body: bytes
     overrule: bool
 
     @classmethod
-    def of(cls, catalogue: Catalogue, overrule: bool) -> "_Push":
-        return cls(catalogue.mark, json.dumps(compact(catalogue.to_json()), separators=(",", ":")).encode(), overrule)
+    def of(cls, catalogue: AdapterCatalog, overrule: bool) -> "_Push":
+        return cls(
+            catalogue.version, json.dumps(drop_nulls(catalogue.to_json()), separators=(",", ":")).encode(), overrule
+        )
 
     def replaces(self, report: PodStatus) -> str:
         """Digest of a newer catalogue that this one goes before; empty: none."""
@@ -189,7 +191,7 @@ class _Admin:
     """The admin port of one pod."""
 
     def __init__(self, session: aiohttp.ClientSession, pod: Pod, key: str) -> None:
-        self._session, self._base = session, f"http://{in_url(pod.ip)}:{pod.health_port}"
+        self._session, self._base = session, f"http://{format_for_url(pod.ip)}:{pod.health_port}"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def visit(self, push: _Push | None) -> tuple[PodStatus, Exchange, str]:
@@ -205,20 +207,20 @@ class _Admin:
         if not needs_push(report, push.mark) and not replaces:
             return report, Exchange.ASKED, ""
         try:
-            await self._put(push.body, {REPLACES: replaces} if replaces else {})
+            await self._put(push.body, {REPLACES_HEADER: replaces} if replaces else {})
         except _Refusal as refusal:
             if refusal.exchange is Exchange.AHEAD:
                 return await self._status(), Exchange.AHEAD, ""
             return report, refusal.exchange, str(refusal)
         return await self._status(), Exchange.PUSHED, ""
 
-    async def progress(self) -> tuple[Progress, Exchange, str]:
+    async def progress(self) -> tuple[DownloadProgress, Exchange, str]:
         """Ask how far the download is; raises as `visit`."""
-        async with self._request("GET", PATH) as answer:
+        async with self._request("GET", PROGRESS_PATH) as answer:
             text = await _read(answer)
-        found = Progress.parse(text.decode(errors="replace")) if answer.status == 200 else None
+        found = DownloadProgress.parse(text.decode(errors="replace")) if answer.status == 200 else None
         if found is None:
-            raise _refusal(answer.status, text, f"GET {PATH}")
+            raise _refusal(answer.status, text, f"GET {PROGRESS_PATH}")
         return found, Exchange.ASKED, ""
 
     async def _status(self) -> PodStatus:
@@ -228,7 +230,7 @@ class _Admin:
             raise _refusal(answer.status, text, "GET /status")
         try:
             # An operator is upgraded before and after its pods: what a later one adds is left out.
-            return from_json(PodStatus, json.loads(text), newer=True)
+            return from_json(PodStatus, json.loads(text), ignore_unknown=True)
         except (ValueError, RecursionError, ConfigError) as error:
             raise _Refusal(Exchange.FAILED, f"its status document cannot be read: {error}") from error
 

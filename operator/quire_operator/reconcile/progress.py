@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from quire_operator.reconcile.conditions import timestamp
-from quire_spec.progress import Progress, in_units
+from quire_spec.documents.download_progress import DownloadProgress, format_bytes
 
 LEAST_S = 10.0
 """Between two changes."""
@@ -21,7 +21,9 @@ STALE_S = 120.0
 _FIELDS = ("bytes", "totalBytes", "progress", "bytesPerSecond", "at")
 
 
-def fields(found: Progress | None, planned: int | None, before: Mapping[str, Any], now: datetime) -> dict[str, Any]:
+def fields(
+    found: DownloadProgress | None, planned: int | None, before: Mapping[str, Any], now: datetime
+) -> dict[str, Any]:
     """Fields of status.cache of a download that is under way; empty while nothing is known.
 
     `found` is None when its pod did not answer; `planned` is the size of the weights' files by the plan, for places
@@ -36,7 +38,7 @@ def fields(found: Progress | None, planned: int | None, before: Mapping[str, Any
     if found is None:
         return kept if age is not None and 0 <= age < STALE_S else {}
     total = found.total or planned
-    made = _written(Progress(found.bytes, total, found.bytes_per_s), now)
+    made = _written(DownloadProgress(found.bytes, total, found.bytes_per_s), now)
     if age is not None and 0 <= age < MOST_S and abs(_percent(made) - _percent(kept)) < STEP:
         return kept
     return made
@@ -47,12 +49,12 @@ def words(cache: Mapping[str, Any]) -> str:
     if "at" not in cache:
         return ""
     size, total, rate = (_number(cache.get(name)) for name in ("bytes", "totalBytes", "bytesPerSecond"))
-    found = Progress(size or 0, total, rate)
-    share = "" if total is None else f" of {in_units(total)} ({found.percent}%)"
-    return ", ".join([f"{in_units(found.bytes)}{share}", *_speed(found)])
+    found = DownloadProgress(size or 0, total, rate)
+    share = "" if total is None else f" of {format_bytes(total)} ({found.percent}%)"
+    return ", ".join([f"{format_bytes(found.bytes)}{share}", *_speed(found)])
 
 
-def _speed(found: Progress) -> list[str]:
+def _speed(found: DownloadProgress) -> list[str]:
     over = found.total is not None and found.bytes >= found.total
     if over:
         return ["which are being checked"]
@@ -60,8 +62,8 @@ def _speed(found: Progress) -> list[str]:
         return []
     if found.bytes_per_s == 0:
         return ["nothing comes now"]
-    left = [] if found.left_s is None else [f"about {_duration(found.left_s)} left"]
-    return [f"{in_units(found.bytes_per_s)}/s", *left]
+    left = [] if found.eta_s is None else [f"about {_duration(found.eta_s)} left"]
+    return [f"{format_bytes(found.bytes_per_s)}/s", *left]
 
 
 def _duration(seconds: int) -> str:
@@ -71,7 +73,7 @@ def _duration(seconds: int) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _written(found: Progress, now: datetime) -> dict[str, Any]:
+def _written(found: DownloadProgress, now: datetime) -> dict[str, Any]:
     made = {
         "bytes": str(found.bytes),
         "totalBytes": None if found.total is None else str(found.total),

@@ -19,7 +19,7 @@ from quire_operator.reconcile.cache import Key, controller
 from quire_operator.render import names
 from quire_operator.render.config import secret_refs
 from quire_operator.service import LLMService
-from quire_spec.catalogue import SecretRef
+from quire_spec.documents.adapter_catalog import SecretRef
 
 REMEMBER_S = 300.0
 """A Secret that somebody changes reaches the pods within this time, and the kubelet's minute."""

@@ -8,7 +8,7 @@ from typing import Any, Self
 from quire_operator import crd
 from quire_operator.reconcile.pinned import spec_digest
 from quire_operator.service import LLMService
-from quire_spec.catalogue import Catalogue
+from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ class Wanted:
         return cls(uid, generation, service, spec_digest(checked.body, service), "")
 
     @property
-    def catalogue(self) -> Catalogue | None:
+    def catalogue(self) -> AdapterCatalog | None:
         """What pods are told: the spec's adapters, and of a spec that cannot be used or is paused nothing new."""
         if self.service is None or self.service.spec.paused:
             return None

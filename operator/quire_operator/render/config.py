@@ -9,8 +9,8 @@ from typing import Any
 from quire_operator.render import names
 from quire_operator.render.cluster import Cluster
 from quire_operator.service import LLMService
-from quire_spec.catalogue import SecretRef, Source
-from quire_spec.document import compact
+from quire_spec.dataclass_json import drop_nulls
+from quire_spec.documents.adapter_catalog import SecretRef, Source
 from quire_spec.errors import ConfigError
 
 MAX_MAP_BYTES = 1_000_000
@@ -39,7 +39,7 @@ def catalogue_map(service: LLMService) -> dict[str, Any]:
     Raises:
         ConfigError: it would be larger than a ConfigMap can be.
     """
-    content = json.dumps(compact(service.catalogue().to_json()), separators=(",", ":"))
+    content = json.dumps(drop_nulls(service.catalogue().to_json()), separators=(",", ":"))
     if (size := len(content.encode())) > MAX_MAP_BYTES:
         raise ConfigError(
             f"spec.adapters: {len(service.spec.adapters)} adapters with their sources take {size} bytes, and "

@@ -11,7 +11,7 @@ from quire_operator.plan.plan import Plan
 from quire_operator.render import config, download, model, network, pod, scaling
 from quire_operator.render.cluster import Cluster
 from quire_operator.service import LLMService
-from quire_spec import names as spec_names
+from quire_spec import constants as spec_names
 
 Manifest = dict[str, Any]
 

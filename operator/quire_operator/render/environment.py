@@ -4,7 +4,7 @@
 from typing import Any
 
 from quire_operator.service import LLMService
-from quire_spec.address import POD_IP_VARIABLE
+from quire_spec.net.addresses import POD_IP_VARIABLE
 
 
 def environment(service: LLMService, **more: str) -> list[dict[str, Any]]:

@@ -14,10 +14,10 @@ from quire_operator.render import names
 from quire_operator.render.environment import environment
 from quire_operator.render.merge import merge
 from quire_operator.service import LLMService
-from quire_spec.catalogue import Source
-from quire_spec.document import compact, to_json
+from quire_spec.dataclass_json import drop_nulls, to_json
+from quire_spec.documents.adapter_catalog import Source
+from quire_spec.documents.download_progress import PROGRESS_PORT_VARIABLE
 from quire_spec.errors import ConfigError
-from quire_spec.progress import PORT_VARIABLE
 
 DOWNLOAD = "download"
 """Name of the container that downloads."""
@@ -106,7 +106,7 @@ def download_container(service: LLMService, image: str, security: dict[str, Any]
             f"--secrets-dir={names.SECRETS_DIR}",
             f"--report={_TERMINATION_LOG}",
         ],
-        "env": environment(service, **{PORT_VARIABLE: str(service.spec.runtime.ports.health)}),
+        "env": environment(service, **{PROGRESS_PORT_VARIABLE: str(service.spec.runtime.ports.health)}),
         "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
         "securityContext": security,
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -148,7 +148,7 @@ def downloads(service: LLMService) -> bool:
 
 def _identity(source: Source) -> dict[str, Any]:
     """The source without what is not set."""
-    found: dict[str, Any] = compact(to_json(source))
+    found: dict[str, Any] = drop_nulls(to_json(source))
     return found
 
 

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from quire_operator.service import LLMService
-from quire_spec import names as spec_names
+from quire_spec import constants as spec_names
 
 MANAGED_BY, MANAGER = "app.kubernetes.io/managed-by", "quire-operator"
 INSTANCE = "app.kubernetes.io/instance"

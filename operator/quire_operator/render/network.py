@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from quire_operator.render import model, names
 from quire_operator.render.cluster import Cluster
 from quire_operator.service import LLMService
-from quire_spec.catalogue import Source
+from quire_spec.documents.adapter_catalog import Source
 from quire_spec.errors import ConfigError
 
 _PROTOCOLS = {"http": "http", "grpc": "kubernetes.io/h2c", "metrics": "http", "health": "http"}

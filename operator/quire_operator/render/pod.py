@@ -16,8 +16,8 @@ from quire_operator.render import model, names, security
 from quire_operator.render.environment import environment
 from quire_operator.render.merge import merge
 from quire_operator.service import LLMService
-from quire_spec.address import ALL
 from quire_spec.errors import ConfigError
+from quire_spec.net.addresses import ANY_ADDRESS
 
 CONTAINER = names.SERVER
 PROPAGATION_S = 10
@@ -157,7 +157,7 @@ def arguments(service: LLMService) -> list[str]:
         f"--served-name={service.served_name}",
         f"--run-dir={names.RUN_DIR}",
         f"--cache-dir={names.CACHE_DIR}/adapters",
-        f"--host={ALL}",
+        f"--host={ANY_ADDRESS}",
         *(f"--{name}-port={getattr(ports, name)}" for name in ports.__slots__),
         f"--admin-key-file={names.ADMIN_DIR}/{names.ADMIN_KEY}",
         f"--secrets-dir={names.SECRETS_DIR}",

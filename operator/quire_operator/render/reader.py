@@ -10,7 +10,7 @@ from typing import Any
 from quire_operator.render import names, security
 from quire_operator.render.merge import merge
 from quire_operator.service import LLMService
-from quire_spec.catalogue import PvcSource
+from quire_spec.documents.adapter_catalog import PvcSource
 
 READER = "model-reader"
 """Component label of the Job and its pod."""

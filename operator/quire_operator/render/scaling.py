@@ -6,7 +6,7 @@ from typing import Any
 from quire_operator.plan.plan import Plan
 from quire_operator.render import names, pod
 from quire_operator.service import Autoscaling, LLMService
-from quire_spec import names as spec_names
+from quire_spec import constants as spec_names
 
 _QUEUE_SHARE = 8
 """A pod's queue is long when it has an eighth of the requests that the pod should have."""

@@ -26,9 +26,9 @@ from quire_kernels import (
     rotate_and_write,
     route,
 )
-from quire_spec.config import EngineConfig
-from quire_spec.sampling import SamplingParams
-from quire_spec.shape import ModelShape
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.model.model_config import ModelConfig
 
 CONFIG = EngineConfig(model="m", dtype="float32", max_model_len=64, block_size=8, max_num_seqs=4)
 FORMS = (choose, most_likely, paged_attention, rms_norm, rotate_and_write, *map(gated, ("silu", "gelu_pytorch_tanh")))
@@ -39,7 +39,7 @@ ADAPTER_FORMS = (add_lora, add_lora_rows, route)
 
 def _run(folder):
     """A prompt, then a step of its next token and another prompt; tokens, and log probabilities of the prompts."""
-    runner = TorchRunner(dataclasses.replace(CONFIG, model=str(folder)), ModelShape.load(folder), folder)
+    runner = TorchRunner(dataclasses.replace(CONFIG, model=str(folder)), ModelConfig.load(folder), folder)
     draw = torch.Generator().manual_seed(1)
     sequences = []
     for id, length in enumerate((21, 9)):
@@ -75,7 +75,7 @@ def test_a_step_of_a_graph_with_adapters(tmp_path, monkeypatch):
     forms, where the host sorts tokens by adapter."""
     folder = make_checkpoint(tmp_path, "llama")
     config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2, max_lora_rank=24)
-    runner = TorchRunner(config, ModelShape.load(folder), folder)
+    runner = TorchRunner(config, ModelConfig.load(folder), folder)
     runner._kv = KVCache(runner._model.shape, 12, 8, torch.float32, torch.device("cpu"), num_spare=1)
     monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
     graphs = DecodeGraphs(runner._model, runner._kv, 4, 64, 2, record=lambda step: step)

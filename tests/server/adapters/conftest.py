@@ -15,7 +15,7 @@ from quire_server.adapters.manager import AdapterManager
 from quire_server.clients.control_client import ConnectionLost
 from quire_server.clients.handles import CoreHandle, ProcessHandles, ServerHandle, TextHandle
 from quire_server.sources.adapter_cache import AdapterCache
-from quire_spec.catalogue import Catalogue
+from quire_spec.documents.adapter_catalog import AdapterCatalog
 
 
 class Process:
@@ -77,7 +77,7 @@ class World:
         self.board.resync()
 
     def want(self, generation, **folders):
-        self.board.set_catalog(Catalogue.from_json(catalogue(generation, **folders)))
+        self.board.set_catalog(AdapterCatalog.from_json(catalogue(generation, **folders)))
 
     def states(self):
         return {s.name: s.state.value for s in self.board.statuses()}

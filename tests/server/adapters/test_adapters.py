@@ -10,7 +10,7 @@ from support.supervised import adapter_folder, catalogue
 from quire_server.adapters import manager
 from quire_server.adapters.manager import StaleCatalog
 from quire_server.clients.handles import CoreHandle
-from quire_spec.catalogue import Catalogue, Mark
+from quire_spec.documents.adapter_catalog import AdapterCatalog, CatalogVersion
 from quire_spec.errors import ConfigError, InvalidArgument
 
 
@@ -105,12 +105,14 @@ async def test_names_answer_only_while_their_processes_hold_them(world, one, nam
 
 
 async def test_the_digest_tells_catalogues_apart_and_generations_not(world, one, two):
-    assert world.board.catalog_version == Mark(0, "")
+    assert world.board.catalog_version == CatalogVersion(0, "")
     world.want(1, a=one)
     first = world.board.catalog_version.digest
     world.want(2, a=one)
     assert (
-        world.board.catalog_version.digest == first == Catalogue.from_json(catalogue(9, a=one)).catalog_version.digest
+        world.board.catalog_version.digest
+        == first
+        == AdapterCatalog.from_json(catalogue(9, a=one)).catalog_version.digest
     )
     world.want(3, a=two)
     assert world.board.catalog_version.digest != first
@@ -158,11 +160,11 @@ async def test_an_older_catalogue_is_taken_in_the_place_of_the_one_that_it_names
     mark = world.board.catalog_version.digest
     for replaces in ("sha256:0", ""):
         with pytest.raises(StaleCatalog, match="2 is older than 5"):
-            world.board.set_catalog(Catalogue(2), replaces)
-    world.board.set_catalog(Catalogue(2), mark)
+            world.board.set_catalog(AdapterCatalog(2), replaces)
+    world.board.set_catalog(AdapterCatalog(2), mark)
     assert world.board.catalog_version.generation == 2 and world.board.statuses() == []
     with pytest.raises(StaleCatalog, match="1 is older than 2"):
-        world.board.set_catalog(Catalogue(1), mark)
+        world.board.set_catalog(AdapterCatalog(1), mark)
 
 
 async def test_a_defect_fails_one_adapter_and_is_logged(world, one, two, monkeypatch, caplog):

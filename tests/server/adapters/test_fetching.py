@@ -13,8 +13,8 @@ from quire_server.adapters import manager
 from quire_server.adapters.fetcher import AdapterFetcher, SourceOptions
 from quire_server.sources.adapter_cache import AdapterCache
 from quire_server.sources.factory import concurrency_key
-from quire_spec.catalogue import Source
-from quire_spec.document import from_json
+from quire_spec.dataclass_json import from_json
+from quire_spec.documents.adapter_catalog import Source
 from quire_spec.errors import Internal
 
 

@@ -17,9 +17,9 @@ from quire_server.adapters.fetcher import CachedAdapter
 from quire_server.adapters.manager import AdapterManager, StaleCatalog
 from quire_server.clients.control_client import ConnectionLost
 from quire_server.clients.handles import CoreHandle, ProcessHandles, ServerHandle, TextHandle
-from quire_spec.catalogue import Catalogue, Source
+from quire_spec.documents.adapter_catalog import AdapterCatalog, Source
+from quire_spec.documents.pod_status import AdapterState
 from quire_spec.errors import AccessDenied, InvalidArgument, Unavailable
-from quire_spec.status import AdapterState
 
 NAMES = ["a", "b", "c"]
 PLACES = [f"/{i}" for i in range(4)]
@@ -132,7 +132,7 @@ class World:
         ]
         return {"generation": generation, "adapters": adapters}
 
-    async def happen(self) -> Catalogue:
+    async def happen(self) -> AdapterCatalog:
         """Random things at random times; returns the last catalogue."""
         given, generation = [self.document(0)], 0
         for _ in range(self.draw.randint(3, 25)):
@@ -144,19 +144,19 @@ class World:
                 case what:
                     generation += self.draw.choice([0, 1])
                     given.append(self.document(0) if what == "new" else self.draw.choice(given))
-                    self.board.set_catalog(Catalogue.from_json(given[-1] | {"generation": generation}))
+                    self.board.set_catalog(AdapterCatalog.from_json(given[-1] | {"generation": generation}))
             if self.draw.random() < 0.6:
                 await asyncio.sleep(self.draw.choice([0.0, 0.1, 5.0]) * self.draw.random())
         for name in PROCESSES:
             if getattr(self.links, name) is None:
                 self.turn(name)
-        last = Catalogue.from_json(given[-1] | {"generation": generation + 1})
+        last = AdapterCatalog.from_json(given[-1] | {"generation": generation + 1})
         self.board.set_catalog(last)
         with pytest.raises(StaleCatalog):
-            self.board.set_catalog(Catalogue(generation))
+            self.board.set_catalog(AdapterCatalog(generation))
         return last
 
-    def check(self, last: Catalogue) -> None:
+    def check(self, last: AdapterCatalog) -> None:
         statuses = {status.name: status for status in self.board.statuses()}
         assert statuses.keys() == {adapter.name for adapter in last.adapters}
         for adapter in last.adapters:
@@ -165,7 +165,7 @@ class World:
                 assert (status.state, status.digest) == (AdapterState.READY, content)
                 assert self.text.names[adapter.name] == content
                 assert self.links.text and self.links.text.limits.get(adapter.name) == adapter.limits
-                assert (adapter.name in self.server.models) == (adapter.name in last.exposed())
+                assert (adapter.name in self.server.models) == (adapter.name in last.exposed_names())
             else:
                 # Or it has been there before.
                 assert status.state is AdapterState.FAILED or content in ("away", "denied", "hostile")
@@ -175,7 +175,7 @@ class World:
         for digest, pinned in self.core.adapters.items():
             assert digest in self.board.digests_in_use() and pinned == self.board._is_pinned(digest)
         assert set(self.text.names.values()) <= self.core.adapters.keys()
-        assert self.server.models <= self.text.names.keys() & last.exposed()
+        assert self.server.models <= self.text.names.keys() & last.exposed_names()
 
 
 @pytest.mark.parametrize("first", range(0, 800, 100))

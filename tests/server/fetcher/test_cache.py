@@ -14,8 +14,8 @@ from support.sources import serve
 from quire_server.adapters.fetcher import AdapterFetcher
 from quire_server.sources.adapter_cache import AdapterCache
 from quire_server.sources.factory import SourceOptions
-from quire_spec.catalogue import HttpSource, Source
-from quire_spec.digest import CONFIG_FILE
+from quire_spec.documents.adapter_catalog import HttpSource, Source
+from quire_spec.documents.adapter_digest import CONFIG_FILE
 from quire_spec.errors import Unavailable
 
 

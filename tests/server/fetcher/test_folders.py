@@ -9,8 +9,8 @@ import pytest
 from support.fetching import BOTH, CONFIG, WEIGHTS, content, fetcher, folder_with
 
 from quire_server.sources.resumable_download import ResumableDownload
-from quire_spec.catalogue import PvcSource, Source
-from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
+from quire_spec.documents.adapter_catalog import PvcSource, Source
+from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 
 

@@ -14,10 +14,10 @@ from aiohttp.test_utils import TestServer
 from support.fetching import BOTH, WEIGHTS, content, fetcher
 from support.sources import serve
 
-from quire_spec.answer import retry_after_s
-from quire_spec.catalogue import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
-from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE
+from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
+from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
+from quire_spec.net.http_errors import parse_retry_after
 
 
 async def test_http(tmp_path, web):
@@ -217,7 +217,7 @@ async def test_a_question_that_is_not_answered_once_does_not_cost_what_was_read(
     ],
 )
 def test_how_long_a_place_asks_us_to_wait(value, seconds):
-    assert retry_after_s(value, datetime(2026, 1, 1, tzinfo=UTC)) == seconds
+    assert parse_retry_after(value, datetime(2026, 1, 1, tzinfo=UTC)) == seconds
 
 
 async def test_a_place_is_left_alone_as_long_as_it_asks_for(tmp_path, web):

@@ -8,8 +8,8 @@ import pytest
 from support.fetching import BOTH, WEIGHTS, at, content, fetcher
 from support.sources import Files, Hub, serve
 
-from quire_spec.catalogue import HuggingFaceSource, SecretRef, Source
-from quire_spec.digest import WEIGHTS_FILE
+from quire_spec.documents.adapter_catalog import HuggingFaceSource, SecretRef, Source
+from quire_spec.documents.adapter_digest import WEIGHTS_FILE
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -9,8 +9,8 @@ from aiohttp import web as aio
 from support.fetching import BOTH, WEIGHTS, at, content, fetcher
 from support.sources import Bucket, Files, serve
 
-from quire_spec.catalogue import S3Source, SecretRef, Source
-from quire_spec.digest import CONFIG_FILE, WEIGHTS_FILE
+from quire_spec.documents.adapter_catalog import S3Source, SecretRef, Source
+from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, Unavailable
 
 

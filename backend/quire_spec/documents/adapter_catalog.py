@@ -12,12 +12,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from quire_spec import names
-from quire_spec.document import compact, from_json, load, to_json
+from quire_spec import constants
+from quire_spec.dataclass_json import drop_nulls, from_json, read_json, to_json
 from quire_spec.errors import ConfigError
 
 MAX_ADAPTERS = 4096
-REPLACES = "Quire-Replaces"
+REPLACES_HEADER = "Quire-Replaces"
 """Header of PUT /adapters: the digest of the catalogue that is to be replaced, even where that has a higher generation.
 
 For whoever has seen what the pod works on and knows that it is no later state of the same service but one that never
@@ -94,15 +94,17 @@ class Source:
     path: str | None = None
     """A folder of this machine; for `quire serve` only."""
 
-    def check(self, where: str) -> None:
+    def validate(self, field_path: str) -> None:
         """Raise ConfigError unless exactly one place is given."""
-        given = [kind for kind in self.__slots__ if getattr(self, kind) is not None]
-        if len(given) != 1:
-            found = ", ".join(given) or "none"
-            raise ConfigError(f"{where}: exactly one of {', '.join(self.__slots__)} is needed, found {found}")
+        present_kinds = [kind for kind in self.__slots__ if getattr(self, kind) is not None]
+        if len(present_kinds) != 1:
+            present_text = ", ".join(present_kinds) or "none"
+            raise ConfigError(
+                f"{field_path}: exactly one of {', '.join(self.__slots__)} is needed, found {present_text}"
+            )
 
     @property
-    def secret(self) -> SecretRef | None:
+    def secret_ref(self) -> SecretRef | None:
         """What its reader is let in by."""
         if self.huggingFace is not None:
             return self.huggingFace.tokenSecretRef
@@ -120,15 +122,15 @@ class AdapterLimits:
     maxTokensPerSecond: int | None = None
     """Tokens of prompts and outputs together, on average; None: any number. Ten seconds' worth can be saved up."""
 
-    def check(self, where: str) -> None:
+    def validate(self, field_path: str) -> None:
         """Raise ConfigError for a limit that lets nothing through."""
         for name in self.__slots__:
             if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{where}.{name}: {value} is less than 1; leave it out for no limit")
+                raise ConfigError(f"{field_path}.{name}: {value} is less than 1; leave it out for no limit")
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class AdapterSpec:
     """One adapter of the catalogue."""
 
     name: str
@@ -141,7 +143,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class CatalogVersion:
     """By what a catalogue is known without its adapters."""
 
     generation: int
@@ -150,12 +152,12 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Catalogue:
+class AdapterCatalog:
     """The adapters a pod should hold."""
 
     generation: int = 0
     """Rises with every change; a document with a lower one is stale, unless it says what it replaces (REPLACES)."""
-    adapters: tuple[Adapter, ...] = ()
+    adapters: tuple[AdapterSpec, ...] = ()
 
     @classmethod
     def from_json(cls, data: object) -> Self:
@@ -169,10 +171,10 @@ class Catalogue:
             raise ConfigError(f"adapters: {len(catalogue.adapters)} entries; at most {MAX_ADAPTERS} are allowed")
         seen: set[str] = set()
         for i, adapter in enumerate(catalogue.adapters):
-            names.check_model_name(adapter.name, f"adapters[{i}].name")
-            adapter.source.check(f"adapters[{i}].source")
+            constants.check_model_name(adapter.name, f"adapters[{i}].name")
+            adapter.source.validate(f"adapters[{i}].source")
             if adapter.limits is not None:
-                adapter.limits.check(f"adapters[{i}].limits")
+                adapter.limits.validate(f"adapters[{i}].limits")
             if adapter.name in seen:
                 raise ConfigError(f"adapters[{i}].name: {adapter.name!r} is there twice")
             seen.add(adapter.name)
@@ -181,7 +183,7 @@ class Catalogue:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read adapters.json from `path`; raises ConfigError as `from_json` does, also for text that is not JSON."""
-        return cls.from_json(load(path))
+        return cls.from_json(read_json(path))
 
     def to_json(self) -> dict[str, Any]:
         """Every field with its value, fit for `from_json`."""
@@ -189,14 +191,14 @@ class Catalogue:
         return document
 
     @property
-    def mark(self) -> Mark:
+    def version(self) -> CatalogVersion:
         """Generation and digest. What is not set is not in the digest: a field that comes later changes none."""
-        text = json.dumps(compact(to_json(self.adapters)), sort_keys=True, separators=(",", ":"))
-        return Mark(self.generation, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
+        text = json.dumps(drop_nulls(to_json(self.adapters)), sort_keys=True, separators=(",", ":"))
+        return CatalogVersion(self.generation, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
 
-    def exposed(self) -> frozenset[str]:
+    def exposed_names(self) -> frozenset[str]:
         """Names that get a server model: those that ask for it, and the first of the others up to the limit."""
-        asked = [a.name for a in self.adapters if a.expose is Expose.MODEL]
-        open_to_it = [a.name for a in self.adapters if a.expose is None]
-        room = max(0, names.MAX_EXPOSED_ADAPTERS - len(asked))
-        return frozenset(asked + open_to_it[:room])
+        explicit_names = [a.name for a in self.adapters if a.expose is Expose.MODEL]
+        default_names = [a.name for a in self.adapters if a.expose is None]
+        num_free = max(0, constants.MAX_EXPOSED_ADAPTERS - len(explicit_names))
+        return frozenset(explicit_names + default_names[:num_free])

@@ -5,9 +5,9 @@ One table, so that a plan never asks for what the engine does not have. The engi
 every architecture listed here has a model class, and the other way round.
 """
 
-from quire_spec.families import FAMILIES
+from quire_spec.model.architectures import ARCHITECTURES
 
-ARCHITECTURES = tuple(FAMILIES)
+SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 ACTIVATION_ALIASES = {"swish": "silu"}
 """Other names that transformers has for them."""

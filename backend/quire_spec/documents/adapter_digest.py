@@ -45,11 +45,13 @@ def adapter_digest(folder: Path) -> str:
     sha = hashlib.sha256()
     for name in ADAPTER_FILES:
         path = folder / name
-        sha.update(_length(len(name.encode())) + name.encode() + _length(path.stat().st_size) + file_sha256(path))
+        sha.update(
+            _encode_length(len(name.encode())) + name.encode() + _encode_length(path.stat().st_size) + file_sha256(path)
+        )
     return f"sha256:{sha.hexdigest()}"
 
 
-class KnownDigests:
+class DigestCache:
     """Digests of adapters' folders, whose files are read again only when they changed: 5 ms for each 10 MB are saved.
 
     A file that changed has another inode, size or time. Git's index knows files in the same way, and reads those that
@@ -57,23 +59,23 @@ class KnownDigests:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[object, str]] = {}
+        self._entries: dict[Path, tuple[object, str]] = {}
 
-    def of(self, folder: Path) -> str:
+    def get(self, folder: Path) -> str:
         """The folder's `adapter_digest`. Raises as that."""
         now = time.time()
-        statuses = [os.stat(folder / name) for name in ADAPTER_FILES]
-        files = tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in statuses)
-        known = self._known.get(folder)
-        if known is not None and known[0] == files:
-            return known[1]
+        stats = [os.stat(folder / name) for name in ADAPTER_FILES]
+        file_stats = tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
+        cached = self._entries.get(folder)
+        if cached is not None and cached[0] == file_stats:
+            return cached[1]
         digest = adapter_digest(folder)
-        if max(max(s.st_mtime, s.st_ctime) for s in statuses) < now - _RACY_S:
-            self._known[folder] = (files, digest)
+        if max(max(s.st_mtime, s.st_ctime) for s in stats) < now - _RACY_S:
+            self._entries[folder] = (file_stats, digest)
         else:
-            self._known.pop(folder, None)
+            self._entries.pop(folder, None)
         return digest
 
 
-def _length(value: int) -> bytes:
+def _encode_length(value: int) -> bytes:
     return struct.pack("<Q", value)

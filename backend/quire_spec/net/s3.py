@@ -12,28 +12,32 @@ from datetime import timedelta
 from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
-from quire_spec import answer
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
-from quire_spec.secret import said
+from quire_spec.net import http_errors
+from quire_spec.net.redaction import describe_error
 
-KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+CREDENTIAL_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 """What a bucket's Secret holds; the last is not always needed."""
-SIGNED_FOR = timedelta(minutes=15)
+SIGNED_URL_LIFETIME = timedelta(minutes=15)
 """How long a signed URL can be used, by the bucket's clock: as far as AWS lets two clocks differ."""
 MAX_ERROR_BYTES = 2**14
 """Of a bad answer, what is read to find its code."""
 _DEFAULT_REGION = "us-east-1"
-_NOBODY = {"access_key_id": "-", "secret_access_key": "-"}
+_ANONYMOUS_CREDENTIALS = {"access_key_id": "-", "secret_access_key": "-"}
 """Who signs URLs of public buckets, which are then asked without a signature."""
-_AMBIENT = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
+_AMBIENT_CREDENTIAL_VARIABLES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
 """Environment that a platform gives a pod an identity with. Without any, requests go unsigned: public buckets."""
 
 
-_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
-_OF_TLS = re.compile(
+_ERROR_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_TLS_ERROR = re.compile(
     r"(?:InvalidCertificate|AlertReceived|InvalidMessage|PeerMisbehaved)\(\W*(?:Other\W+OtherError\W+)?(\w+)"
 )
-_OF_SYSTEM = re.compile(r'(?:message|error): "([\w :,-]{1,200}?)(?:: http|")')
+_SYSTEM_ERROR = re.compile(r'(?:message|error): "([\w :,-]{1,200}?)(?:: http|")')
 _ENDPOINT = re.compile(r"https?://(?P<host>[\w.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/[\w.~/-]*)?", re.ASCII)
 
 
@@ -87,46 +91,46 @@ def store_options(
         options["secret_access_key"] = credentials["AWS_SECRET_ACCESS_KEY"]
         if token := credentials.get("AWS_SESSION_TOKEN"):
             options["session_token"] = token
-    elif not any(environment.get(name) for name in _AMBIENT):
-        options |= _NOBODY
+    elif not any(environment.get(name) for name in _AMBIENT_CREDENTIAL_VARIABLES):
+        options |= _ANONYMOUS_CREDENTIALS
     return options
 
 
-def address(url: str, options: Mapping[str, Any]) -> str:
+def object_url(url: str, options: Mapping[str, Any]) -> str:
     """What is asked of a bucket that was opened with these options: a URL that obstore signed, or the bare one where
     nobody did."""
-    return url.partition("?")[0] if options.items() >= _NOBODY.items() else url
+    return url.partition("?")[0] if options.items() >= _ANONYMOUS_CREDENTIALS.items() else url
 
 
-def refused(where: str, status: int, headers: Mapping[str, str], body: bytes) -> Unavailable:
+def error_from_status(source: str, status: int, headers: Mapping[str, str], body: bytes) -> Unavailable:
     """What a bucket's bad answer says, in words that hold no secret; `body` is its beginning."""
     if status in (401, 403):
-        return AccessDenied(f"{where}: access denied; the Secret is missing, wrong, or lacks access")
+        return AccessDenied(f"{source}: access denied; the Secret is missing, wrong, or lacks access")
     # Nothing else of it: a bucket quotes the request, with its token.
-    found = _CODE.search(body.decode(errors="replace"))
-    code = f" {found[1]}" if found else ""
+    match = _ERROR_CODE.search(body.decode(errors="replace"))
+    code = f" {match[1]}" if match else ""
     if status == 400:
         return AccessDenied(
-            f"{where}: HTTP 400{code}; the source's secret is wrong or no longer good, or its region is another"
+            f"{source}: HTTP 400{code}; the source's secret is wrong or no longer good, or its region is another"
         )
     if status == 301:
-        return Unavailable(f"{where}: HTTP 301{code}; the bucket is in another region; correct region or endpoint")
-    return answer.refused(where, status, headers, code)
+        return Unavailable(f"{source}: HTTP 301{code}; the bucket is in another region; correct region or endpoint")
+    return http_errors.error_from_status(source, status, headers, code)
 
 
-def unsigned(where: str, error: BaseException) -> Unavailable:
+def signing_error(source: str, error: BaseException) -> Unavailable:
     """Why obstore could not sign: the platform that was asked for an identity gave none."""
-    return Unavailable(f"{where}: {_said(error)}")
+    return Unavailable(f"{source}: {_describe_signing_error(error)}")
 
 
-def _said(error: BaseException) -> str:
+def _describe_signing_error(error: BaseException) -> str:
     """obstore's words of no answer: its own are the same for every cause, which is in the debug output below them."""
-    words = said(error).rpartition(" - ")[2]
-    if "error sending request" not in words:
+    text = describe_error(error).rpartition(" - ")[2]
+    if "error sending request" not in text:
         # What comes before the dash is the URL and how long it took.
-        return words
-    if found := _OF_TLS.search(str(error)):
-        return f"TLS fails: {found[1]}"
-    if found := _OF_SYSTEM.search(str(error)):
-        return found[1]
-    return "no answer in time" if "TimedOut" in str(error) else words
+        return text
+    if match := _TLS_ERROR.search(str(error)):
+        return f"TLS fails: {match[1]}"
+    if match := _SYSTEM_ERROR.search(str(error)):
+        return match[1]
+    return "no answer in time" if "TimedOut" in str(error) else text

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from quire_spec import capability
-from quire_spec.document import from_json, load, to_json
+from quire_spec.dataclass_json import from_json, read_json, to_json
 from quire_spec.errors import ConfigError
+from quire_spec.model import capabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +108,14 @@ class EngineConfig:
     """Seeds requests that bring none."""
 
     @property
-    def host_loras(self) -> int:
+    def max_host_loras(self) -> int:
         """Adapters kept in host memory."""
         if self.max_cpu_loras is not None:
             return self.max_cpu_loras
         return 4 * self.max_loras if self.cpu_lora_memory_bytes is None else sys.maxsize
 
     @property
-    def steps_ahead(self) -> bool:
+    def overlap_steps(self) -> bool:
         """Whether steps are begun while the one before them computes."""
         return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
 
@@ -133,7 +133,7 @@ class EngineConfig:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read engine.json from `path`; raises ConfigError as `from_json` does, also for text that is not JSON."""
-        return cls.from_json(load(path))
+        return cls.from_json(read_json(path))
 
     def to_json(self) -> dict[str, Any]:
         """Every field with its value, fit for `from_json`."""
@@ -144,24 +144,24 @@ class EngineConfig:
         """Raise ConfigError for the first field that is out of range or beyond the capability table."""
         self._check_choices()
         self._check_ranges()
-        if self.max_loras > self.host_loras:
+        if self.max_loras > self.max_host_loras:
             raise ConfigError(
                 f"max_cpu_loras: {self.max_cpu_loras} is less than max_loras {self.max_loras}; "
                 "every adapter in a slot also has a host copy"
             )
-        if self.speculative_config and not capability.SPECULATION:
+        if self.speculative_config and not capabilities.SPECULATION:
             raise ConfigError("speculative_config: not supported by this engine yet; remove it")
 
     def _check_choices(self) -> None:
         choices: list[tuple[str, object, tuple[object, ...]]] = [
-            ("device", self.device, capability.DEVICES),
-            ("dtype", self.dtype, capability.DTYPES),
-            ("block_size", self.block_size, capability.BLOCK_SIZES),
-            ("scheduling_policy", self.scheduling_policy, capability.SCHEDULING_POLICIES),
-            ("tensor_parallel_size", self.tensor_parallel_size, capability.TENSOR_PARALLEL_SIZES),
-            ("kv_cache_dtype", self.kv_cache_dtype, capability.KV_CACHE_DTYPES),
-            ("quantization", self.quantization, (None, *capability.QUANTIZATIONS)),
-            ("max_lora_rank", self.max_lora_rank, capability.LORA_RANKS),
+            ("device", self.device, capabilities.DEVICES),
+            ("dtype", self.dtype, capabilities.DTYPES),
+            ("block_size", self.block_size, capabilities.BLOCK_SIZES),
+            ("scheduling_policy", self.scheduling_policy, capabilities.SCHEDULING_POLICIES),
+            ("tensor_parallel_size", self.tensor_parallel_size, capabilities.TENSOR_PARALLEL_SIZES),
+            ("kv_cache_dtype", self.kv_cache_dtype, capabilities.KV_CACHE_DTYPES),
+            ("quantization", self.quantization, (None, *capabilities.QUANTIZATIONS)),
+            ("max_lora_rank", self.max_lora_rank, capabilities.LORA_RANKS),
         ]
         for name, value, allowed in choices:
             if value not in allowed:

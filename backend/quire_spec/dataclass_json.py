@@ -14,12 +14,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from quire_spec.errors import ConfigError, short
+from quire_spec.errors import ConfigError, truncated_repr
 
 T = TypeVar("T")
 
 
-def from_json(cls: type[T], data: object, where: str = "", newer: bool = False) -> T:
+def from_json(cls: type[T], data: object, field_path: str = "", ignore_unknown: bool = False) -> T:
     """Build the dataclass `cls` from parsed JSON.
 
     `where` is the path of `data` in its document, for messages. `newer`: unknown keys are left out, as for a document
@@ -30,22 +30,27 @@ def from_json(cls: type[T], data: object, where: str = "", newer: bool = False) 
         ConfigError: a key is unknown or missing, or a value has the wrong type.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where or cls.__name__}: expected an object, found {_kind(data)}")
+        raise ConfigError(f"{field_path or cls.__name__}: expected an object, found {_type_name(data)}")
     hints = typing.get_type_hints(cls)
-    if newer:
+    if ignore_unknown:
         data = {key: value for key, value in data.items() if key in hints}
     elif unknown := sorted(set(data) - set(hints)):
         raise ConfigError(
-            f"{_join(where, str(unknown[0]))}: unknown field; {cls.__name__} has {', '.join(sorted(hints))}"
+            f"{_join_path(field_path, str(unknown[0]))}: unknown field; {cls.__name__} has {', '.join(sorted(hints))}"
         )
     for field in dataclasses.fields(cast(Any, cls)):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in data:
-            raise ConfigError(f"{_join(where, field.name)}: missing; {cls.__name__} needs it")
-    return cls(**{key: _value(hints[key], value, _join(where, key), newer) for key, value in data.items()})
+            raise ConfigError(f"{_join_path(field_path, field.name)}: missing; {cls.__name__} needs it")
+    return cls(
+        **{
+            key: _convert_value(hints[key], value, _join_path(field_path, key), ignore_unknown)
+            for key, value in data.items()
+        }
+    )
 
 
-def load(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     """A JSON file, parsed.
 
     Raises:
@@ -57,12 +62,12 @@ def load(path: Path) -> Any:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def load_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object; raises ConfigError as `load` does, also for anything else."""
-    found = load(path)
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: expected an object, found {_kind(found)}")
-    return found
+    document = read_json(path)
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: expected an object, found {_type_name(document)}")
+    return document
 
 
 def to_json(value: object) -> Any:
@@ -78,70 +83,76 @@ def to_json(value: object) -> Any:
     return value
 
 
-def compact(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """A JSON value without the fields that are null, at every depth."""
     if isinstance(value, Mapping):
-        return {key: compact(item) for key, item in value.items() if item is not None}
-    return [compact(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _value(hint: Any, value: object, where: str, newer: bool) -> Any:
+def _convert_value(hint: Any, value: object, field_path: str, ignore_unknown: bool) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object:
         return value
     if origin in (typing.Union, types.UnionType):
-        return _union(args, value, where, newer)
+        return _convert_union(args, value, field_path, ignore_unknown)
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{where}: expected a list, found {_kind(value)}")
-        return origin(_value(args[0], item, f"{where}[{i}]", newer) for i, item in enumerate(value))
+            raise ConfigError(f"{field_path}: expected a list, found {_type_name(value)}")
+        return origin(
+            _convert_value(args[0], item, f"{field_path}[{i}]", ignore_unknown) for i, item in enumerate(value)
+        )
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: expected an object, found {_kind(value)}")
-        return {str(k): _value(args[1], v, _join(where, str(k)), newer) for k, v in value.items()}
+            raise ConfigError(f"{field_path}: expected an object, found {_type_name(value)}")
+        return {
+            str(k): _convert_value(args[1], v, _join_path(field_path, str(k)), ignore_unknown) for k, v in value.items()
+        }
     if dataclasses.is_dataclass(hint):
-        return from_json(cast(type, hint), value, where, newer)
+        return from_json(cast(type, hint), value, field_path, ignore_unknown)
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return _enum(hint, value, where)
-    return _scalar(hint, value, where)
+        return _convert_enum(hint, value, field_path)
+    return _convert_scalar(hint, value, field_path)
 
 
-def _union(args: tuple[Any, ...], value: object, where: str, newer: bool) -> Any:
+def _convert_union(args: tuple[Any, ...], value: object, field_path: str, ignore_unknown: bool) -> Any:
     if value is None and type(None) in args:
         return None
     choices = [a for a in args if a is not type(None)]
     for choice in choices[:-1]:
         try:
-            return _value(choice, value, where, newer)
+            return _convert_value(choice, value, field_path, ignore_unknown)
         except ConfigError:
             continue
-    return _value(choices[-1], value, where, newer)
+    return _convert_value(choices[-1], value, field_path, ignore_unknown)
 
 
-def _enum(hint: type[Enum], value: object, where: str) -> Enum:
+def _convert_enum(hint: type[Enum], value: object, field_path: str) -> Enum:
     for member in hint:
         if member.value == value:
             return member
-    raise ConfigError(f"{where}: {value!r} is not one of {', '.join(str(m.value) for m in hint)}")
+    raise ConfigError(f"{field_path}: {value!r} is not one of {', '.join(str(m.value) for m in hint)}")
 
 
-def _scalar(hint: Any, value: object, where: str) -> Any:
+def _convert_scalar(hint: Any, value: object, field_path: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{where}: expected {_name(hint)}, found {_kind(value)} {short(value)}")
+        raise ConfigError(
+            f"{field_path}: expected {_expected_type(hint)}, found {_type_name(value)} {truncated_repr(value)}"
+        )
     return value
 
 
-def _join(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
+def _join_path(field_path: str, key: str) -> str:
+    return f"{field_path}.{key}" if field_path else key
 
 
-def _name(hint: Any) -> str:
+def _expected_type(hint: Any) -> str:
     return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}.get(hint, str(hint))
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     if value is None:
         return "null"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list"}

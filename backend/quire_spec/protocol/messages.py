@@ -25,7 +25,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class GenerateRequest:
     """frontend -> text: generate. Answered by Events until one is final."""
 
     id: int
@@ -43,21 +43,21 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelRequests:
     """frontend -> text: the client has gone; no more events are wanted for these ids."""
 
     ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RequestRejected:
     """frontend -> text: a request was wrong and got its error; no Submit follows. For the metrics."""
 
     code: str
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class OutputDelta:
     """What is new for one output of a request; the request's last when it has an error code, or a finish_reason and no
     other output goes on."""
 
@@ -78,45 +78,45 @@ class Event:
     """As logprobs, for each token of the prompt, null for the first; in one event of a request that asks."""
     index: int = 0
     """Of the output that this is about, among those of the request."""
-    more: bool = False
+    other_outputs_pending: bool = False
     """Other outputs of the request are not finished."""
 
     @property
     def final(self) -> bool:
         """True for the last event of a request."""
-        return (self.finish_reason is not None and not self.more) or self.error_code is not None
+        return (self.finish_reason is not None and not self.other_outputs_pending) or self.error_code is not None
 
 
-def joined(events: Sequence[Event]) -> Event:
+def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
     """One event that says what `events`, successive ones of an output, say together."""
-    last = events[-1]
-    if len(events) == 1:
+    last = deltas[-1]
+    if len(deltas) == 1:
         return last
-    with_logprobs = [event.logprobs for event in events if event.logprobs is not None]
+    with_logprobs = [event.logprobs for event in deltas if event.logprobs is not None]
     return dataclasses.replace(
         last,
-        text="".join(event.text for event in events),
-        token_ids=[token for event in events for token in event.token_ids],
+        text="".join(event.text for event in deltas),
+        token_ids=[token for event in deltas for token in event.token_ids],
         logprobs=[position for positions in with_logprobs for position in positions] if with_logprobs else None,
-        prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs), None),
+        prompt_logprobs=next((event.prompt_logprobs for event in deltas if event.prompt_logprobs), None),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Events:
+class OutputDeltas:
     """text -> frontend."""
 
-    events: list[Event]
+    deltas: list[OutputDelta]
 
 
 @dataclass(frozen=True, slots=True)
-class Generate:
+class SequenceRequest:
     """text -> core: run this sequence."""
 
     id: int
     prompt_token_ids: list[int]
     params: dict[str, Any]
-    adapter: str | None = None
+    adapter_digest: str | None = None
     """Content digest."""
     cache_salt: str | None = None
     bad_word_ids: list[list[int]] = field(default_factory=list)
@@ -129,14 +129,14 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortSequences:
     """text -> core: stop these sequences; no more results are wanted for them."""
 
     ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceResult:
+class SequenceDelta:
     """New tokens of one sequence; the last when finish_reason or error_code is set."""
 
     id: int
@@ -153,7 +153,7 @@ class SequenceResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class SchedulerStats:
     """State of the scheduler after a step; counters count from the core's start."""
 
     num_running: int = 0
@@ -184,13 +184,13 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterMove:
+class AdapterEvent:
     """An adapter has come to host memory or to a slot, or has lost its slot to another one."""
 
-    place: str
+    kind: str
     """host, slot or evicted."""
     digest: str
-    seconds: float = 0.0
+    duration_s: float = 0.0
     """That it took to come, waiting for others included."""
 
 
@@ -198,16 +198,16 @@ class AdapterMove:
 class StepResult:
     """core -> text: what one step produced."""
 
-    results: list[SequenceResult]
-    started: list[int]
+    results: list[SequenceDelta]
+    started_ids: list[int]
     """Sequences that this step ran for the first time: they no longer count as queued."""
-    stats: Stats
-    moves: list[AdapterMove] = field(default_factory=list)
+    stats: SchedulerStats
+    adapter_events: list[AdapterEvent] = field(default_factory=list)
     """Since the step before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ControlRequest:
     """supervisor -> text or core: do `method`. Answered by one Reply with the same id."""
 
     id: int
@@ -216,7 +216,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ControlResponse:
     """The answer to a Call."""
 
     id: int
@@ -225,40 +225,71 @@ class Reply:
     error: str = ""
 
 
-Message = Hello | Submit | Cancel | Refused | Events | Generate | Abort | StepResult | Call | Reply
+IpcMessage = (
+    Hello
+    | GenerateRequest
+    | CancelRequests
+    | RequestRejected
+    | OutputDeltas
+    | SequenceRequest
+    | AbortSequences
+    | StepResult
+    | ControlRequest
+    | ControlResponse
+)
 
-_TYPES: dict[str, type[Any]] = {
-    cls.__name__: cls for cls in (Hello, Submit, Cancel, Refused, Events, Generate, Abort, StepResult, Call, Reply)
+_MESSAGE_TYPES: dict[str, type[Any]] = {
+    cls.__name__: cls
+    for cls in (
+        Hello,
+        GenerateRequest,
+        CancelRequests,
+        RequestRejected,
+        OutputDeltas,
+        SequenceRequest,
+        AbortSequences,
+        StepResult,
+        ControlRequest,
+        ControlResponse,
+    )
 }
 
-_INNER = (Event, SequenceResult, Stats, AdapterMove)
+_NESTED_TYPES = (OutputDelta, SequenceDelta, SchedulerStats, AdapterEvent)
 
 
-def _reader(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+def _field_getter(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
     """What reads the fields of a message, in order."""
-    first, *others = (field.name for field in dataclasses.fields(cls))
+    first_name, *other_names = (field.name for field in dataclasses.fields(cls))
     # With one name, attrgetter gives no tuple.
-    return attrgetter(first, *others) if others else lambda message: (getattr(message, first),)
+    return attrgetter(first_name, *other_names) if other_names else lambda message: (getattr(message, first_name),)
 
 
 # Made once: frames are made thousands of times a second.
-_VALUES = {cls: _reader(cls) for cls in (*_TYPES.values(), *_INNER)}
+_FIELD_GETTERS = {cls: _field_getter(cls) for cls in (*_MESSAGE_TYPES.values(), *_NESTED_TYPES)}
 
-_DEFAULTS = tuple(field.default for field in dataclasses.fields(SequenceResult))[2:]
+_SEQUENCE_DELTA_DEFAULTS = tuple(field.default for field in dataclasses.fields(SequenceDelta))[2:]
 
 
-def payload_of(message: Message) -> list[Any]:
+def encode_message(message: IpcMessage) -> list[Any]:
     """JSON form: type name, then the fields in order. Shorter than an object and faster to read."""
-    if isinstance(message, Events):
-        return ["Events", list(map(_VALUES[Event], message.events))]
+    if isinstance(message, OutputDeltas):
+        return ["OutputDeltas", list(map(_FIELD_GETTERS[OutputDelta], message.deltas))]
     if isinstance(message, StepResult):
-        results = [_result_values(result) for result in message.results]
-        moves = [list(map(_VALUES[AdapterMove], message.moves))] if message.moves else []
-        return ["StepResult", results, message.started, _VALUES[Stats](message.stats), *moves]
-    return [type(message).__name__, *_VALUES[type(message)](message)]
+        results = [_encode_sequence_delta(result) for result in message.results]
+        encoded_events = (
+            [list(map(_FIELD_GETTERS[AdapterEvent], message.adapter_events))] if message.adapter_events else []
+        )
+        return [
+            "StepResult",
+            results,
+            message.started_ids,
+            _FIELD_GETTERS[SchedulerStats](message.stats),
+            *encoded_events,
+        ]
+    return [type(message).__name__, *_FIELD_GETTERS[type(message)](message)]
 
 
-def message_from(payload: Any) -> Message:
+def decode_message(payload: Any) -> IpcMessage:
     """Undo `payload_of`.
 
     Raises:
@@ -266,19 +297,19 @@ def message_from(payload: Any) -> Message:
     """
     try:
         name, *values = payload
-        if name == "Events":
-            return Events([Event(*event) for event in values[0]])
+        if name == "OutputDeltas":
+            return OutputDeltas([OutputDelta(*event) for event in values[0]])
         if name == "StepResult":
-            results, started, stats, *moves = values
-            moved = [AdapterMove(*move) for move in moves[0]] if moves else []
-            return StepResult([SequenceResult(*r) for r in results], started, Stats(*stats), moved)
-        message: Message = _TYPES[name](*values)
+            results, started, stats, *encoded_events = values
+            adapter_events = [AdapterEvent(*move) for move in encoded_events[0]] if encoded_events else []
+            return StepResult([SequenceDelta(*r) for r in results], started, SchedulerStats(*stats), adapter_events)
+        message: IpcMessage = _MESSAGE_TYPES[name](*values)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise Internal(f"not a message: {str(payload)[:80]!r}") from error
     return message
 
 
-def _result_values(result: SequenceResult) -> tuple[Any, ...]:
+def _encode_sequence_delta(result: SequenceDelta) -> tuple[Any, ...]:
     """Nearly all are tokens and nothing else: defaults at the end are left out."""
-    values = _VALUES[SequenceResult](result)
-    return values if values[2:] != _DEFAULTS else values[:2]
+    values = _FIELD_GETTERS[SequenceDelta](result)
+    return values if values[2:] != _SEQUENCE_DELTA_DEFAULTS else values[:2]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_spec.config_json import ConfigJson
+from quire_spec.model.hf_config import HFConfigReader
 
 LLAMA_LINEARS = {
     "self_attn.q_proj": ("hidden", "q"),
@@ -37,7 +37,7 @@ PHI3_LINEARS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class Architecture:
     """A row of the table; what it leaves out is as in Llama."""
 
     module: str
@@ -47,69 +47,71 @@ class Family:
     """Each linear of a layer by its path there: size of its input and output, see `sizing.linears`. Adapters can
     change all of them."""
 
-    layers: str = "model.layers"
+    layers_path: str = "model.layers"
     """Path of the layers in a checkpoint."""
 
-    names: Mapping[str, str] = field(default_factory=dict)
+    key_aliases: Mapping[str, str] = field(default_factory=dict)
     """Llama's keys of config.json that have another name here."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that this family has beside Llama's, or with other defaults, and what transformers takes
     where they are absent."""
 
-    ignored: tuple[str, ...] = ()
+    ignored_keys: tuple[str, ...] = ()
     """Llama's keys of config.json that mean nothing here."""
 
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
     """On q, k and v; on the output of attention; in the MLP: yes, no, or the flag that says."""
 
-    windowed: Callable[[ConfigJson, int], bool] | None = None
+    uses_sliding_window: Callable[[HFConfigReader, int], bool] | None = None
     """Whether attention of a layer is limited to `sliding_window`; None: never, whatever config.json says."""
 
-    learnt_positions: int | None = None
+    learned_position_offset: int | None = None
     """Positions are learnt and not rotary, and the table has this many rows before the one of the first token."""
 
     flags: tuple[str, ...] = ()
     """Switches of config.json that only this family's model code knows, all of them in `defaults`."""
 
 
-def _every_layer(config: ConfigJson, index: int) -> bool:
+def _is_sliding_always(config: HFConfigReader, index: int) -> bool:
     return True
 
 
-def _unless_listed(config: ConfigJson, index: int) -> bool:
-    listed = _listed(config, index)
-    return True if listed is None else listed
+def _is_sliding_unless_listed(config: HFConfigReader, index: int) -> bool:
+    is_sliding = _is_sliding_by_layer_types(config, index)
+    return True if is_sliding is None else is_sliding
 
 
-def _listed(config: ConfigJson, index: int) -> bool | None:
+def _is_sliding_by_layer_types(config: HFConfigReader, index: int) -> bool | None:
     """What `layer_types` says, as transformers writes it since 4.54; None: it is not there."""
     if "layer_types" not in config:
         return None
-    kinds = config.texts("layer_types")
-    if index >= len(kinds) or kinds[index] not in ("full_attention", "sliding_attention"):
-        raise config.error("layer_types", list(kinds), "full_attention or sliding_attention for each layer")
-    return kinds[index] == "sliding_attention"
+    layer_types = config.get_str_list("layer_types")
+    if index >= len(layer_types) or layer_types[index] not in ("full_attention", "sliding_attention"):
+        raise config.error("layer_types", list(layer_types), "full_attention or sliding_attention for each layer")
+    return layer_types[index] == "sliding_attention"
 
 
-def _upper_layers(config: ConfigJson, index: int) -> bool:
-    if not config.flag("use_sliding_window"):
+def _is_sliding_upper_layer(config: HFConfigReader, index: int) -> bool:
+    if not config.get_bool("use_sliding_window"):
         return False
-    listed = _listed(config, index)
-    return index >= config.integer("max_window_layers", least=0) if listed is None else listed
+    is_sliding = _is_sliding_by_layer_types(config, index)
+    return index >= config.get_int("max_window_layers", minimum=0) if is_sliding is None else is_sliding
 
 
-def _even_layers(config: ConfigJson, index: int) -> bool:
-    listed = _listed(config, index)
-    return index % 2 == 0 if listed is None else listed
+def _is_sliding_even_layer(config: HFConfigReader, index: int) -> bool:
+    is_sliding = _is_sliding_by_layer_types(config, index)
+    return index % 2 == 0 if is_sliding is None else is_sliding
 
 
-FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family("llama", biases=("attention_bias", "attention_bias", "mlp_bias")),
-    "MistralForCausalLM": Family(
-        "mistral", defaults={"num_key_value_heads": 8, "sliding_window": 4096}, windowed=_unless_listed
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "LlamaForCausalLM": Architecture("llama", biases=("attention_bias", "attention_bias", "mlp_bias")),
+    "MistralForCausalLM": Architecture(
+        "mistral",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        uses_sliding_window=_is_sliding_unless_listed,
     ),
-    "Qwen2ForCausalLM": Family(
+    "Qwen2ForCausalLM": Architecture(
         "qwen2",
         defaults={
             "num_key_value_heads": 32,
@@ -118,9 +120,9 @@ FAMILIES: Mapping[str, Family] = {
             "max_window_layers": 28,
         },
         biases=(True, False, False),
-        windowed=_upper_layers,
+        uses_sliding_window=_is_sliding_upper_layer,
     ),
-    "Qwen3ForCausalLM": Family(
+    "Qwen3ForCausalLM": Architecture(
         "qwen3",
         defaults={
             "num_key_value_heads": 32,
@@ -130,14 +132,14 @@ FAMILIES: Mapping[str, Family] = {
             "max_window_layers": 28,
         },
         biases=("attention_bias", "attention_bias", False),
-        windowed=_upper_layers,
+        uses_sliding_window=_is_sliding_upper_layer,
     ),
-    "OPTForCausalLM": Family(
+    "OPTForCausalLM": Architecture(
         "opt",
         linears=OPT_LINEARS,
-        layers="model.decoder.layers",
-        names={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
-        ignored=("num_key_value_heads", "head_dim", "rms_norm_eps"),
+        layers_path="model.decoder.layers",
+        key_aliases={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
+        ignored_keys=("num_key_value_heads", "head_dim", "rms_norm_eps"),
         defaults={
             "activation_function": "relu",
             "enable_bias": True,
@@ -148,18 +150,18 @@ FAMILIES: Mapping[str, Family] = {
             "layer_norm_elementwise_affine": True,
         },
         biases=("enable_bias", "enable_bias", "enable_bias"),
-        learnt_positions=2,
+        learned_position_offset=2,
         flags=("do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine"),
     ),
-    "Phi3ForCausalLM": Family(
+    "Phi3ForCausalLM": Architecture(
         "phi3",
         linears=PHI3_LINEARS,
         defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096},
-        windowed=_every_layer,
+        uses_sliding_window=_is_sliding_always,
     ),
-    "Gemma2ForCausalLM": Family(
+    "Gemma2ForCausalLM": Architecture(
         "gemma2",
-        names={"hidden_act": "hidden_activation"},
+        key_aliases={"hidden_act": "hidden_activation"},
         defaults={
             "head_dim": 256,
             "num_key_value_heads": 4,
@@ -171,7 +173,7 @@ FAMILIES: Mapping[str, Family] = {
             "tie_word_embeddings": True,
         },
         biases=("attention_bias", "attention_bias", False),
-        windowed=_even_layers,
+        uses_sliding_window=_is_sliding_even_layer,
     ),
 }
 """By the name that config.json gives in `architectures`."""

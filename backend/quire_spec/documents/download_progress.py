@@ -4,19 +4,19 @@
 import json
 from dataclasses import dataclass
 
-from quire_spec.document import from_json
+from quire_spec.dataclass_json import from_json
 from quire_spec.errors import ConfigError
 
-PATH = "/progress"
-PORT_VARIABLE = "QUIRE_PROGRESS_PORT"
+PROGRESS_PATH = "/progress"
+PROGRESS_PORT_VARIABLE = "QUIRE_PROGRESS_PORT"
 """Environment variable that says on which port the program answers. Not an argument: a plan keeps its image when the
 operator is upgraded, and the program of an older image would refuse an argument that it does not know."""
-_MOST = 2**63
+_MAX_BYTES = 2**63
 """Bytes that nobody has."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class DownloadProgress:
     """Where a download is."""
 
     bytes: int
@@ -32,24 +32,24 @@ class Progress:
         return None if not self.total else min(self.bytes * 100 // self.total, 100)
 
     @property
-    def left_s(self) -> int | None:
+    def eta_s(self) -> int | None:
         """Seconds that the rest takes at this rate; None where that cannot be said."""
         if self.total is None or not self.bytes_per_s:
             return None
         return max(self.total - self.bytes, 0) // self.bytes_per_s
 
     @classmethod
-    def parse(cls, text: str) -> "Progress | None":
+    def parse(cls, text: str) -> "DownloadProgress | None":
         """Read what a program answered, of this release or a later one; None for anything else."""
         try:
-            found = from_json(cls, json.loads(text), newer=True)
+            progress = from_json(cls, json.loads(text), ignore_unknown=True)
         except (ValueError, RecursionError, ConfigError):
             return None
-        numbers = (found.bytes, found.total, found.bytes_per_s)
-        return found if all(number is None or 0 <= number < _MOST for number in numbers) else None
+        numbers = (progress.bytes, progress.total, progress.bytes_per_s)
+        return progress if all(number is None or 0 <= number < _MAX_BYTES for number in numbers) else None
 
 
-def in_units(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Bytes for people, such as 3.2 GiB."""
     for unit, shift in (("GiB", 30), ("MiB", 20)):
         if size >= 2**shift:

@@ -5,14 +5,14 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 
-from quire_spec.document import compact, from_json, to_json
+from quire_spec.dataclass_json import drop_nulls, from_json, to_json
 from quire_spec.errors import ConfigError
 
-MAX_BYTES = 3072
+MAX_MESSAGE_BYTES = 3072
 """Of the document; the kubelet takes 4096 in all."""
 
 
-class Result(StrEnum):
+class DownloadReason(StrEnum):
     """What came of a download. All but the first and the last are reasons of the condition ModelCached."""
 
     DOWNLOADED = "Downloaded"
@@ -30,15 +30,21 @@ class Result(StrEnum):
     """Right, but not now: network, proxy, or a place that is busy."""
 
 
-LASTING = (Result.AUTH_FAILED, Result.NOT_FOUND, Result.NO_SPACE, Result.DIGEST_MISMATCH, Result.SOURCE_INVALID)
+PERMANENT_REASONS = (
+    DownloadReason.AUTH_FAILED,
+    DownloadReason.NOT_FOUND,
+    DownloadReason.NO_SPACE,
+    DownloadReason.DIGEST_MISMATCH,
+    DownloadReason.SOURCE_INVALID,
+)
 """Results that somebody has to do something about."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DownloadResult:
     """How one run of the download ended."""
 
-    result: Result
+    result: DownloadReason
     bytes: int
     """That are on the volume, of whole and partial files."""
     revision: str | None = None
@@ -50,13 +56,13 @@ class Outcome:
         """As a termination message."""
         message = self.message
         while True:
-            text = json.dumps(compact(to_json(self)) | {"message": message}, separators=(",", ":"))
-            if len(text.encode()) <= MAX_BYTES:
+            text = json.dumps(drop_nulls(to_json(self)) | {"message": message}, separators=(",", ":"))
+            if len(text.encode()) <= MAX_MESSAGE_BYTES:
                 return text
             message = message[: len(message) * 3 // 4] + "…"
 
     @classmethod
-    def parse(cls, text: str) -> "Outcome | None":
+    def parse(cls, text: str) -> "DownloadResult | None":
         """Read a termination message; None for one that the program did not write."""
         try:
             return from_json(cls, json.loads(text))

@@ -32,12 +32,12 @@ def tensor_bytes(header: object) -> int:
     """
     tensors = {name: t for name, t in header.items() if name != "__metadata__"} if isinstance(header, Mapping) else {}
     try:
-        return max(_end(tensor) for tensor in tensors.values())
+        return max(_end_offset(tensor) for tensor in tensors.values())
     except (LookupError, TypeError, ValueError) as error:
         raise ConfigError("its header names no tensors with offsets; save it as safetensors") from error
 
 
-def file_bytes(path: Path) -> int | None:
+def expected_file_bytes(path: Path) -> int | None:
     """Bytes that a file has by its own header: at the least, where that is cut. None: it is no safetensors file.
 
     Raises:
@@ -50,13 +50,13 @@ def file_bytes(path: Path) -> int | None:
         try:
             length = header_length(start)
             header = file.read(length)
-            whole = len(header) == length
-            return LENGTH_BYTES + length + (tensor_bytes(json.loads(header)) if whole else 0)
+            is_complete = len(header) == length
+            return LENGTH_BYTES + length + (tensor_bytes(json.loads(header)) if is_complete else 0)
         except (ConfigError, ValueError, RecursionError):
             return None
 
 
-def _end(tensor: Any) -> int:
+def _end_offset(tensor: Any) -> int:
     end = tensor["data_offsets"][1]
     if not isinstance(end, int) or isinstance(end, bool) or end < 0:
         raise ValueError(end)

@@ -49,7 +49,7 @@ class ProcessStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class MeasuredMemory:
     """Measured bytes on the engine's device, or on each of those that share the layers."""
 
     weights_bytes: int
@@ -81,7 +81,7 @@ class PodStatus:
     """Of the catalogue that this pod works on."""
     processes: dict[str, ProcessStatus]
     """server, text, core."""
-    memory: MemoryPlan | None
+    memory: MeasuredMemory | None
     models: list[str] = field(default_factory=list)
     """Names that clients can use now."""
     adapters: list[AdapterStatus] = field(default_factory=list)
@@ -89,6 +89,6 @@ class PodStatus:
     """Digest of that catalogue (catalogue.Mark); empty before there is one."""
 
 
-def now() -> str:
+def utc_now() -> str:
     """This moment as documents have it: RFC 3339, UTC."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -12,7 +12,7 @@ HEALTH_PORT = 8003
 """The supervisor's port: probes, metrics, status, admin."""
 
 ENGINE_FILE = "engine.json"
-CATALOGUE_FILE = "adapters.json"
+CATALOG_FILE = "adapters.json"
 
 CORE_SOCKET = "core.sock"
 TEXT_SOCKET = "text.sock"
@@ -59,7 +59,7 @@ PROMPT_LOGPROBS = "prompt_logprobs"
 LORA_NAME = "lora_name"
 
 
-def check_model_name(name: str, where: str) -> None:
+def check_model_name(name: str, field_path: str) -> None:
     """Refuse a name that the server or Kubernetes would refuse later, less clearly.
 
     Raises:
@@ -67,6 +67,7 @@ def check_model_name(name: str, where: str) -> None:
     """
     if not MODEL_NAME.fullmatch(name) or len(name) > MAX_MODEL_NAME:
         raise InvalidArgument(
-            f"{where}: {name!r} is not a model name; use at most {MAX_MODEL_NAME} letters, digits, '-', '_' and '.', "
+            f"{field_path}: {name!r} is not a model name; use at most {MAX_MODEL_NAME} letters, digits, '-', '_' and "
+            "'.', "
             "beginning and ending with a letter or digit"
         )

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from quire_spec.config import EngineConfig
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-_NO_EFFECT = (
+_IGNORED_ARGUMENTS = (
     "disable_log_requests",
     "disable_log_stats",
     "enable_log_requests",
@@ -26,7 +26,7 @@ _NO_EFFECT = (
     "compilation_config",
 )
 """Engine arguments of vLLM that change no output and that this engine decides itself."""
-_ONLY: dict[str, tuple[object, ...]] = {
+_SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "trust_remote_code": (False,),
@@ -44,43 +44,45 @@ _ONLY: dict[str, tuple[object, ...]] = {
     "logits_processors": (None,),
 }
 """Engine arguments of vLLM that this engine has one answer to: any other value is refused."""
-_DTYPES = {"half": "float16", "float": "float32"}
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
-def engine_fields(arguments: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+def from_vllm_arguments(arguments: Mapping[str, Any], location: str = "") -> dict[str, Any]:
     """Fields of EngineConfig out of vLLM's engine arguments; numbers and truth values may be strings.
 
     Raises:
         ConfigError: an argument that is unknown, or has a value that this engine cannot do; the message begins with
             `where` and names it.
     """
-    kinds = {f.name: str(getattr(f.type, "__name__", f.type)) for f in fields(EngineConfig)}
-    taken: dict[str, Any] = {}
+    field_types = {f.name: str(getattr(f.type, "__name__", f.type)) for f in fields(EngineConfig)}
+    config_fields: dict[str, Any] = {}
     for name, value in arguments.items():
-        if name in _NO_EFFECT:
-            log.info("vllm argument without effect here name=%s value=%r", name, value)
-        elif name in _ONLY:
-            _check_only(name, _unquoted(value), arguments, where)
+        if name in _IGNORED_ARGUMENTS:
+            logger.info("vllm argument without effect here name=%s value=%r", name, value)
+        elif name in _SUPPORTED_VALUES:
+            _check_supported_value(name, _parse_literal(value), arguments, location)
         elif name == "device" and value == "auto":
             continue
-        elif name in kinds:
-            taken[name] = value if kinds[name].startswith("str") else _unquoted(value)
+        elif name in field_types:
+            config_fields[name] = value if field_types[name].startswith("str") else _parse_literal(value)
         else:
-            raise ConfigError(f"{where}{name!r}: this engine has no such argument; it has {', '.join(sorted(kinds))}")
-    if isinstance(dtype := taken.get("dtype"), str):
-        taken["dtype"] = _DTYPES.get(dtype, dtype)
-    return taken
+            raise ConfigError(
+                f"{location}{name!r}: this engine has no such argument; it has {', '.join(sorted(field_types))}"
+            )
+    if isinstance(dtype := config_fields.get("dtype"), str):
+        config_fields["dtype"] = _DTYPE_ALIASES.get(dtype, dtype)
+    return config_fields
 
 
-def _check_only(name: str, value: object, arguments: Mapping[str, Any], where: str) -> None:
-    allowed = _ONLY[name]
+def _check_supported_value(name: str, value: object, arguments: Mapping[str, Any], location: str) -> None:
+    allowed = _SUPPORTED_VALUES[name]
     if name == "tokenizer":
         allowed = (*allowed, arguments.get("model"))
     if value not in allowed:
-        raise ConfigError(f"{where}{name!r}: {value!r} is not supported by this engine; remove it")
+        raise ConfigError(f"{location}{name!r}: {value!r} is not supported by this engine; remove it")
 
 
-def _unquoted(value: object) -> object:
+def _parse_literal(value: object) -> object:
     """Numbers and truth values out of the strings that vllm_backend's own examples write."""
     if not isinstance(value, str):
         return value

@@ -14,9 +14,9 @@ import struct
 from collections.abc import Callable, Iterator
 
 from quire_spec.errors import Internal
-from quire_spec.messages import Message, message_from, payload_of
+from quire_spec.protocol.messages import IpcMessage, decode_message, encode_message
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 256 * 2**20
 """Larger than any prompt we accept; a larger length is a broken stream, not a message."""
 
@@ -26,13 +26,13 @@ HEAD_BYTES = 256
 _HEADER = struct.Struct("<IB")
 
 
-def encode(message: Message) -> bytes:
+def encode_frame(message: IpcMessage) -> bytes:
     """One frame holding `message`."""
-    body = json.dumps(payload_of(message), separators=(",", ":"), ensure_ascii=False).encode()
+    body = json.dumps(encode_message(message), separators=(",", ":"), ensure_ascii=False).encode()
     return _HEADER.pack(len(body), VERSION) + body
 
 
-class Decoder:
+class FrameDecoder:
     """Turns bytes, in whatever pieces they come, into messages.
 
     A frame longer than `max_bytes` is never held in memory: `on_oversize` gets its first HEAD_BYTES and its length,
@@ -48,38 +48,38 @@ class Decoder:
         self._num_to_drop = 0
         """Bytes still to come of a frame that was too long."""
 
-    def feed(self, data: bytes) -> Iterator[Message]:
+    def feed(self, data: bytes) -> Iterator[IpcMessage]:
         """Yield every message that `data` completes.
 
         Raises:
             Internal: the stream is broken or of another version; the connection must be closed.
         """
-        kept = data[self._num_to_drop :]
-        self._num_to_drop -= len(data) - len(kept)
-        self._buffer += kept
+        new_data = data[self._num_to_drop :]
+        self._num_to_drop -= len(data) - len(new_data)
+        self._buffer += new_data
         start = 0
         try:
             while len(self._buffer) - start >= _HEADER.size:
                 length, version = _HEADER.unpack_from(self._buffer, start)
                 if version != VERSION or length > MAX_FRAME_BYTES:
                     raise Internal(f"frame of version {version} and {length} bytes; this process speaks {VERSION}")
-                oversize = length > self._max_bytes
-                body_at, end = start + _HEADER.size, start + _HEADER.size + length
-                needed = min(end, body_at + HEAD_BYTES) if oversize else end
-                if len(self._buffer) < needed:
+                is_oversize = length > self._max_bytes
+                body_start, end = start + _HEADER.size, start + _HEADER.size + length
+                required_end = min(end, body_start + HEAD_BYTES) if is_oversize else end
+                if len(self._buffer) < required_end:
                     break
-                body = bytes(self._buffer[body_at:needed])
+                body = bytes(self._buffer[body_start:required_end])
                 start = min(end, len(self._buffer))
-                if oversize and self._on_oversize:
+                if is_oversize and self._on_oversize:
                     self._num_to_drop = end - start
                     self._on_oversize(body, length)
                 else:
-                    yield message_from(_parsed(body))
+                    yield decode_message(_parse_json(body))
         finally:
             del self._buffer[:start]
 
 
-def _parsed(body: bytes) -> object:
+def _parse_json(body: bytes) -> object:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:

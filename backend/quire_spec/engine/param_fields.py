@@ -11,24 +11,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field
 from typing import Any
 
-from quire_spec.errors import InvalidArgument, short
+from quire_spec.errors import InvalidArgument, truncated_repr
 
-_LARGEST = 2**63
+_MAX_MAGNITUDE = 2**63
 _LIST_OF_STRINGS = re.compile(r"""\[\s*["']""")
 """How one begins, in JSON or as Python shows it; "[INST]" is a string."""
 
 
-def within(low: float, high: float) -> Mapping[str, Any]:
+def in_range(low: float, high: float) -> Mapping[str, Any]:
     """Metadata of a field whose value, if it is not None, must be from `low` to `high`."""
     return {"range": (low, high)}
 
 
-def entries(most: int) -> Mapping[str, Any]:
+def max_entries(limit: int) -> Mapping[str, Any]:
     """Metadata of a field that holds several entries, `most` of them at most."""
-    return {"entries": most}
+    return {"entries": limit}
 
 
-def from_text(parameter: Field[Any], value: Any) -> Any:
+def parse_text(parameter: Field[Any], value: Any) -> Any:
     """Undo the stringification that clients and the server's parameter types force; leave what does not parse.
 
     Numbers and booleans may come as strings ("0.5", "true": clients of NVIDIA's vllm_backend do that), lists and
@@ -37,25 +37,26 @@ def from_text(parameter: Field[Any], value: Any) -> Any:
     Raises:
         InvalidArgument: a text that begins like a list of strings is none, so that it would be taken for a single one.
     """
-    kind = kind_of(parameter)
+    kind = type_name(parameter)
     if not isinstance(value, str) or (kind.startswith("tuple") and not value.startswith("[")):
         return value
     try:
-        read = float(value) if kind == "float" else json.loads(value.lower() if kind == "bool" else value)
+        parsed = float(value) if kind == "float" else json.loads(value.lower() if kind == "bool" else value)
     except (ValueError, RecursionError):
         if kind.startswith("tuple[str") and _LIST_OF_STRINGS.match(value):
             raise InvalidArgument(
-                f"sampling parameter {parameter.name!r}: {short(value)} begins like a list of strings and is not JSON; "
+                f"sampling parameter {parameter.name!r}: {truncated_repr(value)} begins like a list of strings and is "
+                "not JSON; "
                 'write it like ["a", "b"], also where this text itself is the only string'
             ) from None
         return value
     # The text "null" is no number: taken for none, it would lift a limit that somebody meant to set.
-    return value if read is None else read
+    return value if parsed is None else parsed
 
 
-def normal(parameter: Field[Any], value: Any) -> Any:
+def normalize(parameter: Field[Any], value: Any) -> Any:
     """`value` in the form that the parameter keeps it in, if it is one of the forms that vLLM takes."""
-    kind = kind_of(parameter)
+    kind = type_name(parameter)
     if isinstance(value, list):
         return tuple(value)
     if kind.startswith("tuple[str") and isinstance(value, str):
@@ -66,43 +67,43 @@ def normal(parameter: Field[Any], value: Any) -> Any:
     return () if value is None and isinstance(parameter.default, tuple) else value
 
 
-def check(parameter: Field[Any], value: Any) -> Any:
+def validate(parameter: Field[Any], value: Any) -> Any:
     """`value`, an integer made a float where one is meant.
 
     Raises:
         InvalidArgument: wrong type, out of range, or too many entries; the message names the parameter.
     """
-    name, kind = parameter.name, kind_of(parameter)
+    name, kind = parameter.name, type_name(parameter)
     if kind == "float" and _is_int(value):
         # An integer beyond every float is beyond every range, too.
-        value = float(max(-_LARGEST, min(_LARGEST, value)))
+        value = float(max(-_MAX_MAGNITUDE, min(_MAX_MAGNITUDE, value)))
     if value is None and kind.endswith("| None"):
         return None
-    wanted, accepts = _KINDS[kind.removesuffix(" | None")]
+    expected, accepts = _TYPES[kind.removesuffix(" | None")]
     if not accepts(value):
         # Lists have become tuples by now, and it is lists that clients send.
-        found = short(list(value) if isinstance(value, tuple) else value)
-        raise InvalidArgument(f"sampling parameter {name!r}: {found} is not {wanted}")
+        shown = truncated_repr(list(value) if isinstance(value, tuple) else value)
+        raise InvalidArgument(f"sampling parameter {name!r}: {shown} is not {expected}")
     if bounds := parameter.metadata.get("range"):
         check_range(name, value, *bounds)
-    most = parameter.metadata.get("entries")
-    if most is not None and len(value) > most:
-        raise InvalidArgument(f"sampling parameter {name!r}: {len(value)} entries; at most {most} are allowed")
+    limit = parameter.metadata.get("entries")
+    if limit is not None and len(value) > limit:
+        raise InvalidArgument(f"sampling parameter {name!r}: {len(value)} entries; at most {limit} are allowed")
     return value
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise InvalidArgument unless `value` is from `low` to `high`."""
     if not low <= value <= high:
-        bounds = f"{_plain(low)} to {_plain(high)}"
-        raise InvalidArgument(f"sampling parameter {name!r}: {short(value)} is out of range; use {bounds}")
+        bounds = f"{_format_bound(low)} to {_format_bound(high)}"
+        raise InvalidArgument(f"sampling parameter {name!r}: {truncated_repr(value)} is out of range; use {bounds}")
 
 
-def _plain(bound: float) -> str:
+def _format_bound(bound: float) -> str:
     return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
-def kind_of(parameter: Field[Any]) -> str:
+def type_name(parameter: Field[Any]) -> str:
     """The parameter's type, as it is written."""
     return parameter.type.__name__ if isinstance(parameter.type, type) else str(parameter.type)
 
@@ -122,7 +123,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) and math.isfinite(value)
 
 
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "float": ("a finite number", _is_number),
     "int": ("an integer", _is_int),
     "bool": ("true or false", lambda value: isinstance(value, bool)),

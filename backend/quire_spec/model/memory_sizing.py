@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic of memory: bytes of weights, KV blocks and adapter slots for a shape. Integers in, bytes out.
+
+The planner uses it before there is an engine, the engine to lay its memory out; both log what they got.
+"""
+
+from quire_spec.model.model_config import ModelConfig
+
+
+def kv_block_bytes(model_config: ModelConfig, block_size: int, element_bytes: int) -> int:
+    """Bytes of one KV block over all layers: keys and values of `block_size` tokens."""
+    return 2 * model_config.num_layers * block_size * model_config.num_kv_heads * model_config.head_dim * element_bytes
+
+
+def lora_slot_bytes(model_config: ModelConfig, max_rank: int, element_bytes: int) -> int:
+    """Bytes of one adapter slot: A and B of every linear of every layer, of the embedding and of the output projection,
+    at the largest rank. Ranks are even in memory, and every matrix begins at a multiple of 32 elements."""
+    rank = max_rank + max_rank % 2
+    sizes = [*linear_sizes(model_config).values()] * model_config.num_layers + [
+        *vocab_module_sizes(model_config).values()
+    ]
+    return element_bytes * sum(-(-rank * size // 32) * 32 for pair in sizes for size in pair)
+
+
+def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
+    """Bytes of a dense checkpoint, without biases and norms (0.2 % together at most)."""
+    per_layer = sum(d_in * d_out for d_in, d_out in linear_sizes(model_config).values())
+    embeddings = model_config.vocab_size * model_config.embedding_size * (1 if model_config.tie_word_embeddings else 2)
+    positions = model_config.num_learned_positions * model_config.hidden_size
+    projections = (
+        0
+        if model_config.embedding_size == model_config.hidden_size
+        else 2 * model_config.embedding_size * model_config.hidden_size
+    )
+    return (model_config.num_layers * per_layer + embeddings + positions + projections) * element_bytes
+
+
+def vocab_module_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Input and output size of the modules outside the layers that adapters can change, by their names."""
+    hidden, tokens = model_config.embedding_size, model_config.vocab_size
+    return {"embed_tokens": (tokens, hidden), "lm_head": (hidden, tokens)}
+
+
+def linear_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Input and output size of each linear of a layer, by its path there in a Hugging Face checkpoint."""
+    q, kv = model_config.num_heads * model_config.head_dim, model_config.num_kv_heads * model_config.head_dim
+    inner = model_config.intermediate_size
+    sizes = {
+        "hidden": model_config.hidden_size,
+        "q": q,
+        "kv": kv,
+        "qkv": q + 2 * kv,
+        "inner": inner,
+        "gate_up": 2 * inner,
+    }
+    return {path: (sizes[d_in], sizes[d_out]) for path, (d_in, d_out) in model_config.architecture_info.linears.items()}

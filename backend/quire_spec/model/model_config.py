@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ModelShape: the numbers of a model that sizing and the model definitions need, from its config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from quire_spec.dataclass_json import read_json
+from quire_spec.errors import ConfigError
+from quire_spec.model import capabilities
+from quire_spec.model.architectures import ARCHITECTURES, Architecture
+from quire_spec.model.hf_config import HFConfigReader
+from quire_spec.model.rope_config import RopeConfig
+
+# Shapes and adapters are tables of layers.
+_MAX_LAYERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Numbers of a decoder-only transformer."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    embedding_size: int
+    """Width of the embedding and of the output projection's input; hidden_size but for some OPT."""
+    max_position_embeddings: int
+    num_learned_positions: int
+    """Rows of the table of learnt positions; 0 where positions are rotary."""
+    rope: RopeConfig | None
+    """None where positions are learnt."""
+    sliding_windows: tuple[int | None, ...]
+    """For each layer, how many keys before it a token sees, itself included; None: all."""
+    attention_scale: float
+    """What scores are multiplied by."""
+    attention_softcap: float | None
+    """Bound that scores are bent towards."""
+    logits_softcap: float | None
+    """The same for logits."""
+    norm_eps: float
+    activation: str
+    """Of the MLP; one of capability.ACTIVATIONS."""
+    tie_word_embeddings: bool
+    attention_bias: bool
+    """Biases on q, k and v."""
+    output_bias: bool
+    """Bias on the output of attention."""
+    mlp_bias: bool
+    flags: Mapping[str, bool]
+    """Switches that only this family has, by their names in config.json."""
+    dtype: str
+    """Of the checkpoint."""
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def architecture_info(self) -> Architecture:
+        """What checkpoints of this architecture have in common."""
+        return ARCHITECTURES[self.architecture]
+
+    @property
+    def tied_embedding_name(self) -> str | None:
+        """The checkpoint's tensor that is the output projection too: the embedding; None: it has one of its own."""
+        return (
+            f"{self.architecture_info.layers_path.removesuffix('layers')}embed_tokens.weight"
+            if self.tie_word_embeddings
+            else None
+        )
+
+    @property
+    def long_rope_threshold(self) -> int | None:
+        """Tokens beyond which all of a sequence's keys are rotated otherwise; None: never."""
+        return None if self.rope is None else self.rope.long_threshold
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Read a Hugging Face config.json.
+
+        Raises:
+            ConfigError: the architecture is not supported (the message lists those that are), or a value is missing,
+                of the wrong type, or asks for something that is not supported; the message names its key.
+        """
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"config.json: expected an object, found {type(config).__name__}")
+        names = config.get("architectures") or ["none"]
+        architecture = names[0] if isinstance(names, list) else names
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+            raise ConfigError(
+                f"config.json: architecture {architecture!r} is not supported; "
+                f"supported are {', '.join(capabilities.SUPPORTED_ARCHITECTURES)}"
+            )
+        architecture_info = ARCHITECTURES[architecture]
+        model_type = config.get("model_type")
+        # transformers goes by the type, vLLM by the architecture: here they have to agree.
+        if model_type != architecture_info.module and model_type in [info.module for info in ARCHITECTURES.values()]:
+            raise ConfigError(
+                f"config.json: model_type {model_type!r} is not the one of architecture {architecture!r}, which is "
+                f"{architecture_info.module!r}; correct the wrong one"
+            )
+        values = {key: value for key, value in config.items() if key not in architecture_info.ignored_keys}
+        return cls._from_hf_config(HFConfigReader(values, architecture_info.defaults), architecture)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read `folder`/config.json; raises ConfigError as `from_config` does, also when it cannot be read."""
+        return cls.from_config(read_json(folder / "config.json"))
+
+    @classmethod
+    def _from_hf_config(cls, config: HFConfigReader, architecture: str) -> Self:
+        architecture_info = ARCHITECTURES[architecture]
+        num_layers, hidden = config.get_int("num_hidden_layers", maximum=_MAX_LAYERS), config.get_int("hidden_size")
+        heads, kv_heads, head_dim = _head_counts(config, hidden)
+        positions = config.get_int("max_position_embeddings")
+        qkv_bias, output_bias, mlp_bias = (
+            b if isinstance(b, bool) else config.get_bool(b, False) for b in architecture_info.biases
+        )
+        _reject_unsupported(config)
+        learned_offset = architecture_info.learned_position_offset
+        rope = None
+        if learned_offset is None:
+            supports_partial = "partial_rotary_factor" in architecture_info.defaults
+            rope = RopeConfig.from_hf_config(config, head_dim, positions, supports_partial=supports_partial)
+        return cls(
+            architecture=architecture,
+            num_layers=num_layers,
+            hidden_size=hidden,
+            intermediate_size=config.get_int(
+                architecture_info.key_aliases.get("intermediate_size", "intermediate_size")
+            ),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=config.get_int("vocab_size"),
+            embedding_size=config.get_int("word_embed_proj_dim", hidden) if learned_offset is not None else hidden,
+            max_position_embeddings=positions,
+            num_learned_positions=0 if learned_offset is None else positions + learned_offset,
+            rope=rope,
+            sliding_windows=_sliding_windows(config, architecture_info, num_layers),
+            attention_scale=(_get_declared_float(config, architecture_info, "query_pre_attn_scalar") or head_dim)
+            ** -0.5,
+            attention_softcap=_get_declared_float(config, architecture_info, "attn_logit_softcapping"),
+            logits_softcap=_get_declared_float(config, architecture_info, "final_logit_softcapping"),
+            norm_eps=config.get_float("rms_norm_eps", 1e-6),
+            activation=_activation(config, architecture_info),
+            tie_word_embeddings=config.get_bool("tie_word_embeddings", False),
+            attention_bias=qkv_bias,
+            output_bias=output_bias,
+            mlp_bias=mlp_bias,
+            flags={name: config.get_bool(name) for name in architecture_info.flags},
+            dtype=config.get_str("dtype", config.get_str("torch_dtype", "float32")),
+            eos_token_ids=config.get_token_ids("eos_token_id"),
+        )
+
+
+def _reject_unsupported(config: HFConfigReader) -> None:
+    """Refuse what transformers would obey, whatever the family."""
+    if "quantization_config" in config:
+        raise ConfigError("config.json: quantization_config: quantized checkpoints are not supported")
+    if not config.get_section("per_layer_config").is_empty:
+        raise ConfigError("config.json: per_layer_config: layers that differ from each other are not supported")
+    for key, required in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if config.get_bool(key, required) is not required:
+            raise config.error(key, not required, "supported: a token sees those before it and none after it")
+
+
+def _head_counts(config: HFConfigReader, hidden_size: int) -> tuple[int, int, int]:
+    """Query heads, KV heads, elements of each."""
+    heads = config.get_int("num_attention_heads")
+    kv_heads = config.get_int("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads {heads}")
+    if "head_dim" not in config and hidden_size % heads:
+        raise config.error("num_attention_heads", heads, f"a divisor of hidden_size {hidden_size}; set head_dim")
+    return heads, kv_heads, config.get_int("head_dim", hidden_size // heads)
+
+
+def _sliding_windows(
+    config: HFConfigReader, architecture_info: Architecture, num_layers: int
+) -> tuple[int | None, ...]:
+    if architecture_info.uses_sliding_window is None or "sliding_window" not in config:
+        return (None,) * num_layers
+    window = config.get_int("sliding_window")
+    return tuple(
+        window if architecture_info.uses_sliding_window(config, index) else None for index in range(num_layers)
+    )
+
+
+def _get_declared_float(config: HFConfigReader, architecture_info: Architecture, key: str) -> float | None:
+    """A number that other families ignore."""
+    return config.get_float(key) if key in architecture_info.defaults and key in config else None
+
+
+def _activation(config: HFConfigReader, architecture_info: Architecture) -> str:
+    key = architecture_info.key_aliases.get("hidden_act", "hidden_act")
+    name = config.get_str(key, architecture_info.defaults.get(key, "silu"))
+    name = capabilities.ACTIVATION_ALIASES.get(name, name)
+    if name not in capabilities.ACTIVATIONS:
+        raise config.error(key, name, f"supported; supported are {', '.join(capabilities.ACTIVATIONS)}")
+    return name
