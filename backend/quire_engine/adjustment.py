@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire_engine.request import Sequence
 from quire_engine.tally import Tally
-from quire_kernels import on_device, penalize
+from quire_kernels import apply_penalties, to_device_async
 
 _FORBIDDEN = float("-inf")
 _MASKED_ROWS = 8
@@ -66,7 +66,7 @@ class Adjustment:
         if self._allowed:
             self._allowed.apply(logits)
         if forbidden:
-            where = on_device(torch.tensor(forbidden), self._device)
+            where = to_device_async(torch.tensor(forbidden), self._device)
             logits[where[:, 0], where[:, 1]] = _FORBIDDEN
         if self._bias:
             self._bias.apply(logits)
@@ -100,10 +100,10 @@ class _Allowed:
     """allowed_token_ids."""
 
     def __init__(self, rows: list[int], allowed: list[tuple[int, ...]], vocab_size: int, device: torch.device) -> None:
-        self._rows = on_device(rows, device)
+        self._rows = to_device_async(rows, device)
         self._others = torch.ones((len(rows), vocab_size), dtype=torch.bool, device=device)
         for others, token_ids in zip(self._others, allowed, strict=True):
-            others[on_device(token_ids, device)] = False
+            others[to_device_async(token_ids, device)] = False
 
     @classmethod
     def of(cls, sequences: Sequences[Sequence], vocab_size: int, device: torch.device) -> Self | None:
@@ -123,8 +123,8 @@ class _Bias:
 
     def __init__(self, entries: list[tuple[int, int, float]], device: torch.device) -> None:
         rows, tokens, biases = zip(*entries, strict=True)
-        self._rows, self._tokens = on_device(rows, device), on_device(tokens, device)
-        self._biases = on_device(torch.tensor(biases, dtype=torch.float32), device)
+        self._rows, self._tokens = to_device_async(rows, device), to_device_async(tokens, device)
+        self._biases = to_device_async(torch.tensor(biases, dtype=torch.float32), device)
 
     @classmethod
     def of(cls, sequences: Sequences[Sequence], device: torch.device) -> Self | None:
@@ -143,15 +143,15 @@ class _Penalties:
         self, wanted: dict[int, Sequence], device: torch.device, tally: Tally, running: Sequences[Sequence]
     ) -> None:
         self._tally = tally
-        self._rows = on_device(list(wanted), device)
+        self._rows = to_device_async(list(wanted), device)
         # The tally keeps a row as long as the sequence lives, and this refers to it.
         self._sequences = list(wanted.values())
         self._tallied = tally.rows(self._sequences, running)
-        self._of_tally = on_device(self._tallied, device)
+        self._of_tally = to_device_async(self._tallied, device)
         params = [s.params for s in self._sequences]
-        self._presence = on_device([p.presence_penalty for p in params], device)
-        self._frequency = on_device([p.frequency_penalty for p in params], device)
-        self._repetition = on_device([p.repetition_penalty for p in params], device)
+        self._presence = to_device_async([p.presence_penalty for p in params], device)
+        self._frequency = to_device_async([p.frequency_penalty for p in params], device)
+        self._repetition = to_device_async([p.repetition_penalty for p in params], device)
 
     @classmethod
     def of(
@@ -163,7 +163,7 @@ class _Penalties:
     def apply(self, logits: Tensor) -> None:
         occurred = self._tally.in_prompt, self._tally.counts, self._of_tally
         weights = self._presence, self._frequency, self._repetition
-        penalize(logits, self._rows, *occurred, *weights, self._tally.token_ids(self._tallied))
+        apply_penalties(logits, self._rows, *occurred, *weights, self._tally.token_ids(self._tallied))
 
     def count(self, taken: Tensor) -> None:
         self._tally.add(self._tallied, taken[self._rows])

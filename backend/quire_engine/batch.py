@@ -12,7 +12,14 @@ from torch import Tensor
 
 from quire_engine.kv import KVCache
 from quire_engine.work import Work
-from quire_kernels import AdapterBatch, AttentionBatch, SlotRows, on_device, plan_adapters, plan_attention
+from quire_kernels import (
+    AdapterSegment,
+    AttentionMetadata,
+    LoRABatch,
+    build_attention_metadata,
+    build_lora_batch,
+    to_device_async,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +34,8 @@ class Batch:
     """[num_tokens] bool: tokens of sequences whose keys are rotated as those of long ones; None: there are none."""
     addresses: Tensor
     """[num_tokens] int64: where keys and values go in the cache."""
-    attention: AttentionBatch
-    adapters: AdapterBatch | None
+    attention: AttentionMetadata
+    adapters: LoRABatch | None
     """None when no span has an adapter."""
     logit_rows: Tensor | None
     """[num_logits] int64: tokens whose logits are wanted, first those that choose the next token of each span, then
@@ -43,7 +50,7 @@ class Batch:
             return self
         slots, device = self.logit_slots[rows], self.token_ids.device
         segments = _runs(slots, [1] * len(slots))
-        return replace(self, adapters=plan_adapters(segments, len(slots), device) if segments else None)
+        return replace(self, adapters=build_lora_batch(segments, len(slots), device) if segments else None)
 
 
 def build_batch(work: Work, cache: KVCache, device: torch.device) -> Batch:
@@ -57,13 +64,13 @@ def build_batch(work: Work, cache: KVCache, device: torch.device) -> Batch:
     long = torch.tensor(work.beyond_switch, dtype=torch.bool)[rows] if work.beyond_switch else None
     all_rows = work.logit_rows == list(range(num_tokens))
     return Batch(
-        token_ids=on_device(work.token_ids, device),
-        positions=on_device(positions, device),
-        beyond_switch=None if long is None else on_device(long, device),
-        addresses=on_device(addresses, device),
-        attention=plan_attention(starts, lengths, tables, cache.layers[0], device),
-        adapters=plan_adapters(segments, num_tokens, device) if segments else None,
-        logit_rows=None if all_rows else on_device(work.logit_rows, device),
+        token_ids=to_device_async(work.token_ids, device),
+        positions=to_device_async(positions, device),
+        beyond_switch=None if long is None else to_device_async(long, device),
+        addresses=to_device_async(addresses, device),
+        attention=build_attention_metadata(starts, lengths, tables, cache.layers[0], device),
+        adapters=build_lora_batch(segments, num_tokens, device) if segments else None,
+        logit_rows=None if all_rows else to_device_async(work.logit_rows, device),
         num_logits=len(work.logit_rows),
         logit_slots=tuple(torch.tensor(work.slots)[rows][work.logit_rows].tolist()) if segments else (),
     )
@@ -78,15 +85,15 @@ def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
     return rows, torch.arange(len(rows)) + shifts[rows]
 
 
-def _runs(slots: Sequence[int], lengths: Sequence[int]) -> list[SlotRows]:
+def _runs(slots: Sequence[int], lengths: Sequence[int]) -> list[AdapterSegment]:
     """Tokens by adapter slot, from the slot and the length of each span."""
-    segments: list[SlotRows] = []
+    segments: list[AdapterSegment] = []
     end = 0
     for slot, length in zip(slots, lengths, strict=True):
         start, end = end, end + length
         if slot < 0:
             continue
-        if segments and (segments[-1].slot, segments[-1].end) == (slot, start):
+        if segments and (segments[-1].adapter_slot, segments[-1].end) == (slot, start):
             start = segments.pop().start
-        segments.append(SlotRows(slot, start, end))
+        segments.append(AdapterSegment(slot, start, end))
     return segments

@@ -28,10 +28,10 @@ def open_device(config: EngineConfig, rank: int = 0) -> torch.device:
     """The configured device, ready for use; `rank`: this process's among those that share the layers.
 
     Raises:
-        ConfigError: there is none, or QUIRE_FORMS asks for what is not there.
+        ConfigError: there is none, or QUIRE_KERNELS asks for what is not there.
     """
-    if wrong := dispatch.refusal(dispatch.operations(vars(quire_kernels)), config.device):
-        raise ConfigError(f"QUIRE_FORMS: {wrong}")
+    if wrong := dispatch.validate_overrides(dispatch.collect_ops(vars(quire_kernels)), config.device):
+        raise ConfigError(f"QUIRE_KERNELS: {wrong}")
     if config.device == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(

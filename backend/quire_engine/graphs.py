@@ -33,14 +33,14 @@ from quire_engine.request import BlockId
 from quire_engine.step import Span, StepPlan
 from quire_engine.work import GraphWork, tensor_of
 from quire_kernels import (
-    AttentionBatch,
-    Routing,
+    AttentionGroup,
+    AttentionMetadata,
     SequenceState,
-    SpanGroup,
     StepInputs,
-    on_device,
+    TokenRouting,
+    build_routed_lora_batch,
     prepare_inputs,
-    route_adapters,
+    to_device_async,
 )
 from quire_spec.errors import ConfigError
 
@@ -211,9 +211,9 @@ class DecodeGraphs:
         """Logits of each span's token, [num_spans, vocab_size]; the next run overwrites them. `fill` puts in tokens of
         which only the device knows, see Handover."""
         if work.entries.numel():
-            row, column, block = on_device(work.entries, self._device)
+            row, column, block = to_device_async(work.entries, self._device)
             self._state.tables.index_put_((row, column), block)
-        self._inputs[:, : work.size].copy_(on_device(work.inputs, self._device))
+        self._inputs[:, : work.size].copy_(to_device_async(work.inputs, self._device))
         if work.pending:
             assert fill is not None
             fill(self._inputs[2, : work.size])
@@ -225,13 +225,13 @@ class DecodeGraphs:
         rows, positions, tokens, slots = (row[:size] for row in self._inputs)
         query_starts = self._query_starts[: size + 1]
         inputs = StepInputs(*(getattr(self._step_inputs, name)[:size] for name in StepInputs.__slots__))
-        routing = Routing.empty(size, num_slots, self._device) if num_slots else None
+        routing = TokenRouting.empty(size, num_slots, self._device) if num_slots else None
 
         def step() -> Tensor:
             self._state.lengths.index_copy_(0, rows, positions.to(torch.int32))
             prepare_inputs(rows, query_starts, self._state, self._kv.block_size, inputs)
             # Made in each run: what it plans for its layers belongs to this run.
-            attention = AttentionBatch(
+            attention = AttentionMetadata(
                 query_starts, inputs.context_lengths, inputs.block_tables, _no_groups, lengths=[1] * size
             )
             batch = Batch(
@@ -240,7 +240,7 @@ class DecodeGraphs:
                 beyond_switch=None,
                 addresses=inputs.addresses,
                 attention=attention,
-                adapters=None if routing is None else route_adapters(slots, routing),
+                adapters=None if routing is None else build_routed_lora_batch(slots, routing),
                 logit_rows=None,
                 num_logits=size,
             )
@@ -258,11 +258,11 @@ class DecodeGraphs:
         return torch.cuda.memory_reserved(self._device)
 
 
-def _no_groups() -> tuple[SpanGroup, ...]:
+def _no_groups() -> tuple[AttentionGroup, ...]:
     """What a form of attention gets that wants spans as the host has grouped them: without it, it would compute nothing
     and say nothing."""
     raise ConfigError(
-        "paged_attention: the form that runs here cannot be captured in a graph; leave it out of QUIRE_FORMS, or set "
+        "paged_attention: the form that runs here cannot be captured in a graph; leave it out of QUIRE_KERNELS, or set "
         "QUIRE_GRAPHS=0 as well"
     )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire_engine.ranks import Ranks
 from quire_engine.request import Sequence
 from quire_engine.step import Span
-from quire_kernels import on_device
+from quire_kernels import to_device_async
 
 Until: TypeAlias = Callable[[Callable[[], bool]], None]
 """Waits until what it is given says that something is done."""
@@ -56,7 +56,7 @@ class Handover:
                 rows.append(self._rows[span.sequence])
             end += span.length
         assert self._tokens is not None
-        where = on_device(torch.tensor([places, rows]), self._device)
+        where = to_device_async(torch.tensor([places, rows]), self._device)
         token_ids.index_copy_(0, where[0], self._tokens[where[1]])
 
     def take(

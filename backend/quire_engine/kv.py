@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from quire_kernels import Arena, movable, on_device, pinned, reads_whole_blocks
+from quire_kernels import HugePageArena, as_indexable, pinned_empty, reads_whole_blocks, to_device_async
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 
@@ -45,9 +45,9 @@ class KVCache:
         # Not cleared here: on a CPU, pages cost memory only once they are written.
         size = (shape.num_layers, 2, num_blocks + num_spare, block_size, shape.num_kv_heads, shape.head_dim)
         on_cpu = device.type == "cpu"
-        typed = Arena().empty(size, dtype) if on_cpu else torch.empty(size, dtype=dtype, device=device)
+        typed = HugePageArena().empty(size, dtype) if on_cpu else torch.empty(size, dtype=dtype, device=device)
         # The same memory: torch moves 8-bit floats on no device.
-        self._data = movable(typed)
+        self._data = as_indexable(typed)
         self.layers: tuple[Tensor, ...] = tuple(typed)
         """Per layer [2, num_blocks, block_size, num_kv_heads, head_dim]: keys at 0, values at 1."""
         self._clears = reads_whole_blocks(self.layers[0], shape.num_heads)
@@ -88,7 +88,7 @@ class KVCache:
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy blocks of all layers; no destination is a source."""
         for some, destinations_of_some in self._parts(sources, destinations):
-            places = on_device(destinations_of_some, self._data.device)
+            places = to_device_async(destinations_of_some, self._data.device)
             self._data.index_copy_(2, places, self._data.index_select(2, some))
 
     def host_blocks(self, num: int) -> Tensor:
@@ -99,7 +99,7 @@ class KVCache:
         """
         layers, two, _, *block = self._data.shape
         size, dtype = (num, layers, two, *block), self._data.dtype
-        return pinned(size, dtype) if self._data.device.type == "cuda" else torch.empty(size, dtype=dtype)
+        return pinned_empty(size, dtype) if self._data.device.type == "cuda" else torch.empty(size, dtype=dtype)
 
     def export(self, blocks: Sequence[int], host: Tensor, rows: Sequence[int]) -> None:
         """Copy the contents of `blocks` into `rows` of what `host_blocks` made.
@@ -133,7 +133,7 @@ class KVCache:
         assert len(blocks) == len(rows)
         for start in range(0, len(blocks), self.blocks_at_once):
             end = start + self.blocks_at_once
-            yield on_device(blocks[start:end], self._data.device), rows[start:end]
+            yield to_device_async(blocks[start:end], self._data.device), rows[start:end]
 
     def clear_started(self, addresses: Tensor) -> None:
         """Clear the blocks whose first token is among `addresses` (on the CPU), before a step writes to them, unless
@@ -142,4 +142,4 @@ class KVCache:
             return
         started = addresses[addresses % self.block_size == 0] // self.block_size
         if len(started):
-            self._data.index_fill_(2, on_device(started, self._data.device), 0)
+            self._data.index_fill_(2, to_device_async(started, self._data.device), 0)

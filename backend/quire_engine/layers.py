@@ -16,16 +16,16 @@ from quire_engine.batch import Batch
 from quire_engine.part import Part, Target
 from quire_engine.ranks import Ranks
 from quire_kernels import (
-    Arena,
-    LinearSlots,
+    HugePageArena,
     LinearWeights,
+    ModuleSlots,
     adapted_linear,
-    gated,
+    get_gated_op,
     linear,
     pack_weight,
     paged_attention,
     rms_norm,
-    rotate_and_write,
+    rope_and_cache,
 )
 from quire_spec.model.memory_sizing import linear_sizes
 from quire_spec.model.model_config import ModelConfig
@@ -78,12 +78,12 @@ class Linear:
         out_features = sum(slices.values())
         self.weight = place.empty(out_features, in_features) if weight is None else weight
         self.bias = place.empty(out_features) if bias else None
-        self.adapters: LinearSlots | None = None
+        self.adapters: ModuleSlots | None = None
 
     def __call__(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """[num_tokens, in_features] to [num_tokens, out_features of all slices], adapters of the batch included; with a
         residual stream, added to it in place."""
-        if batch.adapters is None or self.adapters is None or not self.adapters.concern(batch.adapters):
+        if batch.adapters is None or self.adapters is None or not self.adapters.applies_to(batch.adapters):
             return linear(x, self.weight, self.bias, residual)
         return adapted_linear(x, self.weight, self.bias, residual, self.adapters, batch.adapters)
 
@@ -104,7 +104,7 @@ class Linear:
                     yield f"{prefix}{name}.bias", Part(bias[:num_rows], split.shape[:1], split.rows)
             start = end
 
-    def pack(self, arena: Arena) -> None:
+    def pack(self, arena: HugePageArena) -> None:
         """Lay the loaded weight out for speed; it cannot be read or written any more."""
         self.weight = pack_weight(self.weight, arena)
 
@@ -122,7 +122,7 @@ class SummedLinear(Linear):
 
     def __call__(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """See Linear."""
-        if batch.adapters is None or self.adapters is None or not self.adapters.concern(batch.adapters):
+        if batch.adapters is None or self.adapters is None or not self.adapters.applies_to(batch.adapters):
             out = linear(x, self.weight, None)
         else:
             # B is linear: the ranks' deltas, each of its part of A x, add up too.
@@ -223,7 +223,7 @@ class RotaryAttention(Attention):
         """[num_tokens, hidden_size] to the same, or that added to a residual stream; writes the tokens' keys and values
         to `cache`, one layer's."""
         qkv = self.project(x, batch)
-        queries = rotate_and_write(qkv, *rope, cache, batch.addresses, self.num_heads)
+        queries = rope_and_cache(qkv, *rope, cache, batch.addresses, self.num_heads)
         return self.attend(queries, cache, batch, residual)
 
 
@@ -236,7 +236,7 @@ class MLP:
     def __init__(self, shape: ModelConfig, place: Placement) -> None:
         self.gate_up_proj = linear_of(shape, [f"mlp.{name}" for name in self.GATE_UP], place, shape.mlp_bias)
         self.down_proj = linear_of(shape, ["mlp.down_proj"], place, shape.mlp_bias)
-        self.activate = gated(shape.activation)
+        self.activate = get_gated_op(shape.activation)
 
     def __call__(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """[num_tokens, hidden_size] to the same, or that added to a residual stream."""

@@ -8,7 +8,7 @@ import torch
 
 from quire_engine.models.causal import CausalLM
 from quire_engine.peft import OUTSIDE, HostAdapter
-from quire_kernels import LoraSlots, PackedAdapter, Site
+from quire_kernels import LoRASlots, LoRATarget, PackedAdapter
 from quire_spec.engine.config import EngineConfig
 
 Place = tuple[int, str]
@@ -18,7 +18,7 @@ Place = tuple[int, str]
 class AdapterSlots:
     """The slots on the device, and the host copies that fill them."""
 
-    def __init__(self, places: Sequence[Sequence[Place]], slots: LoraSlots, device: torch.device) -> None:
+    def __init__(self, places: Sequence[Sequence[Place]], slots: LoRASlots, device: torch.device) -> None:
         """`places`: of each of the slots' modules, the place of each slice; `device`: of the slots. A GPU copies from
         pinned memory, while it computes."""
         self._places = tuple(tuple(slices) for slices in places)
@@ -37,7 +37,7 @@ class AdapterSlots:
     def pack(self, adapter: HostAdapter) -> PackedAdapter:
         """An adapter as `hold` keeps it, for any thread."""
         packed = self._slots.pack([[adapter.pairs.get(place) for place in slices] for slices in self._places])
-        return packed if self._stream is None else packed.pinned()
+        return packed if self._stream is None else packed.pin_memory()
 
     def hold(self, digest: str, packed: PackedAdapter) -> None:
         """Keep a host copy under its content digest."""
@@ -72,13 +72,13 @@ class AdapterSlots:
 def make_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> AdapterSlots:
     """Slots for every module of a model that adapters change; the modules know them from then on."""
     found = list(model.linears())
-    sites = [Site(linear.in_features, tuple(linear.slices.values())) for _, linear in found]
+    sites = [LoRATarget(linear.in_features, tuple(linear.slices.values())) for _, linear in found]
     places = [[(layer, name) for name in linear.slices] for layer, linear in found]
     tokens, size = model.embed_tokens.shape
     # In the order in which a step computes them.
-    sites = [Site(tokens, (size,), looked_up=True), *sites, Site(size, (tokens,))]
+    sites = [LoRATarget(tokens, (size,), is_embedding=True), *sites, LoRATarget(size, (tokens,))]
     places = [[(OUTSIDE, "embed_tokens")], *places, [(OUTSIDE, "lm_head")]]
-    slots = LoraSlots(sites, config.max_loras, config.max_lora_rank, torch.empty(0, dtype=dtype, device=device))
+    slots = LoRASlots(sites, config.max_loras, config.max_lora_rank, torch.empty(0, dtype=dtype, device=device))
     modules = list(slots.modules)
     model.embedding_adapters, model.lm_head.adapters = modules.pop(0), modules.pop()
     for (_, linear), module in zip(found, modules, strict=True):

@@ -50,7 +50,7 @@ from quire_engine.swapper import Swapper
 from quire_engine.trace import stretch
 from quire_engine.weights import load_weights
 from quire_engine.work import GraphWork, Work, order_spans, work_of
-from quire_kernels import PackedAdapter, on_device
+from quire_kernels import PackedAdapter, to_device_async
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.memory_sizing import lora_slot_bytes, weights_bytes
@@ -280,7 +280,7 @@ class TorchRunner(Runner):
         if len(choosing) == len(spans):
             return logits
         # With its type said: an empty list has none, and steps of a prompt's single tokens choose nothing.
-        return logits[on_device(torch.tensor(choosing, dtype=torch.int64), self._device)]
+        return logits[to_device_async(torch.tensor(choosing, dtype=torch.int64), self._device)]
 
     def _capture(self, kv: KVCache, config: EngineConfig, max_model_len: int) -> DecodeGraphs | None:
         """Graphs of decoding steps over `kv`, if this runner has any."""
@@ -313,7 +313,7 @@ class TorchRunner(Runner):
         found: list[list[Logprob]] = []
         for logits in parts:
             part = list(islice(wanted, len(logits)))
-            tokens = on_device([s.prompt_token_ids[position + 1] for s, position in part], self._device)
+            tokens = to_device_async([s.prompt_token_ids[position + 1] for s, position in part], self._device)
             counts = [s.params.prompt_logprobs or 0 for s, _ in part]
             found += logprobs_of(logits, tokens, counts)
         return found

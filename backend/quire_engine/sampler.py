@@ -20,7 +20,7 @@ from quire_engine.request import Logprob, Sequence
 from quire_engine.step import Sampled
 from quire_engine.tally import Tally
 from quire_engine.trace import stretch
-from quire_kernels import choose, most_likely, on_device
+from quire_kernels import argmax_first, sample, to_device_async
 
 # float32 logits worked on at a time: what a core's share of the cache holds, and below the size at which the C library
 # returns memory after each use (64 rows of 151,936 at once: softmax 18 ms instead of 4 ms, one Zen 5 core).
@@ -116,19 +116,19 @@ class _Choice:
             return
         # A temperature that float32 rounds to 0 would be one of a greedy row.
         temperatures = [0.0 if p.greedy else max(p.temperature, 1e-6) for p in params]
-        self._temperatures = on_device(temperatures, device)
-        self._seeds = on_device([sequence.seed for sequence in sequences], device)
+        self._temperatures = to_device_async(temperatures, device)
+        self._seeds = to_device_async([sequence.seed for sequence in sequences], device)
         self._cuts = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params if not p.greedy)
-        self._top_k = on_device([max(p.top_k, 0) for p in params], device)
-        self._top_p = on_device([p.top_p for p in params], device)
-        self._min_p = on_device([p.min_p for p in params], device)
+        self._top_k = to_device_async([max(p.top_k, 0) for p in params], device)
+        self._top_p = to_device_async([p.top_p for p in params], device)
+        self._min_p = to_device_async([p.min_p for p in params], device)
 
     def __call__(self, logits: Tensor, rows: Rows[Row], mask: Tensor | None) -> Tensor:
         """[num_rows] int64, on the device."""
         allowed = logits if mask is None else logits.masked_fill(~mask, float("-inf"))
         if self._adjustment is not None:
             allowed = self._adjustment(allowed, [row.position for row in rows])
-        taken = most_likely(allowed) if self._all_greedy else self._draw(allowed, rows)
+        taken = argmax_first(allowed) if self._all_greedy else self._draw(allowed, rows)
         if self._adjustment is not None:
             self._adjustment.count(taken)
         return taken
@@ -137,7 +137,7 @@ class _Choice:
         """By row, for those that ask: of the model's own distribution, before any parameter."""
         if not self.logprobs:
             return {}
-        index = on_device(list(self.logprobs), self._device)
+        index = to_device_async(list(self.logprobs), self._device)
         found = logprobs_of(logits, taken[index], list(self.logprobs.values()), index)
         return {i: [entries] for i, entries in zip(self.logprobs, found, strict=True)}
 
@@ -145,11 +145,11 @@ class _Choice:
         """The same where it is computed; None when nobody asks."""
         if not self.logprobs:
             return None
-        index = on_device(list(self.logprobs), self._device)
+        index = to_device_async(list(self.logprobs), self._device)
         return score(logits, taken[index], list(self.logprobs.values()), index)
 
     def _draw(self, logits: Tensor, rows: Rows[Row]) -> Tensor:
         """[num_rows] int64; greedy rows get their most likely token."""
-        positions = on_device([row.position for row in rows], self._device)
+        positions = to_device_async([row.position for row in rows], self._device)
         limits = self._top_k, self._top_p, self._min_p
-        return choose(logits, self._temperatures, *limits, self._seeds, positions, self._cuts, self._any_greedy)
+        return sample(logits, self._temperatures, *limits, self._seeds, positions, self._cuts, self._any_greedy)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire_engine.request import Sequence
-from quire_kernels import on_device
+from quire_kernels import to_device_async
 
 
 class Tally:
@@ -45,15 +45,15 @@ class Tally:
         if self._token_ids is None:
             return None
         most = max(self._num_listed[row] for row in rows)
-        return self._token_ids[on_device(rows, self._token_ids.device), :most]
+        return self._token_ids[to_device_async(rows, self._token_ids.device), :most]
 
     def add(self, rows: list[int], token_ids: Tensor) -> None:
         """Count one more output token of each row, each row once; `token_ids`: [len(rows)] int64, on the device."""
-        where = on_device(rows, self.counts.device)
+        where = to_device_async(rows, self.counts.device)
         self.counts[where, token_ids] += 1
         if self._token_ids is not None:
             ends = [self._num_listed[row] for row in rows]
-            self._widen(max(ends) + 1)[where, on_device(ends, self.counts.device)] = token_ids
+            self._widen(max(ends) + 1)[where, to_device_async(ends, self.counts.device)] = token_ids
             for row in rows:
                 self._num_listed[row] += 1
 
@@ -75,13 +75,13 @@ class Tally:
     def _begin(self, row: int, sequence: Sequence) -> None:
         device = self.counts.device
         self.in_prompt[row] = False
-        self.in_prompt[row, on_device(sequence.prompt_token_ids, device)] = True
+        self.in_prompt[row, to_device_async(sequence.prompt_token_ids, device)] = True
         self.counts[row] = 0
         if sequence.output_token_ids:
-            output = on_device(sequence.output_token_ids, device)
+            output = to_device_async(sequence.output_token_ids, device)
             self.counts[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         if self._token_ids is not None:
-            had = on_device(sorted({*sequence.prompt_token_ids, *sequence.output_token_ids}), device)
+            had = to_device_async(sorted({*sequence.prompt_token_ids, *sequence.output_token_ids}), device)
             listed = self._widen(len(had))
             listed[row] = had[0]
             listed[row, : len(had)] = had

@@ -9,7 +9,7 @@ from quire_engine.batch import Batch
 from quire_engine.layers import Linear, Placement, Split
 from quire_engine.part import Part, Target
 from quire_engine.ranks import Ranks
-from quire_kernels import LinearSlots, add_lora_rows, embedding
+from quire_kernels import ModuleSlots, add_lora_embedding, embedding
 from quire_spec.model.model_config import ModelConfig
 
 
@@ -50,7 +50,7 @@ def embedding_target(table: Tensor, ranks: Ranks | None) -> Target:
     return Part(table[: len(tokens)], (ranks.shard.model_config.vocab_size, table.shape[1]), (tokens,))
 
 
-def embed(batch: Batch, table: Tensor, adapters: LinearSlots | None, ranks: Ranks | None) -> Tensor:
+def embed(batch: Batch, table: Tensor, adapters: ModuleSlots | None, ranks: Ranks | None) -> Tensor:
     """[num_tokens, embedding_size] of the table, a tensor of its own, adapters of the batch included; of this rank's
     table and the others'."""
     ids = batch.token_ids
@@ -59,6 +59,6 @@ def embed(batch: Batch, table: Tensor, adapters: LinearSlots | None, ranks: Rank
         foreign = (ids < tokens.start) | (ids >= tokens.stop)
         ids = (ids - tokens.start).masked_fill_(foreign, 0)
     found = embedding(ids, table)
-    if batch.adapters is not None and adapters is not None and adapters.concern(batch.adapters):
-        add_lora_rows(found, ids, adapters, batch.adapters)
+    if batch.adapters is not None and adapters is not None and adapters.applies_to(batch.adapters):
+        add_lora_embedding(found, ids, adapters, batch.adapters)
     return found if ranks is None else ranks.sum(found.masked_fill_(foreign[:, None], 0))

@@ -4,82 +4,95 @@
 They know tensors, not requests: quire_engine prepares what they need once a step and calls them from its layers.
 """
 
-from quire_kernels.activation import ACTIVATIONS, gated, gelu_mul, gelu_tanh_mul, relu_mul, silu_mul
-from quire_kernels.arena import Arena
-from quire_kernels.attention import AttentionBatch, SpanGroup, paged_attention, plan_attention, reads_whole_blocks
-from quire_kernels.decoder import CompiledDecoder, Heads, LayerWeights, LinearWeights, compile_decoder
+from quire_kernels.activation import ACTIVATIONS, gelu_mul, gelu_tanh_mul, get_gated_op, relu_mul, silu_mul
+from quire_kernels.attention import (
+    AttentionGroup,
+    AttentionMetadata,
+    build_attention_metadata,
+    paged_attention,
+    reads_whole_blocks,
+)
 from quire_kernels.dispatch import Op
-from quire_kernels.kv_write import movable, write_kv
-from quire_kernels.linear import embedding, linear, looked_up, pack_weight
+from quire_kernels.fused_decoder import AttentionShape, FusedDecoder, LayerWeights, LinearWeights, build_fused_decoder
+from quire_kernels.host_device_copy import pinned_empty, to_device_async
+from quire_kernels.huge_pages import HugePageArena
+from quire_kernels.kv_cache_write import as_indexable, write_kv
+from quire_kernels.linear import embedding, linear, pack_weight, supports_embedding
 from quire_kernels.lora import (
-    AdapterBatch,
-    SlotRows,
+    AdapterSegment,
+    LoRABatch,
     adapted_linear,
     add_lora,
-    add_lora_rows,
-    plan_adapters,
-    route_adapters,
+    add_lora_embedding,
+    build_lora_batch,
+    build_routed_lora_batch,
 )
-from quire_kernels.lora_slots import LinearSlots, LoraSlots, PackedAdapter, Site
-from quire_kernels.norm import add_rms_norm, norm_heads, rms_norm
-from quire_kernels.prepare import SequenceState, StepInputs, prepare_inputs
-from quire_kernels.rope import apply_rope, rotate_and_write
-from quire_kernels.routing import Routing, route
-from quire_kernels.sampling import choose, draw, keep_likely, most_likely, penalize, uniform
-from quire_kernels.transfer import on_device, pinned
+from quire_kernels.lora_routing import TokenRouting, route_tokens
+from quire_kernels.lora_slots import LoRASlots, LoRATarget, ModuleSlots, PackedAdapter
+from quire_kernels.norm import add_rms_norm, qk_norm, rms_norm
+from quire_kernels.rope import apply_rope, rope_and_cache
+from quire_kernels.sampling import (
+    apply_penalties,
+    argmax_first,
+    filter_top_k_top_p_min_p,
+    inverse_transform,
+    sample,
+    uniform,
+)
+from quire_kernels.step_inputs import SequenceState, StepInputs, prepare_inputs
 
 __all__ = [
     "ACTIVATIONS",
-    "AdapterBatch",
-    "Arena",
-    "AttentionBatch",
-    "CompiledDecoder",
-    "Heads",
+    "AdapterSegment",
+    "AttentionGroup",
+    "AttentionMetadata",
+    "AttentionShape",
+    "FusedDecoder",
+    "HugePageArena",
     "LayerWeights",
-    "LinearSlots",
     "LinearWeights",
-    "LoraSlots",
+    "LoRABatch",
+    "LoRASlots",
+    "LoRATarget",
+    "ModuleSlots",
     "Op",
     "PackedAdapter",
-    "Routing",
     "SequenceState",
-    "Site",
-    "SlotRows",
-    "SpanGroup",
     "StepInputs",
+    "TokenRouting",
     "adapted_linear",
     "add_lora",
-    "add_lora_rows",
+    "add_lora_embedding",
     "add_rms_norm",
+    "apply_penalties",
     "apply_rope",
-    "choose",
-    "compile_decoder",
-    "draw",
+    "argmax_first",
+    "as_indexable",
+    "build_attention_metadata",
+    "build_fused_decoder",
+    "build_lora_batch",
+    "build_routed_lora_batch",
     "embedding",
-    "gated",
+    "filter_top_k_top_p_min_p",
     "gelu_mul",
     "gelu_tanh_mul",
-    "keep_likely",
+    "get_gated_op",
+    "inverse_transform",
     "linear",
-    "looked_up",
-    "most_likely",
-    "movable",
-    "norm_heads",
-    "on_device",
     "pack_weight",
     "paged_attention",
-    "penalize",
-    "pinned",
-    "plan_adapters",
-    "plan_attention",
+    "pinned_empty",
     "prepare_inputs",
+    "qk_norm",
     "reads_whole_blocks",
     "relu_mul",
     "rms_norm",
-    "rotate_and_write",
-    "route",
-    "route_adapters",
+    "rope_and_cache",
+    "route_tokens",
+    "sample",
     "silu_mul",
+    "supports_embedding",
+    "to_device_async",
     "uniform",
     "write_kv",
 ]

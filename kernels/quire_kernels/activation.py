@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire_kernels import native
+from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
 
 _gelu_tanh = functools.partial(F.gelu, approximate="tanh")
@@ -36,34 +36,34 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-silu_mul.form_in("cuda", "own", "quire_kernels.gpu.activation")
+silu_mul.register_lazy("cuda", "own", "quire_kernels.gpu.activation")
 
 
-@silu_mul.form("cpu")
-def _one_pass(gate_up: Tensor) -> Tensor:
-    if not native.suits(gate_up) or not gate_up.is_contiguous():
+@silu_mul.register("cpu")
+def _silu_mul_cpu(gate_up: Tensor) -> Tensor:
+    if not cpu_native.supports(gate_up) or not gate_up.is_contiguous():
         return silu_mul.reference(gate_up)
     rows, width = gate_up.shape
     out = gate_up.new_empty(rows, width // 2)
-    native.library().quire_silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
+    cpu_native.get_library().quire_silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
     return out
 
 
-def _gated_by(name: str, activation: Callable[[Tensor], Tensor]) -> Op[[], Tensor]:
-    def multiply(gate_up: Tensor) -> Tensor:
+def _make_gated_op(name: str, activation: Callable[[Tensor], Tensor]) -> Op[[], Tensor]:
+    def gated_activation(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return activation(gate).mul_(up)
 
-    op = Op(multiply, name)
-    op.form_in("cuda", "own", "quire_kernels.gpu.activation")
+    op = Op(gated_activation, name)
+    op.register_lazy("cuda", "own", "quire_kernels.gpu.activation")
     return op
 
 
-relu_mul = _gated_by("relu_mul", F.relu)
-gelu_mul = _gated_by("gelu_mul", F.gelu)
-gelu_tanh_mul = _gated_by("gelu_tanh_mul", _gelu_tanh)
+relu_mul = _make_gated_op("relu_mul", F.relu)
+gelu_mul = _make_gated_op("gelu_mul", F.gelu)
+gelu_tanh_mul = _make_gated_op("gelu_tanh_mul", _gelu_tanh)
 
-_GATED = {
+_GATED_OPS = {
     "silu": silu_mul,
     "relu": relu_mul,
     "gelu": gelu_mul,
@@ -72,6 +72,6 @@ _GATED = {
 }
 
 
-def gated(name: str) -> Op[[], Tensor]:
+def get_gated_op(name: str) -> Op[[], Tensor]:
     """activation(gate) * up of a merged projection, by the activation's name; tensors as in `silu_mul`."""
-    return _GATED[name]
+    return _GATED_OPS[name]

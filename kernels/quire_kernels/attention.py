@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire_kernels import native
+from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
-from quire_kernels.kv_write import movable
-from quire_kernels.transfer import on_device
+from quire_kernels.host_device_copy import to_device_async
+from quire_kernels.kv_cache_write import as_indexable
 
 # Keys that one batched call gathers, in bytes. 64 sequences of 1024 tokens, 3 KV heads of 64, bf16, one Zen 5 core:
 # 10.1 ms at 6 MiB and below, 15.5 ms at 24 MiB, where gathered keys leave the cache before they are read.
@@ -21,17 +21,17 @@ GATHER_BYTES = 4 << 20
 # Padding that a batched call may carry: about what the launch of another call costs.
 MAX_PADDED_KEYS = 1024
 # Where decoding heads are computed in one product: see `_suits_one_product`. Measured with 9 to 32 heads.
-MAX_PRODUCT_HEADS = 24
-MIN_PRODUCT_KEYS = 1024
+MAX_SINGLE_GEMM_HEADS = 24
+MIN_SINGLE_GEMM_KEYS = 1024
 # What csrc/attention.cpp takes: widths of heads, and query heads per KV head.
 _HEAD_DIMS = range(16, 257, 16)
-_MAX_GROUP = 48
+_MAX_HEADS_PER_KV_HEAD = 48
 # Forms of CUDA devices that load nothing beyond a sequence's context.
-_MASKED = ("own", "fused")
+_MASKING_IMPLEMENTATIONS = ("own", "fused")
 
 
 @dataclass(frozen=True, slots=True)
-class SpanGroup:
+class AttentionGroup:
     """Spans of one length that the gathering form computes in one call."""
 
     rows: slice | Tensor
@@ -55,35 +55,44 @@ class SpanGroup:
         """Whole prompts, or their first chunks: each token sees those of the group before it, and no others."""
         return 1 < self.length == self.num_keys
 
-    def num_skipped(self, window: int | None, block_size: int) -> int:
+    def num_skipped_keys(self, window: int | None, block_size: int) -> int:
         """Keys, whole blocks of them, that are out of every token's window."""
         return 0 if window is None else max(self.first_position - window + 1, 0) // block_size * block_size
 
-    def mask(self, window: int | None, block_size: int, dtype: torch.dtype) -> Tensor:
+    def get_mask(self, window: int | None, block_size: int, dtype: torch.dtype) -> Tensor:
         """[num_spans or 1, 1, length, num_keys - num_skipped] of `dtype`: 0 where a token sees a key, else -inf.
 
         Made by the first layer that asks, for all with the same window.
         """
         if window not in self.masks:
-            first = self.num_skipped(window, block_size)
-            last, keys = self.positions[..., None], torch.arange(first, self.num_keys, device=self.positions.device)
-            hidden = keys > last if window is None else (keys > last) | (keys <= last - window)
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            first = self.num_skipped_keys(window, block_size)
+            query_positions, key_positions = (
+                self.positions[..., None],
+                torch.arange(first, self.num_keys, device=self.positions.device),
+            )
+            is_masked = (
+                key_positions > query_positions
+                if window is None
+                else (key_positions > query_positions) | (key_positions <= query_positions - window)
+            )
+            mask = torch.zeros(is_masked.shape, dtype=dtype, device=is_masked.device).masked_fill_(
+                is_masked, float("-inf")
+            )
             self.masks[window] = mask[:, None]
         return self.masks[window]
 
 
-class Opening(NamedTuple):
+class PrefillSpan(NamedTuple):
     """A span that begins its sequence: a whole prompt, or its first chunk. Its tokens see each other, no others."""
 
-    span: int
-    first: int
+    span_index: int
+    first_row: int
     """Its first token's row in the batch."""
     length: int
 
 
 @dataclass(frozen=True)
-class AttentionBatch:
+class AttentionMetadata:
     """What the attention of every layer of a step needs to know; made once a step by `plan_attention`."""
 
     query_starts: Tensor
@@ -92,37 +101,41 @@ class AttentionBatch:
     """[num_spans] int32: keys that the last token of a span sees, itself included."""
     block_tables: Tensor
     """[num_spans, max_blocks] int64, padded with a block of the same span."""
-    group: Callable[[], tuple[SpanGroup, ...]]
+    build_groups: Callable[[], tuple[AttentionGroup, ...]]
     """Makes `groups`."""
     lengths: Sequence[int]
     """Tokens of each span."""
-    openings: tuple[Opening, ...] = ()
+    prefill_spans: tuple[PrefillSpan, ...] = ()
     """In a captured step, which has only decoding spans: none."""
-    apart_from: int | None = None
+    separate_prefill_min_tokens: int | None = None
     """Openings of as many tokens or more are somebody else's: nothing is computed for them."""
-    plans: dict[object, Tensor] = field(default_factory=dict)
+    work_plans: dict[object, Tensor] = field(default_factory=dict)
     """What a form has planned on the device for all layers of the step."""
 
     @functools.cached_property
-    def groups(self) -> tuple[SpanGroup, ...]:
+    def groups(self) -> tuple[AttentionGroup, ...]:
         """The same spans, as the gathering form takes them."""
-        return self.group()
+        return self.build_groups()
 
     @functools.cached_property
-    def shortest(self) -> int:
+    def min_query_len(self) -> int:
         """Tokens of the shortest span."""
         return min(self.lengths)
 
     @functools.cached_property
-    def longest(self) -> int:
+    def max_query_len(self) -> int:
         """Tokens of the longest span that is not somebody else's."""
-        apart = {o.span for o in self.openings if self.apart_from is not None and o.length >= self.apart_from}
-        return max(length for span, length in enumerate(self.lengths) if span not in apart)
+        separate_spans = {
+            o.span_index
+            for o in self.prefill_spans
+            if self.separate_prefill_min_tokens is not None and o.length >= self.separate_prefill_min_tokens
+        }
+        return max(length for span, length in enumerate(self.lengths) if span not in separate_spans)
 
 
-def plan_attention(
+def build_attention_metadata(
     starts: list[int], lengths: list[int], block_tables: Tensor, cache: Tensor, device: torch.device
-) -> AttentionBatch:
+) -> AttentionMetadata:
     """Describe spans to `paged_attention`.
 
     Args:
@@ -137,39 +150,39 @@ def plan_attention(
     for length in lengths:
         query_starts.append(query_starts[-1] + length)
     contexts = [start + length for start, length in zip(starts, lengths, strict=True)]
-    openings = (Opening(i, query_starts[i], length) for i, length in enumerate(lengths) if starts[i] == 0)
+    prefill_spans = (PrefillSpan(i, query_starts[i], length) for i, length in enumerate(lengths) if starts[i] == 0)
 
-    def group() -> tuple[SpanGroup, ...]:
-        groupings = _groupings(starts, lengths, cache)
-        return tuple(_group(m, starts, lengths, query_starts, block_tables, cache) for m in groupings)
+    def build_groups() -> tuple[AttentionGroup, ...]:
+        groupings = _group_spans(starts, lengths, cache)
+        return tuple(_build_group(m, starts, lengths, query_starts, block_tables, cache) for m in groupings)
 
-    return AttentionBatch(
-        on_device(torch.tensor(query_starts, dtype=torch.int32), device),
-        on_device(torch.tensor(contexts, dtype=torch.int32), device),
-        on_device(block_tables, device),
-        group,
+    return AttentionMetadata(
+        to_device_async(torch.tensor(query_starts, dtype=torch.int32), device),
+        to_device_async(torch.tensor(contexts, dtype=torch.int32), device),
+        to_device_async(block_tables, device),
+        build_groups,
         lengths,
-        tuple(openings),
+        tuple(prefill_spans),
     )
 
 
-def _groupings(starts: list[int], lengths: list[int], cache: Tensor) -> list[list[int]]:
+def _group_spans(starts: list[int], lengths: list[int], cache: Tensor) -> list[list[int]]:
     """Indices of spans that are computed together: decoding ones of similar context, prompts of the same shape."""
     max_keys = GATHER_BYTES // (cache.shape[3] * cache.shape[4] * cache.element_size())
     prompts: dict[tuple[int, int], list[int]] = {}
     decodes: list[tuple[int, int]] = []
     for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         if length == 1:
-            decodes.append((_whole_blocks(start + 1, cache), i))
+            decodes.append((_round_up_to_blocks(start + 1, cache), i))
         else:
             prompts.setdefault((start, length), []).append(i)
     groupings: list[list[int]] = []
-    widest = padded = 0
+    max_group_keys = num_padded_keys = 0
     for num_keys, i in sorted(decodes, reverse=True):
-        padded += widest - num_keys
-        if not groupings or padded > MAX_PADDED_KEYS or (len(groupings[-1]) + 1) * widest > max_keys:
+        num_padded_keys += max_group_keys - num_keys
+        if not groupings or num_padded_keys > MAX_PADDED_KEYS or (len(groupings[-1]) + 1) * max_group_keys > max_keys:
             groupings.append([])
-            widest, padded = num_keys, 0
+            max_group_keys, num_padded_keys = num_keys, 0
         groupings[-1].append(i)
     for (start, length), members in prompts.items():
         size = max(1, max_keys // (start + length))
@@ -177,37 +190,39 @@ def _groupings(starts: list[int], lengths: list[int], cache: Tensor) -> list[lis
     return [sorted(members) for members in groupings]
 
 
-def _whole_blocks(num_keys: int, cache: Tensor) -> int:
+def _round_up_to_blocks(num_keys: int, cache: Tensor) -> int:
     block_size = cache.shape[2]
     return -(-num_keys // block_size) * block_size
 
 
-def _group(
+def _build_group(
     members: list[int],
     starts: list[int],
     lengths: list[int],
     query_starts: list[int],
     block_tables: Tensor,
     cache: Tensor,
-) -> SpanGroup:
+) -> AttentionGroup:
     length, device = lengths[members[0]], cache.device
     num_keys = max(starts[i] for i in members) + length
-    num_blocks = _whole_blocks(num_keys, cache) // cache.shape[2]
+    num_blocks = _round_up_to_blocks(num_keys, cache) // cache.shape[2]
     if length == 1:
         # A slice of what was gathered would have to be copied for a matrix product.
         num_keys = num_blocks * cache.shape[2]
-    first = torch.tensor([query_starts[i] for i in members])
+    first_rows = torch.tensor([query_starts[i] for i in members])
     rows: slice | Tensor
     if members[-1] - members[0] == len(members) - 1:
-        rows = slice(int(first[0]), int(first[0]) + len(members) * length)
+        rows = slice(int(first_rows[0]), int(first_rows[0]) + len(members) * length)
     else:
-        rows = (first[:, None] + torch.arange(length)).flatten().to(device)
+        rows = (first_rows[:, None] + torch.arange(length)).flatten().to(device)
     blocks = block_tables[torch.tensor(members), :num_blocks].flatten().to(device)
     # Prompts of a group start at the same token, and share their mask.
-    of = members if length == 1 else members[:1]
-    positions = torch.tensor([starts[i] for i in of], device=device)[:, None] + torch.arange(length, device=device)
+    mask_members = members if length == 1 else members[:1]
+    positions = torch.tensor([starts[i] for i in mask_members], device=device)[:, None] + torch.arange(
+        length, device=device
+    )
     first_position = min(starts[i] for i in members)
-    return SpanGroup(rows, len(members), length, blocks, num_keys, positions, first_position, {})
+    return AttentionGroup(rows, len(members), length, blocks, num_keys, positions, first_position, {})
 
 
 def reads_whole_blocks(cache: Tensor, num_heads: int) -> bool:
@@ -218,16 +233,16 @@ def reads_whole_blocks(cache: Tensor, num_heads: int) -> bool:
         num_heads: query heads.
     """
     if cache.device.type == "cuda":
-        return paged_attention.preferred("cuda") not in _MASKED
-    fits = cache.shape[4] in _HEAD_DIMS and num_heads <= _MAX_GROUP * cache.shape[3]
-    return not (cache.device.type == "cpu" and fits and native.suits(cache))
+        return paged_attention.preferred("cuda") not in _MASKING_IMPLEMENTATIONS
+    is_supported = cache.shape[4] in _HEAD_DIMS and num_heads <= _MAX_HEADS_PER_KV_HEAD * cache.shape[3]
+    return not (cache.device.type == "cpu" and is_supported and cpu_native.supports(cache))
 
 
 @Op
 def paged_attention(
     queries: Tensor,
     cache: Tensor,
-    batch: AttentionBatch,
+    batch: AttentionMetadata,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -249,24 +264,24 @@ def paged_attention(
     out = torch.empty_like(queries)
     for i, context in enumerate(batch.context_lengths.tolist()):
         start, end = batch.query_starts[i : i + 2].tolist()
-        blocks = movable(cache)[:, batch.block_tables[i]].view(cache.dtype)
+        blocks = as_indexable(cache)[:, batch.block_tables[i]].view(cache.dtype)
         kv = blocks.flatten(1, 2)[:, :context].float()
         kv = kv.repeat_interleave(queries.shape[1] // kv.shape[2], dim=2)
         scores = torch.einsum("qhd,khd->hqk", queries[start:end].float(), kv[0]) * scale
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()
-        last, keys = torch.arange(context - (end - start), context)[:, None], torch.arange(context)
-        hidden = (keys > last) | (keys <= last - (window or context))
-        weights = scores.masked_fill(hidden.to(scores.device), float("-inf")).softmax(dim=-1)
+        query_positions, key_positions = torch.arange(context - (end - start), context)[:, None], torch.arange(context)
+        is_masked = (key_positions > query_positions) | (key_positions <= query_positions - (window or context))
+        weights = scores.masked_fill(is_masked.to(scores.device), float("-inf")).softmax(dim=-1)
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, kv[1]).to(out.dtype)
     return out
 
 
-@paged_attention.form("cpu")
-def _in_place(
+@paged_attention.register("cpu")
+def _paged_attention_cpu(
     queries: Tensor,
     cache: Tensor,
-    batch: AttentionBatch,
+    batch: AttentionMetadata,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -275,11 +290,11 @@ def _in_place(
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = cache.shape[3]
     if reads_whole_blocks(cache, num_heads) or queries.dtype != cache.dtype:
-        return _gathered(queries, cache, batch, scale, window, softcap)
+        return _paged_attention_gathered(queries, cache, batch, scale, window, softcap)
     if queries.stride(1) != head_dim or queries.stride(2) != 1:
         queries = queries.contiguous()
     out = queries.new_empty(num_tokens, num_heads, head_dim)
-    native.library().quire_attention(
+    cpu_native.get_library().quire_attention(
         queries.data_ptr(),
         queries.stride(0),
         cache[0].data_ptr(),
@@ -301,15 +316,15 @@ def _in_place(
     return out
 
 
-paged_attention.form_in("cuda", "own", "quire_kernels.gpu.attention")
-paged_attention.form_in("cuda", "fused", "quire_kernels.gpu.fused_attention")
+paged_attention.register_lazy("cuda", "own", "quire_kernels.gpu.attention")
+paged_attention.register_lazy("cuda", "fused", "quire_kernels.gpu.fused_attention")
 
 
-@paged_attention.form("cuda")
-def _gathered(
+@paged_attention.register("cuda")
+def _paged_attention_gathered(
     queries: Tensor,
     cache: Tensor,
-    batch: AttentionBatch,
+    batch: AttentionMetadata,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -317,58 +332,60 @@ def _gathered(
     """Copies each group's blocks side by side, then one batched attention a group: no per-token Python."""
     out = torch.empty_like(queries)
     for group in batch.groups:
-        within = window if window is not None and window < group.num_keys else None
-        keys, values = _gather(cache, group, within, queries.dtype)
+        effective_window = window if window is not None and window < group.num_keys else None
+        keys, values = _gather_kv(cache, group, effective_window, queries.dtype)
         q = queries[group.rows].view(group.num_spans, group.length, *queries.shape[1:])
-        if softcap is None and within is None and group.is_prompts:
-            attended = _prompts(q, keys, values, None, scale)
+        if softcap is None and effective_window is None and group.is_prompts:
+            output = _prefill_attention(q, keys, values, None, scale)
         else:
-            mask = group.mask(within, cache.shape[2], q.dtype)
+            mask = group.get_mask(effective_window, cache.shape[2], q.dtype)
             if softcap is not None:
-                attended = _capped(q, keys, values, mask, scale, softcap)
+                output = _softcapped_attention(q, keys, values, mask, scale, softcap)
             elif group.length > 1:
-                attended = _prompts(q, keys, values, mask, scale)
-            elif _suits_one_product(q, keys):
-                attended = _decodes_in_one_product(q, keys, values, mask, scale)
+                output = _prefill_attention(q, keys, values, mask, scale)
+            elif _prefers_single_gemm(q, keys):
+                output = _single_gemm_decode(q, keys, values, mask, scale)
             else:
-                attended = _decodes(q, keys, values, mask, scale)
-        out[group.rows] = attended.reshape(-1, *queries.shape[1:])
+                output = _decode_attention(q, keys, values, mask, scale)
+        out[group.rows] = output.reshape(-1, *queries.shape[1:])
     return out
 
 
-def _prompts(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    attended = F.scaled_dot_product_attention(
+def _prefill_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    output = F.scaled_dot_product_attention(
         q.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
-    return attended.transpose(1, 2)
+    return output.transpose(1, 2)
 
 
-def _decodes(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _decode_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     # The query heads of a KV head stand in for query tokens: nothing is repeated. bf16, 64 sequences of 128 tokens,
     # 9 heads on 3 KV heads, one Zen 5 core: 0.9 ms against 5.6 ms with enable_gqa.
     q = q.view(q.shape[0], keys.shape[1], -1, keys.shape[3])
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
 
 
-def _capped(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+def _softcapped_attention(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float
+) -> Tensor:
     """torch's fused attention has no place for a soft cap, so here scores exist, in float32."""
     num_spans, length, _, head_dim = q.shape
     heads = q.view(num_spans, length, keys.shape[1], -1, head_dim).permute(0, 2, 3, 1, 4)
     scores = heads.flatten(2, 3).float() @ (keys.float().transpose(2, 3) * (scale / softcap))
     scores = scores.tanh_().mul_(softcap).view(*heads.shape[:4], -1).add_(mask[:, None])
-    attended = scores.softmax(dim=-1).flatten(2, 3) @ values.float()
-    return attended.view(heads.shape).permute(0, 3, 1, 2, 4).to(q.dtype)
+    output = scores.softmax(dim=-1).flatten(2, 3) @ values.float()
+    return output.view(heads.shape).permute(0, 3, 1, 2, 4).to(q.dtype)
 
 
-def _suits_one_product(q: Tensor, keys: Tensor) -> bool:
+def _prefers_single_gemm(q: Tensor, keys: Tensor) -> bool:
     """Where the product over all heads, mostly zeros, beats torch's fused attention, whose bf16 products on a CPU are
     as small as one KV head's queries: few heads, or one query head per KV head; and not for next to no keys."""
-    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or keys.shape[0] * keys.shape[2] < MIN_PRODUCT_KEYS:
+    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or keys.shape[0] * keys.shape[2] < MIN_SINGLE_GEMM_KEYS:
         return False
-    return q.shape[2] <= MAX_PRODUCT_HEADS or q.shape[2] == keys.shape[1]
+    return q.shape[2] <= MAX_SINGLE_GEMM_HEADS or q.shape[2] == keys.shape[1]
 
 
-def _decodes_in_one_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _single_gemm_decode(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Scores of all heads as one matrix product a sequence: each query is zero but for the columns of its KV head.
 
     The product rounds scores to bf16. So it is done twice, the second time with the row's maximum taken off before
@@ -377,29 +394,29 @@ def _decodes_in_one_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tenso
     """
     num_spans, num_kv_heads, _, head_dim = keys.shape
     heads = q.view(num_spans, num_kv_heads, -1, head_dim)
-    spread = heads.new_zeros((*heads.shape[:3], num_kv_heads, head_dim))
-    spread.diagonal(dim1=1, dim2=3).copy_(heads.permute(0, 2, 3, 1))
-    wide = spread.view(num_spans, -1, num_kv_heads * head_dim)
+    block_diagonal = heads.new_zeros((*heads.shape[:3], num_kv_heads, head_dim))
+    block_diagonal.diagonal(dim1=1, dim2=3).copy_(heads.permute(0, 2, 3, 1))
+    wide_queries = block_diagonal.view(num_spans, -1, num_kv_heads * head_dim)
     keys_t = keys.transpose(1, 2).flatten(2).transpose(1, 2)
     mask = mask[:, 0]
-    scores = torch.baddbmm(mask, wide, keys_t, alpha=scale)
-    scores = torch.baddbmm(mask - scores.amax(dim=-1, keepdim=True), wide, keys_t, alpha=scale)
-    attended = torch.bmm(scores.softmax(dim=-1), values.transpose(1, 2).flatten(2))
-    own = attended.view(spread.shape).diagonal(dim1=1, dim2=3)
-    return own.permute(0, 3, 1, 2)
+    scores = torch.baddbmm(mask, wide_queries, keys_t, alpha=scale)
+    scores = torch.baddbmm(mask - scores.amax(dim=-1, keepdim=True), wide_queries, keys_t, alpha=scale)
+    wide_output = torch.bmm(scores.softmax(dim=-1), values.transpose(1, 2).flatten(2))
+    output = wide_output.view(block_diagonal.shape).diagonal(dim1=1, dim2=3)
+    return output.permute(0, 3, 1, 2)
 
 
-def _gather(cache: Tensor, group: SpanGroup, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _gather_kv(cache: Tensor, group: AttentionGroup, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values of a group but for those skipped, as `dtype`, each [num_spans, num_kv_heads, num_keys, head_dim],
     strided."""
     block_size, num_kv_heads, head_dim = cache.shape[2:]
     rows, blocks = cache.flatten(2), group.blocks
-    skipped = group.num_skipped(window, block_size)
-    if skipped:
-        blocks = blocks.view(group.num_spans, -1)[:, skipped // block_size :].flatten()
+    num_skipped = group.num_skipped_keys(window, block_size)
+    if num_skipped:
+        blocks = blocks.view(group.num_spans, -1)[:, num_skipped // block_size :].flatten()
 
-    def gather(kind: int) -> Tensor:
-        flat = movable(rows[kind]).index_select(0, blocks).view(cache.dtype).to(dtype)
-        return flat.view(group.num_spans, -1, num_kv_heads, head_dim)[:, : group.num_keys - skipped].transpose(1, 2)
+    def gather_blocks(kv_index: int) -> Tensor:
+        flat = as_indexable(rows[kv_index]).index_select(0, blocks).view(cache.dtype).to(dtype)
+        return flat.view(group.num_spans, -1, num_kv_heads, head_dim)[:, : group.num_keys - num_skipped].transpose(1, 2)
 
-    return gather(0), gather(1)
+    return gather_blocks(0), gather_blocks(1)

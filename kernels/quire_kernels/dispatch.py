@@ -5,8 +5,8 @@ The reference is plain torch, written to be read, and is the definition of corre
 Forms of a device are tried in the order in which they were registered, and the first whose library is there runs. So a
 kernel of another library goes behind the same seam: a form more, before or after ours, and no caller changes.
 
-QUIRE_FORMS chooses otherwise, for comparing and for narrowing down a fault: `QUIRE_FORMS=torch` runs that form
-wherever an operation has one, `QUIRE_FORMS=paged_attention=torch,rms_norm=reference` only where it says so.
+QUIRE_KERNELS chooses otherwise, for comparing and for narrowing down a fault: `QUIRE_KERNELS=torch` runs that form
+wherever an operation has one, `QUIRE_KERNELS=paged_attention=torch,rms_norm=reference` only where it says so.
 """
 
 import functools
@@ -26,6 +26,19 @@ REFERENCE = "reference"
 
 logger = logging.getLogger(__name__)
 
+_FORMER_OPS = {
+    "add_lora_rows": "add_lora_embedding",
+    "choose": "sample",
+    "draw": "inverse_transform",
+    "keep_likely": "filter_top_k_top_p_min_p",
+    "most_likely": "argmax_first",
+    "norm_heads": "qk_norm",
+    "penalize": "apply_penalties",
+    "rotate_and_write": "rope_and_cache",
+    "route": "route_tokens",
+}
+"""Names of operations in QUIRE_FORMS, the variable's name before 0.2, which keeps working for one release."""
+
 
 class Op(Generic[P, R]):
     """A callable operation; the device of its first argument, a tensor, chooses the form."""
@@ -34,103 +47,112 @@ class Op(Generic[P, R]):
         """`name`: where the reference's own is not it."""
         self.reference = reference
         self.name = name or reference.__name__
-        self.forms: dict[str, Callable[Concatenate[Tensor, P], R]] = {}
+        self.dispatch_table: dict[str, Callable[Concatenate[Tensor, P], R]] = {}
         """By type of device: what runs there; filled by the first call, or by a test."""
         self._preferred: dict[str, str] = {}
         """By type of device: the name of what runs there, once it was looked for."""
-        self._registered: dict[str, dict[str, Callable[[], Callable[Concatenate[Tensor, P], R]]]] = {}
+        self._registry: dict[str, dict[str, Callable[[], Callable[Concatenate[Tensor, P], R]]]] = {}
         """By type of device and name: what gives the form, or raises ImportError where its library is not there."""
         functools.update_wrapper(self, reference)
 
-    def form(
+    def register(
         self, *device_types: str, name: str = "torch"
     ) -> Callable[[Callable[Concatenate[Tensor, P], R]], Callable[Concatenate[Tensor, P], R]]:
         """Register the decorated function for these device types ("cpu", "cuda")."""
 
-        def register(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
+        def decorator(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
             for device_type in device_types:
-                self._registered.setdefault(device_type, {})[name] = lambda: function
+                self._registry.setdefault(device_type, {})[name] = lambda: function
             return function
 
-        return register
+        return decorator
 
-    def form_in(self, device_type: str, name: str, module: str) -> None:
+    def register_lazy(self, device_type: str, name: str, module: str) -> None:
         """Register the function `module`.`self.name`, which is imported when it is first needed: the kernel language,
         or another library, need not be there where nobody runs it."""
 
         def load() -> Callable[Concatenate[Tensor, P], R]:
-            found: Callable[Concatenate[Tensor, P], R] = getattr(importlib.import_module(module), self.name)
-            return found
+            implementation: Callable[Concatenate[Tensor, P], R] = getattr(importlib.import_module(module), self.name)
+            return implementation
 
-        self._registered.setdefault(device_type, {})[name] = load
+        self._registry.setdefault(device_type, {})[name] = load
 
-    def names(self, device_type: str) -> tuple[str, ...]:
+    def implementations(self, device_type: str) -> tuple[str, ...]:
         """Of the forms registered for a device, the preferred one first; the reference is always there."""
-        return (*self._registered.get(device_type, {}), REFERENCE)
+        return (*self._registry.get(device_type, {}), REFERENCE)
 
-    def named(self, device_type: str, name: str) -> Callable[Concatenate[Tensor, P], R]:
+    def get(self, device_type: str, name: str) -> Callable[Concatenate[Tensor, P], R]:
         """One form.
 
         Raises:
             KeyError: there is none of that name.
             ImportError: its library is not there.
         """
-        return self.reference if name == REFERENCE else self._registered[device_type][name]()
+        return self.reference if name == REFERENCE else self._registry[device_type][name]()
 
     def preferred(self, device_type: str) -> str:
         """The name of the form that runs on such devices."""
         if device_type not in self._preferred:
-            self._choose(device_type)
+            self._select_implementation(device_type)
         return self._preferred[device_type]
 
-    def __call__(self, first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
-        function = self.forms.get(first.device.type)
+    def __call__(self, first_tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
+        function = self.dispatch_table.get(first_tensor.device.type)
         if function is None:
-            function = self.forms[first.device.type] = self._choose(first.device.type)
-        return function(first, *args, **kwargs)
+            function = self.dispatch_table[first_tensor.device.type] = self._select_implementation(
+                first_tensor.device.type
+            )
+        return function(first_tensor, *args, **kwargs)
 
-    def _choose(self, device_type: str) -> Callable[Concatenate[Tensor, P], R]:
-        names = self.names(device_type)
-        wished = wishes().get(self.name) or wishes().get("")
-        if wished in names:
+    def _select_implementation(self, device_type: str) -> Callable[Concatenate[Tensor, P], R]:
+        candidates = self.implementations(device_type)
+        override = overrides().get(self.name) or overrides().get("")
+        if override in candidates:
             # Asked for by name: an error is better than another form.
-            names = (wished,)
-        for name in names:
+            candidates = (override,)
+        for name in candidates:
             try:
-                found = self.named(device_type, name)
+                implementation = self.get(device_type, name)
             except ImportError as error:
-                if name == wished:
+                if name == override:
                     raise
                 logger.warning("form left out op=%s form=%s device=%s: %s", self.name, name, device_type, error)
             else:
                 self._preferred[device_type] = name
-                return found
+                return implementation
         raise AssertionError("the reference needs no library")
 
 
 @functools.cache
-def wishes() -> dict[str, str]:
-    """What QUIRE_FORMS says: names of forms by operation; "" is for all others."""
-    wishes = {}
-    for item in filter(None, os.environ.get("QUIRE_FORMS", "").split(",")):
+def overrides() -> dict[str, str]:
+    """Implementations that QUIRE_KERNELS names, by operation; the key "" is for all other operations."""
+    names_by_op = {}
+    value = os.environ.get("QUIRE_KERNELS") or os.environ.get("QUIRE_FORMS", "")
+    for item in filter(None, value.split(",")):
         operation, _, name = item.rpartition("=")
-        wishes[operation.strip()] = name.strip()
-    return wishes
+        operation = operation.strip()
+        names_by_op[_FORMER_OPS.get(operation, operation)] = name.strip()
+    return names_by_op
 
 
-def refusal(operations: Iterable[Op[Any, Any]], device_type: str) -> str | None:
-    """What QUIRE_FORMS asks for that is not there, and what is instead; None where all of it is."""
-    names = {operation.name: operation.names(device_type) for operation in operations}
-    for operation, form in wishes().items():
-        if operation and operation not in names:
-            return f"{operation!r} is no operation; use one of {', '.join(sorted(names))}"
-        there = names[operation] if operation else tuple(dict.fromkeys(chain.from_iterable(names.values())))
-        if form not in there:
-            what = operation or "any operation"
-            return f"{form!r} is no form of {what} on {device_type}; use one of {', '.join(there)}"
+def validate_overrides(operations: Iterable[Op[Any, Any]], device_type: str) -> str | None:
+    """Return what is wrong with QUIRE_KERNELS and which names exist; None if all of it exists."""
+    names_by_op = {operation.name: operation.implementations(device_type) for operation in operations}
+    for operation, implementation in overrides().items():
+        if operation and operation not in names_by_op:
+            return f"{operation!r} is not an operation; use one of {', '.join(sorted(names_by_op))}"
+        available = (
+            names_by_op[operation] if operation else tuple(dict.fromkeys(chain.from_iterable(names_by_op.values())))
+        )
+        if implementation not in available:
+            target = operation or "any operation"
+            return (
+                f"{implementation!r} is not an implementation of {target} on {device_type}; "
+                f"use one of {', '.join(available)}"
+            )
     return None
 
 
-def operations(names: dict[str, Any]) -> list[Op[Any, Any]]:
+def collect_ops(namespace: dict[str, Any]) -> list[Op[Any, Any]]:
     """The operations among a module's names."""
-    return [value for value in names.values() if isinstance(value, Op)]
+    return [value for value in namespace.values() if isinstance(value, Op)]

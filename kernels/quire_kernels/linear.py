@@ -5,15 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire_kernels import native
-from quire_kernels.arena import Arena
+from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
+from quire_kernels.huge_pages import HugePageArena
 
 # Elements of the smallest float32 weight that is worth it: torch takes oneDNN for bf16 only; oneDNN takes 11 us and not
 # 2 us for 64 x 192 and 1 token, and compiles a product anew for every number of tokens (0.2 ms and up, once).
 MIN_PACKED = 1 << 16
 # Columns of a panel, as csrc/linear.cpp lays them out.
-PANEL = 32
+PANEL_COLUMNS = 32
 
 
 @Op
@@ -33,28 +33,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     return out if residual is None else residual.add_(out)
 
 
-@linear.form("cuda")
-def _accumulated(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+@linear.register("cuda")
+def _linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
     """The product adds to the residual stream as it writes: one launch less, 3 * num_tokens * out_features elements."""
     if residual is None or bias is not None:
         return linear.reference(x, weight, bias, residual)
     return residual.addmm_(x, weight.t())
 
 
-@linear.form("cpu")
-def _packed(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+@linear.register("cpu")
+def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
     if weight.is_mkldnn:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out if residual is None else residual.add_(out)
-    if not in_panels(weight):
+    if not is_panel_packed(weight):
         return linear.reference(x, weight, bias, residual)
     num_tokens, in_features = x.shape
-    out_features = weight.shape[0] * PANEL
+    out_features = weight.shape[0] * PANEL_COLUMNS
     # The compiled form takes them at their word.
     assert x.dtype == weight.dtype and x.stride(1) == 1 and in_features == 2 * weight.shape[1]
     assert residual is None or (residual.is_contiguous() and residual.shape == (num_tokens, out_features))
     out = x.new_empty(num_tokens, out_features) if residual is None else residual
-    native.library().quire_linear(
+    cpu_native.get_library().quire_linear(
         x.data_ptr(),
         x.stride(0),
         weight.data_ptr(),
@@ -82,17 +82,19 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
     return F.embedding(token_ids, table)
 
 
-@embedding.form("cpu")
-def _from_panels(token_ids: Tensor, table: Tensor) -> Tensor:
-    if not in_panels(table):
+@embedding.register("cpu")
+def _embedding_cpu(token_ids: Tensor, table: Tensor) -> Tensor:
+    if not is_panel_packed(table):
         return F.embedding(token_ids, table)
     width = 2 * table.shape[1]
     out = table.new_empty(len(token_ids), width)
-    native.library().quire_unpack_rows(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), len(token_ids), width)
+    cpu_native.get_library().quire_unpack_rows(
+        table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), len(token_ids), width
+    )
     return out
 
 
-def pack_weight(weight: Tensor, arena: Arena | None = None) -> Tensor:
+def pack_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
     """The weight [out_features, in_features] in the layout that suits the processor, fit for `linear` only, and where
     `looked_up` says so for `embedding`; itself where there is none for it. Panels come from `arena`.
 
@@ -103,13 +105,15 @@ def pack_weight(weight: Tensor, arena: Arena | None = None) -> Tensor:
     """
     out_features, in_features = weight.shape
     if (
-        native.suits(weight)
-        and native.multiplies()
+        cpu_native.supports(weight)
+        and cpu_native.has_fast_gemm()
         and weight.is_contiguous()
-        and out_features % PANEL == in_features % 2 == 0
+        and out_features % PANEL_COLUMNS == in_features % 2 == 0
     ):
-        panels = (arena or Arena()).empty((out_features // PANEL, in_features // 2, PANEL, 2), weight.dtype)
-        native.library().quire_pack(weight.data_ptr(), panels.data_ptr(), out_features, in_features)
+        panels = (arena or HugePageArena()).empty(
+            (out_features // PANEL_COLUMNS, in_features // 2, PANEL_COLUMNS, 2), weight.dtype
+        )
+        cpu_native.get_library().quire_pack(weight.data_ptr(), panels.data_ptr(), out_features, in_features)
         return panels
     if weight.dtype == torch.float32 and weight.numel() < MIN_PACKED:
         return weight
@@ -123,11 +127,11 @@ def pack_weight(weight: Tensor, arena: Arena | None = None) -> Tensor:
     return packed
 
 
-def looked_up(packed: Tensor) -> bool:
+def supports_embedding(packed: Tensor) -> bool:
     """Whether `embedding` reads this layout, so that a tied table need not be held twice."""
     return not packed.is_mkldnn
 
 
-def in_panels(weight: Tensor) -> bool:
+def is_panel_packed(weight: Tensor) -> bool:
     """Whether `pack_weight` made panels of it."""
     return weight.dim() == 4

@@ -15,22 +15,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire_kernels import native
+from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
+from quire_kernels.host_device_copy import to_device_async
 from quire_kernels.linear import linear
-from quire_kernels.lora_slots import LinearSlots
-from quire_kernels.routing import Routing, route
-from quire_kernels.transfer import on_device
+from quire_kernels.lora_routing import TokenRouting, route_tokens
+from quire_kernels.lora_slots import ModuleSlots
 
 TILE_ROWS = 8
 """Rows of a tile of compiled forms, as csrc/tile.h has them."""
 
 
 @dataclass(frozen=True, slots=True)
-class SlotRows:
+class AdapterSegment:
     """Tokens [start, end) of the batch run with the adapter in `slot`."""
 
-    slot: int
+    adapter_slot: int
     start: int
     end: int
 
@@ -42,62 +42,64 @@ class _Rows(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterBatch:
+class LoRABatch:
     """Which tokens of a step run with which adapter; made once a step, by `plan_adapters` or `route_adapters`."""
 
-    slots: Tensor
+    adapter_slots: Tensor
     """[num_tokens] int64, on the device: the slot of each token; -1: none."""
-    segments: tuple[SlotRows, ...] = ()
+    segments: tuple[AdapterSegment, ...] = ()
     """Without overlap, ascending; empty where only the device knows the slots."""
-    users: frozenset[int] | None = None
+    active_slots: frozenset[int] | None = None
     """Slots of the segments; None: only the device knows the slots, so every module has to be computed."""
-    routing: Routing | None = None
+    routing: TokenRouting | None = None
     """Tiles for forms of CUDA devices; None elsewhere."""
     tiles: Tensor | None = None
     """[num_tiles, 3] int64, for compiled forms: slot, first token and the one after the last, of 8 tokens at most."""
     native: _Rows | None = None
     """The same for compiled forms; points into `slots` and `tiles`."""
 
-    def parts(self) -> Iterator[tuple[int, slice | Tensor]]:
+    def iter_slot_tokens(self) -> Iterator[tuple[int, slice | Tensor]]:
         """Slots and their tokens; waits for the device where only that knows them."""
-        if self.users is not None:
-            yield from ((s.slot, slice(s.start, s.end)) for s in self.segments)
+        if self.active_slots is not None:
+            yield from ((s.adapter_slot, slice(s.start, s.end)) for s in self.segments)
             return
-        for slot in self.slots.unique().tolist():
+        for slot in self.adapter_slots.unique().tolist():
             if slot >= 0:
-                yield slot, (self.slots == slot).nonzero()[:, 0]
+                yield slot, (self.adapter_slots == slot).nonzero()[:, 0]
 
 
-def plan_adapters(segments: Sequence[SlotRows], num_tokens: int, device: torch.device) -> AdapterBatch:
+def build_lora_batch(segments: Sequence[AdapterSegment], num_tokens: int, device: torch.device) -> LoRABatch:
     """Describe a step's adapters to the operations; segments ascend and do not overlap."""
-    slots, users = torch.full((num_tokens,), -1), frozenset(s.slot for s in segments)
+    adapter_slots, active_slots = torch.full((num_tokens,), -1), frozenset(segment.adapter_slot for segment in segments)
     for s in segments:
-        slots[s.start : s.end] = s.slot
+        adapter_slots[s.start : s.end] = s.adapter_slot
     if device.type == "cuda":
-        routing = Routing.empty(num_tokens, max(users, default=0) + 1, device)
-        routed = route_adapters(on_device(slots, device), routing)
-        return replace(routed, segments=tuple(segments), users=users)
+        routing = TokenRouting.empty(num_tokens, max(active_slots, default=0) + 1, device)
+        batch = build_routed_lora_batch(to_device_async(adapter_slots, device), routing)
+        return replace(batch, segments=tuple(segments), active_slots=active_slots)
     tiles = [
-        (s.slot, at, min(at + TILE_ROWS, s.end)) for s in segments for at in range(s.start, s.end, TILE_ROWS)
+        (s.adapter_slot, start, min(start + TILE_ROWS, s.end))
+        for s in segments
+        for start in range(s.start, s.end, TILE_ROWS)
     ]  # fmt: skip
     table = torch.tensor(tiles, dtype=torch.int64).view(-1, 3)
-    rows = _Rows(table.data_ptr(), len(tiles), slots.data_ptr())
-    return AdapterBatch(slots, tuple(segments), users, tiles=table, native=rows)
+    rows = _Rows(table.data_ptr(), len(tiles), adapter_slots.data_ptr())
+    return LoRABatch(adapter_slots, tuple(segments), active_slots, tiles=table, native=rows)
 
 
-def route_adapters(slots: Tensor, routing: Routing) -> AdapterBatch:
+def build_routed_lora_batch(adapter_slots: Tensor, routing: TokenRouting) -> LoRABatch:
     """Describe adapters whose slots only the device knows; nothing of it waits for the device.
 
     Args:
         slots: [num_tokens] int64, in any order; -1: none.
         routing: written to; see `route`.
     """
-    route(slots, routing)
-    return AdapterBatch(slots, routing=routing)
+    route_tokens(adapter_slots, routing)
+    return LoRABatch(adapter_slots, routing=routing)
 
 
 @Op
-def add_lora(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
+def add_lora(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
     """Add B (A x) of each token's adapter, slice by slice of a merged linear; scales are folded into B.
 
     Args:
@@ -106,35 +108,35 @@ def add_lora(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch)
         adapters: the linear's matrices, by slot.
         batch: the tokens' slots; those of no segment are left as they are.
     """
-    for slot, rows in batch.parts():
+    for slot, rows in batch.iter_slot_tokens():
         column = 0
-        for i, width in enumerate(adapters.site.widths):
-            if pair := adapters.matrices(slot, i):
+        for i, width in enumerate(adapters.target.widths):
+            if pair := adapters.get_matrices(slot, i):
                 a, b = pair
-                _add_product(out[:, column : column + width], rows, torch.mm(x[rows], a.t()), b)
+                _add_lora_product(out[:, column : column + width], rows, torch.mm(x[rows], a.t()), b)
             column += width
 
 
-def _add_product(out: Tensor, rows: slice | Tensor, left: Tensor, right: Tensor) -> None:
+def _add_lora_product(out: Tensor, rows: slice | Tensor, left: Tensor, right: Tensor) -> None:
     part = out[rows].addmm_(left, right)
     if isinstance(rows, Tensor):  # a copy
         out[rows] = part
 
 
-@add_lora.form("cpu")
-def _add_compiled(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
-    if adapters.packed and out.is_contiguous() and batch.native is not None:
-        _multiply(out, x, None, None, True, adapters, batch)
+@add_lora.register("cpu")
+def _add_lora_cpu(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
+    if adapters.is_panel_packed and out.is_contiguous() and batch.native is not None:
+        _adapted_linear_native(out, x, None, None, True, adapters, batch)
     else:
         add_lora.reference(out, x, adapters, batch)
 
 
-add_lora.form_in("cuda", "own", "quire_kernels.gpu.lora")
+add_lora.register_lazy("cuda", "own", "quire_kernels.gpu.lora")
 
 
 @Op
 def adapted_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: LinearSlots, batch: AdapterBatch
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: ModuleSlots, batch: LoRABatch
 ) -> Tensor:
     """`linear`, with the adapters of the batch; see there and `add_lora`.
 
@@ -146,38 +148,38 @@ def adapted_linear(
     return out
 
 
-adapted_linear.form("cuda")(adapted_linear.reference)
-# Not preferred: whether it pays is not known. `QUIRE_FORMS=adapted_linear=side` takes it.
-adapted_linear.form_in("cuda", "side", "quire_kernels.gpu.lora")
+adapted_linear.register("cuda")(adapted_linear.reference)
+# Not preferred: whether it pays is not known. `QUIRE_KERNELS=adapted_linear=side` takes it.
+adapted_linear.register_lazy("cuda", "side", "quire_kernels.gpu.lora")
 
 
-@adapted_linear.form("cpu")
-def _adapted_compiled(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: LinearSlots, batch: AdapterBatch
+@adapted_linear.register("cpu")
+def _adapted_linear_cpu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: ModuleSlots, batch: LoRABatch
 ) -> Tensor:
     # A weight in panels.
-    if not (adapters.packed and weight.dim() == 4 and batch.native is not None):
+    if not (adapters.is_panel_packed and weight.dim() == 4 and batch.native is not None):
         return adapted_linear.reference(x, weight, bias, residual, adapters, batch)
     out = x.new_empty(x.shape[0], weight.shape[0] * weight.shape[2]) if residual is None else residual
-    _multiply(out, x, weight, bias, residual is not None, adapters, batch)
+    _adapted_linear_native(out, x, weight, bias, residual is not None, adapters, batch)
     return out
 
 
-def _multiply(
+def _adapted_linear_native(
     out: Tensor,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    add: bool,
-    adapters: LinearSlots,
-    batch: AdapterBatch,
+    accumulate: bool,
+    adapters: ModuleSlots,
+    batch: LoRABatch,
 ) -> None:
     num_tokens, in_features = x.shape
     # The compiled form takes them at their word.
-    assert x.dtype == out.dtype == adapters.slots.dtype and x.stride(1) == 1 and out.is_contiguous()
-    assert in_features == adapters.site.in_features and out.shape == (num_tokens, sum(adapters.site.widths))
-    assert batch.native is not None and len(batch.slots) == num_tokens
-    native.library().quire_adapted_linear(
+    assert x.dtype == out.dtype == adapters.slot_weights.dtype and x.stride(1) == 1 and out.is_contiguous()
+    assert in_features == adapters.target.in_features and out.shape == (num_tokens, sum(adapters.target.widths))
+    assert batch.native is not None and len(batch.adapter_slots) == num_tokens
+    cpu_native.get_library().quire_adapted_linear(
         x.data_ptr(),
         x.stride(0),
         None if weight is None else weight.data_ptr(),
@@ -186,14 +188,14 @@ def _multiply(
         num_tokens,
         out.shape[1],
         in_features,
-        add,
+        accumulate,
         adapters.address,
         ctypes.addressof(batch.native),
     )
 
 
 @Op
-def add_lora_rows(out: Tensor, token_ids: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
+def add_lora_embedding(out: Tensor, token_ids: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
     """Add B A of each token's adapter to its row of the embedding.
 
     Args:
@@ -202,10 +204,10 @@ def add_lora_rows(out: Tensor, token_ids: Tensor, adapters: LinearSlots, batch: 
         adapters: the embedding's matrices, by slot.
         batch: the tokens' slots; those of no segment are left as they are.
     """
-    for slot, rows in batch.parts():
-        if pair := adapters.matrices(slot, 0):
+    for slot, rows in batch.iter_slot_tokens():
+        if pair := adapters.get_matrices(slot, 0):
             a, b = pair
-            _add_product(out, rows, a[token_ids[rows]], b)
+            _add_lora_product(out, rows, a[token_ids[rows]], b)
 
 
-add_lora_rows.form_in("cuda", "own", "quire_kernels.gpu.lora")
+add_lora_embedding.register_lazy("cuda", "own", "quire_kernels.gpu.lora")

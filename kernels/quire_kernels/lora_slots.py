@@ -14,46 +14,49 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire_kernels import native
-from quire_kernels.arena import Arena
+from quire_kernels import cpu_native
+from quire_kernels.huge_pages import HugePageArena
 
 if TYPE_CHECKING:
-    from quire_kernels.lora import AdapterBatch
+    from quire_kernels.lora import LoRABatch
 
 ALIGNMENT = 32
 """Elements that every matrix begins at a multiple of: a cache line of bfloat16."""
-PANEL = 32
+PANEL_COLUMNS = 32
 """Columns of a panel of B, as csrc/lora.cpp reads them."""
 PINNED_BYTES = 4 << 20
 """Of a piece of an adapter in pinned memory. Torch rounds what it pins up to a power of two, so that 80 MiB would take
 128, and keeps it for the next who asks for as much: pieces serve adapters of any rank."""
 
-Pair = tuple[Tensor, Tensor]
+LoRAPair = tuple[Tensor, Tensor]
 """A [rank, in_features] and B [out_features, rank], the scale folded into B."""
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class LoRATarget:
     """A module that adapters change: a linear, or several with the same input side by side, or the embedding."""
 
     in_features: int
     """The size of the vocabulary, of an embedding."""
     widths: tuple[int, ...]
     """Output features of each slice: 3 of q, k, v, 2 of gate, up, else 1."""
-    looked_up: bool = False
+    is_embedding: bool = False
     """Inputs are token ids: a row of A is read for each, instead of multiplied."""
 
-    def size(self, max_rank: int) -> int:
+    def num_elements(self, max_rank: int) -> int:
         """Elements of the largest adapter of this module."""
-        rank = _even(max_rank)
-        return sum(_aligned(rank * self.in_features) + _aligned(rank * width) for width in self.widths)
+        rank = _round_up_to_even(max_rank)
+        return sum(
+            _round_up_to_alignment(rank * self.in_features) + _round_up_to_alignment(rank * width)
+            for width in self.widths
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
     """An adapter as it lies in a slot."""
 
-    parts: tuple[Tensor, ...]
+    chunks: tuple[Tensor, ...]
     """[num_elements] of the slot each, one behind the other, on the host."""
     entries: Tensor
     """[num_sites, max_slices, 3] int64, on the host: elements from the slot's start to A and to B, and the rank, which
@@ -62,12 +65,12 @@ class PackedAdapter:
     @property
     def num_bytes(self) -> int:
         """Bytes of all."""
-        return sum(part.nbytes for part in self.parts) + self.entries.nbytes
+        return sum(part.nbytes for part in self.chunks) + self.entries.nbytes
 
-    def pinned(self) -> "PackedAdapter":
+    def pin_memory(self) -> "PackedAdapter":
         """The same in pinned memory, from which a GPU copies by itself."""
-        pieces = (piece for part in self.parts for piece in part.split(PINNED_BYTES // part.itemsize))
-        return PackedAdapter(tuple(piece.pin_memory() for piece in pieces), self.entries.pin_memory())
+        pinned_chunks = (piece for part in self.chunks for piece in part.split(PINNED_BYTES // part.itemsize))
+        return PackedAdapter(tuple(piece.pin_memory() for piece in pinned_chunks), self.entries.pin_memory())
 
 
 class _Linear(ctypes.Structure):
@@ -86,147 +89,162 @@ class _Linear(ctypes.Structure):
     )
 
 
-class LinearSlots:
+class ModuleSlots:
     """What one module's operations see of the slots."""
 
-    def __init__(self, site: Site, slots: Tensor, entries: Tensor, host_entries: Tensor, max_rank: int) -> None:
-        self.site = site
-        self.slots = slots
+    def __init__(
+        self, target: LoRATarget, slot_weights: Tensor, entries: Tensor, host_entries: Tensor, max_rank: int
+    ) -> None:
+        self.target = target
+        self.slot_weights = slot_weights
         """[num_slots, slot_size]."""
         self.entries = entries
         """[num_slots, max_slices, 3] int64, on the device: see PackedAdapter."""
         self.host_entries = host_entries
         """The same on the host; one tensor where that is the device."""
         self.max_rank = max_rank
-        self.users = set(range(len(slots)))
+        self.active_slots = set(range(len(slot_weights)))
         """Slots whose adapter changes the module, and those that are not filled yet: a step that is run to measure its
         memory computes the module for them."""
-        self.packed = _packs(site, slots)
+        self.is_panel_packed = _supports_panels(target, slot_weights)
         """Whether matrices lie as the compiled form reads them."""
-        if self.packed:
-            ends = [sum(site.widths[: i + 1]) // PANEL for i in range(len(site.widths))]
-            self._ends = torch.tensor(ends)
+        if self.is_panel_packed:
+            slice_ends = [sum(target.widths[: i + 1]) // PANEL_COLUMNS for i in range(len(target.widths))]
+            self._slice_ends = torch.tensor(slice_ends)
             self.native = _Linear(
-                slots.data_ptr(),
-                slots.stride(0),
+                slot_weights.data_ptr(),
+                slot_weights.stride(0),
                 entries.data_ptr(),
                 entries.shape[1],
-                len(site.widths),
-                self._ends.data_ptr(),
-                site.in_features,
-                _even(max_rank),
+                len(target.widths),
+                self._slice_ends.data_ptr(),
+                target.in_features,
+                _round_up_to_even(max_rank),
                 None,
             )
             self.address = ctypes.addressof(self.native)
 
-    def concern(self, batch: "AdapterBatch") -> bool:
+    def applies_to(self, batch: "LoRABatch") -> bool:
         """Whether an adapter of the batch changes this module, or could."""
-        return batch.users is None or not self.users.isdisjoint(batch.users)
+        return batch.active_slots is None or not self.active_slots.isdisjoint(batch.active_slots)
 
-    def precede(self, other: "LinearSlots") -> None:
+    def set_next_module(self, next_module: "ModuleSlots") -> None:
         """Say which module is computed next: its A comes from memory while this one multiplies."""
-        if self.packed and other.packed:
-            self.native.next = other.address
-            self._next = other  # as long as there is a pointer to it
+        if self.is_panel_packed and next_module.is_panel_packed:
+            self.native.next = next_module.address
+            self._next_module = next_module  # as long as there is a pointer to it
 
-    def matrices(self, slot: int, index: int) -> Pair | None:
+    def get_matrices(self, slot: int, index: int) -> LoRAPair | None:
         """A slice's matrices in a slot: A [rank, in_features], of an embedding [in_features, rank], and B [rank,
         out_features]; None where its adapter leaves the slice alone."""
-        a, b, rank = self.host_entries[slot, index].tolist()
+        a_start, b_start, rank = self.host_entries[slot, index].tolist()
         if rank == 0:
             return None
-        width, features = self.site.widths[index], self.site.in_features
-        row = self.slots[slot]
-        if not self.packed:
-            first = (features, rank) if self.site.looked_up else (rank, features)
-            return row[a : a + rank * features].view(first), row[b : b + rank * width].view(rank, width)
-        left = row[a : a + rank * features].view(features // 2, rank, 2).transpose(0, 1).reshape(rank, features)
-        right = row[b : b + _even(rank) * width].view(width // PANEL, -1, PANEL, 2)
-        return left, right.permute(1, 3, 0, 2).reshape(-1, width)[:rank]
+        width, features = self.target.widths[index], self.target.in_features
+        row = self.slot_weights[slot]
+        if not self.is_panel_packed:
+            a_shape = (features, rank) if self.target.is_embedding else (rank, features)
+            return row[a_start : a_start + rank * features].view(a_shape), row[b_start : b_start + rank * width].view(
+                rank, width
+            )
+        a_matrix = (
+            row[a_start : a_start + rank * features]
+            .view(features // 2, rank, 2)
+            .transpose(0, 1)
+            .reshape(rank, features)
+        )
+        b_panels = row[b_start : b_start + _round_up_to_even(rank) * width].view(
+            width // PANEL_COLUMNS, -1, PANEL_COLUMNS, 2
+        )
+        return a_matrix, b_panels.permute(1, 3, 0, 2).reshape(-1, width)[:rank]
 
 
-class LoraSlots:
+class LoRASlots:
     """All slots of a model."""
 
-    def __init__(self, sites: Sequence[Site], num_slots: int, max_rank: int, like: Tensor) -> None:
+    def __init__(self, targets: Sequence[LoRATarget], num_slots: int, max_rank: int, like: Tensor) -> None:
         """`sites`: in the order in which a step computes them; `like`: a tensor of the dtype and on the device of the
         slots."""
         self._max_rank = max_rank
-        shape = (num_slots, sum(site.size(max_rank) for site in sites))
+        shape = (num_slots, sum(site.num_elements(max_rank) for site in targets))
         if like.device.type == "cpu":
             # 156 MB for 16 adapters of a 135M Llama, which a step reads once from end to end.
-            self._slots = Arena().empty(shape, like.dtype)
+            self._slots = HugePageArena().empty(shape, like.dtype)
         else:
             self._slots = like.new_empty(shape)
-        most = max(len(site.widths) for site in sites)
-        self._host_entries = torch.zeros(len(sites), num_slots, most, 3, dtype=torch.int64)
+        max_slices = max(len(site.widths) for site in targets)
+        self._host_entries = torch.zeros(len(targets), num_slots, max_slices, 3, dtype=torch.int64)
         self._entries = self._host_entries.to(like.device)
         self.modules = tuple(
-            LinearSlots(site, self._slots, self._entries[i], self._host_entries[i], max_rank)
-            for i, site in enumerate(sites)
+            ModuleSlots(site, self._slots, self._entries[i], self._host_entries[i], max_rank)
+            for i, site in enumerate(targets)
         )
         """In the order of `sites`."""
-        for one, other in zip(self.modules, (*self.modules[1:], self.modules[0]), strict=True):
-            one.precede(other)
+        for module, next_module in zip(self.modules, (*self.modules[1:], self.modules[0]), strict=True):
+            module.set_next_module(next_module)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots, without the table."""
         return self._slots.nbytes
 
-    def pack(self, pairs: Sequence[Sequence[Pair | None]]) -> PackedAdapter:
+    def pack(self, pairs: Sequence[Sequence[LoRAPair | None]]) -> PackedAdapter:
         """Lay an adapter out as it will lie in a slot: for each module, its slices' matrices."""
         entries = torch.zeros(self._host_entries[:, 0].shape, dtype=torch.int64)
-        end, parts = 0, []
+        end, placements = 0, []
         for i, (module, slices) in enumerate(zip(self.modules, pairs, strict=True)):
             for j, pair in enumerate(slices):
                 if pair is None:
                     continue
                 a, b = pair
                 rank = a.shape[0]
-                assert rank <= self._max_rank and a.shape[1] == module.site.in_features
-                assert b.shape == (module.site.widths[j], rank)
-                starts = end, end + _aligned(a.numel())
-                end = starts[1] + _aligned(b.shape[0] * (_even(rank) if module.packed else rank))
+                assert rank <= self._max_rank and a.shape[1] == module.target.in_features
+                assert b.shape == (module.target.widths[j], rank)
+                starts = end, end + _round_up_to_alignment(a.numel())
+                end = starts[1] + _round_up_to_alignment(
+                    b.shape[0] * (_round_up_to_even(rank) if module.is_panel_packed else rank)
+                )
                 entries[i, j] = torch.tensor([*starts, rank])
-                parts.append((module, a, b, *starts))
+                placements.append((module, a, b, *starts))
         data = self._slots.new_zeros(end, device="cpu")
-        for module, a, b, at, then in parts:
-            _lay_out(module, a.to(data.dtype).contiguous(), b.to(data.dtype).contiguous(), data[at:], data[then:])
+        for module, a, b, a_start, b_start in placements:
+            _write_matrices(
+                module, a.to(data.dtype).contiguous(), b.to(data.dtype).contiguous(), data[a_start:], data[b_start:]
+            )
         return PackedAdapter((data,), entries)
 
     def write(self, slot: int, adapter: PackedAdapter) -> None:
         """Fill a slot, which no operation may read meanwhile."""
         self._host_entries[:, slot] = adapter.entries
-        for module, used in zip(self.modules, adapter.entries[:, :, 2].any(1).tolist(), strict=True):
-            (module.users.add if used else module.users.discard)(slot)
+        for module, is_used in zip(self.modules, adapter.entries[:, :, 2].any(1).tolist(), strict=True):
+            (module.active_slots.add if is_used else module.active_slots.discard)(slot)
         row, end = self._slots[slot], 0
-        for part in adapter.parts:
+        for part in adapter.chunks:
             start, end = end, end + part.numel()
             row[start:end].copy_(part, non_blocking=True)
         if self._entries is not self._host_entries:
             self._entries[:, slot].copy_(adapter.entries, non_blocking=True)
 
 
-def _lay_out(module: LinearSlots, a: Tensor, b: Tensor, to_a: Tensor, to_b: Tensor) -> None:
+def _write_matrices(module: ModuleSlots, a: Tensor, b: Tensor, a_dst: Tensor, b_dst: Tensor) -> None:
     rank, features = a.shape
-    if module.packed:
-        native.library().quire_pack_adapter(
-            a.data_ptr(), b.data_ptr(), to_a.data_ptr(), to_b.data_ptr(), rank, features, b.shape[0]
+    if module.is_panel_packed:
+        cpu_native.get_library().quire_pack_adapter(
+            a.data_ptr(), b.data_ptr(), a_dst.data_ptr(), b_dst.data_ptr(), rank, features, b.shape[0]
         )
         return
-    to_a[: a.numel()] = (a.t() if module.site.looked_up else a).flatten()
-    to_b[: b.numel()] = b.t().flatten()
+    a_dst[: a.numel()] = (a.t() if module.target.is_embedding else a).flatten()
+    b_dst[: b.numel()] = b.t().flatten()
 
 
-def _packs(site: Site, slots: Tensor) -> bool:
-    fits = site.in_features % 2 == 0 and all(width % PANEL == 0 for width in site.widths)
-    return fits and not site.looked_up and native.suits(slots)
+def _supports_panels(target: LoRATarget, slot_weights: Tensor) -> bool:
+    is_aligned = target.in_features % 2 == 0 and all(width % PANEL_COLUMNS == 0 for width in target.widths)
+    return is_aligned and not target.is_embedding and cpu_native.supports(slot_weights)
 
 
-def _even(rank: int) -> int:
+def _round_up_to_even(rank: int) -> int:
     return rank + rank % 2
 
 
-def _aligned(num_elements: int) -> int:
+def _round_up_to_alignment(num_elements: int) -> int:
     return -(-num_elements // ALIGNMENT) * ALIGNMENT

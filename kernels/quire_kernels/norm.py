@@ -4,7 +4,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire_kernels import native
+from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
 
 
@@ -24,26 +24,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
 
 
-@rms_norm.form("cpu")
-def _one_pass(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dim() != 2 or not native.suits(x, weight):
-        return _fused(x, weight, eps)
+@rms_norm.register("cpu")
+def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dim() != 2 or not cpu_native.supports(x, weight):
+        return _rms_norm_torch(x, weight, eps)
     rows, size = x.shape
     out = x.new_empty(rows, size)
-    native.library().quire_rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), rows, size, eps)
+    cpu_native.get_library().quire_rms_norm(
+        x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), rows, size, eps
+    )
     return out
 
 
-rms_norm.form_in("cuda", "own", "quire_kernels.gpu.norm")
+rms_norm.register_lazy("cuda", "own", "quire_kernels.gpu.norm")
 
 
-@rms_norm.form("cuda")
-def _fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+@rms_norm.register("cuda")
+def _rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 @Op
-def norm_heads(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_heads: int, eps: float) -> None:
+def qk_norm(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_heads: int, eps: float) -> None:
     """Normalise queries and keys head by head, in place.
 
     Args:
@@ -57,13 +59,13 @@ def norm_heads(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_heads:
         qkv[:, heads] = rms_norm(qkv[:, heads], weight, eps)
 
 
-@norm_heads.form("cpu")
-def _heads_in_place(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_heads: int, eps: float) -> None:
+@qk_norm.register("cpu")
+def _qk_norm_cpu(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_heads: int, eps: float) -> None:
     num_tokens, all_heads, head_dim = qkv.shape
-    if qkv.stride(1) != head_dim or not native.suits(qkv, query_weight, key_weight):
-        norm_heads.reference(qkv, query_weight, key_weight, num_heads, eps)
+    if qkv.stride(1) != head_dim or not cpu_native.supports(qkv, query_weight, key_weight):
+        qk_norm.reference(qkv, query_weight, key_weight, num_heads, eps)
         return
-    native.library().quire_norm_heads(
+    cpu_native.get_library().quire_norm_heads(
         qkv.data_ptr(),
         qkv.stride(0),
         query_weight.data_ptr(),
@@ -91,4 +93,4 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return rms_norm(residual.add_(x), weight, eps)
 
 
-add_rms_norm.form_in("cuda", "own", "quire_kernels.gpu.norm")
+add_rms_norm.register_lazy("cuda", "own", "quire_kernels.gpu.norm")

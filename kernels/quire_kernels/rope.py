@@ -4,9 +4,9 @@
 import torch
 from torch import Tensor
 
-from quire_kernels import native
+from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
-from quire_kernels.kv_write import write_kv
+from quire_kernels.kv_cache_write import write_kv
 
 
 @Op
@@ -28,18 +28,18 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rotated.to(x.dtype), x[..., dim:]), dim=-1)
 
 
-@apply_rope.form("cpu", "cuda")
-def _rolled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+@apply_rope.register("cpu", "cuda")
+def _apply_rope_rolled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # Three launches instead of the reference's nine.
     dim = cos.shape[-1]
     if dim < x.shape[-1]:
-        return torch.cat((_rolled(x[..., :dim], cos, sin), x[..., dim:]), dim=-1)
+        return torch.cat((_apply_rope_rolled(x[..., :dim], cos, sin), x[..., dim:]), dim=-1)
     cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
     return torch.addcmul(x * cos, x.roll(dim // 2, dims=-1), sin)
 
 
 @Op
-def rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addresses: Tensor, num_heads: int) -> Tensor:
+def rope_and_cache(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addresses: Tensor, num_heads: int) -> Tensor:
     """Rotate queries and keys, and store keys and values at their addresses.
 
     Args:
@@ -57,16 +57,18 @@ def rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addre
     return rotated[:, :num_heads]
 
 
-rotate_and_write.form_in("cuda", "own", "quire_kernels.gpu.kv_write")
+rope_and_cache.register_lazy("cuda", "own", "quire_kernels.gpu.kv_cache_write")
 
 
-@rotate_and_write.form("cpu")
-def _in_place(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addresses: Tensor, num_heads: int) -> Tensor:
-    together = qkv.stride(1) == qkv.shape[2] and cos.is_contiguous() and sin.is_contiguous()
-    if not together or not native.suits(qkv, cos, sin, cache):
-        return rotate_and_write.reference(qkv, cos, sin, cache, addresses, num_heads)
+@rope_and_cache.register("cpu")
+def _rope_and_cache_cpu(
+    qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addresses: Tensor, num_heads: int
+) -> Tensor:
+    is_packed = qkv.stride(1) == qkv.shape[2] and cos.is_contiguous() and sin.is_contiguous()
+    if not is_packed or not cpu_native.supports(qkv, cos, sin, cache):
+        return rope_and_cache.reference(qkv, cos, sin, cache, addresses, num_heads)
     num_tokens, all_heads, head_dim = qkv.shape
-    native.library().quire_rotate_write(
+    cpu_native.get_library().quire_rotate_write(
         qkv.data_ptr(),
         qkv.stride(0),
         cos.data_ptr(),

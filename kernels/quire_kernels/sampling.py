@@ -4,11 +4,11 @@
 import torch
 from torch import Tensor
 
-from quire_kernels import native
+from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
 
 # Likeliest tokens that top-p looks at before it sorts a whole row: 0.2 ms a row of 49,152, against 3 ms (a Zen 5 core).
-NUCLEUS_GUESS = 256
+NUCLEUS_CANDIDATES = 256
 
 
 @Op
@@ -26,39 +26,39 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     before the position is added, so that neighbouring seeds do not share shifted streams.
     """
     mixed = _mix(_mix(seeds) + positions * _GOLDEN)
-    return _shifted(mixed, 40).to(torch.float32) * 2.0**-24
+    return _logical_shift_right(mixed, 40).to(torch.float32) * 2.0**-24
 
 
-uniform.form_in("cuda", "own", "quire_kernels.gpu.sampling")
+uniform.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
 
 
 @Op
-def most_likely(logits: Tensor) -> Tensor:
+def argmax_first(logits: Tensor) -> Tensor:
     """The largest element of each row, the first of equal ones: [num_rows] int64 of [num_rows, vocab_size]."""
     # As float32: 64 rows of 49,152 in bf16 take 10 ms instead of 3 ms (one Zen 5 core).
     return logits.to(torch.float32).argmax(dim=-1)
 
 
-most_likely.form_in("cuda", "own", "quire_kernels.gpu.sampling")
+argmax_first.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
 
 
-@most_likely.form("cpu")
-def _most_likely_cpu(logits: Tensor) -> Tensor:
-    if not native.suits(logits) or not logits.is_contiguous():
-        return most_likely.reference(logits)
+@argmax_first.register("cpu")
+def _argmax_first_cpu(logits: Tensor) -> Tensor:
+    if not cpu_native.supports(logits) or not logits.is_contiguous():
+        return argmax_first.reference(logits)
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int64)
-    native.library().quire_argmax(logits.data_ptr(), out.data_ptr(), rows, vocab_size)
+    cpu_native.get_library().quire_argmax(logits.data_ptr(), out.data_ptr(), rows, vocab_size)
     return out
 
 
 @Op
-def penalize(
+def apply_penalties(
     logits: Tensor,
     rows: Tensor,
     in_prompt: Tensor,
     counts: Tensor,
-    tallied: Tensor,
+    state_rows: Tensor,
     presence: Tensor,
     frequency: Tensor,
     repetition: Tensor,
@@ -82,25 +82,25 @@ def penalize(
     is vLLM's.
     """
     weights = presence, frequency, repetition
-    logits[rows] = _penalized(logits[rows], in_prompt[tallied], counts[tallied], *weights)
+    logits[rows] = _penalize_logits(logits[rows], in_prompt[state_rows], counts[state_rows], *weights)
 
 
-def _penalized(
-    before: Tensor, in_prompt: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
+def _penalize_logits(
+    logits: Tensor, in_prompt: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
 ) -> Tensor:
     occurred = counts > 0
     factor = torch.where(occurred | in_prompt, repetition[:, None], 1.0)
-    scaled = torch.where(before > 0, before / factor, before * factor)
+    scaled = torch.where(logits > 0, logits / factor, logits * factor)
     return scaled - frequency[:, None] * counts - presence[:, None] * occurred
 
 
-@penalize.form("cpu")
-def _penalize_listed(
+@apply_penalties.register("cpu")
+def _apply_penalties_cpu(
     logits: Tensor,
     rows: Tensor,
     in_prompt: Tensor,
     counts: Tensor,
-    tallied: Tensor,
+    state_rows: Tensor,
     presence: Tensor,
     frequency: Tensor,
     repetition: Tensor,
@@ -110,18 +110,18 @@ def _penalize_listed(
     the vocabulary 72 ms (one Zen 5 core)."""
     weights = presence, frequency, repetition
     if token_ids is None:
-        penalize.reference(logits, rows, in_prompt, counts, tallied, *weights)
+        apply_penalties.reference(logits, rows, in_prompt, counts, state_rows, *weights)
         return
-    where, had = (rows[:, None], token_ids), (tallied[:, None], token_ids)
+    logit_index, state_index = (rows[:, None], token_ids), (state_rows[:, None], token_ids)
     # A token that is listed twice gets the same value twice.
-    logits[where] = _penalized(logits[where], in_prompt[had], counts[had], *weights)
+    logits[logit_index] = _penalize_logits(logits[logit_index], in_prompt[state_index], counts[state_index], *weights)
 
 
-penalize.form_in("cuda", "own", "quire_kernels.gpu.sampling")
+apply_penalties.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
 
 
 @Op
-def keep_likely(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def filter_top_k_top_p_min_p(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Zero the probabilities of tokens that a row does not want, in vLLM's order: min_p, top_k, then top_p of the rest.
 
     Tokens exactly as likely as the last one kept are kept too, so that a row's choice depends on nothing but the row.
@@ -135,51 +135,51 @@ def keep_likely(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> T
     Returns:
         [num_rows, vocab_size] float32, not normalised.
     """
-    ordered = probs.sort(dim=-1, descending=True).values
-    last = torch.where(top_k > 0, top_k, probs.shape[-1]).clamp(max=probs.shape[-1]) - 1
-    floor = torch.maximum(ordered.gather(-1, last[:, None]), min_p[:, None] * ordered[:, :1])
-    ordered = torch.where(ordered >= floor, ordered, 0.0)
-    before = ordered.cumsum(dim=-1) - ordered
-    wanted = (before < top_p[:, None] * ordered.sum(dim=-1, keepdim=True)) | (top_p >= 1.0)[:, None]
-    wanted &= ordered > 0
-    floor = torch.where(wanted, ordered, torch.inf).amin(dim=-1, keepdim=True)
+    sorted_probs = probs.sort(dim=-1, descending=True).values
+    last_kept = torch.where(top_k > 0, top_k, probs.shape[-1]).clamp(max=probs.shape[-1]) - 1
+    floor = torch.maximum(sorted_probs.gather(-1, last_kept[:, None]), min_p[:, None] * sorted_probs[:, :1])
+    sorted_probs = torch.where(sorted_probs >= floor, sorted_probs, 0.0)
+    mass_before = sorted_probs.cumsum(dim=-1) - sorted_probs
+    in_nucleus = (mass_before < top_p[:, None] * sorted_probs.sum(dim=-1, keepdim=True)) | (top_p >= 1.0)[:, None]
+    in_nucleus &= sorted_probs > 0
+    floor = torch.where(in_nucleus, sorted_probs, torch.inf).amin(dim=-1, keepdim=True)
     return torch.where(probs >= floor, probs, 0.0)
 
 
-@keep_likely.form("cpu")
-def _keep_likely_cpu(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+@filter_top_k_top_p_min_p.register("cpu")
+def _filter_top_k_top_p_min_p_cpu(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Sorts only what the rows need: sorting 64 rows of 49,152 takes 190 ms on a core."""
     vocab_size = probs.shape[-1]
     floor = min_p[:, None] * probs.amax(dim=-1, keepdim=True)
-    most = int(top_k.max())
-    if most > 0:
-        ordered = probs.topk(min(most, vocab_size), dim=-1).values
+    max_top_k = int(top_k.max())
+    if max_top_k > 0:
+        ordered = probs.topk(min(max_top_k, vocab_size), dim=-1).values
         kth = ordered.gather(-1, (top_k.clamp(1, vocab_size) - 1)[:, None])
         floor = torch.where((top_k > 0)[:, None], torch.maximum(floor, kth), floor)
-    kept = torch.where(probs >= floor, probs, 0.0)
+    filtered = torch.where(probs >= floor, probs, 0.0)
     rows = (top_p < 1.0).nonzero().flatten()
-    for guess in (NUCLEUS_GUESS, 16 * NUCLEUS_GUESS, vocab_size):
+    for num_candidates in (NUCLEUS_CANDIDATES, 16 * NUCLEUS_CANDIDATES, vocab_size):
         if not len(rows):
             break
-        rows = _cut_nucleus(kept, rows, top_p, min(guess, vocab_size))
-    return kept
+        rows = _filter_top_p_of_rows(filtered, rows, top_p, min(num_candidates, vocab_size))
+    return filtered
 
 
-def _cut_nucleus(kept: Tensor, rows: Tensor, top_p: Tensor, guess: int) -> Tensor:
+def _filter_top_p_of_rows(filtered: Tensor, rows: Tensor, top_p: Tensor, num_candidates: int) -> Tensor:
     """Cut, in place, those of `rows` whose nucleus is within their `guess` likeliest tokens; return the others."""
-    probs = kept[rows]
-    wanted_mass = top_p[rows, None] * probs.sum(dim=-1, keepdim=True)
-    ordered = probs.topk(guess, dim=-1).values
+    probs = filtered[rows]
+    nucleus_mass = top_p[rows, None] * probs.sum(dim=-1, keepdim=True)
+    ordered = probs.topk(num_candidates, dim=-1).values
     mass = ordered.cumsum(dim=-1)
-    found = (mass[:, -1] >= wanted_mass[:, 0]) | (guess == kept.shape[-1])
-    last = ((mass - ordered < wanted_mass) & (ordered > 0)).sum(dim=-1, keepdim=True).clamp(min=1) - 1
-    cut = torch.where(probs >= ordered.gather(-1, last), probs, 0.0)
-    kept[rows[found]] = cut[found]
-    return rows[~found]
+    is_resolved = (mass[:, -1] >= nucleus_mass[:, 0]) | (num_candidates == filtered.shape[-1])
+    last_kept = ((mass - ordered < nucleus_mass) & (ordered > 0)).sum(dim=-1, keepdim=True).clamp(min=1) - 1
+    nucleus = torch.where(probs >= ordered.gather(-1, last_kept), probs, 0.0)
+    filtered[rows[is_resolved]] = nucleus[is_resolved]
+    return rows[~is_resolved]
 
 
 @Op
-def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Inverse transform sampling: the first token at which the running sum passes the uniform's share of the total.
 
     Args:
@@ -192,12 +192,12 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     sums = weights.cumsum(dim=-1)
     total = sums[:, -1]
     # Rounding must not push a share onto the total, which no running sum passes.
-    share = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(sums, share[:, None], right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
+    threshold = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, threshold[:, None], right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
 
 
 @Op
-def choose(
+def sample(
     logits: Tensor,
     temperatures: Tensor,
     top_k: Tensor,
@@ -205,8 +205,8 @@ def choose(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    cuts: bool = True,
-    greedy: bool = True,
+    any_filtered: bool = True,
+    any_greedy: bool = True,
 ) -> Tensor:
     """A token for each row: the most likely one, or one drawn from those that `keep_likely` keeps.
 
@@ -222,19 +222,19 @@ def choose(
         [num_rows] int64. The same on every device but for rounding: a draw that falls within it of the border between
         two tokens may take either.
     """
-    wide = logits.to(torch.float32)
-    likeliest = temperatures <= 0
-    shifted = (wide - wide.amax(dim=-1, keepdim=True)) / torch.where(likeliest, 1.0, temperatures)[:, None]
+    logits_f32 = logits.to(torch.float32)
+    is_greedy = temperatures <= 0
+    shifted = (logits_f32 - logits_f32.amax(dim=-1, keepdim=True)) / torch.where(is_greedy, 1.0, temperatures)[:, None]
     weights = shifted.softmax(dim=-1)
-    if cuts:
+    if any_filtered:
         # Of greedy rows everything is kept, which costs nothing; their draw is not used.
-        top_k, top_p = torch.where(likeliest, 0, top_k), torch.where(likeliest, 1.0, top_p)
-        weights = keep_likely(weights, top_k, top_p, torch.where(likeliest, 0.0, min_p))
-    drawn = draw(weights, uniform(seeds, positions))
-    return torch.where(likeliest, wide.argmax(dim=-1), drawn) if greedy else drawn
+        top_k, top_p = torch.where(is_greedy, 0, top_k), torch.where(is_greedy, 1.0, top_p)
+        weights = filter_top_k_top_p_min_p(weights, top_k, top_p, torch.where(is_greedy, 0.0, min_p))
+    sampled = inverse_transform(weights, uniform(seeds, positions))
+    return torch.where(is_greedy, logits_f32.argmax(dim=-1), sampled) if any_greedy else sampled
 
 
-choose.form_in("cuda", "own", "quire_kernels.gpu.sampling")
+sample.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -244,11 +244,11 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 def _mix(x: Tensor) -> Tensor:
     x = x + _GOLDEN
-    x = (x ^ _shifted(x, 30)) * _MIX_1
-    x = (x ^ _shifted(x, 27)) * _MIX_2
-    return x ^ _shifted(x, 31)
+    x = (x ^ _logical_shift_right(x, 30)) * _MIX_1
+    x = (x ^ _logical_shift_right(x, 27)) * _MIX_2
+    return x ^ _logical_shift_right(x, 31)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical shift right; torch's is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

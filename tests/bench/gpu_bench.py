@@ -179,12 +179,12 @@ class Bench:
                     break
 
     def _need_own_forms(self) -> None:
-        if asked := os.environ.get("QUIRE_FORMS"):
-            raise RedGate(f"these are our own forms, which the gate has not all judged: QUIRE_FORMS is {asked!r}")
+        if asked := os.environ.get("QUIRE_KERNELS"):
+            raise RedGate(f"these are our own forms, which the gate has not all judged: QUIRE_KERNELS is {asked!r}")
 
     @property
     def _left_out(self) -> list[str]:
-        """Forms that run only where QUIRE_FORMS asks for them, and are wrong here."""
+        """Forms that run only where QUIRE_KERNELS asks for them, and are wrong here."""
         found: list[str] = (self.results.get("gate") or {}).get("left_out", [])
         return found
 

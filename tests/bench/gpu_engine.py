@@ -190,11 +190,11 @@ def _references() -> Any:
     import contextlib
 
     import quire_kernels
-    from quire_kernels.dispatch import operations
+    from quire_kernels.dispatch import collect_ops
 
     stack = contextlib.ExitStack()
-    for op in operations(vars(quire_kernels)):
-        stack.enter_context(mock.patch.dict(op.forms, {"cuda": op.reference}))
+    for op in collect_ops(vars(quire_kernels)):
+        stack.enter_context(mock.patch.dict(op.dispatch_table, {"cuda": op.reference}))
     return stack
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate: every form of ours that runs on the device equals its reference, or nothing is timed. Where QUIRE_FORMS has
+"""The gate: every form of ours that runs on the device equals its reference, or nothing is timed. Where QUIRE_KERNELS
+has
 another form run, ours is not judged. Forms that nobody runs unless asked for are judged too, and left out of what is
 timed where they are wrong.
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import quire_kernels as ops
 from quire_kernels import Op
-from quire_kernels.dispatch import wishes
+from quire_kernels.dispatch import overrides
 from quire_kernels.gpu import fused_attention
 
 ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -39,7 +40,7 @@ class Finding:
     error: float
     limit: float
     form: str = ""
-    """As QUIRE_FORMS has it, of a form that runs only where that asks for it."""
+    """As QUIRE_KERNELS has it, of a form that runs only where that asks for it."""
 
     @property
     def good(self) -> bool:
@@ -67,17 +68,17 @@ def poisoned() -> Iterator[None]:
 
 def own(op: Op[..., Any]) -> Callable[..., Any]:
     """The operation's form in the kernel language."""
-    return op.named("cuda", "own")
+    return op.get("cuda", "own")
 
 
 def runs(op: Op[..., Any]) -> bool:
     """Whether that is the form which runs, or which does what another one leaves to it."""
     wished = _wished(op.name)
-    return wished in ("own", "fused") or wished not in op.names("cuda")
+    return wished in ("own", "fused") or wished not in op.implementations("cuda")
 
 
 def _wished(op: str) -> str | None:
-    return wishes().get(op) or wishes().get("")
+    return overrides().get(op) or overrides().get("")
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
@@ -120,7 +121,7 @@ def check_all(card: Card, share: Share) -> Iterator[Finding]:
 
 
 def _asked_for(form: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Of a form that runs only where QUIRE_FORMS asks for it: what it cannot do costs nobody else."""
+    """Of a form that runs only where QUIRE_KERNELS asks for it: what it cannot do costs nobody else."""
     op, _, name = form.partition("=")
     if _wished(op) == name:
         yield from findings
@@ -148,9 +149,9 @@ def _pairs(card: Card, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor
         yield f"add_rms_norm {size}, the stream", found, expected
     for name in ("silu", "relu", "gelu", "gelu_new"):
         gate_up = card.random(rows, 2 * sizes[-1] + 2, dtype=dtype)
-        if not runs(ops.gated(name)):
+        if not runs(ops.get_gated_op(name)):
             continue
-        yield f"gated {name}", own(ops.gated(name))(gate_up), ops.gated(name).reference(gate_up)
+        yield f"gated {name}", own(ops.get_gated_op(name))(gate_up), ops.get_gated_op(name).reference(gate_up)
     for heads, kv_heads, head_dim, dim in ((32, 8, 128, 128), (9, 3, 64, 64), (32, 32, 96, 72), (14, 2, 80, 80)):
         for cache_dtype in (dtype, torch.float8_e4m3fn) if card.is_gpu else (dtype,):
             qkv = card.random(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
@@ -163,9 +164,9 @@ def _pairs(card: Card, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor
                 for _ in range(2)
             )
             what = f"rotate_and_write {heads}/{kv_heads} of {head_dim}, {cache_dtype}"
-            if runs(ops.rotate_and_write):
-                q = own(ops.rotate_and_write)(qkv.clone(), cos, sin, found, addresses, heads)
-                yield what, q, ops.rotate_and_write.reference(qkv, cos, sin, expected, addresses, heads)
+            if runs(ops.rope_and_cache):
+                q = own(ops.rope_and_cache)(qkv.clone(), cos, sin, found, addresses, heads)
+                yield what, q, ops.rope_and_cache.reference(qkv, cos, sin, expected, addresses, heads)
                 if cache_dtype == dtype:
                     yield f"{what}, the cache", found, expected
             if not runs(ops.write_kv):
@@ -209,7 +210,7 @@ def _attention(card: Card, dtype: torch.dtype, share: Share) -> Iterator[Finding
 
 def _fused_attention(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
     """Prompts of 32 tokens and more by torch's."""
-    form = ops.paged_attention.named("cuda", "fused")
+    form = ops.paged_attention.get("cuda", "fused")
     with mock.patch.object(fused_attention, "MIN_TOKENS", 32):
         for name, spans in (SPANS if card.is_gpu else SMALL_SPANS).items():
             queries, cache, batch = attention_case(card, spans, (32, 8) if card.is_gpu else (4, 2), 128, 16, dtype)
@@ -225,7 +226,7 @@ def attention_case(
     head_dim: int,
     block_size: int,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, ops.AttentionBatch]:
+) -> tuple[Tensor, Tensor, ops.AttentionMetadata]:
     """Queries, a cache in scattered blocks, and the batch. What no span has written is NaN."""
     counts = [-(-(start + length) // block_size) for start, length in spans]
     order = torch.randperm(sum(counts) + 3)
@@ -239,16 +240,16 @@ def attention_case(
         cache[:, int(row[count - 1]), (start + length - 1) % block_size + 1 :] = float("nan")
     queries = card.random(sum(length for _, length in spans), heads[0], head_dim, dtype=dtype)
     starts, lengths = [s for s, _ in spans], [n for _, n in spans]
-    return queries, cache, ops.plan_attention(starts, lengths, tables, cache, card.device)
+    return queries, cache, ops.build_attention_metadata(starts, lengths, tables, cache, card.device)
 
 
 def _lora(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
     """Tokens of several adapters in any order, ranks from 1 to above what is multiplied at once."""
     features, widths, tokens = (4096, (4096, 1024, 1024), 300) if card.is_gpu else (70, (140, 33, 33), 20)
     ranks = ((16, 16, 16), (1, 0, 7), (128, 40, 64), (0, 0, 0), (64, 24, 8))
-    sites = [ops.Site(features, widths), ops.Site(500, (features,), looked_up=True)]
+    sites = [ops.LoRATarget(features, widths), ops.LoRATarget(500, (features,), is_embedding=True)]
     like = torch.empty(0, dtype=dtype, device=card.device)
-    of_model = ops.LoraSlots(sites, len(ranks), 128, like)
+    of_model = ops.LoRASlots(sites, len(ranks), 128, like)
     for slot, own_ranks in enumerate(ranks):
         pairs = [
             [
@@ -259,22 +260,22 @@ def _lora(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
         ]
         of_model.write(slot, of_model.pack(pairs))
     slots = torch.randint(-1, len(ranks), (tokens,), device=card.device)
-    routing, expected_routing = (ops.Routing.empty(tokens, len(ranks), card.device) for _ in range(2))
-    ops.route.reference(slots, expected_routing)
-    (own(ops.route) if runs(ops.route) else ops.route.reference)(slots, routing)
-    used = expected_routing.slots >= 0
-    for name in ("slots", "rows") if runs(ops.route) else ():
+    routing, expected_routing = (ops.TokenRouting.empty(tokens, len(ranks), card.device) for _ in range(2))
+    ops.route_tokens.reference(slots, expected_routing)
+    (own(ops.route_tokens) if runs(ops.route_tokens) else ops.route_tokens.reference)(slots, routing)
+    used = expected_routing.tile_slots >= 0
+    for name in ("tile_slots", "tile_rows") if runs(ops.route_tokens) else ():
         one, other = (getattr(r, name) for r in (routing, expected_routing))
-        same = torch.equal(one[used], other[used]) and (name == "rows" or torch.equal(one, other))
+        same = torch.equal(one[used], other[used]) and (name == "tile_rows" or torch.equal(one, other))
         yield Finding(f"route: {name}", float(not same), 0.0)
-    batch, kind = ops.AdapterBatch(slots, routing=routing), str(dtype).removeprefix("torch.")
+    batch, kind = ops.LoRABatch(slots, routing=routing), str(dtype).removeprefix("torch.")
     x, base = card.random(tokens, features, dtype=dtype), card.random(tokens, sum(widths), dtype=dtype)
     if card.is_gpu:
         yield from _asked_for(SIDE, _beside(x, of_model.modules[0], batch))
     token_ids = torch.randint(500, (tokens,), device=card.device)
     calls = {
         "add_lora": (base, lambda op, out: op(out, x, of_model.modules[0], batch)),
-        "add_lora_rows": (x, lambda op, out: op(out, token_ids, of_model.modules[1], batch)),
+        "add_lora_embedding": (x, lambda op, out: op(out, token_ids, of_model.modules[1], batch)),
     }
     for name, (start, call) in calls.items():
         if not runs(getattr(ops, name)):
@@ -287,10 +288,10 @@ def _lora(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
         yield Finding(f"{name}, {kind}, the same bits", float(moved), 0.0)
 
 
-def _beside(x: Tensor, module: ops.LinearSlots, batch: ops.AdapterBatch) -> Iterator[Finding]:
+def _beside(x: Tensor, module: ops.ModuleSlots, batch: ops.LoRABatch) -> Iterator[Finding]:
     """The form that shrinks on a stream of its own, in a graph."""
-    weight = torch.randn(sum(module.site.widths), x.shape[1], dtype=x.dtype, device=x.device) / x.shape[1] ** 0.5
-    form, graph = ops.adapted_linear.named("cuda", "side"), torch.cuda.CUDAGraph()
+    weight = torch.randn(sum(module.target.widths), x.shape[1], dtype=x.dtype, device=x.device) / x.shape[1] ** 0.5
+    form, graph = ops.adapted_linear.get("cuda", "side"), torch.cuda.CUDAGraph()
     # Compiles.
     form(x, weight, None, None, module, batch)
     torch.cuda.synchronize()
@@ -313,25 +314,25 @@ def _sampling(card: Card) -> Iterator[Finding]:
     min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.02, 0.0], **device).repeat(rows // 6 + 1)[:rows]
     seeds, positions = torch.arange(rows, **device), torch.arange(rows, **device) * 3
     limits = top_k, top_p, min_p
-    for cuts in (True, False) if runs(ops.choose) else ():
+    for cuts in (True, False) if runs(ops.sample) else ():
         arguments = logits, temperatures, *limits, seeds, positions, cuts
-        other = own(ops.choose)(*arguments) != ops.choose.reference(*arguments)
+        other = own(ops.sample)(*arguments) != ops.sample.reference(*arguments)
         yield Finding(f"choose, cuts {cuts}: greedy rows", float(other[temperatures == 0].float().mean()), 0.0)
         yield Finding(f"choose, cuts {cuts}: drawn rows", float(other.float().mean()), MAX_OTHER_CHOICES)
-    for dtype in (torch.float32, torch.bfloat16) if runs(ops.most_likely) else ():
+    for dtype in (torch.float32, torch.bfloat16) if runs(ops.argmax_first) else ():
         part = logits.to(dtype)
-        wrong = own(ops.most_likely)(part) != ops.most_likely.reference(part)
+        wrong = own(ops.argmax_first)(part) != ops.argmax_first.reference(part)
         yield Finding(f"most_likely, {dtype}", float(wrong.float().mean()), 0.0)
     if runs(ops.uniform):
         numbers = own(ops.uniform)(seeds, positions) != ops.uniform.reference(seeds, positions)
         yield Finding("uniform", float(numbers.float().mean()), 0.0)
-    if not runs(ops.penalize):
+    if not runs(ops.apply_penalties):
         return
     counts = torch.randint(3, (rows, vocab), dtype=torch.int32, **device)
     in_prompt = torch.randint(2, (rows, vocab), **device).bool()
     params = torch.full((rows,), 0.5, **device), torch.full((rows,), 0.1, **device), torch.full((rows,), 1.2, **device)
     found, expected = logits.clone(), logits.clone()
-    for form, target in ((own(ops.penalize), found), (ops.penalize.reference, expected)):
+    for form, target in ((own(ops.apply_penalties), found), (ops.apply_penalties.reference, expected)):
         form(target, torch.arange(rows, **device), in_prompt, counts, torch.arange(rows, **device).flip(0), *params)
     yield Finding("penalize", error_of(found, expected), 1e-6)
 

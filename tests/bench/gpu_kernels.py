@@ -98,7 +98,7 @@ def _decode_call(card: Card, shape: Shape, contexts: Sequence[int]) -> Callable[
         row[:] = order[at]
         row[:count] = order[at : at + count]
         at += count
-    batch = ops.plan_attention([c - 1 for c in contexts], [1] * len(contexts), tables, cache, card.device)
+    batch = ops.build_attention_metadata([c - 1 for c in contexts], [1] * len(contexts), tables, cache, card.device)
     queries = card.random(len(contexts), shape.heads, shape.head_dim, dtype=dtype)
     return functools.partial(own(ops.paged_attention), queries, cache, batch, shape.head_dim**-0.5)
 
@@ -114,7 +114,7 @@ def prefill_rows(card: Card, limits: Limits, shape: Shape, quick: bool, fused: b
     }
     if not card.is_gpu:
         cases = {"prefill, 40 tokens": [(0, 40)], "mixed": [(0, 33), (20, 1)]}
-    form = ops.paged_attention.named("cuda", "fused")
+    form = ops.paged_attention.get("cuda", "fused")
     for what, spans in list(cases.items())[: 1 if quick else None]:
         call, num_bytes, flops = _span_call(card, shape, spans)
         yield Row.of(what, card.seconds([call]), limits, num_bytes, flops)
@@ -144,7 +144,7 @@ def fused_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Iterato
         xs = [card.random(tokens, shape.hidden) for _ in range(sets)]
         streams = [card.random(tokens, shape.hidden) for _ in range(sets)]
         for name in ("own", "torch"):
-            form = ops.rms_norm.named("cuda", name)
+            form = ops.rms_norm.get("cuda", name)
             calls = [functools.partial(form, x, weight, 1e-5) for x in xs]
             yield from _of_form(card, limits, name, f"rms_norm ({name}), {tokens} tokens", calls, norm)
         form = own(ops.add_rms_norm)
@@ -168,7 +168,7 @@ def _rope_rows(card: Card, limits: Limits, shape: Shape, tokens: int) -> Iterato
     cos, sin = card.random(tokens, shape.head_dim), card.random(tokens, shape.head_dim)
     addresses = torch.randperm(tokens, device=card.device)
     qkvs = [card.random(tokens, all_heads, shape.head_dim) for _ in range(card.num_sets(int(num_bytes)))]
-    for name, form in (("own", own(ops.rotate_and_write)), ("torch", ops.rotate_and_write.reference)):
+    for name, form in (("own", own(ops.rope_and_cache)), ("torch", ops.rope_and_cache.reference)):
         calls = [functools.partial(form, qkv, cos, sin, cache, addresses, shape.heads) for qkv in qkvs]
         yield from _of_form(card, limits, name, f"rotate_and_write ({name}), {tokens} tokens", calls, num_bytes)
 
@@ -187,7 +187,7 @@ def _sampler_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Iter
     }
     # Thresholds take the interpreter seconds.
     for what, (temperatures, top_k, top_p, min_p, cuts) in list(cases.items())[: None if card.is_gpu else 2]:
-        for name, form in (("own", own(ops.choose)), ("torch", ops.choose.reference)):
+        for name, form in (("own", own(ops.sample)), ("torch", ops.sample.reference)):
             if name == "torch" and (quick or not card.is_gpu):
                 continue
             arguments = logits, temperatures, top_k, top_p, min_p, integers, integers, cuts
@@ -197,7 +197,7 @@ def _sampler_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Iter
     counts[:, :1000] = 1
     tallied, weights = torch.arange(rows, device=card.device), torch.ones(rows, device=card.device)
     arguments = logits.float(), tallied, counts < 0, counts, tallied, weights, weights, weights
-    seconds = card.seconds([functools.partial(own(ops.penalize), *arguments)])
+    seconds = card.seconds([functools.partial(own(ops.apply_penalties), *arguments)])
     yield Row.of(f"penalize, {rows} rows, 1,000 tokens each", seconds, limits, 5.0 * counts.numel())
 
 
@@ -205,21 +205,21 @@ def tune_rows(card: Card, limits: Limits, shape: Shape) -> Iterator[Row]:
     """Other sizes of tiles: what the constants of gpu/attention.py should be on this card."""
     draw = random.Random(1)
     contexts = [draw.randint(512, 8192) for _ in range(128)] if card.is_gpu else [40, 50]
-    num_bytes, base = sum(contexts) * shape.kv_bytes, forms.choose_tiles(shape.head_dim, 2, False)
+    num_bytes, base = sum(contexts) * shape.kv_bytes, forms.select_tiles(shape.head_dim, 2, False)
     call = _decode_call(card, shape, contexts)
     shorts = [(k, s, w, n) for k in (32, 64, 128) for s in (3, 5, 7) for w in (4, 8) for n in (2, 3, 4)]
     for keys, stages, warps, per_sm in shorts if card.is_gpu else shorts[:1]:
         room = (1 << 16) // (per_sm * 32 * warps) // 8 * 8
-        tiles = replace(base, short_keys=keys, stages=stages, warps=warps, max_registers=min(room, 248))
+        tiles = replace(base, short_keys=keys, num_stages=stages, num_warps=warps, max_registers=min(room, 248))
         what = f"tune decode: keys {keys}, stages {stages}, warps {warps}, workers {per_sm} a multiprocessor"
         yield from _tuned(card, limits, what, tiles, per_sm, call, num_bytes, 0.0)
-    with mock.patch.object(forms, "launches_early", lambda _: False):
+    with mock.patch.object(forms, "supports_pdl", lambda _: False):
         yield Row.of("tune decode: no early launch", card.seconds([call]), limits, num_bytes)
     spans = [(0, 8192)] if card.is_gpu else [(0, 40)]
     call, long_bytes, flops = _span_call(card, shape, spans)
     longs = [(r, k, w, s) for r in (64, 128) for k in (32, 64, 128) for w in (4, 8) for s in (3, 5, 7)]
     for rows, keys, warps, stages in longs if card.is_gpu else longs[:1]:
-        tiles = replace(base, long_rows=rows, long_keys=keys, warps=warps, stages=stages, max_registers=None)
+        tiles = replace(base, long_rows=rows, long_keys=keys, num_warps=warps, num_stages=stages, max_registers=None)
         what = f"tune prefill: rows {rows}, keys {keys}, warps {warps}, stages {stages}"
         yield from _tuned(card, limits, what, tiles, 3, call, long_bytes, flops)
 
@@ -228,7 +228,7 @@ def _tuned(
     card: Card,
     limits: Limits,
     what: str,
-    tiles: forms.Tiles,
+    tiles: forms.AttentionTiles,
     per_sm: int,
     call: Callable[[], object],
     num_bytes: float,
@@ -236,7 +236,7 @@ def _tuned(
 ) -> Iterator[Row]:
     sms = torch.cuda.get_device_properties(card.device).multi_processor_count if card.is_gpu else 2
     with (
-        mock.patch.object(forms, "choose_tiles", lambda *_: tiles),
+        mock.patch.object(forms, "select_tiles", lambda *_: tiles),
         mock.patch.object(forms, "num_workers", lambda _: per_sm * sms),
     ):
         yield from _tried(card, limits, what, [call], num_bytes, flops)

@@ -67,7 +67,7 @@ def rows(card: Card, side: bool) -> Iterator[dict[str, Any]]:
     engines.close(engine)
     if not side:
         return
-    with mock.patch.dict(ops.adapted_linear.forms, cuda=ops.adapted_linear.named("cuda", "side")):
+    with mock.patch.dict(ops.adapted_linear.dispatch_table, cuda=ops.adapted_linear.get("cuda", "side")):
         engine = engines.make_engine(card, **(engines.settings(card) | lora))
         yield _row(card, engine, "adapters, side stream", add_adapters(engine, ranks, everywhere=False))
         engines.close(engine)
@@ -104,8 +104,8 @@ def kernel_rows(card: Card, limits: Limits, shape: Shape, quick: bool) -> Iterat
     """Both launches of each linear, at a decoding step of many adapters and at a prompt of one; and the routing."""
     num, rank, tokens = _batch(card)
     slots = torch.arange(tokens, device=card.device) % num
-    routing = ops.Routing.empty(tokens, num, card.device)
-    seconds = card.seconds([functools.partial(own(ops.route), slots, routing)])
+    routing = ops.TokenRouting.empty(tokens, num, card.device)
+    seconds = card.seconds([functools.partial(own(ops.route_tokens), slots, routing)])
     yield Row.of(f"route, {tokens} tokens to {num} slots", seconds, limits, 16.0 * tokens)
     sites = _sites(shape)
     for name, site in list(sites.items())[: 1 if quick or not card.is_gpu else None]:
@@ -121,13 +121,13 @@ def tune_rows(card: Card, limits: Limits, shape: Shape) -> Iterator[Row]:
     num, rank, tokens = _batch(card)
     slots, sites = torch.arange(tokens, device=card.device) % num, _sites(shape)
     shrinks = [
-        forms.Tiles(inputs=i, shrinking=p, shrink_stages=s)
+        forms.LoRATiles(inputs=i, min_shrink_programs=p, shrink_num_stages=s)
         for i in (64, 128, 256)
         for p in (132, 264, 528)
         for s in (3, 4, 6)
     ]
     expands = [
-        forms.Tiles(columns=c, expanding=p, expand_stages=s)
+        forms.LoRATiles(columns=c, max_expand_programs=p, expand_num_stages=s)
         for c in (64, 128, 256)
         for p in (528, 1056, 2112)
         for s in (2, 3, 4)
@@ -138,7 +138,7 @@ def tune_rows(card: Card, limits: Limits, shape: Shape) -> Iterator[Row]:
             sizes = ", ".join(f"{f.name} {getattr(tiles, f.name)}" for f in fields(tiles))
             with mock.patch.object(forms, "TILES", tiles):
                 yield _kernel_row(card, limits, f"tune adapters on {name}: {sizes}", sites[name], num, rank, slots)
-        with mock.patch.object(forms, "launches_early", lambda _: False):
+        with mock.patch.object(forms, "supports_pdl", lambda _: False):
             what = f"tune adapters on {name}: no early launch"
             yield _kernel_row(card, limits, what, sites[name], num, rank, slots)
 
@@ -148,32 +148,32 @@ def _batch(card: Card) -> tuple[int, int, int]:
     return (NUM_ADAPTERS, RANK, 256) if card.is_gpu else (2, 4, 3)
 
 
-def _sites(shape: Shape) -> dict[str, ops.Site]:
+def _sites(shape: Shape) -> dict[str, ops.LoRATarget]:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return {
-        "q, k, v": ops.Site(shape.hidden, (q, kv, kv)),
-        "o": ops.Site(q, (shape.hidden,)),
-        "gate, up": ops.Site(shape.hidden, (shape.intermediate, shape.intermediate)),
-        "down": ops.Site(shape.intermediate, (shape.hidden,)),
+        "q, k, v": ops.LoRATarget(shape.hidden, (q, kv, kv)),
+        "o": ops.LoRATarget(q, (shape.hidden,)),
+        "gate, up": ops.LoRATarget(shape.hidden, (shape.intermediate, shape.intermediate)),
+        "down": ops.LoRATarget(shape.intermediate, (shape.hidden,)),
     }
 
 
 def _kernel_row(
-    card: Card, limits: Limits, what: str, site: ops.Site, num_slots: int, rank: int, slots: torch.Tensor
+    card: Card, limits: Limits, what: str, site: ops.LoRATarget, num_slots: int, rank: int, slots: torch.Tensor
 ) -> Row:
     # The interpreter multiplies no bfloat16.
     dtype = torch.bfloat16 if card.is_gpu else torch.float32
     size, matrices, tokens = dtype.itemsize, rank * (len(site.widths) * site.in_features + sum(site.widths)), len(slots)
     num_bytes = size * (num_slots * matrices + tokens * (site.in_features + 2 * sum(site.widths)))
     sets = card.num_sets(num_bytes)
-    of_model = ops.LoraSlots([site] * sets, num_slots, rank, torch.empty(0, dtype=dtype, device=card.device))
+    of_model = ops.LoRASlots([site] * sets, num_slots, rank, torch.empty(0, dtype=dtype, device=card.device))
     pairs = [(torch.randn(rank, site.in_features), torch.randn(width, rank)) for width in site.widths]
     packed = of_model.pack([pairs] * sets)
     for slot in range(num_slots):
         of_model.write(slot, packed)
-    routing = ops.Routing.empty(tokens, num_slots, card.device)
-    batch = ops.AdapterBatch(slots, routing=routing)
-    own(ops.route)(slots, routing)
+    routing = ops.TokenRouting.empty(tokens, num_slots, card.device)
+    batch = ops.LoRABatch(slots, routing=routing)
+    own(ops.route_tokens)(slots, routing)
     calls: list[Callable[[], object]] = [
         functools.partial(
             own(ops.add_lora),

@@ -43,7 +43,7 @@ def _gate(gate: dict[str, Any]) -> str:
     text = f"Gate: {gate['num'] - len(gate['bad'])} of {gate['num']} comparisons good"
     text += f" (`{gate['of']}`)." if "of" in gate else "."
     if gate.get("left_out"):
-        text += f" Wrong, of forms that run only where QUIRE_FORMS asks for them, and left out: {gate['left_out']}."
+        text += f" Wrong, of forms that run only where QUIRE_KERNELS asks for them, and left out: {gate['left_out']}."
     if error:
         text += (
             f" Attention over an e4m3 cache: relative error {error['own']:.4f} (reference {error['reference']:.4f})."

@@ -65,7 +65,7 @@ def tell_where_it_hangs() -> None:
 
 def forms() -> str:
     """What the environment asks of forms and graphs: what is judged depends on it."""
-    asked = ("QUIRE_FORMS", "QUIRE_GRAPHS", "QUIRE_EARLY_LAUNCH")
+    asked = ("QUIRE_KERNELS", "QUIRE_GRAPHS", "QUIRE_EARLY_LAUNCH")
     return " ".join(f"{name}={os.environ[name]}" for name in asked if name in os.environ) or "preferred"
 
 

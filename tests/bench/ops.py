@@ -12,19 +12,19 @@ import torch.nn.functional as F
 
 from quire_engine.device import keep_memory
 from quire_kernels import (
-    AdapterBatch,
-    LinearSlots,
-    LoraSlots,
-    Site,
-    SlotRows,
+    AdapterSegment,
+    LoRABatch,
+    LoRASlots,
+    LoRATarget,
+    ModuleSlots,
     adapted_linear,
     attention,
-    keep_likely,
+    build_attention_metadata,
+    build_lora_batch,
+    filter_top_k_top_p_min_p,
     linear,
     pack_weight,
     paged_attention,
-    plan_adapters,
-    plan_attention,
 )
 
 CPU = torch.device("cpu")
@@ -51,19 +51,19 @@ def attention_row(dtype: torch.dtype, num_spans: int, context: int) -> None:
     blocks = num_spans * context // 16
     cache = torch.randn(2, blocks, 16, 3, 64, dtype=dtype)
     tables = torch.randperm(blocks).view(num_spans, -1)
-    batch = plan_attention([context - 1] * num_spans, [1] * num_spans, tables, cache, CPU)
+    batch = build_attention_metadata([context - 1] * num_spans, [1] * num_spans, tables, cache, CPU)
     queries = torch.randn(num_spans, 9, 64, dtype=dtype)
-    fused = with_setting(attention, "MAX_PRODUCT_HEADS", 0, lambda: paged_attention(queries, cache, batch, 0.125))
+    fused = with_setting(attention, "MAX_SINGLE_GEMM_HEADS", 0, lambda: paged_attention(queries, cache, batch, 0.125))
     here = best_ms(lambda: paged_attention(queries, cache, batch, 0.125))
     report(f"decode attention, {dtype}, {num_spans} x {context} tokens", fused, here)
 
 
 def adapter_row(dtype: torch.dtype) -> None:
-    site, num_slots, rank = Site(576, (576, 192, 192)), 8, 16
-    slots = LoraSlots([site], num_slots, rank, torch.empty(0, dtype=dtype))
+    site, num_slots, rank = LoRATarget(576, (576, 192, 192)), 8, 16
+    slots = LoRASlots([site], num_slots, rank, torch.empty(0, dtype=dtype))
     for slot in range(num_slots):
         slots.write(slot, slots.pack([[(torch.randn(rank, 576), torch.randn(width, rank)) for width in site.widths]]))
-    batch = plan_adapters([SlotRows(s, 8 * s, 8 * s + 8) for s in range(num_slots)], 64, CPU)
+    batch = build_lora_batch([AdapterSegment(s, 8 * s, 8 * s + 8) for s in range(num_slots)], 64, CPU)
     weight, x = torch.randn(960, 576, dtype=dtype), torch.randn(64, 576, dtype=dtype)
     packed, module = pack_weight(weight), slots.modules[0]
     linears = best_ms(lambda: linear(x, packed, None))
@@ -72,9 +72,11 @@ def adapter_row(dtype: torch.dtype) -> None:
     report(f"8 adapters of rank 16 on q, k, v, {dtype}", best_ms(lambda: plain(out, x, module, batch)), here - linears)
 
 
-def plain(out: torch.Tensor, x: torch.Tensor, module: LinearSlots, batch: AdapterBatch) -> None:
+def plain(out: torch.Tensor, x: torch.Tensor, module: ModuleSlots, batch: LoRABatch) -> None:
     """Pair by pair, as torch comes, on matrices that lie as torch likes them."""
-    pairs = MATRICES.setdefault(id(module), [[module.matrices(s.slot, i) for i in range(3)] for s in batch.segments])
+    pairs = MATRICES.setdefault(
+        id(module), [[module.get_matrices(s.adapter_slot, i) for i in range(3)] for s in batch.segments]
+    )
     for s, own in zip(batch.segments, pairs, strict=True):
         column = 0
         for a, b in own:
@@ -88,8 +90,8 @@ MATRICES: dict[int, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 def sampling_row() -> None:
     probs = (torch.randn(8, 49152) * 4).softmax(-1)
     limits = torch.zeros(8, dtype=torch.int64), torch.full((8,), 0.9), torch.zeros(8)
-    sort = best_ms(lambda: keep_likely.reference(probs, *limits), 5)
-    report("top-p of 8 rows of 49,152", sort, best_ms(lambda: keep_likely(probs, *limits)))
+    sort = best_ms(lambda: filter_top_k_top_p_min_p.reference(probs, *limits), 5)
+    report("top-p of 8 rows of 49,152", sort, best_ms(lambda: filter_top_k_top_p_min_p(probs, *limits)))
 
 
 def with_setting(module: object, name: str, value: object, function: Callable[[], object]) -> float:

@@ -77,16 +77,16 @@ def test_tokens_are_the_cpus_however_they_are_chosen(model):
 
 def test_long_prompts_are_computed_apart(model, monkeypatch):
     """Beside others' tokens, and behind steps that are under way. PyTorch's fused attention is not to be had here."""
-    attend, alone = fused_attention._attend_itself, []
+    attend, alone = fused_attention._prefill_with_sdpa, []
 
     def counted(queries: Any, cache: Any, batch: Any, opening: Any, scale: float) -> Any:
         alone.append((opening.length, len(batch.lengths)))
         return attend(queries, cache, batch, opening, scale)
 
-    monkeypatch.setattr(fused_attention, "_attend_itself", counted)
+    monkeypatch.setattr(fused_attention, "_prefill_with_sdpa", counted)
     monkeypatch.setattr(fused_attention, "MIN_TOKENS", 16)
     monkeypatch.setattr(fused_attention, "BACKENDS", (SDPBackend.MATH,))
-    monkeypatch.setitem(paged_attention.forms, "cuda", fused_attention.paged_attention)
+    monkeypatch.setitem(paged_attention.dispatch_table, "cuda", fused_attention.paged_attention)
     cpu, gpu = _both(model, _prompts(5, 60, 17, 30, 9), SamplingParams(temperature=0.0, max_tokens=9))
     _same(cpu, gpu)
     assert {length for length, _ in alone} >= {17}
@@ -96,13 +96,13 @@ def test_long_prompts_are_computed_apart(model, monkeypatch):
 @pytest.mark.parametrize("form", ["torch", "side"])
 def test_adapters_change_places_while_others_run(model, adapters, form, monkeypatch):
     """One slot, so that each adapter is written over the other's while steps without it are under way."""
-    compute, captured = adapted_linear.named("cuda", form), []
+    compute, captured = adapted_linear.get("cuda", form), []
 
     def counted(*args: Any) -> Any:
         captured.append(torch.cuda.is_current_stream_capturing())
         return compute(*args)
 
-    monkeypatch.setitem(adapted_linear.forms, "cuda", counted)
+    monkeypatch.setitem(adapted_linear.dispatch_table, "cuda", counted)
     loras = [adapters[0], None, adapters[1], adapters[0], None]
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (5, 12, 5, 4, 6)]
     how = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "loras": loras}

@@ -13,7 +13,7 @@ from quire_engine.adjustment import Adjustment
 from quire_engine.request import Sequence
 from quire_engine.sampler import Row, Sampler
 from quire_engine.tally import Tally
-from quire_kernels import penalize
+from quire_kernels import apply_penalties
 from quire_spec.engine.sampling_params import SamplingParams
 
 VOCAB = 60
@@ -248,7 +248,7 @@ def test_penalize_leaves_forbidden_tokens_forbidden_and_other_rows_alone() -> No
     token_ids = torch.tensor([[0, 1, 2, 3, 3], [0, 0, 1, 2, 3]])
     occurred = torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 4, dtype=torch.int32), torch.tensor([1, 0])
     for listed in (token_ids, None):
-        penalize(logits, torch.tensor([0, 2]), *occurred, *weights, listed)
+        apply_penalties(logits, torch.tensor([0, 2]), *occurred, *weights, listed)
     assert (logits[[0, 2]] == -INF).all() and (logits[1] == 1.0).all()
 
 

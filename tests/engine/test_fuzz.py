@@ -218,7 +218,7 @@ def test_outputs_are_those_of_each_request_alone(models, seed: int, monkeypatch:
         # Decoding steps as graphs have them, run again instead of replayed.
         monkeypatch.setattr(graphs, "are_wanted", lambda device: True)
         monkeypatch.setattr(graphs, "GraphRecorder", lambda device: lambda step: step)
-        monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
+        monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     engine = world.engine(**fields)
     for i, job in world.together(engine, asked).items():
         if not job.unfinished:

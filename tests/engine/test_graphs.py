@@ -19,7 +19,7 @@ from quire_engine.kv import KVCache
 from quire_engine.request import Sequence
 from quire_engine.runner import TorchRunner
 from quire_engine.step import Span, StepPlan
-from quire_kernels import paged_attention, route
+from quire_kernels import paged_attention, route_tokens
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
@@ -110,7 +110,7 @@ def _answers(folder, monkeypatch, replays, adapters=(), seen=None, ahead=False):
     requests in turn, `seen`: takes the slots and adapters of each replayed step, `ahead`: begin steps before the last
     one is over."""
     # The gathering form wants groups that the host has made; a step of a graph has none.
-    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
+    monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     monkeypatch.setattr(TorchRunner, "_capture", lambda self, kv, config, max_model_len: None)
     config = dataclasses.replace(CONFIG, model=str(folder), kv_cache_memory_bytes=13 * 8 * 2 * 2 * 2 * 16 * 4)
     config = dataclasses.replace(config, async_scheduling=ahead)
@@ -167,7 +167,7 @@ def test_the_same_tokens_as_without(folder, monkeypatch, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_that_chooses_no_token(folder, monkeypatch, ahead):
     """With one token a step, a graph computes prompts too, and their tokens but the last choose nothing."""
-    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
+    monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     config = dataclasses.replace(CONFIG, model=str(folder), max_num_seqs=1, async_scheduling=ahead)
     found = []
     for num_tokens in (40, 1):
@@ -201,8 +201,10 @@ def test_the_same_tokens_with_adapters(folder, monkeypatch, ahead):
 def test_a_step_without_adapters_launches_nothing_for_them(folder, monkeypatch):
     """Its graph is one of those that were recorded without."""
     routed, recorded = [], []
-    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
-    monkeypatch.setitem(route.forms, "cpu", lambda *args: routed.append(args) or route.reference(*args))
+    monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
+    monkeypatch.setitem(
+        route_tokens.dispatch_table, "cpu", lambda *args: routed.append(args) or route_tokens.reference(*args)
+    )
     config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2)
     runner = TorchRunner(config, ModelConfig.load(folder), folder)
     kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare=1)
@@ -254,7 +256,7 @@ def test_an_engine_starts_as_on_a_gpu(folder, monkeypatch, adapters, max_num_seq
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(of_decoding, "are_wanted", lambda device: True)
     monkeypatch.setattr(of_decoding, "GraphRecorder", _Recorder)
-    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
+    monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     found = []
 
     def measure(runner, config, max_model_len):
@@ -285,7 +287,7 @@ def test_an_engine_starts_as_on_a_gpu(folder, monkeypatch, adapters, max_num_seq
 
 def test_a_form_that_wants_spans_in_groups_is_refused(folder, monkeypatch):
     """A captured step has none: it would compute nothing of attention, and say nothing."""
-    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.named("cuda", "torch"))
+    monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.get("cuda", "torch"))
     runner = TorchRunner(dataclasses.replace(CONFIG, model=str(folder)), ModelConfig.load(folder), folder)
     kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare=1)
     graphs = DecodeGraphs(runner._model, kv, 2, 96, record=lambda step: step)

@@ -10,7 +10,7 @@ from quire_engine.kv import KVCache
 from quire_engine.request import BlockId
 from quire_engine.step import HostCopy
 from quire_engine.swapper import Swapper
-from quire_kernels import movable
+from quire_kernels import as_indexable
 from quire_spec.model.model_config import ModelConfig
 
 SHAPE = ModelConfig.from_config(
@@ -41,7 +41,7 @@ def cache(num_blocks: int, device: str, dtype: torch.dtype = torch.float32, seed
 
 def contents(made: KVCache) -> torch.Tensor:
     """[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], on the CPU."""
-    return torch.stack([movable(layer) for layer in made.layers]).movedim(2, 0).cpu().clone()
+    return torch.stack([as_indexable(layer) for layer in made.layers]).movedim(2, 0).cpu().clone()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -19,7 +19,7 @@ from quire_engine.rotary import inverse_frequencies
 from quire_engine.step import Span
 from quire_engine.weights import load_weights
 from quire_engine.work import work_of
-from quire_kernels import LoraSlots, Site, native
+from quire_kernels import LoRASlots, LoRATarget, cpu_native
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.model.capabilities import SUPPORTED_ARCHITECTURES
 from quire_spec.model.model_config import ModelConfig
@@ -114,10 +114,10 @@ TOGETHER = ("llama-biases", "llama-head_dim", "qwen2", "qwen2-windows", "phi3", 
 @pytest.mark.parametrize("name", [*TOGETHER, "llama-relu", "gemma2"])
 def test_all_layers_in_one_call_give_the_same_bits(name, tmp_path, monkeypatch):
     monkeypatch.setitem(BASE, "intermediate_size", 128)
-    monkeypatch.setattr(native, "multiplies", lambda: True)
+    monkeypatch.setattr(cpu_native, "has_fast_gemm", lambda: True)
     model = _load(make_checkpoint(tmp_path, name), torch.bfloat16)
-    sites = [Site(linear.in_features, tuple(linear.slices.values())) for _, linear in model.linears()]
-    slots = LoraSlots(sites, 3, 4, torch.empty(0, dtype=torch.bfloat16))
+    sites = [LoRATarget(linear.in_features, tuple(linear.slices.values())) for _, linear in model.linears()]
+    slots = LoRASlots(sites, 3, 4, torch.empty(0, dtype=torch.bfloat16))
     for slot, share in enumerate((1.0, 0.5)):
         slots.write(slot, slots.pack([[_pair(site, width, share) for width in site.widths] for site in sites]))
     for (_, linear), module in zip(model.linears(), slots.modules, strict=True):

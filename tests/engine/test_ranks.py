@@ -123,7 +123,7 @@ def _record_steps(monkeypatch):
     monkeypatch.setattr(graphs, "are_wanted", lambda device: True)
     monkeypatch.setattr(graphs, "GraphRecorder", lambda device: recorders.append(_Recorder()) or recorders[-1])
     # The gathering form wants groups that the host has made; a step of a graph has none.
-    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
+    monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     return recorders
 
 

@@ -174,7 +174,7 @@ def test_an_adapter_that_overflows_harms_its_own_sequences_only(folder, shape, a
 
 
 def test_bfloat16_is_as_exact_as_transformers_in_bfloat16(folder, shape, monkeypatch):
-    monkeypatch.setattr(attention, "MIN_PRODUCT_KEYS", 0)
+    monkeypatch.setattr(attention, "MIN_SINGLE_GEMM_KEYS", 0)
     made = TorchRunner(dataclasses.replace(CONFIG, dtype="bfloat16"), shape, folder)
     assert made.memory.dtype == "bfloat16"
     truth, rounded = load_oracle(folder), load_oracle(folder).to(torch.bfloat16)
@@ -295,8 +295,8 @@ def test_the_largest_steps_take_the_whole_budget(engine_runner):
 
         def __call__(self, batch, kv):
             widest = batch.attention.block_tables.shape
-            seen.append((len(batch.token_ids), batch.num_logits, tuple(widest), batch.adapters.users))
-            assert all(linear.adapters.concern(batch.adapters) for _, linear in model.linears())
+            seen.append((len(batch.token_ids), batch.num_logits, tuple(widest), batch.adapters.active_slots))
+            assert all(linear.adapters.applies_to(batch.adapters) for _, linear in model.linears())
             return model(batch, kv)
 
     def choose(logits, rows):

@@ -18,7 +18,7 @@ from quire_engine.engine import Engine
 from quire_engine.kv import KVCache
 from quire_engine.rehearsal import largest_steps, small_steps
 from quire_engine.runner import TorchRunner
-from quire_kernels import choose, paged_attention, penalize
+from quire_kernels import apply_penalties, paged_attention, sample
 from quire_spec.engine.config import EngineConfig
 from quire_spec.protocol.messages import SequenceRequest
 
@@ -36,9 +36,9 @@ def folder(tmp_path_factory):
         return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def _penalize(logits, rows, in_prompt, counts, tallied, presence, frequency, repetition, token_ids=None):
+def _penalize(logits, rows, in_prompt, counts, state_rows, presence, frequency, repetition, token_ids=None):
     assert token_ids is None
-    for row, at, weight in zip(rows.tolist(), tallied.tolist(), presence.tolist(), strict=True):
+    for row, at, weight in zip(rows.tolist(), state_rows.tolist(), presence.tolist(), strict=True):
         logits[row].sub_(weight)
         assert in_prompt[at].any()
 
@@ -47,9 +47,9 @@ def _penalize(logits, rows, in_prompt, counts, tallied, presence, frequency, rep
 def forms(monkeypatch):
     """Forms that take as little as those of a GPU, and parts that are small beside this model's."""
     monkeypatch.setattr(of_penalties, "_goes_over_lists", lambda device: False)
-    monkeypatch.setitem(penalize.forms, "cpu", _penalize)
-    monkeypatch.setitem(choose.forms, "cpu", lambda logits, *_: logits.argmax(-1))
-    monkeypatch.setitem(paged_attention.forms, "cpu", lambda queries, *_: queries.clone())
+    monkeypatch.setitem(apply_penalties.dispatch_table, "cpu", _penalize)
+    monkeypatch.setitem(sample.dispatch_table, "cpu", lambda logits, *_: logits.argmax(-1))
+    monkeypatch.setitem(paged_attention.dispatch_table, "cpu", lambda queries, *_: queries.clone())
     monkeypatch.setattr("quire_engine.sampler._CHUNK_BYTES", 1 << 40)
     monkeypatch.setattr(of_scores, "_AT_ONCE_BYTES", 4 * 4 * VOCAB)
     monkeypatch.setattr(of_cache, "_GATHERED_BYTES", 1 << 15)

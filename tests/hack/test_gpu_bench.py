@@ -183,20 +183,20 @@ echo '[{"what": "rms_norm", "error": 1.0, "limit": 0.1, "form": ""}]'
 
 @pytest.fixture
 def wish(bench_modules, monkeypatch):
-    """Has QUIRE_FORMS ask for forms."""
+    """Has QUIRE_KERNELS ask for forms."""
     from quire_kernels import dispatch
 
     def ask(forms):
-        monkeypatch.setenv("QUIRE_FORMS", forms)
-        dispatch.wishes.cache_clear()
+        monkeypatch.setenv("QUIRE_KERNELS", forms)
+        dispatch.overrides.cache_clear()
 
     yield ask
     monkeypatch.undo()
-    dispatch.wishes.cache_clear()
+    dispatch.overrides.cache_clear()
 
 
 def test_the_gate_judges_the_forms_that_run(wish):
-    """Behind one that is wrong, all else can be timed where QUIRE_FORMS has another one run in its place."""
+    """Behind one that is wrong, all else can be timed where QUIRE_KERNELS has another one run in its place."""
     import gpu_gate
 
     import quire_kernels as ops
@@ -205,7 +205,7 @@ def test_the_gate_judges_the_forms_that_run(wish):
     wish("paged_attention=torch,rms_norm=reference")
     assert not gpu_gate.runs(ops.paged_attention)
     assert not gpu_gate.runs(ops.rms_norm)
-    assert gpu_gate.runs(ops.choose)
+    assert gpu_gate.runs(ops.sample)
     # It leaves most to ours.
     wish("paged_attention=fused")
     assert gpu_gate.runs(ops.paged_attention)

@@ -146,7 +146,7 @@ def itl_of(bench_modules, monkeypatch):
 
     def run(kind, said, far, num_loaded):
         def send(pod, asks, moves):
-            moves += [itl.AdapterMove("slot", "cold", 0.1)] * num_loaded
+            moves += [itl.AdapterEvent("slot", "cold", 0.1)] * num_loaded
             return [core_traffic.Answer(ask, 0.0, [said] * ask.num_tokens, [0.1 + i for i in range(2)]) for ask in asks]
 
         monkeypatch.setattr(itl, "send", send)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from quire_kernels import Arena
+from quire_kernels import HugePageArena
 
 
 def _resident() -> int:
@@ -13,7 +13,7 @@ def _resident() -> int:
 
 
 def test_tensors_lie_apart_and_aligned() -> None:
-    arena = Arena()
+    arena = HugePageArena()
     sizes = [(3, 5), (1,), (1 << 20, 3), (7,), (40 << 20,)]
     tensors = [arena.empty(size, torch.bfloat16) for size in sizes]
     for i, tensor in enumerate(tensors):
@@ -25,7 +25,7 @@ def test_tensors_lie_apart_and_aligned() -> None:
 
 def test_what_nobody_writes_costs_nothing() -> None:
     before = _resident()
-    huge = Arena().empty((4 << 30,), torch.uint8)
+    huge = HugePageArena().empty((4 << 30,), torch.uint8)
     assert _resident() - before < 64 << 20
     huge[: 1 << 20] = 1
     assert _resident() - before < 64 << 20

@@ -127,12 +127,12 @@ def test_gathers_are_bounded(monkeypatch):
 @pytest.mark.parametrize("heads", [(9, 3), (14, 2), (4, 4), (3, 1)], ids=str)
 @pytest.mark.parametrize("loudness", [1.0, 16.0], ids=["usual", "loud"])
 def test_one_product_is_as_exact_as_fused_attention(heads, loudness, monkeypatch):
-    monkeypatch.setattr(attention, "MIN_PRODUCT_KEYS", 0)
+    monkeypatch.setattr(attention, "MIN_SINGLE_GEMM_KEYS", 0)
     queries, cache, batch = make_batch([(130, 1), (7, 1), (64, 1)], heads=heads, dtype=torch.bfloat16)
     queries *= loudness
     expected = paged_attention.reference(queries.double(), cache.double(), batch, SCALE)
     error = (paged_attention(queries, cache, batch, SCALE).double() - expected).norm() / expected.norm()
-    monkeypatch.setattr(attention, "MAX_PRODUCT_HEADS", 0)
+    monkeypatch.setattr(attention, "MAX_SINGLE_GEMM_HEADS", 0)
     assert error < 4e-3
     if heads[0] != heads[1]:
         fused = (paged_attention(queries, cache, batch, SCALE).double() - expected).norm() / expected.norm()
@@ -146,7 +146,7 @@ def test_one_product_is_as_exact_as_fused_attention(heads, loudness, monkeypatch
 def test_blocks_are_cleared_on_a_gpu_for_the_form_that_reads_them_whole(wishes, reads, monkeypatch):
     """A pass over all new blocks of all layers, in steps with prompts. The kernel's own tests have NaN in what no span
     has written."""
-    monkeypatch.setattr(dispatch, "wishes", lambda: wishes)
+    monkeypatch.setattr(dispatch, "overrides", lambda: wishes)
     monkeypatch.setattr(paged_attention, "_preferred", {})
     cache = SimpleNamespace(device=torch.device("cuda"))
     assert reads_whole_blocks(cache, 32) == reads

@@ -6,25 +6,25 @@ import torch
 from support.native import needs_native
 
 from quire_kernels import (
-    LoraSlots,
-    Site,
-    SlotRows,
+    AdapterSegment,
+    LoRASlots,
+    LoRATarget,
     adapted_linear,
     add_lora,
-    add_lora_rows,
+    add_lora_embedding,
+    build_lora_batch,
+    cpu_native,
     lora_slots,
-    native,
     pack_weight,
-    plan_adapters,
 )
 
 CPU = torch.device("cpu")
 NUM_SLOTS, MAX_RANK = 5, 24
 RANKS = [(16, 16, 16), (1, 1, 1), (7, 0, 3), (0, 0, 0), (24, 17, 2)]
 SITES = {
-    "compiled": Site(20, (64, 32, 32)),
-    "too narrow to be compiled": Site(20, (12, 4, 4)),
-    "odd": Site(21, (64, 32, 32)),
+    "compiled": LoRATarget(20, (64, 32, 32)),
+    "too narrow to be compiled": LoRATarget(20, (12, 4, 4)),
+    "odd": LoRATarget(21, (64, 32, 32)),
 }
 
 
@@ -36,12 +36,12 @@ def seed() -> None:
 @pytest.fixture(autouse=True)
 def no_amx(monkeypatch):
     """Panels also where oneDNN's products are faster."""
-    monkeypatch.setattr(native, "multiplies", lambda: True)
+    monkeypatch.setattr(cpu_native, "has_fast_gemm", lambda: True)
 
 
 def _slots(site, dtype, ranks=RANKS):
     """Filled slots of one module, after others that were there before; and each slot's dense delta."""
-    slots = LoraSlots([Site(6, (32,)), site], NUM_SLOTS, MAX_RANK, torch.empty(0, dtype=dtype))
+    slots = LoRASlots([LoRATarget(6, (32,)), site], NUM_SLOTS, MAX_RANK, torch.empty(0, dtype=dtype))
     deltas = torch.zeros(NUM_SLOTS, sum(site.widths), site.in_features, dtype=torch.float64)
     for slot, own in enumerate(ranks):
         before = [(torch.randn(MAX_RANK, site.in_features), torch.randn(w, MAX_RANK)) for w in site.widths]
@@ -56,12 +56,12 @@ def _slots(site, dtype, ranks=RANKS):
 
 
 SEGMENTS = {
-    "one slot, all tokens": (9, [SlotRows(2, 0, 9)]),
-    "base tokens first": (9, [SlotRows(0, 3, 5), SlotRows(1, 5, 6), SlotRows(3, 6, 9)]),
-    "one token": (9, [SlotRows(1, 4, 5)]),
-    "every slot, across tiles": (61, [SlotRows(s, 5 + 11 * s, 16 + 11 * s) for s in (0, 1, 2, 3, 4)]),
-    "prompts": (530, [SlotRows(0, 17, 260), SlotRows(4, 260, 530)]),
-    "one token in all": (1, [SlotRows(4, 0, 1)]),
+    "one slot, all tokens": (9, [AdapterSegment(2, 0, 9)]),
+    "base tokens first": (9, [AdapterSegment(0, 3, 5), AdapterSegment(1, 5, 6), AdapterSegment(3, 6, 9)]),
+    "one token": (9, [AdapterSegment(1, 4, 5)]),
+    "every slot, across tiles": (61, [AdapterSegment(s, 5 + 11 * s, 16 + 11 * s) for s in (0, 1, 2, 3, 4)]),
+    "prompts": (530, [AdapterSegment(0, 17, 260), AdapterSegment(4, 260, 530)]),
+    "one token in all": (1, [AdapterSegment(4, 0, 1)]),
 }
 
 
@@ -84,7 +84,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-2}
 def test_deltas(num_tokens, segments, site, dtype, threads):
     torch.set_num_threads(threads)
     adapters, deltas = _slots(site, dtype)
-    batch = plan_adapters(segments, num_tokens, CPU)
+    batch = build_lora_batch(segments, num_tokens, CPU)
     x, base = torch.randn(num_tokens, site.in_features).to(dtype), torch.randn(num_tokens, sum(site.widths)).to(dtype)
     expected, tolerance = _wanted(base, x, deltas, segments), TOLERANCE[dtype]
     for form in (add_lora, add_lora.reference):
@@ -99,7 +99,7 @@ def test_deltas(num_tokens, segments, site, dtype, threads):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_linear_and_deltas_together(num_tokens, segments, site, dtype):
     adapters, deltas = _slots(site, dtype)
-    batch = plan_adapters(segments, num_tokens, CPU)
+    batch = build_lora_batch(segments, num_tokens, CPU)
     width = sum(site.widths)
     x, weight = (
         torch.randn(num_tokens, site.in_features).to(dtype),
@@ -123,13 +123,13 @@ def test_what_a_token_gets_does_not_depend_on_its_neighbours(dtype):
     adapters, _ = _slots(site, dtype)
     weight = pack_weight(torch.randn(128, 20).to(dtype))
     x = torch.randn(40, 20).to(dtype)
-    segments = [SlotRows(0, 9, 20), SlotRows(4, 20, 33), SlotRows(1, 33, 40)]
-    together = adapted_linear(x, weight, None, None, adapters, plan_adapters(segments, 40, CPU))
+    segments = [AdapterSegment(0, 9, 20), AdapterSegment(4, 20, 33), AdapterSegment(1, 33, 40)]
+    together = adapted_linear(x, weight, None, None, adapters, build_lora_batch(segments, 40, CPU))
     for s in segments:
         own = x[s.start : s.end]
-        batch = plan_adapters([SlotRows(s.slot, 0, len(own))], len(own), CPU)
+        batch = build_lora_batch([AdapterSegment(s.adapter_slot, 0, len(own))], len(own), CPU)
         alone = adapted_linear(own, weight, None, None, adapters, batch)
-        if dtype == torch.bfloat16 and adapters.packed:
+        if dtype == torch.bfloat16 and adapters.is_panel_packed:
             assert torch.equal(alone, together[s.start : s.end])
         else:
             torch.testing.assert_close(alone, together[s.start : s.end], rtol=1e-2, atol=1e-2)
@@ -141,7 +141,9 @@ def test_tokens_without_an_adapter_are_untouched(dtype, site):
     adapters, _ = _slots(site, dtype)
     base = torch.randn(9, sum(site.widths)).to(dtype)
     out = base.clone()
-    add_lora(out, torch.randn(9, site.in_features).to(dtype), adapters, plan_adapters([SlotRows(0, 3, 7)], 9, CPU))
+    add_lora(
+        out, torch.randn(9, site.in_features).to(dtype), adapters, build_lora_batch([AdapterSegment(0, 3, 7)], 9, CPU)
+    )
     assert torch.equal(out[:3], base[:3])
     assert torch.equal(out[7:], base[7:])
     assert not torch.equal(out[3:7], base[3:7])
@@ -151,24 +153,24 @@ def test_tokens_without_an_adapter_are_untouched(dtype, site):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_overflowing_adapter_harms_its_own_tokens_only(dtype, site):
     adapters, _ = _slots(site, dtype)
-    adapters.slots[0] = 3e38
+    adapters.slot_weights[0] = 3e38
     out = torch.randn(9, sum(site.widths)).to(dtype)
     x = (torch.rand(9, site.in_features) + 1).to(dtype)
-    add_lora(out, x, adapters, plan_adapters([SlotRows(0, 0, 2), SlotRows(1, 2, 9)], 9, CPU))
+    add_lora(out, x, adapters, build_lora_batch([AdapterSegment(0, 0, 2), AdapterSegment(1, 2, 9)], 9, CPU))
     assert not out[:2].isfinite().all()
     assert out[2:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_of_an_embedding(dtype):
-    site = Site(50, (32,), looked_up=True)
+    site = LoRATarget(50, (32,), is_embedding=True)
     adapters, deltas = _slots(site, dtype, [(16,), (1,), (0,), (7,), (24,)])
-    segments = [SlotRows(0, 3, 5), SlotRows(2, 5, 6), SlotRows(4, 6, 9)]
+    segments = [AdapterSegment(0, 3, 5), AdapterSegment(2, 5, 6), AdapterSegment(4, 6, 9)]
     ids, base = torch.randint(50, (9,)), torch.randn(9, 32).to(dtype)
     expected = base.double().clone()
     for s in segments:
-        expected[s.start : s.end] += deltas[s.slot].T[ids[s.start : s.end]]
-    add_lora_rows(base, ids, adapters, plan_adapters(segments, 9, CPU))
+        expected[s.start : s.end] += deltas[s.adapter_slot].T[ids[s.start : s.end]]
+    add_lora_embedding(base, ids, adapters, build_lora_batch(segments, 9, CPU))
     torch.testing.assert_close(base.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -178,20 +180,20 @@ def test_pinned_pieces_make_the_same_adapter(monkeypatch):
     # Nothing can be pinned without a GPU.
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     site = SITES["odd"]
-    slots = LoraSlots([site], 2, MAX_RANK, torch.empty(0))
+    slots = LoRASlots([site], 2, MAX_RANK, torch.empty(0))
     packed = slots.pack([[(torch.randn(3, site.in_features), torch.randn(width, 3)) for width in site.widths]])
-    pinned = packed.pinned()
-    *sizes, last = (part.nbytes for part in pinned.parts)
+    pinned = packed.pin_memory()
+    *sizes, last = (part.nbytes for part in pinned.chunks)
     assert len(sizes) > 1 and set(sizes) == {256} and 0 < last <= 256
     assert pinned.num_bytes == packed.num_bytes
     for slot, adapter in enumerate((packed, pinned)):
         slots.write(slot, adapter)
-    num = packed.parts[0].numel()
+    num = packed.chunks[0].numel()
     assert torch.equal(slots._slots[0, :num], slots._slots[1, :num])
     assert torch.equal(slots._entries[:, 0], slots._entries[:, 1])
 
 
 @needs_native
 def test_here_they_are_compiled():
-    assert _slots(SITES["compiled"], torch.bfloat16)[0].packed
-    assert not _slots(SITES["odd"], torch.bfloat16)[0].packed
+    assert _slots(SITES["compiled"], torch.bfloat16)[0].is_panel_packed
+    assert not _slots(SITES["odd"], torch.bfloat16)[0].is_panel_packed

@@ -14,25 +14,25 @@ from support.native import needs_native
 from torch import Tensor
 
 from quire_kernels import (
+    argmax_first,
+    build_attention_metadata,
+    cpu_native,
     embedding,
     linear,
-    looked_up,
-    most_likely,
-    native,
-    norm_heads,
     pack_weight,
     paged_attention,
-    plan_attention,
+    qk_norm,
     rms_norm,
-    rotate_and_write,
+    rope_and_cache,
     silu_mul,
+    supports_embedding,
 )
 
 
 @pytest.fixture(autouse=True)
 def no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Test our products also where oneDNN's are taken."""
-    monkeypatch.setattr(native, "multiplies", lambda: True)
+    monkeypatch.setattr(cpu_native, "has_fast_gemm", lambda: True)
 
 
 EPS = 2.0**-8
@@ -54,7 +54,7 @@ def _random(*size: int, scale: float = 1.0) -> Tensor:
 @needs_native
 def test_here_they_are() -> None:
     """On a processor that has what they need they are used; otherwise the tests below would test torch."""
-    assert native.load() is not None
+    assert cpu_native.load_library() is not None
     assert pack_weight(_random(64, 32)).shape == (2, 16, 32, 2)
 
 
@@ -91,10 +91,10 @@ def test_what_does_not_fit_into_panels_works_too(out_features: int, in_features:
 
 @needs_native
 def test_where_amx_is_onednn_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "multiplies", lambda: False)
+    monkeypatch.setattr(cpu_native, "has_fast_gemm", lambda: False)
     x, weight, residual = _random(5, 64), _random(96, 64), _random(5, 96)
     packed = pack_weight(weight)
-    assert packed.is_mkldnn and not looked_up(packed)
+    assert packed.is_mkldnn and not supports_embedding(packed)
     wanted = x.double() @ weight.double().t()
     _close(linear(x, packed, None), wanted, 1e-4)
     # Rounded twice: the product, then the sum.
@@ -123,7 +123,7 @@ def test_rms_norm(size: int) -> None:
 def test_norm_heads(head_dim: int) -> None:
     whole = torch.randn(5, 7, head_dim).bfloat16()
     weights = [torch.randn(head_dim).bfloat16() for _ in range(2)]
-    norm_heads(qkv := whole.clone(), *weights, 3, 1e-5)  # 3 heads of queries, 2 each of keys and values
+    qk_norm(qkv := whole.clone(), *weights, 3, 1e-5)  # 3 heads of queries, 2 each of keys and values
     assert torch.equal(qkv[:, 5:], whole[:, 5:])
     for heads, weight in zip((slice(3), slice(3, 5)), weights, strict=True):
         _close(qkv[:, heads], rms_norm.reference(whole[:, heads].double(), weight.double(), 1e-5), 1e-6)
@@ -158,8 +158,8 @@ def test_rotate_and_write(heads: int, kv_heads: int, head_dim: int, rotary: int)
     addresses = torch.randperm(5 * 8)[:num_tokens]
     wide = torch.zeros(2, 5, 8, kv_heads, head_dim, dtype=torch.float64)
     found = torch.zeros_like(wide).bfloat16()
-    wanted = rotate_and_write.reference(qkv.double(), cos, sin, wide, addresses, heads)
-    queries = rotate_and_write(qkv, cos, sin, found, addresses, heads)
+    wanted = rope_and_cache.reference(qkv.double(), cos, sin, wide, addresses, heads)
+    queries = rope_and_cache(qkv, cos, sin, found, addresses, heads)
     # The reference rotates in float32.
     _close(queries, wanted, 1e-5)
     _close(found, wide, 1e-5)
@@ -192,7 +192,7 @@ def test_attention(
     cache = _random(2, len(blocks), block_size, kv_heads, head_dim)
     # Queries lie beside keys and values.
     queries = _random(sum(lengths), heads + 2 * kv_heads, head_dim)[:, :heads]
-    batch = plan_attention(starts, lengths, tables, cache, torch.device("cpu"))
+    batch = build_attention_metadata(starts, lengths, tables, cache, torch.device("cpu"))
     found = paged_attention(queries, cache, batch, head_dim**-0.5, window, softcap)
     assert "groups" not in batch.__dict__, "the gathering form ran"
     wanted = paged_attention.reference(queries.double(), cache, batch, head_dim**-0.5, window, softcap)
@@ -205,7 +205,7 @@ def test_attention_reads_nobody_elses_block() -> None:
     """NaN in every block and token that is not a sequence's own leaves its output as it is."""
     cache = torch.full((2, 4, 16, 1, 16), float("nan")).bfloat16()
     cache[:, 2, :5] = _random(2, 5, 1, 16)
-    batch = plan_attention([4], [1], torch.tensor([[2]]), cache, torch.device("cpu"))
+    batch = build_attention_metadata([4], [1], torch.tensor([[2]]), cache, torch.device("cpu"))
     assert paged_attention(_random(1, 1, 16), cache, batch, 0.25).isfinite().all()
 
 
@@ -216,7 +216,7 @@ def test_most_likely_is_the_first_of_equals() -> None:
     logits[1] = float("-inf")
     logits[2, 999] = 60.0
     logits[3, 555] = float("nan")
-    found = most_likely(logits)
+    found = argmax_first(logits)
     assert found.tolist() == logits.float().argmax(dim=-1).tolist()
     assert found[0] == 3 and found[2] == 999 and found[3] == 555
 
@@ -235,10 +235,10 @@ def _run(code: str, tmp_path: Path, **environment: str) -> str:
 
 _LINEAR = """
 import torch
-from quire_kernels import linear, native, pack_weight
+from quire_kernels import cpu_native, linear, pack_weight
 x, w = torch.ones(2, 32).bfloat16(), torch.ones(64, 32).bfloat16()
 assert (linear(x, pack_weight(w), None) == 32).all()
-print("native" if native.load() else "torch")
+print("native" if cpu_native.load_library() else "torch")
 """
 
 
@@ -264,7 +264,7 @@ def test_a_damaged_library_is_no_crash(tmp_path: Path) -> None:
 
 @needs_native
 def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "quire_kernels.native"]
+    command = [sys.executable, "-m", "quire_kernels.cpu_native"]
     environment = os.environ | {"QUIRE_NATIVE_CACHE": str(tmp_path)}
     together = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -277,16 +277,16 @@ def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
 
 def test_builds_of_other_versions_that_nobody_loads_are_removed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("QUIRE_NATIVE_CACHE", str(tmp_path))
-    monkeypatch.setattr(native, "_compile", lambda sources, library: library.write_bytes(b""))
+    monkeypatch.setattr(cpu_native, "_compile", lambda sources, library: library.write_bytes(b""))
     for name, days in {"native-old.so": 31, "native-recent.so": 29, "preload-old.so": 31, "adapters": 31}.items():
         (tmp_path / name).write_bytes(b"")
         os.utime(tmp_path / name, (time.time() - days * 24 * 3600,) * 2)
     (tmp_path / "native-killed").mkdir()
     (tmp_path / "native-killed/one.o").write_bytes(b"")
     os.utime(tmp_path / "native-killed", (1, 1))
-    library = native.build()
+    library = cpu_native.build()
     kept = {"native-recent.so", "preload-old.so", "adapters", "native.lock", library.name}
     assert {path.name for path in tmp_path.iterdir()} == kept
     os.utime(library, (1, 1))
-    assert native.build() == library
+    assert cpu_native.build() == library
     assert library.stat().st_mtime > time.time() - 60, "whoever loads it says so"

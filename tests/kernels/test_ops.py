@@ -32,7 +32,7 @@ def _is_module(name: str) -> bool:
 
 def test_the_device_of_the_first_argument_chooses_the_form():
     op = Op(lambda x: "reference")
-    op.form("cpu")(lambda x: "cpu")
+    op.register("cpu")(lambda x: "cpu")
     assert op(torch.empty(1)) == "cpu"
     assert op(torch.empty(1, device="meta")) == "reference"
 
@@ -48,8 +48,8 @@ def test_the_device_of_the_first_argument_chooses_the_form():
     ],
 )
 def test_a_wish_for_what_is_not_there_is_refused(wishes, why, monkeypatch):
-    monkeypatch.setattr(dispatch, "wishes", lambda: wishes)
-    refusal = dispatch.refusal(dispatch.operations(vars(quire_kernels)), "cuda")
+    monkeypatch.setattr(dispatch, "overrides", lambda: wishes)
+    refusal = dispatch.validate_overrides(dispatch.collect_ops(vars(quire_kernels)), "cuda")
     assert re.match(why, refusal) if why else refusal is None
 
 

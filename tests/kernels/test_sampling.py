@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from quire_kernels import draw, keep_likely, uniform
+from quire_kernels import filter_top_k_top_p_min_p, inverse_transform, uniform
 
 MASK = 2**64 - 1
 
@@ -58,7 +58,7 @@ def _kept(probs, **params):
         torch.tensor([defaults["top_p"]]),
         torch.tensor([defaults["min_p"]]),
     )
-    kept, reference = keep_likely(rows, *args), keep_likely.reference(rows, *args)
+    kept, reference = filter_top_k_top_p_min_p(rows, *args), filter_top_k_top_p_min_p.reference(rows, *args)
     assert torch.equal(kept, reference)
     return kept[0].nonzero().flatten().tolist()
 
@@ -99,7 +99,9 @@ def test_mixed_rows_equal_reference(scale):
     top_k = torch.tensor([0, 1, 5, 50, 1000, 6000, 0, 0, 0, 20, 0, 0])
     top_p = torch.tensor([1.0, 1.0, 0.9, 0.5, 0.99, 0.9, 0.1, 0.95, 0.999, 1.0, 0.8, 1.0])
     min_p = torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.05, 0.02])
-    kept, reference = (f(probs, top_k, top_p, min_p) for f in (keep_likely, keep_likely.reference))
+    kept, reference = (
+        f(probs, top_k, top_p, min_p) for f in (filter_top_k_top_p_min_p, filter_top_k_top_p_min_p.reference)
+    )
     # Sums are rounded in a different order; a token exactly on the edge may go either way.
     assert ((kept > 0) != (reference > 0)).sum(-1).max() <= 1
     assert torch.equal(kept[kept > 0], probs[kept > 0])
@@ -111,21 +113,21 @@ def test_a_row_does_not_depend_on_its_neighbours():
     top_k = torch.tensor([0, 3, 0, 700, 0, 0, 50, 0])
     top_p = torch.tensor([0.9, 1.0, 0.2, 0.7, 0.5, 0.999, 0.3, 0.9])
     min_p = torch.zeros(8)
-    together = keep_likely(probs, top_k, top_p, min_p)
+    together = filter_top_k_top_p_min_p(probs, top_k, top_p, min_p)
     for i in range(8):
         row = slice(i, i + 1)
-        assert torch.equal(keep_likely(probs[row], top_k[row], top_p[row], min_p[row])[0], together[i])
+        assert torch.equal(filter_top_k_top_p_min_p(probs[row], top_k[row], top_p[row], min_p[row])[0], together[i])
 
 
 def test_draw_follows_the_weights():
     weights = torch.tensor([0.0, 1.0, 0.0, 2.0, 5.0, 0.0])
     uniforms = torch.linspace(0, 1, 8001)[:-1]
-    counts = draw(weights.expand(8000, 6), uniforms).bincount(minlength=6)
+    counts = inverse_transform(weights.expand(8000, 6), uniforms).bincount(minlength=6)
     assert counts.tolist() == [0, 1000, 0, 2000, 5000, 0]
 
 
 def test_draw_never_takes_a_token_of_weight_zero():
     weights = torch.tensor([[0.0, 0.1, 0.3, 0.0, 0.7, 0.0]])
     last = torch.tensor([1.0 - 2.0**-24])
-    assert draw(weights, last).tolist() == [4]
-    assert draw(weights, torch.tensor([0.0])).tolist() == [1]
+    assert inverse_transform(weights, last).tolist() == [4]
+    assert inverse_transform(weights, torch.tensor([0.0])).tolist() == [1]

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from quire_kernels import pinned
+from quire_kernels import pinned_empty
 
 
 class _Driver:
@@ -28,7 +28,7 @@ class _Driver:
 def test_no_more_is_pinned_than_is_asked_for_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    tensor = pinned((3, 1000, 7), torch.bfloat16)
+    tensor = pinned_empty((3, 1000, 7), torch.bfloat16)
     assert tensor.shape == (3, 1000, 7) and tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
     # There torch asks whether a tensor is pinned: from its storage's start on.
     assert driver.sizes == {tensor.untyped_storage().data_ptr(): 3 * 1000 * 7 * 2}
@@ -41,4 +41,4 @@ def test_no_more_is_pinned_than_is_asked_for_and_no_longer(monkeypatch: pytest.M
 def test_what_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: _Driver(error=2))
     with pytest.raises(RuntimeError, match="800 bytes cannot be pinned: cudaHostRegister says 2"):
-        pinned((100,), torch.int64)
+        pinned_empty((100,), torch.int64)

@@ -79,9 +79,9 @@ def _tool(name: str, *args: str) -> str:
 
 
 def _call_all() -> None:
-    own = lambda op: op.named("cuda", "own")  # noqa: E731
+    own = lambda op: op.get("cuda", "own")  # noqa: E731
     attention.num_workers = lambda device: 3 * 132  # type: ignore[assignment]
-    lora.launches_early = attention.launches_early = lambda device: True  # type: ignore[assignment]
+    lora.supports_pdl = attention.supports_pdl = lambda device: True  # type: ignore[assignment]
     for spans in ([(1500, 1)] * 3, [(0, 700)], [(1500, 1), (0, 700)], [(40, 1)], [(3, 1)] * 16, [(0, 90)] * 5):
         queries, cache, batch = make_batch(spans, heads=(32, 8), head_dim=128, dtype=BF16)
         own(ops.paged_attention)(queries, cache, batch, 0.1)
@@ -108,14 +108,14 @@ def _call_small(own: Any, cache: torch.Tensor, num: int) -> None:
     own(ops.silu_mul)(x)
     qkv, angles = torch.randn(num, 48, 128, dtype=BF16), torch.randn(num, 128, dtype=BF16)
     for each in (cache, *_eight_bits(cache)):
-        own(ops.rotate_and_write)(qkv, angles, angles, each, torch.arange(num), 32)
+        own(ops.rope_and_cache)(qkv, angles, angles, each, torch.arange(num), 32)
         own(ops.write_kv)(qkv[:, 32:40], qkv[:, 40:], each, torch.arange(num))
     logits, numbers, floats = torch.randn(num, 128256, dtype=BF16), torch.arange(num), torch.ones(num)
-    own(ops.choose)(logits, floats, numbers, floats, floats, numbers, numbers)
-    own(ops.most_likely)(logits)
+    own(ops.sample)(logits, floats, numbers, floats, floats, numbers, numbers)
+    own(ops.argmax_first)(logits)
     own(ops.uniform)(numbers, numbers)
     counts = torch.zeros(16, 128256, dtype=torch.int32)
-    own(ops.penalize)(logits.float(), numbers, counts > 0, counts, numbers, floats, floats, floats)
+    own(ops.apply_penalties)(logits.float(), numbers, counts > 0, counts, numbers, floats, floats, floats)
     state, out = (made(num, *rest, torch.device("cpu")) for made, *rest in (
         (ops.SequenceState.empty, 512), (ops.StepInputs.empty, num, 512),
     ))  # fmt: skip
@@ -125,18 +125,18 @@ def _call_small(own: Any, cache: torch.Tensor, num: int) -> None:
 
 def _call_lora(own: Any) -> None:
     """q, k and v, and the embedding, in steps of several sizes, with slots for several ranks."""
-    sites = [ops.Site(4096, (4096, 1024, 1024)), ops.Site(128256, (4096,), looked_up=True)]
+    sites = [ops.LoRATarget(4096, (4096, 1024, 1024)), ops.LoRATarget(128256, (4096,), is_embedding=True)]
     entries, memory = torch.zeros(32, 3, 3, dtype=torch.int64), torch.empty(32, 1 << 12, dtype=BF16)
     for max_rank in (16, 64, 128):
-        of_linear, of_rows = (ops.LinearSlots(site, memory, entries, entries, max_rank) for site in sites)
+        of_linear, of_rows = (ops.ModuleSlots(site, memory, entries, entries, max_rank) for site in sites)
         for num_tokens, num_slots in ((1, 1), (5, 32), (256, 32), (2048, 7)) if max_rank == 16 else ((256, 32),):
             slots = torch.arange(num_tokens) % num_slots
-            batch = ops.AdapterBatch(slots, routing=ops.Routing.empty(num_tokens, num_slots, slots.device))
+            batch = ops.LoRABatch(slots, routing=ops.TokenRouting.empty(num_tokens, num_slots, slots.device))
             x, out = (torch.randn(num_tokens, width, dtype=BF16) for width in (4096, 6144))
             own(ops.add_lora)(out, x, of_linear, batch)
             if max_rank == 16:
-                own(ops.route)(slots, batch.routing)
-                own(ops.add_lora_rows)(x, slots, of_rows, batch)
+                own(ops.route_tokens)(slots, batch.routing)
+                own(ops.add_lora_embedding)(x, slots, of_rows, batch)
 
 
 if __name__ == "__main__":

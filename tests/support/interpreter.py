@@ -17,4 +17,4 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 def own(op: Op[..., Any]) -> Callable[..., Any]:
     """The operation's form in the kernel language."""
-    return op.named("cuda", "own")
+    return op.get("cuda", "own")

@@ -3,8 +3,9 @@
 
 import pytest
 
-from quire_kernels import native
+from quire_kernels import cpu_native
 
 needs_native = pytest.mark.skipif(
-    not native._flags() >= native._NEEDED, reason="compiled forms are for processors with AVX-512 BF16"
+    not cpu_native._cpu_flags() >= cpu_native._REQUIRED_CPU_FLAGS,
+    reason="compiled forms are for processors with AVX-512 BF16",
 )

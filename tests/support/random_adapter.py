@@ -14,7 +14,7 @@ def random_adapter(runner: TorchRunner, rank: int, draw: torch.Generator) -> Pac
     slots, pairs = runner._slots, {}
     assert slots is not None
     for places, module in zip(slots._places, slots._slots.modules, strict=True):
-        for place, width in zip(places, module.site.widths, strict=True):
-            a = torch.randn(rank, module.site.in_features, generator=draw)
+        for place, width in zip(places, module.target.widths, strict=True):
+            a = torch.randn(rank, module.target.in_features, generator=draw)
             pairs[place] = a / 4, torch.randn(width, rank, generator=draw) / 4
     return runner.pack(HostAdapter(rank, pairs))

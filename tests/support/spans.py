@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire_kernels import AttentionBatch, plan_attention
+from quire_kernels import AttentionMetadata, build_attention_metadata
 
 RAGGED = {
     "one token": [(0, 1)],
@@ -30,7 +30,7 @@ def make_batch(
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, AttentionBatch]:
+) -> tuple[Tensor, Tensor, AttentionMetadata]:
     """Queries [num_tokens, heads, head_dim], the cache, and the batch that describes `spans`, on the CPU.
 
     Memory of the cache that no span uses is NaN: reading it, even under a mask, shows.
@@ -52,4 +52,4 @@ def make_batch(
     queries = torch.randn(sum(length for _, length in spans), heads[0], head_dim, dtype=dtype)
     starts, lengths = [s for s, _ in spans], [n for _, n in spans]
     cache = cache if cache_dtype is None else cache.to(cache_dtype)
-    return queries, cache, plan_attention(starts, lengths, block_tables, cache, torch.device("cpu"))
+    return queries, cache, build_attention_metadata(starts, lengths, block_tables, cache, torch.device("cpu"))

@@ -12,7 +12,7 @@ from quire_engine.kv import KVCache
 from quire_engine.layers import Linear, Placement
 from quire_engine.part import Target
 from quire_engine.vocabulary import embed, embedding_target, num_rows, output_projection
-from quire_kernels import Arena, LinearSlots, looked_up
+from quire_kernels import HugePageArena, ModuleSlots, supports_embedding
 from quire_spec.model.model_config import ModelConfig
 
 
@@ -42,7 +42,7 @@ class CausalLM(ABC):
         self.ranks = place.ranks
         self.embed_tokens = place.empty(num_rows(shape, place), shape.embedding_size)
         self.lm_head = output_projection(shape, place, self.embed_tokens if shape.tie_word_embeddings else None)
-        self.embedding_adapters: LinearSlots | None = None
+        self.embedding_adapters: ModuleSlots | None = None
         self.build(place)
         self.num_bytes = sum(tensor.nbytes for _, tensor in self.tensors())
         """Bytes of all parameters on this rank."""
@@ -96,9 +96,9 @@ class CausalLM(ABC):
 
     def pack(self) -> None:
         """Lay the loaded weights of all linears out for speed; `tensors` is of no use afterwards."""
-        arena = Arena()
+        arena = HugePageArena()
         for _, linear in self.linears():
             linear.pack(arena)
         self.lm_head.pack(arena)
-        if self.shape.tie_word_embeddings and looked_up(self.lm_head.weight):
+        if self.shape.tie_word_embeddings and supports_embedding(self.lm_head.weight):
             self.embed_tokens = self.lm_head.weight

@@ -12,7 +12,7 @@ from quire_engine.layers import MLP, Linear, Placement, RMSNorm, RotaryAttention
 from quire_engine.models.causal import CausalLM
 from quire_engine.part import Target
 from quire_engine.rotary import Rotary
-from quire_kernels import CompiledDecoder, Heads, LayerWeights, compile_decoder, silu_mul
+from quire_kernels import AttentionShape, FusedDecoder, LayerWeights, build_fused_decoder, silu_mul
 from quire_spec.model.model_config import ModelConfig
 
 
@@ -75,7 +75,7 @@ class LlamaForCausalLM(CausalLM):
         self.rotary = Rotary(shape.rope, place.device)
         self.layers = [self.LAYER(shape, index, place) for index in range(shape.num_layers)]
         self.norm = self.LAYER.NORM(shape.hidden_size, shape.norm_eps, place)
-        self.compiled: CompiledDecoder | None = None
+        self.compiled: FusedDecoder | None = None
 
     def pack(self) -> None:
         """See CausalLM.pack."""
@@ -83,14 +83,14 @@ class LlamaForCausalLM(CausalLM):
         weights, shape = [layer.weights() for layer in self.layers], self.shape
         if self.ranks is None and None not in weights:
             scale, softcap = shape.attention_scale, shape.attention_softcap
-            heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, scale, softcap)
-            self.compiled = compile_decoder([each for each in weights if each is not None], heads, shape.norm_eps)
+            heads = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, scale, softcap)
+            self.compiled = build_fused_decoder([each for each in weights if each is not None], heads, shape.norm_eps)
 
     def decode(self, batch: Batch, kv: KVCache) -> Tensor:
         """See CausalLM.decode."""
         hidden = self.embed(batch)
         rope = self.rotary(batch.positions, batch.beyond_switch, hidden.dtype)
-        if self.compiled is not None and self.compiled.takes(hidden, kv.layers):
+        if self.compiled is not None and self.compiled.supports(hidden, kv.layers):
             return self.compiled(hidden, rope, kv.layers, batch.addresses, batch.attention, batch.adapters)
         for layer, cache in zip(self.layers, kv.layers, strict=True):
             hidden = layer(hidden, rope, cache, batch)

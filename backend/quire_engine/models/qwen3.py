@@ -10,7 +10,7 @@ from quire_engine.batch import Batch
 from quire_engine.layers import Placement, RMSNorm, RotaryAttention
 from quire_engine.models.llama import DecoderLayer, LlamaForCausalLM
 from quire_engine.part import Target
-from quire_kernels import LayerWeights, norm_heads
+from quire_kernels import LayerWeights, qk_norm
 from quire_spec.model.model_config import ModelConfig
 
 
@@ -25,7 +25,7 @@ class Qwen3Attention(RotaryAttention):
     def project(self, x: Tensor, batch: Batch) -> Tensor:
         """See Attention.project."""
         qkv = super().project(x, batch)
-        norm_heads(qkv, self.q_norm.weight, self.k_norm.weight, self.num_heads, self.q_norm.eps)
+        qk_norm(qkv, self.q_norm.weight, self.k_norm.weight, self.num_heads, self.q_norm.eps)
         return qkv
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:

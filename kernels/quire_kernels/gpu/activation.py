@@ -5,36 +5,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels.gpu.sizes import num_parts
+from quire_kernels.gpu.launch_math import cdiv
 
 _BLOCK = 1024
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See activation.silu_mul. Moves 3 * num_tokens * intermediate_size elements: gate and up in, their product out."""
-    return _multiply(gate_up, "silu")
+    return _launch_gated(gate_up, "silu")
 
 
 def relu_mul(gate_up: Tensor) -> Tensor:
     """See activation.gated; bytes as `silu_mul`."""
-    return _multiply(gate_up, "relu")
+    return _launch_gated(gate_up, "relu")
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """See activation.gated; bytes as `silu_mul`."""
-    return _multiply(gate_up, "gelu")
+    return _launch_gated(gate_up, "gelu")
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """See activation.gated; bytes as `silu_mul`."""
-    return _multiply(gate_up, "gelu_tanh")
+    return _launch_gated(gate_up, "gelu_tanh")
 
 
-def _multiply(gate_up: Tensor, name: str) -> Tensor:
+def _launch_gated(gate_up: Tensor, name: str) -> Tensor:
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = gate_up.new_empty(num_tokens, width)
-    grid = (num_tokens, num_parts(width, _BLOCK))
+    grid = (num_tokens, cdiv(width, _BLOCK))
     _gated[grid](gate_up, out, gate_up.stride(0), width, NAME=name, BLOCK=_BLOCK, num_warps=4)
     return out
 
@@ -43,9 +43,9 @@ def _multiply(gate_up: Tensor, name: str) -> Tensor:
 def _gated(gate_up, out, stride, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = columns < width
-    gate = tl.load(gate_up + row * stride + columns, mask=there, other=0.0)
-    up = tl.load(gate_up + row * stride + width + columns, mask=there, other=0.0)
+    mask = columns < width
+    gate = tl.load(gate_up + row * stride + columns, mask=mask, other=0.0)
+    up = tl.load(gate_up + row * stride + width + columns, mask=mask, other=0.0)
     x = gate.to(tl.float32)
     if NAME == "silu":
         y = x * tl.sigmoid(x)
@@ -57,4 +57,4 @@ def _gated(gate_up, out, stride, width, NAME: tl.constexpr, BLOCK: tl.constexpr)
         # 0.5 (1 + tanh(z)) is sigmoid(2 z).
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     # Rounded where the reference rounds.
-    tl.store(out + row * width + columns, y.to(up.dtype) * up, mask=there)
+    tl.store(out + row * width + columns, y.to(up.dtype) * up, mask=mask)

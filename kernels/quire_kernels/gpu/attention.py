@@ -26,21 +26,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels.attention import AttentionBatch
-from quire_kernels.gpu.early_launch import launches_early
-from quire_kernels.gpu.sizes import power_of_2
+from quire_kernels.attention import AttentionMetadata
+from quire_kernels.gpu.launch_math import next_power_of_2
+from quire_kernels.gpu.pdl import supports_pdl
 
 WORKERS_PER_SM = 3
 """Workers that share a multiprocessor: while one begins a pair, the others read. Three fit by shared memory, at 73 KB
 for heads of 128 in bfloat16 (compiled for sm_90)."""
 MIN_SHARE = 2
 """Tiles of keys below which a worker's share is not cut: a partial result must be written, read and merged."""
-INTERPRETED_WORKERS = 5
-_PARTS = 16
+NUM_INTERPRETED_WORKERS = 5
+_PARTIALS_PER_ROUND = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class AttentionTiles:
     """Sizes of a launch; what suits a card is measured by tests/bench/gpu.py."""
 
     short_keys: int
@@ -48,8 +48,8 @@ class Tiles:
     long_rows: int
     """Queries, times their heads per KV head, of a tile of a long span."""
     long_keys: int
-    warps: int
-    stages: int
+    num_warps: int
+    num_stages: int
     """Of the compiler's pipeline: odd, since addresses come out of the block table, which takes as many as keys and
     values. With 3 a tile is asked for at the end of a round and awaited at the start of the next one, with 5 it has a
     round's time, 4 are as 3. Shared memory holds one or two tiles for short spans, one more for long ones, since wgmma
@@ -61,7 +61,7 @@ class Tiles:
 def paged_attention(
     queries: Tensor,
     cache: Tensor,
-    batch: AttentionBatch,
+    batch: AttentionMetadata,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -76,20 +76,20 @@ def paged_attention(
     num_spans, (block_size, num_kv_heads) = len(batch.context_lengths), cache.shape[2:4]
     group = num_heads // num_kv_heads
     assert queries.stride(1) == head_dim and queries.stride(2) == 1
-    short_rows = max(16, power_of_2(group))
-    max_short = short_rows // group
-    has_short, has_long = batch.shortest <= max_short, batch.longest > max_short
-    tiles = choose_tiles(head_dim, queries.element_size(), has_long, group)
+    short_rows = max(16, next_power_of_2(group))
+    max_short_tokens = short_rows // group
+    has_short, has_long = batch.min_query_len <= max_short_tokens, batch.max_query_len > max_short_tokens
+    tiles = select_tiles(head_dim, queries.element_size(), has_long, group)
     long_tokens = tiles.long_rows // group
-    work = _plan_once(batch, window or 0, max_short, tiles.short_keys, long_tokens)
+    work = _get_work_plan(batch, window or 0, max_short_tokens, tiles.short_keys, long_tokens)
     workers = num_workers(queries.device) if has_short else 0
     max_blocks = num_tokens // long_tokens + num_spans if has_long else 0
-    dim = max(power_of_2(head_dim), 16)
-    partials, stats = _workspace(queries, workers, short_rows, dim)
+    dim = max(next_power_of_2(head_dim), 16)
+    partials, stats = _allocate_partials(queries, workers, short_rows, dim)
     out = queries.new_empty(num_tokens, num_heads, head_dim)
-    early = has_short and launches_early(queries.device)
+    use_pdl = has_short and supports_pdl(queries.device)
     sizes = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "SHORT_ROWS": short_rows}
-    _attend[(workers + max_blocks * num_kv_heads,)](
+    _paged_attention[(workers + max_blocks * num_kv_heads,)](
         queries,
         cache,
         out,
@@ -115,14 +115,14 @@ def paged_attention(
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
         MIN_SHARE=MIN_SHARE,
-        EARLY=early,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        EARLY=use_pdl,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,
         **sizes,
     )
     if has_short:
-        _combine[(workers, group * min(batch.longest, max_short))](
+        _combine[(workers, group * min(batch.max_query_len, max_short_tokens))](
             out,
             partials,
             stats,
@@ -131,47 +131,60 @@ def paged_attention(
             num_spans,
             WORKERS=workers,
             MIN_SHARE=MIN_SHARE,
-            PARTS=_PARTS,
-            EARLY=early,
+            PARTS=_PARTIALS_PER_ROUND,
+            EARLY=use_pdl,
             num_warps=2,
-            launch_pdl=early,
+            launch_pdl=use_pdl,
             **sizes,
         )
     return out
 
 
 @functools.cache
-def choose_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 1) -> Tiles:
+def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 1) -> AttentionTiles:
     """Tiles that fit into a multiprocessor's shared memory: keys and values of each stage, and the queries."""
-    wide, heavy = power_of_2(head_dim) > 128, element_size > 2
-    short = 32 if wide or heavy else 64
-    rows = max(32 if wide and heavy else 64 if wide or heavy else 128, power_of_2(group))
+    is_wide, is_float32 = next_power_of_2(head_dim) > 128, element_size > 2
+    short_keys = 32 if is_wide or is_float32 else 64
+    rows = max(32 if is_wide and is_float32 else 64 if is_wide or is_float32 else 128, next_power_of_2(group))
     if not has_long:
         # What lets WORKERS_PER_SM of 128 threads share 65,536 registers; Triton 3.9 would take 177, and spills nothing
         # with fewer.
-        return Tiles(short, rows, short, warps=4, stages=5, max_registers=None if wide or heavy else 168)
+        return AttentionTiles(
+            short_keys,
+            rows,
+            short_keys,
+            num_warps=4,
+            num_stages=5,
+            max_registers=None if is_wide or is_float32 else 168,
+        )
     # Registers leave room for one program of 8 warps on a multiprocessor, so that it must hide the memory's latency by
     # itself. Two of 4 warps hide it for each other, and would not fit with more stages; in float32 nothing would.
-    return Tiles(short, rows, short, warps=8 if rows > 64 else 4, stages=2 if heavy else 3 if wide else 5)
+    return AttentionTiles(
+        short_keys,
+        rows,
+        short_keys,
+        num_warps=8 if rows > 64 else 4,
+        num_stages=2 if is_float32 else 3 if is_wide else 5,
+    )
 
 
 @functools.cache
 def num_workers(device: torch.device) -> int:
     """Programs that short spans are cut for."""
     if device.type != "cuda":
-        return INTERPRETED_WORKERS
+        return NUM_INTERPRETED_WORKERS
     return WORKERS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _plan_once(batch: AttentionBatch, window: int, max_short: int, short_keys: int, long_tokens: int) -> Tensor:
+def _get_work_plan(batch: AttentionMetadata, window: int, max_short: int, short_keys: int, long_tokens: int) -> Tensor:
     """Where each span's work begins: [2, num_spans + 1] int32, tiles of keys of short spans and tiles of queries of
     long ones. Made by the first layer that asks, on the device: lengths may have come into being there."""
-    key = window, max_short, short_keys, long_tokens, batch.apart_from
-    work = batch.plans.get(key)
+    key = window, max_short, short_keys, long_tokens, batch.separate_prefill_min_tokens
+    work = batch.work_plans.get(key)
     if work is None:
         num_spans = len(batch.context_lengths)
-        work = batch.plans[key] = batch.context_lengths.new_empty(2, num_spans + 1)
-        _plan[(1,)](
+        work = batch.work_plans[key] = batch.context_lengths.new_empty(2, num_spans + 1)
+        _build_work_plan[(1,)](
             batch.query_starts,
             batch.context_lengths,
             work,
@@ -180,14 +193,14 @@ def _plan_once(batch: AttentionBatch, window: int, max_short: int, short_keys: i
             MAX_SHORT=max_short,
             SHORT_KEYS=short_keys,
             LONG_TOKENS=long_tokens,
-            APART_FROM=batch.apart_from,
-            BLOCK=min(max(power_of_2(num_spans), 16), 1024),
+            APART_FROM=batch.separate_prefill_min_tokens,
+            BLOCK=min(max(next_power_of_2(num_spans), 16), 1024),
             num_warps=4,
         )
     return work
 
 
-def _workspace(queries: Tensor, workers: int, rows: int, dim: int) -> tuple[Tensor, Tensor]:
+def _allocate_partials(queries: Tensor, workers: int, rows: int, dim: int) -> tuple[Tensor, Tensor]:
     """Partial results, two per worker: sums [2 * workers, rows, dim] and their maxima and weights, [2, 2 * workers,
     rows], in float32."""
     like = {"dtype": torch.float32, "device": queries.device}
@@ -195,7 +208,7 @@ def _workspace(queries: Tensor, workers: int, rows: int, dim: int) -> tuple[Tens
 
 
 @triton.jit(do_not_specialize=["num_spans"])
-def _plan(
+def _build_work_plan(
     query_starts,
     context_lengths,
     work,
@@ -213,44 +226,44 @@ def _plan(
     tl.store(work + num_spans + 1, 0)
     for first in range(0, num_spans, BLOCK):
         spans = first + tl.arange(0, BLOCK)
-        there = spans < num_spans
-        start = tl.load(query_starts + spans, mask=there, other=0)
-        length = tl.load(query_starts + spans + 1, mask=there, other=0) - start
-        context = tl.load(context_lengths + spans, mask=there, other=0)
+        mask = spans < num_spans
+        start = tl.load(query_starts + spans, mask=mask, other=0)
+        length = tl.load(query_starts + spans + 1, mask=mask, other=0) - start
+        context = tl.load(context_lengths + spans, mask=mask, other=0)
         skipped = tl.where(window > 0, tl.maximum(context - length - window + 1, 0) // SHORT_KEYS, 0)
         tiles = tl.where(length <= MAX_SHORT, (context + SHORT_KEYS - 1) // SHORT_KEYS - skipped, 0)
         long = length > MAX_SHORT
         if APART_FROM is not None:
             long = long & ((length < APART_FROM) | (length < context))
         blocks = tl.where(long, (length + LONG_TOKENS - 1) // LONG_TOKENS, 0)
-        tl.store(work + spans + 1, short_sum + tl.cumsum(tiles, 0), mask=there)
-        tl.store(work + num_spans + 1 + spans + 1, long_sum + tl.cumsum(blocks, 0), mask=there)
+        tl.store(work + spans + 1, short_sum + tl.cumsum(tiles, 0), mask=mask)
+        tl.store(work + num_spans + 1 + spans + 1, long_sum + tl.cumsum(blocks, 0), mask=mask)
         short_sum += tl.sum(tiles, 0)
         long_sum += tl.sum(blocks, 0)
 
 
 @triton.jit
-def _find(starts, num_spans, value):
+def _span_of(starts, num_spans, value):
     """The span whose work has index `value`: the last one that begins there or before."""
     low = 0
     high = num_spans
     while high - low > 1:
         middle = (low + high) // 2
-        before = tl.load(starts + middle) <= value
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
+        is_before = tl.load(starts + middle) <= value
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle)
     return low
 
 
 @triton.jit
-def _share(total, WORKERS: tl.constexpr, MIN_SHARE: tl.constexpr):
+def _tiles_per_worker(total, WORKERS: tl.constexpr, MIN_SHARE: tl.constexpr):
     """Tiles of keys per worker."""
     return tl.maximum((total + WORKERS - 1) // WORKERS, MIN_SHARE)
 
 
 # `kind_stride`: see kv_write.py.
 @triton.jit(do_not_specialize=["num_spans", "table_width"])
-def _attend(
+def _paged_attention(
     queries,
     cache,
     out,
@@ -287,13 +300,13 @@ def _attend(
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     if pid < WORKERS:
-        _attend_shorts(
+        _split_kv_decode(
             pid, queries, cache, out, partials, stats, query_starts, context_lengths, tables, work, num_spans,
             table_width, query_stride, kind_stride, scale, window, softcap, WORKERS, NUM_KV_HEADS, GROUP, HEAD_DIM, DIM,
             BLOCK_SIZE, SHORT_ROWS, SHORT_KEYS, WINDOWED, CAPPED, MIN_SHARE,
         )  # fmt: skip
     elif HAS_LONG:
-        _attend_long(
+        _prefill(
             pid - WORKERS, queries, cache, out, query_starts, context_lengths, tables, work + num_spans + 1, num_spans,
             table_width, query_stride, kind_stride, scale, window, softcap, NUM_KV_HEADS, GROUP, HEAD_DIM, DIM,
             BLOCK_SIZE, LONG_ROWS, LONG_KEYS, WINDOWED, CAPPED,
@@ -301,7 +314,7 @@ def _attend(
 
 
 @triton.jit
-def _attend_shorts(
+def _split_kv_decode(
     worker, queries, cache, out, partials, stats, query_starts, context_lengths, tables, work, num_spans,
     table_width, query_stride, kind_stride, scale, window, softcap,
     WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
@@ -310,65 +323,65 @@ def _attend_shorts(
 ):  # fmt: skip
     """All of one worker's share."""
     total = tl.load(work + num_spans) * NUM_KV_HEADS
-    share = _share(total, WORKERS, MIN_SHARE)
+    share = _tiles_per_worker(total, WORKERS, MIN_SHARE)
     first = worker * share
     end = tl.minimum(first + share, total)
-    at = first
+    offset_in_work = first
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
-    span = _find(work, num_spans, at // NUM_KV_HEADS)
-    before = tl.load(work + span)
-    tiles = tl.load(work + span + 1) - before
+    span = _span_of(work, num_spans, offset_in_work // NUM_KV_HEADS)
+    span_start = tl.load(work + span)
+    tiles = tl.load(work + span + 1) - span_start
     # Past the last share there is nothing to divide by.
-    offset = at - before * NUM_KV_HEADS
+    offset = offset_in_work - span_start * NUM_KV_HEADS
     head = offset // tl.maximum(tiles, 1)
     tile = offset - head * tiles
-    while at < end:
-        last = tl.minimum(tile + end - at, tiles)
+    while offset_in_work < end:
+        last = tl.minimum(tile + end - offset_in_work, tiles)
         start = tl.load(query_starts + span)
         length = tl.load(query_starts + span + 1) - start
         context = tl.load(context_lengths + span)
-        there = rows < length * GROUP
+        row_mask = rows < length * GROUP
         # A row that stands for no query sees no key.
-        position = tl.where(there, context - length + rows // GROUP, -1)
-        head_at = (head * GROUP + rows % GROUP) * HEAD_DIM
+        position = tl.where(row_mask, context - length + rows // GROUP, -1)
+        head_offset = (head * GROUP + rows % GROUP) * HEAD_DIM
         token = (start + rows // GROUP).to(tl.int64)
-        wanted = there[:, None] & (dims < HEAD_DIM)[None, :]
-        q = tl.load(queries + (token * query_stride + head_at)[:, None] + dims[None, :], mask=wanted, other=0.0)
+        mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+        q = tl.load(queries + (token * query_stride + head_offset)[:, None] + dims[None, :], mask=mask, other=0.0)
         skipped = 0
         if WINDOWED:
             skipped = tl.maximum(context - length - window + 1, 0) // KEYS
         acc = tl.zeros([ROWS, DIM], dtype=tl.float32)
-        most = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-        weight = tl.zeros([ROWS], dtype=tl.float32)
-        acc, most, weight = _accumulate(
-            acc, most, weight, q, position, cache + head * HEAD_DIM, tables + span.to(tl.int64) * table_width,
+        row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        row_sum = tl.zeros([ROWS], dtype=tl.float32)
+        acc, row_max, row_sum = _accumulate(
+            acc, row_max, row_sum, q, position, cache + head * HEAD_DIM, tables + span.to(tl.int64) * table_width,
             skipped + tile, skipped + last, context, kind_stride, scale, window, softcap,
             NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, WINDOWED, CAPPED, True,
         )  # fmt: skip
         if last - tile == tiles:
-            place = out + (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head_at)[:, None] + dims[None, :]
-            tl.store(place, (acc / tl.maximum(weight, 1.0)[:, None]).to(out.dtype.element_ty), mask=wanted)
+            out_ptrs = out + (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head_offset)[:, None] + dims[None, :]
+            tl.store(out_ptrs, (acc / tl.maximum(row_sum, 1.0)[:, None]).to(out.dtype.element_ty), mask=mask)
         else:
-            slot = (2 * worker + tl.where(at > first, 1, 0)) * ROWS
-            tl.store(partials + (slot + rows)[:, None] * DIM + dims[None, :], acc, mask=wanted)
-            tl.store(stats + slot + rows, most, mask=there)
-            tl.store(stats + 2 * WORKERS * ROWS + slot + rows, weight, mask=there)
-        at += last - tile
+            partial_row = (2 * worker + tl.where(offset_in_work > first, 1, 0)) * ROWS
+            tl.store(partials + (partial_row + rows)[:, None] * DIM + dims[None, :], acc, mask=mask)
+            tl.store(stats + partial_row + rows, row_max, mask=row_mask)
+            tl.store(stats + 2 * WORKERS * ROWS + partial_row + rows, row_sum, mask=row_mask)
+        offset_in_work += last - tile
         tile = 0
         head += 1
         if head == NUM_KV_HEADS:
             head = 0
-            before += tiles
+            span_start += tiles
             span += 1
             tiles = 0
             while (tiles == 0) & (span < num_spans):
-                tiles = tl.load(work + span + 1) - before
+                tiles = tl.load(work + span + 1) - span_start
                 span += tl.where(tiles == 0, 1, 0)
 
 
 @triton.jit
-def _attend_long(
+def _prefill(
     pid, queries, cache, out, query_starts, context_lengths, tables, blocks, num_spans,
     table_width, query_stride, kind_stride, scale, window, softcap,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
@@ -380,7 +393,7 @@ def _attend_long(
     # There are at most as many tiles as programs.
     if block >= 0:
         head = pid % NUM_KV_HEADS
-        span = _find(blocks, num_spans, block)
+        span = _span_of(blocks, num_spans, block)
         start = tl.load(query_starts + span)
         length = tl.load(query_starts + span + 1) - start
         context = tl.load(context_lengths + span)
@@ -388,41 +401,42 @@ def _attend_long(
         dims = tl.arange(0, DIM)
         offset = (block - tl.load(blocks + span)) * TOKENS
         tokens = offset + rows // GROUP
-        there = (tokens < length) & (rows < TOKENS * GROUP)
+        row_mask = (tokens < length) & (rows < TOKENS * GROUP)
         first_position = context - length + offset
         last_position = tl.minimum(first_position + TOKENS, context) - 1
-        position = tl.where(there, context - length + tokens, -1)
-        head_at = (head * GROUP + rows % GROUP) * HEAD_DIM
+        position = tl.where(row_mask, context - length + tokens, -1)
+        head_offset = (head * GROUP + rows % GROUP) * HEAD_DIM
         token = (start + tokens).to(tl.int64)
-        wanted = there[:, None] & (dims < HEAD_DIM)[None, :]
-        q = tl.load(queries + (token * query_stride + head_at)[:, None] + dims[None, :], mask=wanted, other=0.0)
+        mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+        q = tl.load(queries + (token * query_stride + head_offset)[:, None] + dims[None, :], mask=mask, other=0.0)
         table = tables + span.to(tl.int64) * table_width
         acc = tl.zeros([ROWS, DIM], dtype=tl.float32)
-        most = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-        weight = tl.zeros([ROWS], dtype=tl.float32)
+        row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        row_sum = tl.zeros([ROWS], dtype=tl.float32)
         masked_from = 0
         if WINDOWED:
             masked_from = tl.maximum(first_position - window + 1, 0) // KEYS
         else:
             # Tiles that every row sees in full.
             masked_from = (first_position + 1) // KEYS
-            acc, most, weight = _accumulate(
-                acc, most, weight, q, position, cache + head * HEAD_DIM, table, 0, masked_from, context, kind_stride,
+            acc, row_max, row_sum = _accumulate(
+                acc, row_max, row_sum, q, position, cache + head * HEAD_DIM, table, 0, masked_from,
+            context, kind_stride,
                 scale, window, softcap, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, WINDOWED, CAPPED,
                 False,
             )  # fmt: skip
-        acc, most, weight = _accumulate(
-            acc, most, weight, q, position, cache + head * HEAD_DIM, table, masked_from, last_position // KEYS + 1,
+        acc, row_max, row_sum = _accumulate(
+            acc, row_max, row_sum, q, position, cache + head * HEAD_DIM, table, masked_from, last_position // KEYS + 1,
             context, kind_stride, scale, window, softcap, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, KEYS,
             WINDOWED, CAPPED, True,
         )  # fmt: skip
-        place = out + (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head_at)[:, None] + dims[None, :]
-        tl.store(place, (acc / tl.maximum(weight, 1.0)[:, None]).to(out.dtype.element_ty), mask=wanted)
+        out_ptrs = out + (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head_offset)[:, None] + dims[None, :]
+        tl.store(out_ptrs, (acc / tl.maximum(row_sum, 1.0)[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _accumulate(
-    acc, most, weight, q, position, cache, table, first, last, context, kind_stride, scale, window, softcap,
+    acc, row_max, row_sum, q, position, cache, table, first, last, context, kind_stride, scale, window, softcap,
     TOKEN_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -435,18 +449,18 @@ def _accumulate(
     to_log2 = (1.0 if CAPPED else scale) * 1.4426950408889634
     for tile in range(first, last):
         keys = tile * KEYS + tl.arange(0, KEYS)
-        there = keys < context
+        key_mask = keys < context
         if MASKED:
-            block = tl.load(table + keys // BLOCK_SIZE, mask=there, other=0)
-            readable = there[:, None] & (dims < HEAD_DIM)[None, :]
+            block = tl.load(table + keys // BLOCK_SIZE, mask=key_mask, other=0)
+            mask = key_mask[:, None] & (dims < HEAD_DIM)[None, :]
         else:
             block = tl.load(table + keys // BLOCK_SIZE)
-            readable = (keys >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
+            mask = (keys >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
         row = cache + (block.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE) * TOKEN_STRIDE
         # What is not read is 0: nobody's NaN spreads.
         if MASKED or HEAD_DIM < DIM:
-            k = tl.load(row[:, None] + dims[None, :], mask=readable, other=0.0).to(q.dtype)
-            v = tl.load(row[:, None] + kind_stride + dims[None, :], mask=readable, other=0.0).to(q.dtype)
+            k = tl.load(row[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
+            v = tl.load(row[:, None] + kind_stride + dims[None, :], mask=mask, other=0.0).to(q.dtype)
         else:
             k = tl.load(row[:, None] + dims[None, :]).to(q.dtype)
             v = tl.load(row[:, None] + kind_stride + dims[None, :]).to(q.dtype)
@@ -455,20 +469,20 @@ def _accumulate(
             # tanh(z) is 2 sigmoid(2 z) - 1.
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scale / softcap * scores) - 1.0)
         if MASKED:
-            seen = keys[None, :] <= position[:, None]
+            is_visible = keys[None, :] <= position[:, None]
             if WINDOWED:
-                seen = seen & (keys[None, :] > position[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
+                is_visible = is_visible & (keys[None, :] > position[:, None] - window)
+            scores = tl.where(is_visible, scores, float("-inf"))
         # `to_log2` is above 0, so it may wait until the maximum is known: one fused multiply-add a score.
-        new_most = tl.maximum(most, tl.max(scores, axis=1) * to_log2)
+        new_row_max = tl.maximum(row_max, tl.max(scores, axis=1) * to_log2)
         # A row that has seen nothing yet must not become -inf - -inf.
-        base = tl.where(new_most == float("-inf"), 0.0, new_most)
+        base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
         factors = tl.exp2(tl.fma(scores, to_log2, -base[:, None]))
-        kept = tl.exp2(most - base)
-        weight = weight * kept + tl.sum(factors, axis=1)
-        acc = tl.dot(factors.to(q.dtype), v, acc * kept[:, None], input_precision=EXACT)
-        most = new_most
-    return acc, most, weight
+        rescale = tl.exp2(row_max - base)
+        row_sum = row_sum * rescale + tl.sum(factors, axis=1)
+        acc = tl.dot(factors.to(q.dtype), v, acc * rescale[:, None], input_precision=EXACT)
+        row_max = new_row_max
+    return acc, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=["num_spans"])
@@ -494,14 +508,14 @@ def _combine(
     worker = tl.program_id(0)
     row = tl.program_id(1)
     total = tl.load(work + num_spans) * NUM_KV_HEADS
-    share = _share(total, WORKERS, MIN_SHARE)
+    share = _tiles_per_worker(total, WORKERS, MIN_SHARE)
     cut = worker * share
-    span = _find(work, num_spans, cut // NUM_KV_HEADS)
-    before = tl.load(work + span)
+    span = _span_of(work, num_spans, cut // NUM_KV_HEADS)
+    span_start = tl.load(work + span)
     # Past the last share there is nothing to divide by.
-    tiles = tl.maximum(tl.load(work + span + 1) - before, 1)
-    head = (cut - before * NUM_KV_HEADS) // tiles
-    first = before * NUM_KV_HEADS + head * tiles
+    tiles = tl.maximum(tl.load(work + span + 1) - span_start, 1)
+    head = (cut - span_start * NUM_KV_HEADS) // tiles
+    first = span_start * NUM_KV_HEADS + head * tiles
     start = tl.load(query_starts + span)
     length = tl.load(query_starts + span + 1) - start
     if EARLY:
@@ -510,25 +524,25 @@ def _combine(
     if (cut < total) & (first < cut) & (first >= cut - share) & (row < length * GROUP):
         dims = tl.arange(0, DIM)
         acc = tl.zeros([DIM], dtype=tl.float32)
-        most = float("-inf")
-        weight = 0.0
+        row_max = float("-inf")
+        row_sum = 0.0
         last_worker = (first + tiles - 1) // share
-        for some in range(worker - 1, last_worker + 1, PARTS):
-            workers = some + tl.arange(0, PARTS)
-            there = workers <= last_worker
+        for first_worker in range(worker - 1, last_worker + 1, PARTS):
+            workers = first_worker + tl.arange(0, PARTS)
+            mask = workers <= last_worker
             # The pair comes first in a worker's share unless it begins within it.
-            slot = (2 * workers + tl.where(first > workers * share, 1, 0)) * SHORT_ROWS + row
-            peaks = tl.load(stats + slot, mask=there, other=float("-inf"))
-            weights = tl.load(stats + 2 * WORKERS * SHORT_ROWS + slot, mask=there, other=0.0)
-            readable = there[:, None] & (dims < HEAD_DIM)[None, :]
-            sums = tl.load(partials + slot[:, None] * DIM + dims[None, :], mask=readable, other=0.0)
-            new_most = tl.maximum(most, tl.max(peaks, axis=0))
-            base = tl.where(new_most == float("-inf"), 0.0, new_most)
+            partial_rows = (2 * workers + tl.where(first > workers * share, 1, 0)) * SHORT_ROWS + row
+            peaks = tl.load(stats + partial_rows, mask=mask, other=float("-inf"))
+            weights = tl.load(stats + 2 * WORKERS * SHORT_ROWS + partial_rows, mask=mask, other=0.0)
+            readable = mask[:, None] & (dims < HEAD_DIM)[None, :]
+            sums = tl.load(partials + partial_rows[:, None] * DIM + dims[None, :], mask=readable, other=0.0)
+            new_row_max = tl.maximum(row_max, tl.max(peaks, axis=0))
+            base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
             factors = tl.exp2(peaks - base)
-            kept = tl.exp2(most - base)
-            weight = weight * kept + tl.sum(weights * factors, axis=0)
-            acc = acc * kept + tl.sum(sums * factors[:, None], axis=0)
-            most = new_most
+            rescale = tl.exp2(row_max - base)
+            row_sum = row_sum * rescale + tl.sum(weights * factors, axis=0)
+            acc = acc * rescale + tl.sum(sums * factors[:, None], axis=0)
+            row_max = new_row_max
         token = (start + row // GROUP).to(tl.int64)
-        place = out + (token * NUM_KV_HEADS * GROUP + head * GROUP + row % GROUP) * HEAD_DIM + dims
-        tl.store(place, (acc / tl.maximum(weight, 1.0)).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+        out_ptrs = out + (token * NUM_KV_HEADS * GROUP + head * GROUP + row % GROUP) * HEAD_DIM + dims
+        tl.store(out_ptrs, (acc / tl.maximum(row_sum, 1.0)).to(out.dtype.element_ty), mask=dims < HEAD_DIM)

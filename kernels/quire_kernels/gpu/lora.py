@@ -18,66 +18,66 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels.gpu.early_launch import launches_early
-from quire_kernels.gpu.sizes import num_parts, power_of_2
+from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
+from quire_kernels.gpu.pdl import supports_pdl
 from quire_kernels.linear import linear
-from quire_kernels.lora import AdapterBatch
-from quire_kernels.lora_slots import ALIGNMENT, LinearSlots
-from quire_kernels.routing import ROUTED_ROWS, Routing
+from quire_kernels.lora import LoRABatch
+from quire_kernels.lora_routing import ROWS_PER_TILE, TokenRouting
+from quire_kernels.lora_slots import ALIGNMENT, ModuleSlots
 
-_NARROW = 16
+_MIN_RANKS = 16
 """Ranks that a program takes at a time where the adapter has no more: a matrix product takes no fewer."""
-_WIDEST = 64
+_MAX_RANKS = 64
 """The same for adapters of higher rank, as far as slots have room for them: inputs are read once for all of these."""
-_MIN_SHARE = 512
+_MIN_INPUTS_PER_PROGRAM = 512
 """Inputs below which they are not split."""
-_MOST_BLOCKS = 16
+_MAX_BLOCKS_PER_PROGRAM = 16
 """Of columns, for a program of expand."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class LoRATiles:
     """Sizes of both launches; what suits a card is measured by tests/bench/gpu.py."""
 
     inputs: int = 128
     """That a program of shrink multiplies at a time."""
     columns: int = 128
     """Of a block of expand's."""
-    shrinking: int = 264
+    min_shrink_programs: int = 264
     """Programs of shrink, at least, where a step has tokens for so many: two for each of 132 multiprocessors. Inputs
     are split no further, since expand reads all planes again for each of its programs."""
-    expanding: int = 1056
+    max_expand_programs: int = 1056
     """Programs of expand beyond which one takes several blocks of columns: it reads its planes once for all of them."""
-    shrink_stages: int = 4
+    shrink_num_stages: int = 4
     """Of the compiler's pipeline: 3 tiles of x and A are on their way while one is multiplied."""
-    expand_stages: int = 3
+    expand_num_stages: int = 3
 
 
-TILES = Tiles()
+TILES = LoRATiles()
 
 
-def add_lora(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
+def add_lora(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
     """See lora.add_lora.
 
     Reads an adapter's matrices once for each tile of its tokens, from memory the first time. The planes, float32
     [num_splits, num_tokens, num_slices, rank], are written once, and read once by each program of expand.
     """
-    _launch_both(out, x, adapters, batch, launches_early(x.device))
+    _launch_shrink_and_expand(out, x, adapters, batch, supports_pdl(x.device))
 
 
 def adapted_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: LinearSlots, batch: AdapterBatch
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: ModuleSlots, batch: LoRABatch
 ) -> Tensor:
     """See lora.adapted_linear. In a captured step the launch that shrinks has a branch of its own in the graph, beside
     the base's product; expand comes after both. (This has never run on a GPU.)"""
     if not torch.cuda.is_current_stream_capturing():
         out = linear(x, weight, bias, residual)
         # The kernels of the capture, which has to find them compiled.
-        _launch_both(out, x, adapters, batch, early=False)
+        _launch_shrink_and_expand(out, x, adapters, batch, use_pdl=False)
         return out
     main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
     # Of the step's own stream, which uses it last.
-    planes = _planes(x, adapters, batch)
+    planes = _allocate_planes(x, adapters, batch)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         _launch_shrink(planes, x, adapters, batch, early=False)
@@ -87,10 +87,10 @@ def adapted_linear(
     return out
 
 
-def _launch_both(out: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch, early: bool) -> None:
-    planes = _planes(x, adapters, batch)
-    _launch_shrink(planes, x, adapters, batch, early)
-    _launch_expand_planes(out, planes, adapters, batch, early)
+def _launch_shrink_and_expand(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch, use_pdl: bool) -> None:
+    planes = _allocate_planes(x, adapters, batch)
+    _launch_shrink(planes, x, adapters, batch, use_pdl)
+    _launch_expand_planes(out, planes, adapters, batch, use_pdl)
 
 
 @functools.cache
@@ -98,28 +98,28 @@ def _side_stream(device: torch.device) -> "torch.cuda.Stream":
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _planes(x: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> Tensor:
+def _allocate_planes(x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> Tensor:
     """Room for A x: [num_splits, num_tokens, num_slices, rank] float32."""
     num_tokens, in_features = x.shape
-    num_slices = len(adapters.site.widths)
+    num_slices = len(adapters.target.widths)
     # Each adapter writes and reads as many columns as it has ranks: the others cost nothing but their place.
-    ld_planes = -(-adapters.max_rank // _NARROW) * _NARROW
-    num_splits = num_parts(in_features, _share(in_features, len(_routing(batch).slots) * num_slices))
+    ld_planes = -(-adapters.max_rank // _MIN_RANKS) * _MIN_RANKS
+    num_splits = cdiv(in_features, _inputs_per_program(in_features, len(_get_routing(batch).tile_slots) * num_slices))
     return x.new_empty((num_splits, num_tokens, num_slices, ld_planes), dtype=torch.float32)
 
 
-def _launch_shrink(planes: Tensor, x: Tensor, adapters: LinearSlots, batch: AdapterBatch, early: bool) -> None:
+def _launch_shrink(planes: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch, early: bool) -> None:
     """`early`: the next launch in the stream may begin, and waits for this one by itself."""
-    in_features, routing = x.shape[1], _routing(batch)
+    in_features, routing = x.shape[1], _get_routing(batch)
     num_splits, _, num_slices, ld_planes = planes.shape
     assert x.stride(1) == 1 and num_slices <= 3
-    _shrink[(len(routing.slots), num_splits, num_slices)](
+    _shrink[(len(routing.tile_slots), num_splits, num_slices)](
         x,
         x.stride(0),
-        routing.slots,
-        routing.rows,
-        adapters.slots,
-        adapters.slots.stride(0),
+        routing.tile_slots,
+        routing.tile_rows,
+        adapters.slot_weights,
+        adapters.slot_weights.stride(0),
         adapters.entries,
         adapters.entries.stride(0),
         planes,
@@ -127,42 +127,42 @@ def _launch_shrink(planes: Tensor, x: Tensor, adapters: LinearSlots, batch: Adap
         planes.stride(1),
         ld_planes,
         in_features,
-        _share(in_features, len(routing.slots) * num_slices),
+        _inputs_per_program(in_features, len(routing.tile_slots) * num_slices),
         **_constants(adapters),
         INPUTS=TILES.inputs,
         EARLY=early,
         num_warps=4,
-        num_stages=TILES.shrink_stages,
+        num_stages=TILES.shrink_num_stages,
     )
 
 
-def _launch_expand_planes(out: Tensor, planes: Tensor, adapters: LinearSlots, batch: AdapterBatch, early: bool) -> None:
+def _launch_expand_planes(out: Tensor, planes: Tensor, adapters: ModuleSlots, batch: LoRABatch, early: bool) -> None:
     """`early`: the launch before it in the stream is the shrink of these planes, and may not be over."""
     assert out.stride(1) == 1
     strides = planes.stride(0), planes.stride(1)
-    _launch_expand(out, planes, *strides, len(planes), adapters, _routing(batch), looked_up=False, early=early)
+    _launch_expand(out, planes, *strides, len(planes), adapters, _get_routing(batch), is_embedding=False, early=early)
 
 
-def add_lora_rows(out: Tensor, token_ids: Tensor, adapters: LinearSlots, batch: AdapterBatch) -> None:
+def add_lora_embedding(out: Tensor, token_ids: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
     """See lora.add_lora_rows. One launch; reads a row of A for each token and B once for each tile."""
     assert out.stride(1) == 1
-    _launch_expand(out, token_ids, 0, 0, 1, adapters, _routing(batch), looked_up=True, early=False)
+    _launch_expand(out, token_ids, 0, 0, 1, adapters, _get_routing(batch), is_embedding=True, early=False)
 
 
-def _routing(batch: AdapterBatch) -> Routing:
+def _get_routing(batch: LoRABatch) -> TokenRouting:
     assert batch.routing is not None, "plan_adapters makes one for CUDA devices"
     return batch.routing
 
 
-def _constants(adapters: LinearSlots) -> dict[str, int]:
-    widest = min(_WIDEST, max(_NARROW, power_of_2(adapters.max_rank)))
-    return {"ALIGNMENT": ALIGNMENT, "ROWS": ROUTED_ROWS, "NARROW": _NARROW, "WIDE": widest}
+def _constants(adapters: ModuleSlots) -> dict[str, int]:
+    max_ranks = min(_MAX_RANKS, max(_MIN_RANKS, next_power_of_2(adapters.max_rank)))
+    return {"ALIGNMENT": ALIGNMENT, "ROWS": ROWS_PER_TILE, "NARROW": _MIN_RANKS, "WIDE": max_ranks}
 
 
-def _share(in_features: int, num_programs: int) -> int:
+def _inputs_per_program(in_features: int, num_programs: int) -> int:
     """Inputs of a program of shrink, where there would be so many programs if they were not split."""
-    num_splits = min(num_parts(in_features, _MIN_SHARE), num_parts(TILES.shrinking, num_programs))
-    return num_parts(num_parts(in_features, num_splits), TILES.inputs) * TILES.inputs
+    num_splits = min(cdiv(in_features, _MIN_INPUTS_PER_PROGRAM), cdiv(TILES.min_shrink_programs, num_programs))
+    return cdiv(cdiv(in_features, num_splits), TILES.inputs) * TILES.inputs
 
 
 def _launch_expand(
@@ -171,42 +171,42 @@ def _launch_expand(
     plane_size: int,
     ld_source: int,
     num_splits: int,
-    adapters: LinearSlots,
-    routing: Routing,
-    looked_up: bool,
+    adapters: ModuleSlots,
+    routing: TokenRouting,
+    is_embedding: bool,
     early: bool,
 ) -> None:
     """`source`: planes, or token ids whose rows of A are read."""
-    first, second, third = (*adapters.site.widths, 0, 0)[:3]
-    num_tiles = len(routing.slots)
-    num_blocks = sum(num_parts(width, TILES.columns) for width in adapters.site.widths)
-    share = min(_MOST_BLOCKS, num_parts(num_tiles * num_blocks, TILES.expanding)) * TILES.columns
-    num_programs = sum(num_parts(width, share) for width in adapters.site.widths)
+    first, second, third = (*adapters.target.widths, 0, 0)[:3]
+    num_tiles = len(routing.tile_slots)
+    num_blocks = sum(cdiv(width, TILES.columns) for width in adapters.target.widths)
+    share = min(_MAX_BLOCKS_PER_PROGRAM, cdiv(num_tiles * num_blocks, TILES.max_expand_programs)) * TILES.columns
+    num_programs = sum(cdiv(width, share) for width in adapters.target.widths)
     _expand[(num_tiles, num_programs)](
         out,
         out.stride(0),
-        routing.slots,
-        routing.rows,
-        adapters.slots,
-        adapters.slots.stride(0),
+        routing.tile_slots,
+        routing.tile_rows,
+        adapters.slot_weights,
+        adapters.slot_weights.stride(0),
         adapters.entries,
         adapters.entries.stride(0),
         source,
         plane_size,
         ld_source,
-        ld_source // len(adapters.site.widths),
+        ld_source // len(adapters.target.widths),
         num_splits,
         first,
         second,
         third,
         share,
         **_constants(adapters),
-        MANY=adapters.max_rank > _WIDEST,
+        MANY=adapters.max_rank > _MAX_RANKS,
         COLUMNS=TILES.columns,
-        LOOKED_UP=looked_up,
+        LOOKED_UP=is_embedding,
         EARLY=early,
         num_warps=4,
-        num_stages=TILES.expand_stages,
+        num_stages=TILES.expand_num_stages,
         launch_pdl=early,
     )
 
@@ -244,14 +244,18 @@ def _shrink(
         # Every matrix begins at such a multiple; without it, loads would be of one element each.
         a_ptr = slots_ptr + slot * slot_size + tl.multiple_of(tl.load(entry), ALIGNMENT)
         rank = tl.load(entry + 2).to(tl.int32)
-        to = planes_ptr + split.to(tl.int64) * plane_size + rows * ld_planes + index * slice_size
+        dst_ptrs = planes_ptr + split.to(tl.int64) * plane_size + rows * ld_planes + index * slice_size
         first, last = split * share, min(split * share + share, in_features)
         if rank <= NARROW:
             if rank > 0:
-                _shrink_ranks(x_ptr, ld_x, rows, a_ptr, rank, 0, first, last, in_features, to, ROWS, NARROW, INPUTS)
+                _shrink_ranks(
+                    x_ptr, ld_x, rows, a_ptr, rank, 0, first, last, in_features, dst_ptrs, ROWS, NARROW, INPUTS
+                )
         else:
-            for of_rank in range(0, rank, WIDE):
-                _shrink_ranks(x_ptr, ld_x, rows, a_ptr, rank, of_rank, first, last, in_features, to, ROWS, WIDE, INPUTS)
+            for first_rank in range(0, rank, WIDE):
+                _shrink_ranks(
+                    x_ptr, ld_x, rows, a_ptr, rank, first_rank, first, last, in_features, dst_ptrs, ROWS, WIDE, INPUTS
+                )
 
 
 @triton.jit
@@ -265,17 +269,17 @@ def _shrink_ranks(
     first,
     last,
     in_features,
-    to,
+    dst_ptrs,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    ranks, live = first_rank + tl.arange(0, RANKS), rows >= 0
+    ranks, row_mask = first_rank + tl.arange(0, RANKS), rows >= 0
     total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
-    for at in range(first, last, INPUTS):
-        k = at + tl.arange(0, INPUTS)
+    for first_input in range(first, last, INPUTS):
+        k = first_input + tl.arange(0, INPUTS)
         left = tl.load(
-            x_ptr + rows[:, None] * ld_x + k[None, :], mask=live[:, None] & (k[None, :] < in_features), other=0.0
+            x_ptr + rows[:, None] * ld_x + k[None, :], mask=row_mask[:, None] & (k[None, :] < in_features), other=0.0
         )
         right = tl.load(
             a_ptr + ranks[None, :] * in_features + k[:, None],
@@ -283,7 +287,7 @@ def _shrink_ranks(
             other=0.0,
         )
         total += tl.dot(left, right, input_precision="ieee")
-    tl.store(to[:, None] + ranks[None, :], total, mask=live[:, None] & (ranks[None, :] < rank))
+    tl.store(dst_ptrs[:, None] + ranks[None, :], total, mask=row_mask[:, None] & (ranks[None, :] < rank))
 
 
 # A step of any size must find its kernels compiled: what differs between steps beside multiples of 16 is this one.
@@ -335,7 +339,7 @@ def _expand(
             shrunk_ptr = slots_ptr + slot * slot_size + tl.load(entry) + tokens * rank
         else:
             shrunk_ptr = source_ptr + rows * ld_source + index * slice_size
-        to = out_ptr + rows * ld_out + start
+        dst_ptrs = out_ptr + rows * ld_out + start
         if EARLY:
             # What was read so far was there when shrink began. A program without a slot need not wait: where no program
             # waits, there was nothing to shrink either.
@@ -343,12 +347,12 @@ def _expand(
         if rank <= NARROW:
             if rank > 0:
                 _expand_columns(
-                    shrunk_ptr, plane_size, num_splits, rows >= 0, b_ptr, rank, first, last, width, to,
+                    shrunk_ptr, plane_size, num_splits, rows >= 0, b_ptr, rank, first, last, width, dst_ptrs,
                     ROWS, NARROW, False, COLUMNS,
                 )  # fmt: skip
         else:
             _expand_columns(
-                shrunk_ptr, plane_size, num_splits, rows >= 0, b_ptr, rank, first, last, width, to,
+                shrunk_ptr, plane_size, num_splits, rows >= 0, b_ptr, rank, first, last, width, dst_ptrs,
                 ROWS, WIDE, MANY, COLUMNS,
             )  # fmt: skip
 
@@ -358,46 +362,48 @@ def _expand_columns(
     shrunk_ptr,
     plane_size,
     num_splits,
-    live,
+    row_mask,
     b_ptr,
     rank,
     first,
     last,
     width,
-    to,
+    dst_ptrs,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     MANY: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    held = _sum_of_planes(shrunk_ptr, plane_size, num_splits, live, rank, 0, ROWS, RANKS).to(b_ptr.dtype.element_ty)
-    for at in range(first, last, COLUMNS):
-        columns = at + tl.arange(0, COLUMNS)
-        total = tl.dot(held, _part_of_b(b_ptr, rank, 0, width, columns, RANKS), input_precision="ieee")
+    shrunk = _sum_planes(shrunk_ptr, plane_size, num_splits, row_mask, rank, 0, ROWS, RANKS).to(b_ptr.dtype.element_ty)
+    for first_column in range(first, last, COLUMNS):
+        columns = first_column + tl.arange(0, COLUMNS)
+        total = tl.dot(shrunk, _load_b(b_ptr, rank, 0, width, columns, RANKS), input_precision="ieee")
         if MANY:
             for first_rank in range(RANKS, rank, RANKS):
-                left = _sum_of_planes(shrunk_ptr, plane_size, num_splits, live, rank, first_rank, ROWS, RANKS)
-                right = _part_of_b(b_ptr, rank, first_rank, width, columns, RANKS)
+                left = _sum_planes(shrunk_ptr, plane_size, num_splits, row_mask, rank, first_rank, ROWS, RANKS)
+                right = _load_b(b_ptr, rank, first_rank, width, columns, RANKS)
                 total += tl.dot(left.to(right.dtype), right, input_precision="ieee")
-        mask = live[:, None] & (columns[None, :] < width)
-        base = tl.load(to[:, None] + columns[None, :], mask=mask, other=0.0)
-        tl.store(to[:, None] + columns[None, :], (base.to(tl.float32) + total).to(base.dtype), mask=mask)
+        mask = row_mask[:, None] & (columns[None, :] < width)
+        base = tl.load(dst_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
+        tl.store(dst_ptrs[:, None] + columns[None, :], (base.to(tl.float32) + total).to(base.dtype), mask=mask)
 
 
 @triton.jit
-def _part_of_b(b_ptr, rank, first_rank, width, columns, RANKS: tl.constexpr):
+def _load_b(b_ptr, rank, first_rank, width, columns, RANKS: tl.constexpr):
     ranks = first_rank + tl.arange(0, RANKS)
     mask = (ranks[:, None] < rank) & (columns[None, :] < width)
     return tl.load(b_ptr + ranks[:, None] * width + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _sum_of_planes(shrunk_ptr, plane_size, num_splits, live, rank, first_rank, ROWS: tl.constexpr, RANKS: tl.constexpr):
+def _sum_planes(
+    shrunk_ptr, plane_size, num_splits, row_mask, rank, first_rank, ROWS: tl.constexpr, RANKS: tl.constexpr
+):
     ranks = first_rank + tl.arange(0, RANKS)
-    wanted = live[:, None] & (ranks[None, :] < rank)
+    mask = row_mask[:, None] & (ranks[None, :] < rank)
     total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
-    at = shrunk_ptr[:, None] + ranks[None, :]
+    plane_ptrs = shrunk_ptr[:, None] + ranks[None, :]
     for _ in range(num_splits):
-        total += tl.load(at, mask=wanted, other=0.0).to(tl.float32)
-        at += plane_size
+        total += tl.load(plane_ptrs, mask=mask, other=0.0).to(tl.float32)
+        plane_ptrs += plane_size
     return total

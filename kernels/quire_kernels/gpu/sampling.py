@@ -10,22 +10,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels.gpu.sizes import num_parts, power_of_2
+from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
 
 _BLOCK = 4096
 _WARPS = 16
 
 
-def most_likely(logits: Tensor) -> Tensor:
+def argmax_first(logits: Tensor) -> Tensor:
     """See sampling.most_likely. Reads each row once."""
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     assert logits.stride(1) == 1
-    _most_likely[(rows,)](logits, out, logits.stride(0), vocab_size, BLOCK=_block(vocab_size), num_warps=_WARPS)
+    _argmax_first[(rows,)](logits, out, logits.stride(0), vocab_size, BLOCK=_block(vocab_size), num_warps=_WARPS)
     return out
 
 
-def choose(
+def sample(
     logits: Tensor,
     temperatures: Tensor,
     top_k: Tensor,
@@ -33,8 +33,8 @@ def choose(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    cuts: bool = True,
-    greedy: bool = True,
+    any_filtered: bool = True,
+    any_greedy: bool = True,
 ) -> Tensor:
     """See sampling.choose; every row finds its most likely token in any case.
 
@@ -44,7 +44,7 @@ def choose(
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     assert logits.stride(1) == 1
-    _choose[(rows,)](
+    _sample[(rows,)](
         logits,
         out,
         temperatures,
@@ -55,7 +55,7 @@ def choose(
         positions,
         logits.stride(0),
         vocab_size,
-        CUTS=cuts,
+        CUTS=any_filtered,
         BLOCK=_block(vocab_size),
         num_warps=_WARPS,
     )
@@ -65,16 +65,16 @@ def choose(
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """See sampling.uniform."""
     out = torch.empty(seeds.shape, dtype=torch.float32, device=seeds.device)
-    _uniforms[(num_parts(len(seeds), 128),)](seeds, positions, out, len(seeds), BLOCK=128)
+    _uniforms[(cdiv(len(seeds), 128),)](seeds, positions, out, len(seeds), BLOCK=128)
     return out
 
 
-def penalize(
+def apply_penalties(
     logits: Tensor,
     rows: Tensor,
     in_prompt: Tensor,
     counts: Tensor,
-    tallied: Tensor,
+    state_rows: Tensor,
     presence: Tensor,
     frequency: Tensor,
     repetition: Tensor,
@@ -85,12 +85,12 @@ def penalize(
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1 and in_prompt.is_contiguous() and counts.is_contiguous()
     block = _block(vocab_size)
-    _penalize[(len(rows), num_parts(vocab_size, block))](
+    _apply_penalties[(len(rows), cdiv(vocab_size, block))](
         logits,
         rows,
         in_prompt,
         counts,
-        tallied,
+        state_rows,
         presence,
         frequency,
         repetition,
@@ -102,7 +102,7 @@ def penalize(
 
 
 def _block(vocab_size: int) -> int:
-    return min(power_of_2(vocab_size), _BLOCK)
+    return min(next_power_of_2(vocab_size), _BLOCK)
 
 
 @triton.jit
@@ -124,43 +124,43 @@ def _uniform(seed, position):
 @triton.jit(do_not_specialize=["num_rows"])
 def _uniforms(seeds, positions, out, num_rows, BLOCK: tl.constexpr):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = rows < num_rows
-    seed = tl.load(seeds + rows, mask=there, other=0)
-    position = tl.load(positions + rows, mask=there, other=0)
-    tl.store(out + rows, _uniform(seed, position), mask=there)
+    mask = rows < num_rows
+    seed = tl.load(seeds + rows, mask=mask, other=0)
+    position = tl.load(positions + rows, mask=mask, other=0)
+    tl.store(out + rows, _uniform(seed, position), mask=mask)
 
 
 @triton.jit
-def _best(row, vocab_size, BLOCK: tl.constexpr):
+def _row_argmax(row, vocab_size, BLOCK: tl.constexpr):
     """The largest logit, and the first token that has it."""
     columns = tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-    best_at = tl.zeros([BLOCK], dtype=tl.int32)
+    max_logits = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    argmax_columns = tl.zeros([BLOCK], dtype=tl.int32)
     for first in range(0, vocab_size, BLOCK):
         x = tl.load(row + first + columns, mask=first + columns < vocab_size, other=float("-inf")).to(tl.float32)
-        best_at = tl.where(x > best, first + columns, best_at)
-        best = tl.maximum(best, x)
-    most = tl.max(best, axis=0)
-    return most, tl.min(tl.where(best == most, best_at, vocab_size - 1), axis=0)
+        argmax_columns = tl.where(x > max_logits, first + columns, argmax_columns)
+        max_logits = tl.maximum(max_logits, x)
+    row_max = tl.max(max_logits, axis=0)
+    return row_max, tl.min(tl.where(max_logits == row_max, argmax_columns, vocab_size - 1), axis=0)
 
 
 @triton.jit
-def _most_likely(logits, out, stride, vocab_size, BLOCK: tl.constexpr):
-    at = tl.program_id(0)
-    _, token = _best(logits + at.to(tl.int64) * stride, vocab_size, BLOCK)
-    tl.store(out + at, token.to(tl.int64))
+def _argmax_first(logits, out, stride, vocab_size, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    _, token = _row_argmax(logits + row.to(tl.int64) * stride, vocab_size, BLOCK)
+    tl.store(out + row, token.to(tl.int64))
 
 
 @triton.jit
-def _weights(row, first, vocab_size, most, temperature, BLOCK: tl.constexpr):
+def _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK: tl.constexpr):
     """Of a part of a row: e^((logit - most) / temperature), 1 for the likeliest."""
     columns = first + tl.arange(0, BLOCK)
     x = tl.load(row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
-    return tl.exp((x - most) / temperature)
+    return tl.exp((x - row_max) / temperature)
 
 
 @triton.jit
-def _threshold(row, vocab_size, most, temperature, low, target, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
+def _threshold(row, vocab_size, row_max, temperature, low, target, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
     """The least weight, as the bits of a float32 from `low` on, of which the weights beyond sum up to less than
     `target`; with COUNTS, are fewer than `target`. It is a token's weight, unless it is `low`."""
     # Those of 1, the likeliest token's: nothing is beyond.
@@ -176,7 +176,7 @@ def _threshold(row, vocab_size, most, temperature, low, target, COUNTS: tl.const
         at_3 = at_2 + step
         at_4 = at_3 + step
         for first in range(0, vocab_size, BLOCK):
-            weights = _weights(row, first, vocab_size, most, temperature, BLOCK)
+            weights = _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK)
             bits = weights.to(tl.int32, bitcast=True)
             if COUNTS:
                 weights = tl.where(weights >= 0.0, 1.0, 0.0)
@@ -195,7 +195,7 @@ def _threshold(row, vocab_size, most, temperature, low, target, COUNTS: tl.const
 
 
 @triton.jit
-def _choose(
+def _sample(
     logits,
     out,
     temperatures,
@@ -209,63 +209,63 @@ def _choose(
     CUTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at = tl.program_id(0)
-    row = logits + at.to(tl.int64) * stride
-    temperature = tl.load(temperatures + at)
-    most, token = _best(row, vocab_size, BLOCK)
+    row_index = tl.program_id(0)
+    row = logits + row_index.to(tl.int64) * stride
+    temperature = tl.load(temperatures + row_index)
+    row_max, token = _row_argmax(row, vocab_size, BLOCK)
     if temperature > 0.0:
         # Less than the least positive float: all are kept.
         floor = 0
         if CUTS:
-            top_k = tl.load(top_ks + at)
-            top_p = tl.load(top_ps + at)
-            floor = tl.load(min_ps + at).to(tl.int32, bitcast=True)
+            top_k = tl.load(top_ks + row_index)
+            top_p = tl.load(top_ps + row_index)
+            floor = tl.load(min_ps + row_index).to(tl.int32, bitcast=True)
             if (top_k > 0) & (top_k < vocab_size):
-                floor = _threshold(row, vocab_size, most, temperature, floor, top_k.to(tl.float32), True, BLOCK)
+                floor = _threshold(row, vocab_size, row_max, temperature, floor, top_k.to(tl.float32), True, BLOCK)
             if top_p < 1.0:
-                kept = tl.zeros([BLOCK], dtype=tl.float32)
+                kept_weights = tl.zeros([BLOCK], dtype=tl.float32)
                 for first in range(0, vocab_size, BLOCK):
-                    weights = _weights(row, first, vocab_size, most, temperature, BLOCK)
-                    kept += tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0)
-                target = top_p * tl.sum(kept, axis=0)
-                floor = _threshold(row, vocab_size, most, temperature, floor, target, False, BLOCK)
+                    weights = _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK)
+                    kept_weights += tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0)
+                target = top_p * tl.sum(kept_weights, axis=0)
+                floor = _threshold(row, vocab_size, row_max, temperature, floor, target, False, BLOCK)
         # The same sums twice, so that the second time ends where the first one did.
         total = 0.0
         for first in range(0, vocab_size, BLOCK):
-            weights = _weights(row, first, vocab_size, most, temperature, BLOCK)
+            weights = _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK)
             total += tl.sum(tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0), axis=0)
         # Rounding must not push a share onto the total, which no running sum passes.
-        share = tl.minimum(
-            _uniform(tl.load(seeds + at), tl.load(positions + at)) * total, total * (1.0 - 1.1920929e-07)
+        threshold = tl.minimum(
+            _uniform(tl.load(seeds + row_index), tl.load(positions + row_index)) * total, total * (1.0 - 1.1920929e-07)
         )
         running = 0.0
-        before = 0.0
-        found = -1
+        sum_before = 0.0
+        first_column = -1
         for first in range(0, vocab_size, BLOCK):
-            weights = _weights(row, first, vocab_size, most, temperature, BLOCK)
-            part = tl.sum(tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0), axis=0)
-            passes = (found < 0) & (running + part > share)
-            before = tl.where(passes, running, before)
-            found = tl.where(passes, first, found)
-            running += part
-        found = tl.maximum(found, 0)
-        weights = _weights(row, found, vocab_size, most, temperature, BLOCK)
+            weights = _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK)
+            block_sum = tl.sum(tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0), axis=0)
+            is_crossed = (first_column < 0) & (running + block_sum > threshold)
+            sum_before = tl.where(is_crossed, running, sum_before)
+            first_column = tl.where(is_crossed, first, first_column)
+            running += block_sum
+        first_column = tl.maximum(first_column, 0)
+        weights = _softmax_weights(row, first_column, vocab_size, row_max, temperature, BLOCK)
         weights = tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0)
         columns = tl.arange(0, BLOCK)
-        passed = (before + tl.cumsum(weights, 0) > share) & (weights > 0.0)
+        is_past = (sum_before + tl.cumsum(weights, 0) > threshold) & (weights > 0.0)
         # A running sum within the part is rounded differently from the part's: then it is the last one.
         last = tl.max(tl.where(weights > 0.0, columns, 0), axis=0)
-        token = found + tl.minimum(tl.min(tl.where(passed, columns, BLOCK), axis=0), last)
-    tl.store(out + at, token.to(tl.int64))
+        token = first_column + tl.minimum(tl.min(tl.where(is_past, columns, BLOCK), axis=0), last)
+    tl.store(out + row_index, token.to(tl.int64))
 
 
 @triton.jit
-def _penalize(
+def _apply_penalties(
     logits,
     rows,
     in_prompt,
     counts,
-    tallied,
+    state_rows,
     presence,
     frequency,
     repetition,
@@ -273,16 +273,18 @@ def _penalize(
     vocab_size,
     BLOCK: tl.constexpr,
 ):
-    at = tl.program_id(0)
+    row_index = tl.program_id(0)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = tokens < vocab_size
-    had = tl.load(tallied + at) * vocab_size + tokens
-    count = tl.load(counts + had, mask=there, other=0)
+    vocab_mask = tokens < vocab_size
+    state_offsets = tl.load(state_rows + row_index) * vocab_size + tokens
+    count = tl.load(counts + state_offsets, mask=vocab_mask, other=0)
     occurred = count > 0
-    either = occurred | (tl.load(in_prompt + had, mask=there, other=0) != 0)
-    logit = logits + tl.load(rows + at) * stride + tokens
-    before = tl.load(logit, mask=either, other=0.0)
-    factor = tl.load(repetition + at)
-    scaled = tl.where(before > 0.0, before / factor, before * factor)
-    taken_off = tl.load(frequency + at) * count.to(tl.float32) + tl.where(occurred, tl.load(presence + at), 0.0)
-    tl.store(logit, scaled - taken_off, mask=either)
+    mask = occurred | (tl.load(in_prompt + state_offsets, mask=vocab_mask, other=0) != 0)
+    logit = logits + tl.load(rows + row_index) * stride + tokens
+    value = tl.load(logit, mask=mask, other=0.0)
+    factor = tl.load(repetition + row_index)
+    scaled = tl.where(value > 0.0, value / factor, value * factor)
+    penalty = tl.load(frequency + row_index) * count.to(tl.float32) + tl.where(
+        occurred, tl.load(presence + row_index), 0.0
+    )
+    tl.store(logit, scaled - penalty, mask=mask)

@@ -78,7 +78,7 @@ def test_a_context_in_many_parts(monkeypatch):
 def test_short_spans_of_several_tokens():
     """Speculated tokens go with the short spans, four heads of four of them in a tile of sixteen rows."""
     queries, cache, batch = make_batch([(100, 4), (13, 3), (700, 1), (0, 2)], heads=(8, 2))
-    assert batch.longest <= 16 // 4
+    assert batch.max_query_len <= 16 // 4
     _check(queries, cache, batch)
 
 
@@ -111,14 +111,14 @@ def test_layers_of_different_windows_share_a_batch():
     queries, cache, batch = make_batch([(40, 1), (9, 1)], heads=(4, 2))
     for window in (None, 7):
         _check(queries, cache, batch, window=window)
-    assert len(batch.plans) == 2
+    assert len(batch.work_plans) == 2
 
 
 def test_the_plan_counts_the_work():
     _, _, batch = make_batch([(127, 1), (0, 300), (128, 1), (500, 2)])
-    work = gpu._plan_once(batch, window=0, max_short=4, short_keys=64, long_tokens=42)
+    work = gpu._get_work_plan(batch, window=0, max_short=4, short_keys=64, long_tokens=42)
     assert work.tolist() == [[0, 2, 2, 5, 13], [0, 0, 8, 8, 8]]
-    windowed = gpu._plan_once(batch, window=100, max_short=4, short_keys=64, long_tokens=42)
+    windowed = gpu._get_work_plan(batch, window=100, max_short=4, short_keys=64, long_tokens=42)
     # Keys from 28, 29 and 401 on: of 128, 129 and 502 keys the first 0, 0 and 6 tiles are out of the window.
     assert windowed[0].tolist() == [0, 2, 2, 5, 7]
 

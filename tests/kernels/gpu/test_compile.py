@@ -18,7 +18,7 @@ REGISTERS = 64 << 10
 MAX_STACK = 64
 """Bytes that a thread may spill: a few registers."""
 
-EARLY = ("_attend", "_combine", "_shrink", "_expand")
+EARLY = ("_paged_attention", "_combine", "_shrink", "_expand")
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,9 @@ def kernels(tmp_path_factory):
 def test_all_compile(kernels):
     names = {kernel["name"] for kernel in kernels}
     assert names == {
-        "_attend", "_combine", "_plan", "_rms_norm", "_gated", "_rotate_write", "_write", "_choose", "_most_likely",
-        "_uniforms", "_penalize", "_prepare", "_count", "_fill", "_shrink", "_expand",
+        "_paged_attention", "_combine", "_build_work_plan", "_rms_norm", "_gated", "_rope_and_cache",
+        "_write_kv", "_sample", "_argmax_first",
+        "_uniforms", "_apply_penalties", "_prepare", "_count_tokens", "_fill_tiles", "_shrink", "_expand",
     }  # fmt: skip
 
 
@@ -55,7 +56,7 @@ def test_kernels_that_begin_early_wait_by_themselves(kernels):
     """Prompts have nothing to put together, and rows that are looked up no shrink before them."""
     found = {name: {tuple(k["early"]) for k in kernels if k["name"] == name} for name in EARLY}
     first, second = ("launch_dependents",), ("wait",)
-    assert found == {"_attend": {first, ()}, "_combine": {second}, "_shrink": {first}, "_expand": {second, ()}}
+    assert found == {"_paged_attention": {first, ()}, "_combine": {second}, "_shrink": {first}, "_expand": {second, ()}}
     assert not any(k["early"] for k in kernels if k["name"] not in EARLY)
 
 
@@ -65,7 +66,14 @@ def test_a_step_of_another_size_finds_its_kernels_compiled(kernels):
     # Attention: decoding, the same of eight bits, prompts, both. Writes to the cache: of eight bits too. Norms: alone
     # and with the sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more than 2^31
     # elements adds none: the engine warms up on one of a block.
-    assert several == {"_attend": 4, "_rotate_write": 2, "_write": 2, "_rms_norm": 2, "_shrink": 2, "_expand": 4}
+    assert several == {
+        "_paged_attention": 4,
+        "_rope_and_cache": 2,
+        "_write_kv": 2,
+        "_rms_norm": 2,
+        "_shrink": 2,
+        "_expand": 4,
+    }
 
 
 LISTING = """
@@ -97,17 +105,17 @@ def test_registers_that_are_still_read_are_found(free, later, expected):
 def test_nothing_overwrites_what_matrix_units_still_read(kernels):
     """Attention's weights stay in registers, which are read after the product was issued; see support/sass.py."""
     from_registers = [k for k in kernels if k["from_registers"]]
-    assert {k["name"] for k in from_registers} == {"_attend"}
+    assert {k["name"] for k in from_registers} == {"_paged_attention"}
     assert not [k["overwritten"] for k in from_registers if k["overwritten"]]
 
 
 def test_the_next_tile_of_keys_is_on_its_way_while_one_is_multiplied(kernels):
     """Nothing else hides the memory's latency from prompts: a program has a multiprocessor to itself."""
-    assert all(k["in_flight"] > 0 for k in kernels if k["name"] == "_attend")
+    assert all(k["in_flight"] > 0 for k in kernels if k["name"] == "_paged_attention")
 
 
 def test_long_spans_use_the_matrix_units_of_hopper(kernels):
-    decode, decode_of_eight_bits, prefill, mixed = (k for k in kernels if k["name"] == "_attend")
+    decode, decode_of_eight_bits, prefill, mixed = (k for k in kernels if k["name"] == "_paged_attention")
     assert prefill["matrix"]
     assert mixed["matrix"]
     # A tile of 16 rows is too small for them; three workers share a multiprocessor.

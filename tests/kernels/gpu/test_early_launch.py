@@ -5,7 +5,7 @@ import pytest
 import torch
 import triton
 
-from quire_kernels.gpu.early_launch import launches_early
+from quire_kernels.gpu.pdl import supports_pdl
 
 
 @pytest.mark.parametrize(
@@ -24,11 +24,11 @@ def test_on_hopper_where_kernels_are_compiled(monkeypatch, device, capability, i
     monkeypatch.setattr(triton.knobs.runtime, "interpret", interpreted)
     if wanted is not None:
         monkeypatch.setenv("QUIRE_EARLY_LAUNCH", wanted)
-    assert launches_early.__wrapped__(torch.device(device)) is expected
+    assert supports_pdl.__wrapped__(torch.device(device)) is expected
 
 
 def test_not_on_amd(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert not launches_early.__wrapped__(torch.device("cuda"))
+    assert not supports_pdl.__wrapped__(torch.device("cuda"))

@@ -28,18 +28,18 @@ def short_prompts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
 def alone(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the prompts that the fused attention computes, as it comes to them."""
     found: list[int] = []
-    attend_itself = fused_attention._attend_itself
+    attend_itself = fused_attention._prefill_with_sdpa
 
     def noted(queries, cache, batch, opening, scale):
         found.append(opening.length)
         return attend_itself(queries, cache, batch, opening, scale)
 
-    monkeypatch.setattr(fused_attention, "_attend_itself", noted)
+    monkeypatch.setattr(fused_attention, "_prefill_with_sdpa", noted)
     return found
 
 
 def _check(queries, cache, batch, tolerance=3e-6, **options):
-    found = paged_attention.named("cuda", "fused")(queries, cache, batch, SCALE, **options)
+    found = paged_attention.get("cuda", "fused")(queries, cache, batch, SCALE, **options)
     expected = paged_attention.reference(queries, cache, batch, SCALE, **options)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -85,8 +85,8 @@ def test_what_it_does_not_know_is_the_kernels(options, alone):
 def test_the_kernel_leaves_them_out():
     """It is launched for decoding spans alone where the others are not its own."""
     queries, cache, batch = make_batch([(40, 1), (0, 33)], heads=(4, 2))
-    apart = fused_attention.replace(batch, apart_from=32)
-    assert (batch.longest, apart.longest) == (33, 1)
+    apart = fused_attention.replace(batch, separate_prefill_min_tokens=32)
+    assert (batch.max_query_len, apart.max_query_len) == (33, 1)
     queries[1:] = float("nan")
     found = own(paged_attention)(queries, cache, apart, SCALE)
     expected = paged_attention.reference(queries, cache, batch, SCALE)
@@ -94,6 +94,6 @@ def test_the_kernel_leaves_them_out():
 
 
 def test_few_lengths_are_planned_for():
-    planned = {fused_attention.planned_tokens(length) for length in range(1025, 8193)}
+    planned = {fused_attention.planned_length(length) for length in range(1025, 8193)}
     assert len(planned) == 24
-    assert all(0 <= fused_attention.planned_tokens(n) - n <= n / 8 for n in range(1024, 8193))
+    assert all(0 <= fused_attention.planned_length(n) - n <= n / 8 for n in range(1024, 8193))

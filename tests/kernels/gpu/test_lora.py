@@ -9,30 +9,30 @@ import torch
 from support.interpreter import own
 
 from quire_kernels import (
-    LoraSlots,
-    Routing,
-    Site,
-    SlotRows,
+    AdapterSegment,
+    LoRASlots,
+    LoRATarget,
+    TokenRouting,
     adapted_linear,
     add_lora,
-    add_lora_rows,
+    add_lora_embedding,
+    build_lora_batch,
     dispatch,
     linear,
     lora,
-    plan_adapters,
-    route,
+    route_tokens,
 )
 from quire_kernels.gpu import lora as forms
-from quire_kernels.lora import AdapterBatch
-from quire_kernels.routing import max_tiles
+from quire_kernels.lora import LoRABatch
+from quire_kernels.lora_routing import max_tiles
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 8e-3}
 SITES = {
-    "q, k and v": (Site(40, (70, 33, 33)), [(16, 16, 16), (1, 0, 7), (0, 0, 0), (24, 17, 2)]),
-    "one slice, several planes": (Site(1100, (135,)), [(16,), (3,), (0,), (24,)]),
-    "gate and up": (Site(64, (64, 64)), [(8, 8), (5, 24), (0, 2), (16, 0)]),
-    "ranks above what is multiplied at once": (Site(64, (40,)), [(70,), (64,), (130,), (16,)]),
+    "q, k and v": (LoRATarget(40, (70, 33, 33)), [(16, 16, 16), (1, 0, 7), (0, 0, 0), (24, 17, 2)]),
+    "one slice, several planes": (LoRATarget(1100, (135,)), [(16,), (3,), (0,), (24,)]),
+    "gate and up": (LoRATarget(64, (64, 64)), [(8, 8), (5, 24), (0, 2), (16, 0)]),
+    "ranks above what is multiplied at once": (LoRATarget(64, (40,)), [(70,), (64,), (130,), (16,)]),
 }
 SLOTS = torch.tensor([-1] * 3 + [0] * 9 + [1] + [2] * 2 + [3] * 20)
 
@@ -44,14 +44,14 @@ def _shuffled():
 
 def _batch(slots):
     """As it is on a GPU: nothing is known on the host."""
-    routing = Routing.empty(len(slots), 4, CPU)
-    own(route)(slots, routing)
-    return AdapterBatch(slots, routing=routing)
+    routing = TokenRouting.empty(len(slots), 4, CPU)
+    own(route_tokens)(slots, routing)
+    return LoRABatch(slots, routing=routing)
 
 
 def _filled(sites, index, ranks, dtype):
     max_rank = max(24, *map(max, ranks))
-    slots = LoraSlots(sites, 4, max_rank, torch.empty(0, dtype=dtype))
+    slots = LoRASlots(sites, 4, max_rank, torch.empty(0, dtype=dtype))
     site = sites[index]
     for slot, each in enumerate(ranks):
         pairs = [[None] for _ in sites]
@@ -68,22 +68,22 @@ def test_routing(num_tokens, num_slots):
     """More tokens and slots than a program takes at a time; slots without tokens; tokens without a slot."""
     slots = torch.randint(-1, num_slots, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens))
     slots[slots == 2] = -1
-    found, expected = (Routing.empty(num_tokens, num_slots, CPU) for _ in range(2))
+    found, expected = (TokenRouting.empty(num_tokens, num_slots, CPU) for _ in range(2))
     for routing in (found, expected):
-        routing.slots.fill_(-7)
-        routing.rows.fill_(-7)
-    own(route)(slots, found)
-    route.reference(slots, expected)
-    used = expected.slots >= 0
-    assert torch.equal(found.counts, expected.counts)
-    assert torch.equal(found.slots, expected.slots)
-    assert torch.equal(found.rows[used], expected.rows[used])
+        routing.tile_slots.fill_(-7)
+        routing.tile_rows.fill_(-7)
+    own(route_tokens)(slots, found)
+    route_tokens.reference(slots, expected)
+    used = expected.tile_slots >= 0
+    assert torch.equal(found.slot_counts, expected.slot_counts)
+    assert torch.equal(found.tile_slots, expected.tile_slots)
+    assert torch.equal(found.tile_rows[used], expected.tile_rows[used])
     # What the reference says, token by token.
     wanted = {slot: (slots == slot).nonzero()[:, 0].tolist() for slot in range(num_slots)}
     for slot, tokens in wanted.items():
-        rows = expected.rows[expected.slots == slot].flatten()
+        rows = expected.tile_rows[expected.tile_slots == slot].flatten()
         assert rows.tolist() == tokens + [-1] * (-len(tokens) % 16)
-    assert expected.slots[used].tolist() == sorted(expected.slots[used].tolist())
+    assert expected.tile_slots[used].tolist() == sorted(expected.tile_slots[used].tolist())
 
 
 def test_there_is_a_tile_for_every_token_whatever_the_slots():
@@ -92,9 +92,9 @@ def test_there_is_a_tile_for_every_token_whatever_the_slots():
             # Nearly empty tiles: a token in each slot, the rest in one.
             worst = list(range(min(num_tokens, num_slots)))
             worst += [0] * (num_tokens - len(worst))
-            routing = Routing.empty(num_tokens, num_slots, CPU)
-            route.reference(torch.tensor(worst), routing)
-            assert (routing.rows[routing.slots >= 0] >= 0).sum() == num_tokens
+            routing = TokenRouting.empty(num_tokens, num_slots, CPU)
+            route_tokens.reference(torch.tensor(worst), routing)
+            assert (routing.tile_rows[routing.tile_slots >= 0] >= 0).sum() == num_tokens
     assert max_tiles(256, 32) == 46
 
 
@@ -102,7 +102,7 @@ def test_there_is_a_tile_for_every_token_whatever_the_slots():
 @pytest.mark.parametrize(("site", "ranks"), SITES.values(), ids=SITES.keys())
 def test_deltas(site, ranks, dtype):
     torch.manual_seed(42)
-    module, slots = _filled([Site(6, (3,)), site], 1, ranks, dtype), _shuffled()
+    module, slots = _filled([LoRATarget(6, (3,)), site], 1, ranks, dtype), _shuffled()
     batch, num_tokens = _batch(slots), len(slots)
     x, base = (torch.randn(num_tokens, n).to(dtype) for n in (site.in_features, sum(site.widths)))
     found, expected = base.clone(), base.clone()
@@ -154,7 +154,7 @@ def test_beside_the_base_in_a_captured_step(monkeypatch, with_residual):
     residual = torch.randn(35, 136) if with_residual else None
     expected = linear.reference(x, weight, bias, None if residual is None else residual.clone())
     add_lora.reference(expected, x, module, batch)
-    found = adapted_linear.named("cuda", "side")(x, weight, bias, residual, module, batch)
+    found = adapted_linear.get("cuda", "side")(x, weight, bias, residual, module, batch)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert residual is None or found is residual
     assert log == [
@@ -164,10 +164,10 @@ def test_beside_the_base_in_a_captured_step(monkeypatch, with_residual):
 
 
 def test_a_stream_of_its_own_is_only_for_who_asks(monkeypatch):
-    monkeypatch.setattr(adapted_linear, "forms", {})
-    assert adapted_linear._choose("cuda") is adapted_linear.reference
-    monkeypatch.setattr(dispatch, "wishes", lambda: {"adapted_linear": "side"})
-    assert adapted_linear._choose("cuda") is forms.adapted_linear
+    monkeypatch.setattr(adapted_linear, "dispatch_table", {})
+    assert adapted_linear._select_implementation("cuda") is adapted_linear.reference
+    monkeypatch.setattr(dispatch, "overrides", lambda: {"adapted_linear": "side"})
+    assert adapted_linear._select_implementation("cuda") is forms.adapted_linear
 
 
 def test_a_capture_finds_its_kernels_compiled(monkeypatch):
@@ -182,13 +182,13 @@ def test_a_capture_finds_its_kernels_compiled(monkeypatch):
         return run
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(forms, "launches_early", lambda _: True)
+    monkeypatch.setattr(forms, "supports_pdl", lambda _: True)
     for name in ("_launch_shrink", "_launch_expand_planes"):
         monkeypatch.setattr(forms, name, logged(getattr(forms, name)))
     site, ranks = SITES["q, k and v"]
     module, batch = _filled([site], 0, ranks, torch.float32), _batch(_shuffled())
     x, weight = torch.randn(35, 40), torch.randn(136, 40)
-    found = adapted_linear.named("cuda", "side")(x, weight, None, None, module, batch)
+    found = adapted_linear.get("cuda", "side")(x, weight, None, None, module, batch)
     assert early == [False, False]
     torch.testing.assert_close(found, adapted_linear.reference(x, weight, None, None, module, batch))
     own(add_lora)(found, x, module, batch)
@@ -198,8 +198,8 @@ def test_a_capture_finds_its_kernels_compiled(monkeypatch):
 def test_deltas_of_another_adapter_in_the_same_slot():
     """As in a captured step: the same batch and memory, only the slot's content is another one."""
     torch.manual_seed(42)
-    site = Site(40, (70, 33, 33))
-    slots = LoraSlots([site], 4, 24, torch.empty(0))
+    site = LoRATarget(40, (70, 33, 33))
+    slots = LoRASlots([site], 4, 24, torch.empty(0))
     batch, x = _batch(torch.zeros(5, dtype=torch.int64)), torch.randn(5, 40)
     found = []
     for ranks in ((3, 0, 16), (24, 24, 24), (0, 0, 0)):
@@ -218,12 +218,12 @@ def test_deltas_of_another_adapter_in_the_same_slot():
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_rows_of_an_embedding(dtype):
     torch.manual_seed(42)
-    module = _filled([Site(50, (33,), looked_up=True)], 0, [(16,), (1,), (0,), (24,)], dtype)
+    module = _filled([LoRATarget(50, (33,), is_embedding=True)], 0, [(16,), (1,), (0,), (24,)], dtype)
     slots = _shuffled()
     ids, base = torch.randint(50, (len(slots),)), torch.randn(len(slots), 33).to(dtype)
     found, expected = base.clone(), base.clone()
-    own(add_lora_rows)(found, ids, module, _batch(slots))
-    add_lora_rows.reference(expected, ids, module, _batch(slots))
+    own(add_lora_embedding)(found, ids, module, _batch(slots))
+    add_lora_embedding.reference(expected, ids, module, _batch(slots))
     assert not torch.equal(found, base)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -231,11 +231,11 @@ def test_rows_of_an_embedding(dtype):
 def test_the_reference_takes_tokens_in_any_order():
     """With slots that only the device knows, it equals itself on the same tokens side by side."""
     torch.manual_seed(42)
-    module = _filled([Site(40, (70, 33, 33))], 0, SITES["q, k and v"][1], torch.float32)
-    segments = [SlotRows(s, int((s > SLOTS).sum()), int((s >= SLOTS).sum())) for s in range(4)]
+    module = _filled([LoRATarget(40, (70, 33, 33))], 0, SITES["q, k and v"][1], torch.float32)
+    segments = [AdapterSegment(s, int((s > SLOTS).sum()), int((s >= SLOTS).sum())) for s in range(4)]
     x, base, order = torch.randn(35, 40), torch.randn(35, 136), torch.randperm(35)
     expected, found = base.clone(), base[order]
-    add_lora.reference(expected, x, module, plan_adapters(segments, 35, CPU))
+    add_lora.reference(expected, x, module, build_lora_batch(segments, 35, CPU))
     add_lora.reference(found, x[order], module, dataclasses.replace(_batch(SLOTS[order]), routing=None))
     torch.testing.assert_close(found, expected[order])
 
@@ -243,17 +243,17 @@ def test_the_reference_takes_tokens_in_any_order():
 def test_a_step_that_is_planned_for_a_gpu(monkeypatch):
     """What the host plans there, all but the copy to the device: tiles for the kernels, segments for who asks less."""
     torch.manual_seed(42)
-    monkeypatch.setattr(lora, "on_device", lambda tensor, device: tensor)
-    empty = Routing.empty
-    monkeypatch.setattr(Routing, "empty", lambda num_tokens, num_slots, device: empty(num_tokens, num_slots, CPU))
-    monkeypatch.setitem(route.forms, "cpu", own(route))
-    module = _filled([Site(40, (70, 33, 33))], 0, SITES["q, k and v"][1], torch.float32)
-    segments = [SlotRows(3, 2, 20), SlotRows(0, 20, 22), SlotRows(3, 30, 35)]
-    batch = plan_adapters(segments, 35, torch.device("cuda"))
-    assert batch.users == {0, 3}
+    monkeypatch.setattr(lora, "to_device_async", lambda tensor, device: tensor)
+    empty = TokenRouting.empty
+    monkeypatch.setattr(TokenRouting, "empty", lambda num_tokens, num_slots, device: empty(num_tokens, num_slots, CPU))
+    monkeypatch.setitem(route_tokens.dispatch_table, "cpu", own(route_tokens))
+    module = _filled([LoRATarget(40, (70, 33, 33))], 0, SITES["q, k and v"][1], torch.float32)
+    segments = [AdapterSegment(3, 2, 20), AdapterSegment(0, 20, 22), AdapterSegment(3, 30, 35)]
+    batch = build_lora_batch(segments, 35, torch.device("cuda"))
+    assert batch.active_slots == {0, 3}
     x, base = torch.randn(35, 40), torch.randn(35, 136)
     found, expected = base.clone(), base.clone()
     own(add_lora)(found, x, module, batch)
-    add_lora.reference(expected, x, module, plan_adapters(segments, 35, CPU))
+    add_lora.reference(expected, x, module, build_lora_batch(segments, 35, CPU))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert not torch.equal(found[2:22], base[2:22])

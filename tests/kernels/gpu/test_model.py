@@ -17,24 +17,31 @@ from quire_engine.step import Span, StepPlan
 from quire_engine.work import order_spans, work_of
 from quire_kernels import (
     add_lora,
-    add_lora_rows,
-    choose,
-    gated,
-    most_likely,
+    add_lora_embedding,
+    argmax_first,
+    get_gated_op,
     paged_attention,
     rms_norm,
-    rotate_and_write,
-    route,
+    rope_and_cache,
+    route_tokens,
+    sample,
 )
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.model.model_config import ModelConfig
 
 CONFIG = EngineConfig(model="m", dtype="float32", max_model_len=64, block_size=8, max_num_seqs=4)
-FORMS = (choose, most_likely, paged_attention, rms_norm, rotate_and_write, *map(gated, ("silu", "gelu_pytorch_tanh")))
+FORMS = (
+    sample,
+    argmax_first,
+    paged_attention,
+    rms_norm,
+    rope_and_cache,
+    *map(get_gated_op, ("silu", "gelu_pytorch_tanh")),
+)
 
 
-ADAPTER_FORMS = (add_lora, add_lora_rows, route)
+ADAPTER_FORMS = (add_lora, add_lora_embedding, route_tokens)
 
 
 def _run(folder):
@@ -64,7 +71,7 @@ def test_equals_the_forms_for_cpus(name, tmp_path, monkeypatch):
     folder = make_checkpoint(tmp_path, name)
     expected = _run(folder)
     for op in FORMS:
-        monkeypatch.setitem(op.forms, "cpu", own(op))
+        monkeypatch.setitem(op.dispatch_table, "cpu", own(op))
     tokens, logprobs = _run(folder)
     assert tokens == expected[0]
     torch.testing.assert_close(logprobs, expected[1], rtol=1e-4, atol=1e-4)
@@ -77,7 +84,7 @@ def test_a_step_of_a_graph_with_adapters(tmp_path, monkeypatch):
     config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2, max_lora_rank=24)
     runner = TorchRunner(config, ModelConfig.load(folder), folder)
     runner._kv = KVCache(runner._model.shape, 12, 8, torch.float32, torch.device("cpu"), num_spare=1)
-    monkeypatch.setitem(paged_attention.forms, "cpu", paged_attention.reference)
+    monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     graphs = DecodeGraphs(runner._model, runner._kv, 4, 64, 2, record=lambda step: step)
     draw = torch.Generator().manual_seed(1)
     spans = []
@@ -93,7 +100,7 @@ def test_a_step_of_a_graph_with_adapters(tmp_path, monkeypatch):
         expected = _logits(runner, spans)
         with monkeypatch.context() as patched:
             for op in ADAPTER_FORMS:
-                patched.setitem(op.forms, "cpu", own(op))
+                patched.setitem(op.dispatch_table, "cpu", own(op))
             found = graphs.run(graphs.work(StepPlan(spans)))
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         for span, logits in zip(spans, expected, strict=True):

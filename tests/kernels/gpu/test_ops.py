@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.interpreter import own
 
-from quire_kernels import add_rms_norm, gated, rms_norm, rotate_and_write, write_kv
+from quire_kernels import add_rms_norm, get_gated_op, rms_norm, rope_and_cache, write_kv
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 8e-3}
 DTYPES = list(TOLERANCE)
@@ -49,7 +49,7 @@ def test_add_rms_norm(dtype):
 @pytest.mark.parametrize("name", ["silu", "relu", "gelu", "gelu_new"])
 def test_gated(name, dtype):
     gate_up = 3 * torch.randn(3, 2 * 1300, dtype=dtype)
-    _close(own(gated(name))(gate_up), gated(name).reference(gate_up))
+    _close(own(get_gated_op(name))(gate_up), get_gated_op(name).reference(gate_up))
 
 
 def _cache(like, blocks=5, block_size=8):
@@ -91,8 +91,8 @@ def test_rotate_and_write(sizes, dtype, cache_dtype):
     addresses = torch.tensor([9, 0, 31, 16, 10, 39])
     like = qkv[:, num_heads : num_heads + num_kv_heads]
     found, expected = (_cache(like).to(cache_dtype or dtype) for _ in range(2))
-    q = own(rotate_and_write)(qkv.clone(), cos.to(dtype), sin.to(dtype), found, addresses, num_heads)
-    _close(q, rotate_and_write.reference(qkv, cos.to(dtype), sin.to(dtype), expected, addresses, num_heads))
+    q = own(rope_and_cache)(qkv.clone(), cos.to(dtype), sin.to(dtype), found, addresses, num_heads)
+    _close(q, rope_and_cache.reference(qkv, cos.to(dtype), sin.to(dtype), expected, addresses, num_heads))
     _close(found.to(dtype), expected.to(dtype))
 
 
@@ -103,7 +103,7 @@ def test_what_is_no_number_is_none_in_a_cache_of_eight_bits(dtype):
     qkv[0, 2, 3], qkv[1, 3, 5], qkv[1, 2, 20], qkv[2, 3, 1] = (float(x) for x in ("nan", "nan", "nan", "6e4"))
     cos, sin = torch.ones(3, 16, dtype=dtype), torch.zeros(3, 16, dtype=dtype)
     found, expected = (_cache(qkv[:, 2:3]).to(E4M3) for _ in range(2))
-    for form, cache in ((own(rotate_and_write), found), (rotate_and_write.reference, expected)):
+    for form, cache in ((own(rope_and_cache), found), (rope_and_cache.reference, expected)):
         form(qkv.clone(), cos, sin, cache, torch.tensor([0, 9, 39]), 2)
     rows = found.float().view(2, -1, 24)
     assert torch.equal(rows.isnan(), expected.float().view(2, -1, 24).isnan())

@@ -7,13 +7,13 @@ from pathlib import Path
 import triton
 
 import quire_kernels.gpu
-from quire_kernels.gpu.sizes import num_parts, power_of_2
+from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
 
 
 def test_they_are_what_the_kernel_language_counts():
     for num in range(1, 300):
-        assert power_of_2(num) == triton.next_power_of_2(num)
-        assert all(num_parts(num, size) == triton.cdiv(num, size) for size in (1, 2, 7, 16, 128))
+        assert next_power_of_2(num) == triton.next_power_of_2(num)
+        assert all(cdiv(num, size) == triton.cdiv(num, size) for size in (1, 2, 7, 16, 128))
 
 
 def test_no_launch_counts_by_the_compilers_functions():

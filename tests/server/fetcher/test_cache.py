@@ -53,7 +53,7 @@ async def test_an_adapter_that_another_owner_sweeps_meanwhile_is_fetched_again(t
             return await handle(request)
 
         server = await serve(swept)
-        monkeypatch.setattr("quire_server.adapters.fetcher.key_of", lambda source: "one")
+        monkeypatch.setattr("quire_server.adapters.fetcher.source_key", lambda source: "one")
         await f.fetch(source)
         assert content(await f.fetch(Source(http=HttpSource(str(server.make_url("/loras/sql")))))) == BOTH
         assert sweeping == [fetched.digest]

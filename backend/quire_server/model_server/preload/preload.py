@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _CACHE_VARIABLE = "QUIRE_NATIVE_CACHE"
-"""Names the folder of what was built ahead; quire_kernels.native has the same."""
+"""Names the folder of what was built ahead; quire_kernels.cpu_native has the same."""
 
 
 def find_or_build_library(folder: Path) -> Path | None:

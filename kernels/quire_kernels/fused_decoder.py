@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quire_kernels import dispatch, native
-from quire_kernels.attention import AttentionBatch, reads_whole_blocks
-from quire_kernels.linear import PANEL, in_panels
-from quire_kernels.lora import AdapterBatch
-from quire_kernels.lora_slots import LinearSlots
+from quire_kernels import cpu_native, dispatch
+from quire_kernels.attention import AttentionMetadata, reads_whole_blocks
+from quire_kernels.linear import PANEL_COLUMNS, is_panel_packed
+from quire_kernels.lora import LoRABatch
+from quire_kernels.lora_slots import ModuleSlots
 
-PART_ROWS = 240
+CHUNK_ROWS = 240
 """Rows that go through a layer together: kBlockRows of csrc/tile.h."""
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -29,7 +29,7 @@ class LinearWeights:
 
     weight: Tensor
     bias: Tensor | None
-    adapters: LinearSlots | None
+    adapters: ModuleSlots | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +50,18 @@ class LayerWeights:
     window: int | None
     """As `paged_attention` takes it."""
 
-    def products(self) -> tuple[LinearWeights, ...]:
+    def linears(self) -> tuple[LinearWeights, ...]:
         """Its linears."""
         return self.qkv, self.output, self.gate_up, self.down
 
     def norms(self) -> tuple[Tensor, ...]:
         """The scales of its norms."""
-        found = (self.attention_norm, self.query_norm, self.key_norm, self.mlp_norm)
-        return tuple(norm for norm in found if norm is not None)
+        scales = (self.attention_norm, self.query_norm, self.key_norm, self.mlp_norm)
+        return tuple(norm for norm in scales if norm is not None)
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class AttentionShape:
     """Shape and scale of attention, as `paged_attention` takes them."""
 
     num_heads: int
@@ -122,27 +122,29 @@ class _Step(ctypes.Structure):
     )
 
 
-class CompiledDecoder:
+class FusedDecoder:
     """Layers that share a shape, ready to be called; made by `compile_decoder`."""
 
-    def __init__(self, layers: Sequence[LayerWeights], heads: Heads, eps: float) -> None:
+    def __init__(self, layers: Sequence[LayerWeights], heads: AttentionShape, eps: float) -> None:
         self._layers = tuple(layers)  # as long as there are pointers into them
         self._heads = heads
         hidden = len(layers[0].attention_norm)
-        gate_up = max(_outputs(each.gate_up) for each in layers)
-        self._of_all = max(_outputs(each.qkv) for each in layers) + heads.num_heads * heads.head_dim
-        self._of_part = max(hidden, gate_up // 2) + gate_up
-        self._table = (_Layer * len(layers))(*(map(_layer, layers)))
+        gate_up = max(_out_features(layer.gate_up) for layer in layers)
+        self._workspace_per_token = max(_out_features(each.qkv) for each in layers) + heads.num_heads * heads.head_dim
+        self._workspace_per_chunk_row = max(hidden, gate_up // 2) + gate_up
+        self._layer_structs = (_Layer * len(layers))(*(map(_layer_struct, layers)))
         sizes = (hidden, heads.num_heads, heads.num_kv_heads, heads.head_dim)
         numbers = (eps, heads.scale, heads.softcap or 0.0)
-        self._native = _Layers(ctypes.addressof(self._table), len(layers), *sizes, *numbers)
-        self._caches: Sequence[Tensor] = ()
-        self._addresses = (_P * 0)()
+        self._layers_struct = _Layers(ctypes.addressof(self._layer_structs), len(layers), *sizes, *numbers)
+        self._pointed_caches: Sequence[Tensor] = ()
+        self._cache_pointers = (_P * 0)()
 
-    def takes(self, hidden: Tensor, caches: Sequence[Tensor]) -> bool:
+    def supports(self, hidden: Tensor, caches: Sequence[Tensor]) -> bool:
         """Whether it can compute on these; the same for every step of a model."""
-        fits = native.suits(hidden, caches[0]) and not reads_whole_blocks(caches[0], self._heads.num_heads)
-        return fits and hidden.is_contiguous() and hidden.shape[1] == self._native.hidden
+        is_supported = cpu_native.supports(hidden, caches[0]) and not reads_whole_blocks(
+            caches[0], self._heads.num_heads
+        )
+        return is_supported and hidden.is_contiguous() and hidden.shape[1] == self._layers_struct.hidden
 
     def __call__(
         self,
@@ -150,8 +152,8 @@ class CompiledDecoder:
         rope: tuple[Tensor, Tensor],
         caches: Sequence[Tensor],
         addresses: Tensor,
-        attention: AttentionBatch,
-        adapters: AdapterBatch | None,
+        attention: AttentionMetadata,
+        adapters: LoRABatch | None,
     ) -> Tensor:
         """All layers, one after the other.
 
@@ -171,10 +173,10 @@ class CompiledDecoder:
         # The compiled form takes them at their word.
         assert cos.dtype == sin.dtype == hidden.dtype and len(caches) == len(self._layers)
         assert cos.shape == sin.shape and len(cos) == len(addresses) == num_tokens
-        assert adapters is None or (adapters.native is not None and len(adapters.slots) == num_tokens)
-        if caches is not self._caches:
+        assert adapters is None or (adapters.native is not None and len(adapters.adapter_slots) == num_tokens)
+        if caches is not self._pointed_caches:
             pointers = [half.data_ptr() for cache in caches for half in cache]
-            self._caches, self._addresses = caches, (_P * len(pointers))(*pointers)
+            self._pointed_caches, self._cache_pointers = caches, (_P * len(pointers))(*pointers)
         step = _Step(
             num_tokens,
             cos.data_ptr(),
@@ -189,36 +191,40 @@ class CompiledDecoder:
             caches[0].shape[2],
             None if adapters is None else ctypes.addressof(adapters.native),
         )
-        workspace = hidden.new_empty(num_tokens * self._of_all + min(num_tokens, PART_ROWS) * self._of_part)
-        native.library().quire_decode(
+        workspace = hidden.new_empty(
+            num_tokens * self._workspace_per_token + min(num_tokens, CHUNK_ROWS) * self._workspace_per_chunk_row
+        )
+        cpu_native.get_library().quire_decode(
             hidden.data_ptr(),
-            ctypes.addressof(self._native),
+            ctypes.addressof(self._layers_struct),
             ctypes.addressof(step),
-            ctypes.addressof(self._addresses),
+            ctypes.addressof(self._cache_pointers),
             workspace.data_ptr(),
         )
         return hidden
 
 
-def compile_decoder(layers: Sequence[LayerWeights], heads: Heads, eps: float) -> CompiledDecoder | None:
+def build_fused_decoder(layers: Sequence[LayerWeights], heads: AttentionShape, eps: float) -> FusedDecoder | None:
     """The layers as one call; None where a form that is not compiled, or was wished for, would compute a part of it."""
-    products = [product for layer in layers for product in layer.products()]
+    linears = [linear for layer in layers for linear in layer.linears()]
     norms = [norm for layer in layers for norm in layer.norms()]
-    plain = all(
-        in_panels(p.weight) and (p.bias is None or native.suits(p.bias)) and (p.adapters is None or p.adapters.packed)
-        for p in products
+    is_supported = all(
+        is_panel_packed(p.weight)
+        and (p.bias is None or cpu_native.supports(p.bias))
+        and (p.adapters is None or p.adapters.is_panel_packed)
+        for p in linears
     )
-    if dispatch.wishes() or not plain or not native.suits(*norms, *(p.weight for p in products)):
+    if dispatch.overrides() or not is_supported or not cpu_native.supports(*norms, *(p.weight for p in linears)):
         return None
-    return CompiledDecoder(layers, heads, eps)
+    return FusedDecoder(layers, heads, eps)
 
 
-def _outputs(product: LinearWeights) -> int:
-    return product.weight.shape[0] * PANEL
+def _out_features(linear: LinearWeights) -> int:
+    return linear.weight.shape[0] * PANEL_COLUMNS
 
 
-def _layer(layer: LayerWeights) -> _Layer:
-    qkv, output, gate_up, down = map(_product, layer.products())
+def _layer_struct(layer: LayerWeights) -> _Layer:
+    qkv, output, gate_up, down = map(_linear_struct, layer.linears())
     return _Layer(
         attention_norm=layer.attention_norm.data_ptr(),
         qkv=qkv,
@@ -232,11 +238,11 @@ def _layer(layer: LayerWeights) -> _Layer:
     )
 
 
-def _product(product: LinearWeights) -> _Product:
-    bias, adapters = product.bias, product.adapters
+def _linear_struct(linear: LinearWeights) -> _Product:
+    bias, adapters = linear.bias, linear.adapters
     return _Product(
-        product.weight.data_ptr(),
+        linear.weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
-        _outputs(product),
+        _out_features(linear),
         None if adapters is None else adapters.address,
     )

@@ -81,4 +81,4 @@ def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, blo
     out.block_tables.copy_(torch.where(filled, state.tables[rows, :width], state.tables[rows, :1]))
 
 
-prepare_inputs.form_in("cuda", "own", "quire_kernels.gpu.prepare")
+prepare_inputs.register_lazy("cuda", "own", "quire_kernels.gpu.step_inputs")

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from quire_kernels.dispatch import Op
 
-ROUTED_ROWS = 16
+ROWS_PER_TILE = 16
 """Tokens of a tile at most: a GPU's matrix products take no fewer rows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class TokenRouting:
     """Which tokens run with which slot; memory that is filled anew each time."""
 
-    slots: Tensor
+    tile_slots: Tensor
     """[max_tiles] int32: the slot of each tile, ascending; -1: the tile has no tokens, nor have those after it."""
-    rows: Tensor
+    tile_rows: Tensor
     """[max_tiles, 16] int32: its tokens, ascending; -1 after the last one. Of a tile without tokens, anything."""
-    counts: Tensor
+    slot_counts: Tensor
     """[num_slots] int32: the tokens of each slot."""
 
     @classmethod
@@ -36,35 +36,37 @@ class Routing:
         like = {"dtype": torch.int32, "device": device}
         return cls(
             torch.empty(num_tiles, **like),
-            torch.empty(num_tiles, ROUTED_ROWS, **like),
+            torch.empty(num_tiles, ROWS_PER_TILE, **like),
             torch.empty(num_slots, **like),
         )
 
 
 def max_tiles(num_tokens: int, num_slots: int) -> int:
     """Tiles of any step of so many tokens: each slot that has some can leave all but one row of a tile empty."""
-    return (num_tokens + (ROUTED_ROWS - 1) * min(num_tokens, num_slots)) // ROUTED_ROWS
+    return (num_tokens + (ROWS_PER_TILE - 1) * min(num_tokens, num_slots)) // ROWS_PER_TILE
 
 
 @Op
-def route(slots: Tensor, out: Routing) -> None:
+def route_tokens(slots: Tensor, out: TokenRouting) -> None:
     """Put tokens of the same slot into tiles.
 
     Args:
         slots: [num_tokens] int64, in any order; -1: in no tile.
         out: written to; it has room for so many tokens, and for all slots.
     """
-    counts = torch.bincount(slots[slots >= 0], minlength=len(out.counts))
-    tiles = -(-counts // ROUTED_ROWS)
-    out.counts.copy_(counts)
-    out.slots.fill_(-1)
-    out.slots[: tiles.sum()] = torch.repeat_interleave(tiles).to(torch.int32)
+    counts = torch.bincount(slots[slots >= 0], minlength=len(out.slot_counts))
+    tiles = -(-counts // ROWS_PER_TILE)
+    out.slot_counts.copy_(counts)
+    out.tile_slots.fill_(-1)
+    out.tile_slots[: tiles.sum()] = torch.repeat_interleave(tiles).to(torch.int32)
     tokens = slots.argsort(stable=True)[(slots < 0).sum() :]
-    of = slots[tokens]
+    token_slots = slots[tokens]
     # A token's number among those of its slot; the tiles of slots before it are full, or end with empty rows.
-    number = torch.arange(len(tokens), device=slots.device) - (counts.cumsum(0) - counts)[of]
-    out.rows.fill_(-1)
-    out.rows.view(-1)[(tiles.cumsum(0) - tiles)[of] * ROUTED_ROWS + number] = tokens.to(torch.int32)
+    index_in_slot = torch.arange(len(tokens), device=slots.device) - (counts.cumsum(0) - counts)[token_slots]
+    out.tile_rows.fill_(-1)
+    out.tile_rows.view(-1)[(tiles.cumsum(0) - tiles)[token_slots] * ROWS_PER_TILE + index_in_slot] = tokens.to(
+        torch.int32
+    )
 
 
-route.form_in("cuda", "own", "quire_kernels.gpu.routing")
+route_tokens.register_lazy("cuda", "own", "quire_kernels.gpu.lora_routing")

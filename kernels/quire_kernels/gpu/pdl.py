@@ -22,7 +22,7 @@ import triton
 
 
 @functools.cache
-def launches_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether this device can, kernels are compiled, and nobody turned it off."""
     if device.type != "cuda" or triton.knobs.runtime.interpret or os.environ.get("QUIRE_EARLY_LAUNCH") == "0":
         return False

@@ -11,19 +11,19 @@ _PORTABLE = 1
 """cudaHostRegisterPortable: for every context, as torch's own is."""
 
 
-def on_device(numbers: Tensor | Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
+def to_device_async(values: Tensor | Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
     """A tensor of the host's, or what makes one, on `device`, where its copy comes after all that is queued.
 
     From pinned memory, because any other copy to a GPU first waits until all that is queued there is done: torch.tensor
     with a device does, too. The pinned memory is torch's to keep until it is read. (This has never run on a GPU.)
     """
-    tensor = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers)
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values)
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Host memory that a GPU reads and writes by itself, contiguous, not filled, for as long as this tensor is there.
 
     Of the size that is asked for: torch's own is rounded up to a power of two, so that 40 GiB take 64. It is slow to

@@ -4,7 +4,7 @@
 They are optional: where the processor or a C++ compiler lacks, or QUIRE_NATIVE=0 is set, `load` returns None and torch
 does the work. The sources under csrc/ include nothing but standard headers, so a build takes about five seconds on two
 cores; it is kept in QUIRE_NATIVE_CACHE, or else under the user's cache folder, where a new build takes away those of
-other versions that nobody has loaded for a month. `python -m quire_kernels.native` builds
+other versions that nobody has loaded for a month. `python -m quire_kernels.cpu_native` builds
 ahead, for images that have no compiler at run time.
 """
 
@@ -30,18 +30,18 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = Path(__file__).parent / "csrc"
-_NEEDED = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"})
+_SOURCE_DIR = Path(__file__).parent / "csrc"
+_REQUIRED_CPU_FLAGS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"})
 """Flags of the processor, as the kernel names them."""
-_KEEP_SECONDS = 30 * 24 * 3600.0
+_BUILD_RETENTION_S = 30 * 24 * 3600.0
 """How long a build that nobody loads is kept: going back to another version is then quick."""
-_OPTIONS = (
+_COMPILER_FLAGS = (
     "-std=c++17",
     "-O3",
     "-fPIC",
     "-fopenmp",
     "-mfma",
-    *(f"-m{name.replace('_', '')}" for name in sorted(_NEEDED)),
+    *(f"-m{name.replace('_', '')}" for name in sorted(_REQUIRED_CPU_FLAGS)),
 )
 
 
@@ -50,36 +50,36 @@ class BuildError(Exception):
 
 
 @functools.cache
-def load() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
     """The library, built first where it must be; None where it cannot be had. Says which, once."""
     if os.environ.get("QUIRE_NATIVE") == "0":
         return None
     try:
         _check_processor()
-        library = _bind(build())
+        native_library = _bind(build())
     except BuildError as error:
         logger.info("native kernels off: %s", error)
         return None
-    return library
+    return native_library
 
 
-def suits(*tensors: Tensor) -> bool:
+def supports(*tensors: Tensor) -> bool:
     """Whether compiled forms are there and can take these tensors: bfloat16, on the CPU, neighbours side by side."""
     if any(t.dtype != torch.bfloat16 or t.device.type != "cpu" or t.stride(-1) != 1 for t in tensors):
         return False
-    return load() is not None
+    return load_library() is not None
 
 
-def multiplies() -> bool:
+def has_fast_gemm() -> bool:
     """Whether the compiled products are the fastest here: AMX, which oneDNN uses, has several times their rate."""
-    return "amx_bf16" not in _flags()
+    return "amx_bf16" not in _cpu_flags()
 
 
-def library() -> ctypes.CDLL:
+def get_library() -> ctypes.CDLL:
     """The library, for tensors that `suits` has found fit."""
-    found = load()
-    assert found is not None
-    return found
+    native_library = load_library()
+    assert native_library is not None
+    return native_library
 
 
 def build() -> Path:
@@ -88,9 +88,9 @@ def build() -> Path:
     Raises:
         BuildError: there is no compiler, or it failed.
     """
-    sources = sorted(_SOURCES.glob("*.cpp"))
-    digest = hashlib.sha256(" ".join(_OPTIONS).encode())
-    for source in sorted(_SOURCES.iterdir()):
+    sources = sorted(_SOURCE_DIR.glob("*.cpp"))
+    digest = hashlib.sha256(" ".join(_COMPILER_FLAGS).encode())
+    for source in sorted(_SOURCE_DIR.iterdir()):
         digest.update(source.read_bytes())
     folder = _cache_folder()
     library = folder / f"native-{digest.hexdigest()[:16]}.so"
@@ -99,16 +99,16 @@ def build() -> Path:
         with suppress(OSError):
             os.utime(library)
         return library
-    with _locked(folder / "native.lock"):
+    with _file_lock(folder / "native.lock"):
         if not library.exists():
             _compile(sources, library)
-            _sweep(library)
+            _remove_stale_builds(library)
     return library
 
 
-def _sweep(library: Path) -> None:
+def _remove_stale_builds(library: Path) -> None:
     """Remove builds of other versions that nobody has loaded for long, and what those left that were killed."""
-    oldest = time.time() - _KEEP_SECONDS
+    oldest = time.time() - _BUILD_RETENTION_S
     for path in library.parent.glob("native-*"):
         with suppress(OSError):
             if path != library and path.stat().st_mtime < oldest:
@@ -116,7 +116,7 @@ def _sweep(library: Path) -> None:
 
 
 def _check_processor() -> None:
-    if missing := sorted(_NEEDED - _flags()):
+    if missing := sorted(_REQUIRED_CPU_FLAGS - _cpu_flags()):
         raise BuildError(f"this processor lacks {', '.join(missing)}")
 
 
@@ -129,10 +129,11 @@ def _compile(sources: list[Path], library: Path) -> None:
         objects = [str(Path(scratch, source.stem + ".o")) for source in sources]
         out = str(Path(scratch, "native.so"))
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            each = [
-                [compiler, *_OPTIONS, "-c", str(source), "-o", o] for source, o in zip(sources, objects, strict=True)
+            commands = [
+                [compiler, *_COMPILER_FLAGS, "-c", str(source), "-o", object_file]
+                for source, object_file in zip(sources, objects, strict=True)
             ]
-            list(pool.map(_run, each))
+            list(pool.map(_run, commands))
         # Linked without -fopenmp: the symbols are then those of the OpenMP library that torch has loaded. Two of them
         # in one process would have two sets of threads, which spin against each other.
         _run([compiler, "-shared", *objects, "-o", out])
@@ -141,11 +142,11 @@ def _compile(sources: list[Path], library: Path) -> None:
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        result = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         raise BuildError(f"{command[0]}: {error}; CXX names a compiler that cannot be run") from error
-    if done.returncode:
-        raise BuildError(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
+    if result.returncode:
+        raise BuildError(f"{' '.join(command)} failed: {result.stderr.strip()[-2000:]}")
 
 
 def _bind(path: Path) -> ctypes.CDLL:
@@ -175,36 +176,36 @@ def _bind(path: Path) -> ctypes.CDLL:
 
 def _cache_folder() -> Path:
     """A folder of this user's alone: what lies there is loaded as code."""
-    wished = os.environ.get("QUIRE_NATIVE_CACHE")
+    configured = os.environ.get("QUIRE_NATIVE_CACHE")
     home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     for folder in (
-        [Path(wished)] if wished else [Path(home, "quire"), Path(tempfile.gettempdir(), f"quire-{os.getuid()}")]
+        [Path(configured)] if configured else [Path(home, "quire"), Path(tempfile.gettempdir(), f"quire-{os.getuid()}")]
     ):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             status = folder.stat()
         except OSError:
             continue
-        ours = status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if ours and os.access(folder, os.R_OK | os.X_OK):
+        is_private = status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if is_private and os.access(folder, os.R_OK | os.X_OK):
             return folder
     raise BuildError("no folder to build into that only this user can write to; set QUIRE_NATIVE_CACHE to one")
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _file_lock(path: Path) -> Iterator[None]:
     """One process builds, the others wait for it."""
     try:
         file = path.open("w")
     except OSError as error:
-        raise BuildError(f"{path}: {error}; build ahead with `python -m quire_kernels.native`") from error
+        raise BuildError(f"{path}: {error}; build ahead with `python -m quire_kernels.cpu_native`") from error
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @functools.cache
-def _flags() -> frozenset[str]:
+def _cpu_flags() -> frozenset[str]:
     """What the processor can do, as the kernel names it; empty where it does not say."""
     try:
         return frozenset(Path("/proc/cpuinfo").read_text().split())
@@ -218,7 +219,7 @@ def main() -> int:
     try:
         print(build())
     except BuildError as error:
-        print(f"quire_kernels.native: {error}", file=sys.stderr)
+        print(f"quire_kernels.cpu_native: {error}", file=sys.stderr)
         return 1
     return 0
 

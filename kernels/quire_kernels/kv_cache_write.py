@@ -19,21 +19,21 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> 
         addresses: [num_tokens] int64, block * block_size + offset, all different.
     """
     num_tokens = keys.shape[0]
-    rows = movable(cache).view(2, -1, keys.shape[1] * keys.shape[2])
+    rows = as_indexable(cache).view(2, -1, keys.shape[1] * keys.shape[2])
     for row, content in zip(rows, (keys, values), strict=True):
-        row.index_copy_(0, addresses, movable(as_stored(content, cache.dtype)).reshape(num_tokens, -1))
+        row.index_copy_(0, addresses, as_indexable(to_cache_dtype(content, cache.dtype)).reshape(num_tokens, -1))
 
 
-write_kv.form_in("cuda", "own", "quire_kernels.gpu.kv_write")
+write_kv.register_lazy("cuda", "own", "quire_kernels.gpu.kv_cache_write")
 
 
-def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values in the type of the cache. e4m3 has no infinity: larger numbers would become NaN."""
     if dtype == torch.float8_e4m3fn:
         x = x.float().clamp(-448.0, 448.0)
     return x.to(dtype)
 
 
-def movable(x: Tensor) -> Tensor:
+def as_indexable(x: Tensor) -> Tensor:
     """The same memory in a type that torch can index: it cannot gather or scatter 8-bit floats on every device."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

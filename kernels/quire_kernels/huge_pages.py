@@ -12,33 +12,33 @@ import math
 import torch
 from torch import Tensor
 
-PAGE = 2 << 20
-_CHUNK = 64 << 20
-_ALIGNMENT = 64
+HUGE_PAGE_BYTES = 2 << 20
+_CHUNK_BYTES = 64 << 20
+_ALIGNMENT_BYTES = 64
 _MADV_HUGEPAGE = 14
 """Linux, include/uapi/asm-generic/mman-common.h."""
 
 
-class Arena:
+class HugePageArena:
     """Tensors side by side in chunks of large pages, all freed together. A page that nobody writes to costs nothing."""
 
     def __init__(self) -> None:
-        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._free_chunk = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A CPU tensor that is allocated and not filled, contiguous, aligned to a cache line."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes > self._chunk.numel():
-            self._chunk = _advised(max(num_bytes, _CHUNK))
-        used = min(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT, self._chunk.numel())
-        taken, self._chunk = self._chunk[:num_bytes], self._chunk[used:]
-        return taken.view(dtype).view(shape)
+        if num_bytes > self._free_chunk.numel():
+            self._free_chunk = _allocate_huge_pages(max(num_bytes, _CHUNK_BYTES))
+        num_reserved = min(-(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, self._free_chunk.numel())
+        storage, self._free_chunk = self._free_chunk[:num_bytes], self._free_chunk[num_reserved:]
+        return storage.view(dtype).view(shape)
 
 
-def _advised(num_bytes: int) -> Tensor:
+def _allocate_huge_pages(num_bytes: int) -> Tensor:
     """[num_bytes] uint8 from the start of a page."""
-    raw = torch.empty(num_bytes + PAGE, dtype=torch.uint8)
-    start = -raw.data_ptr() % PAGE
+    raw = torch.empty(num_bytes + HUGE_PAGE_BYTES, dtype=torch.uint8)
+    start = -raw.data_ptr() % HUGE_PAGE_BYTES
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is not None:
         # To the end of what was asked for: the last page may be a small one.

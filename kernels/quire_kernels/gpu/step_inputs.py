@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels.prepare import SequenceState, StepInputs
+from quire_kernels.step_inputs import SequenceState, StepInputs
 
 
 def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, block_size: int, out: StepInputs) -> None:
@@ -58,12 +58,12 @@ def _prepare(
     table = tables + row * table_stride
     tl.store(context_lengths + span, computed + length)
     for first in range(0, length, BLOCK):
-        within = first + tl.arange(0, BLOCK)
-        there = within < length
-        position = (computed + within).to(tl.int64)
-        tl.store(positions + start + within, position, mask=there)
-        block = tl.load(table + position // BLOCK_SIZE, mask=there, other=0)
-        tl.store(addresses + start + within, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=there)
+        token_offsets = first + tl.arange(0, BLOCK)
+        mask = token_offsets < length
+        position = (computed + token_offsets).to(tl.int64)
+        tl.store(positions + start + token_offsets, position, mask=mask)
+        block = tl.load(table + position // BLOCK_SIZE, mask=mask, other=0)
+        tl.store(addresses + start + token_offsets, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
     num_blocks = (computed + length + BLOCK_SIZE - 1) // BLOCK_SIZE
     first_block = tl.load(table)
     for first in range(0, width, BLOCK):

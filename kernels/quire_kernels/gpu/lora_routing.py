@@ -9,48 +9,48 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels.routing import ROUTED_ROWS, Routing
+from quire_kernels.lora_routing import ROWS_PER_TILE, TokenRouting
 
-_TOKENS = 1024
+_TOKENS_PER_ROUND = 1024
 """Tokens that a program reads at a time: a decoding step is one round, a prompt of 8,192 tokens eight."""
-_SLOTS = 64
+_SLOTS_PER_ROUND = 64
 
 
-def route(slots: Tensor, out: Routing) -> None:
+def route_tokens(slots: Tensor, out: TokenRouting) -> None:
     """See routing.route. Each slot's program reads 16 bytes a token, from the L2 cache but for the first: 32 slots of
     8,192 tokens are 4 MB."""
-    num_slots, num_tokens = len(out.counts), len(slots)
-    _count[(num_slots,)](slots, out.counts, num_tokens, TOKENS=_TOKENS, num_warps=4)
+    num_slots, num_tokens = len(out.slot_counts), len(slots)
+    _count_tokens[(num_slots,)](slots, out.slot_counts, num_tokens, TOKENS=_TOKENS_PER_ROUND, num_warps=4)
     # One more program marks the tiles that nobody needs.
-    _fill[(num_slots + 1,)](
+    _fill_tiles[(num_slots + 1,)](
         slots,
-        out.counts,
-        out.slots,
-        out.rows,
+        out.slot_counts,
+        out.tile_slots,
+        out.tile_rows,
         num_tokens,
         num_slots,
-        len(out.slots),
-        ROWS=ROUTED_ROWS,
-        TOKENS=_TOKENS,
-        SLOTS=_SLOTS,
+        len(out.tile_slots),
+        ROWS=ROWS_PER_TILE,
+        TOKENS=_TOKENS_PER_ROUND,
+        SLOTS=_SLOTS_PER_ROUND,
         num_warps=4,
     )
 
 
 # A step of any size must find its kernels compiled: numbers that differ between steps are not specialised.
 @triton.jit(do_not_specialize=["num_tokens"])
-def _count(slots_ptr, counts_ptr, num_tokens, TOKENS: tl.constexpr):
+def _count_tokens(slots_ptr, counts_ptr, num_tokens, TOKENS: tl.constexpr):
     slot = tl.program_id(0)
     count = 0
-    for at in range(0, num_tokens, TOKENS):
-        tokens = at + tl.arange(0, TOKENS)
-        found = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1)
-        count += tl.sum((found == slot).to(tl.int32))
+    for first_token in range(0, num_tokens, TOKENS):
+        tokens = first_token + tl.arange(0, TOKENS)
+        token_slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1)
+        count += tl.sum((token_slots == slot).to(tl.int32))
     tl.store(counts_ptr + slot, count)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_tiles"])
-def _fill(
+def _fill_tiles(
     slots_ptr,
     counts_ptr,
     tile_slots_ptr,
@@ -65,8 +65,8 @@ def _fill(
     slot = tl.program_id(0)
     first = 0
     for at in range(0, slot, SLOTS):
-        before = at + tl.arange(0, SLOTS)
-        first += tl.sum((tl.load(counts_ptr + before, mask=before < slot, other=0) + ROWS - 1) // ROWS)
+        lower_slots = at + tl.arange(0, SLOTS)
+        first += tl.sum((tl.load(counts_ptr + lower_slots, mask=lower_slots < slot, other=0) + ROWS - 1) // ROWS)
     if slot == num_slots:
         for at in range(first, num_tiles, SLOTS):
             tiles = at + tl.arange(0, SLOTS)
@@ -77,12 +77,12 @@ def _fill(
         for at in range(first, end, SLOTS):
             tiles = at + tl.arange(0, SLOTS)
             tl.store(tile_slots_ptr + tiles, slot, mask=tiles < end)
-        free = first * ROWS + count + tl.arange(0, ROWS)
-        tl.store(tile_rows_ptr + free, -1, mask=free < end * ROWS)
-        place = first * ROWS
+        row_indices = first * ROWS + count + tl.arange(0, ROWS)
+        tl.store(tile_rows_ptr + row_indices, -1, mask=row_indices < end * ROWS)
+        next_row = first * ROWS
         for at in range(0, num_tokens, TOKENS):
             tokens = at + tl.arange(0, TOKENS)
-            found = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1)
-            own = (found == slot).to(tl.int32)
-            tl.store(tile_rows_ptr + place + tl.cumsum(own) - 1, tokens, mask=own > 0)
-            place += tl.sum(own)
+            token_slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1)
+            is_own = (token_slots == slot).to(tl.int32)
+            tl.store(tile_rows_ptr + next_row + tl.cumsum(is_own) - 1, tokens, mask=is_own > 0)
+            next_row += tl.sum(is_own)

@@ -7,11 +7,11 @@ instead of 42. A step that no graph replays makes them in each layer.
 """
 
 
-def num_parts(num: int, size: int) -> int:
+def cdiv(num: int, size: int) -> int:
     """Parts of `size` that hold `num`."""
     return -(-num // size)
 
 
-def power_of_2(num: int) -> int:
+def next_power_of_2(num: int) -> int:
     """The least one that is not less than `num`, which is above 0."""
     return 1 << (num - 1).bit_length()

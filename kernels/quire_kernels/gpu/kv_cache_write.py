@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels.gpu.sizes import num_parts, power_of_2
+from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
 
-_HEADS = 8
+_HEADS_PER_PROGRAM = 8
 """Heads of a token that a program takes: 8 heads of 128 are 2 KiB in bfloat16."""
 
 
@@ -16,13 +16,13 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> 
     num_tokens, num_kv_heads, head_dim = keys.shape
     assert keys.stride(1) == values.stride(1) == head_dim and keys.stride(2) == values.stride(2) == 1
     width = num_kv_heads * head_dim
-    block = min(power_of_2(width), 1024)
-    _write[(num_tokens, num_parts(width, block), 2)](
+    block = min(next_power_of_2(width), 1024)
+    _write_kv[(num_tokens, cdiv(width, block), 2)](
         keys, values, cache, addresses, keys.stride(0), values.stride(0), cache.stride(0), width, BLOCK=block
     )
 
 
-def rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addresses: Tensor, num_heads: int) -> Tensor:
+def rope_and_cache(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addresses: Tensor, num_heads: int) -> Tensor:
     """See rope.rotate_and_write; queries are rotated where they are.
 
     Moves 2 * num_tokens * (num_heads + 2 * num_kv_heads) * head_dim elements, each read and written once, and the
@@ -31,7 +31,7 @@ def rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addre
     num_tokens, all_heads, head_dim = qkv.shape
     dim = cos.shape[1]
     assert qkv.stride(1) == head_dim and qkv.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
-    _rotate_write[(num_tokens, num_parts(all_heads, _HEADS))](
+    _rope_and_cache[(num_tokens, cdiv(all_heads, _HEADS_PER_PROGRAM))](
         qkv,
         cos,
         sin,
@@ -43,16 +43,16 @@ def rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addre
         NUM_KV_HEADS=(all_heads - num_heads) // 2,
         HEAD_DIM=head_dim,
         HALF=dim // 2,
-        HALF_BLOCK=power_of_2(dim // 2),
-        REST_BLOCK=0 if dim == head_dim else power_of_2(head_dim - dim),
-        HEADS=_HEADS,
+        HALF_BLOCK=next_power_of_2(dim // 2),
+        REST_BLOCK=0 if dim == head_dim else next_power_of_2(head_dim - dim),
+        HEADS=_HEADS_PER_PROGRAM,
         num_warps=4,
     )
     return qkv[:, :num_heads]
 
 
 @triton.jit
-def stored(x, like):
+def to_cache_dtype(x, like):
     """x in the type that `like`, the cache, holds: e4m3 has no infinity, so what is beyond it becomes its largest. NaN,
     which the limits would make a number of, stays NaN."""
     if like.dtype.element_ty == tl.float8e4nv:
@@ -67,21 +67,23 @@ def stored(x, like):
 # `kind_stride` passes 2^31 in large caches. Were it an int32 in small ones, those would need another kernel, compiled
 # while the first request waits: the engine warms up on a cache of one block.
 @triton.jit
-def _write(keys, values, cache, addresses, key_stride, value_stride, kind_stride: tl.int64, width, BLOCK: tl.constexpr):
+def _write_kv(
+    keys, values, cache, addresses, key_stride, value_stride, kind_stride: tl.int64, width, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = columns < width
+    mask = columns < width
     address = tl.load(addresses + token)
     if tl.program_id(2) == 0:
-        row = tl.load(keys + token * key_stride + columns, mask=there)
-        tl.store(cache + address * width + columns, stored(row, cache), mask=there)
+        row = tl.load(keys + token * key_stride + columns, mask=mask)
+        tl.store(cache + address * width + columns, to_cache_dtype(row, cache), mask=mask)
     else:
-        row = tl.load(values + token * value_stride + columns, mask=there)
-        tl.store(cache + kind_stride + address * width + columns, stored(row, cache), mask=there)
+        row = tl.load(values + token * value_stride + columns, mask=mask)
+        tl.store(cache + kind_stride + address * width + columns, to_cache_dtype(row, cache), mask=mask)
 
 
 @triton.jit
-def _rotate_write(
+def _rope_and_cache(
     qkv,
     cos,
     sin,
@@ -101,31 +103,33 @@ def _rotate_write(
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     pairs = tl.arange(0, HALF_BLOCK)[None, :]
-    there = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (pairs < HALF)
-    rotates = heads < NUM_HEADS + NUM_KV_HEADS
+    mask = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (pairs < HALF)
+    is_rotated = heads < NUM_HEADS + NUM_KV_HEADS
     source = qkv + token * stride + heads * HEAD_DIM
     kv_head = (heads - NUM_HEADS) % NUM_KV_HEADS
     address = tl.load(addresses + token)
-    place = cache + tl.where(rotates, 0, kind_stride) + (address * NUM_KV_HEADS + kv_head) * HEAD_DIM
+    cache_ptrs = cache + tl.where(is_rotated, 0, kind_stride) + (address * NUM_KV_HEADS + kv_head) * HEAD_DIM
 
-    first = tl.load(source + pairs, mask=there, other=0.0)
-    second = tl.load(source + HALF + pairs, mask=there, other=0.0)
+    first = tl.load(source + pairs, mask=mask, other=0.0)
+    second = tl.load(source + HALF + pairs, mask=mask, other=0.0)
     angle = token * 2 * HALF + pairs
     cos_1 = tl.load(cos + angle, mask=pairs < HALF, other=0.0).to(tl.float32)
     cos_2 = tl.load(cos + angle + HALF, mask=pairs < HALF, other=0.0).to(tl.float32)
     sin_1 = tl.load(sin + angle, mask=pairs < HALF, other=0.0).to(tl.float32)
     sin_2 = tl.load(sin + angle + HALF, mask=pairs < HALF, other=0.0).to(tl.float32)
     a, b = first.to(tl.float32), second.to(tl.float32)
-    turned_1 = tl.where(rotates, a * cos_1 + b * sin_1, a).to(first.dtype)
-    turned_2 = tl.where(rotates, b * cos_2 + a * sin_2, b).to(first.dtype)
+    rotated_1 = tl.where(is_rotated, a * cos_1 + b * sin_1, a).to(first.dtype)
+    rotated_2 = tl.where(is_rotated, b * cos_2 + a * sin_2, b).to(first.dtype)
 
-    is_query = there & (heads < NUM_HEADS)
-    tl.store(source + pairs, turned_1, mask=is_query)
-    tl.store(source + HALF + pairs, turned_2, mask=is_query)
-    is_kv = there & (heads >= NUM_HEADS)
-    tl.store(place + pairs, stored(turned_1, cache), mask=is_kv)
-    tl.store(place + HALF + pairs, stored(turned_2, cache), mask=is_kv)
+    is_query = mask & (heads < NUM_HEADS)
+    tl.store(source + pairs, rotated_1, mask=is_query)
+    tl.store(source + HALF + pairs, rotated_2, mask=is_query)
+    is_kv = mask & (heads >= NUM_HEADS)
+    tl.store(cache_ptrs + pairs, to_cache_dtype(rotated_1, cache), mask=is_kv)
+    tl.store(cache_ptrs + HALF + pairs, to_cache_dtype(rotated_2, cache), mask=is_kv)
     if REST_BLOCK > 0:
         rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
         is_rest = (rest < HEAD_DIM) & (heads >= NUM_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
-        tl.store(place + rest, stored(tl.load(source + rest, mask=is_rest, other=0.0), cache), mask=is_rest)
+        tl.store(
+            cache_ptrs + rest, to_cache_dtype(tl.load(source + rest, mask=is_rest, other=0.0), cache), mask=is_rest
+        )
