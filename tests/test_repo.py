@@ -60,8 +60,8 @@ def test_nothing_of_ours_is_named_after_the_kernel_language():
     ("module", "absent"),
     [
         ("quire_spec.engine.config", {"torch", "numpy", "yaml"}),
-        ("quire_engine.text", {"torch", "transformers"}),
-        ("quire_engine.scheduler", {"torch"}),
+        ("quire_engine.tokenization.tokenizer", {"torch", "transformers"}),
+        ("quire_engine.scheduling.scheduler", {"torch"}),
         ("quire_server.supervisor.supervisor", {"torch", "tokenizers", "quire_engine"}),
         ("quire_operator.cli", {"torch", "numpy", "quire_engine", "quire_server"}),
     ],

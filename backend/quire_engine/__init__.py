@@ -8,9 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire_engine.llm import LLM
-    from quire_engine.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
-    from quire_engine.prompt import TextPrompt, TokensPrompt
+    from quire_engine.api.inputs import TextPrompt, TokensPrompt
+    from quire_engine.api.llm import LLM
+    from quire_engine.api.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
     from quire_spec.engine.sampling_params import SamplingParams
 
 __all__ = [
@@ -25,14 +25,14 @@ __all__ = [
 ]
 
 _MODULES = {
-    "LLM": "quire_engine.llm",
+    "LLM": "quire_engine.api.llm",
     "SamplingParams": "quire_spec.engine.sampling_params",
-    "TextPrompt": "quire_engine.prompt",
-    "TokensPrompt": "quire_engine.prompt",
+    "TextPrompt": "quire_engine.api.inputs",
+    "TokensPrompt": "quire_engine.api.inputs",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES.get(name, "quire_engine.outputs")), name)
+    return getattr(importlib.import_module(_MODULES.get(name, "quire_engine.api.outputs")), name)

@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire_engine import bench
-from quire_engine.llm import LLM
-from quire_engine.outputs import LoRARequest, RequestOutput
+from quire_engine.api import benchmark
+from quire_engine.api.llm import LLM
+from quire_engine.api.outputs import LoRARequest, RequestOutput
 from quire_spec.dataclass_json import to_json
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, QuireError
 
-_GENERATE = """
+_GENERATE_EXAMPLES = """
 examples:
   one prompt, greedy
     python -m quire_engine generate --model examples/models/tiny --prompt "Once upon a time" --temperature 0
@@ -36,7 +36,7 @@ examples:
     python -m quire_engine generate --model org/name --prompt-file prompts.txt --max-tokens 128 -o json
 """
 
-_BENCH = """
+_BENCH_EXAMPLES = """
 examples:
   64 prompts at once: throughput
     python -m quire_engine bench --model examples/models/tiny --num-prompts 64 --input-len 128 --output-len 64
@@ -60,7 +60,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 1 for an error that the user can mend, or that of an interrupt."""
-    args = _parser().parse_args(argv)
+    args = _build_parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         _COMMANDS[args.command](args)
@@ -73,75 +73,79 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    params = _sampling_params(args)
-    prompts = [*args.prompt, *_lines(args.prompt_file)]
+    params = _build_sampling_params(args)
+    prompts = [*args.prompt, *_read_prompt_file(args.prompt_file)]
     if not prompts:
         raise InvalidArgument("generate: no prompt; give --prompt TEXT or --prompt-file FILE")
-    loras: list[LoRARequest | None] = [None, *_loras(args)]
-    jobs = [(prompt, lora) for prompt in prompts for lora in loras]
-    llm, each = _load(args), [lora for _, lora in jobs]
+    lora_choices: list[LoRARequest | None] = [None, *_parse_lora_requests(args)]
+    prompt_lora_pairs = [(prompt, lora) for prompt in prompts for lora in lora_choices]
+    llm, lora_requests = _load_llm(args), [lora for _, lora in prompt_lora_pairs]
     if args.chat:
-        messages = [[{"role": "user", "content": prompt}] for prompt, _ in jobs]
-        with _traced(llm, args):
-            outputs = llm.chat(messages, params, sys.stderr.isatty(), each)
+        conversations = [[{"role": "user", "content": prompt}] for prompt, _ in prompt_lora_pairs]
+        with _profile_steps(llm, args):
+            outputs = llm.chat(conversations, params, sys.stderr.isatty(), lora_requests)
     else:
-        with _traced(llm, args):
-            outputs = llm.generate([prompt for prompt, _ in jobs], params, sys.stderr.isatty(), each)
-    show = _as_json if args.output == "json" else _as_text
+        with _profile_steps(llm, args):
+            outputs = llm.generate(
+                [prompt for prompt, _ in prompt_lora_pairs], params, sys.stderr.isatty(), lora_requests
+            )
+    format_output = _format_as_json if args.output == "json" else _format_as_text
     for output in outputs:
-        print(show(output))
+        print(format_output(output))
 
 
 def _bench(args: argparse.Namespace) -> None:
-    llm = _load(args)
-    load = bench.Load(
+    llm = _load_llm(args)
+    workload = benchmark.Workload(
         num_prompts=args.num_prompts,
         input_len=args.input_len,
         output_len=args.output_len,
         rate=args.rate,
-        params={"temperature": args.temperature} | _pairs("--param", args.param),
+        params={"temperature": args.temperature} | _parse_key_values("--param", args.param),
         seed=args.seed,
-        adapters=tuple(llm.load_adapter(lora) for lora in _loras(args)),
+        adapters=tuple(llm.load_adapter(lora) for lora in _parse_lora_requests(args)),
     )
     if args.warmup:
-        bench.run(llm.engine, replace(load, num_prompts=min(4, load.num_prompts), rate=None, seed=load.seed + 1))
-    with _traced(llm, args):
-        report = bench.run(llm.engine, load, progress=sys.stderr.isatty())
+        benchmark.run_benchmark(
+            llm.engine, replace(workload, num_prompts=min(4, workload.num_prompts), rate=None, seed=workload.seed + 1)
+        )
+    with _profile_steps(llm, args):
+        report = benchmark.run_benchmark(llm.engine, workload, progress=sys.stderr.isatty())
     if args.output == "json":
-        print(json.dumps({"engine": _settings(llm), "load": to_json(load), "report": to_json(report)}))
+        print(json.dumps({"engine": _engine_settings(llm), "load": to_json(workload), "report": to_json(report)}))
     else:
-        print(" ".join(f"{name}={value}" for name, value in _settings(llm).items()))
-        print(bench.format_report(report))
+        print(" ".join(f"{name}={value}" for name, value in _engine_settings(llm).items()))
+        print(benchmark.format_report(report))
 
 
-def _traced(llm: LLM, args: argparse.Namespace) -> AbstractContextManager[None]:
-    from quire_engine.trace import traced  # imports torch, which --help does not need
+def _profile_steps(llm: LLM, args: argparse.Namespace) -> AbstractContextManager[None]:
+    from quire_engine.worker.profiling import profile_steps  # imports torch, which --help does not need
 
-    return traced(llm.engine, args.profile)
+    return profile_steps(llm.engine, args.profile)
 
 
-def _settings(llm: LLM) -> dict[str, Any]:
+def _engine_settings(llm: LLM) -> dict[str, Any]:
     """What a number is worth nothing without."""
     engine = llm.engine
-    names = ("model", "device", "block_size", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
-    chosen = {name: getattr(engine.config, name) for name in names}
-    return chosen | {"dtype": engine.memory.dtype, "num_blocks": engine.memory.num_blocks}
+    field_names = ("model", "device", "block_size", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
+    settings = {name: getattr(engine.config, name) for name in field_names}
+    return settings | {"dtype": engine.memory.dtype, "num_blocks": engine.memory.num_blocks}
 
 
-def _load(args: argparse.Namespace) -> LLM:
-    fields = {"device": args.device, "dtype": args.dtype, "enable_lora": bool(args.lora)}
+def _load_llm(args: argparse.Namespace) -> LLM:
+    engine_args = {"device": args.device, "dtype": args.dtype, "enable_lora": bool(args.lora)}
     if args.max_model_len is not None:
-        fields["max_model_len"] = args.max_model_len
-    return LLM(args.model, **(fields | _pairs("--set", args.set)))
+        engine_args["max_model_len"] = args.max_model_len
+    return LLM(args.model, **(engine_args | _parse_key_values("--set", args.set)))
 
 
-def _pairs(option: str, items: Sequence[str]) -> dict[str, Any]:
+def _parse_key_values(option: str, items: Sequence[str]) -> dict[str, Any]:
     """NAME=VALUE, where a value is JSON, or a word such as bfloat16."""
     values: dict[str, Any] = {}
     for item in items:
-        name, equals, text = item.partition("=")
-        if not equals:
-            raise InvalidArgument(f"{option}: {item!r} is not NAME=VALUE, for example {_EXAMPLES[option]}")
+        name, separator, text = item.partition("=")
+        if not separator:
+            raise InvalidArgument(f"{option}: {item!r} is not NAME=VALUE, for example {_OPTION_EXAMPLES[option]}")
         try:
             values[name] = json.loads(text)
         except ValueError:
@@ -149,20 +153,20 @@ def _pairs(option: str, items: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-_EXAMPLES = {"--set": "block_size=32", "--param": "repetition_penalty=1.1"}
+_OPTION_EXAMPLES = {"--set": "block_size=32", "--param": "repetition_penalty=1.1"}
 
 
-def _loras(args: argparse.Namespace) -> list[LoRARequest]:
+def _parse_lora_requests(args: argparse.Namespace) -> list[LoRARequest]:
     requests = []
-    for number, item in enumerate(args.lora, 1):
-        name, equals, path = item.partition("=")
-        if not (name and equals and path):
+    for lora_int_id, item in enumerate(args.lora, 1):
+        name, separator, path = item.partition("=")
+        if not (name and separator and path):
             raise InvalidArgument(f"--lora: {item!r} is not NAME=PATH, for example sql=adapters/sql")
-        requests.append(LoRARequest(name, number, path))
+        requests.append(LoRARequest(name, lora_int_id, path))
     return requests
 
 
-def _lines(path: str | None) -> list[str]:
+def _read_prompt_file(path: str | None) -> list[str]:
     if path is None:
         return []
     try:
@@ -172,47 +176,56 @@ def _lines(path: str | None) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
 
 
-def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+def _build_sampling_params(args: argparse.Namespace) -> SamplingParams:
     names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "n")
     values = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return SamplingParams.from_mapping({"stop": args.stop} | values | _pairs("--param", args.param))
+    return SamplingParams.from_mapping({"stop": args.stop} | values | _parse_key_values("--param", args.param))
 
 
-def _as_text(output: RequestOutput) -> str:
-    name = output.lora_request.lora_name if output.lora_request else "base"
+def _format_as_text(output: RequestOutput) -> str:
+    adapter_name = output.lora_request.lora_name if output.lora_request else "base"
     return "\n".join(
-        f"[{name}, {completion.finish_reason}, {len(completion.token_ids)} tokens] {output.prompt}{completion.text}"
+        f"[{adapter_name}, {completion.finish_reason}, {len(completion.token_ids)} tokens] "
+        f"{output.prompt}{completion.text}"
         for completion in output.outputs
     )
 
 
-def _as_json(output: RequestOutput) -> str:
+def _format_as_json(output: RequestOutput) -> str:
     return json.dumps(to_json(output), ensure_ascii=False)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quire_engine",
         description="Generate with a model, or measure it, on this machine: the engine of a pod without its server.",
         epilog="python -m quire_engine generate --help and bench --help show examples",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="generate|bench")
-    _add_generate(commands.add_parser("generate", help="answer prompts", **_texts("Answer prompts.", _GENERATE)))
-    _add_bench(commands.add_parser("bench", help="measure throughput and latency", **_texts(_MEASURES, _BENCH)))
+    _add_generate_arguments(
+        commands.add_parser("generate", help="answer prompts", **_help_texts("Answer prompts.", _GENERATE_EXAMPLES))
+    )
+    _add_bench_arguments(
+        commands.add_parser(
+            "bench", help="measure throughput and latency", **_help_texts(_BENCH_DESCRIPTION, _BENCH_EXAMPLES)
+        )
+    )
     return parser
 
 
-_MEASURES = "Put random prompts on the engine; print tokens per second, time to first token and time between tokens."
+_BENCH_DESCRIPTION = (
+    "Put random prompts on the engine; print tokens per second, time to first token and time between tokens."
+)
 _COMMANDS = {"generate": _generate, "bench": _bench}
 
 
-def _texts(description: str, examples: str) -> dict[str, Any]:
-    form = argparse.RawDescriptionHelpFormatter
-    return {"description": description, "epilog": examples, "formatter_class": form}
+def _help_texts(description: str, examples: str) -> dict[str, Any]:
+    formatter_class = argparse.RawDescriptionHelpFormatter
+    return {"description": description, "epilog": examples, "formatter_class": formatter_class}
 
 
-def _add_generate(parser: argparse.ArgumentParser) -> None:
-    _add_engine(parser, "also answer each prompt with this adapter, by any name; repeatable")
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_engine_arguments(parser, "also answer each prompt with this adapter, by any name; repeatable")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
     parser.add_argument("--prompt-file", metavar="FILE", help="one prompt a line; - reads standard input")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="output tokens at most (default 64)")
@@ -223,25 +236,25 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, metavar="N", help="outputs per prompt (default 1)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
     parser.add_argument("--chat", action="store_true", help="prompts are messages: use the model's chat template")
-    _add_param(parser)
+    _add_param_argument(parser)
     parser.add_argument(
         "--logprobs", type=int, metavar="N", help="log probabilities of N tokens a position (with -o json)"
     )
 
 
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    _add_engine(parser, "spread the requests over these adapters, by any name; repeatable")
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_engine_arguments(parser, "spread the requests over these adapters, by any name; repeatable")
     parser.add_argument("--num-prompts", type=int, default=32, metavar="N", help="requests (default 32)")
     parser.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens per prompt (default 128)")
     parser.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens per output (default 64)")
     parser.add_argument("--rate", type=float, metavar="R", help="arrivals per second (default: all at once)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling (default 0)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default 0)")
-    _add_param(parser)
+    _add_param_argument(parser)
     parser.add_argument("--no-warmup", dest="warmup", action="store_false", help="measure the first steps too")
 
 
-def _add_param(parser: argparse.ArgumentParser) -> None:
+def _add_param_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--param",
         action="append",
@@ -251,12 +264,12 @@ def _add_param(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_engine(parser: argparse.ArgumentParser, lora: str) -> None:
+def _add_engine_arguments(parser: argparse.ArgumentParser, lora_help: str) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of a checkpoint, or a hub id")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default auto)")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together")
-    parser.add_argument("--lora", action="append", default=[], metavar="NAME=DIR", help=lora)
+    parser.add_argument("--lora", action="append", default=[], metavar="NAME=DIR", help=lora_help)
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="any setting of engine.json; repeatable"
     )

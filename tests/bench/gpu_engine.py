@@ -25,9 +25,9 @@ from measure import kv_use, measure, percentile, shortfall
 from record import Record
 from workload import Request
 
-from quire_engine.checkpoint import Checkpoint
-from quire_engine.engine import Engine
-from quire_engine.runner import TorchRunner
+from quire_engine.core.engine import Engine
+from quire_engine.weights.checkpoint import Checkpoint
+from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import SequenceRequest
@@ -113,7 +113,7 @@ def make_engine(card: Card, **settings: Any) -> Engine:
         shape = ModelConfig.load(folder)
         config = EngineConfig(model="random", device=card.device.type, **settings)
         with random_weights.instead_of_a_checkpoint():
-            runner = TorchRunner(config, shape, folder)
+            runner = DeviceModelRunner(config, shape, folder)
     return Engine(config, Checkpoint(folder, shape, frozenset(), "random"), runner, runner.memory)
 
 
@@ -230,7 +230,7 @@ def feed(
 
 def close(engine: Engine) -> None:
     """Give the device's memory back."""
-    del engine._runner, engine._steps
+    del engine._runner, engine._step_executor
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -270,7 +270,7 @@ def idle_per_step(engine: Engine, num_seqs: int, prompt: int, num_steps: int, ah
     """
     from torch.profiler import ProfilerActivity, profile
 
-    engine._steps.ahead = ahead
+    engine._step_executor.overlap = ahead
     vocab, draw = engine.shape.vocab_size, random.Random(9)
     for i in range(num_seqs):
         # Nobody ends before the last one has decoded so many steps: prompts start in as many steps at most.
@@ -322,7 +322,7 @@ def graph_ms(engine: Engine, num_seqs: int, num_replays: int) -> float | None:
     graphs: Any = engine._runner._graphs  # type: ignore[attr-defined]
     if graphs is None:
         return None
-    replay, start, end = graphs._steps[num_seqs], *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay, start, end = graphs._base_graphs[num_seqs], *(torch.cuda.Event(enable_timing=True) for _ in range(2))
     replay()
     start.record()
     for _ in range(num_replays):

@@ -16,8 +16,8 @@ from gpu_gate import own
 from gpu_kernels import Limits, Row, Shape
 
 import quire_kernels as ops
-from quire_engine.engine import Engine
-from quire_engine.peft import OUTSIDE, HostAdapter
+from quire_engine.core.engine import Engine
+from quire_engine.lora.peft.adapter import NO_LAYER, HostAdapter
 from quire_kernels.gpu import lora as forms
 
 NUM_ADAPTERS, RANK, NUM_ROUNDS = 32, 16, 5
@@ -39,13 +39,13 @@ def add_adapters(engine: Engine, ranks: Sequence[int], everywhere: bool) -> list
     draw, made = torch.Generator().manual_seed(3), {}
     for rank in set(ranks):
         pairs = {}
-        for places, module in zip(runner._slots._places, runner._slots._slots.modules, strict=True):
+        for places, module in zip(runner._slots._module_keys, runner._slots._slots.modules, strict=True):
             for place, width in zip(places, module.site.widths, strict=True):
-                if everywhere or place[0] != OUTSIDE:
+                if everywhere or place[0] != NO_LAYER:
                     features = module.site.in_features
                     a, b = (torch.randn(shape, generator=draw) for shape in ((rank, features), (width, rank)))
                     pairs[place] = a / features**0.5, b / 8
-        made[rank] = runner.pack(HostAdapter(rank, pairs))
+        made[rank] = runner.pack_adapter(HostAdapter(rank, pairs))
     names = [f"adapter {i} of rank {rank}" for i, rank in enumerate(ranks)]
     for name, rank in zip(names, ranks, strict=True):
         engine.add_adapter(name, Path("made here"), made[rank])

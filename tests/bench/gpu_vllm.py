@@ -27,7 +27,7 @@ from child import Child, ChildFailed
 from measure import MAX_GAP, WrongOutput, measure
 from safetensors.torch import save_file
 
-from quire_engine.engine import Engine
+from quire_engine.core.engine import Engine
 from quire_spec.engine.config import EngineConfig
 
 BAR, AIM = 1.2, 1.5

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from quire_engine.device import keep_memory
+from quire_engine.worker.device import retain_freed_memory
 from quire_kernels import (
     AdapterSegment,
     LoRABatch,
@@ -110,7 +110,7 @@ def report(what: str, plain_ms: float, here_ms: float) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    keep_memory()  # as the engine does: without it, long contexts measure the system's page faults
+    retain_freed_memory()  # as the engine does: without it, long contexts measure the system's page faults
     print(f"torch {torch.__version__}, one thread{'plain':>38} {'as it is':>14}")
     with torch.inference_mode():
         for dtype in (torch.bfloat16, torch.float32):

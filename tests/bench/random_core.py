@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core of a model of random weights: quire_engine.core_process and its arguments, but nothing is loaded."""
+"""The engine core of a model of random weights: quire_engine.core.process and its arguments, but nothing is loaded."""
 
 import sys
 from pathlib import Path
@@ -9,8 +9,9 @@ sys.path[:0] = [str(ROOT / "backend"), str(ROOT / "kernels")]
 
 import random_weights  # noqa: E402
 
-from quire_engine import core_process, process  # noqa: E402
+from quire_engine.core import process as engine_process  # noqa: E402
+from quire_engine.ipc import process  # noqa: E402
 
 if __name__ == "__main__":
     with random_weights.instead_of_a_checkpoint():
-        process.run("random_core", core_process.main)
+        process.run_process("random_core", engine_process.main)

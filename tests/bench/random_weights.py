@@ -10,20 +10,20 @@ from unittest import mock
 
 import torch
 
-from quire_engine import runner
-from quire_engine.part import Target, whole
+from quire_engine.weights.param_shard import LoadTarget, unsharded
+from quire_engine.worker import model_runner
 
 
 def instead_of_a_checkpoint() -> contextlib.AbstractContextManager[Any]:
     """Within it, engines that are made fill their weights themselves."""
-    return mock.patch.object(runner, "load_weights", _fill)
+    return mock.patch.object(model_runner, "load_weights", _fill)
 
 
-def _fill(folder: Path, tensors: Iterable[tuple[str, Target]], **_: Any) -> None:
+def _fill(folder: Path, tensors: Iterable[tuple[str, LoadTarget]], **_: Any) -> None:
     """Normally distributed, norms around 1; every square linear keeps the deviation of its inputs, and the deviation of
     the logits is 1."""
     spread = json.loads((folder / "config.json").read_text())["hidden_size"] ** -0.5
     torch.manual_seed(0)
     with torch.inference_mode():
         for name, target in tensors:
-            whole(target).tensor.normal_(1.0 if "norm" in name else 0.0, spread)
+            unsharded(target).tensor.normal_(1.0 if "norm" in name else 0.0, spread)

@@ -31,7 +31,7 @@ from serving import circumstances, say  # noqa: E402
 from support.pod import Pod, eventually  # noqa: E402
 from support.service import Service  # noqa: E402
 
-from quire_engine.slots import RESERVE_AFTER_S  # noqa: E402
+from quire_engine.lora.slot_table import RESERVE_AFTER_S  # noqa: E402
 
 BEGIN, END = "<!-- results of tests/bench/residency.py: begin -->", "<!-- results of tests/bench/residency.py: end -->"
 NUM_SLOTS = 8

@@ -11,9 +11,9 @@ from support.emulated import device
 from support.tiny import VOCAB, make_adapter, make_checkpoint
 from torch.nn.attention import SDPBackend
 
-from quire_engine.llm import LLM
-from quire_engine.outputs import LoRARequest
-from quire_engine.runner import TorchRunner
+from quire_engine.api.llm import LLM
+from quire_engine.api.outputs import LoRARequest
+from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_kernels import paged_attention
 from quire_kernels.gpu import fused_attention
 from quire_kernels.lora import adapted_linear
@@ -118,7 +118,7 @@ def test_sequences_swapped_to_pinned_memory_come_back(model):
 
 
 def test_no_step_waits_for_the_device_before_it_is_begun(model, adapters, monkeypatch):
-    begin, waited = TorchRunner.begin, []
+    begin, waited = DeviceModelRunner.execute_async, []
 
     def counted(*args: Any) -> Any:
         before = device.waits()
@@ -126,7 +126,7 @@ def test_no_step_waits_for_the_device_before_it_is_begun(model, adapters, monkey
         waited.append(device.waits() - before)
         return outcome
 
-    monkeypatch.setattr(TorchRunner, "begin", counted)
+    monkeypatch.setattr(DeviceModelRunner, "execute_async", counted)
     params = [
         SamplingParams(temperature=0.0, max_tokens=4, presence_penalty=0.5, logprobs=1),
         SamplingParams(temperature=1.0, seed=2, max_tokens=6, top_p=0.9, min_p=0.01, top_k=30),

@@ -15,7 +15,7 @@ from support.tiny import make_checkpoint
 SCRIPT = """
 import json, os, signal, sys, time
 import psutil
-from quire_engine.llm import LLM
+from quire_engine.api.llm import LLM
 from quire_spec.errors import QuireError
 from quire_spec.engine.sampling_params import SamplingParams
 model, device, size, kill = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "kill"

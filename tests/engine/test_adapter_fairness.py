@@ -9,8 +9,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire_engine.adapters import AdapterRegistry
-from quire_engine.slots import RESERVE_AFTER_S
+from quire_engine.lora.registry import AdapterRegistry
+from quire_engine.lora.slot_table import RESERVE_AFTER_S
 
 STEP_S = 0.05
 LOAD_S = 0.2
@@ -35,7 +35,7 @@ class Traffic:
         self.longest_wait = 0.0
 
     def arrive(self, name: str) -> None:
-        self.registry.open(name)
+        self.registry.add_sequence(name)
         self.waiting.append((name, self.now))
 
     def step(self) -> None:
@@ -44,24 +44,24 @@ class Traffic:
         for name, ends in self.ends.items():
             for end in [end for end in ends if end <= self.now]:
                 ends.remove(end)
-                self.registry.stop(name)
-                self.registry.close(name)
+                self.registry.on_stop(name)
+                self.registry.remove_sequence(name)
         for when, what in [due for due in self.due if due[0] <= self.now]:
             self.due.remove((when, what))
             if isinstance(what, str):
                 self.registry.add(what, Path(what))
             else:
-                self.registry.slots.loaded(what)  # type: ignore[arg-type]
+                self.registry.slot_table.on_loaded(what)  # type: ignore[arg-type]
         # Before a step, as the engine's owners do: what has just ended may make room for a copy.
-        self.due += [(self.now + READ_S, name) for name, _ in self.registry.take_fetches()]
+        self.due += [(self.now + READ_S, name) for name, _ in self.registry.pop_reads()]
         self.registry.begin_step(self.now)
         for name, since in list(self.waiting):
-            if self.registry.ready(name, self.now, new=True):
-                self.registry.start(name)
+            if self.registry.can_run(name, self.now, is_new=True):
+                self.registry.on_start(name)
                 self.waiting.remove((name, since))
                 self.ends[name].append(self.now + self.draw.choice([0.1, 0.5, LONGEST_S]))
                 self.longest_wait = max(self.longest_wait, self.now - since)
-        self.due += [(self.now + LOAD_S, load) for load in self.registry.slots.take_loads()]
+        self.due += [(self.now + LOAD_S, load) for load in self.registry.slot_table.pop_loads()]
 
 
 def bound(num_adapters: int, num_slots: int) -> float:

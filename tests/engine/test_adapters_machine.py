@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire_engine.adapters import AdapterRegistry
-from quire_engine.step import SlotLoad
+from quire_engine.lora.registry import AdapterRegistry
+from quire_engine.step.plan import SlotLoad
 from quire_spec.errors import InvalidArgument, NotFound
 
 PATH = Path("/adapters")
@@ -34,7 +34,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.now = 0.0
 
     def drop(self) -> None:
-        for digest in self.adapters.take_dropped():
+        for digest in self.adapters.pop_evicted_copies():
             self.copies.remove(digest)
 
     @rule(digest=st.sampled_from("abcdef"), pinned=st.booleans())
@@ -54,9 +54,9 @@ class RegistryMachine(RuleBasedStateMachine):
 
     @rule(digest=st.sampled_from("abcdef"))
     def arrive(self, digest: str) -> None:
-        known = digest in self.adapters.states()
+        known = digest in self.adapters.adapter_states()
         try:
-            self.adapters.open(digest)
+            self.adapters.add_sequence(digest)
         except NotFound:
             assert not known
         else:
@@ -65,18 +65,18 @@ class RegistryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.adapters.close(self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1))))
+        self.adapters.remove_sequence(self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1))))
         self.drop()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), preempt=st.booleans())
     def stop(self, data: st.DataObject, preempt: bool) -> None:
         digest = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.adapters.stop(digest)
+        self.adapters.on_stop(digest)
         if preempt:
             self.waiting.insert(0, digest)
         else:
-            self.adapters.close(digest)
+            self.adapters.remove_sequence(digest)
         self.drop()
 
     @rule(seconds=st.sampled_from([0.0, 0.4, 2.0]))
@@ -84,18 +84,18 @@ class RegistryMachine(RuleBasedStateMachine):
         self.now += seconds
         self.adapters.begin_step(self.now)
         for digest in list(self.waiting):
-            if self.adapters.ready(digest, self.now, new=True):
-                self.adapters.start(digest)
+            if self.adapters.can_run(digest, self.now, is_new=True):
+                self.adapters.on_start(digest)
                 self.waiting.remove(digest)
                 self.running.append(digest)
-        for load in self.adapters.slots.take_loads():
-            assert load.digest in self.copies
+        for load in self.adapters.slot_table.pop_loads():
+            assert load.adapter_digest in self.copies
             # Two copies into one slot would mix.
-            assert load.slot not in {other.slot for other in self.loading}
-            self.slots.pop(load.slot, None)
+            assert load.adapter_slot not in {other.adapter_slot for other in self.loading}
+            self.slots.pop(load.adapter_slot, None)
             self.loading.append(load)
         for digest in self.running:
-            assert self.slots[self.adapters.slot(digest)] == digest
+            assert self.slots[self.adapters.get_slot(digest)] == digest
 
     @precondition(lambda self: self.loading)
     @rule(data=st.data(), done=st.booleans())
@@ -105,22 +105,22 @@ class RegistryMachine(RuleBasedStateMachine):
 
     def fill(self, load: SlotLoad, done: bool) -> None:
         if done:
-            self.slots[load.slot] = load.digest
-        self.adapters.slots.loaded(load, done)
+            self.slots[load.adapter_slot] = load.adapter_digest
+        self.adapters.slot_table.on_loaded(load, done)
 
     @rule(fail=st.booleans())
     def fetch(self, fail: bool) -> None:
-        for digest, path in self.adapters.take_fetches():
+        for digest, path in self.adapters.pop_reads():
             self.drop()
             self.asked.append(digest)
             assert digest not in self.copies and path == PATH / digest
         if self.asked:
             digest = self.asked.pop(0)
             if fail:
-                self.adapters.fail(digest)
+                self.adapters.on_read_failed(digest)
                 for _ in range(self.waiting.count(digest)):
                     self.waiting.remove(digest)
-                    self.adapters.close(digest)
+                    self.adapters.remove_sequence(digest)
             elif self.adapters.add(digest, PATH / digest, None, SIZES[digest]):
                 self.copies.add(digest)
             self.drop()
@@ -129,15 +129,15 @@ class RegistryMachine(RuleBasedStateMachine):
     def is_whole(self) -> None:
         self.adapters.check_integrity(Counter(self.waiting + self.running), Counter(self.running))
         assert self.host_bytes is None or sum(SIZES[digest] for digest in self.copies) <= self.host_bytes
-        assert {d for d, state in self.adapters.states().items() if state != "disk"} <= self.copies
-        assert set(self.running) == set(self.adapters.running())
+        assert {d for d, state in self.adapters.adapter_states().items() if state != "disk"} <= self.copies
+        assert set(self.running) == set(self.adapters.running_adapters())
 
     def teardown(self) -> None:
         """Whatever happened, everyone who waits is served within a few slots' worth of time."""
         for _ in range(4 * len(self.waiting + self.running) + 4):
             for digest in self.running:
-                self.adapters.stop(digest)
-                self.adapters.close(digest)
+                self.adapters.on_stop(digest)
+                self.adapters.remove_sequence(digest)
             self.running = []
             self.fetch(fail=False)
             while self.loading:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers.generation import logits_process as oracle
 
-from quire_engine.adjustment import Adjustment
-from quire_engine.request import Sequence
-from quire_engine.sampler import Row, Sampler
-from quire_engine.tally import Tally
+from quire_engine.sequence import Sequence
+from quire_engine.worker.sampling.logits_processors import LogitsProcessors
+from quire_engine.worker.sampling.penalty_state import TokenCounts
+from quire_engine.worker.sampling.sampler import Sampler, SamplingRow
 from quire_kernels import apply_penalties
 from quire_spec.engine.sampling_params import SamplingParams
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def _sequence(bad_words: Any = (), stops: Any = (), prompt: list[int] | None = None, **params: Any) -> Sequence:
     words = tuple(map(tuple, bad_words))
     return Sequence(
-        0, prompt or PROMPT, SamplingParams(**params), 0, 100, held_token_ids=frozenset(stops), bad_words=words
+        0, prompt or PROMPT, SamplingParams(**params), 0, 100, suppressed_token_ids=frozenset(stops), bad_words=words
     )
 
 
@@ -38,8 +38,8 @@ class Steps:
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
-        self.tally = Tally(len(sequences), VOCAB, CPU)
-        self.adjustment = Adjustment.of(sequences, VOCAB, CPU, self.tally, sequences)
+        self.tally = TokenCounts(len(sequences), VOCAB, CPU)
+        self.adjustment = LogitsProcessors.from_sequences(sequences, VOCAB, CPU, self.tally, sequences)
 
     def run(self, check: Callable[[torch.Tensor, torch.Tensor], None], num_steps: int = 12) -> None:
         draw = torch.Generator().manual_seed(1)
@@ -50,7 +50,7 @@ class Steps:
             check(logits, adjusted)
             # From few tokens, so that many occur again.
             taken = torch.randint(0, 12, (len(self.sequences),), generator=draw)
-            self.adjustment.count(taken)
+            self.adjustment.count_tokens(taken)
             for sequence, token in zip(self.sequences, taken.tolist(), strict=True):
                 sequence.output_token_ids.append(token)
 
@@ -102,7 +102,7 @@ def test_an_allowed_token_comes_where_bad_words_would_leave_none() -> None:
     two = _sequence(bad_words=[[4, 4]], allowed_token_ids=[4, 5])
     held = _sequence(bad_words=[[4, 4]], allowed_token_ids=[4, 5], stops=[5], min_tokens=2)
     sequences = [one, two, held]
-    adjustment = Adjustment.of(sequences, VOCAB, CPU, Tally(3, VOCAB, CPU), sequences)
+    adjustment = LogitsProcessors.from_sequences(sequences, VOCAB, CPU, TokenCounts(3, VOCAB, CPU), sequences)
     assert adjustment is not None
     for output, expected in (([], [[4], [4, 5], [4]]), ([4], [[4], [5], [4]]), ([4, 4], [[4], [5], [5]])):
         for sequence in sequences:
@@ -138,7 +138,7 @@ def test_min_tokens_is_transformers() -> None:
             process = oracle.MinNewTokensLengthLogitsProcessor(
                 len(sequence.prompt_token_ids),
                 sequence.params.min_tokens,
-                sorted(sequence.held_token_ids),
+                sorted(sequence.suppressed_token_ids),
                 device="cpu",
             )
             torch.testing.assert_close(adjusted[i : i + 1], process(_ids(sequence), logits[i : i + 1].clone()))
@@ -168,7 +168,7 @@ def test_everything_in_vllms_order() -> None:
         frequency_penalty=0.5,
     )
     sequence.output_token_ids += [3, 3, 7]
-    adjustment = Adjustment.of([sequence], VOCAB, CPU, Tally(1, VOCAB, CPU), [sequence])
+    adjustment = LogitsProcessors.from_sequences([sequence], VOCAB, CPU, TokenCounts(1, VOCAB, CPU), [sequence])
     assert adjustment is not None
     adjusted = adjustment(torch.full((1, VOCAB), -4.0), [sequence.num_tokens])[0]
     assert (adjusted > -INF).nonzero().flatten().tolist() == [3, 7]
@@ -176,57 +176,57 @@ def test_everything_in_vllms_order() -> None:
 
 
 def test_who_asks_for_nothing_pays_nothing() -> None:
-    tally = Tally(2, VOCAB, CPU)
+    tally = TokenCounts(2, VOCAB, CPU)
     plain = [_sequence(temperature=0.7, top_p=0.9, logprobs=3), _sequence(stops=[1])]
-    assert Adjustment.of(plain, VOCAB, CPU, tally, plain) is None
+    assert LogitsProcessors.from_sequences(plain, VOCAB, CPU, tally, plain) is None
     waiting = [_sequence(stops=[1], min_tokens=2)]
-    held = Adjustment.of(waiting, VOCAB, CPU, tally, waiting)
+    held = LogitsProcessors.from_sequences(waiting, VOCAB, CPU, tally, waiting)
     logits = _logits(1)
     assert held is not None and held(logits, [len(PROMPT) + 2]) is logits
     assert len(tally.counts) == 0
 
 
-def _had(tally: Tally, row: int) -> tuple[list[int], list[int]]:
+def _had(tally: TokenCounts, row: int) -> tuple[list[int], list[int]]:
     """Tokens of the prompt, and of the output as often as it has them."""
     counts = tally.counts[row]
     return tally.in_prompt[row].nonzero().flatten().tolist(), torch.arange(VOCAB).repeat_interleave(counts).tolist()
 
 
 def test_a_row_of_the_tally_is_free_when_its_sequence_is_gone() -> None:
-    tally = Tally(2, VOCAB, CPU)
+    tally = TokenCounts(2, VOCAB, CPU)
     first, second = _sequence(repetition_penalty=2.0, prompt=[1, 2]), _sequence(prompt=[1, 3])
     first.output_token_ids += [4, 4, 5]
-    (row,) = tally.rows([first], [first])
+    (row,) = tally.rows_for([first], [first])
     tally.add([row], torch.tensor([4]))
-    assert tally.rows([first, second], [first, second]) == [row, 1 - row]
+    assert tally.rows_for([first, second], [first, second]) == [row, 1 - row]
     assert _had(tally, row) == ([1, 2], [4, 4, 4, 5])
     del first
     gc.collect()
     third = _sequence(prompt=[7])
-    assert tally.rows([second, third], [second, third]) == [1 - row, row]
+    assert tally.rows_for([second, third], [second, third]) == [1 - row, row]
     assert _had(tally, row) == ([7], [])
 
 
 def test_who_does_not_run_gives_its_row_to_one_that_does_and_is_counted_again() -> None:
-    tally = Tally(2, VOCAB, CPU)
+    tally = TokenCounts(2, VOCAB, CPU)
     kept, preempted, new = (_sequence(prompt=[i]) for i in range(3))
-    rows = tally.rows([kept, preempted], [kept, preempted])
+    rows = tally.rows_for([kept, preempted], [kept, preempted])
     for sequence, token in ((kept, 10), (preempted, 11)):
         sequence.output_token_ids.append(token)
     tally.add(rows, torch.tensor([10, 11]))
-    assert tally.rows([kept, new], [kept, new]) == rows
+    assert tally.rows_for([kept, new], [kept, new]) == rows
     assert [_had(tally, row) for row in rows] == [([0], [10]), ([2], [])]
-    assert tally.rows([preempted], [preempted, new]) == rows[:1]
+    assert tally.rows_for([preempted], [preempted, new]) == rows[:1]
     assert [_had(tally, row) for row in rows] == [([1], [11]), ([2], [])]
     assert len(tally.counts) == len(tally.in_prompt) == 2
 
 
 def test_the_tally_lists_what_a_row_has_had_however_long_it_gets() -> None:
-    tally = Tally(2, VOCAB, CPU)
+    tally = TokenCounts(2, VOCAB, CPU)
     draw = torch.Generator().manual_seed(2)
     sequences = [_sequence(prompt=[7, 7, 8]), _sequence(prompt=[1])]
     sequences[1].output_token_ids += [3, 3]
-    rows = tally.rows(sequences, sequences)
+    rows = tally.rows_for(sequences, sequences)
     for step in range(600):
         taken = torch.randint(0, VOCAB if step > 300 else 5, (2,), generator=draw)
         tally.add(rows, taken)
@@ -262,14 +262,14 @@ def test_the_sampler_counts_what_it_takes_and_leaves_logits_alone(dtype: torch.d
     penalized, plain = _sequence(temperature=0.0, frequency_penalty=1.5), _sequence(temperature=0.0)
     for _ in range(6):
         for result, sequence in zip(
-            sampler(logits, [Row(s, s.num_tokens) for s in (penalized, plain)]), (penalized, plain), strict=True
+            sampler(logits, [SamplingRow(s, s.num_tokens) for s in (penalized, plain)]), (penalized, plain), strict=True
         ):
             sequence.output_token_ids += result.token_ids
     assert penalized.output_token_ids == [20, 30, 20, 30, 20, 30]
     assert plain.output_token_ids == [20] * 6
     assert torch.equal(logits, before)
     # The batch changes: what was counted stays.
-    [result] = sampler(logits[:1], [Row(penalized, penalized.num_tokens)])
+    [result] = sampler(logits[:1], [SamplingRow(penalized, penalized.num_tokens)])
     assert result.token_ids == [20]
 
 
@@ -278,6 +278,6 @@ def test_a_mask_of_the_step_holds_for_greedy_and_drawn_rows() -> None:
     mask[0, 7] = mask[1, 8] = True
     mask[2] = True
     logits = _logits(3)
-    rows = [Row(s, 5) for s in (_sequence(temperature=0.0), _sequence(), _sequence(temperature=0.0))]
+    rows = [SamplingRow(s, 5) for s in (_sequence(temperature=0.0), _sequence(), _sequence(temperature=0.0))]
     tokens = [result.token_ids[0] for result in Sampler(8)(logits, rows, mask)]
     assert tokens == [7, 8, int(logits[2].argmax())]

@@ -10,9 +10,9 @@ from support.runner import expected_output
 from support.scheduling import ALWAYS_SWAP, CONFIG, Bench
 from support.tiny import VOCAB, make_adapter, make_checkpoint
 
-from quire_engine.engine import Engine
-from quire_engine.request import Status
-from quire_engine.swap import SwapSpace
+from quire_engine.core.engine import Engine
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.sequence import SequenceStatus
 from quire_spec.engine.config import EngineConfig
 from quire_spec.protocol.messages import SequenceRequest
 
@@ -59,7 +59,7 @@ class _Run:
         self.engine.add(SequenceRequest(id, prompt, {"temperature": 0.0, "max_tokens": 24, **params}, **fields or {}))
 
     def step(self) -> None:
-        self.engine.fetch()
+        self.engine.read_pending_adapters()
         for result in self.engine.step().results:
             assert result.error_code is None, result.error
             tokens, logprobs, prompt_logprobs, end = self.found[result.id]
@@ -124,7 +124,7 @@ def _answers(folder, ahead: bool, **settings: Any) -> _Run:
     ids=["room", "preempted", "swapped"],
 )
 def test_the_same_tokens_as_steps_that_wait(folder, settings, monkeypatch):
-    monkeypatch.setattr(SwapSpace, "pays", lambda *_: True)
+    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
     expected, found = _answers(folder, False, **settings), _answers(folder, True, **settings)
     assert found.found == expected.found
     assert expected.num_ahead == 0 and found.num_ahead > 60
@@ -161,7 +161,7 @@ def test_the_same_tokens_with_adapters_that_come_and_go(folder, adapters):
         for digest in adapters:
             run.engine.remove_adapter(digest)
         run.drain()
-        assert run.engine.adapters() == {}
+        assert run.engine.adapter_states() == {}
     assert runs[1].found == runs[0].found
     assert runs[1].num_ahead > 20
 
@@ -173,7 +173,7 @@ def test_forks_follow_their_leader_ahead(folder):
         prompt = _prompt(45, 1)
         run.add(0, prompt, temperature=1.0, seed=0)
         for i in range(1, 5):
-            run.add(i, prompt, {"fork_of": 0}, temperature=1.0, seed=i)
+            run.add(i, prompt, {"parent_id": 0}, temperature=1.0, seed=i)
         run.drain()
         assert run.engine.stats().prefix_cache_hits > 100
     assert runs[1].found == runs[0].found
@@ -222,7 +222,7 @@ def test_one_that_stops_has_a_token_computed_in_vain_and_keeps_its_blocks_until_
     sequence = bench.add(7, 4, stop_token_ids=frozenset(output[1:2]))
     bench.step()
     bench.step()
-    assert sequence.status is Status.FINISHED and bench.outputs[0] == output[:2]
+    assert sequence.status is SequenceStatus.FINISHED and bench.outputs[0] == output[:2]
     assert bench.flight is not None and bench.blocks.num_used == 2
     assert bench.scheduler.has_work and bench.scheduler.num_running == 0
     assert bench.step() == [(0, 8, 1)]
@@ -271,5 +271,5 @@ def test_swapped_sequences_come_back_in_steps_that_wait():
     for _ in range(3):
         bench.add(14, 20)
     bench.run()
-    assert bench.scheduler.tables.num_swapped_in_blocks > 0
+    assert bench.scheduler.block_manager.num_swapped_in_blocks > 0
     assert bench.outputs == {i: expected_output([i] * 14, 20) for i in range(3)}

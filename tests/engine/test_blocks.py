@@ -12,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire_engine.blocks import BlockPool, ContentKey
-from quire_engine.request import BlockId
+from quire_engine.kv_cache.block_pool import BlockHasher, BlockPool
+from quire_engine.sequence import BlockId
 from quire_spec.errors import Internal
 
-KEY = ContentKey("sha256:model", "float32", 4)
+KEY = BlockHasher("sha256:model", "float32", 4)
 
 
 def name(*contents: int) -> bytes:
@@ -31,7 +31,7 @@ def published(pool: BlockPool, num: int) -> list[BlockId]:
     """A sequence's table of `num` blocks: contents 0, 1, 2, ..."""
     table = pool.allocate(num)
     for i, block in enumerate(table):
-        pool.publish(block, name(*range(i + 1)))
+        pool.cache_block(block, name(*range(i + 1)))
     return table
 
 
@@ -46,9 +46,9 @@ def test_the_hash_is_over_a_fixed_binary_encoding() -> None:
 def test_every_field_of_the_key_makes_another_root() -> None:
     keys = [
         KEY,
-        ContentKey("sha256:other", "float32", 4),
-        ContentKey("sha256:model", "bfloat16", 4),
-        ContentKey("sha256:model", "float32", 8),
+        BlockHasher("sha256:other", "float32", 4),
+        BlockHasher("sha256:model", "bfloat16", 4),
+        BlockHasher("sha256:model", "float32", 8),
     ]
     roots = {key.root(adapter, salt) for key in keys for adapter in (None, "", "a", "b") for salt in (None, "", "a")}
     assert len(roots) == 4 * 4 * 3
@@ -60,36 +60,36 @@ def test_every_field_of_the_key_makes_another_root() -> None:
 def test_the_tail_of_a_released_sequence_is_evicted_first() -> None:
     pool = BlockPool(4)
     table = published(pool, 4)
-    pool.release(table)
+    pool.free(table)
     assert pool.num_free == 4
-    assert [pool.find(name(*range(i + 1))) for i in range(4)] == table
+    assert [pool.lookup(name(*range(i + 1))) for i in range(4)] == table
     pool.allocate(2)
-    assert [pool.find(name(*range(i + 1))) for i in range(4)] == [*table[:2], None, None]
+    assert [pool.lookup(name(*range(i + 1))) for i in range(4)] == [*table[:2], None, None]
 
 
 def test_blocks_without_contents_are_used_before_cached_ones_and_old_before_new() -> None:
     pool = BlockPool(4)
     [old] = published(pool, 1)
     [new] = pool.allocate(1)
-    pool.publish(new, name(7))
-    pool.release([old])
-    pool.release([new])
-    pool.release(pool.allocate(2))
-    assert (pool.find(name(0)), pool.find(name(7))) == (old, new)
+    pool.cache_block(new, name(7))
+    pool.free([old])
+    pool.free([new])
+    pool.free(pool.allocate(2))
+    assert (pool.lookup(name(0)), pool.lookup(name(7))) == (old, new)
     pool.allocate(3)
-    assert (pool.find(name(0)), pool.find(name(7))) == (None, new)
+    assert (pool.lookup(name(0)), pool.lookup(name(7))) == (None, new)
 
 
 def use(pool: BlockPool, *contents: int) -> int:
     """A sequence of full blocks comes and goes; returns how many of them were found."""
     names = [name(*contents[: i + 1]) for i in range(len(contents))]
-    found = list(takewhile(lambda block: block is not None, map(pool.find, names)))
-    pool.share(found)
-    pool.praise(found)
+    found = list(takewhile(lambda block: block is not None, map(pool.lookup, names)))
+    pool.acquire(found)
+    pool.protect(found)
     table = found + pool.allocate(len(contents) - len(found))
     for block, content in list(zip(table, names, strict=True))[len(found) :]:
-        pool.publish(block, content)
-    pool.release(table)
+        pool.cache_block(block, content)
+    pool.free(table)
     pool.check_integrity([])
     return len(found)
 
@@ -103,9 +103,9 @@ def test_a_prefix_that_was_found_again_outlives_a_scan() -> None:
     # In its chain, too, the tail goes first.
     assert use(pool, 0, 1, 4, 5, 6, 7, 8) == 3
     table = pool.allocate(6)
-    assert (pool.find(name(0)) is not None, pool.find(name(0, 1)) is not None) == (True, True)
-    assert pool.find(name(0, 1, 4)) is None
-    pool.release(table)
+    assert (pool.lookup(name(0)) is not None, pool.lookup(name(0, 1)) is not None) == (True, True)
+    assert pool.lookup(name(0, 1, 4)) is None
+    pool.free(table)
 
 
 def test_what_is_praised_no_more_makes_room() -> None:
@@ -141,20 +141,20 @@ def test_hits_on_a_trace_with_a_system_prompt(praised_share: float, expected: in
 def test_a_shared_block_outlives_its_first_holder() -> None:
     pool = BlockPool(2)
     table = published(pool, 1)
-    pool.share(table)
-    pool.release(table)
-    assert (pool.num_used, pool.num_idle(table)) == (1, 0)
-    pool.release(table)
-    assert (pool.num_used, pool.num_idle(table)) == (0, 1)
+    pool.acquire(table)
+    pool.free(table)
+    assert (pool.num_used, pool.num_evictable(table)) == (1, 0)
+    pool.free(table)
+    assert (pool.num_used, pool.num_evictable(table)) == (0, 1)
 
 
 def test_twins_do_not_replace_each_other() -> None:
     pool = BlockPool(2)
     [first] = published(pool, 1)
     [second] = published(pool, 1)
-    assert pool.find(name(0)) == first and pool.hash_of(second) is None
-    pool.release([second])
-    pool.release([first])
+    assert pool.lookup(name(0)) == first and pool.get_hash(second) is None
+    pool.free([second])
+    pool.free([first])
     pool.check_integrity([])
 
 
@@ -162,16 +162,16 @@ def test_twins_do_not_replace_each_other() -> None:
 def test_check_integrity_sees_damage(damage: str) -> None:
     pool = BlockPool(4)
     table = published(pool, 2)
-    pool.release(table[1:])
+    pool.free(table[1:])
     pool.check_integrity([table[:1]])
     if damage == "count":
-        pool._counts[table[0]] += 1
+        pool._ref_counts[table[0]] += 1
     elif damage == "lost":
         pool._empty.pop()
     elif damage == "twice":
         pool._empty.append(pool._empty[0])
     else:
-        pool._hashes[table[1]] = name(9)
+        pool._block_hashes[table[1]] = name(9)
     with pytest.raises(Internal, match="4 blocks, 1 held, 1 idle"):
         pool.check_integrity([table[:1]])
 
@@ -192,9 +192,9 @@ class PoolMachine(RuleBasedStateMachine):
         for block, content in zip(prefix, names, strict=False):
             assert self.contents[block] == content
         needed = len(names) + num_partial - len(prefix)
-        if needed + self.pool.num_idle(prefix) > self.pool.num_free:
+        if needed + self.pool.num_evictable(prefix) > self.pool.num_free:
             return
-        self.pool.share(prefix)
+        self.pool.acquire(prefix)
         fresh = self.pool.allocate(needed)
         held = {block for table in self.tables for block in table}
         assert not held & set(fresh) and not set(prefix) & set(fresh)
@@ -202,15 +202,15 @@ class PoolMachine(RuleBasedStateMachine):
             self.contents.pop(block, None)
         for block, content in zip(fresh, names[len(prefix) :], strict=False):
             self.contents[block] = content
-            self.pool.publish(block, content)
+            self.pool.cache_block(block, content)
         if praise:
-            self.pool.praise(prefix)
+            self.pool.protect(prefix)
         self.tables.append(prefix + fresh)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def close_sequence(self, data: st.DataObject) -> None:
-        self.pool.release(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
+        self.pool.free(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
 
     @invariant()
     def is_whole(self) -> None:
@@ -219,7 +219,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _find(self, names: list[bytes]) -> Iterator[BlockId]:
         for content in names:
-            block = self.pool.find(content)
+            block = self.pool.lookup(content)
             if block is None:
                 return
             yield block

@@ -11,7 +11,7 @@ from support.tokenizer import byte_level, save
 from transformers import AutoTokenizer
 
 from quire_engine import LLM, SamplingParams
-from quire_engine.chat import ChatTemplate
+from quire_engine.tokenization.chat_template import ChatTemplate
 from quire_spec.errors import ConfigError, InvalidArgument
 
 CHATML = (
@@ -57,7 +57,7 @@ def test_prompts_are_those_of_transformers(tmp_path: Path, template: str, option
     folder = _folder(tmp_path, template)
     oracle = AutoTokenizer.from_pretrained(folder)
     wanted = oracle.apply_chat_template(TALK, tokenize=False, **({"add_generation_prompt": False} | options))
-    found = ChatTemplate.find(folder)
+    found = ChatTemplate.from_folder(folder)
     assert found is not None
     assert found.render(TALK, **({"add_generation_prompt": False} | options)) == wanted
     unfinished = oracle.apply_chat_template(TALK, tokenize=False, continue_final_message=True)
@@ -67,7 +67,7 @@ def test_prompts_are_those_of_transformers(tmp_path: Path, template: str, option
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:
     said = [{"role": "user", "content": "a"}]
-    assert ChatTemplate.find(_folder(tmp_path / "none")) is None
+    assert ChatTemplate.from_folder(_folder(tmp_path / "none")) is None
     several = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "several"}]
     texts = {
         "several": _folder(tmp_path / "several", several),
@@ -75,7 +75,7 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
         "config": _folder(tmp_path / "config", "config"),
     }
     for text, folder in texts.items():
-        found = ChatTemplate.find(folder)
+        found = ChatTemplate.from_folder(folder)
         assert found is not None and found.render(said) == text
 
 
@@ -87,12 +87,12 @@ def test_conversations_with_tools_may_have_a_template_of_their_own(tmp_path: Pat
     (file / "additional_chat_templates/tool_use.jinja").write_text("tools")
     for folder in (_folder(tmp_path / "named", named), file):
         for tools, text in ((False, "plain"), (True, "tools")):
-            found = ChatTemplate.find(folder, tools=tools)
+            found = ChatTemplate.from_folder(folder, has_tools=tools)
             assert found is not None and found.render(said) == text
-    only = ChatTemplate.find(_folder(tmp_path / "only", named[:1]), tools=True)
+    only = ChatTemplate.from_folder(_folder(tmp_path / "only", named[:1]), has_tools=True)
     assert only is not None and only.render(said) == "plain"
     with pytest.raises(ConfigError, match="chat_template: neither a template nor a list of named ones"):
-        ChatTemplate.find(_folder(tmp_path / "wrong", ["plain"]))
+        ChatTemplate.from_folder(_folder(tmp_path / "wrong", ["plain"]))
 
 
 @pytest.mark.parametrize("said", ["e", "", " ", "end", "<|im_end|>", "m\n", "CONTINUE_FINAL_MESSAGE "])

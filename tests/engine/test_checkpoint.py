@@ -14,8 +14,8 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 
-from quire_engine.checkpoint import Checkpoint, fingerprint_of
-from quire_engine.hub import resolve_model
+from quire_engine.weights.checkpoint import Checkpoint, compute_fingerprint
+from quire_engine.weights.hub import resolve_model
 from quire_spec.errors import ConfigError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -94,7 +94,9 @@ def test_what_is_fetched_of_a_hub_model(tmp_path: Path) -> None:
     with HTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
-        code = "from quire_engine.hub import resolve_model; print(resolve_model('org/name', None, progress=False))"
+        code = (
+            "from quire_engine.weights.hub import resolve_model; print(resolve_model('org/name', None, progress=False))"
+        )
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
         server.shutdown()
     assert done.returncode == 0, done.stderr
@@ -119,7 +121,7 @@ def test_a_model_that_cannot_be_had_is_named(hub_cache: Path, model: str) -> Non
 def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, revision: str | None, proxy: str, end: str) -> None:
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "http_proxy": proxy}
     code = f"""
-from quire_engine.hub import resolve_model
+from quire_engine.weights.hub import resolve_model
 from quire_spec.errors import ConfigError
 try:
     resolve_model("org/name", {revision!r}, progress=False)
@@ -154,14 +156,14 @@ def test_a_broken_generation_config_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_fingerprints_tell_checkpoints_apart(tmp_path: Path) -> None:
-    base = fingerprint_of(checkpoint(tmp_path / "a"))
-    assert fingerprint_of(checkpoint(tmp_path / "b")) == base
-    assert fingerprint_of(checkpoint(tmp_path / "c", weights=b"w" * 300_001)) != base
-    assert fingerprint_of(checkpoint(tmp_path / "d", weights=b"v" * 300_000)) != base
+    base = compute_fingerprint(checkpoint(tmp_path / "a"))
+    assert compute_fingerprint(checkpoint(tmp_path / "b")) == base
+    assert compute_fingerprint(checkpoint(tmp_path / "c", weights=b"w" * 300_001)) != base
+    assert compute_fingerprint(checkpoint(tmp_path / "d", weights=b"v" * 300_000)) != base
     short = checkpoint(tmp_path / "e", weights=b"w")
-    assert fingerprint_of(short) != base
+    assert compute_fingerprint(short) != base
     (short / "config.json").write_text(json.dumps(CONFIG | {"rope_theta": 5e5}))
-    assert fingerprint_of(short) != fingerprint_of(checkpoint(tmp_path / "f", weights=b"w"))
+    assert compute_fingerprint(short) != compute_fingerprint(checkpoint(tmp_path / "f", weights=b"w"))
 
 
 @pytest.mark.parametrize("revision", [None, COMMIT])

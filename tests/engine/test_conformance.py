@@ -15,8 +15,8 @@ import torch
 from peft import LoraConfig
 from support.tiny import load_adapted_oracle, make_adapter, make_checkpoint
 
-from quire_engine.engine import Engine
-from quire_engine.peft import CONFIG_FILE
+from quire_engine.core.engine import Engine
+from quire_engine.lora.peft.adapter import CONFIG_FILE
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.messages import SequenceRequest

@@ -265,18 +265,19 @@ def test_start_is_logged_and_sigterm_ends_it(model: Path, tmp_path: Path):
 
 FAILING = """
 import sys
-from quire_engine import core_process, process
-from quire_engine.runner import TorchRunner
+from quire_engine.core import process as core_process
+from quire_engine.ipc import process
+from quire_engine.worker.model_runner import DeviceModelRunner
 
-execute = TorchRunner.execute
+execute = DeviceModelRunner.execute
 
 def fail_on_99(self, plan):
     if any(99 in span.sequence.prompt_token_ids for span in plan.spans):
         raise RuntimeError("device-side assert triggered")
     return execute(self, plan)
 
-TorchRunner.execute = fail_on_99
-process.run("core", core_process.main)
+DeviceModelRunner.execute = fail_on_99
+process.run_process("core", core_process.main)
 """
 
 
@@ -311,8 +312,8 @@ def test_failing_steps_fail_their_sequences_and_three_in_a_row_end_the_process(m
 def test_a_cache_that_is_too_small_is_refused_with_the_setting(model: Path, tmp_path: Path):
     engine = tmp_path / "engine.json"
     engine.write_text(json.dumps(config_of(model, kv_cache_memory_bytes=4096)))
-    argv = [sys.executable, "-m", "quire_engine.core_process", "--engine", str(engine)]
+    argv = [sys.executable, "-m", "quire_engine.core", "--engine", str(engine)]
     argv += ["--served-name", "base", "--run-dir", str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "quire_engine.core_process: " in done.stderr and "kv_cache_memory_bytes" in done.stderr
+    assert "quire_engine.core: " in done.stderr and "kv_cache_memory_bytes" in done.stderr

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.tokenizer import byte_level, save
 
-from quire_engine.admission import Admission, Limits
-from quire_engine.desk import Desk
-from quire_engine.generation import Generation
-from quire_engine.metrics import Metrics
-from quire_engine.text import Tokenizer
+from quire_engine.text.admission import AdmissionController, RequestLimits
+from quire_engine.text.metrics import RequestMetrics
+from quire_engine.text.request_manager import RequestManager
+from quire_engine.text.request_state import RequestState
+from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
@@ -31,36 +31,40 @@ from quire_spec.protocol.messages import (
     StepResult,
 )
 
-LIMITS = Limits(max_model_len=32, vocab_size=384, max_num_queued_reqs=4, max_prompt_bytes=2000)
+LIMITS = RequestLimits(max_model_len=32, vocab_size=384, max_num_queued_reqs=4, max_prompt_bytes=2000)
 with tempfile.TemporaryDirectory() as _folder:
     TOKENIZER = Tokenizer(save(byte_level(), Path(_folder)))
 
 
-class Inbox:
+class RecordingFrontend:
     """A frontend: what it was sent, by request."""
 
     def __init__(self) -> None:
         self.events: dict[int, list[OutputDelta]] = {}
 
-    def post(self, event: OutputDelta) -> None:
-        self.events.setdefault(event.id, []).append(event)
+    def send(self, delta: OutputDelta) -> None:
+        self.events.setdefault(delta.id, []).append(delta)
 
 
-def make_desk(tokenizer: Tokenizer | None = TOKENIZER) -> tuple[Desk, list[IpcMessage], Metrics]:
+def make_desk(tokenizer: Tokenizer | None = TOKENIZER) -> tuple[RequestManager, list[IpcMessage], RequestMetrics]:
     sent: list[IpcMessage] = []
-    metrics = Metrics(EngineConfig("m"), "base", LIMITS.max_model_len)
-    return Desk(Admission(LIMITS, "base", tokenizer is not None), tokenizer, metrics, sent.append), sent, metrics
+    metrics = RequestMetrics(EngineConfig("m"), "base", LIMITS.max_model_len)
+    return (
+        RequestManager(AdmissionController(LIMITS, "base", tokenizer is not None), tokenizer, metrics, sent.append),
+        sent,
+        metrics,
+    )
 
 
 def submit(id: int, prompt: str | None = "fox", ids: list[int] | None = None, stream: bool = True, **params: object):
     return GenerateRequest(id, "base", prompt, ids, dict(params), stream)
 
 
-def begin(desk: Desk, frontend: Inbox, request: GenerateRequest) -> None:
+def begin(desk: RequestManager, frontend: RecordingFrontend, request: GenerateRequest) -> None:
     generation = desk.submit(frontend, request)
     if generation is not None:
         assert request.prompt is not None
-        desk.tokenized(generation, TOKENIZER.encode(request.prompt))
+        desk.on_tokenized(generation, TOKENIZER.encode(request.prompt))
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,10 @@ class DeskMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.desk, self.sent, self.metrics = make_desk()
-        self.frontends: list[Inbox] = [Inbox()]
-        self.wanted: dict[tuple[Inbox, int], _Wanted] = {}
+        self.frontends: list[RecordingFrontend] = [RecordingFrontend()]
+        self.wanted: dict[tuple[RecordingFrontend, int], _Wanted] = {}
         """Requests whose final event is owed."""
-        self.tokenizing: list[Generation] = []
+        self.tokenizing: list[RequestState] = []
         self.core: dict[int, SequenceRequest] | None = None
         self.ended: set[int] = set()
         """Sequences that ended in the last step."""
@@ -93,8 +97,8 @@ class DeskMachine(RuleBasedStateMachine):
             if isinstance(message, SequenceRequest):
                 assert message.id not in self.core
                 self.core[message.id] = message
-                if message.fork_of is not None:
-                    assert self.core[message.fork_of].prompt_token_ids == message.prompt_token_ids
+                if message.parent_id is not None:
+                    assert self.core[message.parent_id].prompt_token_ids == message.prompt_token_ids
             else:
                 assert isinstance(message, AbortSequences)
                 for id in message.ids:
@@ -105,20 +109,20 @@ class DeskMachine(RuleBasedStateMachine):
 
     @rule()
     def come(self):
-        self.frontends.append(Inbox())
+        self.frontends.append(RecordingFrontend())
 
     @precondition(lambda self: self.core is None)
     @rule()
     def core_comes(self):
         self.core = {}
-        self.desk.core_came()
+        self.desk.on_core_connected()
 
     @precondition(lambda self: self.core is not None)
     @rule()
     def core_dies(self):
         self.take_sent()
         self.core = None
-        self.desk.core_left()
+        self.desk.on_core_lost()
         assert self.desk.num_open == 0
         # Aborts for what was open are not sent into the void by the desk's caller; here nothing may be left to send.
         self.sent.clear()
@@ -145,7 +149,7 @@ class DeskMachine(RuleBasedStateMachine):
         if how == "error":
             self.desk.fail(generation, InvalidArgument("no text"))
         else:
-            self.desk.tokenized(generation, [5] * (3 if how == "ids" else 99))
+            self.desk.on_tokenized(generation, [5] * (3 if how == "ids" else 99))
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject):
@@ -160,7 +164,7 @@ class DeskMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject):
         frontend = self.frontends.pop(data.draw(st.integers(0, len(self.frontends) - 1)))
         mine = [key for key in self.wanted if key[0] is frontend]
-        assert self.desk.leave(frontend) == len([key for key in mine if not self.over(key)])
+        assert self.desk.on_frontend_closed(frontend) == len([key for key in mine if not self.over(key)])
         for key in mine:
             del self.wanted[key]
 
@@ -183,7 +187,7 @@ class DeskMachine(RuleBasedStateMachine):
             if end is not None and id in self.core:
                 del self.core[id]
                 self.ended.add(id)
-        self.desk.take(StepResult(results, ids, SchedulerStats(num_blocks=4)))
+        self.desk.on_step(StepResult(results, ids, SchedulerStats(num_blocks=4)))
 
     @invariant()
     def each_request_ends_once_and_in_full(self):
@@ -211,7 +215,7 @@ class DeskMachine(RuleBasedStateMachine):
         assert sum(len(e.logprobs or []) for e in events) == len(ids)
         assert events[-1].cumulative_logprob == -0.5 * len(ids)
 
-    def over(self, key: tuple[Inbox, int]) -> bool:
+    def over(self, key: tuple[RecordingFrontend, int]) -> bool:
         events = key[0].events.get(key[1])
         return bool(events) and events[-1].final
 
@@ -232,24 +236,24 @@ test_desk = DeskMachine.TestCase
 
 def test_a_stop_string_that_the_core_does_not_know_is_aborted_there():
     desk, sent, _ = make_desk()
-    desk.core_came()
-    inbox = Inbox()
+    desk.on_core_connected()
+    inbox = RecordingFrontend()
     begin(desk, inbox, submit(1, stop="b"))
     request = sent.pop()
     assert isinstance(request, SequenceRequest)
     tokens = [TOKENIZER.encode(c)[1] for c in "abc"]
-    desk.take(StepResult([SequenceDelta(request.id, tokens)], [request.id], SchedulerStats()))
+    desk.on_step(StepResult([SequenceDelta(request.id, tokens)], [request.id], SchedulerStats()))
     (event,) = inbox.events[1]
     assert (event.text, event.token_ids, event.finish_reason) == ("a", tokens[:2], "stop")
     assert sent == [AbortSequences([request.id])]
-    desk.take(StepResult([SequenceDelta(request.id, tokens, "length")], [], SchedulerStats()))
+    desk.on_step(StepResult([SequenceDelta(request.id, tokens, "length")], [], SchedulerStats()))
     assert len(inbox.events[1]) == 1 and len(sent) == 1
 
 
 def test_drain_refuses_new_requests_and_tells_when_the_last_is_over():
     desk, sent, _ = make_desk()
-    desk.core_came()
-    inbox, told = Inbox(), []
+    desk.on_core_connected()
+    inbox, told = RecordingFrontend(), []
     begin(desk, inbox, submit(1))
     desk.drain(lambda: told.append(True))
     begin(desk, inbox, submit(2))
@@ -263,8 +267,8 @@ def test_drain_refuses_new_requests_and_tells_when_the_last_is_over():
 
 def test_names_of_adapters():
     desk, sent, _ = make_desk()
-    desk.core_came()
-    inbox = Inbox()
+    desk.on_core_connected()
+    inbox = RecordingFrontend()
     desk.set_adapters({f"adapter-{i:02}": f"sha256:{i}" for i in range(15)})
     begin(desk, inbox, GenerateRequest(1, "adapter-03", None, [5], {}, True))
     assert isinstance(sent[0], SequenceRequest) and sent[0].adapter_digest == "sha256:3"
@@ -281,14 +285,14 @@ def test_names_of_adapters():
 
 def test_names_are_unavailable_not_unknown_while_nobody_has_told_them():
     desk, sent, _ = make_desk()
-    desk.core_came()
-    inbox = Inbox()
+    desk.on_core_connected()
+    inbox = RecordingFrontend()
     begin(desk, inbox, GenerateRequest(1, "sql", None, [5], {}, True))
     assert inbox.events[1][0].error_code == "UNAVAILABLE"
     desk.set_adapters({"sql": "sha256:1"})
     begin(desk, inbox, GenerateRequest(2, "sql", None, [5], {}, True))
     # A core that has just come back does not know the digest yet.
-    desk.take(
+    desk.on_step(
         StepResult([SequenceDelta(sent[0].id, [], error_code="NOT_FOUND", error="adapter")], [], SchedulerStats())
     )
     assert inbox.events[2][0].error_code == "UNAVAILABLE"
@@ -297,8 +301,8 @@ def test_names_are_unavailable_not_unknown_while_nobody_has_told_them():
 
 def test_limits_of_an_adapter_refuse_its_requests_and_no_others():
     desk, sent, metrics = make_desk()
-    desk.core_came()
-    inbox = Inbox()
+    desk.on_core_connected()
+    inbox = RecordingFrontend()
     limits = {"a": AdapterLimits(maxConcurrentRequests=1), "b": AdapterLimits(maxTokensPerSecond=1)}
     desk.set_adapters({"a": "d1", "b": "d2"}, limits)
     begin(desk, inbox, GenerateRequest(1, "a", None, [5], {}, True))
@@ -308,7 +312,7 @@ def test_limits_of_an_adapter_refuse_its_requests_and_no_others():
     request = sent[1]
     assert isinstance(request, SequenceRequest) and request.adapter_digest == "d2"
     # Prompt and output count: 7 and 4 are more than the ten seconds' worth.
-    desk.take(StepResult([SequenceDelta(request.id, [65] * 4, "length")], [request.id], SchedulerStats()))
+    desk.on_step(StepResult([SequenceDelta(request.id, [65] * 4, "length")], [request.id], SchedulerStats()))
     begin(desk, inbox, GenerateRequest(4, "b", None, [5], {}, True))
     assert "maxTokensPerSecond is 1" in inbox.events[4][0].error
     begin(desk, inbox, GenerateRequest(5, "base", None, [5], {}, True))
@@ -321,26 +325,26 @@ def test_limits_of_an_adapter_refuse_its_requests_and_no_others():
 
 def test_two_requests_of_one_id_are_a_broken_frontend():
     desk, _, _ = make_desk()
-    desk.core_came()
-    inbox = Inbox()
+    desk.on_core_connected()
+    inbox = RecordingFrontend()
     begin(desk, inbox, submit(1))
     with pytest.raises(Internal, match="id 1"):
         desk.submit(inbox, submit(1))
-    begin(desk, Inbox(), submit(1))
+    begin(desk, RecordingFrontend(), submit(1))
     assert desk.num_open == 2
 
 
 def test_metrics_of_a_request():
     desk, sent, metrics = make_desk()
-    desk.core_came()
-    inbox = Inbox()
+    desk.on_core_connected()
+    inbox = RecordingFrontend()
     begin(desk, inbox, submit(1, ids=[5, 6, 7], prompt=None))
     request = sent[0]
     assert isinstance(request, SequenceRequest)
-    desk.take(
+    desk.on_step(
         StepResult([SequenceDelta(request.id, [65])], [request.id], SchedulerStats(num_blocks=9, num_used_blocks=3))
     )
-    desk.take(StepResult([SequenceDelta(request.id, [66], "length")], [], SchedulerStats(num_blocks=9)))
+    desk.on_step(StepResult([SequenceDelta(request.id, [66], "length")], [], SchedulerStats(num_blocks=9)))
     desk.submit(inbox, submit(2, ids=[999], prompt=None))
     value = metrics.registry.get_sample_value
     model = {"model_name": "base"}
@@ -354,19 +358,19 @@ def test_metrics_of_a_request():
 
 def test_residency_of_adapters_is_shown_by_name():
     desk, _, metrics = make_desk()
-    desk.core_came()
+    desk.on_core_connected()
     desk.set_adapters({"a": "d1", "also-a": "d1", "b": "d2"})
 
     def resident() -> dict[str, float | None]:
         labels = [{"model_name": "base", "adapter": name} for name in ("a", "also-a", "b")]
         return {x["adapter"]: metrics.registry.get_sample_value("quire_adapter_slot_residency", x) for x in labels}
 
-    desk.take(StepResult([], [], SchedulerStats(slot_adapters=["d1", "d9"])))
+    desk.on_step(StepResult([], [], SchedulerStats(slot_adapters=["d1", "d9"])))
     assert resident() == {"a": 1, "also-a": 1, "b": None}
-    desk.take(StepResult([], [], SchedulerStats(slot_adapters=["d2"])))
+    desk.on_step(StepResult([], [], SchedulerStats(slot_adapters=["d2"])))
     assert resident() == {"a": 0, "also-a": 0, "b": 1}
     desk.set_adapters({"a": "d2"})
-    desk.take(StepResult([], [], SchedulerStats(slot_adapters=["d2"])))
+    desk.on_step(StepResult([], [], SchedulerStats(slot_adapters=["d2"])))
     assert resident() == {"a": 1, "also-a": None, "b": None}
 
 
@@ -404,8 +408,8 @@ GOOD = {"id": 1, "model": "base", "prompt": None, "prompt_token_ids": [1], "para
     ids=lambda value: str(value)[:40],
 )
 def test_admission(change: dict[str, object], error: type[Exception] | None, said: str):
-    admission = Admission(LIMITS, "base", has_tokenizer=True)
-    admission.closed, admission.adapters = "", {}
+    admission = AdmissionController(LIMITS, "base", has_tokenizer=True)
+    admission.closed_reason, admission.digests_by_name = "", {}
     request = GenerateRequest(**(GOOD | change))
     if error is None:
         assert admission.admit(request, 0).params == SamplingParams()
@@ -416,10 +420,10 @@ def test_admission(change: dict[str, object], error: type[Exception] | None, sai
 
 
 def test_admission_without_a_tokenizer_and_when_it_is_closed():
-    admission = Admission(LIMITS, "base", has_tokenizer=False)
+    admission = AdmissionController(LIMITS, "base", has_tokenizer=False)
     with pytest.raises(Unavailable, match="starting"):
         admission.admit(GenerateRequest(**GOOD), 0)
-    admission.closed = ""
+    admission.closed_reason = ""
     admission.admit(GenerateRequest(**GOOD), 3)
     with pytest.raises(Unavailable, match="4 requests are waiting and max_num_queued_reqs is 4"):
         admission.admit(GenerateRequest(**GOOD), 4)
@@ -432,12 +436,12 @@ def test_admission_without_a_tokenizer_and_when_it_is_closed():
 @pytest.mark.parametrize("lost", [float("-inf"), float("nan")])
 def test_infinite_logprobs_become_a_number_that_json_has(lost):
     desk, sent, _ = make_desk(tokenizer=None)
-    desk.core_came()
-    inbox = Inbox()
+    desk.on_core_connected()
+    inbox = RecordingFrontend()
     desk.submit(inbox, submit(1, None, [5], logprobs=1))
     assert isinstance(sent[0], SequenceRequest)
     logprobs = [[[7, lost, 300], [9, -1.0, 1]]]
-    desk.take(StepResult([SequenceDelta(sent[0].id, [7], "length", logprobs)], [], SchedulerStats()))
+    desk.on_step(StepResult([SequenceDelta(sent[0].id, [7], "length", logprobs)], [], SchedulerStats()))
     (event,) = inbox.events[1]
     assert event.logprobs == [
         {

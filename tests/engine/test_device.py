@@ -8,8 +8,14 @@ import sys
 import pytest
 import torch
 
-from quire_engine import device
-from quire_engine.device import available_memory, num_cores, resolve_cache_dtype, resolve_dtype, set_threads
+from quire_engine.worker import device
+from quire_engine.worker.device import (
+    available_memory_bytes,
+    num_cores,
+    resolve_cache_dtype,
+    resolve_dtype,
+    set_num_threads,
+)
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
@@ -80,14 +86,14 @@ def test_number_of_threads(weights, wished, expected, monkeypatch):
     monkeypatch.setattr(device, "num_cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", wished)
     try:
-        set_threads(weights)
+        set_num_threads(weights)
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
 
 
 def test_memory_of_a_control_group_counts(tmp_path, monkeypatch):
-    everything = available_memory()
+    everything = available_memory_bytes()
     assert everything > 0
     monkeypatch.setattr(device, "_CGROUP", tmp_path)
     for name, text in {
@@ -96,31 +102,31 @@ def test_memory_of_a_control_group_counts(tmp_path, monkeypatch):
         "memory.stat": "anon 5\ninactive_file 7",
     }.items():
         (tmp_path / name).write_text(text)
-    assert available_memory() == 1_000_007
+    assert available_memory_bytes() == 1_000_007
     (tmp_path / "memory.max").write_text("max")
-    assert available_memory() > 3_000_000
+    assert available_memory_bytes() > 3_000_000
 
 
 def test_numbers_of_this_machine_are_sane():
     assert 1 <= num_cores() <= 4096
-    assert available_memory() > 64 << 20
+    assert available_memory_bytes() > 64 << 20
 
 
 _FREED = """
 from pathlib import Path
 import torch
-from quire_engine.device import give_back_memory, keep_memory
+from quire_engine.worker.device import retain_freed_memory, trim_heap
 
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-keep_memory()
+retain_freed_memory()
 weights = [torch.ones(1 << 18) for _ in range(256)]
 last = torch.ones(1 << 18)  # what lies at the end of the heap stays, so freeing alone gives nothing back
 full = resident()
 del weights
 freed = resident()
-give_back_memory()
+trim_heap()
 print(full - freed, full - resident())
 """
 

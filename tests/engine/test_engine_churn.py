@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from support.runner import VOCAB, TokenRunner, expected_output
 
-from quire_engine.checkpoint import Checkpoint
-from quire_engine.core_loop import CoreLoop
-from quire_engine.engine import Engine
-from quire_engine.step import Sampled, SlotLoad, StepPlan
-from quire_engine.swap import SwapSpace
+from quire_engine.core.engine import Engine
+from quire_engine.core.engine_loop import EngineLoop
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
+from quire_engine.weights.checkpoint import Checkpoint
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
@@ -45,7 +45,7 @@ class Runner(TokenRunner):
 
     during: Callable[[], None] | None = None
 
-    def execute(self, plan: StepPlan) -> list[Sampled]:
+    def execute(self, plan: StepPlan) -> list[SpanOutput]:
         if self.during is not None:
             self.during()
         return super().execute(plan)
@@ -58,12 +58,12 @@ class World:
         self,
         num_blocks: int = 30,
         failures: random.Random | None = None,
-        swap_space: SwapSpace | None = None,
+        swap_space: SwapCosts | None = None,
         **fields: Any,
     ) -> None:
         settings = {"block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 48, "enable_lora": True}
         settings |= {"max_loras": 2, "max_cpu_loras": 4}
-        self.runner = Runner(num_blocks, 8, failures=failures, swap_space=swap_space)
+        self.runner = Runner(num_blocks, 8, failures=failures, swap_costs=swap_space)
         self.now = 0.0
         checkpoint = Checkpoint(PATH, SHAPE, frozenset({EOS}), "fingerprint")
         memory = MeasuredMemory(0, 0, 0, num_blocks, 8, 96, "float32", "cpu")
@@ -117,7 +117,7 @@ class World:
                 assert self.outputs[item.id] == wanted(request)
 
     def fetch(self) -> None:
-        for digest, _ in self.engine.take_fetches():
+        for digest, _ in self.engine.pop_adapter_reads():
             self.add_adapter(digest, None)
 
     def drain(self) -> None:
@@ -137,22 +137,24 @@ def wanted(request: SequenceRequest) -> list[int]:
 def test_ten_thousand_requests_leave_nothing_behind(
     caching: bool, ahead: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.CRITICAL, "quire_engine.steps")  # hundreds of failed steps, each with a traceback
+    caplog.set_level(
+        logging.CRITICAL, "quire_engine.core.step_executor"
+    )  # hundreds of failed steps, each with a traceback
     draw = random.Random(11)
     # Room for some, and little gain for short ones: both ways of preemption happen.
     settings = {"enable_prefix_caching": caching, "async_scheduling": ahead, "scheduling_policy": "priority"}
-    world = World(14, draw, SwapSpace(9, 4.0, 1.0), **settings)
+    world = World(14, draw, SwapCosts(9, 4.0, 1.0), **settings)
     engine, digests = world.engine, [f"sha256:{i}" for i in range(12)]
     asked: list[str] = []
     copies: list[tuple[SlotLoad, Callable[[], None]]] = []
     # Slots are filled while steps run.
-    engine.carry = lambda load, work: copies.append((load, work))
+    engine.slot_copier = lambda load, work: copies.append((load, work))
 
     def fill(load: SlotLoad, work: Callable[[], None]) -> None:
         failed = draw.random() < 0.05
         if not failed:
             work()
-        engine.slot_loaded(load, Unavailable("the disk is gone") if failed else None)
+        engine.on_slot_loaded(load, Unavailable("the disk is gone") if failed else None)
 
     def requests(num_arrivals: int) -> None:
         for _ in range(num_arrivals):
@@ -169,7 +171,7 @@ def test_ten_thousand_requests_leave_nothing_behind(
                 salt = draw.choice([None, None, "salt"])
                 world.add(prompt, adapter, salt, None, priority, max_tokens=draw.randint(1, 40))
             except NotFound:
-                assert adapter not in engine.adapters()
+                assert adapter not in engine.adapter_states()
         if world.open and draw.random() < 0.08:
             world.abort(draw.choice(list(world.open)))
 
@@ -186,7 +188,7 @@ def test_ten_thousand_requests_leave_nothing_behind(
     while world.num_added < 10_000:
         requests(draw.randint(0, 3) if len(world.open) < 60 else 0)
         adapters()
-        asked += [digest for digest, _ in engine.take_fetches()]
+        asked += [digest for digest, _ in engine.pop_adapter_reads()]
         while asked and draw.random() < 0.7:
             digest = asked.pop(draw.randrange(len(asked)))
             if draw.random() < 0.1:
@@ -202,7 +204,7 @@ def test_ten_thousand_requests_leave_nothing_behind(
         world.add_adapter(digest, None)
     while copies:
         fill(*copies.pop())
-    engine.carry = lambda load, work: fill(load, work)
+    engine.slot_copier = lambda load, work: fill(load, work)
     world.runner.during = None
     world.drain()
     engine.check_integrity()
@@ -216,10 +218,10 @@ def test_ten_thousand_requests_leave_nothing_behind(
     assert {"stop", "length", "INTERNAL", "UNAVAILABLE"} == set(ends)
     # Aborts and failures are the exception: most of the outputs were compared.
     assert ends.count("length") + ends.count("stop") > 3500
-    assert set(world.runner.host) == {d for d, state in engine.adapters().items() if state != "disk"}
+    assert set(world.runner.host) == {d for d, state in engine.adapter_states().items() if state != "disk"}
     for digest in digests:
         engine.remove_adapter(digest)
-    assert engine.adapters() == {} and world.runner.host == {}
+    assert engine.adapter_states() == {} and world.runner.host == {}
     # The cache that all this left works: what it gives is checked by the runner in every step.
     world.runner._failures = None
     for _ in range(2):
@@ -295,13 +297,13 @@ def test_a_step_that_fails_takes_the_one_begun_on_top_of_it_along() -> None:
     ids = [world.add([i] * 5, max_tokens=9) for i in (3, 4)]
     world.step()
     ids.append(world.add([6] * 5, max_tokens=9))
-    flight = world.engine._steps._flight
+    flight = world.engine._step_executor._in_flight
     assert flight is not None
 
-    def broken() -> list[Sampled]:
+    def broken() -> list[SpanOutput]:
         raise MemoryError("no room")
 
-    world.engine._steps._flight = replace(flight, outcome=broken)
+    world.engine._step_executor._in_flight = replace(flight, get_outputs=broken)
     assert [(r.id, r.error_code) for r in world.engine.step().results] == [(i, "INTERNAL") for i in ids]
     assert not world.engine.has_work and world.engine.stats().num_used_blocks == 0
     world.engine.check_integrity()
@@ -345,12 +347,12 @@ def test_what_cuts_the_loading_of_adapters_short_leaves_them_usable(
 
     with monkeypatch.context() as patch:
         if where == "read":
-            patch.setattr(world.runner, "read", fail)
+            patch.setattr(world.runner, "read_adapter", fail)
         else:
-            patch.setattr(world.runner, "load", lambda load: fail)
+            patch.setattr(world.runner, "load_adapter_slot", lambda slot_load: fail)
         with suppress(KeyboardInterrupt, MemoryError):
             for _ in range(9):
-                world.engine.fetch()
+                world.engine.read_pending_adapters()
                 world.engine.step()
     world.engine.abort(list(world.open))
     world.open.clear()
@@ -358,7 +360,7 @@ def test_what_cuts_the_loading_of_adapters_short_leaves_them_usable(
     for digest in "abcd":
         world.add([1, 2], digest, max_tokens=2)
     for _ in range(20):
-        world.engine.fetch()
+        world.engine.read_pending_adapters()
         world.step()
     assert not world.engine.has_work
     world.engine.check_integrity()
@@ -370,23 +372,23 @@ def test_an_adapter_that_cannot_be_read_fails_those_who_wait_for_it() -> None:
         world.add_adapter(digest)
     other = world.add([3], "b", max_tokens=2)
     waiting = [world.add([1], "a", max_tokens=2), world.add([2], "a", max_tokens=2)]
-    assert world.engine.runnable
+    assert world.engine.has_runnable
     # b is in host memory and has been waited for longer, so a is read when b has run.
-    assert world.engine.take_fetches() == []
+    assert world.engine.pop_adapter_reads() == []
     world.step()
     world.step()
     assert world.ends == {other: "length"}
-    assert world.engine.take_fetches() == [("a", PATH / "a")]
+    assert world.engine.pop_adapter_reads() == [("a", PATH / "a")]
     world.step()
-    assert not world.engine.runnable and world.engine.has_work
+    assert not world.engine.has_runnable and world.engine.has_work
     world.engine.abort(waiting[1:])
     world.engine.fail_adapter("a", InvalidArgument("rank 128 exceeds 16"))
-    assert world.engine.runnable
+    assert world.engine.has_runnable
     world.engine.check_integrity()
     [result] = world.engine.step().results
     assert (result.id, result.error_code, result.error) == (waiting[0], "INVALID_ARG", "rank 128 exceeds 16")
     assert not world.engine.has_work
-    assert world.engine.adapters() == {"a": "disk", "b": "disk"}
+    assert world.engine.adapter_states() == {"a": "disk", "b": "disk"}
 
 
 def test_seeds_differ_unless_given_and_are_those_of_the_configuration() -> None:
@@ -423,16 +425,16 @@ def test_without_slots_adapters_are_refused() -> None:
 def test_steps_go_on_while_a_slot_is_filled_and_only_its_sequences_wait() -> None:
     world = World()
     copies: list[tuple[SlotLoad, Callable[[], None]]] = []
-    world.engine.carry = lambda load, work: copies.append((load, work))
+    world.engine.slot_copier = lambda load, work: copies.append((load, work))
     world.add_adapter("a")
     slow, quick = world.add([1, 2], "a", max_tokens=3), world.add([3, 4], max_tokens=9)
     for _ in range(4):
         world.step()
     assert world.started == [quick] and len(world.outputs[quick]) == 4
-    assert [load.digest for load, _ in copies] == ["a"]
+    assert [load.adapter_digest for load, _ in copies] == ["a"]
     ((load, work),) = copies
     work()
-    world.engine.slot_loaded(load)
+    world.engine.on_slot_loaded(load)
     world.step()
     assert world.started == [quick, slow]
     world.drain()
@@ -442,17 +444,17 @@ def test_steps_go_on_while_a_slot_is_filled_and_only_its_sequences_wait() -> Non
 def test_a_copy_that_fails_ends_its_own_sequences() -> None:
     world = World()
     copies: list[SlotLoad] = []
-    world.engine.carry = lambda load, work: copies.append(load)
+    world.engine.slot_copier = lambda load, work: copies.append(load)
     world.add_adapter("a")
     failed, other = world.add([1, 2], "a", max_tokens=3), world.add([3, 4], max_tokens=3)
     world.step()
-    world.engine.slot_loaded(copies.pop(), Unavailable("the disk is gone"))
+    world.engine.on_slot_loaded(copies.pop(), Unavailable("the disk is gone"))
     world.drain()
     assert world.ends == {failed: "UNAVAILABLE", other: "length"}
     # The next one is given another try.
     world.add([1, 2], "a", max_tokens=3)
     world.step()
-    assert [load.digest for load in copies] == ["a"]
+    assert [load.adapter_digest for load in copies] == ["a"]
     world.engine.check_integrity()
 
 
@@ -460,13 +462,13 @@ def test_a_copy_that_fails_ends_its_own_sequences() -> None:
 def test_what_became_of_adapters_waits_for_a_text_process_to_hear_it(stepped):
     world = World()
     told: queue.SimpleQueue[tuple[int, StepResult]] = queue.SimpleQueue()
-    loop = CoreLoop(world.engine, lambda owner, result: told.put((owner, result)), lambda *_: None, lambda *_: None)
+    loop = EngineLoop(world.engine, lambda owner, result: told.put((owner, result)), lambda *_: None, lambda *_: None)
     world.add_adapter("d0")
     if stepped:
         loop._step()  # of sequences that a text process left behind
     threading.Thread(target=loop.run, daemon=True).start()
-    loop.call(lambda: None).result(10)  # a turn of the loop, in which there is something to report
-    loop.call(lambda: None).result(10)
-    loop.begin(7)
+    loop.submit_call(lambda: None).result(10)  # a turn of the loop, in which there is something to report
+    loop.submit_call(lambda: None).result(10)
+    loop.attach_client(7)
     owner, result = told.get(timeout=10)
     assert (owner, [(move.kind, move.digest) for move in result.adapter_events]) == (7, [("host", "d0")])

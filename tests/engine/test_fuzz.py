@@ -11,15 +11,15 @@ from support.ranks import ThreadRank
 from support.tiny import VOCAB, make_adapter, make_checkpoint
 from support.tokenizer import byte_level, save
 
-from quire_engine import graphs
-from quire_engine.checkpoint import Checkpoint
-from quire_engine.engine import Engine
-from quire_engine.executor import open_runner
-from quire_engine.job import Job
-from quire_engine.outputs import RequestOutput
-from quire_engine.step import SlotLoad
-from quire_engine.swap import SwapSpace
-from quire_engine.text import Tokenizer
+from quire_engine.api.offline_request import OfflineRequest
+from quire_engine.api.outputs import RequestOutput
+from quire_engine.core.engine import Engine
+from quire_engine.executor.tensor_parallel import create_runner
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.step.plan import SlotLoad
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_engine.weights.checkpoint import Checkpoint
+from quire_engine.worker import cuda_graphs
 from quire_kernels import paged_attention
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
@@ -65,20 +65,20 @@ class World:
     def engine(self, **fields: Any) -> Engine:
         config = EngineConfig.from_json({"model": str(self.folder), "dtype": "float32", "max_model_len": 96} | fields)
         checkpoint = Checkpoint.load(self.folder)
-        runner = open_runner(config, checkpoint.shape, self.folder, start=ThreadRank)
+        runner = create_runner(config, checkpoint.shape, self.folder, start_worker=ThreadRank)
         return Engine(config, checkpoint, runner, runner.memory, lambda: self.now)
 
-    def job(self, asked: Asked, first_id: int) -> Job:
+    def job(self, asked: Asked, first_id: int) -> OfflineRequest:
         tokenizer = Tokenizer(self.folder)
         params = SamplingParams(**asked.params)
         bad = tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
         first = SequenceRequest(first_id, asked.prompt, {}, asked.adapter, None, bad, priority=asked.priority)
-        return Job(first, None, params, None, tokenizer, frozenset())
+        return OfflineRequest(first, None, params, None, tokenizer, frozenset())
 
     def add_adapter(self, engine: Engine, digest: str, pinned: bool = False) -> None:
         engine.add_adapter(digest, self.adapters[digest], engine.read_adapter(self.adapters[digest]), pinned)
 
-    def alone(self, asked: list[Asked]) -> list[Job]:
+    def alone(self, asked: list[Asked]) -> list[OfflineRequest]:
         """Each in an engine that does nothing else, and has room for everything."""
         lora = {"enable_lora": True, "max_loras": len(self.adapters)} if self.adapters else {}
         engine = self.engine(enable_prefix_caching=False, max_num_batched_tokens=200, **lora)
@@ -86,23 +86,23 @@ class World:
             self.add_adapter(engine, digest)
         jobs = [self.job(one, 100 * i) for i, one in enumerate(asked)]
         for job, one in zip(jobs, asked, strict=True):
-            for request in job.requests:
+            for request in job.sequence_requests:
                 engine.add(
                     SequenceRequest(request.id, one.prompt, request.params, one.adapter, None, request.bad_word_ids)
                 )
             while engine.has_work:
                 for result in engine.step().results:
-                    if job.take(result):
+                    if job.update(result):
                         engine.abort([result.id])
         return jobs
 
-    def together(self, engine: Engine, asked: list[Asked]) -> dict[int, Job]:
+    def together(self, engine: Engine, asked: list[Asked]) -> dict[int, OfflineRequest]:
         """All of them, as they come, with adapters that come and go; by their place in `asked`."""
-        draw, jobs, step = self.draw, dict[int, Job](), 0
+        draw, jobs, step = self.draw, dict[int, OfflineRequest](), 0
         fetches: list[tuple[str, Path]] = []
         loads: list[tuple[SlotLoad, Any]] = []
         # Adapters are read and copied while steps run.
-        engine.carry = lambda *load: loads.append(load)
+        engine.slot_copier = lambda *load: loads.append(load)
         for digest in self.adapters:
             self.add_adapter(engine, digest)
         while step <= max(one.arrival for one in asked) or engine.has_work or fetches or loads:
@@ -112,13 +112,13 @@ class World:
                 if one.arrival == step:
                     job = self.job(one, 100 * i)
                     try:
-                        for request in job.requests:
+                        for request in job.sequence_requests:
                             engine.add(request)
                         jobs[i] = job
                     except NotFound:
-                        assert one.adapter not in engine.adapters()
+                        assert one.adapter not in engine.adapter_states()
                 elif i in jobs and one.patience is not None and step == one.arrival + one.patience:
-                    engine.abort(jobs[i].unfinished)
+                    engine.abort(jobs[i].unfinished_sequence_ids)
             if self.adapters and step < 60 and draw.random() < 0.1:
                 digest = draw.choice(list(self.adapters))
                 if draw.random() < 0.4:
@@ -128,18 +128,18 @@ class World:
                         self.add_adapter(engine, digest, pinned=draw.random() < 0.3)
                     except InvalidArgument as error:
                         assert "pinned" in str(error)
-            fetches += engine.take_fetches()
+            fetches += engine.pop_adapter_reads()
             while fetches and draw.random() < 0.5:
                 digest, path = fetches.pop()
                 engine.add_adapter(digest, path, engine.read_adapter(path))
             while loads and draw.random() < 0.5:
                 load, work = loads.pop()
                 work()
-                engine.slot_loaded(load)
+                engine.on_slot_loaded(load)
             for result in engine.step().results:
                 assert result.error_code is None, result.error
                 job = jobs[result.id // 100]
-                if job.take(result):
+                if job.update(result):
                     engine.abort([result.id])
             engine.check_integrity()
             step += 1
@@ -213,16 +213,16 @@ def test_outputs_are_those_of_each_request_alone(models, seed: int, monkeypatch:
     }
     if world.adapters:
         fields |= {"enable_lora": True, "max_loras": draw.choice([1, 2]), "max_cpu_loras": 2}
-    monkeypatch.setattr(SwapSpace, "pays", lambda *_: True)
+    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
     if seed % 4 == 0:
         # Decoding steps as graphs have them, run again instead of replayed.
-        monkeypatch.setattr(graphs, "are_wanted", lambda device: True)
-        monkeypatch.setattr(graphs, "GraphRecorder", lambda device: lambda step: step)
+        monkeypatch.setattr(cuda_graphs, "should_capture", lambda device: True)
+        monkeypatch.setattr(cuda_graphs, "GraphCapture", lambda device: lambda step: step)
         monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     engine = world.engine(**fields)
     for i, job in world.together(engine, asked).items():
-        if not job.unfinished:
-            _same(job.output(), expected[i].output())
+        if not job.unfinished_sequence_ids:
+            _same(job.to_request_output(), expected[i].to_request_output())
     stats = engine.stats()
     assert stats.num_used_blocks == stats.num_used_host_blocks == 0
 

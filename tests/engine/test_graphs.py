@@ -12,13 +12,13 @@ import torch
 from support.random_adapter import random_adapter
 from support.tiny import VOCAB, make_checkpoint
 
-from quire_engine import graphs as of_decoding
-from quire_engine.engine import Engine
-from quire_engine.graphs import NUM_ADAPTED_PARTS, DecodeGraphs, ResidentTables, graph_sizes
-from quire_engine.kv import KVCache
-from quire_engine.request import Sequence
-from quire_engine.runner import TorchRunner
-from quire_engine.step import Span, StepPlan
+from quire_engine.core.engine import Engine
+from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.sequence import Sequence
+from quire_engine.step.plan import ScheduledSpan, StepPlan
+from quire_engine.worker import cuda_graphs as of_decoding
+from quire_engine.worker.cuda_graphs import ADAPTER_SIZES_PER_DOUBLING, CudaGraphRunner, DeviceBlockTables, graph_sizes
+from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_kernels import paged_attention, route_tokens
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ def test_sizes_rise_to_the_largest_batch_and_pad_little(most):
 
 def test_two_hundred_and_fifty_six_sequences_need_few_graphs():
     assert len(graph_sizes(256)) == 24
-    with_adapters = graph_sizes(256, NUM_ADAPTED_PARTS)
+    with_adapters = graph_sizes(256, ADAPTER_SIZES_PER_DOUBLING)
     assert len(with_adapters) == 14
     assert all(after / before <= 1.5 for before, after in itertools.pairwise(with_adapters) if before >= 8)
 
@@ -53,11 +53,11 @@ def _sequence(blocks):
 
 
 def _rows(tables, *sequences):
-    return tables.rows([Span(sequence, 2, 1, None) for sequence in sequences])
+    return tables.assign_rows([ScheduledSpan(sequence, 2, 1, None) for sequence in sequences])
 
 
 def test_only_new_blocks_are_sent():
-    tables, first, second = ResidentTables(4), _sequence([5, 6]), _sequence([7])
+    tables, first, second = DeviceBlockTables(4), _sequence([5, 6]), _sequence([7])
     rows, entries = _rows(tables, first, second)
     assert entries == [(rows[0], 0, 5), (rows[0], 1, 6), (rows[1], 0, 7)]
     assert _rows(tables, second, first) == (rows[::-1], [])
@@ -66,7 +66,7 @@ def test_only_new_blocks_are_sent():
 
 
 def test_a_preempted_sequence_sends_its_new_table():
-    tables, sequence = ResidentTables(2), _sequence([5, 6])
+    tables, sequence = DeviceBlockTables(2), _sequence([5, 6])
     (row,), _ = _rows(tables, sequence)
     sequence.block_table = []
     sequence.block_table = [3, 4]
@@ -74,7 +74,7 @@ def test_a_preempted_sequence_sends_its_new_table():
 
 
 def test_rows_of_those_that_do_not_run_are_taken_over():
-    tables, kept, gone = ResidentTables(3), _sequence([1]), [_sequence([i]) for i in range(2, 4)]
+    tables, kept, gone = DeviceBlockTables(3), _sequence([1]), [_sequence([i]) for i in range(2, 4)]
     (row, *others), _ = _rows(tables, kept, *gone)
     new = [_sequence([8]), _sequence([9])]
     rows, entries = _rows(tables, kept, *new)
@@ -111,7 +111,7 @@ def _answers(folder, monkeypatch, replays, adapters=(), seen=None, ahead=False):
     one is over."""
     # The gathering form wants groups that the host has made; a step of a graph has none.
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
-    monkeypatch.setattr(TorchRunner, "_capture", lambda self, kv, config, max_model_len: None)
+    monkeypatch.setattr(DeviceModelRunner, "_capture_graphs", lambda self, kv, config, max_model_len: None)
     config = dataclasses.replace(CONFIG, model=str(folder), kv_cache_memory_bytes=13 * 8 * 2 * 2 * 2 * 16 * 4)
     config = dataclasses.replace(config, async_scheduling=ahead)
     if adapters:
@@ -124,16 +124,16 @@ def _answers(folder, monkeypatch, replays, adapters=(), seen=None, ahead=False):
             engine.add_adapter(f"adapter {i}", Path("not read"), random_adapter(runner, rank, draw))
     if replays is not None:
         shape = runner._model.shape
-        runner._kv = KVCache(shape, runner.num_blocks, 8, torch.float32, torch.device("cpu"), num_spare=1)
-        runner._graphs = DecodeGraphs(runner._model, runner._kv, 6, 96, 2 if adapters else 0, record=replays)
-        work_of, steps = runner._graphs.work, [] if seen is None else seen
+        runner._kv_cache = KVCache(shape, runner.num_blocks, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1)
+        runner._graphs = CudaGraphRunner(runner._model, runner._kv_cache, 6, 96, 2 if adapters else 0, capture=replays)
+        work_of, steps = runner._graphs.build_input, [] if seen is None else seen
 
         def seen_work(plan):
             if (work := work_of(plan)) is not None:
-                steps.append({(s.slot, s.sequence.adapter) for s in plan.spans})
+                steps.append({(s.adapter_slot, s.sequence.adapter_digest) for s in plan.spans})
             return work
 
-        runner._graphs.work = seen_work
+        runner._graphs.build_input = seen_work
     prompts = [
         torch.randint(VOCAB, (3 + 7 * i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(9)
     ]
@@ -171,8 +171,8 @@ def test_a_step_that_chooses_no_token(folder, monkeypatch, ahead):
     config = dataclasses.replace(CONFIG, model=str(folder), max_num_seqs=1, async_scheduling=ahead)
     found = []
     for num_tokens in (40, 1):
-        monkeypatch.setattr(of_decoding, "are_wanted", lambda device, wanted=num_tokens == 1: wanted)
-        monkeypatch.setattr(of_decoding, "GraphRecorder", lambda device: _Replays())
+        monkeypatch.setattr(of_decoding, "should_capture", lambda device, wanted=num_tokens == 1: wanted)
+        monkeypatch.setattr(of_decoding, "GraphCapture", lambda device: _Replays())
         engine = Engine.from_config(dataclasses.replace(config, max_num_batched_tokens=num_tokens))
         engine.add(SequenceRequest(0, [1, 2, 3], {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}))
         found.append([])
@@ -206,16 +206,16 @@ def test_a_step_without_adapters_launches_nothing_for_them(folder, monkeypatch):
         route_tokens.dispatch_table, "cpu", lambda *args: routed.append(args) or route_tokens.reference(*args)
     )
     config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2)
-    runner = TorchRunner(config, ModelConfig.load(folder), folder)
-    kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare=1)
-    graphs = DecodeGraphs(runner._model, kv, 6, 96, 2, record=lambda step: recorded.append(step) or step)
-    assert len(recorded) == len(graphs.sizes) + len(graphs.adapted_sizes)
-    one = Span(_sequence([0]), 2, 1, None)
-    base = graphs.run(graphs.work(StepPlan([one]))).clone()
+    runner = DeviceModelRunner(config, ModelConfig.load(folder), folder)
+    kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1)
+    graphs = CudaGraphRunner(runner._model, kv, 6, 96, 2, capture=lambda step: recorded.append(step) or step)
+    assert len(recorded) == len(graphs.sizes) + len(graphs.adapter_sizes)
+    one = ScheduledSpan(_sequence([0]), 2, 1, None)
+    base = graphs.run(graphs.build_input(StepPlan([one]))).clone()
     assert not routed
     # Nothing was copied into the slot yet, so it changes nothing.
-    two = StepPlan([one, dataclasses.replace(one, sequence=_sequence([1]), slot=1)])
-    adapted = graphs.run(graphs.work(two))
+    two = StepPlan([one, dataclasses.replace(one, sequence=_sequence([1]), adapter_slot=1)])
+    adapted = graphs.run(graphs.build_input(two))
     assert len(routed) == 1
     assert routed[0][0].tolist() == [-1, 1]
     torch.testing.assert_close(adapted, base.expand(2, -1))
@@ -224,12 +224,12 @@ def test_a_step_without_adapters_launches_nothing_for_them(folder, monkeypatch):
 def test_what_a_graph_reads_stays_allocated(folder):
     """A graph has addresses and holds no tensor: the step that was recorded must live as long."""
     config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2)
-    runner = TorchRunner(config, ModelConfig.load(folder), folder)
-    kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare=1)
+    runner = DeviceModelRunner(config, ModelConfig.load(folder), folder)
+    kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1)
     recorded = []
-    graphs = DecodeGraphs(runner._model, kv, 2, 96, 2, record=lambda step: recorded.append(weakref.ref(step)))
+    graphs = CudaGraphRunner(runner._model, kv, 2, 96, 2, capture=lambda step: recorded.append(weakref.ref(step)))
     gc.collect()
-    assert len(recorded) == len(graphs.sizes) + len(graphs.adapted_sizes)
+    assert len(recorded) == len(graphs.sizes) + len(graphs.adapter_sizes)
     assert all(step() is not None for step in recorded)
     # Then at once, so that its memory is not counted twice: nothing waits for a collection.
     graphs.close()
@@ -254,17 +254,17 @@ def test_an_engine_starts_as_on_a_gpu(folder, monkeypatch, adapters, max_num_seq
     answers = {"max_memory_reserved": 300 * mib, "memory_reserved": 200 * mib, "mem_get_info": (700 * mib, 1000 * mib)}
     for name, answer in (answers | {"empty_cache": None, "reset_peak_memory_stats": None}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(of_decoding, "are_wanted", lambda device: True)
-    monkeypatch.setattr(of_decoding, "GraphRecorder", _Recorder)
+    monkeypatch.setattr(of_decoding, "should_capture", lambda device: True)
+    monkeypatch.setattr(of_decoding, "GraphCapture", _Recorder)
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     found = []
 
     def measure(runner, config, max_model_len):
         lora = 0 if runner._slots is None else runner._slots.num_bytes
-        found.append(runner._measure_gpu(config, max_model_len, runner._model.num_bytes, lora))
+        found.append(runner._measure_gpu_memory(config, max_model_len, runner._model.num_bytes, lora))
         return found[0]
 
-    monkeypatch.setattr(TorchRunner, "_measure", measure)
+    monkeypatch.setattr(DeviceModelRunner, "_measure_memory", measure)
     config = dataclasses.replace(CONFIG, model=str(folder), swap_space=1e-3, async_scheduling=True)
     config = dataclasses.replace(config, max_num_seqs=max_num_seqs)
     if adapters:
@@ -274,7 +274,7 @@ def test_an_engine_starts_as_on_a_gpu(folder, monkeypatch, adapters, max_num_seq
     assert budget.total == 900 * mib
     # Of 300 that are taken of the card, 200 are this process's; at the peak it has 300.
     assert budget.weights + budget.lora + budget.activations == 400 * mib
-    assert budget.left == 500 * mib
+    assert budget.available_for_kv == 500 * mib
     assert (budget.lora > 0) == adapters
     engine.add(SequenceRequest(0, [1, 2, 3], {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}))
     tokens = []
@@ -288,25 +288,25 @@ def test_an_engine_starts_as_on_a_gpu(folder, monkeypatch, adapters, max_num_seq
 def test_a_form_that_wants_spans_in_groups_is_refused(folder, monkeypatch):
     """A captured step has none: it would compute nothing of attention, and say nothing."""
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.get("cuda", "torch"))
-    runner = TorchRunner(dataclasses.replace(CONFIG, model=str(folder)), ModelConfig.load(folder), folder)
-    kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare=1)
-    graphs = DecodeGraphs(runner._model, kv, 2, 96, record=lambda step: step)
+    runner = DeviceModelRunner(dataclasses.replace(CONFIG, model=str(folder)), ModelConfig.load(folder), folder)
+    kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1)
+    graphs = CudaGraphRunner(runner._model, kv, 2, 96, capture=lambda step: step)
     with pytest.raises(ConfigError, match="QUIRE_GRAPHS=0"):
-        graphs.run(graphs.work(StepPlan([Span(_sequence([0]), 2, 1, None)])))
+        graphs.run(graphs.build_input(StepPlan([ScheduledSpan(_sequence([0]), 2, 1, None)])))
 
 
 def test_steps_of_more_than_a_token_are_left_to_others(folder):
-    graphs = DecodeGraphs.__new__(DecodeGraphs)
-    graphs.sizes, graphs._num_slots = (1, 2), 0
+    graphs = CudaGraphRunner.__new__(CudaGraphRunner)
+    graphs.sizes, graphs._num_adapter_slots = (1, 2), 0
     graphs._model = type("Model", (), {"shape": type("Shape", (), {"long_rope_threshold": None})})
     sequence = _sequence([0])
-    one, two = Span(sequence, 2, 1, None), Span(sequence, 1, 2, None)
-    assert graphs.takes([one, one])
-    assert not graphs.takes([one, two])
-    assert not graphs.takes([one, one, one])
-    assert not graphs.takes([dataclasses.replace(one, slot=0)])
-    graphs._num_slots = 2
-    assert graphs.takes([one, dataclasses.replace(one, slot=0)])
+    one, two = ScheduledSpan(sequence, 2, 1, None), ScheduledSpan(sequence, 1, 2, None)
+    assert graphs.can_run([one, one])
+    assert not graphs.can_run([one, two])
+    assert not graphs.can_run([one, one, one])
+    assert not graphs.can_run([dataclasses.replace(one, adapter_slot=0)])
+    graphs._num_adapter_slots = 2
+    assert graphs.can_run([one, dataclasses.replace(one, adapter_slot=0)])
 
 
 def test_a_largest_step_without_room_is_refused_with_its_bytes(folder, monkeypatch):
@@ -317,9 +317,11 @@ def test_a_largest_step_without_room_is_refused_with_its_bytes(folder, monkeypat
         runner._device = torch.device("cuda")
         return measured(runner, config, max_model_len)
 
-    measured = TorchRunner._measure
+    measured = DeviceModelRunner._measure_memory
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (700 << 20, 1000 << 20))
-    monkeypatch.setattr(TorchRunner, "_measure_gpu", lambda runner, config, most, *_: run(runner, config, most))
-    monkeypatch.setattr(TorchRunner, "_measure", measure)
+    monkeypatch.setattr(
+        DeviceModelRunner, "_measure_gpu_memory", lambda runner, config, most, *_: run(runner, config, most)
+    )
+    monkeypatch.setattr(DeviceModelRunner, "_measure_memory", measure)
     with pytest.raises(ConfigError, match=r"(?s)^max_num_batched_tokens: a step of .* weights .*1,048,576,000 bytes"):
         Engine.from_config(dataclasses.replace(CONFIG, model=str(folder)))

@@ -8,24 +8,24 @@ from collections import defaultdict
 import pytest
 from support.clock import timeless
 
-from quire_engine.joiner import Joiner
-from quire_engine.pace import Pace
+from quire_engine.text.response_throttle import ResponseThrottle
+from quire_engine.text.result_coalescer import ResultCoalescer
 from quire_spec.protocol.messages import SchedulerStats, SequenceDelta, StepResult
 
 
-class Desk:
+class RecordingListener:
     """Takes what comes."""
 
     def __init__(self):
-        self.tokens, self.results, self.num_taken, self.lost = defaultdict(list), [], 0, 0
+        self.tokens, self.results, self.num_steps, self.num_lost = defaultdict(list), [], 0, 0
 
-    def core_came(self): ...
+    def on_core_connected(self): ...
 
-    def core_left(self):
-        self.lost += 1
+    def on_core_lost(self):
+        self.num_lost += 1
 
-    def take(self, step):
-        self.num_taken += 1
+    def on_step(self, step):
+        self.num_steps += 1
         self.results += step.results
         for result in step.results:
             self.tokens[result.id] += result.token_ids
@@ -37,8 +37,8 @@ def step(*results):
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_every_token_comes_once_and_in_order(seed):
-    draw, desk, pace = random.Random(seed), Desk(), Pace(2000)
-    joiner = Joiner(desk, pace)
+    draw, desk, pace = random.Random(seed), RecordingListener(), ResponseThrottle(2000)
+    joiner = ResultCoalescer(desk, pace)
     lengths = {id: draw.randint(1, 30) for id in range(12)}
     made: dict[int, list[int]] = {id: [] for id in lengths}
     while running := [id for id in lengths if len(made[id]) < lengths[id]]:
@@ -50,11 +50,11 @@ async def test_every_token_comes_once_and_in_order(seed):
             reason = "length" if over and not error else None
             logprobs = [[[float(made[id][-1]), -1.0, 1]]] if id % 2 else None
             results.append(SequenceDelta(id, [made[id][-1]], reason, logprobs, error))
-        joiner.take(step(*results))
+        joiner.on_step(step(*results))
         before = {id for id in made if desk.tokens[id]}
         assert {result.id for result in results} <= before, "first tokens wait"
         assert all(desk.tokens[id] == made[id] for id in made if len(made[id]) == lengths[id]), "an end waits"
-        pace.sent(len(results), asyncio.get_running_loop().time())
+        pace.record_sent(len(results), asyncio.get_running_loop().time())
         await asyncio.sleep(draw.choice((0, 0, 0.002)))
     assert desk.tokens == made
     for id in lengths:
@@ -62,17 +62,17 @@ async def test_every_token_comes_once_and_in_order(seed):
         assert len(ends) == 1 and [r for r in desk.results if r.id == id][-1] is ends[0]
         said = [int(position[0][0]) for r in desk.results if r.id == id for position in r.logprobs or []]
         assert said == (made[id] if id % 2 else [])
-    assert joiner._held == {}
+    assert joiner._pending == {}
 
 
 @timeless
 async def test_what_waits_goes_when_it_may_though_no_step_comes():
-    desk, pace = Desk(), Pace(100)
-    joiner, loop = Joiner(desk, pace), asyncio.get_running_loop()
-    joiner.take(step(SequenceDelta(1, [0]), SequenceDelta(2, [0])))
-    pace.sent(5, loop.time())
+    desk, pace = RecordingListener(), ResponseThrottle(100)
+    joiner, loop = ResultCoalescer(desk, pace), asyncio.get_running_loop()
+    joiner.on_step(step(SequenceDelta(1, [0]), SequenceDelta(2, [0])))
+    pace.record_sent(5, loop.time())
     for token in (1, 2):
-        joiner.take(step(SequenceDelta(1, [token]), SequenceDelta(2, [token])))
+        joiner.on_step(step(SequenceDelta(1, [token]), SequenceDelta(2, [token])))
     assert desk.tokens == {1: [0], 2: [0]}
     await asyncio.sleep(0.1)
     assert desk.tokens == {1: [0, 1, 2], 2: [0, 1, 2]} and len(desk.results) == 4
@@ -80,19 +80,19 @@ async def test_what_waits_goes_when_it_may_though_no_step_comes():
 
 @timeless
 async def test_a_core_that_left_leaves_nothing_behind():
-    desk, pace = Desk(), Pace(100)
-    joiner = Joiner(desk, pace)
-    joiner.take(step(SequenceDelta(1, [0])))
-    pace.sent(3, asyncio.get_running_loop().time())
-    joiner.take(step(SequenceDelta(1, [1])))
-    joiner.core_left()
+    desk, pace = RecordingListener(), ResponseThrottle(100)
+    joiner = ResultCoalescer(desk, pace)
+    joiner.on_step(step(SequenceDelta(1, [0])))
+    pace.record_sent(3, asyncio.get_running_loop().time())
+    joiner.on_step(step(SequenceDelta(1, [1])))
+    joiner.on_core_lost()
     await asyncio.sleep(0.1)
-    assert desk.lost == 1 and desk.tokens == {1: [0]}
+    assert desk.num_lost == 1 and desk.tokens == {1: [0]}
 
 
 async def test_sequences_that_were_aborted_are_forgotten():
-    desk = Desk()
-    joiner = Joiner(desk, Pace(None))
+    desk = RecordingListener()
+    joiner = ResultCoalescer(desk, ResponseThrottle(None))
     for id in range(100):
-        joiner.take(step(SequenceDelta(id, [0])))
-    assert len(joiner._held) <= 2
+        joiner.on_step(step(SequenceDelta(id, [0])))
+    assert len(joiner._pending) <= 2

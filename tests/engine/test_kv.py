@@ -5,11 +5,11 @@ import pytest
 import torch
 from support.live import Live
 
-from quire_engine import kv
-from quire_engine.kv import KVCache
-from quire_engine.request import BlockId
-from quire_engine.step import HostCopy
-from quire_engine.swapper import Swapper
+from quire_engine.kv_cache import device_cache
+from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.kv_cache.host_swap import HostSwap
+from quire_engine.sequence import BlockId
+from quire_engine.step.plan import SwapCopy
 from quire_kernels import as_indexable
 from quire_spec.model.model_config import ModelConfig
 
@@ -49,12 +49,12 @@ def contents(made: KVCache) -> torch.Tensor:
 @pytest.mark.parametrize("at_once", [1, 3, 100])
 def test_what_one_cache_exports_another_takes(device, dtype, at_once, monkeypatch):
     made, other = cache(12, device, dtype), cache(9, device, dtype, seed=1)
-    monkeypatch.setattr(kv, "_GATHERED_BYTES", at_once * made.num_bytes // 12)
+    monkeypatch.setattr(device_cache, "_MAX_COPY_BYTES", at_once * made.num_bytes // 12)
     before, target = contents(made), contents(other)
-    host = made.host_blocks(6)
+    host = made.allocate_host_blocks(6)
     assert host.is_pinned() == (device == "cuda")
-    made.export([7, 2, 11, 3], host, [5, 0, 1, 4])
-    other.take([8, 0, 1], host, [1, 5, 0])
+    made.store_blocks([7, 2, 11, 3], host, [5, 0, 1, 4])
+    other.load_blocks([8, 0, 1], host, [1, 5, 0])
     assert torch.equal(contents(made), before)
     target[[8, 0, 1]] = before[[11, 7, 2]]
     assert torch.equal(contents(other), target)
@@ -65,7 +65,7 @@ def test_copies(device):
     made = cache(6, device)
     expected = contents(made)
     expected[[1, 5, 4]] = expected[[0, 0, 3]]
-    made.copy([0, 0, 3], [1, 5, 4])
+    made.copy_blocks([0, 0, 3], [1, 5, 4])
     assert torch.equal(contents(made), expected)
 
 
@@ -73,12 +73,12 @@ def test_copies(device):
 def test_a_swapper_copies_out_before_it_copies_in(device):
     made = cache(4, device)
     before = contents(made)
-    swapper = Swapper(made, 3)
+    swapper = HostSwap(made, 3)
     assert swapper.num_bytes == 3 * made.num_bytes // 4
-    swapper.carry([HostCopy(BlockId(1), BlockId(2))], [])
+    swapper.copy([SwapCopy(BlockId(1), BlockId(2))], [])
     # Block 3 goes where block 1, which comes back, has its place no more.
-    swapper.carry([HostCopy(BlockId(3), BlockId(0))], [HostCopy(BlockId(3), BlockId(2))])
-    swapper.carry([], [HostCopy(BlockId(0), BlockId(0))])
+    swapper.copy([SwapCopy(BlockId(3), BlockId(0))], [SwapCopy(BlockId(3), BlockId(2))])
+    swapper.copy([], [SwapCopy(BlockId(0), BlockId(0))])
     assert torch.equal(contents(made), before[[3, 1, 2, 1]])
 
 
@@ -87,24 +87,24 @@ def test_few_blocks_are_copied_at_a_time(at_once, monkeypatch):
     """Each sequence of a step may begin with a copy, or come back from the host; a GPU has no room for all of them."""
     made = cache(30, "cpu")
     of_block = made.num_bytes // 30
-    monkeypatch.setattr(kv, "_GATHERED_BYTES", at_once * of_block)
-    before, host = contents(made), made.host_blocks(10)
+    monkeypatch.setattr(device_cache, "_MAX_COPY_BYTES", at_once * of_block)
+    before, host = contents(made), made.allocate_host_blocks(10)
     moves = (
-        lambda: made.copy(range(10), range(10, 20)),
-        lambda: made.export(range(10), host, range(10)),
-        lambda: made.take(range(20, 30), host, range(10)),
+        lambda: made.copy_blocks(range(10), range(10, 20)),
+        lambda: made.store_blocks(range(10), host, range(10)),
+        lambda: made.load_blocks(range(20, 30), host, range(10)),
     )
     for move in moves:
         with Live() as live:
             move()
         assert live.peak <= at_once * of_block + 1000
-    assert made.blocks_at_once == at_once
+    assert made.max_blocks_per_copy == at_once
     assert torch.equal(contents(made)[10:], before[:10].repeat(2, 1, 1, 1, 1, 1))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_swapper_measures_blocks_and_tokens(device):
     calls = []
-    space = Swapper(cache(4, device), 3).measure(lambda: calls.append(1) or 50)
-    assert space.num_blocks == 3 and len(calls) == 4
-    assert 0 < space.block_s < 1 and 0 < space.token_s < 1e-3
+    space = HostSwap(cache(4, device), 3).measure(lambda: calls.append(1) or 50)
+    assert space.num_host_blocks == 3 and len(calls) == 4
+    assert 0 < space.seconds_per_block < 1 and 0 < space.seconds_per_token < 1e-3

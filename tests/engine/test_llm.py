@@ -18,7 +18,7 @@ from support.tokenizer import byte_level, save
 
 import quire_engine
 from quire_engine import LLM, LoRARequest, SamplingParams, TextPrompt, TokensPrompt
-from quire_engine.llm import Engine
+from quire_engine.api.llm import Engine
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
 
 # peft asks transformers by a name that transformers calls deprecated.
@@ -66,7 +66,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def test_names_are_imported_on_first_use() -> None:
     script = (
-        "import sys, quire_engine, quire_engine.text, quire_engine.engine; assert 'torch' not in sys.modules; "
+        "import sys, quire_engine, quire_engine.tokenization.tokenizer, quire_engine.core.engine; assert 'torch' not "
+        "in sys.modules; "
         "assert quire_engine.SamplingParams(top_k=3).top_k == 3 and quire_engine.LLM; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

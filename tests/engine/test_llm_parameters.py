@@ -11,7 +11,9 @@ import torch
 from support.tiny import VOCAB, load_oracle, make_checkpoint
 from support.tokenizer import byte_level, save
 
-from quire_engine import LLM, RequestOutput, SamplingParams, engine, logprobs
+from quire_engine import LLM, RequestOutput, SamplingParams
+from quire_engine.core import engine
+from quire_engine.worker.sampling import logprobs
 from quire_spec.errors import InvalidArgument
 
 PROMPTS = [[5, 9, 9, 30], [7] * 11, [101, 102, 103, 104, 105, 106, 107]]
@@ -236,7 +238,7 @@ def test_prompt_logprobs_are_those_of_transformers(
     world: World, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Logits of a few rows at a time: the parts of a prompt are not what its chunks are.
-    monkeypatch.setattr(logprobs, "_AT_ONCE_BYTES", 3 * 4 * VOCAB)
+    monkeypatch.setattr(logprobs, "_MAX_CHUNK_BYTES", 3 * 4 * VOCAB)
     llm = world.load(**fields)
     prompts = [*PROMPTS, [33], list(range(40, 90)), [7] * 60]
     counts = [0, 2, 5, 1, 3, None]

@@ -13,7 +13,7 @@ from support.tiny import VOCAB, make_adapter, make_checkpoint
 from support.tokenizer import byte_level, save
 
 from quire_engine.__main__ import main
-from quire_engine.bench import Latency
+from quire_engine.api.benchmark import LatencyStats
 
 # peft asks transformers by a name that transformers calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -112,9 +112,9 @@ def test_bench_prints_a_table(model: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_latency_percentiles() -> None:
-    latency = Latency.of([i / 1000 for i in range(1, 101)])
-    assert latency == Latency(pytest.approx(50.5), {"p50": 51.0, "p90": 91.0, "p99": 100.0})
-    assert Latency.of([]) is None
+    latency = LatencyStats.from_seconds([i / 1000 for i in range(1, 101)])
+    assert latency == LatencyStats(pytest.approx(50.5), {"p50": 51.0, "p90": 91.0, "p99": 100.0})
+    assert LatencyStats.from_seconds([]) is None
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_help_teaches_with_examples(command: str) -> None:
 def test_profile_writes_a_trace_that_names_what_steps_do(
     command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire_engine.trace.MAX_STEPS", 3)
+    monkeypatch.setattr("quire_engine.worker.profiling.MAX_PROFILED_STEPS", 3)
     options = {
         "bench": ["--num-prompts=2", "--input-len=5", "--output-len=6", "--no-warmup"],
         "generate": ["--prompt=the fox", "--max-tokens=6"],

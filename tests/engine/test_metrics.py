@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire_engine.adapter_metrics import MAX_ADAPTER_LABELS, AdapterLabels
-from quire_engine.metrics import Metrics
+from quire_engine.text.adapter_metrics import MAX_ADAPTER_LABELS, AdapterLabels
+from quire_engine.text.metrics import RequestMetrics
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SchedulerStats
@@ -40,41 +40,41 @@ VLLM_NAMES = {
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics(EngineConfig("m", enable_lora=True, max_loras=4), "base", 4096)
+def metrics() -> RequestMetrics:
+    return RequestMetrics(EngineConfig("m", enable_lora=True, max_loras=4), "base", 4096)
 
 
-def samples(metrics: Metrics) -> dict[str, list[tuple[dict[str, str], float]]]:
+def samples(metrics: RequestMetrics) -> dict[str, list[tuple[dict[str, str], float]]]:
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(metrics.exposition()):
+    for family in text_string_to_metric_families(metrics.render()):
         for sample in family.samples:
             found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found
 
 
-def value(metrics: Metrics, name: str, **labels: str) -> float:
+def value(metrics: RequestMetrics, name: str, **labels: str) -> float:
     matching = [v for have, v in samples(metrics)[name] if labels.items() <= have.items()]
     assert len(matching) == 1, (name, labels, matching)
     return matching[0]
 
 
-def use(metrics: Metrics) -> None:
+def use(metrics: RequestMetrics) -> None:
     """One request's life, seen by every metric."""
-    metrics.core(True)
-    metrics.by_adapter.catalogue(["sql"])
-    metrics.by_adapter.admitted("sql")
-    metrics.prompt_tokens(7)
-    metrics.started("sql", 0.2)
-    metrics.first_token("sql", 0.03)
-    metrics.tokens("sql", 1)
-    metrics.next_token(0.02)
-    metrics.tokens("sql", 2)
-    metrics.stats(
+    metrics.set_core_connected(True)
+    metrics.adapter_metrics.set_adapter_names(["sql"])
+    metrics.adapter_metrics.record_admitted("sql")
+    metrics.record_prompt_tokens(7)
+    metrics.record_started("sql", 0.2)
+    metrics.record_first_token("sql", 0.03)
+    metrics.record_generated_tokens("sql", 1)
+    metrics.record_next_token(0.02)
+    metrics.record_generated_tokens("sql", 2)
+    metrics.record_core_stats(
         SchedulerStats(
             num_running=1, num_waiting=2, num_blocks=100, num_used_blocks=25, prefix_cache_queries=7, num_steps=3
         )
     )
-    metrics.stats(
+    metrics.record_core_stats(
         SchedulerStats(
             num_running=1,
             num_waiting=2,
@@ -90,24 +90,24 @@ def use(metrics: Metrics) -> None:
             num_block_copies=6,
         )
     )
-    metrics.by_adapter.slots(["sql"])
-    metrics.adapters(running=["sql", "chat"], waiting=["math"])
-    metrics.finished("length", 1.5, 7, 3, SamplingParams(n=3, max_tokens=40))
-    metrics.refused("UNAVAILABLE")
+    metrics.adapter_metrics.set_resident_adapters(["sql"])
+    metrics.set_active_adapters(running=["sql", "chat"], waiting=["math"])
+    metrics.record_finished("length", 1.5, 7, 3, SamplingParams(n=3, max_tokens=40))
+    metrics.record_rejected("UNAVAILABLE")
 
 
-def test_names_are_those_of_vllm(metrics: Metrics):
+def test_names_are_those_of_vllm(metrics: RequestMetrics):
     use(metrics)
     found = samples(metrics)
     assert set(found) >= VLLM_NAMES
     assert all(name.startswith(("vllm:", "quire_")) for name in found)
     for name in VLLM_NAMES - {"vllm:lora_requests_info"}:
         assert all(labels["model_name"] == "base" for labels, _ in found[name])
-    for name, help_text in ((f.name, f.documentation) for f in text_string_to_metric_families(metrics.exposition())):
+    for name, help_text in ((f.name, f.documentation) for f in text_string_to_metric_families(metrics.render())):
         assert help_text.endswith("."), name
 
 
-def test_values(metrics: Metrics):
+def test_values(metrics: RequestMetrics):
     use(metrics)
     assert value(metrics, "vllm:num_requests_running") == 1
     assert value(metrics, "vllm:num_requests_waiting") == 2
@@ -139,29 +139,29 @@ def test_values(metrics: Metrics):
     assert value(metrics, "quire_steps_total") == 3
 
 
-def test_an_error_is_no_latency(metrics: Metrics):
-    metrics.finished("error", 9.0, 7, 0, SamplingParams())
-    metrics.finished("abort", 9.0, 7, 0, SamplingParams())
+def test_an_error_is_no_latency(metrics: RequestMetrics):
+    metrics.record_finished("error", 9.0, 7, 0, SamplingParams())
+    metrics.record_finished("abort", 9.0, 7, 0, SamplingParams())
     assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
     assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
 
 
-def test_lora_requests_info_is_one_series_with_joined_names(metrics: Metrics):
-    metrics.adapters(running=["b", "a"], waiting=[])
-    metrics.adapters(running=["a"], waiting=["c", "b"])
+def test_lora_requests_info_is_one_series_with_joined_names(metrics: RequestMetrics):
+    metrics.set_active_adapters(running=["b", "a"], waiting=[])
+    metrics.set_active_adapters(running=["a"], waiting=["c", "b"])
     ((labels, at),) = samples(metrics)["vllm:lora_requests_info"]
     assert labels == {"max_lora": "4", "running_lora_adapters": "a", "waiting_lora_adapters": "b,c"}
     assert abs(at - time.time()) < 60
 
 
-def test_counters_go_on_when_the_core_restarts(metrics: Metrics):
-    metrics.core(True)
-    metrics.stats(SchedulerStats(num_preemptions=5, num_blocks=10))
-    metrics.stats(SchedulerStats(num_preemptions=6, num_blocks=10))
-    metrics.core(False)
+def test_counters_go_on_when_the_core_restarts(metrics: RequestMetrics):
+    metrics.set_core_connected(True)
+    metrics.record_core_stats(SchedulerStats(num_preemptions=5, num_blocks=10))
+    metrics.record_core_stats(SchedulerStats(num_preemptions=6, num_blocks=10))
+    metrics.set_core_connected(False)
     assert value(metrics, "quire_core_connected") == 0
-    metrics.core(True)
-    metrics.stats(SchedulerStats(num_preemptions=2, num_blocks=20))
+    metrics.set_core_connected(True)
+    metrics.record_core_stats(SchedulerStats(num_preemptions=2, num_blocks=20))
     assert value(metrics, "vllm:num_preemptions_total") == 8
     assert value(metrics, "vllm:cache_config_info") == 1
 
@@ -170,34 +170,34 @@ def names(count: int) -> Iterator[str]:
     return (f"adapter-{i}" for i in range(count))
 
 
-def test_adapters_beyond_the_bound_share_a_label(metrics: Metrics):
+def test_adapters_beyond_the_bound_share_a_label(metrics: RequestMetrics):
     every = list(names(MAX_ADAPTER_LABELS + 50))
-    metrics.by_adapter.catalogue(every)
+    metrics.adapter_metrics.set_adapter_names(every)
     for name in every:
-        metrics.by_adapter.admitted(name)
-        metrics.by_adapter.slots([name])
+        metrics.adapter_metrics.record_admitted(name)
+        metrics.adapter_metrics.set_resident_adapters([name])
     found = samples(metrics)["quire_adapter_requests_total"]
     assert len(found) == MAX_ADAPTER_LABELS + 1
     assert value(metrics, "quire_adapter_requests_total", adapter="_other") == 50
     assert len(samples(metrics)["quire_adapter_slot_residency"]) == MAX_ADAPTER_LABELS
     start = time.process_time()
-    metrics.exposition()
+    metrics.render()
     assert time.process_time() - start < 2.0
 
 
-def test_adapters_that_go_make_room_for_others(metrics: Metrics):
+def test_adapters_that_go_make_room_for_others(metrics: RequestMetrics):
     labels = AdapterLabels()
     every = list(names(MAX_ADAPTER_LABELS + 1))
-    assert labels.keep(every) == set()
+    assert labels.set_names(every) == set()
     assert [labels.label(name) for name in every] == [*every[:-1], "_other"]
-    assert labels.keep(every[1:]) == {every[0]}
+    assert labels.set_names(every[1:]) == {every[0]}
     assert labels.label(every[-1]) == every[-1]
     assert labels.label(every[0]) == "_other"
 
-    metrics.by_adapter.catalogue(["a", "b"])
-    metrics.tokens("a", 1)
-    metrics.tokens("b", 1)
-    metrics.by_adapter.catalogue(["b"])
-    metrics.tokens("a", 4)
+    metrics.adapter_metrics.set_adapter_names(["a", "b"])
+    metrics.record_generated_tokens("a", 1)
+    metrics.record_generated_tokens("b", 1)
+    metrics.adapter_metrics.set_adapter_names(["b"])
+    metrics.record_generated_tokens("a", 4)
     found = samples(metrics)["quire_adapter_tokens_total"]
     assert {labels["adapter"]: v for labels, v in found} == {"b": 1, "_other": 4}

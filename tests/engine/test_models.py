@@ -10,15 +10,15 @@ from support.native import needs_native
 from support.tiny import BASE, CHECKPOINTS, LLAMA3_ROPE, VOCAB, YARN_ROPE, load_oracle, make_checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from quire_engine.batch import build_batch
-from quire_engine.kv import KVCache
-from quire_engine.layers import Placement
-from quire_engine.models import model_class
-from quire_engine.request import Sequence, SlotId
-from quire_engine.rotary import inverse_frequencies
-from quire_engine.step import Span
-from quire_engine.weights import load_weights
-from quire_engine.work import work_of
+from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.models import get_model_class
+from quire_engine.models.forward_batch import build_forward_batch
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.layers.rotary import inverse_frequencies
+from quire_engine.sequence import Sequence, SlotId
+from quire_engine.step.input import build_step_input
+from quire_engine.step.plan import ScheduledSpan
+from quire_engine.weights.loader import load_weights
 from quire_kernels import LoRASlots, LoRATarget, cpu_native
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.model.capabilities import SUPPORTED_ARCHITECTURES
@@ -34,23 +34,23 @@ def folder(request, tmp_path_factory):
 
 def _load(folder, dtype=torch.float32):
     shape = ModelConfig.load(folder)
-    model = model_class(shape.architecture)(shape, Placement(dtype, CPU))
-    load_weights(folder, model.tensors(), tied=shape.tied_embedding_name)
+    model = get_model_class(shape.architecture)(shape, ParamFactory(dtype, CPU))
+    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name)
     return model
 
 
 def _logits(model, batch, kv):
-    return model.project(model(batch, kv), batch)
+    return model.compute_logits(model(batch, kv), batch)
 
 
 def _span(tokens, start, length, first_block, block_size):
     sequence = Sequence(0, tokens, SamplingParams(), seed=0, max_output_tokens=1)
     sequence.block_table = list(range(first_block, first_block + -(-len(tokens) // block_size)))
-    return Span(sequence, start, length, None)
+    return ScheduledSpan(sequence, start, length, None)
 
 
 def test_every_architecture_of_the_capability_table_has_a_class_and_a_parity_row():
-    assert all(model_class(name).__name__ == name for name in SUPPORTED_ARCHITECTURES)
+    assert all(get_model_class(name).__name__ == name for name in SUPPORTED_ARCHITECTURES)
     tested = {f"{kind.__name__.removesuffix('Config')}ForCausalLM" for kind, _ in CHECKPOINTS.values()}
     assert tested == set(SUPPORTED_ARCHITECTURES)
 
@@ -72,7 +72,9 @@ def test_logits_equal_transformers(folder):
     kv = KVCache(model.shape, 12, 8, torch.float32, CPU)
     firsts = (0, 5, 6)
     spans = [_span(p, 0, len(p), first, 8) for p, first in zip(prompts, firsts, strict=True)]
-    logits = _logits(model, build_batch(work_of(spans, 8, model.shape.long_rope_threshold), kv, CPU), kv)
+    logits = _logits(
+        model, build_forward_batch(build_step_input(spans, 8, model.shape.long_rope_threshold), kv, CPU), kv
+    )
     for row, prompt in zip(logits, prompts, strict=True):
         expected = oracle(torch.tensor([prompt])).logits[0, -1]
         assert (row - expected).abs().max() < 2e-5 * expected.abs().max()
@@ -89,7 +91,9 @@ def test_half_types_are_as_exact_as_transformers(folder, dtype):
     model.pack()
     kv = KVCache(model.shape, 24 * 4, 8, dtype, CPU)
     spans = [_span(prompt, 0, 32, 4 * i, 8) for i, prompt in enumerate(prompts.tolist())]
-    logits = _logits(model, build_batch(work_of(spans, 8, model.shape.long_rope_threshold), kv, CPU), kv)
+    logits = _logits(
+        model, build_forward_batch(build_step_input(spans, 8, model.shape.long_rope_threshold), kv, CPU), kv
+    )
     assert logits.dtype == dtype
     assert (logits.float() - exact).norm() < 1.3 * theirs.norm()
 
@@ -99,7 +103,7 @@ def test_packing_changes_rounding_only(folder, monkeypatch):
     monkeypatch.setattr(sys.modules["quire_kernels.linear"], "MIN_PACKED", 0)
     model = _load(folder)
     kv = KVCache(model.shape, 4, 8, torch.float32, CPU)
-    batch = build_batch(work_of([_span(list(range(20)), 0, 20, 0, 8)], 8), kv, CPU)
+    batch = build_forward_batch(build_step_input([_span(list(range(20)), 0, 20, 0, 8)], 8), kv, CPU)
     before = _logits(model, batch, kv)
     model.pack()
     after = _logits(model, batch, kv)
@@ -137,10 +141,10 @@ def test_all_layers_in_one_call_give_the_same_bits(name, tmp_path, monkeypatch):
                 rows = zip(starts, lengths, (0, 37, 38), used, strict=True)
                 tokens = list(range(291))
                 spans = [
-                    replace(_span(tokens[: start + length], start, length, first, 8), slot=slot)
+                    replace(_span(tokens[: start + length], start, length, first, 8), adapter_slot=slot)
                     for start, length, first, slot in rows
                 ]
-                batch = build_batch(work_of(spans, 8, model.shape.long_rope_threshold), kv, CPU)
+                batch = build_forward_batch(build_step_input(spans, 8, model.shape.long_rope_threshold), kv, CPU)
                 found.append(_logits(model, batch, kv))
         assert all(torch.equal(a, b) for a, b in zip(found[:2], found[2:], strict=True))
 
@@ -156,7 +160,7 @@ def _pair(site, width, share):
 def test_a_chunk_in_the_midst_of_a_prompt_wants_no_logits(folder):
     model = _load(folder)
     kv = KVCache(model.shape, 4, 8, torch.float32, CPU)
-    assert model(build_batch(work_of([_span(list(range(20)), 0, 9, 0, 8)], 8), kv, CPU), kv) is None
+    assert model(build_forward_batch(build_step_input([_span(list(range(20)), 0, 9, 0, 8)], 8), kv, CPU), kv) is None
 
 
 @torch.inference_mode()
@@ -174,7 +178,7 @@ def test_memory_that_others_left_does_not_reach_a_sequence(folder):
         for kv in (clean, dirty):
             # Beside a longer one, so that its block table is padded.
             spans = [_span(tokens, start, length, 0, 8), _span([1] * 30, 0, 30, 3, 8)]
-            results.append(_logits(model, build_batch(work_of(spans, 8), kv, CPU), kv))
+            results.append(_logits(model, build_forward_batch(build_step_input(spans, 8), kv, CPU), kv))
         assert torch.equal(*results)
 
 
@@ -210,7 +214,7 @@ def test_rope_equals_transformers(scaling):
     oracle = LlamaRotaryEmbedding(config)
     if shape.long_rope_threshold is not None:
         oracle(torch.empty(1), torch.tensor([[shape.long_rope_threshold]]))
-        long = inverse_frequencies(shape.rope, beyond_switch=True)
+        long = inverse_frequencies(shape.rope, long_rope=True)
         torch.testing.assert_close(long, oracle.inv_freq, rtol=1e-6, atol=0)
         oracle(torch.empty(1), torch.tensor([[shape.long_rope_threshold - 1]]))
     torch.testing.assert_close(inverse_frequencies(shape.rope), oracle.inv_freq, rtol=1e-6, atol=0)

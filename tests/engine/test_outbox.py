@@ -4,7 +4,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire_engine.outbox import MAX_EVENTS_BYTES, MAX_WAITING_BYTES, MAX_WAITING_STREAM_BYTES, Outbox
+from quire_engine.text.output_delta_buffer import (
+    MAX_BATCH_BYTES,
+    MAX_PENDING_BYTES,
+    MAX_PENDING_STREAM_BYTES,
+    OutputDeltaBuffer,
+)
 from quire_spec.protocol.messages import OutputDelta
 
 
@@ -16,16 +21,16 @@ def event(request: int, number: int, final: bool = False, logprobs: bool = False
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
 def test_merged_events_say_the_same_as_single_ones(posts: list[tuple[int, bool]]):
-    outbox = Outbox()
+    outbox = OutputDeltaBuffer()
     sent: list[OutputDelta] = []
     expected: dict[int, list[int]] = {}
     for number, (request, flush) in enumerate(posts):
-        outbox.add(event(request, number, logprobs=request == 0))
+        outbox.append(event(request, number, logprobs=request == 0))
         expected.setdefault(request, []).append(number)
         if flush:
-            sent += [e for batch in outbox.take() for e in batch]
-            assert outbox.take() == []
-    sent += [e for batch in outbox.take() for e in batch]
+            sent += [e for batch in outbox.drain() for e in batch]
+            assert outbox.drain() == []
+    sent += [e for batch in outbox.drain() for e in batch]
     for request, numbers in expected.items():
         mine = [e for e in sent if e.id == request]
         assert "".join(e.text for e in mine) == "".join(f"<{n}>" for n in numbers)
@@ -39,28 +44,28 @@ def test_merged_events_say_the_same_as_single_ones(posts: list[tuple[int, bool]]
 
 
 def test_a_final_event_stays_final_when_merged():
-    outbox = Outbox()
+    outbox = OutputDeltaBuffer()
     for number in range(3):
-        outbox.add(event(1, number, final=number == 2))
-    ((merged,),) = outbox.take()
+        outbox.append(event(1, number, final=number == 2))
+    ((merged,),) = outbox.drain()
     assert merged.final and merged.text == "<0><1><2>"
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=30))
 def test_outputs_of_a_request_stay_apart_and_the_last_event_last(posts: list[tuple[int, bool]]):
-    outbox = Outbox()
+    outbox = OutputDeltaBuffer()
     sent: list[OutputDelta] = []
     ends = [(0, False), (2, False), (1, True)]
     for number, (index, flush) in enumerate(posts + ends):
         left = len(posts) + len(ends) - number
         ended = "stop" if left <= len(ends) else None
-        outbox.add(
+        outbox.append(
             OutputDelta(
                 1, f"<{number}>", [number], ended, num_output_tokens=99, index=index, other_outputs_pending=left > 1
             )
         )
         if flush:
-            sent += [e for batch in outbox.take() for e in batch]
+            sent += [e for batch in outbox.drain() for e in batch]
     assert [e.final for e in sent] == [False] * (len(sent) - 1) + [True]
     for output in range(3):
         numbers = [number for number, (index, _) in enumerate(posts + ends) if index == output]
@@ -68,37 +73,37 @@ def test_outputs_of_a_request_stay_apart_and_the_last_event_last(posts: list[tup
 
 
 def test_a_stream_that_nobody_reads_is_too_much_in_the_end():
-    outbox = Outbox()
+    outbox = OutputDeltaBuffer()
     count = 0
-    while outbox.excess is None:
-        outbox.add(event(1, count))
+    while outbox.overflow_reason is None:
+        outbox.append(event(1, count))
         count += 1
-        assert count < MAX_WAITING_STREAM_BYTES
+        assert count < MAX_PENDING_STREAM_BYTES
     assert count > 1000
-    assert str(MAX_WAITING_STREAM_BYTES) in outbox.excess
-    outbox.take()
-    assert outbox.excess is None
+    assert str(MAX_PENDING_STREAM_BYTES) in outbox.overflow_reason
+    outbox.drain()
+    assert outbox.overflow_reason is None
 
 
 def test_many_streams_are_too_much_together():
-    outbox = Outbox()
-    big = OutputDelta(0, "x" * (MAX_WAITING_STREAM_BYTES // 2), [1])
-    for request in range(2 * MAX_WAITING_BYTES // MAX_WAITING_STREAM_BYTES - 1):
-        outbox.add(OutputDelta(request, big.text, [1]))
-    assert outbox.excess is None
-    outbox.add(OutputDelta(10**6, big.text, [1]))
-    assert outbox.excess and str(MAX_WAITING_BYTES) in outbox.excess
+    outbox = OutputDeltaBuffer()
+    big = OutputDelta(0, "x" * (MAX_PENDING_STREAM_BYTES // 2), [1])
+    for request in range(2 * MAX_PENDING_BYTES // MAX_PENDING_STREAM_BYTES - 1):
+        outbox.append(OutputDelta(request, big.text, [1]))
+    assert outbox.overflow_reason is None
+    outbox.append(OutputDelta(10**6, big.text, [1]))
+    assert outbox.overflow_reason and str(MAX_PENDING_BYTES) in outbox.overflow_reason
 
 
 def test_one_answer_may_be_as_long_as_it_is():
-    outbox = Outbox()
-    outbox.add(OutputDelta(1, "x" * (MAX_WAITING_BYTES + 1), [1], "stop"))
-    assert outbox.excess is None
+    outbox = OutputDeltaBuffer()
+    outbox.append(OutputDelta(1, "x" * (MAX_PENDING_BYTES + 1), [1], "stop"))
+    assert outbox.overflow_reason is None
 
 
 def test_what_is_handed_out_is_split_into_messages_of_bounded_size():
-    outbox = Outbox()
+    outbox = OutputDeltaBuffer()
     for request in range(5):
-        outbox.add(OutputDelta(request, "x" * (MAX_EVENTS_BYTES // 2), [1]))
-    assert [len(batch) for batch in outbox.take()] == [2, 2, 1]
-    assert outbox.take() == []
+        outbox.append(OutputDelta(request, "x" * (MAX_BATCH_BYTES // 2), [1]))
+    assert [len(batch) for batch in outbox.drain()] == [2, 2, 1]
+    assert outbox.drain() == []

@@ -5,16 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire_engine.pace import Pace
+from quire_engine.text.response_throttle import ResponseThrottle
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.2), st.integers(1, 64)), min_size=1, max_size=50))
 def test_what_goes_out_when_it_may_is_bounded_over_any_time(steps):
-    pace, now, sent = Pace(500), 0.0, []
+    pace, now, sent = ResponseThrottle(500), 0.0, []
     for pause, count in steps:
         now += pause
-        if pace.wait_s(now) == 0:
-            pace.sent(count, now)
+        if pace.delay_s(now) == 0:
+            pace.record_sent(count, now)
             sent.append((now, count))
     for i, (start, _) in enumerate(sent):
         for end, _ in sent[i:]:
@@ -23,22 +23,22 @@ def test_what_goes_out_when_it_may_is_bounded_over_any_time(steps):
 
 
 def test_a_stream_alone_does_not_wait():
-    pace = Pace(500)
+    pace = ResponseThrottle(500)
     for step in range(100):
-        assert pace.wait_s(step * 0.004) == 0
-        pace.sent(1, step * 0.004)
+        assert pace.delay_s(step * 0.004) == 0
+        pace.record_sent(1, step * 0.004)
 
 
 def test_many_streams_wait_for_as_long_as_they_took():
-    pace = Pace(500)
-    pace.sent(64, 10.0)
-    assert pace.wait_s(10.03) == pytest.approx(0.098)
-    pace.sent(5, 10.03)  # that could not wait
-    assert pace.wait_s(10.03) == pytest.approx(0.108)
-    assert pace.wait_s(10.2) == 0
+    pace = ResponseThrottle(500)
+    pace.record_sent(64, 10.0)
+    assert pace.delay_s(10.03) == pytest.approx(0.098)
+    pace.record_sent(5, 10.03)  # that could not wait
+    assert pace.delay_s(10.03) == pytest.approx(0.108)
+    assert pace.delay_s(10.2) == 0
 
 
 def test_no_rate_is_no_wait():
-    pace = Pace(None)
-    pace.sent(10**6, 1.0)
-    assert pace.wait_s(1.0) == 0
+    pace = ResponseThrottle(None)
+    pace.record_sent(10**6, 1.0)
+    assert pace.delay_s(1.0) == 0

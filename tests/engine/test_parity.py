@@ -17,8 +17,8 @@ import pytest
 import torch
 from support.tiny import CHECKPOINTS, VOCAB, load_adapted_oracle, load_oracle, make_adapter, make_checkpoint
 
-from quire_engine.engine import Engine
-from quire_engine.swap import SwapSpace
+from quire_engine.core.engine import Engine
+from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
@@ -107,7 +107,7 @@ def _generate(
                 i = waiting.pop()
                 adapter = adapters[i] if adapters else None
                 engine.add(SequenceRequest(i, prompts[i], params | {"seed": i}, adapter))
-        for digest, path in engine.take_fetches():
+        for digest, path in engine.pop_adapter_reads():
             engine.add_adapter(digest, path, engine.read_adapter(path))
         for result in engine.step().results:
             assert result.error == ""
@@ -173,7 +173,7 @@ PAIRS = [(name, scenario) for name in CHECKPOINTS for scenario in (SCENARIOS if 
 def test_outputs_equal_transformers(cases, name, scenario, monkeypatch):
     case = cases(name)
     # Whether it is quicker here is not the question.
-    monkeypatch.setattr(SwapSpace, "pays", lambda *_: True)
+    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
     engine = Engine.from_config(_config(case.folder, **SCENARIOS[scenario]))
     _check(_generate(engine, case.prompts, rush=0.2), case.references)
     assert (engine.stats().num_preemptions > 0) == scenario.startswith("preempted")
@@ -234,7 +234,7 @@ def test_forks(cases, caching):
     outputs = [Output([], []) for _ in prompts]
     for i, prompt in enumerate(prompts):
         params = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "logprobs": 3}
-        engine.add(SequenceRequest(i, prompt, params, fork_of=leaders[i]))
+        engine.add(SequenceRequest(i, prompt, params, parent_id=leaders[i]))
     while engine.has_work:
         for result in engine.step().results:
             outputs[result.id].token_ids.extend(result.token_ids)
@@ -258,8 +258,8 @@ def test_forks_of_a_prompt_that_grows_beyond_a_switch_of_its_rope(cases, at_once
     for step in range(3 * NUM_TOKENS):
         # At once, where they share the prompt with the leader; or when it has left it behind.
         if step == (0 if at_once else 6):
-            engine.add(SequenceRequest(1, prompt, params, fork_of=0))
-            engine.add(SequenceRequest(2, prompt, params, fork_of=0))
+            engine.add(SequenceRequest(1, prompt, params, parent_id=0))
+            engine.add(SequenceRequest(2, prompt, params, parent_id=0))
         for result in engine.step().results:
             found[result.id] += result.token_ids
         engine.check_integrity()
@@ -410,7 +410,7 @@ def test_equal_prompts_of_different_adapters_share_no_blocks(adapter_cases):
 def test_everything_at_once(adapter_cases, caching, ahead, monkeypatch):
     """Adapters, forks, priorities, swapping, preemption and aborts, in random order: what ends is right."""
     adapted, rng = adapter_cases("llama"), random.Random(8)
-    monkeypatch.setattr(SwapSpace, "pays", lambda *_: rng.random() < 0.7)
+    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: rng.random() < 0.7)
     engine = _adapted_engine(
         adapted,
         num_blocks=MAX_MODEL_LEN // 8 + 8,
@@ -429,14 +429,14 @@ def test_everything_at_once(adapter_cases, caching, ahead, monkeypatch):
             leader = rng.choice(list(outputs)) if outputs and rng.random() < 0.4 else None
             job = rng.randrange(len(adapted.prompts)) if leader is None else jobs[leader]
             request = SequenceRequest(len(jobs), adapted.prompts[job], {"temperature": 0.0, "max_tokens": NUM_TOKENS})
-            request = dataclasses.replace(request, adapter_digest=adapted.owners[job], fork_of=leader)
+            request = dataclasses.replace(request, adapter_digest=adapted.owners[job], parent_id=leader)
             engine.add(dataclasses.replace(request, priority=rng.choice([0, 0, 0, 1, -1])))
             outputs[request.id] = []
             jobs.append(job)
         if outputs and rng.random() < 0.05:
             engine.abort([aborted := rng.choice(list(outputs))])
             del outputs[aborted]
-        engine.fetch()
+        engine.read_pending_adapters()
         for result in engine.step().results:
             outputs[result.id] += result.token_ids
             if result.finish_reason is not None:

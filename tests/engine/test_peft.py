@@ -13,10 +13,10 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 from support.tiny import load_adapted_oracle, make_adapter, make_checkpoint
 
-from quire_engine import peft_config
-from quire_engine.peft import CONFIG_FILE, WEIGHTS_FILE, read_adapter
-from quire_engine.peft_config import PeftConfig
-from quire_engine.tensor_file import open_tensors
+from quire_engine.lora.peft import config as engine_config
+from quire_engine.lora.peft.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from quire_engine.lora.peft.config import PeftConfig
+from quire_engine.weights.safetensors_reader import open_safetensors
 from quire_spec.errors import InvalidArgument
 from quire_spec.model.model_config import ModelConfig
 
@@ -109,7 +109,12 @@ def test_half_precision_files_are_read(adapter, shape):
 
 
 def test_every_field_of_this_peft_is_known():
-    known = peft_config.IGNORED | peft_config.READ | set(peft_config.REFUSED) | {"bias", "init_lora_weights"}
+    known = (
+        engine_config.IGNORED_FIELDS
+        | engine_config.SUPPORTED_FIELDS
+        | set(engine_config.UNSUPPORTED_FIELDS)
+        | {"bias", "init_lora_weights"}
+    )
     assert {f.name for f in dataclasses.fields(LoraConfig)} - known == set()
 
 
@@ -347,7 +352,7 @@ def test_hostile_headers_are_refused(content, adapter, shape):
 @pytest.mark.parametrize("cut", [0, 4, 100, -1])
 def test_a_file_that_is_cut_while_it_is_read_costs_an_error_and_not_the_process(cut, adapter):
     path = adapter / WEIGHTS_FILE
-    with open_tensors(path) as file:
+    with open_safetensors(path) as file:
         name = file.keys()[0]
         with path.open("r+b") as other:
             other.truncate(cut if cut >= 0 else path.stat().st_size + cut)
@@ -360,7 +365,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_refused(adapter):
     path = adapter / WEIGHTS_FILE
     for header in (b"[]", b"{}", b'{"a": {"data_offsets": [0, -1]}}', b'{"a": {"data_offsets": "xy"}}', b"\xff"):
         save_file({"a": torch.ones(4)}, path)
-        with open_tensors(path) as file:
+        with open_safetensors(path) as file:
             path.write_bytes(len(header).to_bytes(8, "little") + header + b"x" * 16)
             with pytest.raises(InvalidArgument, match="changed while it was read"):
                 file.get_tensor("a")
@@ -375,7 +380,7 @@ def test_tensors_are_read_as_the_library_reads_them(tmp_path):
         "d": torch.rand(2).double(),
     }
     save_file(made, tmp_path / "file")
-    with open_tensors(tmp_path / "file") as file:
+    with open_safetensors(tmp_path / "file") as file:
         assert sorted(file.keys()) == list(made)
         for name, tensor in made.items():
             assert torch.equal(file.get_tensor(name), tensor)

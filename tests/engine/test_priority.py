@@ -7,7 +7,7 @@ import pytest
 from support.runner import expected_output
 from support.scheduling import CONFIG, Bench
 
-from quire_engine.request import Status
+from quire_engine.sequence import SequenceStatus
 from quire_spec.errors import InvalidArgument
 
 PRIORITY = replace(CONFIG, scheduling_policy="priority")
@@ -56,7 +56,7 @@ def test_an_urgent_arrival_takes_the_seat_of_the_last_in_rank_and_nobody_elses()
     bench.add(5, 2, priority=0)
     # Its seat, and in this step its place: nobody else's token waits.
     assert bench.step() == [(1, 6, 1), (0, 6, 1), (4, 0, 5)]
-    assert bench.sequences[2].status is Status.PREEMPTED
+    assert bench.sequences[2].status is SequenceStatus.PREEMPTED
     bench.add(5, 2, priority=0)
     assert bench.step() == [(1, 7, 1), (4, 5, 1), (5, 0, 5)]
     assert bench.step() == [(1, 8, 1), (5, 5, 1), (0, 0, 8)]

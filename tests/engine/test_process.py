@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.process import Arguments
+from quire_engine.ipc.process import ProcessArgs
 from quire_spec.constants import MAX_SOCKET_PATH
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
 SCRIPT = """
 import asyncio, threading, time
-from quire_engine import process
+from quire_engine.ipc import process
 from quire_spec.errors import ConfigError
 
 async def serve(fail):
     loop = asyncio.get_running_loop()
-    process.watch_loop(loop)
+    process.install_exit_handlers(loop)
     print("serving", flush=True)
     fail(loop)
     await asyncio.sleep(60)
@@ -29,7 +29,7 @@ async def serve(fail):
 def main(args):
     {body}
 
-process.run("it", main)
+process.run_process("it", main)
 """
 
 FAILURES = {
@@ -54,7 +54,7 @@ def test_an_exception_that_nobody_handles_ends_the_process(tmp_path: Path, where
         _, err = process.communicate(timeout=20)
     assert process.returncode == 70
     assert "Traceback" in err and ("boom" in err or "ZeroDivisionError" in err)
-    assert " ERROR quire.process " in err
+    assert " ERROR quire_engine.ipc.process " in err
 
 
 def test_a_configuration_error_is_said_in_one_line(tmp_path: Path):
@@ -76,8 +76,8 @@ def test_a_signal_ends_it_at_once_and_well(tmp_path: Path, body: str, number: si
 
 
 def test_a_run_folder_that_is_too_deep_is_refused(tmp_path: Path):
-    short = Arguments(EngineConfig("m"), "base", Path("/run/quire"))
-    assert short.socket("text.sock") == Path("/run/quire/text.sock")
-    deep = Arguments(EngineConfig("m"), "base", Path("/" + "x" * MAX_SOCKET_PATH))
+    short = ProcessArgs(EngineConfig("m"), "base", Path("/run/quire"))
+    assert short.socket_path("text.sock") == Path("/run/quire/text.sock")
+    deep = ProcessArgs(EngineConfig("m"), "base", Path("/" + "x" * MAX_SOCKET_PATH))
     with pytest.raises(ConfigError, match="--run-dir"):
-        deep.socket("text.sock")
+        deep.socket_path("text.sock")

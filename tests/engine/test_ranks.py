@@ -16,14 +16,14 @@ from support.pod import eventually
 from support.ranks import ThreadRank, engine_of, rank_processes
 from support.tiny import VOCAB, make_adapter, make_checkpoint
 
-from quire_engine import graphs
-from quire_engine.engine import Engine
-from quire_engine.llm import LLM
-from quire_engine.member import RankProcess
-from quire_engine.outputs import LoRARequest
-from quire_engine.ranks import Ranks
-from quire_engine.step import RunnerLost
-from quire_engine.swap import SwapSpace
+from quire_engine.api.llm import LLM
+from quire_engine.api.outputs import LoRARequest
+from quire_engine.core.engine import Engine
+from quire_engine.distributed.communicator import Communicator
+from quire_engine.distributed.worker_handle import WorkerProcess
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.step.plan import RunnerLost
+from quire_engine.worker import cuda_graphs
 from quire_kernels import paged_attention
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
@@ -89,7 +89,7 @@ def _generate(engine, adapter=lambda i: None):
         for request in waiting[:4]:
             engine.add(request)
         del waiting[:4]
-        engine.fetch()
+        engine.read_pending_adapters()
         for result in engine.step().results:
             assert not result.error
             tokens[result.id] += result.token_ids
@@ -120,8 +120,8 @@ class _Recorder:
 def _record_steps(monkeypatch):
     """Have all ranks that are made from now on replay their decoding steps; the recorder of each."""
     recorders: list[_Recorder] = []
-    monkeypatch.setattr(graphs, "are_wanted", lambda device: True)
-    monkeypatch.setattr(graphs, "GraphRecorder", lambda device: recorders.append(_Recorder()) or recorders[-1])
+    monkeypatch.setattr(cuda_graphs, "should_capture", lambda device: True)
+    monkeypatch.setattr(cuda_graphs, "GraphCapture", lambda device: recorders.append(_Recorder()) or recorders[-1])
     # The gathering form wants groups that the host has made; a step of a graph has none.
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     return recorders
@@ -148,7 +148,7 @@ def _count_ahead(engine):
 def test_ranks_give_what_one_gives(folders, name, size, ahead, replayed, monkeypatch):
     """Also when the next step is begun before the last one's tokens are known, which go from rank 0 to the others, and
     when decoding steps are replayed."""
-    monkeypatch.setattr(SwapSpace, "pays", lambda *_: True)
+    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
     expected = _generate(alone := Engine.from_config(_config(folders[name], 1, swap_space=0.0001)))
     recorders = _record_steps(monkeypatch) if replayed else []
     engine = engine_of(_config(folders[name], size, swap_space=0.0001, async_scheduling=ahead))
@@ -163,12 +163,12 @@ def test_ranks_give_what_one_gives(folders, name, size, ahead, replayed, monkeyp
     assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0 and stats.num_swapped_in_blocks > 0
     assert engine.memory.num_blocks == NUM_BLOCKS and engine.memory.tensor_parallel_size == size
     assert engine.memory.weights_bytes < 0.75 * alone.memory.weights_bytes
-    captured = engine._runner._own._graphs
+    captured = engine._runner._local_runner._graphs
     assert (captured is not None) == replayed
     del engine
     gc.collect()
     # NCCL's part in them has to go before the communicator does.
-    assert captured is None or not captured._steps
+    assert captured is None or not captured._base_graphs
 
 
 @pytest.mark.parametrize(("name", "size", "replayed"), [("llama", 4, False), ("phi3", 2, True)])
@@ -184,7 +184,7 @@ def test_adapters_of_all_kinds_and_none_in_one_batch(folders, adapters, name, si
             followers.append(ThreadRank(ends))
             return followers[-1]
 
-        engine = engine_of(_config(folders[name], ranks, **lora), start=start)
+        engine = engine_of(_config(folders[name], ranks, **lora), start_worker=start)
         for i, path in enumerate(adapters[name]):
             engine.add_adapter(f"d{i}", path, engine.read_adapter(path), pinned=False)
         found.append(_generate(engine, lambda i: None if i % 4 == 3 else f"d{i % 4}")[0])
@@ -238,8 +238,8 @@ def test_processes_give_what_one_gives_until_one_is_killed(folders):
     assert _outputs(llm) == expected
     ranks = rank_processes()
     assert len(ranks) == 3
-    handover, in_flight = llm.engine._runner._own._handover, []
-    fill = handover.fill
+    handover, in_flight = llm.engine._runner._local_runner._future_tokens, []
+    fill = handover.resolve
 
     def kill_and_fill(token_ids, spans):
         if not in_flight:
@@ -247,7 +247,7 @@ def test_processes_give_what_one_gives_until_one_is_killed(folders):
         in_flight.append(len(llm.engine._scheduler._in_flight))
         fill(token_ids, spans)
 
-    handover.fill = kill_and_fill
+    handover.resolve = kill_and_fill
     with pytest.raises(RunnerLost, match=r"ended: killed by SIGKILL; .* start again"):
         while True:
             _outputs(llm)
@@ -267,15 +267,15 @@ def test_the_owner_is_told_at_once_when_a_rank_dies(folders):
     eventually(lambda: len(why) == 1 and "rank 1 of 2 ended: killed by SIGKILL" in why[0])
     assert not engine.has_work
     # Nor is anything on a device waited for that needs it, or taken from one that has stopped waiting.
-    group = engine._runner._group
+    group = engine._runner._worker_group
     with pytest.raises(RunnerLost, match="killed by SIGKILL"):
-        group.until(lambda: False)
+        group.wait_until(lambda: False)
     with pytest.raises(RunnerLost, match="killed by SIGKILL"):
-        group.take(lambda: 1)
+        group.wait_result(lambda: 1)
 
 
 def test_a_rank_that_hangs_is_found_and_killed(folders):
-    engine = engine_of(_config(folders["llama"], 2), start=RankProcess, timeout_s=2.0)
+    engine = engine_of(_config(folders["llama"], 2), start_worker=WorkerProcess, timeout_s=2.0)
     (rank,) = rank_processes()
     engine.add(SequenceRequest(1, [1, 2, 3], GREEDY))
     engine.step()
@@ -300,10 +300,10 @@ def test_a_rank_that_cannot_load_says_why(folders, tmp_path):
 
     def start(ends):
         (folders["llama"] / "model.safetensors").rename(tmp_path / "hidden")
-        return RankProcess(ends)
+        return WorkerProcess(ends)
 
     with pytest.raises(ConfigError, match="found neither"):
-        engine_of(_config(folders["llama"], 2), start=start)
+        engine_of(_config(folders["llama"], 2), start_worker=start)
     (tmp_path / "hidden").rename(folders["llama"] / "model.safetensors")
     eventually(lambda: rank_processes() == [])
 
@@ -312,17 +312,17 @@ def test_a_rank_that_cannot_load_says_why(folders, tmp_path):
 def test_control_c_waits_for_the_end_of_a_step(folders, ahead):
     engine = engine_of(_config(folders["llama"], 2, async_scheduling=ahead))
     expected = _generate(engine)
-    model = engine._runner._own._model
+    model = engine._runner._local_runner._model
 
     class Interrupted:
         shape = model.shape
-        project = model.project
+        compute_logits = model.compute_logits
 
         def __call__(self, batch, kv):
             signal.raise_signal(signal.SIGINT)
             return model(batch, kv)
 
-    engine._runner._own._model = Interrupted()
+    engine._runner._local_runner._model = Interrupted()
     engine.add(SequenceRequest(100, [1, 2, 3], GREEDY))
     # Whoever started the tests may have had it ignored, as a shell does in the background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -332,18 +332,18 @@ def test_control_c_waits_for_the_end_of_a_step(folders, ahead):
     finally:
         signal.signal(signal.SIGINT, before)
     engine.abort([100])
-    engine._runner._own._model = model
+    engine._runner._local_runner._model = model
     assert _generate(engine)[0] == expected[0]
 
 
 def test_what_a_device_never_ends_is_waited_for_no_longer_than_a_rank(folders):
     engine = engine_of(_config(folders["llama"], 2), timeout_s=5.0)
-    group = engine._runner._group
-    assert group.take(lambda: 1) == 1
+    group = engine._runner._worker_group
+    assert group.wait_result(lambda: 1) == 1
     group._timeout_s = 0.05
-    group.until(lambda: True)
+    group.wait_until(lambda: True)
     with pytest.raises(RunnerLost, match=r"a step was not over after 0\.05 s"):
-        group.until(lambda: False)
+        group.wait_until(lambda: False)
     with pytest.raises(RunnerLost, match="a step was not over"):
         engine.add(SequenceRequest(1, [1, 2, 3], GREEDY))
         engine.step()
@@ -352,11 +352,14 @@ def test_what_a_device_never_ends_is_waited_for_no_longer_than_a_rank(folders):
 def test_nccl_is_ended_once_and_not_under_a_step_that_uses_it(folders):
     """It would let that never return. NCCL itself can only be had on a GPU."""
     ended = []
-    ranks = Ranks(TensorParallelShard(ModelConfig.load(folders["llama"]), 0, 2), lambda: None)
-    ranks._device, ranks._group = torch.device("cuda"), SimpleNamespace(abort=lambda: ended.append(in_use.locked()))
+    ranks = Communicator(TensorParallelShard(ModelConfig.load(folders["llama"]), 0, 2), lambda: None)
+    ranks._device, ranks._process_group = (
+        torch.device("cuda"),
+        SimpleNamespace(abort=lambda: ended.append(in_use.locked())),
+    )
     in_use = threading.Lock()
     with in_use:
-        ranks.abandon(in_use)
-        ranks.abandon(in_use)
+        ranks.abort(in_use)
+        ranks.abort(in_use)
         assert ended == []
     eventually(lambda: ended == [False])

@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny import VOCAB, load_oracle, make_adapter, make_checkpoint
 
-from quire_engine import runner
-from quire_engine.memory import GIB, Budget, num_blocks
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.lora.peft.adapter import WEIGHTS_FILE, read_adapter
 from quire_engine.models.llama import LlamaForCausalLM
-from quire_engine.peft import WEIGHTS_FILE, read_adapter
-from quire_engine.rehearsal import largest_steps, small_steps
-from quire_engine.request import Sequence
-from quire_engine.runner import TorchRunner
-from quire_engine.step import SlotLoad, Span, StepPlan
-from quire_engine.swap import SwapSpace
+from quire_engine.sequence import Sequence
+from quire_engine.step.plan import ScheduledSpan, SlotLoad, StepPlan
+from quire_engine.worker import model_runner
+from quire_engine.worker.memory_budget import GIB, MemoryBudget, num_kv_blocks
+from quire_engine.worker.model_runner import DeviceModelRunner
+from quire_engine.worker.warmup import compile_steps, peak_memory_steps
 from quire_kernels import attention
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
@@ -50,9 +50,9 @@ def adapters(folder, shape, tmp_path_factory):
 
 @pytest.fixture
 def engine_runner(folder, shape, adapters):
-    made = TorchRunner(CONFIG, shape, folder)
+    made = DeviceModelRunner(CONFIG, shape, folder)
     for digest, adapter in adapters.items():
-        made.hold(digest, made.pack(adapter))
+        made.store_adapter(digest, made.pack_adapter(adapter))
     return made
 
 
@@ -78,12 +78,12 @@ def _first(made, tokens, slot=None, loads=(), **params):
     """First output token of a prompt, alone."""
     sequence = Blocks().sequence(tokens, **params)
     _load(made, loads)
-    return made.execute(StepPlan([Span(sequence, 0, len(tokens), slot)]))[0].token_ids
+    return made.execute(StepPlan([ScheduledSpan(sequence, 0, len(tokens), slot)]))[0].token_ids
 
 
 def _load(made, loads):
     for load in loads:
-        made.load(load)()
+        made.load_adapter_slot(load)()
 
 
 def test_results_come_in_the_order_of_the_spans(engine_runner):
@@ -93,22 +93,22 @@ def test_results_come_in_the_order_of_the_spans(engine_runner):
     blocks = Blocks()
     sequences = [blocks.sequence(p) for p in prompts]
     first = engine_runner.execute(
-        StepPlan([Span(s, 0, len(p), slot) for s, p, slot in zip(sequences, prompts, slots, strict=True)])
+        StepPlan([ScheduledSpan(s, 0, len(p), slot) for s, p, slot in zip(sequences, prompts, slots, strict=True)])
     )
     alone = [_first(engine_runner, p, slot) for p, slot in zip(prompts, slots, strict=True)]
     assert [r.token_ids for r in first] == alone
     # Then decoding ones, chunks that do not sample and a whole prompt, mixed.
     engine_runner.execute(
-        StepPlan([Span(s, 0, len(p), slot) for s, p, slot in zip(sequences, prompts, slots, strict=True)])
+        StepPlan([ScheduledSpan(s, 0, len(p), slot) for s, p, slot in zip(sequences, prompts, slots, strict=True)])
     )
     for sequence, result in zip(sequences, first, strict=True):
         sequence.output_token_ids += result.token_ids
     chunked, whole = blocks.sequence(_prompt(20, seed=50)), blocks.sequence(_prompt(12, seed=51))
     spans = [
-        Span(chunked, 0, 11, 1),
-        *(Span(s, s.num_tokens - 1, 1, slot) for s, slot in zip(sequences[:3], slots[:3], strict=True)),
-        Span(whole, 0, 12, None),
-        *(Span(s, s.num_tokens - 1, 1, slot) for s, slot in zip(sequences[3:], slots[3:], strict=True)),
+        ScheduledSpan(chunked, 0, 11, 1),
+        *(ScheduledSpan(s, s.num_tokens - 1, 1, slot) for s, slot in zip(sequences[:3], slots[:3], strict=True)),
+        ScheduledSpan(whole, 0, 12, None),
+        *(ScheduledSpan(s, s.num_tokens - 1, 1, slot) for s, slot in zip(sequences[3:], slots[3:], strict=True)),
     ]
     results = [r.token_ids for r in engine_runner.execute(StepPlan(spans))]
     expected = [
@@ -122,7 +122,7 @@ def test_a_slot_holds_what_was_loaded_last(engine_runner, adapters):
     found = {d: _first(engine_runner, prompt, 0, [SlotLoad(d, 0)], logprobs=0) for d in adapters}
     assert [_first(engine_runner, prompt, 1, [SlotLoad(d, 1)]) for d in adapters] == list(found.values())
     # A dropped host copy leaves the slot as it is.
-    engine_runner.drop("d2")
+    engine_runner.discard_adapter("d2")
     assert _first(engine_runner, prompt, 1) == found["d2"]
     assert _first(engine_runner, prompt, 0) == found["d2"]
     assert _first(engine_runner, prompt, 1, [SlotLoad("d0", 1)]) == found["d0"]
@@ -130,10 +130,10 @@ def test_a_slot_holds_what_was_loaded_last(engine_runner, adapters):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_smaller_adapter_leaves_nothing_of_a_larger_one(dtype, folder, shape, tmp_path):
-    made = TorchRunner(dataclasses.replace(CONFIG, dtype=str(dtype).removeprefix("torch.")), shape, folder)
+    made = DeviceModelRunner(dataclasses.replace(CONFIG, dtype=str(dtype).removeprefix("torch.")), shape, folder)
     for name, config in {"large": {}, "small": {"r": 1, "target_modules": ["v_proj"]}}.items():
         adapter = read_adapter(make_adapter(folder, tmp_path / name, **config), shape, 8, dtype)
-        made.hold(name, made.pack(adapter))
+        made.store_adapter(name, made.pack_adapter(adapter))
     prompt = _prompt(30)
     fresh = _logprobs(made, prompt, 0, [SlotLoad("small", 0)])
     assert _logprobs(made, prompt, 0, [SlotLoad("large", 0)]) != fresh
@@ -143,7 +143,7 @@ def test_a_smaller_adapter_leaves_nothing_of_a_larger_one(dtype, folder, shape, 
 def _logprobs(made, tokens, slot=None, loads=()):
     sequence = Blocks().sequence(tokens, logprobs=20)
     _load(made, loads)
-    (result,) = made.execute(StepPlan([Span(sequence, 0, len(tokens), slot)]))
+    (result,) = made.execute(StepPlan([ScheduledSpan(sequence, 0, len(tokens), slot)]))
     return result.logprobs
 
 
@@ -151,9 +151,9 @@ def test_an_adapter_that_overflows_harms_its_own_sequences_only(folder, shape, a
     broken = make_adapter(folder, tmp_path, seed=1)
     tensors = load_file(broken / WEIGHTS_FILE)
     save_file({name: tensor * 1e25 for name, tensor in tensors.items()}, broken / WEIGHTS_FILE)
-    made = TorchRunner(CONFIG, shape, folder)
-    made.hold("broken", made.pack(read_adapter(broken, shape, 8, torch.float32)))
-    made.hold("d0", made.pack(adapters["d0"]))
+    made = DeviceModelRunner(CONFIG, shape, folder)
+    made.store_adapter("broken", made.pack_adapter(read_adapter(broken, shape, 8, torch.float32)))
+    made.store_adapter("d0", made.pack_adapter(adapters["d0"]))
     loads = [SlotLoad("broken", 0), SlotLoad("d0", 1)]
     prompts = [_prompt(20, seed=i) for i in range(3)]
     expected = [_first(made, prompts[1], 1, loads), _first(made, prompts[2])]
@@ -161,29 +161,29 @@ def test_an_adapter_that_overflows_harms_its_own_sequences_only(folder, shape, a
     for slots in ((0, 0, 0), (0, 1, None)):
         blocks = Blocks()
         sequences = [blocks.sequence(p) for p in prompts]
-        plan = StepPlan([Span(s, 0, 20, slot) for s, slot in zip(sequences, slots, strict=True)])
+        plan = StepPlan([ScheduledSpan(s, 0, 20, slot) for s, slot in zip(sequences, slots, strict=True)])
         results = [r.token_ids for r in made.execute(plan)]
     assert results[1:] == expected
-    assert not made._kv.layers[1].isfinite().all()
+    assert not made._kv_cache.layers[1].isfinite().all()
     assert 0 <= results[0][0] < VOCAB
     for sequence, result in zip(sequences, results, strict=True):
         sequence.output_token_ids += result
-    decoded = made.execute(StepPlan([Span(s, 20, 1, slot) for s, slot in zip(sequences, slots, strict=True)]))
+    decoded = made.execute(StepPlan([ScheduledSpan(s, 20, 1, slot) for s, slot in zip(sequences, slots, strict=True)]))
     assert decoded[1].token_ids == _first(made, prompts[1] + expected[0], 1)
     assert decoded[2].token_ids == _first(made, prompts[2] + expected[1])
 
 
 def test_bfloat16_is_as_exact_as_transformers_in_bfloat16(folder, shape, monkeypatch):
     monkeypatch.setattr(attention, "MIN_SINGLE_GEMM_KEYS", 0)
-    made = TorchRunner(dataclasses.replace(CONFIG, dtype="bfloat16"), shape, folder)
+    made = DeviceModelRunner(dataclasses.replace(CONFIG, dtype="bfloat16"), shape, folder)
     assert made.memory.dtype == "bfloat16"
     truth, rounded = load_oracle(folder), load_oracle(folder).to(torch.bfloat16)
     ours, theirs = [], []
     for seed in range(12):
         tokens = _prompt(40, seed)
         sequence = Blocks().sequence(tokens, logprobs=20)
-        made.execute(StepPlan([Span(sequence, 0, 39, None)]))
-        (entries,) = made.execute(StepPlan([Span(sequence, 39, 1, None)]))[0].logprobs
+        made.execute(StepPlan([ScheduledSpan(sequence, 0, 39, None)]))
+        (entries,) = made.execute(StepPlan([ScheduledSpan(sequence, 39, 1, None)]))[0].logprobs
         ids = [e.token_id for e in entries]
         with torch.inference_mode():
             exact = truth(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)[ids]
@@ -202,27 +202,27 @@ def test_memory_is_what_was_allocated(folder, shape, engine_runner):
 
 
 def test_swap_space_is_measured_where_there_is_some(folder, shape, engine_runner):
-    assert engine_runner.swap_space == SwapSpace() and engine_runner.memory.swap_bytes == 0
+    assert engine_runner.swap_costs == SwapCosts() and engine_runner.memory.swap_bytes == 0
     one = kv_block_bytes(shape, 8, 4)
-    made = TorchRunner(dataclasses.replace(CONFIG, swap_space=5.5 * one / 2**30), shape, folder)
-    assert made.swap_space.num_blocks == 5 and made.memory.swap_bytes == 5 * one
-    assert 0 < made.swap_space.block_s < 1 and 0 < made.swap_space.token_s < 1
+    made = DeviceModelRunner(dataclasses.replace(CONFIG, swap_space=5.5 * one / 2**30), shape, folder)
+    assert made.swap_costs.num_host_blocks == 5 and made.memory.swap_bytes == 5 * one
+    assert 0 < made.swap_costs.seconds_per_block < 1 and 0 < made.swap_costs.seconds_per_token < 1
 
 
 def test_no_adapter_slots_unless_asked(folder, shape):
-    made = TorchRunner(dataclasses.replace(CONFIG, enable_lora=False), shape, folder)
+    made = DeviceModelRunner(dataclasses.replace(CONFIG, enable_lora=False), shape, folder)
     assert made.memory.lora_bytes == 0
 
 
 def test_max_model_len_is_the_checkpoints_by_default(folder, shape):
-    made = TorchRunner(dataclasses.replace(CONFIG, max_model_len=None, max_num_seqs=1), shape, folder)
+    made = DeviceModelRunner(dataclasses.replace(CONFIG, max_model_len=None, max_num_seqs=1), shape, folder)
     assert made.memory.max_model_len == 512
     assert made.num_blocks == 512 // 8
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused(folder, shape):
     with pytest.raises(ConfigError) as error:
-        TorchRunner(dataclasses.replace(CONFIG, kv_cache_memory_bytes=65_535), shape, folder)
+        DeviceModelRunner(dataclasses.replace(CONFIG, kv_cache_memory_bytes=65_535), shape, folder)
     message = str(error.value)
     assert "raise kv_cache_memory_bytes to 65536 or more" in message
     assert "KV cache" in message
@@ -238,10 +238,10 @@ def test_a_cache_too_small_for_one_sequence_is_refused(folder, shape):
 )
 def test_memory_that_the_machine_does_not_have(folder, shape, name, value, complaint):
     with pytest.raises(ConfigError, match=f"^{name}: {complaint}"):
-        TorchRunner(dataclasses.replace(CONFIG, **{name: value}), shape, folder)
+        DeviceModelRunner(dataclasses.replace(CONFIG, **{name: value}), shape, folder)
 
 
-BUDGET = Budget(total=20 * GIB, weights=4 * GIB, lora=1 * GIB, activations=3 * GIB)
+BUDGET = MemoryBudget(total=20 * GIB, weights=4 * GIB, lora=1 * GIB, activations=3 * GIB)
 MIB = 1 << 20
 
 
@@ -257,12 +257,12 @@ MIB = 1 << 20
     ],
 )
 def test_number_of_blocks(changes, expected):
-    assert num_blocks(dataclasses.replace(CONFIG, **changes), 128, MIB, BUDGET) == expected
+    assert num_kv_blocks(dataclasses.replace(CONFIG, **changes), 128, MIB, BUDGET) == expected
 
 
 def test_four_gib_at_most_on_a_cpu():
     config = dataclasses.replace(CONFIG, device="cpu", max_num_seqs=10_000)
-    assert num_blocks(config, 128, MIB, dataclasses.replace(BUDGET, total=100 * GIB)) == 4 * 1024
+    assert num_kv_blocks(config, 128, MIB, dataclasses.replace(BUDGET, total=100 * GIB)) == 4 * 1024
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_four_gib_at_most_on_a_cpu():
 def test_refusals_name_the_setting_and_the_bytes(changes, fix):
     budget = dataclasses.replace(BUDGET, total=8 * GIB + 15 * MIB)
     with pytest.raises(ConfigError) as error:
-        num_blocks(dataclasses.replace(CONFIG, **changes), 128, MIB, budget)
+        num_kv_blocks(dataclasses.replace(CONFIG, **changes), 128, MIB, budget)
     message = str(error.value)
     assert message.startswith(
         "max_model_len: a sequence of 128 tokens does not fit into the KV cache; lower max_model_"
@@ -291,7 +291,7 @@ def test_the_largest_steps_take_the_whole_budget(engine_runner):
 
     class Watch:
         shape = model.shape
-        project = model.project
+        compute_logits = model.compute_logits
 
         def __call__(self, batch, kv):
             widest = batch.attention.block_tables.shape
@@ -304,23 +304,23 @@ def test_the_largest_steps_take_the_whole_budget(engine_runner):
         return sample(logits, rows)
 
     engine_runner._model, engine_runner._sampler = Watch(), choose
-    engine_runner._rehearse(CONFIG, largest_steps(CONFIG, 128, VOCAB))
+    engine_runner._run_dummy_steps(CONFIG, peak_memory_steps(CONFIG, 128, VOCAB))
     # Logits of all tokens but those of one sequence: every span chooses one, and the rest are of prompts that ask how
     # likely their tokens are. The eighth sequence's prompt has 9 tokens, of which 2 are.
     assert seen == [(64, 57, (8, 16), {0, 1}), (64, 64, (1, 16), {0})]
     for sequences in sampled:
         assert all(s.params.penalized and s.params.allowed_token_ids and s.params.logit_bias for s in sequences)
-        assert all(s.params.logprobs is not None and s.held_token_ids and s.bad_words for s in sequences)
+        assert all(s.params.logprobs is not None and s.suppressed_token_ids and s.bad_words for s in sequences)
     assert [max(s.params.logprobs for s in sequences) for sequences in sampled] == [CONFIG.max_logprobs, 1]
 
 
 @pytest.mark.parametrize(("loras", "more"), [(0, ""), (4, ", or lower max_loras or max_lora_rank")])
 def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(folder, shape, monkeypatch, loras, more):
-    monkeypatch.setattr("quire_engine.device.available_memory", lambda: 100_000)
-    monkeypatch.setattr("quire_engine.runner.load_weights", None)
+    monkeypatch.setattr("quire_engine.worker.device.available_memory_bytes", lambda: 100_000)
+    monkeypatch.setattr("quire_engine.worker.model_runner.load_weights", None)
     config = dataclasses.replace(CONFIG, enable_lora=loras > 0, max_loras=loras or 1, dtype="float32")
     with pytest.raises(ConfigError) as refused:
-        TorchRunner(config, shape, folder)
+        DeviceModelRunner(config, shape, folder)
     first, *table = str(refused.value).splitlines()
     fix = f"free memory, or choose a smaller model{more}"
     assert first == f"model: {config.model!r} does not fit into the memory that is free; {fix}"
@@ -344,7 +344,7 @@ def test_before_requests_come_a_prompt_ran_beside_a_decoding_sequence(engine_run
 
     monkeypatch.setattr(engine_runner, "_forward", watch)
     monkeypatch.setattr(engine_runner, "_sampler", choose)
-    engine_runner._rehearse(CONFIG, small_steps(CONFIG, 128))
+    engine_runner._run_dummy_steps(CONFIG, compile_steps(CONFIG, 128))
     alone = [([126], [1], [0]), ([0], [64], [0])]
     both = ([126, 0], [1, 64], [0, 0])
     plain = [(True, False, False), (False, False, False), (False, True, False)]
@@ -354,15 +354,19 @@ def test_before_requests_come_a_prompt_ran_beside_a_decoding_sequence(engine_run
 
 def test_ranks_ask_for_tokens_that_all_of_them_have():
     config = dataclasses.replace(CONFIG, tensor_parallel_size=4)
-    for span in (span for spans in largest_steps(config, 128, 400) for span in spans):
-        asked = {*span.sequence.held_token_ids, *(span.sequence.params.logit_bias or ()), *span.sequence.tokens(0, 1)}
+    for span in (span for spans in peak_memory_steps(config, 128, 400) for span in spans):
+        asked = {
+            *span.sequence.suppressed_token_ids,
+            *(span.sequence.params.logit_bias or ()),
+            *span.sequence.tokens(0, 1),
+        }
         assert max(asked.union(*span.sequence.bad_words)) == 99
 
 
 def test_kernels_are_compiled_while_weights_are_read(folder, shape, monkeypatch):
     """By steps that run beside it, of which nothing is left and whose numbers are finite."""
-    expected = _first(TorchRunner(CONFIG, shape, folder), _prompt(20))
-    ran, waited, project, load = threading.Event(), [], LlamaForCausalLM.project, runner.load_weights
+    expected = _first(DeviceModelRunner(CONFIG, shape, folder), _prompt(20))
+    ran, waited, project, load = threading.Event(), [], LlamaForCausalLM.compute_logits, model_runner.load_weights
 
     def seen(model, hidden, batch):
         logits = project(model, hidden, batch)
@@ -374,10 +378,10 @@ def test_kernels_are_compiled_while_weights_are_read(folder, shape, monkeypatch)
         waited.append(ran.wait(60))
         load(*args, **options)
 
-    monkeypatch.setattr(LlamaForCausalLM, "project", seen)
-    monkeypatch.setattr(runner, "load_weights", after_a_step)
-    monkeypatch.setattr(runner, "_compiles", lambda device: True)
-    assert _first(TorchRunner(CONFIG, shape, folder), _prompt(20)) == expected
+    monkeypatch.setattr(LlamaForCausalLM, "compute_logits", seen)
+    monkeypatch.setattr(model_runner, "load_weights", after_a_step)
+    monkeypatch.setattr(model_runner, "_compiles_kernels", lambda device: True)
+    assert _first(DeviceModelRunner(CONFIG, shape, folder), _prompt(20)) == expected
     assert waited == [True]
 
 
@@ -385,10 +389,10 @@ def test_a_kernel_that_does_not_compile_ends_the_start(folder, shape, monkeypatc
     def broken(*_):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(LlamaForCausalLM, "project", broken)
-    monkeypatch.setattr(runner, "_compiles", lambda device: True)
+    monkeypatch.setattr(LlamaForCausalLM, "compute_logits", broken)
+    monkeypatch.setattr(model_runner, "_compiles_kernels", lambda device: True)
     with pytest.raises(RuntimeError, match="no such instruction"):
-        TorchRunner(CONFIG, shape, folder)
+        DeviceModelRunner(CONFIG, shape, folder)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -396,10 +400,10 @@ def test_an_eight_bit_cache_takes_less_and_costs_little(dtype, folder, shape):
     """Log probabilities of a prompt that is read in two parts, so that the second one reads the cache."""
     found = []
     for kv_cache_dtype in ("auto", "fp8"):
-        made = TorchRunner(dataclasses.replace(CONFIG, dtype=dtype, kv_cache_dtype=kv_cache_dtype), shape, folder)
+        made = DeviceModelRunner(dataclasses.replace(CONFIG, dtype=dtype, kv_cache_dtype=kv_cache_dtype), shape, folder)
         sequence = Blocks().sequence(_prompt(60), prompt_logprobs=0)
-        made.execute(StepPlan([Span(sequence, 0, 40, None)]))
-        [sampled] = made.execute(StepPlan([Span(sequence, 40, 20, None)]))
+        made.execute(StepPlan([ScheduledSpan(sequence, 0, 40, None)]))
+        [sampled] = made.execute(StepPlan([ScheduledSpan(sequence, 40, 20, None)]))
         found.append(torch.tensor([entries[0].logprob for entries in sampled.prompt_logprobs]))
         one = made.memory.kv_bytes // made.num_blocks
         assert one == kv_block_bytes(
@@ -413,4 +417,4 @@ def test_an_eight_bit_cache_takes_less_and_costs_little(dtype, folder, shape):
 def test_cuda_is_refused_where_there_is_none(folder, shape, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="torch finds no CUDA device"):
-        TorchRunner(dataclasses.replace(CONFIG, device="cuda"), shape, folder)
+        DeviceModelRunner(dataclasses.replace(CONFIG, device="cuda"), shape, folder)

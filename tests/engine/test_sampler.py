@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers.generation import logits_process
 
-from quire_engine import sampler as module
-from quire_engine.request import Sequence
-from quire_engine.sampler import Row, Sampler
+from quire_engine.sequence import Sequence
+from quire_engine.worker.sampling import sampler as module
+from quire_engine.worker.sampling.sampler import Sampler, SamplingRow
 from quire_spec.engine.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -17,8 +17,8 @@ PROMPT = [1, 2, 3]
 
 
 def _row(position=3, seed=0, stops=(), **params):
-    sequence = Sequence(0, PROMPT, SamplingParams(**params), seed, 100, held_token_ids=frozenset(stops))
-    return Row(sequence, position)
+    sequence = Sequence(0, PROMPT, SamplingParams(**params), seed, 100, suppressed_token_ids=frozenset(stops))
+    return SamplingRow(sequence, position)
 
 
 def _tokens(logits, rows):

@@ -10,9 +10,9 @@ import pytest
 from support.runner import expected_output, next_token
 from support.scheduling import ALWAYS_SWAP, CONFIG, NO_SWAP, Bench
 
-from quire_engine.request import FinishReason, Status
-from quire_engine.step import Sampled
-from quire_engine.swap import SwapSpace
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.sequence import FinishReason, SequenceStatus
+from quire_engine.step.plan import SpanOutput
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, NotFound
 
@@ -61,8 +61,8 @@ def test_started_names_a_sequence_once() -> None:
         bench.add(8, 20)
     started = []
     while plan := bench.scheduler.schedule(0.0):
-        started += plan.started
-        bench.scheduler.finish(plan, bench.runner.execute(plan))
+        started += plan.started_ids
+        bench.scheduler.update_from_step(plan, bench.runner.execute(plan))
     assert started == [0, 1]
     assert bench.scheduler.num_preemptions > 0
 
@@ -77,8 +77,8 @@ def test_a_cached_prefix_is_skipped_but_never_the_whole_prompt() -> None:
     # All three blocks of the prompt are cached; the last token is computed again, so that there are logits, in a copy
     # of the third one, which others may find.
     assert bench.step() == [(1, 23, 1), (2, 16, 3)]
-    assert bench.scheduler.tables.num_block_copies == 1
-    assert (bench.scheduler.prefixes.num_queries, bench.scheduler.prefixes.num_hits) == (24 + 24 + 19, 23 + 16)
+    assert bench.scheduler.block_manager.num_block_copies == 1
+    assert (bench.scheduler.prefix_cache.num_queries, bench.scheduler.prefix_cache.num_hits) == (24 + 24 + 19, 23 + 16)
     assert bench.outputs[0] == bench.outputs[1] == [next_token(prompt, None)]
 
 
@@ -135,7 +135,7 @@ def test_tokens_behind_the_last_one_do_not_count() -> None:
     plan = bench.scheduler.schedule(0.0)
     assert plan is not None
     # As a speculating runner may answer: more tokens than the sequence wants.
-    [(_, sampled)] = bench.scheduler.finish(plan, [Sampled([3, 7, 9], [[], [], []])])
+    [(_, sampled)] = bench.scheduler.update_from_step(plan, [SpanOutput([3, 7, 9], [[], [], []])])
     assert (sampled.token_ids, sampled.logprobs) == ([3, 7], [[], []])
     assert sequence.output_token_ids == [3, 7]
 
@@ -149,8 +149,8 @@ def test_the_last_admitted_is_preempted_and_comes_back_when_it_fits_again() -> N
     batch = bench.run_until_preempted()
     # At token 16 both need a third block, and there is none.
     assert batch == [(0, 16, 1)]
-    assert bench.sequences[1].status is Status.PREEMPTED and not bench.sequences[1].block_table
-    while bench.sequences[0].status is Status.RUNNING:
+    assert bench.sequences[1].status is SequenceStatus.PREEMPTED and not bench.sequences[1].block_table
+    while bench.sequences[0].status is SequenceStatus.RUNNING:
         assert bench.step()[0][0] == 0
     # It goes before those that never ran.
     assert bench.step() == [(1, 0, 17)]
@@ -197,11 +197,11 @@ def test_abort_during_a_step_takes_effect_after_it() -> None:
     bench.scheduler.abort([0, 2, 77])
     bench.scheduler.check_integrity()
     # The runner may still write to its blocks and slot.
-    assert bench.blocks.num_used == 5 and bench.registry.running() == ["a"]
-    progress = bench.scheduler.finish(plan, bench.runner.execute(plan))
+    assert bench.blocks.num_used == 5 and bench.registry.running_adapters() == ["a"]
+    progress = bench.scheduler.update_from_step(plan, bench.runner.execute(plan))
     bench.scheduler.check_integrity()
     assert [sequence.id for sequence, _ in progress] == [1]
-    assert bench.blocks.num_used == 1 and bench.registry.running() == []
+    assert bench.blocks.num_used == 1 and bench.registry.running_adapters() == []
     assert bench.sequences[0].finish_reason is FinishReason.ABORT
     bench.scheduler.abort([1])
     assert not bench.scheduler.has_work and bench.blocks.num_used == 0
@@ -217,7 +217,7 @@ def test_a_failed_step_ends_its_sequences_only_and_keeps_good_blocks() -> None:
     assert [i for i, _, _ in bench.step()] == [1]
     plan = bench.scheduler.schedule(0.0)
     assert plan is not None
-    assert [s.id for s in bench.scheduler.fail(plan)] == [1, 2]
+    assert [s.id for s in bench.scheduler.fail_step(plan)] == [1, 2]
     bench.scheduler.check_integrity()
     assert bench.sequences[1].finish_reason is FinishReason.ERROR and bench.blocks.num_used == 0
     assert bench.step() == [(3, 0, 9)]
@@ -235,14 +235,14 @@ def test_a_sequence_without_a_slot_stops_nobody_and_gets_one_in_time() -> None:
     blocked = bench.add(3, 9, adapter="b")
     bench.add(3, 9)
     assert [i for i, _, _ in bench.step()] == [0, 2]
-    assert blocked.status is Status.WAITING_ADAPTER
+    assert blocked.status is SequenceStatus.WAITING_FOR_ADAPTER
     # New sequences of a keep coming, so its slot would never become free.
     for _ in range(200):
         bench.now += 0.1
         if bench.scheduler.num_running + bench.scheduler.num_waiting < 5:
             bench.add(3, 9, adapter="a")
         bench.step()
-        if blocked.status is Status.RUNNING:
+        if blocked.status is SequenceStatus.RUNNING:
             break
     assert bench.now < 1.0 + 0.1 * (9 + 3)
     bench.run()
@@ -253,25 +253,25 @@ def test_nothing_is_runnable_while_all_wait_for_copies() -> None:
     bench = Bench(max_loras=1)
     for digest in "abcdef":
         bench.registry.add(digest, Path(digest), False)
-    assert bench.registry.states()["a"] == "disk"
-    for dropped in bench.registry.take_dropped():
+    assert bench.registry.adapter_states()["a"] == "disk"
+    for dropped in bench.registry.pop_evicted_copies():
         assert dropped in "ab"
     waiting = bench.add(3, adapter="a")
-    assert bench.scheduler.runnable
+    assert bench.scheduler.has_runnable
     assert bench.step() == []
-    assert not bench.scheduler.runnable and bench.scheduler.has_work
-    [(digest, path)] = bench.registry.take_fetches()
+    assert not bench.scheduler.has_runnable and bench.scheduler.has_work
+    [(digest, path)] = bench.registry.pop_reads()
     assert bench.registry.add(digest, path)
-    bench.runner.hold(digest, digest)
-    bench.scheduler.wake()
-    assert bench.scheduler.runnable and bench.step() == [(0, 0, 3)]
+    bench.runner.store_adapter(digest, digest)
+    bench.scheduler.on_adapter_ready()
+    assert bench.scheduler.has_runnable and bench.step() == [(0, 0, 3)]
     # And one whose copy cannot be had is over.
     failing = bench.add(3, adapter="b")
-    assert bench.registry.take_fetches()
+    assert bench.registry.pop_reads()
     assert bench.scheduler.fail_adapter("b") == [failing]
-    bench.registry.fail("b")
+    bench.registry.on_read_failed("b")
     bench.scheduler.check_integrity()
-    assert waiting.status is Status.RUNNING
+    assert waiting.status is SequenceStatus.RUNNING
 
 
 def test_check_integrity_sees_damage() -> None:
@@ -318,9 +318,9 @@ def test_output_is_the_same_in_every_mode(mode: str, block_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("caching", "swap"), [(False, NO_SWAP), (True, NO_SWAP), (False, replace(ALWAYS_SWAP, num_blocks=512))]
+    ("caching", "swap"), [(False, NO_SWAP), (True, NO_SWAP), (False, replace(ALWAYS_SWAP, num_host_blocks=512))]
 )
-def test_an_overloaded_pool_does_not_thrash(caching: bool, swap: SwapSpace) -> None:
+def test_an_overloaded_pool_does_not_thrash(caching: bool, swap: SwapCosts) -> None:
     """200 sequences, of which the pool holds five: steps pass between admissions and preemptions, and work is kept."""
     config = replace(CONFIG, max_num_seqs=16, max_num_batched_tokens=256, enable_prefix_caching=caching)
     bench = Bench(config, num_blocks=48, max_model_len=384, swap=swap)
@@ -344,4 +344,4 @@ def test_an_overloaded_pool_does_not_thrash(caching: bool, swap: SwapSpace) -> N
     assert 0 < num_preemptions < 200
     # What preempted sequences compute again is a fraction of the work, and nothing if they are swapped.
     assert bench.runner.num_computed < 1.5 * needed
-    assert (bench.runner.num_computed == needed) == bool(swap.num_blocks)
+    assert (bench.runner.num_computed == needed) == bool(swap.num_host_blocks)

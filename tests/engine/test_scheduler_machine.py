@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.runner import VOCAB, expected_output
 from support.scheduling import Bench
 
-from quire_engine.request import Status
-from quire_engine.swap import SwapSpace
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.sequence import SequenceStatus
 from quire_spec.engine.config import EngineConfig
 
 STOPS = frozenset(range(0, VOCAB, 8))
@@ -28,7 +28,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         max_loras=st.integers(1, 2),
         policy=st.sampled_from(["fcfs", "priority"]),
-        swap=st.builds(SwapSpace, st.integers(0, 12), st.sampled_from([0.0, 5.0]), st.just(1.0)),
+        swap=st.builds(SwapCosts, st.integers(0, 12), st.sampled_from([0.0, 5.0]), st.just(1.0)),
         ahead=st.booleans(),
     )
     def start(
@@ -40,7 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         max_loras: int,
         policy: str,
-        swap: SwapSpace,
+        swap: SwapCosts,
         ahead: bool,
     ) -> None:
         config = EngineConfig(
@@ -90,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt, _, digest, stops = self.jobs[leader := data.draw(st.sampled_from(sorted(self.open)))]
         priority = data.draw(st.integers(-1, 1)) if self.bench.config.scheduling_policy == "priority" else 0
         fields: dict[str, Any] = {"adapter": digest, "priority": priority, "stop_token_ids": stops}
-        sequence = self.bench.add(prompt, num_output, fork_of=leader, **fields)
+        sequence = self.bench.add(prompt, num_output, parent_id=leader, **fields)
         self.jobs[sequence.id] = (prompt, num_output, digest, stops)
         self.open.add(sequence.id)
 
@@ -127,7 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.collect()
 
     def collect(self) -> None:
-        for i in [i for i in self.open if self.bench.sequences[i].status is Status.FINISHED]:
+        for i in [i for i in self.open if self.bench.sequences[i].status is SequenceStatus.FINISHED]:
             assert self.bench.outputs[i] == expected_output(*self.jobs[i])
             self.open.remove(i)
 
@@ -146,7 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.bench.step()
             self.collect()
         assert not self.open and self.bench.blocks.num_used == 0
-        assert self.bench.scheduler.tables.num_used_host_blocks == 0
+        assert self.bench.scheduler.block_manager.num_used_host_blocks == 0
         self.bench.registry.check_integrity({}, {})
 
 

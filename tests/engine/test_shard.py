@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.tiny import CHECKPOINTS, VOCAB, make_checkpoint
 
-from quire_engine import weights
-from quire_engine.batch import build_batch
-from quire_engine.kv import KVCache
-from quire_engine.layers import Placement
-from quire_engine.models import model_class
-from quire_engine.part import whole
-from quire_engine.ranks import Ranks
-from quire_engine.request import BlockId, Sequence, SlotId
-from quire_engine.ring import Bell, Ring
-from quire_engine.step import BlockCopy, HostCopy, Span
-from quire_engine.weights import load_weights
-from quire_engine.work import GraphWork, Work, decode, encode, max_elements, work_of
+from quire_engine.distributed.communicator import Communicator
+from quire_engine.distributed.shm_ring import Doorbell, SharedMemoryRing
+from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.models import get_model_class
+from quire_engine.models.forward_batch import build_forward_batch
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.sequence import BlockId, Sequence, SlotId
+from quire_engine.step.input import GraphStepInput, StepInput, build_step_input, decode, encode, max_elements
+from quire_engine.step.plan import BlockCopy, ScheduledSpan, SwapCopy
+from quire_engine.weights import loader
+from quire_engine.weights.loader import load_weights
+from quire_engine.weights.param_shard import unsharded
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
@@ -41,8 +41,8 @@ def folder(request, tmp_path_factory):
 def _model(folder, ranks=None):
     shape = ModelConfig.load(folder)
     local = shape if ranks is None else ranks.shard.local
-    model = model_class(shape.architecture)(local, Placement(torch.float32, CPU, ranks))
-    load_weights(folder, model.tensors(), tied=shape.tied_embedding_name)
+    model = get_model_class(shape.architecture)(local, ParamFactory(torch.float32, CPU, ranks))
+    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name)
     return model
 
 
@@ -54,9 +54,9 @@ def _logits(model, prompt):
     found = []
     with torch.inference_mode():
         for start, length in ((0, 19), (19, len(prompt) - 19)):
-            work = work_of([Span(sequence, start, length, None)], 8, model.shape.rope_switch)
-            batch = build_batch(work, kv, CPU)
-            found.append(model.project(model(batch, kv), batch))
+            work = build_step_input([ScheduledSpan(sequence, start, length, None)], 8, model.shape.long_rope_threshold)
+            batch = build_forward_batch(work, kv, CPU)
+            found.append(model.compute_logits(model(batch, kv), batch))
     return torch.cat(found)
 
 
@@ -76,10 +76,10 @@ def test_ranks_together_are_the_model(folder, size, tmp_path):
             loaded.wait()
             return tmp_path / "meeting"
 
-        ranks = Ranks(TensorParallelShard(shape, rank, size), meet, timeout_s=20)
+        ranks = Communicator(TensorParallelShard(shape, rank, size), meet, timeout_s=20)
         model = _model(folder, ranks)
         ranks.connect(CPU)
-        assert ranks.least(10 - rank) == 10 - size + 1
+        assert ranks.all_reduce_min(10 - rank) == 10 - size + 1
         return _logits(model, prompt)
 
     with ThreadPoolExecutor(size) as threads:
@@ -94,14 +94,14 @@ def test_a_rank_reads_its_part_and_no_more(folder, monkeypatch):
     shape, size = ModelConfig.load(folder), 4
     if unsupported_reason(shape, size):
         size = 2
-    monkeypatch.setattr(weights, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(loader, "_CHUNK_BYTES", 1000)
     tensors = load_file(folder / "model.safetensors")
     seen = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
     read = 0
     for rank in range(size):
-        model = _model(folder, Ranks(TensorParallelShard(shape, rank, size), lambda: folder))
+        model = _model(folder, Communicator(TensorParallelShard(shape, rank, size), lambda: folder))
         for name, target in model.tensors():
-            part = whole(target)
+            part = unsharded(target)
             source = tensors.get(name, tensors.get(name.removeprefix("model.")))
             columns = slice(None) if part.columns is None else slice(part.columns.start, part.columns.stop)
             index = torch.tensor([row for rows in part.rows for row in rows], dtype=torch.int64)
@@ -173,24 +173,24 @@ pairs = st.lists(st.tuples(ids, ids), max_size=4)
 def test_work_is_the_same_after_its_way_through_memory(spans, token_ids, blocks, logit_rows, moves, long, pending):
     outs, ins, copies = moves
     starts, lengths, slots, beyond = (list(column) for column in zip(*spans, strict=True))
-    work = Work(
+    work = StepInput(
         starts=starts,
         lengths=lengths,
-        slots=slots,
+        adapter_slots=slots,
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        blocks=torch.tensor(blocks, dtype=torch.int64),
+        block_ids=torch.tensor(blocks, dtype=torch.int64),
         logit_rows=logit_rows,
         num_sampled=len(logit_rows) // 2,
-        pending=pending,
-        beyond_switch=[int(b) for b in beyond] if long else [],
-        swap_outs=[HostCopy(*pair) for pair in outs],
-        swap_ins=[HostCopy(*pair) for pair in ins],
+        awaits_tokens=pending,
+        long_rope=[int(b) for b in beyond] if long else [],
+        swap_outs=[SwapCopy(*pair) for pair in outs],
+        swap_ins=[SwapCopy(*pair) for pair in ins],
         copies=[BlockCopy(*pair) for pair in copies],
     )
     inputs = torch.tensor([starts, lengths, slots, starts], dtype=torch.int64)
     entries = torch.tensor(outs + ins, dtype=torch.int64).view(-1, 2).T.repeat(2, 1)[:3]
     moved = {name: getattr(work, name) for name in ("swap_outs", "swap_ins", "copies")}
-    of_graph = GraphWork(len(spans), long, inputs, entries, pending, **moved)
+    of_graph = GraphStepInput(len(spans), long, inputs, entries, pending, **moved)
     for form in (work, of_graph):
         row = torch.full((200,), 7, dtype=torch.int64)
         encode(form, row)
@@ -204,15 +204,15 @@ def test_work_is_the_same_after_its_way_through_memory(spans, token_ids, blocks,
 
 def test_two_steps_can_be_handed_out_before_the_first_is_read():
     memory, eventfd = os.memfd_create("ring"), os.eventfd(0, os.EFD_SEMAPHORE)
-    Ring.create(memory, 8)
-    writer, reader, bell = Ring(memory, 8), Ring(memory, 8), Bell(eventfd)
+    SharedMemoryRing.allocate(memory, 8)
+    writer, reader, bell = SharedMemoryRing(memory, 8), SharedMemoryRing(memory, 8), Doorbell(eventfd)
     for first in range(0, 8, 2):
         for number in (first, first + 1):
-            writer.turn().fill_(number)
-            bell.ring()
+            writer.next_row().fill_(number)
+            bell.notify()
         for number in (first, first + 1):
             bell.wait()
-            assert reader.turn().tolist() == [number] * 8
+            assert reader.next_row().tolist() == [number] * 8
     os.close(memory)
     os.close(eventfd)
 
@@ -220,12 +220,12 @@ def test_two_steps_can_be_handed_out_before_the_first_is_read():
 def test_the_largest_work_fits_its_row():
     sequence = Sequence(0, [1] * 64, SamplingParams(prompt_logprobs=0), seed=0, max_output_tokens=1)
     sequence.block_table = [BlockId(i) for i in range(8)]
-    work = work_of([Span(sequence, 0, 64, SlotId(0))] * 3, 8, rope_switch=10)
-    work = Work(**{name: getattr(work, name) for name in Work.__slots__} | {"copies": [BlockCopy(0, 1)] * 3})
+    work = build_step_input([ScheduledSpan(sequence, 0, 64, SlotId(0))] * 3, 8, long_rope_threshold=10)
+    work = StepInput(**{name: getattr(work, name) for name in StepInput.__slots__} | {"copies": [BlockCopy(0, 1)] * 3})
     row = torch.zeros(max_elements(3, 3 * 64, 8, 0), dtype=torch.int64)
     encode(work, row)
     assert decode(row).copies == work.copies
     row = torch.zeros(max_elements(3, 3, 8, 0), dtype=torch.int64)
-    of_graph = GraphWork(3, True, torch.ones((4, 3)).long(), torch.ones((3, 24)).long(), copies=work.copies)
+    of_graph = GraphStepInput(3, True, torch.ones((4, 3)).long(), torch.ones((3, 24)).long(), copies=work.copies)
     encode(of_graph, row)
     assert decode(row).copies == work.copies

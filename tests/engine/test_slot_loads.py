@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from quire_engine.lora import AdapterSlots
+from quire_engine.lora.device_slots import DeviceAdapterSlots
 
 
 class _Cuda:
@@ -40,12 +40,12 @@ def test_loads_of_a_gpu_share_a_stream_and_wait_for_what_is_queued(monkeypatch):
     for name in ("Stream", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     slots = SimpleNamespace(write=lambda slot, adapter: cuda.seen.append((adapter, "in", slot)))
-    made = AdapterSlots([], slots, torch.device("cuda", 1))
-    made.hold("a", "adapter a")
-    made.hold("b", "adapter b")
-    loads = [made.load("a", 3), made.load("b", 0)]
+    made = DeviceAdapterSlots([], slots, torch.device("cuda", 1))
+    made.store("a", "adapter a")
+    made.store("b", "adapter b")
+    loads = [made.copy_to_slot("a", 3), made.copy_to_slot("b", 0)]
     # A copy is of what was there when it was asked for, and waits for no step that is queued later.
-    made.drop("a")
+    made.discard("a")
     assert cuda.seen == []
     for load in loads:
         load()

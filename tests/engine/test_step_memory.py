@@ -11,13 +11,13 @@ import torch
 from support.live import Live
 from support.tiny import BASE, make_checkpoint
 
-from quire_engine import kv as of_cache
-from quire_engine import logprobs as of_scores
-from quire_engine import tally as of_penalties
-from quire_engine.engine import Engine
-from quire_engine.kv import KVCache
-from quire_engine.rehearsal import largest_steps, small_steps
-from quire_engine.runner import TorchRunner
+from quire_engine.core.engine import Engine
+from quire_engine.kv_cache import device_cache as of_cache
+from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.worker.model_runner import DeviceModelRunner
+from quire_engine.worker.sampling import logprobs as of_scores
+from quire_engine.worker.sampling import penalty_state as of_penalties
+from quire_engine.worker.warmup import compile_steps, peak_memory_steps
 from quire_kernels import apply_penalties, paged_attention, sample
 from quire_spec.engine.config import EngineConfig
 from quire_spec.protocol.messages import SequenceRequest
@@ -46,13 +46,13 @@ def _penalize(logits, rows, in_prompt, counts, state_rows, presence, frequency, 
 @pytest.fixture
 def forms(monkeypatch):
     """Forms that take as little as those of a GPU, and parts that are small beside this model's."""
-    monkeypatch.setattr(of_penalties, "_goes_over_lists", lambda device: False)
+    monkeypatch.setattr(of_penalties, "_uses_token_lists", lambda device: False)
     monkeypatch.setitem(apply_penalties.dispatch_table, "cpu", _penalize)
     monkeypatch.setitem(sample.dispatch_table, "cpu", lambda logits, *_: logits.argmax(-1))
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", lambda queries, *_: queries.clone())
-    monkeypatch.setattr("quire_engine.sampler._CHUNK_BYTES", 1 << 40)
-    monkeypatch.setattr(of_scores, "_AT_ONCE_BYTES", 4 * 4 * VOCAB)
-    monkeypatch.setattr(of_cache, "_GATHERED_BYTES", 1 << 15)
+    monkeypatch.setattr("quire_engine.worker.sampling.sampler._CHUNK_BYTES", 1 << 40)
+    monkeypatch.setattr(of_scores, "_MAX_CHUNK_BYTES", 4 * 4 * VOCAB)
+    monkeypatch.setattr(of_cache, "_MAX_COPY_BYTES", 1 << 15)
 
 
 PENALIZED = {"presence_penalty": 0.5, "repetition_penalty": 1.1}
@@ -76,12 +76,12 @@ def test_no_step_takes_more_than_was_measured(folder, forms, monkeypatch, load, 
         dataclasses.replace(CONFIG, model=str(folder), async_scheduling=ahead, swap_space=1e-3, seed=1)
     )
     runner: Any = engine._runner
-    assert isinstance(runner, TorchRunner)
+    assert isinstance(runner, DeviceModelRunner)
     tiny = KVCache(runner._model.shape, 1, 8, torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(runner, "_one_block", lambda config: tiny)
+    monkeypatch.setattr(runner, "_create_single_block_cache", lambda config: tiny)
     with Live() as live:
-        runner._rehearse(CONFIG, largest_steps(CONFIG, 160, VOCAB))
-        runner._rehearse(CONFIG, small_steps(CONFIG, 160))
+        runner._run_dummy_steps(CONFIG, peak_memory_steps(CONFIG, 160, VOCAB))
+        runner._run_dummy_steps(CONFIG, compile_steps(CONFIG, 160))
     measured, live.peak = live.peak, 0
     draw = torch.Generator().manual_seed(3)
     params = {"max_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 1} | LOADS[load]
@@ -92,7 +92,7 @@ def test_no_step_takes_more_than_was_measured(folder, forms, monkeypatch, load, 
             length = 120 if i == 0 else 3 + 2 * i
             prompt = shared if i > 5 else torch.randint(VOCAB, (length,), generator=draw).tolist()
             leader = 10 * wave + 6 if i > 6 else None
-            engine.add(SequenceRequest(10 * wave + i, prompt, params, fork_of=leader))
+            engine.add(SequenceRequest(10 * wave + i, prompt, params, parent_id=leader))
         with live:
             for _ in range(15):
                 for result in engine.step().results if engine.has_work else []:

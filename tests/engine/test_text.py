@@ -19,7 +19,7 @@ from support.tokenizer import byte_level, make, save
 from tokenizers import decoders
 from transformers import AutoTokenizer
 
-from quire_engine.text import Detokenizer, Tokenizer
+from quire_engine.tokenization.tokenizer import IncrementalDetokenizer, Tokenizer
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError, InvalidArgument
 
@@ -49,8 +49,10 @@ def loaded(folders: dict[str, Path]) -> dict[str, Tokenizer]:
 
 def stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int], params: SamplingParams | None = None) -> list[str]:
     """Texts of pushing `ids` cut at `cuts`, as a text of its own (no prompt before it)."""
-    detokenizer = Detokenizer(tokenizer, params or SamplingParams(skip_special_tokens=False), prompt_token_ids=[])
-    return [detokenizer.push(part, last).text for part, last in parts_of(ids, cuts)]
+    detokenizer = IncrementalDetokenizer(
+        tokenizer, params or SamplingParams(skip_special_tokens=False), prompt_token_ids=[]
+    )
+    return [detokenizer.update(part, last).text for part, last in parts_of(ids, cuts)]
 
 
 def parts_of(ids: list[int], cuts: list[int]) -> Iterator[tuple[list[int], bool]]:
@@ -79,12 +81,12 @@ def whole_text(tokenizer: Tokenizer, ids: list[int], skip: bool = False) -> str:
     """
     library = library_of(tokenizer)
     mark = library.token_to_id(MARK)
-    shown = [i for i in ids if not (skip and i in tokenizer.special_ids) and library.id_to_token(i) and i != mark]
+    shown = [i for i in ids if not (skip and i in tokenizer.special_token_ids) and library.id_to_token(i) and i != mark]
     runs, kept = [], []
     for is_byte, run in itertools.groupby(shown, lambda i: bool(BYTE.fullmatch(library.id_to_token(i)))):
         run = list(run)
         data = bytes(int(library.id_to_token(i)[3:5], 16) for i in run) if is_byte else b""
-        if not is_byte or tokenizer.pieces.errors != "surrogateescape" or _is_utf8(data):
+        if not is_byte or tokenizer.token_bytes.decode_errors != "surrogateescape" or _is_utf8(data):
             kept += run
         else:
             kept.append(mark)
@@ -92,7 +94,7 @@ def whole_text(tokenizer: Tokenizer, ids: list[int], skip: bool = False) -> str:
     text = library.decode(kept, skip_special_tokens=False)
     for run in runs:
         text = text.replace(MARK, run, 1)
-    return text.removeprefix(" ") if runs and kept[0] == mark and tokenizer.pieces._lead else text
+    return text.removeprefix(" ") if runs and kept[0] == mark and tokenizer.token_bytes._stripped_prefix else text
 
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -184,8 +186,8 @@ def test_output_goes_on_where_its_prompt_ends(loaded: dict[str, Tokenizer], kind
     prompt, ids = data.draw(tokens_of(tokenizer, 8)), data.draw(tokens_of(tokenizer, 12))
     cuts = data.draw(st.lists(st.integers(0, 99), max_size=6))
     for skip in (True, False):
-        detokenizer = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=skip), prompt)
-        text = "".join(detokenizer.push(part, last).text for part, last in parts_of(ids, cuts))
+        detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(skip_special_tokens=skip), prompt)
+        text = "".join(detokenizer.update(part, last).text for part, last in parts_of(ids, cuts))
         whole, before = whole_text(tokenizer, prompt + ids, skip), whole_text(tokenizer, prompt, skip)
         assert whole.endswith(text)
         # A character that the prompt begins and does not complete belongs to the output.
@@ -218,7 +220,7 @@ def test_the_output_completes_a_character_that_its_prompt_begins(loaded: dict[st
     ids = tokenizer._tokenizer.encode("a 𝄞 b", add_special_tokens=False).ids
     whole = tokenizer.decode(ids)
     for cut in range(1, len(ids)):
-        text = Detokenizer(tokenizer, SamplingParams(), ids[:cut]).push(ids[cut:], True).text
+        text = IncrementalDetokenizer(tokenizer, SamplingParams(), ids[:cut]).update(ids[cut:], True).text
         assert "\ufffd" not in text and whole.endswith(text)
         assert ("𝄞" in text) == ("𝄞" not in tokenizer.decode(ids[:cut]))
 
@@ -238,9 +240,9 @@ def test_output_keeps_the_space_between_prompt_and_first_word(loaded: dict[str, 
     tokenizer = loaded["llama"]
     prompt, output = tokenizer.encode("the quick"), tokenizer._tokenizer.encode("brown", add_special_tokens=False).ids
     params = SamplingParams()
-    assert Detokenizer(tokenizer, params, prompt).push(output, True).text == " brown"
-    assert Detokenizer(tokenizer, params).push(output, True).text == " brown"
-    assert Detokenizer(tokenizer, params, [1]).push(output, True).text == "brown"
+    assert IncrementalDetokenizer(tokenizer, params, prompt).update(output, True).text == " brown"
+    assert IncrementalDetokenizer(tokenizer, params).update(output, True).text == " brown"
+    assert IncrementalDetokenizer(tokenizer, params, [1]).update(output, True).text == "brown"
 
 
 @settings(max_examples=200)
@@ -260,10 +262,10 @@ def test_stop_strings_cut_the_same_place_however_the_tokens_come(loaded: dict[st
         count = ends[0]
         first = next(s for s in stops if text[:count].endswith(s))
         expected = text[: count if include else count - len(first)]
-    detokenizer = Detokenizer(tokenizer, params)
+    detokenizer = IncrementalDetokenizer(tokenizer, params)
     got, num_tokens, sent_early = "", 0, ""
     for part, last in parts_of(ids, data.draw(st.lists(st.integers(0, 99), max_size=12))):
-        delta = detokenizer.push(part, last)
+        delta = detokenizer.update(part, last)
         got, num_tokens = got + delta.text, num_tokens + delta.num_tokens
         assert delta.stopped == (bool(ends) and num_tokens == count)
         assert expected.startswith(got)
@@ -278,7 +280,7 @@ def test_stop_strings_cut_the_same_place_however_the_tokens_come(loaded: dict[st
 def test_stop_string_in_the_middle_of_a_token(loaded: dict[str, Tokenizer]):
     tokenizer = loaded["byte_level"]
     ids = tokenizer.encode("the quick brown fox jumps")[1:]
-    delta = Detokenizer(tokenizer, SamplingParams(stop=("ow",))).push(ids, True)
+    delta = IncrementalDetokenizer(tokenizer, SamplingParams(stop=("ow",))).update(ids, True)
     assert delta.text == "the quick br" and delta.stopped
     assert delta.num_tokens < len(ids)
     assert "ow" in tokenizer.decode(ids[: delta.num_tokens]) and "ow" not in tokenizer.decode(
@@ -291,19 +293,22 @@ def test_the_token_that_stopped_is_not_text(loaded: dict[str, Tokenizer], includ
     tokenizer = loaded["byte_level"]
     ids = [tokenizer._tokenizer.token_to_id(c) for c in "ab"]
     params = SamplingParams(stop_token_ids=(ids[1],), include_stop_str_in_output=include)
-    delta = Detokenizer(tokenizer, params).push(ids, True, stop_token=True)
+    delta = IncrementalDetokenizer(tokenizer, params).update(ids, True, stop_terminated=True)
     assert delta.text == ("ab" if include else "a") and delta.num_tokens == 2 and not delta.stopped
     # A held-back beginning of a stop string comes out, and an incomplete character is shown as broken.
     params = SamplingParams(stop=("abc",))
     broken = [*ids, tokenizer.encode("𝄞")[1], 1]
-    assert Detokenizer(tokenizer, params).push(broken, True, stop_token=True).text == "ab�"
+    assert IncrementalDetokenizer(tokenizer, params).update(broken, True, stop_terminated=True).text == "ab�"
 
 
 def test_special_tokens_are_skipped_unless_asked(loaded: dict[str, Tokenizer]):
     tokenizer = loaded["byte_level"]
     ids = [1, *tokenizer.encode("fox"), 1]
-    assert Detokenizer(tokenizer, SamplingParams()).push(ids, True).text == "fox"
-    assert Detokenizer(tokenizer, SamplingParams(skip_special_tokens=False)).push(ids, True).text == "</s><s>fox</s>"
+    assert IncrementalDetokenizer(tokenizer, SamplingParams()).update(ids, True).text == "fox"
+    assert (
+        IncrementalDetokenizer(tokenizer, SamplingParams(skip_special_tokens=False)).update(ids, True).text
+        == "</s><s>fox</s>"
+    )
 
 
 def test_cost_is_linear_in_the_output(loaded: dict[str, Tokenizer]):
@@ -313,10 +318,10 @@ def test_cost_is_linear_in_the_output(loaded: dict[str, Tokenizer]):
     ids = [tokenizer.encode("𝄞")[1], tokenizer._tokenizer.token_to_id("a")] * 20_000
 
     def seconds(count: int) -> float:
-        detokenizer = Detokenizer(tokenizer, params)
+        detokenizer = IncrementalDetokenizer(tokenizer, params)
         start = time.process_time()
         for token_id in ids[:count]:
-            detokenizer.push([token_id], False)
+            detokenizer.update([token_id], False)
         return time.process_time() - start
 
     seconds(1000)
@@ -324,7 +329,7 @@ def test_cost_is_linear_in_the_output(loaded: dict[str, Tokenizer]):
 
 
 def test_no_tokenizer_gives_no_text_and_counts_tokens():
-    delta = Detokenizer(None, SamplingParams()).push([5, 6], True)
+    delta = IncrementalDetokenizer(None, SamplingParams()).update([5, 6], True)
     assert (delta.text, delta.num_tokens, delta.stopped) == ("", 2, False)
 
 
@@ -335,13 +340,17 @@ def test_token_text(loaded: dict[str, Tokenizer]):
     assert "".join(tokenizer.token_text(i) for i in ids[1:]).startswith("the quick ")
     assert tokenizer.token_text(0) == "<s>"
     assert tokenizer.token_text(10**6) == ""
-    assert tokenizer.max_token_bytes == max(len(tokenizer.pieces.rest(i)) for i in range(tokenizer.vocab_size)) > 10
+    assert (
+        tokenizer.max_token_bytes
+        == max(len(tokenizer.token_bytes.bytes_of(i)) for i in range(tokenizer.vocab_size))
+        > 10
+    )
 
 
 def test_errors_name_the_file_and_the_cause(tmp_path: Path, loaded: dict[str, Tokenizer]):
     with pytest.raises(InvalidArgument, match="surrogate"):
         loaded["llama"].encode("a\ud800")
-    assert Tokenizer.find(tmp_path) is None
+    assert Tokenizer.from_folder(tmp_path) is None
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -382,7 +391,8 @@ def test_words_of_a_tokenizer_without_decoder_are_joined_by_spaces(tmp_path: Pat
 
 
 def test_text_costs_no_torch():
-    code = "import sys, quire_engine.text; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    heavy = "{'torch', 'transformers', 'numpy'}"
+    code = f"import sys, quire_engine.tokenization.tokenizer; print(sorted({heavy} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(out.replace("'", '"')) == []
 

@@ -122,7 +122,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(tmp_path: Path):
     for document, said in cases.items():
         engine.write_text(document)
         for name in ("text", "core"):
-            argv = [sys.executable, "-m", f"quire_engine.{name}_process", "--engine", str(engine)]
+            argv = [sys.executable, "-m", f"quire_engine.{name}", "--engine", str(engine)]
             argv += ["--served-name", "base", "--run-dir", str(tmp_path)]
             done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
             assert done.returncode == 2
@@ -131,7 +131,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(tmp_path: Path):
 
 def test_a_process_dies_with_its_parent(model: Path, tmp_path: Path):
     pod = Pod(tmp_path / "run", **config_of(model))
-    argv = [sys.executable, "-m", "quire_engine.text_process", "--engine", str(pod.folder / "engine.json")]
+    argv = [sys.executable, "-m", "quire_engine.text", "--engine", str(pod.folder / "engine.json")]
     argv += ["--served-name", "base", "--run-dir", str(pod.folder)]
     code = f"import subprocess; p = subprocess.Popen({argv!r}); print(p.pid, flush=True); p.wait()"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -145,6 +145,6 @@ def test_a_process_dies_with_its_parent(model: Path, tmp_path: Path):
 
 
 def test_text_process_imports_no_torch():
-    code = "import sys, quire_engine.text_process; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    code = "import sys, quire_engine.text.process; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -17,7 +17,7 @@ from support.llama import greedy, make_adapter, make_llama
 from support.pod import LONG, Peer, Pod, config_of, eventually, first_event, only, text_of
 from transformers import AutoTokenizer
 
-from quire_engine.pace import RESPONSES_PER_S_PER_CORE
+from quire_engine.text.response_throttle import RESPONSES_PER_S_PER_CORE
 from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.framing import encode_frame
 from quire_spec.protocol.messages import CancelRequests, GenerateRequest, Hello, OutputDelta, OutputDeltas

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny import make_checkpoint
 
-from quire_engine import weights
-from quire_engine.layers import Placement
-from quire_engine.models import model_class
-from quire_engine.weights import load_weights
+from quire_engine.models import get_model_class
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.weights import loader
+from quire_engine.weights.loader import load_weights
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
 
@@ -27,8 +27,8 @@ def folder(tmp_path):
 
 def _load(folder, dtype=torch.float32, **options):
     shape = ModelConfig.load(folder)
-    model = model_class(shape.architecture)(shape, Placement(dtype, CPU))
-    load_weights(folder, model.tensors(), tied=shape.tied_embedding_name, **options)
+    model = get_model_class(shape.architecture)(shape, ParamFactory(dtype, CPU))
+    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name, **options)
     return dict(model.tensors())
 
 
@@ -54,7 +54,7 @@ def test_shards_equal_a_single_file(folder, tmp_path):
 
 def test_large_tensors_are_read_in_pieces(folder, monkeypatch):
     expected = _load(folder)
-    monkeypatch.setattr(weights, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(loader, "_CHUNK_BYTES", 1000)
     found = _load(folder)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -75,7 +75,7 @@ def test_tied_checkpoints_may_carry_the_head(tmp_path):
 def test_a_head_of_its_own_is_not_taken_for_the_embedding(tmp_path, monkeypatch):
     # transformers would use it, whatever config.json says.
     folder = make_checkpoint(tmp_path, "qwen2")
-    monkeypatch.setattr(weights, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(loader, "_CHUNK_BYTES", 1000)
     embedding = load_file(folder / SINGLE)["model.embed_tokens.weight"]
     embedding[-1, -1] += 1
     _rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": embedding}))

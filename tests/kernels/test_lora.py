@@ -69,7 +69,7 @@ def _wanted(base, x, deltas, segments):
     expected = base.double().clone()
     for s in segments:
         for token in range(s.start, s.end):
-            expected[token] += deltas[s.slot] @ x[token].double()
+            expected[token] += deltas[s.adapter_slot] @ x[token].double()
     return expected
 
 

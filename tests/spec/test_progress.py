@@ -22,7 +22,7 @@ from quire_spec.documents.download_progress import DownloadProgress, format_byte
     ],
 )
 def test_percent_and_rest(progress, percent, left_s):
-    assert (progress.percent, progress.left_s) == (percent, left_s)
+    assert (progress.percent, progress.eta_s) == (percent, left_s)
 
 
 def test_what_is_written_is_read():

@@ -145,7 +145,7 @@ class Pod:
         self,
         folder: Path,
         num_threads: int | None = 1,
-        core: Sequence[str] = ("-m", "quire_engine.core_process"),
+        core: Sequence[str] = ("-m", "quire_engine.core"),
         **config: Any,
     ) -> None:
         """`num_threads`: that compute; None: as many as by itself. `core`: what Python runs as the core."""
@@ -153,7 +153,7 @@ class Pod:
         self.folder.mkdir(parents=True, exist_ok=True)
         (folder / "engine.json").write_text(json.dumps(config))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._programs = {"text": ("-m", "quire_engine.text_process"), "core": tuple(core)}
+        self._programs = {"text": ("-m", "quire_engine.text"), "core": tuple(core)}
         self._env = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
 
     def __enter__(self) -> Self:

@@ -4,17 +4,17 @@ them, made without a file."""
 
 import torch
 
-from quire_engine.peft import HostAdapter
-from quire_engine.runner import TorchRunner
+from quire_engine.lora.peft.adapter import HostAdapter
+from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_kernels import PackedAdapter
 
 
-def random_adapter(runner: TorchRunner, rank: int, draw: torch.Generator) -> PackedAdapter:
+def random_adapter(runner: DeviceModelRunner, rank: int, draw: torch.Generator) -> PackedAdapter:
     """Large enough that it changes what is generated."""
     slots, pairs = runner._slots, {}
     assert slots is not None
-    for places, module in zip(slots._places, slots._slots.modules, strict=True):
+    for places, module in zip(slots._module_keys, slots._slots.modules, strict=True):
         for place, width in zip(places, module.target.widths, strict=True):
             a = torch.randn(rank, module.target.in_features, generator=draw)
             pairs[place] = a / 4, torch.randn(width, rank, generator=draw) / 4
-    return runner.pack(HostAdapter(rank, pairs))
+    return runner.pack_adapter(HostAdapter(rank, pairs))

@@ -8,20 +8,20 @@ from typing import Any
 
 import psutil
 
-from quire_engine.checkpoint import Checkpoint
-from quire_engine.engine import Engine
-from quire_engine.executor import open_runner
-from quire_engine.follower import Follower
-from quire_engine.member import Ends
+from quire_engine.core.engine import Engine
+from quire_engine.distributed.worker_handle import WorkerChannels
+from quire_engine.executor.tensor_parallel import create_runner
+from quire_engine.executor.tp_worker import TensorParallelWorker
+from quire_engine.weights.checkpoint import Checkpoint
 from quire_spec.engine.config import EngineConfig
 
 
 class ThreadRank:
     """A Member that is a thread. What ends a process's step with it, gloo's error, ends its step too."""
 
-    def __init__(self, ends: Ends) -> None:
-        own = Ends(*(os.dup(fd) for fd in (ends.control, ends.memory, ends.bell)))
-        self._follower = Follower(own, on_gone=self.kill)
+    def __init__(self, ends: WorkerChannels) -> None:
+        own = WorkerChannels(*(os.dup(fd) for fd in (ends.control_fd, ends.memory_fd, ends.doorbell_fd)))
+        self._follower = TensorParallelWorker(own, on_disconnected=self.kill)
         self._how = "returned"
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -31,14 +31,14 @@ class ThreadRank:
         """Keys of the adapters in host memory."""
         runner = self._follower._runner
         assert runner is not None and runner._slots is not None
-        return set(runner._slots._host)
+        return set(runner._slots._host_copies)
 
     def _run(self) -> None:
         try:
             self._follower.run()
         except Exception as error:
             self._how = repr(error)
-        self._follower.hang_up()
+        self._follower.close_control()
 
     def kill(self) -> None:
         self._follower.stop()
@@ -51,14 +51,14 @@ class ThreadRank:
 def engine_of(config: EngineConfig, **how: Any) -> Engine:
     """An engine whose ranks are threads; `how` goes to open_runner."""
     checkpoint = Checkpoint.load(Path(config.model))
-    runner = open_runner(config, checkpoint.shape, checkpoint.folder, **({"start": ThreadRank} | how))
+    runner = create_runner(config, checkpoint.shape, checkpoint.folder, **({"start_worker": ThreadRank} | how))
     return Engine(config, checkpoint, runner, runner.memory)
 
 
 def rank_processes(pid: int | None = None) -> list[psutil.Process]:
     """The ranks that a process, by default this one, has started."""
     children = psutil.Process(pid).children()
-    return [child for child in children if any("rank_process" in word for word in _command(child))]
+    return [child for child in children if any("tp_worker_process" in word for word in _command(child))]
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from quire_engine.request import PENDING, Sequence
-from quire_engine.step import Sampled, SlotLoad, Span, StepPlan
-from quire_engine.swap import SwapSpace
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.sequence import PLACEHOLDER_TOKEN, Sequence
+from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan
 from quire_spec.documents.pod_status import MeasuredMemory
 
 VOCAB = 997
@@ -28,13 +28,13 @@ class TokenRunner:
         block_size: int,
         *,
         failures: random.Random | None = None,
-        swap_space: SwapSpace | None = None,
+        swap_costs: SwapCosts | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.memory = MeasuredMemory(0, 0, 0, num_blocks, block_size, 0, "float32", "cpu")
         self.cells: list[list[tuple[int, int, str | None] | None]] = [[None] * block_size for _ in range(num_blocks)]
-        self.swap_space = swap_space or SwapSpace()
+        self.swap_costs = swap_costs or SwapCosts()
         self.host_cells: dict[int, list[tuple[int, int, str | None] | None]] = {}
         self.host: dict[str, object] = {}
         self.slots: dict[int, str] = {}
@@ -46,49 +46,49 @@ class TokenRunner:
         self._chosen: dict[Sequence, int] = {}
         """The tokens of the last step, for those of the next one that are pending."""
 
-    def read(self, path: Path) -> object:
+    def read_adapter(self, path: Path) -> object:
         return path
 
-    def host_bytes(self, packed: object) -> int:
+    def host_bytes(self, packed_adapter: object) -> int:
         # Some are larger than others; tests that count copies only set no bound.
-        return 10 + 5 * (ord(str(packed)[-1]) % 3)
+        return 10 + 5 * (ord(str(packed_adapter)[-1]) % 3)
 
-    def hold(self, digest: str, packed: object) -> None:
-        self.host[digest] = packed
+    def store_adapter(self, adapter_digest: str, packed_adapter: object) -> None:
+        self.host[adapter_digest] = packed_adapter
 
-    def drop(self, digest: str) -> None:
-        del self.host[digest]
+    def discard_adapter(self, adapter_digest: str) -> None:
+        del self.host[adapter_digest]
 
-    def load(self, load: SlotLoad) -> Callable[[], None]:
-        assert load.digest in self.host, "load without a host copy"
+    def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
+        assert slot_load.adapter_digest in self.host, "load without a host copy"
         # Until it is done, whoever uses the slot finds neither adapter in it.
-        self.slots.pop(load.slot, None)
-        return lambda: self.slots.update({load.slot: load.digest})
+        self.slots.pop(slot_load.adapter_slot, None)
+        return lambda: self.slots.update({slot_load.adapter_slot: slot_load.adapter_digest})
 
-    def begin(self, plan: StepPlan) -> Callable[[], list[Sampled]]:
+    def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
         """As a device does: what fails shows when the outcome is taken, and spoils the steps begun meanwhile."""
         try:
-            sampled = self.execute(plan)
+            outputs = self.execute(plan)
         except RuntimeError as error:
             self._chosen, failure = {}, error
 
-            def fail() -> list[Sampled]:
+            def fail() -> list[SpanOutput]:
                 raise failure
 
             return fail
-        return lambda: sampled
+        return lambda: outputs
 
-    def execute(self, plan: StepPlan) -> list[Sampled]:
+    def execute(self, plan: StepPlan) -> list[SpanOutput]:
         assert plan.spans
-        if any(PENDING in self._ends(s) and s.sequence not in self._chosen for s in plan.spans):
+        if any(PLACEHOLDER_TOKEN in self._ends(s) and s.sequence not in self._chosen for s in plan.spans):
             raise RuntimeError("the device failed")
         self.batches.append([(s.sequence.id, s.start, s.length) for s in plan.spans])
         # A device fails before, in the midst of or after its writes.
         fail_at = self._fail_at(len(plan.spans))
         for move in plan.swap_outs:
-            self.host_cells[move.host] = list(self.cells[move.block])
+            self.host_cells[move.host_block] = list(self.cells[move.block])
         for move in plan.swap_ins:
-            self.cells[move.block] = list(self.host_cells[move.host])
+            self.cells[move.block] = list(self.host_cells[move.host_block])
         assert not {c.source for c in plan.copies} & {c.destination for c in plan.copies}
         for copy in plan.copies:
             self.cells[copy.destination] = list(self.cells[copy.source])
@@ -98,43 +98,43 @@ class TokenRunner:
             self._write(span)
         if fail_at == len(plan.spans):
             raise RuntimeError("the device failed")
-        sampled = [Sampled([self._next(span)] if span.samples else []) for span in plan.spans]
+        outputs = [SpanOutput([self._next(span)] if span.samples else []) for span in plan.spans]
         self._chosen = {
-            span.sequence: s.token_ids[0] for span, s in zip(plan.spans, sampled, strict=True) if s.token_ids
+            span.sequence: s.token_ids[0] for span, s in zip(plan.spans, outputs, strict=True) if s.token_ids
         }
-        return sampled
+        return outputs
 
     def _fail_at(self, num_spans: int) -> int | None:
         if self._failures is None or self._failures.random() >= 0.005:
             return None
         return self._failures.randint(0, num_spans)
 
-    def _write(self, span: Span) -> None:
+    def _write(self, span: ScheduledSpan) -> None:
         sequence = span.sequence
         assert span.start == sequence.num_computed_tokens and span.length > 0
-        adapter = None if span.slot is None else self.slots[span.slot]
-        assert adapter == sequence.adapter, "the slot holds another adapter"
+        adapter = None if span.adapter_slot is None else self.slots[span.adapter_slot]
+        assert adapter == sequence.adapter_digest, "the slot holds another adapter"
         self.num_computed += span.length
         size = self.block_size
         for position, token in enumerate(self._tokens(sequence, span.start, span.end), span.start):
             self.cells[sequence.block_table[position // size]][position % size] = (token, position, adapter)
 
-    def _next(self, span: Span) -> int:
+    def _next(self, span: ScheduledSpan) -> int:
         sequence = span.sequence
         shown = [cell for block in sequence.block_table for cell in self.cells[block]][: span.end]
         tokens = self._tokens(sequence, 0, span.end)
-        wanted = [(token, i, sequence.adapter) for i, token in enumerate(tokens)]
+        wanted = [(token, i, sequence.adapter_digest) for i, token in enumerate(tokens)]
         assert shown == wanted, f"sequence {sequence.id}: its blocks hold something else"
-        return next_token(tokens, sequence.adapter)
+        return next_token(tokens, sequence.adapter_digest)
 
     def _tokens(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """A span's tokens, the pending one too."""
         tokens = sequence.tokens(start, end)
-        assert PENDING not in tokens[:-1]
-        return [self._chosen[sequence] if token == PENDING else token for token in tokens]
+        assert PLACEHOLDER_TOKEN not in tokens[:-1]
+        return [self._chosen[sequence] if token == PLACEHOLDER_TOKEN else token for token in tokens]
 
     @staticmethod
-    def _ends(span: Span) -> list[int]:
+    def _ends(span: ScheduledSpan) -> list[int]:
         return span.sequence.tokens(span.end - 1, span.end)
 
 

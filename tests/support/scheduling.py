@@ -7,19 +7,19 @@ from typing import Any
 
 from support.runner import TokenRunner
 
-from quire_engine.adapters import AdapterRegistry
-from quire_engine.blocks import BlockPool, ContentKey
-from quire_engine.request import Sequence
-from quire_engine.scheduler import Scheduler
-from quire_engine.step import Flight, StepPlan
-from quire_engine.swap import SwapSpace
+from quire_engine.kv_cache.block_pool import BlockHasher, BlockPool
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.lora.registry import AdapterRegistry
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.sequence import Sequence
+from quire_engine.step.plan import InFlightStep, StepPlan
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 
 CONFIG = EngineConfig("m", block_size=8, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False)
 
-NO_SWAP = SwapSpace()
-ALWAYS_SWAP = SwapSpace(64, block_s=0.0, token_s=1.0)
+NO_SWAP = SwapCosts()
+ALWAYS_SWAP = SwapCosts(64, seconds_per_block=0.0, seconds_per_token=1.0)
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Bench:
     max_model_len: int = 128
     adapters: str = ""
     max_loras: int = 2
-    swap: SwapSpace = NO_SWAP
+    swap: SwapCosts = NO_SWAP
     ahead: bool = False
     """Begin each step, where that can be, while the one before it is in flight."""
     now: float = 0.0
@@ -40,14 +40,14 @@ class Bench:
     def __post_init__(self) -> None:
         self.blocks = BlockPool(self.num_blocks)
         self.registry = AdapterRegistry(self.max_loras, 4 * self.max_loras)
-        self.runner = TokenRunner(self.num_blocks, self.config.block_size, swap_space=self.swap)
+        self.runner = TokenRunner(self.num_blocks, self.config.block_size, swap_costs=self.swap)
         for digest in self.adapters:
             self.registry.add(digest, Path(digest), False)
-            self.runner.hold(digest, digest)
-        key = ContentKey("m", "float32", self.config.block_size)
+            self.runner.store_adapter(digest, digest)
+        key = BlockHasher("m", "float32", self.config.block_size)
         self.scheduler = Scheduler(self.config, self.blocks, self.registry, key, self.max_model_len, self.swap)
         self.sequences: dict[int, Sequence] = {}
-        self.flight: Flight | None = None
+        self.flight: InFlightStep | None = None
         """Begun ahead."""
 
     def add(self, prompt: list[int] | int, num_output: int = 4, **fields: Any) -> Sequence:
@@ -71,32 +71,32 @@ class Bench:
         self.finish(flight)
         return batch
 
-    def depart(self) -> Flight | None:
+    def depart(self) -> InFlightStep | None:
         """The step that was begun ahead, or else one that is begun now; None when nothing can run."""
         flight, self.flight = self.flight, None
         if flight is None and (plan := self.schedule()):
-            flight = Flight(plan, self.runner.begin(plan))
+            flight = InFlightStep(plan, self.runner.execute_async(plan))
         return flight
 
     def follow(self) -> None:
         """Begin the next step."""
         if self.ahead and (plan := self.scheduler.schedule_ahead(self.now)):
             self.scheduler.check_integrity()
-            self.flight = Flight(plan, self.runner.begin(plan))
+            self.flight = InFlightStep(plan, self.runner.execute_async(plan))
         self._load()
 
-    def finish(self, flight: Flight) -> None:
+    def finish(self, flight: InFlightStep) -> None:
         """Take what a step computed."""
-        for sequence, sampled in self.scheduler.finish(flight.plan, flight.outcome()):
+        for sequence, sampled in self.scheduler.update_from_step(flight.plan, flight.get_outputs()):
             self.outputs.setdefault(sequence.id, []).extend(sampled.token_ids)
         self.scheduler.check_integrity()
 
-    def fail(self, flight: Flight) -> list[Sequence]:
+    def fail(self, flight: InFlightStep) -> list[Sequence]:
         """Have a step fail, and the one that was begun on top of it; the sequences that end."""
-        failed = self.scheduler.fail(flight.plan)
+        failed = self.scheduler.fail_step(flight.plan)
         self.scheduler.check_integrity()
         following, self.flight = self.flight, None
-        return failed + (self.scheduler.fail(following.plan) if following else [])
+        return failed + (self.scheduler.fail_step(following.plan) if following else [])
 
     def schedule(self) -> StepPlan | None:
         """Plan a step; loads of slots are done at once, before it if nothing could run without them."""
@@ -109,15 +109,15 @@ class Bench:
 
     def fill_slot(self, digest: str) -> None:
         """Have an adapter in a slot before anyone asks for it."""
-        self.registry.slots.place(digest)
+        self.registry.slot_table.assign_pinned(digest)
         assert self._load() == 1
 
     def _load(self) -> int:
-        loads = self.registry.slots.take_loads()
+        loads = self.registry.slot_table.pop_loads()
         for load in loads:
-            self.runner.load(load)()
-            self.registry.slots.loaded(load)
-            self.scheduler.wake()
+            self.runner.load_adapter_slot(load)()
+            self.registry.slot_table.on_loaded(load)
+            self.scheduler.on_adapter_ready()
         return len(loads)
 
     def run_until_preempted(self) -> list[tuple[int, int, int]]:
@@ -132,5 +132,5 @@ class Bench:
         """Steps until everything is over; every step has work."""
         while self.scheduler.has_work:
             assert self.step()
-        assert self.blocks.num_used == 0 and self.scheduler.tables.num_used_host_blocks == 0
+        assert self.blocks.num_used == 0 and self.scheduler.block_manager.num_used_host_blocks == 0
         return self.outputs

@@ -33,12 +33,12 @@ STEP_S = 0.02
 
 
 def install(folder: Path, **behaviour: Any) -> dict[str, str]:
-    """Environment in which `python -m quire_engine.core_process` and `.text_process` are the stand-ins."""
+    """Environment in which `python -m quire_engine.core` and `quire_engine.text` are the stand-ins."""
     package = folder / "quire_engine"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     for name in ("core", "text"):
-        (package / f"{name}_process.py").write_text(f"from support.stand_in import {name}\n{name}()\n")
+        (package / f"{name}.py").write_text(f"from support.stand_in import {name}\n{name}()\n")
     tests = Path(__file__).resolve().parents[1]
     behave(folder, **behaviour)
     return dict(os.environ) | {"PYTHONPATH": f"{folder}:{tests}", "STAND_IN": str(folder / "behaviour.json")}

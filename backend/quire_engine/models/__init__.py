@@ -8,12 +8,12 @@ file; and a row in tests/support/tiny.py, which holds it to transformers and pef
 
 import importlib
 
-from quire_engine.models.causal import CausalLM
+from quire_engine.models.base import CausalLM
 from quire_spec.model.architectures import ARCHITECTURES
 
 
-def model_class(architecture: str) -> type[CausalLM]:
+def get_model_class(architecture: str) -> type[CausalLM]:
     """The class that defines the models of an architecture, one of `FAMILIES`."""
     module = importlib.import_module(f"quire_engine.models.{ARCHITECTURES[architecture].module}")
-    found: type[CausalLM] = getattr(module, architecture)
-    return found
+    model_cls: type[CausalLM] = getattr(module, architecture)
+    return model_cls

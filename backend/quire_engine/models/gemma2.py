@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quire_engine.batch import Batch
-from quire_engine.layers import Placement, RMSNorm
-from quire_engine.models.llama import DecoderLayer, LlamaForCausalLM
-from quire_engine.part import Target
+from quire_engine.models.forward_batch import ForwardBatch
+from quire_engine.models.layers.linear import ParamFactory, RMSNorm
+from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import rms_norm
 from quire_spec.model.model_config import ModelConfig
 
@@ -23,27 +23,27 @@ class Gemma2RMSNorm(RMSNorm):
         return rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
-class Gemma2DecoderLayer(DecoderLayer):
+class Gemma2DecoderLayer(LlamaDecoderLayer):
     """Llama's layer with what attention and MLP give normalised too, before it is added."""
 
     NORM = Gemma2RMSNorm
 
-    def __init__(self, shape: ModelConfig, index: int, place: Placement) -> None:
-        super().__init__(shape, index, place)
-        self.pre_feedforward_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, place)
-        self.post_feedforward_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, place)
+    def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
+        super().__init__(shape, index, factory)
+        self.pre_feedforward_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, factory)
+        self.post_feedforward_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, factory)
 
-    def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], cache: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
         """[num_tokens, hidden_size] to the same, in place."""
-        attended = self.self_attn(self.input_layernorm(hidden), rope, cache, batch)
-        hidden.add_(self.post_attention_layernorm(attended))
-        fed = self.mlp(self.pre_feedforward_layernorm(hidden), batch)
-        return hidden.add_(self.post_feedforward_layernorm(fed))
+        attention_output = self.self_attn(self.input_layernorm(hidden), rope, kv_cache, batch)
+        hidden.add_(self.post_attention_layernorm(attention_output))
+        mlp_output = self.mlp(self.pre_feedforward_layernorm(hidden), batch)
+        return hidden.add_(self.post_feedforward_layernorm(mlp_output))
 
     def weights(self) -> None:
         """See DecoderLayer.weights."""
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
+    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The checkpoint's tensors under `prefix`, each as the part of a parameter that it fills."""
         yield from super().tensors(prefix)
         yield from self.pre_feedforward_layernorm.tensors(f"{prefix}pre_feedforward_layernorm")
@@ -55,17 +55,17 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
     LAYER = Gemma2DecoderLayer
 
-    def build(self, place: Placement) -> None:
+    def build_layers(self, factory: ParamFactory) -> None:
         """See CausalLM.build."""
-        super().build(place)
+        super().build_layers(factory)
         # Rounded to the weights' type, as it was in training.
-        self.embedding_scale = torch.tensor(self.shape.hidden_size**0.5, dtype=place.dtype).item()
+        self.embedding_scale = torch.tensor(self.shape.hidden_size**0.5, dtype=factory.dtype).item()
 
-    def embed(self, batch: Batch) -> Tensor:
+    def embed(self, batch: ForwardBatch) -> Tensor:
         """See CausalLM.embed."""
         return super().embed(batch).mul_(self.embedding_scale)
 
-    def project(self, hidden: Tensor, batch: Batch) -> Tensor:
+    def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """See CausalLM.project."""
-        logits, cap = super().project(hidden, batch), self.shape.logits_softcap
+        logits, cap = super().compute_logits(hidden, batch), self.shape.logits_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

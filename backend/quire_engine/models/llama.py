@@ -6,32 +6,32 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from quire_engine.batch import Batch
-from quire_engine.kv import KVCache
-from quire_engine.layers import MLP, Linear, Placement, RMSNorm, RotaryAttention
-from quire_engine.models.causal import CausalLM
-from quire_engine.part import Target
-from quire_engine.rotary import Rotary
+from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.models.base import CausalLM
+from quire_engine.models.forward_batch import ForwardBatch
+from quire_engine.models.layers.linear import MLP, Linear, ParamFactory, RMSNorm, RotaryAttention
+from quire_engine.models.layers.rotary import RotaryEmbedding
+from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import AttentionShape, FusedDecoder, LayerWeights, build_fused_decoder, silu_mul
 from quire_spec.model.model_config import ModelConfig
 
 
-class DecoderLayer:
+class LlamaDecoderLayer:
     """Attention and MLP, each on the normalised residual stream and added to it."""
 
     ATTENTION: ClassVar[type[RotaryAttention]] = RotaryAttention
     MLP: ClassVar[type[MLP]] = MLP
     NORM: ClassVar[type[RMSNorm]] = RMSNorm
 
-    def __init__(self, shape: ModelConfig, index: int, place: Placement) -> None:
-        self.input_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, place)
-        self.self_attn = self.ATTENTION(shape, index, place)
-        self.post_attention_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, place)
-        self.mlp = self.MLP(shape, place)
+    def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
+        self.input_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, factory)
+        self.self_attn = self.ATTENTION(shape, index, factory)
+        self.post_attention_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, factory)
+        self.mlp = self.MLP(shape, factory)
 
-    def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], cache: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
         """[num_tokens, hidden_size] to the same, in place."""
-        self.self_attn(self.input_layernorm(hidden), rope, cache, batch, residual=hidden)
+        self.self_attn(self.input_layernorm(hidden), rope, kv_cache, batch, residual=hidden)
         return self.mlp(self.post_attention_layernorm(hidden), batch, residual=hidden)
 
     def weights(self) -> LayerWeights | None:
@@ -54,7 +54,7 @@ class DecoderLayer:
         """The linears that adapters can change."""
         return self.self_attn.linears() + self.mlp.linears()
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
+    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The checkpoint's tensors under `prefix`, each as the part of a parameter that it fills."""
         yield from self.input_layernorm.tensors(f"{prefix}input_layernorm")
         yield from self.post_attention_layernorm.tensors(f"{prefix}post_attention_layernorm")
@@ -65,41 +65,43 @@ class DecoderLayer:
 class LlamaForCausalLM(CausalLM):
     """Token ids to logits. Families vary it by its layer, by `embed` and `project`."""
 
-    LAYER: ClassVar[type[DecoderLayer]] = DecoderLayer
-    layers: list[DecoderLayer]
+    LAYER: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
+    layers: list[LlamaDecoderLayer]
 
-    def build(self, place: Placement) -> None:
+    def build_layers(self, factory: ParamFactory) -> None:
         """See CausalLM.build."""
         shape = self.shape
         assert shape.rope is not None
-        self.rotary = Rotary(shape.rope, place.device)
-        self.layers = [self.LAYER(shape, index, place) for index in range(shape.num_layers)]
-        self.norm = self.LAYER.NORM(shape.hidden_size, shape.norm_eps, place)
-        self.compiled: FusedDecoder | None = None
+        self.rotary = RotaryEmbedding(shape.rope, factory.device)
+        self.layers = [self.LAYER(shape, index, factory) for index in range(shape.num_layers)]
+        self.norm = self.LAYER.NORM(shape.hidden_size, shape.norm_eps, factory)
+        self.fused_decoder: FusedDecoder | None = None
 
     def pack(self) -> None:
         """See CausalLM.pack."""
         super().pack()
         weights, shape = [layer.weights() for layer in self.layers], self.shape
-        if self.ranks is None and None not in weights:
+        if self.communicator is None and None not in weights:
             scale, softcap = shape.attention_scale, shape.attention_softcap
             heads = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, scale, softcap)
-            self.compiled = build_fused_decoder([each for each in weights if each is not None], heads, shape.norm_eps)
+            self.fused_decoder = build_fused_decoder(
+                [layer_weights for layer_weights in weights if layer_weights is not None], heads, shape.norm_eps
+            )
 
-    def decode(self, batch: Batch, kv: KVCache) -> Tensor:
+    def forward_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """See CausalLM.decode."""
         hidden = self.embed(batch)
-        rope = self.rotary(batch.positions, batch.beyond_switch, hidden.dtype)
-        if self.compiled is not None and self.compiled.supports(hidden, kv.layers):
-            return self.compiled(hidden, rope, kv.layers, batch.addresses, batch.attention, batch.adapters)
-        for layer, cache in zip(self.layers, kv.layers, strict=True):
-            hidden = layer(hidden, rope, cache, batch)
+        rope = self.rotary(batch.positions, batch.long_rope, hidden.dtype)
+        if self.fused_decoder is not None and self.fused_decoder.supports(hidden, kv_cache.layers):
+            return self.fused_decoder(hidden, rope, kv_cache.layers, batch.addresses, batch.attention, batch.adapters)
+        for layer, layer_cache in zip(self.layers, kv_cache.layers, strict=True):
+            hidden = layer(hidden, rope, layer_cache, batch)
         return hidden
 
-    def project(self, hidden: Tensor, batch: Batch) -> Tensor:
+    def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """See CausalLM.project."""
         return self.lm_head(self.norm(hidden), batch)
 
-    def rest(self, prefix: str) -> Iterator[tuple[str, Target]]:
+    def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See CausalLM.rest."""
         yield from self.norm.tensors(f"{prefix}norm")

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire_engine.batch import Batch
-from quire_engine.kv import KVCache
-from quire_engine.layers import Attention, Linear, Placement, linear_of
-from quire_engine.models.causal import CausalLM
-from quire_engine.part import Target
+from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.models.base import CausalLM
+from quire_engine.models.forward_batch import ForwardBatch
+from quire_engine.models.layers.linear import Attention, Linear, ParamFactory, build_linear
+from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import ACTIVATIONS, write_kv
 from quire_spec.model.model_config import ModelConfig
 
@@ -21,17 +21,17 @@ from quire_spec.model.model_config import ModelConfig
 class LayerNorm:
     """Normalisation to mean 0 and variance 1, with a learnt scale and shift in most checkpoints."""
 
-    def __init__(self, shape: ModelConfig, place: Placement) -> None:
+    def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         self.size, self.eps = (shape.hidden_size,), shape.norm_eps
         affine = shape.flags["layer_norm_elementwise_affine"]
-        self.weight = place.empty(shape.hidden_size) if affine else None
-        self.bias = place.empty(shape.hidden_size) if affine else None
+        self.weight = factory.empty(shape.hidden_size) if affine else None
+        self.bias = factory.empty(shape.hidden_size) if affine else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] to the same."""
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
 
-    def tensors(self, name: str) -> Iterator[tuple[str, Target]]:
+    def tensors(self, name: str) -> Iterator[tuple[str, LoadTarget]]:
         """The checkpoint's tensors of the module `name`."""
         if self.weight is not None and self.bias is not None:
             yield f"{name}.weight", self.weight
@@ -43,35 +43,35 @@ class OPTAttention(Attention):
 
     OUTPUT = "out_proj"
 
-    def __call__(self, x: Tensor, cache: Tensor, batch: Batch, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, kv_cache: Tensor, batch: ForwardBatch, residual: Tensor) -> Tensor:
         """[num_tokens, hidden_size] to the same, added to a residual stream; writes the tokens' keys and values to
         `cache`, one layer's."""
-        qkv = self.project(x, batch)
-        write_kv(qkv[:, self.num_heads : self.num_rotated], qkv[:, self.num_rotated :], cache, batch.addresses)
-        return self.attend(qkv[:, : self.num_heads], cache, batch, residual)
+        qkv = self.project_qkv(x, batch)
+        write_kv(qkv[:, self.num_heads : self.num_rotated], qkv[:, self.num_rotated :], kv_cache, batch.addresses)
+        return self.attend(qkv[:, : self.num_heads], kv_cache, batch, residual)
 
 
 class OPTDecoderLayer:
     """Attention and MLP, each on the normalised residual stream and added to it, or normalised when added."""
 
-    def __init__(self, shape: ModelConfig, index: int, place: Placement) -> None:
+    def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         self.norm_first = shape.flags["do_layer_norm_before"]
-        self.self_attn = OPTAttention(shape, index, place)
-        self.self_attn_layer_norm = LayerNorm(shape, place)
-        self.fc1 = linear_of(shape, ["fc1"], place, shape.mlp_bias)
-        self.fc2 = linear_of(shape, ["fc2"], place, shape.mlp_bias)
-        self.final_layer_norm = LayerNorm(shape, place)
+        self.self_attn = OPTAttention(shape, index, factory)
+        self.self_attn_layer_norm = LayerNorm(shape, factory)
+        self.fc1 = build_linear(shape, ["fc1"], factory, shape.mlp_bias)
+        self.fc2 = build_linear(shape, ["fc2"], factory, shape.mlp_bias)
+        self.final_layer_norm = LayerNorm(shape, factory)
         self.activate = ACTIVATIONS[shape.activation]
 
-    def __call__(self, hidden: Tensor, cache: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, hidden: Tensor, kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
         """[num_tokens, hidden_size] to the same, in place but for norms that come after."""
         if self.norm_first:
-            hidden = self.self_attn(self.self_attn_layer_norm(hidden), cache, batch, residual=hidden)
-            return self.feed(self.final_layer_norm(hidden), batch, residual=hidden)
-        hidden = self.self_attn_layer_norm(self.self_attn(hidden, cache, batch, residual=hidden))
-        return self.final_layer_norm(self.feed(hidden, batch, residual=hidden))
+            hidden = self.self_attn(self.self_attn_layer_norm(hidden), kv_cache, batch, residual=hidden)
+            return self.mlp(self.final_layer_norm(hidden), batch, residual=hidden)
+        hidden = self.self_attn_layer_norm(self.self_attn(hidden, kv_cache, batch, residual=hidden))
+        return self.final_layer_norm(self.mlp(hidden, batch, residual=hidden))
 
-    def feed(self, x: Tensor, batch: Batch, residual: Tensor) -> Tensor:
+    def mlp(self, x: Tensor, batch: ForwardBatch, residual: Tensor) -> Tensor:
         """The MLP: [num_tokens, hidden_size] to the same, added to a residual stream."""
         return self.fc2(self.activate(self.fc1(x, batch)), batch, residual)
 
@@ -79,7 +79,7 @@ class OPTDecoderLayer:
         """The linears that adapters can change."""
         return (*self.self_attn.linears(), self.fc1, self.fc2)
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
+    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The checkpoint's tensors under `prefix`, each as the part of a parameter that it fills."""
         yield from self.self_attn.tensors(f"{prefix}self_attn.")
         yield from self.self_attn_layer_norm.tensors(f"{prefix}self_attn_layer_norm")
@@ -93,30 +93,30 @@ class OPTForCausalLM(CausalLM):
 
     layers: list[OPTDecoderLayer]
 
-    def build(self, place: Placement) -> None:
+    def build_layers(self, factory: ParamFactory) -> None:
         """See CausalLM.build."""
         shape = self.shape
-        self.embed_positions = place.empty(shape.num_learned_positions, shape.hidden_size)
+        self.embed_positions = factory.empty(shape.num_learned_positions, shape.hidden_size)
         self.first_position = shape.num_learned_positions - shape.max_position_embeddings
         self.project_in = self.project_out = None
         if shape.embedding_size != shape.hidden_size:
-            self.project_in = Linear(shape.embedding_size, {"project_in": shape.hidden_size}, place)
-            self.project_out = Linear(shape.hidden_size, {"project_out": shape.embedding_size}, place)
-        self.layers = [OPTDecoderLayer(shape, index, place) for index in range(shape.num_layers)]
-        normed = shape.flags["do_layer_norm_before"] and not shape.flags["_remove_final_layer_norm"]
-        self.final_layer_norm = LayerNorm(shape, place) if normed else None
+            self.project_in = Linear(shape.embedding_size, {"project_in": shape.hidden_size}, factory)
+            self.project_out = Linear(shape.hidden_size, {"project_out": shape.embedding_size}, factory)
+        self.layers = [OPTDecoderLayer(shape, index, factory) for index in range(shape.num_layers)]
+        has_final_norm = shape.flags["do_layer_norm_before"] and not shape.flags["_remove_final_layer_norm"]
+        self.final_layer_norm = LayerNorm(shape, factory) if has_final_norm else None
 
-    def decode(self, batch: Batch, kv: KVCache) -> Tensor:
+    def forward_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """See CausalLM.decode."""
         hidden = self.embed(batch)
         if self.project_in is not None:
             hidden = self.project_in(hidden, batch)
         hidden.add_(F.embedding(batch.positions + self.first_position, self.embed_positions))
-        for layer, cache in zip(self.layers, kv.layers, strict=True):
-            hidden = layer(hidden, cache, batch)
+        for layer, layer_cache in zip(self.layers, kv_cache.layers, strict=True):
+            hidden = layer(hidden, layer_cache, batch)
         return hidden
 
-    def project(self, hidden: Tensor, batch: Batch) -> Tensor:
+    def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """See CausalLM.project."""
         if self.final_layer_norm is not None:
             hidden = self.final_layer_norm(hidden)
@@ -124,7 +124,7 @@ class OPTForCausalLM(CausalLM):
             hidden = self.project_out(hidden, batch)
         return self.lm_head(hidden, batch)
 
-    def rest(self, prefix: str) -> Iterator[tuple[str, Target]]:
+    def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See CausalLM.rest."""
         yield f"{prefix}embed_positions.weight", self.embed_positions
         for linear in (self.project_in, self.project_out):

@@ -2,8 +2,8 @@
 """Phi-3 and Phi-4-mini: Llama whose checkpoints have q, k, v and gate, up fused, so that adapters change them as one.
 Windows, ropes of long contexts and partly rotated heads come with the shape."""
 
-from quire_engine.layers import MLP, RotaryAttention
-from quire_engine.models.llama import DecoderLayer, LlamaForCausalLM
+from quire_engine.models.layers.linear import MLP, RotaryAttention
+from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 
 class Phi3Attention(RotaryAttention):
@@ -18,7 +18,7 @@ class Phi3MLP(MLP):
     GATE_UP = ("gate_up_proj",)
 
 
-class Phi3DecoderLayer(DecoderLayer):
+class Phi3DecoderLayer(LlamaDecoderLayer):
     """Llama's layer around these."""
 
     ATTENTION = Phi3Attention

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from quire_engine.batch import Batch
-from quire_engine.layers import Placement, RMSNorm, RotaryAttention
-from quire_engine.models.llama import DecoderLayer, LlamaForCausalLM
-from quire_engine.part import Target
+from quire_engine.models.forward_batch import ForwardBatch
+from quire_engine.models.layers.linear import ParamFactory, RMSNorm, RotaryAttention
+from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import LayerWeights, qk_norm
 from quire_spec.model.model_config import ModelConfig
 
@@ -17,25 +17,25 @@ from quire_spec.model.model_config import ModelConfig
 class Qwen3Attention(RotaryAttention):
     """Attention whose queries and keys are normalised before they are rotated."""
 
-    def __init__(self, shape: ModelConfig, index: int, place: Placement) -> None:
-        super().__init__(shape, index, place)
-        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps, place)
-        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps, place)
+    def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
+        super().__init__(shape, index, factory)
+        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps, factory)
+        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps, factory)
 
-    def project(self, x: Tensor, batch: Batch) -> Tensor:
+    def project_qkv(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """See Attention.project."""
-        qkv = super().project(x, batch)
+        qkv = super().project_qkv(x, batch)
         qk_norm(qkv, self.q_norm.weight, self.k_norm.weight, self.num_heads, self.q_norm.eps)
         return qkv
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, Target]]:
+    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The checkpoint's tensors under `prefix`."""
         yield from super().tensors(prefix)
         yield from self.q_norm.tensors(f"{prefix}q_norm")
         yield from self.k_norm.tensors(f"{prefix}k_norm")
 
 
-class Qwen3DecoderLayer(DecoderLayer):
+class Qwen3DecoderLayer(LlamaDecoderLayer):
     """Llama's layer around this attention."""
 
     ATTENTION = Qwen3Attention
@@ -43,10 +43,10 @@ class Qwen3DecoderLayer(DecoderLayer):
 
     def weights(self) -> LayerWeights | None:
         """See DecoderLayer.weights."""
-        found, attention = super().weights(), self.self_attn
-        if found is None:
+        layer_weights, attention = super().weights(), self.self_attn
+        if layer_weights is None:
             return None
-        return replace(found, query_norm=attention.q_norm.weight, key_norm=attention.k_norm.weight)
+        return replace(layer_weights, query_norm=attention.q_norm.weight, key_norm=attention.k_norm.weight)
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):

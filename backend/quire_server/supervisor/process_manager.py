@@ -148,7 +148,7 @@ class ProcessManager:
         # What a killed process left: nobody listens there.
         (self._run_dir / socket).unlink(missing_ok=True)
         settings = self._settings
-        argv = [sys.executable, "-m", f"quire_engine.{name}_process", "--engine", str(settings.engine)]
+        argv = [sys.executable, "-m", f"quire_engine.{name}", "--engine", str(settings.engine)]
         argv += ["--served-name", settings.served_name, "--run-dir", str(self._run_dir)]
         return await ChildProcess.start(name, argv, self._relay, ENGINE_ENV | os.environ)
 

@@ -121,7 +121,7 @@ class SequenceRequest:
     cache_salt: str | None = None
     bad_word_ids: list[list[int]] = field(default_factory=list)
     """params.bad_words as runs of tokens."""
-    fork_of: int | None = None
+    parent_id: int | None = None
     """Id of an earlier Generate of the same prompt, adapter and salt: this one waits until that prompt is computed and
     shares it. A leader that is over by then costs nothing but the sharing."""
     priority: int = 0

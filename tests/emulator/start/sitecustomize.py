@@ -6,16 +6,16 @@ from typing import Any
 
 from emulator import device
 
-from quire_engine.runner import TorchRunner
+from quire_engine.worker.model_runner import DeviceModelRunner
 
 device.install()
 
-_make = TorchRunner.__init__
+_make = DeviceModelRunner.__init__
 
 
-def _make_idly(self: TorchRunner, *args: Any, **how: Any) -> None:
+def _make_idly(self: DeviceModelRunner, *args: Any, **how: Any) -> None:
     with device.idle():
         _make(self, *args, **how)
 
 
-TorchRunner.__init__ = _make_idly  # type: ignore[method-assign]
+DeviceModelRunner.__init__ = _make_idly  # type: ignore[method-assign]

@@ -9,12 +9,12 @@ from support.interpreter import own
 from support.random_adapter import random_adapter
 from support.tiny import VOCAB, make_checkpoint
 
-from quire_engine.graphs import DecodeGraphs
-from quire_engine.kv import KVCache
-from quire_engine.request import Sequence
-from quire_engine.runner import TorchRunner
-from quire_engine.step import Span, StepPlan
-from quire_engine.work import order_spans, work_of
+from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.sequence import Sequence
+from quire_engine.step.input import build_step_input, sort_spans
+from quire_engine.step.plan import ScheduledSpan, StepPlan
+from quire_engine.worker.cuda_graphs import CudaGraphRunner
+from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_kernels import (
     add_lora,
     add_lora_embedding,
@@ -46,7 +46,7 @@ ADAPTER_FORMS = (add_lora, add_lora_embedding, route_tokens)
 
 def _run(folder):
     """A prompt, then a step of its next token and another prompt; tokens, and log probabilities of the prompts."""
-    runner = TorchRunner(dataclasses.replace(CONFIG, model=str(folder)), ModelConfig.load(folder), folder)
+    runner = DeviceModelRunner(dataclasses.replace(CONFIG, model=str(folder)), ModelConfig.load(folder), folder)
     draw = torch.Generator().manual_seed(1)
     sequences = []
     for id, length in enumerate((21, 9)):
@@ -55,10 +55,10 @@ def _run(folder):
         sequences.append(Sequence(id, prompt, params, seed=3, max_output_tokens=9))
         sequences[-1].block_table = list(range(8 * id, 8 * id + 4))
     first, second = sequences
-    results = runner.execute(StepPlan([Span(first, 0, 21, None)]))
+    results = runner.execute(StepPlan([ScheduledSpan(first, 0, 21, None)]))
     first.num_scored_tokens = 20
     first.output_token_ids += results[0].token_ids
-    results += runner.execute(StepPlan([Span(first, 21, 1, None), Span(second, 0, 9, None)]))
+    results += runner.execute(StepPlan([ScheduledSpan(first, 21, 1, None), ScheduledSpan(second, 0, 9, None)]))
     logprobs = [entries[0].logprob for result in results for entries in result.prompt_logprobs or []]
     return [result.token_ids for result in results], torch.tensor(logprobs)
 
@@ -82,35 +82,35 @@ def test_a_step_of_a_graph_with_adapters(tmp_path, monkeypatch):
     forms, where the host sorts tokens by adapter."""
     folder = make_checkpoint(tmp_path, "llama")
     config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2, max_lora_rank=24)
-    runner = TorchRunner(config, ModelConfig.load(folder), folder)
-    runner._kv = KVCache(runner._model.shape, 12, 8, torch.float32, torch.device("cpu"), num_spare=1)
+    runner = DeviceModelRunner(config, ModelConfig.load(folder), folder)
+    runner._kv_cache = KVCache(runner._model.shape, 12, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1)
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
-    graphs = DecodeGraphs(runner._model, runner._kv, 4, 64, 2, record=lambda step: step)
+    graphs = CudaGraphRunner(runner._model, runner._kv_cache, 4, 64, 2, capture=lambda step: step)
     draw = torch.Generator().manual_seed(1)
     spans = []
     for id, slot in enumerate((1, None, 0)):
         prompt = torch.randint(VOCAB, (9,), generator=draw).tolist()
         sequence = Sequence(id, prompt, SamplingParams(), seed=3, max_output_tokens=9)
         sequence.block_table = [4 * id, 4 * id + 1]
-        spans.append(Span(sequence, 8, 1, slot))
+        spans.append(ScheduledSpan(sequence, 8, 1, slot))
     for ranks in ((24, 3), (2, 16)):
         for slot, rank in enumerate(ranks):
             runner._slots._slots.write(slot, random_adapter(runner, rank, draw))
-        runner.execute(StepPlan([Span(span.sequence, 0, 8, span.slot) for span in spans]))
+        runner.execute(StepPlan([ScheduledSpan(span.sequence, 0, 8, span.adapter_slot) for span in spans]))
         expected = _logits(runner, spans)
         with monkeypatch.context() as patched:
             for op in ADAPTER_FORMS:
                 patched.setitem(op.dispatch_table, "cpu", own(op))
-            found = graphs.run(graphs.work(StepPlan(spans)))
+            found = graphs.run(graphs.build_input(StepPlan(spans)))
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         for span, logits in zip(spans, expected, strict=True):
-            without = _logits(runner, [dataclasses.replace(span, slot=None)])
-            assert torch.allclose(logits, without, rtol=1e-2, atol=1e-2) == (span.slot is None)
+            without = _logits(runner, [dataclasses.replace(span, adapter_slot=None)])
+            assert torch.allclose(logits, without, rtol=1e-2, atol=1e-2) == (span.adapter_slot is None)
 
 
 def _logits(runner, spans):
-    order = order_spans(spans)
-    work = work_of([spans[i] for i in order], 8)
-    batch, hidden = runner._forward(work, runner._kv, spans)
-    logits = runner._model.project(hidden, batch.of_logits(slice(len(spans))))
+    order = sort_spans(spans)
+    work = build_step_input([spans[i] for i in order], 8)
+    batch, hidden = runner._forward(work, runner._kv_cache, spans)
+    logits = runner._model.compute_logits(hidden, batch.for_logit_rows(slice(len(spans))))
     return logits[torch.tensor(order).argsort()]

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Throughput and latency of an engine under random prompts, measured around its steps. `python -m quire_engine bench`.
+
+The engine alone: no text, no sockets. What the server adds on top is measured with the server.
+"""
+
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from quire_engine.core.engine import Engine
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import InvalidArgument, error_from_code
+from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What to ask of the engine.
+
+    Raises:
+        InvalidArgument: a count or the rate is not above 0.
+    """
+
+    num_prompts: int
+    input_len: int
+    """Tokens per prompt, drawn at random, so that no prefix is shared."""
+    output_len: int
+    """Tokens per output, all of them: end-of-sequence is ignored."""
+    rate: float | None = None
+    """Arrivals per second, at exponentially distributed intervals; None lets all arrive at once."""
+    params: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    """Sampling parameters of each request, by name."""
+    seed: int = 0
+    adapters: tuple[str, ...] = ()
+    """Digests of loaded adapters, taken in turn; empty is the base model."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "input_len", "output_len"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(f"bench: {name} {getattr(self, name)} is less than 1")
+        if self.rate is not None and not 0.0 < self.rate < math.inf:
+            raise InvalidArgument(f"bench: rate {self.rate} is no number of arrivals a second; use one above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyStats:
+    """A distribution, in milliseconds."""
+
+    mean: float
+    percentiles: dict[str, float]
+    """p50, p90, p99."""
+
+    @classmethod
+    def from_seconds(cls, seconds: Sequence[float]) -> "LatencyStats | None":
+        """None without a value: one output token has no next one."""
+        if not seconds:
+            return None
+        sorted_seconds = sorted(seconds)
+        percentiles = {
+            f"p{p}": 1e3 * sorted_seconds[min(len(sorted_seconds) - 1, len(sorted_seconds) * p // 100)]
+            for p in PERCENTILES
+        }
+        return cls(1e3 * sum(sorted_seconds) / len(sorted_seconds), percentiles)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkReport:
+    """What came of it."""
+
+    num_prompts: int
+    num_input_tokens: int
+    num_output_tokens: int
+    duration_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    ttft_ms: LatencyStats | None
+    """From arrival to the first token."""
+    itl_ms: LatencyStats | None
+    """Between two tokens of a request."""
+    num_steps: int
+    num_preemptions: int
+
+
+class RequestTimeline:
+    """When each request arrived and got its tokens."""
+
+    def __init__(self) -> None:
+        self.last_token_times: dict[int, float] = {}
+        self.awaiting_first_token: set[int] = set()
+        self.ttft: list[float] = []
+        self.itl: list[float] = []
+
+    def record_arrival(self, request_id: int, arrival_time: float) -> None:
+        self.last_token_times[request_id] = arrival_time
+        self.awaiting_first_token.add(request_id)
+
+    def record_result(self, result: SequenceDelta, now: float) -> None:
+        if result.error_code is not None:
+            raise error_from_code(result.error_code, result.error)
+        for _ in result.token_ids:
+            (self.ttft if result.id in self.awaiting_first_token else self.itl).append(
+                now - self.last_token_times[result.id]
+            )
+            self.awaiting_first_token.discard(result.id)
+            self.last_token_times[result.id] = now
+
+
+def run_benchmark(engine: Engine, workload: Workload, *, progress: bool = False) -> BenchmarkReport:
+    """Put `load` on an idle engine until everything is answered.
+
+    Raises:
+        InvalidArgument: prompts and outputs do not fit into max_model_len.
+        QuireError: the engine failed.
+    """
+    if workload.input_len + workload.output_len > engine.max_model_len:
+        raise InvalidArgument(
+            f"bench: {workload.input_len} input and {workload.output_len} output tokens exceed max_model_len "
+            f"{engine.max_model_len}"
+        )
+    requests = _build_requests(engine, workload)
+    arrival_offsets = _arrival_offsets(workload)
+    stats_before, timeline, num_added = engine.stats(), RequestTimeline(), 0
+    start_time = now = time.perf_counter()
+    with tqdm(total=workload.num_prompts, desc="requests", disable=not progress, dynamic_ncols=True) as progress_bar:
+        while num_added < len(requests) or engine.has_work:
+            while num_added < len(requests) and start_time + arrival_offsets[num_added] <= now:
+                engine.add(requests[num_added])
+                timeline.record_arrival(requests[num_added].id, start_time + arrival_offsets[num_added])
+                num_added += 1
+            engine.read_pending_adapters()
+            if engine.has_work:
+                results = engine.step().results
+            else:
+                results = []
+                time.sleep(max(0.0, start_time + arrival_offsets[num_added] - time.perf_counter()))
+            now = time.perf_counter()
+            for result in results:
+                timeline.record_result(result, now)
+                progress_bar.update(result.finish_reason is not None)
+    stats_after = engine.stats()
+    num_preemptions = stats_after.num_preemptions - stats_before.num_preemptions
+    return _build_report(
+        workload, timeline, now - start_time, stats_after.num_steps - stats_before.num_steps, num_preemptions
+    )
+
+
+def format_report(report: BenchmarkReport) -> str:
+    """`report` as a table of two columns, latencies of five."""
+    rows = [
+        ("requests", f"{report.num_prompts}"),
+        ("input tokens", f"{report.num_input_tokens}"),
+        ("output tokens", f"{report.num_output_tokens}"),
+        ("duration", f"{report.duration_s:.2f} s"),
+        ("requests/s", f"{report.requests_per_s:.2f}"),
+        ("output tokens/s", f"{report.output_tokens_per_s:.1f}"),
+        ("total tokens/s", f"{report.total_tokens_per_s:.1f}"),
+        ("steps", f"{report.num_steps}"),
+        ("preemptions", f"{report.num_preemptions}"),
+    ]
+    lines = [f"{name:<18}{value:>12}" for name, value in rows]
+    lines += ["", f"{'latency (ms)':<18}{'mean':>12}" + "".join(f"{f'p{p}':>12}" for p in PERCENTILES)]
+    for name, latency in (("first token", report.ttft_ms), ("between tokens", report.itl_ms)):
+        if latency is not None:
+            values = [latency.mean, *latency.percentiles.values()]
+            lines.append(f"{name:<18}" + "".join(f"{value:>12.2f}" for value in values))
+    return "\n".join(lines)
+
+
+def _build_requests(engine: Engine, workload: Workload) -> list[SequenceRequest]:
+    rng = random.Random(workload.seed)
+    params = SamplingParams.from_mapping({"max_tokens": workload.output_len, "ignore_eos": True, **workload.params})
+    if params.num_sequences > 1 or params.bad_words:
+        raise InvalidArgument(
+            "bench: n, best_of and bad_words are the work of what is around the engine; leave them out"
+        )
+    adapter_digests = workload.adapters or (None,)
+    token_ids = range(engine.shape.vocab_size)
+    return [
+        SequenceRequest(
+            i,
+            rng.choices(token_ids, k=workload.input_len),
+            params.to_mapping(),
+            adapter_digests[i % len(adapter_digests)],
+        )
+        for i in range(workload.num_prompts)
+    ]
+
+
+def _arrival_offsets(workload: Workload) -> list[float]:
+    """Seconds from the start at which each request arrives."""
+    rng, offset, offsets = random.Random(workload.seed + 1), 0.0, []
+    for _ in range(workload.num_prompts):
+        offsets.append(offset)
+        offset += rng.expovariate(workload.rate) if workload.rate is not None else 0.0
+    return offsets
+
+
+def _build_report(
+    workload: Workload, timeline: RequestTimeline, duration_s: float, num_steps: int, num_preemptions: int
+) -> BenchmarkReport:
+    num_input_tokens, num_output_tokens = (
+        workload.num_prompts * workload.input_len,
+        len(timeline.ttft) + len(timeline.itl),
+    )
+    return BenchmarkReport(
+        num_prompts=workload.num_prompts,
+        num_input_tokens=num_input_tokens,
+        num_output_tokens=num_output_tokens,
+        duration_s=duration_s,
+        requests_per_s=workload.num_prompts / duration_s,
+        output_tokens_per_s=num_output_tokens / duration_s,
+        total_tokens_per_s=(num_input_tokens + num_output_tokens) / duration_s,
+        ttft_ms=LatencyStats.from_seconds(timeline.ttft),
+        itl_ms=LatencyStats.from_seconds(timeline.itl),
+        num_steps=num_steps,
+        num_preemptions=num_preemptions,
+    )

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLM: generate offline, in this process, through vLLM's names. No server, no sockets, the same engine."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tqdm import tqdm
+
+from quire_engine.api.inputs import ParsedPrompt, Prompt, as_prompt_list, broadcast_to_prompts
+from quire_engine.api.offline_request import OfflineRequest
+from quire_engine.api.outputs import LoRARequest, RequestOutput
+from quire_engine.core.engine import Engine
+from quire_engine.text.admission import check_text_parameters
+from quire_engine.tokenization.chat_template import (
+    TEMPLATE_FILE,
+    ChatMessage,
+    ChatTemplate,
+    as_conversation_list,
+    load_chat_template,
+)
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.dataclass_json import read_json_object
+from quire_spec.documents.adapter_digest import DigestCache
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.engine.vllm_arguments import from_vllm_arguments
+from quire_spec.errors import ConfigError, InvalidArgument
+from quire_spec.protocol.messages import SequenceRequest
+
+_SAMPLING_FIELDS_BY_HF_NAME = {
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+"""What generation_config.json recommends, by what it is called here."""
+
+
+class LLM:
+    """A loaded model.
+
+        llm = LLM(model="examples/models/tiny", enable_lora=True)
+        outputs = llm.generate(["Hello, my name is"], SamplingParams(temperature=0.8, max_tokens=32))
+        print(outputs[0].outputs[0].text)
+
+    `tokenizer` is the folder of a tokenizer other than the model's own, `chat_template` the text of a template, or a
+    file with one. `config` are the fields of EngineConfig, which are vLLM's engine arguments: dtype, device,
+    max_model_len, block_size, max_num_seqs, enable_prefix_caching, enable_lora, max_loras, max_lora_rank, seed and so
+    on. Arguments of vLLM that change no output, such as enforce_eager, are taken and do nothing.
+
+    Raises:
+        ConfigError: an argument is unknown or out of range, or the model cannot be served so; the message names it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        chat_template: str | Path | None = None,
+        **config: Any,
+    ) -> None:
+        if not isinstance(tokenizer, str | Path | None):
+            raise ConfigError(f"tokenizer: {str(tokenizer)[:80]!r} is no folder")
+        progress = sys.stderr.isatty()
+        engine_args = from_vllm_arguments({"model": str(model)} | config)
+        self.engine = Engine.from_config(EngineConfig.from_json(engine_args), progress=progress)
+        tokenizer_folder = self.engine.model_folder if tokenizer is None else Path(tokenizer).expanduser()
+        self.tokenizer = Tokenizer.from_folder(tokenizer_folder) if tokenizer is None else Tokenizer(tokenizer_folder)
+        """None for a model folder without tokenizer.json: it is prompted with token ids."""
+        self._tokenizer_folder = tokenizer_folder
+        self._chat_template = chat_template
+        self._next_id = 0
+        self._digest_cache = DigestCache()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            InvalidArgument: the model has none.
+        """
+        if self.tokenizer is None:
+            raise InvalidArgument(
+                f"{self._tokenizer_folder} has no tokenizer.json; give prompt_token_ids instead of text"
+            )
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends; `generate` takes it when it is given none.
+
+        Raises:
+            ConfigError: a value there is out of range.
+        """
+        return _default_sampling_params(self.engine.model_folder)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., "tqdm[NoReturn]"] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many, batched as the engine sees fit; outputs are in the order of the prompts.
+
+        `sampling_params`, `lora_request` and `priority` hold for all prompts, or are lists with one entry per prompt
+        (an adapter of None: the base model). `use_tqdm` may be what makes the progress bar. `priority`, lower first,
+        is for an engine whose scheduling_policy is priority.
+
+        Raises:
+            InvalidArgument: a prompt, a parameter or an adapter is wrong; nothing was generated then.
+            QuireError: the engine failed while generating; it can be used again.
+        """
+        prompt_list = as_prompt_list(prompts)
+        default_params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        # Copies are checked as a whole, and keep what they are whatever is assigned to the given ones.
+        params = [
+            replace(p)
+            for p in broadcast_to_prompts("sampling_params", default_params, SamplingParams, len(prompt_list))
+        ]
+        lora_requests = broadcast_to_prompts("lora_request", lora_request, LoRARequest, len(prompt_list), optional=True)
+        priorities = broadcast_to_prompts("priority", 0 if priority is None else priority, int, len(prompt_list))
+        adapter_digests = {lora: self.load_adapter(lora) for lora in dict.fromkeys(lora_requests) if lora is not None}
+        offline_requests: list[OfflineRequest] = []
+        try:
+            for prompt, param, lora, request_priority in zip(
+                prompt_list, params, lora_requests, priorities, strict=True
+            ):
+                base_request = self._build_request(
+                    prompt, param, None if lora is None else adapter_digests[lora], request_priority
+                )
+                prompt_text = ParsedPrompt.from_prompt(prompt).text
+                offline_requests.append(
+                    OfflineRequest(base_request, prompt_text, param, lora, self.tokenizer, self.engine.eos_token_ids)
+                )
+                for request in offline_requests[-1].sequence_requests:
+                    self.engine.add(request)
+            self._run_engine(offline_requests, use_tqdm)
+        finally:
+            self.engine.abort(
+                [
+                    sequence_id
+                    for offline_request in offline_requests
+                    for sequence_id in offline_request.unfinished_sequence_ids
+                ]
+            )
+        return [job.to_request_output() for job in offline_requests]
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., "tqdm[NoReturn]"] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | Path | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many: `generate` for the prompts that the model's chat template makes of them.
+
+        A conversation is a list of {"role": ..., "content": ...}; the other arguments are those of `generate` and of
+        `ChatTemplate.render`. Without `chat_template`, the one that this object or the model has is used. Templates get
+        contents as texts, which `chat_template_content_format` may say ("string") or leave open ("auto").
+
+        Raises:
+            InvalidArgument: there is no template, it refuses the messages, or what `generate` refuses.
+        """
+        if str(chat_template_content_format) not in ("auto", "string"):
+            raise InvalidArgument(
+                f"chat_template_content_format: {chat_template_content_format!r} is not supported; use auto or string"
+            )
+        template, tokenizer = self._resolve_chat_template(chat_template, tools is not None), self.get_tokenizer()
+        conversations = as_conversation_list(messages)
+        template_kwargs: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        template_kwargs |= _validate_template_kwargs(chat_template_kwargs)
+        if reserved_names := sorted(template_kwargs.keys() & {"self", "messages", "documents"}):
+            raise InvalidArgument(
+                f"chat_template_kwargs: {reserved_names[0]!r} is not the template's to choose; leave it out"
+            )
+        texts = [template.render(conversation, **template_kwargs) for conversation in conversations]
+        # The template writes the special tokens itself.
+        token_id_lists = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        prompts = [
+            {"prompt": text, "prompt_token_ids": token_ids}
+            for text, token_ids in zip(texts, token_id_lists, strict=True)
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority)
+
+    def _resolve_chat_template(self, chat_template: str | Path | None, has_tools: bool) -> ChatTemplate:
+        chat_template = self._chat_template if chat_template is None else chat_template
+        template = ChatTemplate.from_folder(
+            self._tokenizer_folder, None if chat_template is None else load_chat_template(chat_template), has_tools
+        )
+        if template is None:
+            raise InvalidArgument(
+                f"chat: {self._tokenizer_folder} has no chat template ({TEMPLATE_FILE}, or chat_template in "
+                "tokenizer_config.json); give chat_template, or use generate"
+            )
+        return template
+
+    def _build_request(
+        self, prompt: Prompt, params: SamplingParams, adapter_digest: str | None, priority: int
+    ) -> SequenceRequest:
+        """What the engine is asked for one output of a prompt, parameters excepted."""
+        parsed_prompt = ParsedPrompt.from_prompt(prompt)
+        check_text_parameters(params, self.tokenizer is not None)
+        if priority and self.engine.config.scheduling_policy != "priority":
+            raise InvalidArgument(f"priority: {priority}, but scheduling_policy is fcfs; set it to priority")
+        max_prompt_tokens = params.max_prompt_tokens(self.engine.max_model_len)
+        token_ids = parsed_prompt.token_ids
+        if token_ids is None:
+            assert parsed_prompt.text is not None
+            token_ids = self.get_tokenizer().encode(parsed_prompt.text, max_prompt_tokens)
+        elif max_prompt_tokens is not None:
+            token_ids = token_ids[-max_prompt_tokens:]
+        bad_word_ids = self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else []
+        sequence_id, self._next_id = self._next_id, self._next_id + params.num_sequences
+        return SequenceRequest(
+            sequence_id, token_ids, {}, adapter_digest, parsed_prompt.cache_salt, bad_word_ids, priority=priority
+        )
+
+    def load_adapter(self, lora: LoRARequest) -> str:
+        """Load an adapter, by what its folder holds now; returns its content digest. `generate` does it when needed.
+
+        Raises:
+            InvalidArgument: the folder cannot be read, or holds no adapter that this engine can serve.
+        """
+        try:
+            path = Path(lora.lora_path).expanduser()
+            digest = self._digest_cache.get(path)
+        # Also for a path with a null character, and one in the home of somebody who is not known.
+        except (OSError, ValueError, RuntimeError) as error:
+            raise InvalidArgument(f"adapter {lora.lora_name!r}: {error}") from error
+        if digest not in self.engine.adapter_states():
+            self.engine.add_adapter(digest, path, self.engine.read_adapter(path), pinned=False)
+        return digest
+
+    def _run_engine(
+        self, offline_requests: Sequence[OfflineRequest], use_tqdm: bool | Callable[..., "tqdm[NoReturn]"]
+    ) -> None:
+        offline_request_by_sequence = {
+            request.id: offline_request
+            for offline_request in offline_requests
+            for request in offline_request.sequence_requests
+        }
+        create_progress_bar = use_tqdm if callable(use_tqdm) else tqdm
+        with create_progress_bar(
+            total=len(offline_requests), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True
+        ) as progress_bar:
+            num_input_tokens = num_output_tokens = 0
+            while self.engine.has_work:
+                self.engine.read_pending_adapters()
+                for result in self.engine.step().results:
+                    job = offline_request_by_sequence[result.id]
+                    if job.update(result):
+                        self.engine.abort([result.id])
+                    if job.unfinished_sequence_ids:
+                        continue
+                    num_input_tokens += job.num_input_tokens
+                    num_output_tokens += job.num_output_tokens
+                    elapsed_s = max(progress_bar.format_dict["elapsed"], 1e-9)
+                    progress_bar.set_postfix_str(
+                        f"input: {num_input_tokens / elapsed_s:.1f} tok/s, output: "
+                        f"{num_output_tokens / elapsed_s:.1f} tok/s",
+                        refresh=False,
+                    )
+                    progress_bar.update()
+
+
+def _validate_template_kwargs(template_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if template_kwargs is None:
+        return {}
+    if not isinstance(template_kwargs, Mapping) or not all(isinstance(name, str) for name in template_kwargs):
+        raise InvalidArgument(f"chat_template_kwargs: {str(template_kwargs)[:80]!r} is no object of arguments by name")
+    return template_kwargs
+
+
+def _default_sampling_params(folder: Path) -> SamplingParams:
+    """What generation_config.json says of sampling, by the rules of vLLM."""
+    path = folder / "generation_config.json"
+    config = read_json_object(path) if path.exists() else {}
+    values = {
+        field_name: config[hf_name]
+        for hf_name, field_name in _SAMPLING_FIELDS_BY_HF_NAME.items()
+        if config.get(hf_name) is not None
+    }
+    try:
+        return SamplingParams(**values)
+    except InvalidArgument as error:
+        raise ConfigError(f"{path}: {error}") from error

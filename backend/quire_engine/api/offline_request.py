@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Job: one prompt of an offline run, from the engine's requests to a RequestOutput. llm.py runs many of them."""
+
+from collections.abc import Sequence
+
+from quire_engine.api.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
+from quire_engine.tokenization.completion import CompletionDelta, CompletionState, fan_out, select_best_of
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import error_from_code
+from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
+
+
+class OfflineRequest:
+    """A prompt and the outputs that are made of it."""
+
+    def __init__(
+        self,
+        base_request: SequenceRequest,
+        prompt: str | None,
+        params: SamplingParams,
+        lora_request: LoRARequest | None,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        """`first` is what the engine would be asked for one output; its params are taken from `params`."""
+        self.sequence_requests = fan_out(base_request, params)
+        """To the engine, the first one first."""
+        self.num_input_tokens = len(base_request.prompt_token_ids)
+        self._prompt = prompt
+        self._prompt_token_ids = base_request.prompt_token_ids
+        self._params = params
+        self._lora_request = lora_request
+        self._tokenizer = tokenizer if params.detokenize else None
+        core_params = params.child_params(0)
+        self._completions = {
+            request.id: CompletionState(core_params, self._tokenizer, base_request.prompt_token_ids, eos_token_ids)
+            for request in self.sequence_requests
+        }
+        self._deltas: dict[int, list[CompletionDelta]] = {request.id: [] for request in self.sequence_requests}
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._num_cached_tokens: int | None = None
+
+    @property
+    def unfinished_sequence_ids(self) -> list[int]:
+        """Ids of the requests whose output is not complete."""
+        return [
+            sequence_id for sequence_id, completion in self._completions.items() if completion.finish_reason is None
+        ]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all outputs."""
+        return sum(completion.num_tokens for completion in self._completions.values())
+
+    def update(self, result: SequenceDelta) -> bool:
+        """Add new tokens to an output; True when a stop string has ended it, which the engine cannot see.
+
+        Raises:
+            QuireError: the engine could not go on with it.
+        """
+        if result.error_code is not None:
+            raise error_from_code(result.error_code, result.error)
+        if result.prompt_logprobs is not None:
+            self._prompt_logprobs = [None, *map(self._logprobs_by_token, result.prompt_logprobs)]
+        if result.num_cached_tokens is not None and self._num_cached_tokens is None:
+            self._num_cached_tokens = result.num_cached_tokens
+        completion = self._completions[result.id]
+        self._deltas[result.id].append(completion.update(result))
+        return completion.finish_reason is not None and result.finish_reason is None
+
+    def to_request_output(self) -> RequestOutput:
+        """The finished request; the likeliest outputs first if there are more than asked for."""
+        sequence_ids = list(self._completions)
+        if self._params.num_sequences > self._params.n:
+            sequence_ids = [sequence_ids[i] for i in select_best_of(self._completions.values(), self._params.n)]
+        return RequestOutput(
+            request_id=str(self.sequence_requests[0].id),
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[self._completion_output(index, sequence_id) for index, sequence_id in enumerate(sequence_ids)],
+            finished=True,
+            lora_request=self._lora_request,
+            prompt_logprobs=self._prompt_logprobs,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+
+    def _completion_output(self, index: int, sequence_id: int) -> CompletionOutput:
+        completion, deltas = self._completions[sequence_id], self._deltas[sequence_id]
+        has_logprobs = self._params.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text="".join(delta.text for delta in deltas),
+            token_ids=[token for part in deltas for token in part.token_ids],
+            cumulative_logprob=completion.cumulative_logprob if has_logprobs else None,
+            logprobs=self._logprobs_per_position(deltas) if has_logprobs else None,
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            lora_request=self._lora_request,
+        )
+
+    def _logprobs_per_position(self, deltas: Sequence[CompletionDelta]) -> list[dict[int, Logprob]]:
+        return [self._logprobs_by_token(entries) for delta in deltas for entries in delta.logprobs or []]
+
+    def _logprobs_by_token(self, entries: list[list[float]]) -> dict[int, Logprob]:
+        return {
+            int(token_id): Logprob(logprob, int(rank), self._token_text(int(token_id)))
+            for token_id, logprob, rank in entries
+        }
+
+    def _token_text(self, token_id: int) -> str | None:
+        return self._tokenizer.token_text(token_id) if self._tokenizer is not None else None

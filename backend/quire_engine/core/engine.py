@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine: a model, its scheduler and its runner as one object. Requests in, tokens out, a step at a time.
+
+Owns no thread and no socket: the core process and the offline LLM drive it. Importing this module costs no torch;
+`from_config` does.
+"""
+
+import logging
+import random
+import time
+from array import array
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Self
+
+from quire_engine.core.step_executor import StepExecutor, error_result
+from quire_engine.kv_cache.block_pool import BlockHasher, BlockPool
+from quire_engine.lora.registry import AdapterRegistry
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.sequence import Sequence
+from quire_engine.step.plan import ModelRunner, SlotLoad
+from quire_engine.weights.checkpoint import Checkpoint
+from quire_engine.weights.hub import resolve_model
+from quire_spec.documents.pod_status import MeasuredMemory
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
+from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
+from quire_spec.model.capabilities import DTYPE_BYTES
+from quire_spec.model.memory_sizing import lora_slot_bytes
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol.messages import AdapterEvent, SchedulerStats, SequenceDelta, SequenceRequest, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves requests with one model. Not thread-safe: one thread calls it, `read_adapter` excepted.
+
+    Raises:
+        ConfigError: max_model_len exceeds the model's, or the KV cache cannot hold one sequence of that length.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        runner: ModelRunner,
+        memory: MeasuredMemory,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.shape: ModelConfig = checkpoint.shape
+        self.memory = memory
+        self.model_folder = checkpoint.folder
+        self.max_model_len = check_max_model_len(config, checkpoint.shape)
+        self.eos_token_ids = checkpoint.eos_token_ids
+        self._runner = runner
+        self._clock = clock
+        self._seed_generator = random.Random(config.seed)
+        self._block_pool = BlockPool(memory.num_blocks)
+        self._adapter_registry = _create_adapter_registry(config, checkpoint.shape, memory)
+        block_hasher = BlockHasher(
+            checkpoint.fingerprint, memory.dtype, config.block_size, checkpoint.shape.long_rope_threshold
+        )
+        self._scheduler = Scheduler(
+            config, self._block_pool, self._adapter_registry, block_hasher, self.max_model_len, runner.swap_costs
+        )
+        self.slot_copier: Callable[[SlotLoad, Callable[[], None]], None] = self._copy_slot_sync
+        """Has an adapter copied into a slot: by default at once; an owner with threads has the work done in another one
+        and then calls `slot_loaded`."""
+        self._slot_copy_started_at: dict[SlotLoad, float] = {}
+        """When copies into slots were asked for."""
+        self._adapter_events: list[AdapterEvent] = []
+        # Ended without a step; reported with the next one.
+        self._failed_results: list[SequenceDelta] = []
+        self._step_executor = StepExecutor(self._scheduler, runner, config.overlap_steps, clock, self._load_slots)
+
+    @classmethod
+    def from_config(
+        cls, config: EngineConfig, *, progress: bool = False, on_lost: Callable[[str], None] | None = None
+    ) -> Self:
+        """Find the model, load it, and lay out the device's memory. `progress` shows bars on stderr.
+
+        With a tensor_parallel_size, other processes share the layers; when one of them ends, all do, `on_lost(why)` is
+        called in a thread of its own, and each step raises RunnerLost.
+
+        Raises:
+            ConfigError: the model cannot be found or served, or does not fit; the message says what to change.
+        """
+        checkpoint = Checkpoint.load(resolve_model(config.model, config.revision, progress))
+        check_max_model_len(config, checkpoint.shape)
+        # Here, so that importing the engine costs no torch.
+        from quire_engine.executor.tensor_parallel import create_runner
+
+        runner = create_runner(config, checkpoint.shape, checkpoint.folder, progress=progress, on_lost=on_lost)
+        engine = cls(config, checkpoint, runner, runner.memory)
+        effective = config.to_json() | {"max_model_len": engine.max_model_len, "dtype": engine.memory.dtype}
+        logger.info("engine config %s", " ".join(f"{name}={value!r}" for name, value in effective.items()))
+        return engine
+
+    @property
+    def has_work(self) -> bool:
+        """Any sequence that is not over, or whose end was not reported yet, or a step in flight."""
+        return self._scheduler.has_work or bool(self._failed_results)
+
+    @property
+    def has_runnable(self) -> bool:
+        """False when step() has nothing to do until something else is called: all wait for adapters to be read."""
+        return self._scheduler.has_runnable or bool(self._failed_results)
+
+    def add(self, request: SequenceRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidArgument: a parameter or token id is wrong, or the prompt is empty or too long.
+            NotFound: its adapter is not loaded.
+        """
+        params = SamplingParams.from_mapping(request.params)
+        prompt_token_ids = self._check_tokens("prompt", request.prompt_token_ids)
+        if not prompt_token_ids:
+            raise InvalidArgument("prompt: empty; give at least one token")
+        stop_token_ids = frozenset(self._check_tokens("stop_token_ids", params.stop_token_ids))
+        self._check_logprobs(params, len(prompt_token_ids))
+        self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_tokens("logit_bias", params.logit_bias or ())
+        bad_words = tuple(tuple(self._check_tokens("bad_words", word)) for word in request.bad_word_ids)
+        if not all(bad_words):
+            raise InvalidArgument("bad_words: a word without tokens; give each at least one")
+        _check_allowed_tokens(params, stop_token_ids | self.eos_token_ids, bad_words)
+        max_output_tokens = max(self.max_model_len - len(prompt_token_ids), 0)
+        self._scheduler.add(
+            Sequence(
+                id=request.id,
+                prompt_token_ids=prompt_token_ids,
+                params=params,
+                seed=params.seed if params.seed is not None else self._seed_generator.getrandbits(63),
+                max_output_tokens=max_output_tokens
+                if params.max_tokens is None
+                else min(params.max_tokens, max_output_tokens),
+                stop_token_ids=stop_token_ids if params.ignore_eos else stop_token_ids | self.eos_token_ids,
+                suppressed_token_ids=stop_token_ids | self.eos_token_ids if params.min_tokens else frozenset(),
+                bad_words=bad_words,
+                adapter_digest=request.adapter_digest,
+                cache_salt=request.cache_salt,
+                parent_id=request.parent_id,
+                priority=request.priority,
+                arrival_time=self._clock(),
+            )
+        )
+
+    def abort(self, sequence_ids: Iterable[int]) -> None:
+        """End sequences without a result; unknown ids are ignored."""
+        sequence_ids = set(sequence_ids)
+        self._scheduler.abort(sequence_ids)
+        self._failed_results = [result for result in self._failed_results if result.id not in sequence_ids]
+        self._discard_evicted_copies()
+
+    def step(self) -> StepResult:
+        """Run at most one step, with the next one begun before it is over if steps are begun ahead; also reports
+        sequences that failed since the last one.
+
+        Raises:
+            RunnerLost: no step can run any more; make a new engine.
+        """
+        results = self._step_executor.step()
+        self._discard_evicted_copies()
+        results += self._failed_results
+        self._failed_results = []
+        return StepResult(results, self._step_executor.pop_started_ids(), self.stats(), self.pop_adapter_events())
+
+    def pop_adapter_events(self) -> list[AdapterEvent]:
+        """What became of adapters since the last call."""
+        adapter_events, self._adapter_events = self._adapter_events, []
+        return adapter_events + [
+            AdapterEvent("evicted", digest) for digest in self._adapter_registry.slot_table.pop_evicted()
+        ]
+
+    def read_adapter(self, path: Path) -> object:
+        """Read an adapter's folder; what `add_adapter` takes. Slow, and safe to call from any thread.
+
+        Raises:
+            InvalidArgument: the engine has no adapter slots; or the folder holds no adapter for this model, or one that
+                cannot be served; the message says why.
+        """
+        self._check_lora_enabled(path)
+        return self._runner.read_adapter(path)
+
+    def add_adapter(
+        self, digest: str, path: Path, host_adapter: object, pinned: bool | None = None, read_s: float = 0.0
+    ) -> None:
+        """Register what `read_adapter` read, under its content digest.
+
+        `pinned` None answers `take_fetches` for an adapter that is registered (or was, until a moment ago), and
+        registers an unknown one; True or False registers in any case, also one that is being removed. `read_s`: seconds
+        that reading took.
+
+        Raises:
+            InvalidArgument: the engine has no adapter slots, or all of them are pinned already.
+        """
+        self._check_lora_enabled(digest)
+        keep_copy = self._adapter_registry.add(digest, path, pinned, self._runner.host_bytes(host_adapter))
+        self._discard_evicted_copies()
+        if keep_copy:
+            self._runner.store_adapter(digest, host_adapter)
+            self._adapter_events.append(AdapterEvent("host", digest, read_s))
+        self._scheduler.on_adapter_ready()
+
+    def remove_adapter(self, digest: str) -> None:
+        """Refuse new sequences of an adapter and free it with its last one; unknown digests are ignored."""
+        self._adapter_registry.remove(digest)
+        self._discard_evicted_copies()
+
+    def pop_adapter_reads(self) -> list[tuple[str, Path]]:
+        """Adapters to be read again, because sequences wait for them; answer each with add_adapter or fail_adapter."""
+        reads = self._adapter_registry.pop_reads()
+        self._discard_evicted_copies()
+        return reads
+
+    def on_slot_loaded(self, slot_load: SlotLoad, error: QuireError | None = None) -> None:
+        """Work that `carry` was given is done, or has failed: then the sequences that wait for it fail with `error`."""
+        self._adapter_registry.slot_table.on_loaded(slot_load, error is None)
+        started_at = self._slot_copy_started_at.pop(slot_load)
+        if error is None:
+            self._adapter_events.append(AdapterEvent("slot", slot_load.adapter_digest, self._clock() - started_at))
+        if error is not None:
+            self._fail_waiting_sequences(slot_load.adapter_digest, error)
+        self._scheduler.on_adapter_ready()
+
+    def fail_adapter(self, digest: str, error: QuireError) -> None:
+        """An adapter could not be read again: the sequences that wait for it fail with `error`."""
+        if self._adapter_registry.on_read_failed(digest):
+            self._fail_waiting_sequences(digest, error)
+
+    def read_pending_adapters(self) -> None:
+        """Do what `take_fetches` asks in this thread, for owners that have no other to keep the steps going."""
+        reads = self.pop_adapter_reads()
+        try:
+            while reads:
+                digest, path = reads[0]
+                try:
+                    host_adapter = self.read_adapter(path)
+                except QuireError as error:
+                    self.fail_adapter(digest, error)
+                else:
+                    self.add_adapter(digest, path, host_adapter)
+                del reads[0]
+        finally:
+            # Control-C, or no memory: the next sequence asks for them again.
+            for digest, _ in reads:
+                self.fail_adapter(digest, Internal(f"adapter {digest!r}: reading it was cut short"))
+
+    def adapter_states(self) -> dict[str, str]:
+        """Where each registered adapter is, by digest: slot, host or disk."""
+        return self._adapter_registry.adapter_states()
+
+    def stats(self) -> SchedulerStats:
+        """State of the scheduler now."""
+        scheduler, block_manager = self._scheduler, self._scheduler.block_manager
+        return SchedulerStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=self._block_pool.num_blocks,
+            num_used_blocks=self._block_pool.num_used,
+            prefix_cache_queries=scheduler.prefix_cache.num_queries,
+            prefix_cache_hits=scheduler.prefix_cache.num_hits,
+            num_preemptions=scheduler.num_preemptions,
+            num_block_copies=block_manager.num_block_copies,
+            num_swapped=scheduler.num_swapped,
+            num_host_blocks=block_manager.num_host_blocks,
+            num_used_host_blocks=block_manager.num_used_host_blocks,
+            num_swapped_out_blocks=block_manager.num_swapped_out_blocks,
+            num_swapped_in_blocks=block_manager.num_swapped_in_blocks,
+            num_steps=scheduler.num_steps,
+            num_adapter_evictions=self._adapter_registry.slot_table.num_evictions,
+            slot_adapters=self._adapter_registry.slot_table.resident_adapters(),
+            num_host_adapters=self._adapter_registry.num_host,
+            host_adapter_bytes=self._adapter_registry.host_bytes,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise Internal, with the counts, unless sequences, blocks and adapters agree."""
+        self._scheduler.check_integrity()
+
+    def _load_slots(self) -> bool:
+        """Have adapters copied into slots; whether sequences may run now that could not before."""
+        slot_loads = self._adapter_registry.slot_table.pop_loads()
+        self._slot_copy_started_at |= dict.fromkeys(slot_loads, self._clock())
+        remaining = iter(slot_loads)
+        try:
+            for slot_load in remaining:
+                self.slot_copier(slot_load, self._runner.load_adapter_slot(slot_load))
+        finally:
+            # There are none, unless Control-C came.
+            for slot_load in remaining:
+                self.on_slot_loaded(slot_load, slot_copy_error(slot_load, "it was cut short"))
+        return bool(slot_loads) and not self._scheduler.waiting_for_adapters
+
+    def _copy_slot_sync(self, slot_load: SlotLoad, copy: Callable[[], None]) -> None:
+        failure: QuireError | None = slot_copy_error(slot_load, "it was cut short")
+        try:
+            copy()
+            failure = None
+        except Exception as error:  # whatever a device throws costs this adapter's sequences, never the engine
+            failure = slot_copy_error(slot_load, f"{type(error).__name__}: {error}")
+        finally:
+            self.on_slot_loaded(slot_load, failure)
+
+    def _fail_waiting_sequences(self, digest: str, error: QuireError) -> None:
+        sequences = self._scheduler.fail_adapter(digest)
+        self._failed_results += [error_result(sequence, error.code, str(error)) for sequence in sequences]
+        self._discard_evicted_copies()
+
+    def _check_lora_enabled(self, subject: object) -> None:
+        if not self.config.enable_lora:
+            raise InvalidArgument(f"adapter {str(subject)!r}: this engine takes no adapters; set enable_lora")
+
+    def _discard_evicted_copies(self) -> None:
+        for digest in self._adapter_registry.pop_evicted_copies():
+            self._runner.discard_adapter(digest)
+
+    def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        vocab_size, max_logprobs = self.shape.vocab_size, self.config.max_logprobs
+        for name, requested in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            count = vocab_size if requested == -1 else requested or 0
+            if count > max_logprobs != -1:
+                requested_text = f"-1, all {count}," if requested == -1 else count
+                raise InvalidArgument(
+                    f"sampling parameter {name!r}: {requested_text} is more than max_logprobs {max_logprobs}; ask for "
+                    "fewer or raise it"
+                )
+            if (
+                name == "prompt_logprobs"
+                and requested is not None
+                and (count + 1) * num_prompt_tokens > MAX_PROMPT_LOGPROBS
+            ):
+                raise InvalidArgument(
+                    f"sampling parameter {name!r}: {count} for each of {num_prompt_tokens} tokens; together at most "
+                    f"{MAX_PROMPT_LOGPROBS} are given, the tokens' own included; ask for fewer or shorten the prompt"
+                )
+
+    def _check_tokens(self, name: str, token_ids: Iterable[int]) -> list[int]:
+        try:
+            # Checks types and signs at C speed: prompts have up to a hundred thousand tokens.
+            tokens = array("Q", token_ids)
+        except (TypeError, OverflowError) as error:
+            raise InvalidArgument(f"{name}: not a list of token ids: {error}") from error
+        if tokens and (largest := max(tokens)) >= self.shape.vocab_size:
+            raise InvalidArgument(f"{name}: token id {largest} is outside the vocabulary of {self.shape.vocab_size}")
+        return tokens.tolist()
+
+
+def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: MeasuredMemory) -> AdapterRegistry:
+    """An empty one; raises ConfigError when the copies of a full set of slots do not fit into host memory."""
+    max_adapter_bytes = (
+        lora_slot_bytes(shape, config.max_lora_rank, DTYPE_BYTES[memory.dtype]) if config.enable_lora else 0
+    )
+    min_host_bytes, max_host_bytes = config.max_loras * max_adapter_bytes, config.cpu_lora_memory_bytes
+    if max_host_bytes is not None and max_host_bytes < min_host_bytes:
+        raise ConfigError(
+            f"cpu_lora_memory_bytes: {max_host_bytes} is less than {min_host_bytes}, the host copies of "
+            f"{config.max_loras} adapters of "
+            f"{max_adapter_bytes} bytes each; raise it, or lower max_loras or max_lora_rank"
+        )
+    return AdapterRegistry(config.max_loras, config.max_host_loras, max_host_bytes)
+
+
+def slot_copy_error(slot_load: SlotLoad, reason: str) -> Internal:
+    """What the sequences of an adapter are told when its copy into a slot failed."""
+    return Internal(f"adapter {slot_load.adapter_digest!r}: copying it into a slot failed: {reason}")
+
+
+def check_max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
+    """Tokens of prompt and output together that an engine serves.
+
+    Raises:
+        ConfigError: more than the model has positions for.
+    """
+    limit = shape.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(f"max_model_len: {config.max_model_len} exceeds the model's max_position_embeddings {limit}")
+    return config.max_model_len or limit
+
+
+def _check_allowed_tokens(
+    params: SamplingParams, end_token_ids: frozenset[int], bad_words: Iterable[tuple[int, ...]]
+) -> None:
+    forbidden = {word[0] for word in bad_words if len(word) == 1} | (
+        end_token_ids if params.min_tokens else frozenset()
+    )
+    if params.allowed_token_ids and forbidden.issuperset(params.allowed_token_ids):
+        raise InvalidArgument(
+            "sampling parameter 'allowed_token_ids': bad_words and min_tokens forbid all of them; allow another token"
+        )

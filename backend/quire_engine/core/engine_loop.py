@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CoreLoop: the thread that drives the engine. Requests and calls come in by a queue, results go out by a callback.
+
+The engine belongs to this thread alone. It never touches a socket and never reads a file: what it publishes is encoded
+and sent by the event loop's thread while the next step runs, and adapters come to it read. It blocks while there is
+nothing to run.
+"""
+
+import logging
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from quire_engine.core.engine import Engine
+from quire_engine.ipc import process
+from quire_engine.step.plan import SlotLoad
+from quire_spec.errors import Code, Internal, QuireError
+from quire_spec.protocol.messages import AdapterEvent, SequenceDelta, SequenceRequest, StepResult
+
+MAX_FAILED_STEPS = 3
+"""Steps in a row that may fail. One may be a request's fault; three are the device's, and only a new process gets a
+new context on it."""
+
+IDLE_CHECK_S = 1.0
+"""Idle time before the integrity check: never between two requests of one client, where it would cost latency."""
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """The engine's thread. All methods but `run` may be called from any other thread and return at once.
+
+    `owner` is a number for a connection of a text process. Sequences belong to the latest owner; when another begins
+    or this one ends, they are aborted, and results carry the owner that they are for.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        publish: Callable[[int, StepResult], None],
+        on_adapter_needed: Callable[[str, Path], None],
+        on_slot_copy: Callable[[SlotLoad, Callable[[], None]], None],
+    ) -> None:
+        """`publish(owner, result)`, `fetch(digest, path)` and `carry(load, work)` are called in this loop's thread and
+        must not block.
+
+        `fetch` asks for an adapter to be read: answer with `call` of the engine's add_adapter or fail_adapter. `carry`
+        asks for `work` to be done, which fills a slot: answer with `call` of the engine's slot_loaded.
+        """
+        self._engine = engine
+        engine.slot_copier = on_slot_copy
+        self._publish = publish
+        self._on_adapter_needed = on_adapter_needed
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._client_id = 0
+        self._open_sequence_ids: set[int] = set()
+        """Open sequences of the owner."""
+        self._stats_dirty = False
+        """The engine changed since the last published result."""
+        self._unsent_adapter_events: list[AdapterEvent] = []
+        """What became of adapters while there was nobody to count it."""
+        self._integrity_checked = True
+        self._num_steps = 0
+        self._num_failed_steps = 0
+
+    def attach_client(self, client_id: int) -> None:
+        """A text process connected."""
+        self._inbox.put(partial(self._change_client, client_id))
+
+    def detach_client(self, client_id: int) -> None:
+        """A text process is gone."""
+        self._inbox.put(lambda: self._change_client(0) if client_id == self._client_id else None)
+
+    def generate(self, client_id: int, request: SequenceRequest) -> None:
+        """Run a sequence."""
+        self._inbox.put(partial(self._add_request, client_id, request))
+
+    def abort(self, client_id: int, sequence_ids: list[int]) -> None:
+        """Stop sequences."""
+        self._inbox.put(partial(self._abort, client_id, sequence_ids))
+
+    def submit_call(self, action: Callable[[], T]) -> "Future[T]":
+        """Do something with the engine between two steps; its result or exception comes in the future."""
+        future: Future[T] = Future()
+        self._inbox.put(partial(self._run_call, action, future))
+        return future
+
+    def run(self) -> NoReturn:
+        """Run for ever, in the thread that loaded the engine. An exception ends the process: the engine's state is
+        unknown."""
+        while True:
+            self._process_inbox()
+            for digest, path in self._engine.pop_adapter_reads():
+                self._on_adapter_needed(digest, path)
+            if self._engine.has_runnable:
+                self._step()
+            elif self._stats_dirty:
+                self._send_results([])
+
+    def _process_inbox(self) -> None:
+        """Do what was asked; wait for the next thing if there is nothing to run."""
+        try:
+            if not self._engine.has_runnable:
+                self._next_inbox_item()()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _next_inbox_item(self) -> Callable[[], None]:
+        if not self._integrity_checked:
+            try:
+                return self._inbox.get(timeout=IDLE_CHECK_S)
+            except queue.Empty:
+                self._engine.check_integrity()
+                self._integrity_checked = True
+        return self._inbox.get()
+
+    def _step(self) -> None:
+        result = self._engine.step()
+        self._integrity_checked = False
+        self._open_sequence_ids.difference_update(r.id for r in result.results if r.finish_reason or r.error_code)
+        self._send_step_result(result)
+        self._count_failures(result)
+
+    def _send_results(self, results: list[SequenceDelta]) -> None:
+        self._send_step_result(StepResult(results, [], self._engine.stats(), self._engine.pop_adapter_events()))
+
+    def _send_step_result(self, result: StepResult) -> None:
+        self._stats_dirty = False
+        self._unsent_adapter_events += result.adapter_events
+        if self._client_id:
+            adapter_events, self._unsent_adapter_events = self._unsent_adapter_events, []
+            self._publish(self._client_id, replace(result, adapter_events=adapter_events))
+
+    def _count_failures(self, result: StepResult) -> None:
+        """The engine fails the sequences of a step that failed, all of them and only then."""
+        step_ran = result.stats.num_steps > self._num_steps
+        self._num_steps = result.stats.num_steps
+        all_failed = bool(result.results) and all(r.error_code == Code.INTERNAL for r in result.results)
+        self._num_failed_steps = self._num_failed_steps + 1 if step_ran and all_failed else 0
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            logger.error("steps keep failing: ending this process num_failed_steps=%d", self._num_failed_steps)
+            process.exit_now(process.EXIT_SOFTWARE)
+
+    def _change_client(self, client_id: int) -> None:
+        self._engine.abort(self._open_sequence_ids)
+        self._open_sequence_ids.clear()
+        self._client_id = client_id
+        # A new text process learns at once what the engine looks like.
+        self._stats_dirty = True
+
+    def _add_request(self, client_id: int, request: SequenceRequest) -> None:
+        if client_id != self._client_id:
+            return
+        try:
+            self._engine.add(request)
+        except QuireError as error:
+            self._send_results([SequenceDelta(request.id, [], error_code=error.code, error=str(error))])
+        except Exception as error:
+            # Whatever a request holds, only that request fails.
+            logger.exception("request failed id=%d", request.id)
+            reason = f"the engine failed on this request: {type(error).__name__}"
+            self._send_results([SequenceDelta(request.id, [], error_code=Internal.code, error=reason)])
+        else:
+            self._open_sequence_ids.add(request.id)
+
+    def _abort(self, client_id: int, sequence_ids: list[int]) -> None:
+        if client_id == self._client_id:
+            self._engine.abort(sequence_ids)
+            self._open_sequence_ids.difference_update(sequence_ids)
+            self._stats_dirty = True
+
+    def _run_call(self, action: Callable[[], T], future: "Future[T]") -> None:
+        try:
+            result = action()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        self._stats_dirty = True

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core: `python -m quire_engine.core.process`. Loads the engine, says what it took, and serves it.
+
+    text process --Generate, Abort--> CoreServer --queue--> CoreLoop -> Engine
+                 <----StepResult-----            <---------
+
+Two threads: sockets in the main one, the engine in the other. It listens only when the engine is ready to run.
+"""
+
+import asyncio
+import gc
+import logging
+from pathlib import Path
+
+from quire_engine.core.compute_thread import ComputeThread
+from quire_engine.core.engine import Engine
+from quire_engine.core.server import CoreServer
+from quire_engine.ipc import process
+from quire_spec.constants import CORE_SOCKET
+from quire_spec.model import memory_sizing
+from quire_spec.model.capabilities import DTYPE_BYTES
+from quire_spec.model.tensor_parallel import TensorParallelShard
+
+logger = logging.getLogger(__name__)
+_GIB = 2**30
+
+
+def main(args: process.ProcessArgs) -> None:
+    """Load, then serve."""
+    socket_path = args.socket_path(CORE_SOCKET)
+    compute_thread = ComputeThread()
+    engine = compute_thread.run_sync(lambda: Engine.from_config(args.config, on_lost=_on_engine_lost))
+    log_memory(engine)
+    # The model's objects live as long as the process: no collection needs to look at them again, in the middle of a
+    # step.
+    gc.collect()
+    gc.freeze()
+    asyncio.run(_serve(engine, compute_thread, socket_path))
+
+
+def log_memory(engine: Engine) -> None:
+    """Log what the planner's arithmetic says of a rank's memory beside what the engine measured."""
+    memory, config = engine.memory, engine.config
+    shape = TensorParallelShard(engine.shape, 0, config.tensor_parallel_size).local_config
+    element_bytes = DTYPE_BYTES[memory.dtype]
+    lora_bytes = (
+        config.max_loras * memory_sizing.lora_slot_bytes(shape, config.max_lora_rank, element_bytes)
+        if config.enable_lora
+        else 0
+    )
+    kv_element_bytes = element_bytes if config.kv_cache_dtype == "auto" else 1
+    bytes_by_part = {
+        "weights": (
+            memory_sizing.weights_bytes(engine.shape, element_bytes) // config.tensor_parallel_size,
+            memory.weights_bytes,
+        ),
+        "lora": (lora_bytes, memory.lora_bytes),
+        "kv": (
+            memory.num_blocks * memory_sizing.kv_block_bytes(shape, memory.block_size, kv_element_bytes),
+            memory.kv_bytes,
+        ),
+    }
+    for part, (planned_bytes, measured_bytes) in bytes_by_part.items():
+        logger.info(
+            "memory part=%s planned_gib=%.3f measured_gib=%.3f", part, planned_bytes / _GIB, measured_bytes / _GIB
+        )
+    logger.info(
+        "kv cache num_blocks=%d block_size=%d tokens=%d max_model_len=%d device=%s dtype=%s",
+        *(memory.num_blocks, memory.block_size, memory.num_blocks * memory.block_size),
+        *(engine.max_model_len, memory.device, memory.dtype),
+    )
+
+
+def _on_engine_lost(reason: str) -> None:
+    """At once, also when no step runs that would notice: the supervisor starts all again."""
+    logger.error("engine lost: ending this process why=%s", reason)
+    process.exit_now(process.EXIT_SOFTWARE)
+
+
+async def _serve(engine: Engine, compute_thread: ComputeThread, socket_path: Path) -> None:
+    process.install_exit_handlers(asyncio.get_running_loop())
+    await CoreServer(engine, compute_thread).run(socket_path)

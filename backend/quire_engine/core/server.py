@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CoreServer: where the text process and supervisors come to the engine core.
+
+asyncio, in the process's main thread; the engine runs in another one (core_loop.py). Messages here are few and small,
+a step's results are one of them, so one thread serves every peer, and its work overlaps with the step that runs.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from quire_engine.core.compute_thread import ComputeThread
+from quire_engine.core.engine import Engine, slot_copy_error
+from quire_engine.core.engine_loop import EngineLoop
+from quire_engine.ipc.connection import Connection, listen
+from quire_engine.lora.io_threads import AdapterIOThreads
+from quire_engine.step.plan import SlotLoad
+from quire_spec.dataclass_json import to_json
+from quire_spec.documents.pod_status import utc_now
+from quire_spec.errors import Internal, InvalidArgument, QuireError
+from quire_spec.protocol.messages import (
+    AbortSequences,
+    ControlRequest,
+    ControlResponse,
+    IpcMessage,
+    SequenceRequest,
+    StepResult,
+)
+
+MAX_UNSENT_BYTES = 256 * 2**20
+"""Results that wait for the text process at most: minutes of a full engine. A text process that is so late is stuck;
+it is cut off, so that its sequences end and the supervisor's checks find it."""
+
+logger = logging.getLogger(__name__)
+
+
+class CoreServer:
+    """Handler of the connections of the engine core."""
+
+    def __init__(self, engine: Engine, compute_thread: ComputeThread) -> None:
+        """`steps` has loaded the engine."""
+        self._engine = engine
+        self._compute_thread = compute_thread
+        self._event_loop = asyncio.get_running_loop()
+        self._started_at = utc_now()
+        self._engine_loop = EngineLoop(engine, self._publish, self._on_adapter_needed, self._on_slot_copy)
+        self._io_threads = AdapterIOThreads()
+        self._text_connection: Connection | None = None
+        self._client_ids = count(1)
+        self._client_id = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._call_handlers: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
+            "load_adapter": self._load_adapter,
+            "unload_adapter": self._unload_adapter,
+            "status": self._status,
+            "check": self._check_integrity,
+        }
+
+    async def run(self, socket_path: Path) -> None:
+        """Serve, for ever."""
+        self._compute_thread.run_forever(self._engine_loop.run)
+        server = await listen(socket_path, lambda: Connection(self))
+        logger.info("engine core listens path=%s", socket_path)
+        await server.serve_forever()
+
+    def on_connected(self, connection: Connection) -> None:
+        """Handler: a peer says who it is. A text process takes the place of the one before."""
+        assert connection.peer is not None, "a dialled connection"
+        role = connection.peer.role
+        if role not in ("text", "supervisor"):
+            raise Internal(f"role {role!r} has no business here")
+        logger.info("connected role=%s pid=%s", role, connection.peer.pid)
+        if role == "text":
+            if self._text_connection is not None:
+                self._text_connection.abort()
+            self._text_connection, self._client_id = connection, next(self._client_ids)
+            self._engine_loop.attach_client(self._client_id)
+
+    def on_message(self, connection: Connection, message: IpcMessage) -> None:
+        """Handler: the text process or a supervisor wants something."""
+        from_text = connection is self._text_connection
+        if from_text and isinstance(message, SequenceRequest):
+            self._engine_loop.generate(self._client_id, message)
+        elif from_text and isinstance(message, AbortSequences):
+            self._engine_loop.abort(self._client_id, message.ids)
+        elif not from_text and isinstance(message, ControlRequest):
+            self._start_task(self._handle_call(connection, message))
+        else:
+            raise Internal(f"unexpected {type(message).__name__}")
+
+    def on_oversized_frame(self, connection: Connection, head: bytes, length: int) -> None:
+        """Handler: never, as frames may have any length here; the text process has bounded prompts."""
+        raise Internal(f"message of {length} bytes")
+
+    def on_writable(self, connection: Connection) -> None:
+        """Handler: nothing waits here for that."""
+
+    def on_closed(self, connection: Connection) -> None:
+        """Handler: a peer is gone."""
+        if connection is self._text_connection:
+            logger.warning("text process gone")
+            self._text_connection = None
+            self._engine_loop.detach_client(self._client_id)
+
+    def _publish(self, client_id: int, result: StepResult) -> None:
+        """Called in the engine's thread."""
+        self._event_loop.call_soon_threadsafe(self._send_result, client_id, result)
+
+    def _send_result(self, client_id: int, result: StepResult) -> None:
+        if self._text_connection is None or client_id != self._client_id:
+            return
+        self._text_connection.send(result)
+        if self._text_connection.unsent_bytes > MAX_UNSENT_BYTES:
+            logger.error("text process cut: it does not read unsent_bytes=%d", self._text_connection.unsent_bytes)
+            self._text_connection.abort()
+
+    def _on_adapter_needed(self, digest: str, path: Path) -> None:
+        """Called in the engine's thread."""
+        self._event_loop.call_soon_threadsafe(lambda: self._start_task(self._reload_adapter(digest, path)))
+
+    def _on_slot_copy(self, slot_load: SlotLoad, copy: Callable[[], None]) -> None:
+        """Called in the engine's thread."""
+        self._event_loop.call_soon_threadsafe(lambda: self._start_task(self._copy_to_slot(slot_load, copy)))
+
+    def _start_task(self, coroutine: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: "asyncio.Future[None]") -> None:
+        self._tasks.discard(task)
+        # Raises what the task raised, for the event loop's handler to end the process with.
+        task.result()
+
+    async def _handle_call(self, connection: Connection, call: ControlRequest) -> None:
+        try:
+            if call.method not in self._call_handlers:
+                raise InvalidArgument(f"method {call.method!r} is unknown; known are {', '.join(self._call_handlers)}")
+            result = await self._call_handlers[call.method](call.args)
+        except QuireError as error:
+            connection.send(ControlResponse(call.id, None, error.code, str(error)))
+        else:
+            connection.send(ControlResponse(call.id, result))
+
+    async def _load_adapter(self, args: dict[str, Any]) -> dict[str, Any]:
+        digest, path = _required_string(args, "digest"), Path(_required_string(args, "path"))
+        pinned = bool(args.get("pinned", False))
+        host_adapter, read_s = await self._read_adapter(digest, path)
+        await self._run_on_engine_thread(lambda: self._engine.add_adapter(digest, path, host_adapter, pinned, read_s))
+        logger.info("adapter loaded digest=%s pinned=%s", digest, pinned)
+        return {}
+
+    async def _unload_adapter(self, args: dict[str, Any]) -> dict[str, Any]:
+        digest = _required_string(args, "digest")
+        await self._run_on_engine_thread(lambda: self._engine.remove_adapter(digest))
+        logger.info("adapter unloaded digest=%s", digest)
+        return {}
+
+    async def _status(self, args: dict[str, Any]) -> dict[str, Any]:
+        adapters, stats = await self._run_on_engine_thread(
+            lambda: (self._engine.adapter_states(), self._engine.stats())
+        )
+        memory = to_json(self._engine.memory)
+        return {"started_at": self._started_at, "memory": memory, "adapters": adapters, "stats": to_json(stats)}
+
+    async def _check_integrity(self, args: dict[str, Any]) -> dict[str, Any]:
+        await self._run_on_engine_thread(self._engine.check_integrity)
+        return {}
+
+    async def _reload_adapter(self, digest: str, path: Path) -> None:
+        """Supply the host copy of an adapter that sequences wait for."""
+        try:
+            host_adapter, read_s = await self._read_adapter(digest, path)
+            await self._run_on_engine_thread(lambda: self._engine.add_adapter(digest, path, host_adapter, None, read_s))
+        except QuireError as error:
+            logger.error("adapter cannot be read again digest=%s error=%s", digest, error)
+            failure = error
+            await self._run_on_engine_thread(lambda: self._engine.fail_adapter(digest, failure))
+
+    async def _copy_to_slot(self, slot_load: SlotLoad, copy: Callable[[], None]) -> None:
+        """Fill a slot that sequences wait for."""
+        failure = None
+        try:
+            await self._io_threads.copy(copy)
+        except Exception as error:  # whatever a device throws costs this adapter's sequences, never the engine
+            logger.exception(
+                "adapter cannot be copied digest=%s slot=%d", slot_load.adapter_digest, slot_load.adapter_slot
+            )
+            failure = slot_copy_error(slot_load, f"{type(error).__name__}: {error}")
+        await self._run_on_engine_thread(lambda: self._engine.on_slot_loaded(slot_load, failure))
+
+    async def _read_adapter(self, digest: str, path: Path) -> tuple[object, float]:
+        """What `add_adapter` takes, and the seconds that it took."""
+        started_at = self._event_loop.time()
+        try:
+            host_adapter = await self._io_threads.read(lambda: self._engine.read_adapter(path))
+            return host_adapter, self._event_loop.time() - started_at
+        except QuireError:
+            raise
+        except Exception as error:
+            # Files are what users bring: whatever they do to the reader, only this adapter fails.
+            logger.exception("adapter cannot be read digest=%s path=%s", digest, path)
+            raise Internal(f"adapter {digest!r}: reading {path} failed: {type(error).__name__}: {error}") from error
+
+    async def _run_on_engine_thread(self, action: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self._engine_loop.submit_call(action))
+
+
+def _required_string(args: dict[str, Any], name: str) -> str:
+    value = args.get(name)
+    if not isinstance(value, str) or not value:
+        raise InvalidArgument(f"{name}: expected a string, found {value!r}")
+    return value

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps: plans steps and has the runner carry them out, one at a time or each begun while the last one is in flight.
+
+The engine owns it and calls it from one thread. What a device throws costs the sequences of a step, never the engine.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NoReturn
+
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.sequence import Logprob, Sequence
+from quire_engine.step.plan import InFlightStep, ModelRunner, RunnerLost, SpanOutput, StepPlan
+from quire_spec.errors import Code, Internal
+from quire_spec.protocol.messages import SequenceDelta
+
+logger = logging.getLogger(__name__)
+
+
+class StepExecutor:
+    """Runs a scheduler's steps."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        overlap: bool,
+        clock: Callable[[], float],
+        load_slots: Callable[[], bool],
+    ) -> None:
+        """`ahead`: begin each step, where that can be, while the last one is in flight. `load_slots` has adapters
+        copied into slots; it returns whether sequences may run now that could not before."""
+        self._scheduler = scheduler
+        self._runner = runner
+        self.overlap = overlap
+        self._clock = clock
+        self._load_slots = load_slots
+        # Begun while the one before it was in flight.
+        self._in_flight: InFlightStep | None = None
+        self._started_ids: list[int] = []
+
+    def step(self) -> list[SequenceDelta]:
+        """Run at most one step, with the next one begun before it is over if steps are begun ahead.
+
+        Raises:
+            RunnerLost: no step can run any more.
+        """
+        return self._step_overlapped() if self.overlap else self._step_sync()
+
+    def pop_started_ids(self) -> list[int]:
+        """Ids of the sequences that ran for the first time since the last call."""
+        started_ids, self._started_ids = self._started_ids, []
+        return started_ids
+
+    def _step_sync(self) -> list[SequenceDelta]:
+        """Plan a step and run it."""
+        plan = self._plan_step()
+        return [] if plan is None else self._complete(InFlightStep(plan, lambda: self._runner.execute(plan)))
+
+    def _step_overlapped(self) -> list[SequenceDelta]:
+        """Take what the step in flight computed, with the next one begun before."""
+        step = self._in_flight or self._launch(self._plan_step())
+        self._in_flight = None
+        if step is None:
+            return []
+        if not step.launch_failed:
+            next_plan = self._scheduler.schedule_ahead(self._clock())
+            try:
+                self._load_slots()
+            except BaseException as error:  # Control-C
+                if next_plan is not None:
+                    self._in_flight = InFlightStep(next_plan, partial(_raise, error), launch_failed=True)
+                self._fail_step(step)
+                raise
+            self._in_flight = self._launch(next_plan)
+        return self._complete(step)
+
+    def _plan_step(self) -> StepPlan | None:
+        plan = self._scheduler.schedule(self._clock())
+        try:
+            slots_loaded = self._load_slots()
+        except BaseException:  # Control-C
+            if plan is not None:
+                self._scheduler.fail_step(plan)
+            raise
+        return self._scheduler.schedule(self._clock()) if slots_loaded and plan is None else plan
+
+    def _launch(self, plan: StepPlan | None) -> InFlightStep | None:
+        """What is thrown here comes when it is the step's turn: the one before it goes on to its end."""
+        if plan is None:
+            return None
+        try:
+            return InFlightStep(plan, self._runner.execute_async(plan))
+        except BaseException as error:
+            return InFlightStep(plan, partial(_raise, error), launch_failed=True)
+
+    def _complete(self, step: InFlightStep) -> list[SequenceDelta]:
+        """Wait for a step and take what it computed."""
+        self._started_ids += step.plan.started_ids
+        try:
+            span_outputs = step.get_outputs()
+        except RunnerLost:
+            self._fail_step(step)
+            raise
+        except Exception as error:  # whatever a device throws costs this step's sequences, never the engine
+            logger.exception("step failed num_sequences=%d", len(step.plan.spans))
+            reason = f"the step failed: {type(error).__name__}: {str(error)[:200]}"
+            return [error_result(sequence, Internal.code, reason) for sequence in self._fail_step(step)]
+        except BaseException:
+            # Control-C in an offline run: the caller goes on with the engine, or could.
+            self._fail_step(step)
+            raise
+        return [
+            _sequence_result(sequence, span_output)
+            for sequence, span_output in self._scheduler.update_from_step(step.plan, span_outputs)
+        ]
+
+    def _fail_step(self, step: InFlightStep) -> list[Sequence]:
+        """End the sequences of a step that failed, and those of the one that was begun on top of it."""
+        sequences = self._scheduler.fail_step(step.plan)
+        next_step, self._in_flight = self._in_flight, None
+        if next_step is not None:
+            self._started_ids += next_step.plan.started_ids
+            try:
+                next_step.get_outputs()
+            except Exception as error:  # nothing of it is of use, only that it is over
+                logger.info("the step after the one that failed: %s: %s", type(error).__name__, str(error)[:200])
+            finally:
+                sequences += self._scheduler.fail_step(next_step.plan)
+        return sequences
+
+
+def error_result(sequence: Sequence, code: Code, error_message: str) -> SequenceDelta:
+    """The last word on a sequence that failed."""
+    return SequenceDelta(sequence.id, [], error_code=code, error=error_message)
+
+
+def _sequence_result(sequence: Sequence, span_output: SpanOutput) -> SequenceDelta:
+    logprobs, reason = (
+        None if span_output.logprobs is None else _logprob_lists(span_output.logprobs),
+        sequence.finish_reason,
+    )
+    result = SequenceDelta(sequence.id, span_output.token_ids, reason and reason.value, logprobs)
+    if len(sequence.output_token_ids) > len(span_output.token_ids):
+        return result
+    computed_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
+    prompt_logprobs = None if sequence.params.prompt_logprobs is None else _logprob_lists(computed_logprobs)
+    return replace(result, prompt_logprobs=prompt_logprobs, num_cached_tokens=sequence.num_cached_tokens)
+
+
+def _logprob_lists(positions: list[list[Logprob]]) -> list[list[list[float]]]:
+    return [[[entry.token_id, entry.logprob, entry.rank] for entry in entries] for entries in positions]
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group: rank 0's hold on the processes that share the model's layers with it. Starts them, tells them, watches them.
+
+    scheduler, sampler, rank 0 --Ring: a step's work----> rank 1 .. n-1 (follower.py)
+                               --socket: calls, JSON-->
+                               <-------replies---------
+                               <--torch.distributed--->   (ranks.py)
+
+Calls are what happens seldom: load, meet, serve, adapters. One rank that ends ends them all: the others are killed,
+whoever waits for a reply, begins a step or takes what one computed gets RunnerLost, and `on_lost` is told. A rank that
+hangs is found by the others, in the next thing that they do together, after `ranks.TIMEOUT_S`.
+"""
+
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+from quire_engine.distributed.communicator import TIMEOUT_S, Communicator
+from quire_engine.distributed.shm_ring import Doorbell, SharedMemoryRing, notify_all
+from quire_engine.distributed.worker_handle import MAX_CALL_BYTES, WorkerChannels, WorkerHandle, WorkerProcess
+from quire_engine.step.input import GraphStepInput, StepInput, encode
+from quire_engine.step.plan import RunnerLost
+from quire_spec.engine.config import EngineConfig
+from quire_spec.errors import ConfigError, QuireError, error_from_code
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.tensor_parallel import TensorParallelShard
+
+_EXIT_DETECTION_S = 1.0
+"""How long it may take until the end of a rank is seen."""
+_POLL_S = 20e-6
+"""Between two looks at a device; the system makes about 80 us of it, where a step takes milliseconds."""
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _PendingCall:
+    missing_ranks: set[int]
+    """Ranks that have not answered."""
+    errors: list[QuireError] = field(default_factory=list)
+
+
+class WorkerGroup:
+    """The other ranks. `ranks` is this one among them; `step` and `call` may be used when `open` has returned."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        shape: ModelConfig,
+        folder: Path,
+        start_worker: Callable[[WorkerChannels], WorkerHandle] = WorkerProcess,
+        on_lost: Callable[[str], None] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Start the ranks and have them load the model in `folder`; returns at once.
+
+        `on_lost(why)` is called in a thread of the group's when a rank has ended that was not to.
+        """
+        size = config.tensor_parallel_size
+        self.communicator = Communicator(TensorParallelShard(shape, 0, size), self._rendezvous, timeout_s)
+        self._timeout_s = timeout_s
+        self._step_lock = threading.Lock()
+        self._on_lost = on_lost
+        self._worker_ranks = range(1, size)
+        self._condition = threading.Condition()
+        self._pending_calls: dict[int, _PendingCall] = {}
+        self._call_ids = count()
+        self._lost_error: RunnerLost | None = None
+        self._closing = False
+        self._rendezvous_dir = tempfile.TemporaryDirectory(prefix="quire-ranks-")
+        self._memory_fd = os.memfd_create("quire-ring")
+        self._ring: SharedMemoryRing | None = None
+        self._eventfds = [os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC) for _ in self._worker_ranks]
+        self._doorbells = [Doorbell(fd) for fd in self._eventfds]
+        self._sockets: dict[int, socket.socket] = {}
+        self._workers: dict[int, WorkerHandle] = {}
+        started = threading.Event()
+        self._watch_thread = threading.Thread(
+            target=self._start_and_watch, args=(start_worker, started), name="ranks", daemon=True
+        )
+        self._watch_thread.start()
+        started.wait()
+        load_args = {"config": config.to_json(), "folder": str(folder), "timeout_s": timeout_s}
+        level = logging.getLogger().getEffectiveLevel()
+        self._load_call_ids = [
+            self._send_call({"call": "load", "rank": rank, "log_level": level, **load_args}, {rank})
+            for rank in self._worker_ranks
+        ]
+
+    def start_serving(self, num_elements: int) -> None:
+        """Rank 0 is ready, and work takes rows of `num_elements` at most: have the others take it.
+
+        Raises:
+            QuireError: a rank refuses, or has ended.
+        """
+        SharedMemoryRing.allocate(self._memory_fd, num_elements)
+        self._ring = SharedMemoryRing(self._memory_fd, num_elements)
+        self.call("serve", num_elements=num_elements)
+        self._rendezvous_dir.cleanup()
+
+    def call(self, name: str, **args: Any) -> None:
+        """Have every other rank do something, and wait until all have; from any thread.
+
+        Raises:
+            QuireError: what the first rank that failed says, or a rank has ended.
+        """
+        self._wait_for_replies(self.start_call(name, **args))
+
+    def start_call(self, name: str, **args: Any) -> int:
+        """The same without the wait: `end` takes the number."""
+        return self._send_call({"call": name, **args}, set(self._worker_ranks))
+
+    def notify(self, name: str, **args: Any) -> None:
+        """Have every other rank do something that nobody waits for; nothing if they are gone. From any thread."""
+        frame = json.dumps({"id": None, "call": name, **args}).encode()
+        for control in self._sockets.values():
+            with suppress(OSError):
+                control.send(frame)
+
+    def wait_call(self, call_id: int) -> None:
+        """Wait until all ranks have done what was begun; raises as `call`."""
+        self._wait_for_replies(call_id)
+
+    @contextmanager
+    def broadcast_step(self, step_input: StepInput | GraphStepInput) -> Iterator[None]:
+        """Hand out a step's work; within, rank 0 does or begins its own. The step handed out last may be in flight
+        still, no other.
+
+        Raises:
+            RunnerLost: a rank has ended, or this one has left the step before its end.
+        """
+        with _defer_sigint(), self._step_lock:
+            self._raise_if_lost()
+            assert self._ring is not None, "open comes first"
+            encode(step_input, self._ring.next_row())
+            notify_all(self._doorbells)
+            with self._abort_all_on_error():
+                yield
+
+    def wait_result(self, get_result: Callable[[], T]) -> T:
+        """What `outcome` makes of a step that was begun; raises as `step`."""
+        with self._abort_all_on_error():
+            result = get_result()
+        # With a rank gone, a device ends its waiting for it and has computed nothing.
+        self._raise_if_lost()
+        return result
+
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Wait until something on the device is done, which may need the other ranks.
+
+        Raises:
+            RunnerLost: a rank has ended, or hangs.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while not is_done():
+            self._raise_if_lost()
+            if time.monotonic() > deadline:
+                raise self._mark_lost(f"a step was not over after {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """End all other ranks."""
+        self._closing = True
+        for worker in self._workers.values():
+            worker.kill()
+        self.communicator.abort(self._step_lock)
+        if threading.current_thread() is not self._watch_thread:
+            self._watch_thread.join()
+        self._rendezvous_dir.cleanup()
+
+    def startup_error(self, error: Exception) -> Exception:
+        """Why rank 0 could not start, when it failed with `error`: what another rank said, if one did."""
+        errors = [said for call in self._pending_calls.values() for said in call.errors]
+        return ConfigError(str(errors[0])) if errors else error
+
+    def _rendezvous(self) -> Path:
+        for call_id in self._load_call_ids:
+            self._wait_for_replies(call_id)
+        path = Path(self._rendezvous_dir.name) / "store"
+        self.start_call("meet", path=str(path))
+        return path
+
+    def _send_call(self, call: dict[str, Any], ranks: set[int]) -> int:
+        call_id = next(self._call_ids)
+        with self._condition:
+            self._raise_if_lost()
+            self._pending_calls[call_id] = _PendingCall(set(ranks))
+        frame = json.dumps({"id": call_id, **call}).encode()
+        for rank in ranks:
+            # Its end is seen by the thread that watches.
+            with suppress(OSError):
+                self._sockets[rank].send(frame)
+        return call_id
+
+    def _wait_for_replies(self, call_id: int) -> None:
+        with self._condition:
+            call = self._pending_calls[call_id]
+            self._condition.wait_for(lambda: not call.missing_ranks or call.errors or self._lost_error is not None)
+            if call.errors:
+                raise call.errors[0]
+            self._raise_if_lost()
+            del self._pending_calls[call_id]
+
+    @contextmanager
+    def _abort_all_on_error(self) -> Iterator[None]:
+        """What fails here is the end of all ranks."""
+        try:
+            yield
+        except Exception as error:
+            # A rank that has ended is the reason of what failed here, and is seen a moment later.
+            with self._condition:
+                self._condition.wait_for(lambda: self._lost_error is not None, _EXIT_DETECTION_S)
+            raise self._mark_lost(f"a step failed in rank 0: {type(error).__name__}: {error}") from error
+
+    def _raise_if_lost(self) -> None:
+        if self._lost_error is not None:
+            raise RunnerLost(str(self._lost_error))
+
+    def _start_and_watch(
+        self, start_worker: Callable[[WorkerChannels], WorkerHandle], started: threading.Event
+    ) -> None:
+        """Start the ranks, then watch them until all have ended."""
+        with selectors.DefaultSelector() as selector:
+            for rank, eventfd in zip(self._worker_ranks, self._eventfds, strict=True):
+                local_socket, worker_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with worker_socket:
+                    self._workers[rank] = start_worker(WorkerChannels(worker_socket.fileno(), self._memory_fd, eventfd))
+                self._sockets[rank] = local_socket
+                selector.register(local_socket, selectors.EVENT_READ, rank)
+            started.set()
+            while selector.get_map():
+                for key, _ in selector.select():
+                    rank = int(key.data)
+                    frame = self._receive(rank)
+                    if frame:
+                        self._on_reply(rank, json.loads(frame))
+                    else:
+                        selector.unregister(self._sockets[rank])
+                        self._sockets[rank].close()
+                        self._on_worker_exit(rank)
+        for fd in (self._memory_fd, *self._eventfds):
+            os.close(fd)
+
+    def _receive(self, rank: int) -> bytes:
+        """b"" at the end."""
+        try:
+            return self._sockets[rank].recv(MAX_CALL_BYTES)
+        except OSError:
+            return b""
+
+    def _on_reply(self, rank: int, reply: dict[str, Any]) -> None:
+        with self._condition:
+            call = self._pending_calls.get(reply["id"])
+            if call is not None:
+                call.missing_ranks.discard(rank)
+                if reply["error"]:
+                    call.errors.append(error_from_code(*reply["error"]))
+            self._condition.notify_all()
+
+    def _on_worker_exit(self, rank: int) -> None:
+        exit_description = self._workers[rank].join()
+        if not self._closing:
+            error = self._mark_lost(f"rank {rank} of {len(self._worker_ranks) + 1} ended: {exit_description}")
+            if self._on_lost is not None:
+                self._on_lost(str(error))
+
+    def _mark_lost(self, reason: str) -> RunnerLost:
+        """No step will ever run again; the first reason is the one that counts."""
+        with self._condition:
+            if self._lost_error is None:
+                self._lost_error = RunnerLost(
+                    f"{reason}; the ranks that share the model's layers end together: start again"
+                )
+                logger.error("ranks lost: %s", reason)
+            self._closing = True
+            self._condition.notify_all()
+        for worker in self._workers.values():
+            worker.kill()
+        self.communicator.abort(self._step_lock)
+        return self._lost_error
+
+
+@contextmanager
+def _defer_sigint() -> Iterator[None]:
+    """Keep Control-C until the step is over: once a rank has left one in its midst, the others wait for it in vain."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    deferred_signals: list[Any] = []
+    handler = signal.signal(signal.SIGINT, lambda *args: deferred_signals.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if deferred_signals and callable(handler):
+            handler(*deferred_signals[0])

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follower: a rank other than the first. Loads its part of the model, does the steps that rank 0 hands out (group.py).
+
+It decides nothing and holds nothing that is not told again at a start: whatever goes wrong, it ends.
+"""
+
+import json
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quire_engine.distributed.communicator import Communicator
+from quire_engine.distributed.shm_ring import Doorbell, SharedMemoryRing
+from quire_engine.distributed.worker_handle import MAX_CALL_BYTES, WorkerChannels
+from quire_engine.lora.io_threads import lower_thread_priority
+from quire_engine.sequence import SlotId
+from quire_engine.step.input import decode
+from quire_engine.step.plan import SlotLoad
+from quire_engine.worker.model_runner import DeviceModelRunner
+from quire_spec.engine.config import EngineConfig
+from quire_spec.errors import Internal, QuireError
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.tensor_parallel import TensorParallelShard
+
+_ADAPTER_CALLS = ("read", "fill", "forget")
+_MAX_ERROR_LENGTH = MAX_CALL_BYTES // 16
+"""Characters; a reply is one packet, and JSON may need six bytes for one."""
+
+logger = logging.getLogger(__name__)
+
+
+class TensorParallelWorker:
+    """One rank's side of the calls and of the ring."""
+
+    def __init__(self, channels: WorkerChannels, on_disconnected: Callable[[], None]) -> None:
+        """`on_gone` is called in a thread of its own when rank 0 is gone."""
+        self._control = socket.socket(fileno=channels.control_fd)
+        self._memory_fd = channels.memory_fd
+        self._doorbell = Doorbell(channels.doorbell_fd)
+        self._on_disconnected = on_disconnected
+        self._call_queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._runner: DeviceModelRunner | None = None
+        self._is_running = True
+
+    def run(self) -> None:
+        """Do what rank 0 says until `stop`.
+
+        Raises:
+            QuireError: this rank cannot serve; rank 0 knows why.
+        """
+        threading.Thread(target=self._serve_calls, name="calls", daemon=True).start()
+        call = self._next_call("load")
+        logging.getLogger().setLevel(call["log_level"])
+        config, folder = EngineConfig.from_json(call["config"]), Path(call["folder"])
+        shard = TensorParallelShard(ModelConfig.load(folder), call["rank"], config.tensor_parallel_size)
+
+        def rendezvous() -> Path:
+            nonlocal call
+            self._send_reply(call)
+            call = self._next_call("meet")
+            return Path(call["path"])
+
+        try:
+            communicator = Communicator(shard, rendezvous, call["timeout_s"])
+            runner = DeviceModelRunner(config, shard.model_config, folder, communicator=communicator)
+        except QuireError as error:
+            self._send_reply(call, error)
+            raise
+        self._runner = runner
+        self._send_reply(call)
+        call = self._next_call("serve")
+        ring = SharedMemoryRing(self._memory_fd, call["num_elements"])
+        self._send_reply(call)
+        logger.info("rank serves rank=%d size=%d", shard.rank, shard.size)
+        self._doorbell.wait()
+        while self._is_running:
+            runner.execute_as_worker(decode(ring.next_row()))
+            self._doorbell.wait()
+
+    def stop(self) -> None:
+        """Have `run` return when it waits next; for a rank that is a thread. From any thread."""
+        self._is_running = False
+        self._doorbell.notify()
+        self._call_queue.put({"call": "stop"})
+
+    def close_control(self) -> None:
+        """Let rank 0 see that this rank has ended, as the end of a process does."""
+        self._control.shutdown(socket.SHUT_RDWR)
+        self._control.close()
+
+    def _serve_calls(self) -> None:
+        while frame := self._receive():
+            call = json.loads(frame)
+            if call["call"] in _ADAPTER_CALLS:
+                # A thread for each, as in rank 0 (loader.py): a disk that hangs holds up nobody else.
+                threading.Thread(target=self._run_adapter_call, args=(call,), name="adapter", daemon=True).start()
+            else:
+                self._call_queue.put(call)
+        self._on_disconnected()
+
+    def _run_adapter_call(self, call: dict[str, Any]) -> None:
+        """Carry an adapter; what goes wrong with it is rank 0's to say."""
+        lower_thread_priority()
+        runner, key, failure = self._runner, str(call["key"]), None
+        assert runner is not None, "adapters come when steps do"
+        try:
+            if call["call"] == "read":
+                runner.store_adapter(key, runner.read_adapter(Path(call["path"])))
+            elif call["call"] == "fill":
+                runner.load_adapter_slot(SlotLoad(key, SlotId(call["slot"])))()
+            else:
+                runner.discard_adapter(key)
+        except QuireError as error:
+            failure = error
+        except Exception as error:
+            logger.exception("adapter failed call=%s", call["call"])
+            failure = Internal(f"{type(error).__name__}: {error}")
+        if call["id"] is not None:
+            self._send_reply(call, failure)
+
+    def _receive(self) -> bytes:
+        try:
+            return self._control.recv(MAX_CALL_BYTES)
+        except OSError:
+            return b""
+
+    def _next_call(self, name: str) -> dict[str, Any]:
+        call = self._call_queue.get()
+        if call["call"] != name:
+            raise RuntimeError(f"rank 0 said {call['call']!r}, not {name!r}")
+        return call
+
+    def _send_reply(self, call: dict[str, Any], error: QuireError | None = None) -> None:
+        error_fields = None if error is None else [error.code.value, str(error)[:_MAX_ERROR_LENGTH]]
+        self._control.send(json.dumps({"id": call["id"], "error": error_fields}).encode())

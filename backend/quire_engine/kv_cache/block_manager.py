@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BlockTables: gives sequences their blocks and takes them back. Who gets them, and when, is the scheduler's to say."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from quire_engine import sequence as engine_sequence
+from quire_engine.kv_cache.block_pool import BlockPool
+from quire_engine.kv_cache.prefix_cache import PrefixHit
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.sequence import BlockId
+from quire_engine.step.builder import StepPlanBuilder
+from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan, SwapCopy
+from quire_spec.errors import Internal
+
+
+class BlockManager:
+    """The block tables of all running sequences.
+
+    A table never has more blocks than its sequence's tokens fill, the last one in part, and a block that is shared or
+    cached is never written: a sequence that would, because what it shares ends within a block, starts with a copy.
+    """
+
+    def __init__(self, block_pool: BlockPool, block_size: int, swap_costs: SwapCosts) -> None:
+        self._block_pool = block_pool
+        self._block_size = block_size
+        self._swap_costs = swap_costs
+        self._host_pool = BlockPool(swap_costs.num_host_blocks)
+        # What the step in flight reads or writes in host memory; one that is planned ahead does neither.
+        self._swap_in_host_blocks: list[BlockId] = []
+        self._swapping_out: list[engine_sequence.Sequence] = []
+        self.num_block_copies = 0
+        self.num_swapped_out_blocks = 0
+        self.num_swapped_in_blocks = 0
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Places in host memory."""
+        return self._host_pool.num_blocks
+
+    @property
+    def num_used_host_blocks(self) -> int:
+        """Places in host memory that are taken."""
+        return self._host_pool.num_used
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self._block_size)
+
+    def num_blocks_needed(self, sequence: engine_sequence.Sequence, prefix: PrefixHit) -> int:
+        """Free blocks that `start` takes."""
+        num_new_blocks = self.num_blocks(sequence.num_tokens) - len(prefix.blocks)
+        return (
+            num_new_blocks
+            + self._block_pool.num_evictable(prefix.blocks)
+            + self._block_pool.num_evictable(prefix.copy_sources)
+        )
+
+    def allocate(self, sequence: engine_sequence.Sequence, prefix: PrefixHit, builder: StepPlanBuilder) -> None:
+        """Give a sequence blocks for all its tokens, and have those filled that others or host memory hold."""
+        # Shared before anything is allocated, which might evict them; what is copied, until the step is over.
+        self._block_pool.acquire(prefix.blocks + prefix.copy_sources)
+        new_blocks = self._block_pool.allocate(self.num_blocks(sequence.num_tokens) - len(prefix.blocks))
+        sequence.block_table = prefix.blocks + new_blocks
+        sequence.num_computed_tokens = prefix.num_tokens
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = prefix.num_tokens
+        sequence.num_cached_blocks = len(prefix.blocks)
+        builder.copies += [BlockCopy(source, new_blocks[0]) for source in prefix.copy_sources]
+        builder.swap_ins += [SwapCopy(block, host) for block, host in zip(new_blocks, prefix.host_blocks, strict=False)]
+        self.num_block_copies += len(prefix.copy_sources)
+        self.num_swapped_in_blocks += len(prefix.host_blocks)
+        # They are read in the step.
+        self._swap_in_host_blocks += sequence.host_blocks
+        sequence.host_blocks, sequence.num_swapped_tokens = [], 0
+
+    def needs_block(self, sequence: engine_sequence.Sequence) -> bool:
+        """Whether a sequence has no block for its next token."""
+        return sequence.num_computed_tokens == len(sequence.block_table) * self._block_size
+
+    def append_block(self, sequence: engine_sequence.Sequence) -> bool:
+        """Make sure that a sequence has a block for its next token; False if there is none."""
+        if self.needs_block(sequence):
+            if self._block_pool.num_free == 0:
+                return False
+            sequence.block_table += self._block_pool.allocate(1)
+        return True
+
+    def free(self, sequence: engine_sequence.Sequence) -> None:
+        """Take a sequence's blocks."""
+        self._block_pool.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed_tokens = 0
+
+    def swap_out(self, sequence: engine_sequence.Sequence, builder: StepPlanBuilder) -> None:
+        """Keep what a sequence has computed in host memory, if that pays and there is room; then `stop` it.
+
+        Blocks that others hold too are left: they will most likely be found again. What is not kept is computed again.
+        """
+        num_shared_blocks = 0
+        blocks_to_swap = sequence.block_table[: self.num_blocks(sequence.num_computed_tokens)]
+        while (
+            num_shared_blocks < len(blocks_to_swap)
+            and self._block_pool.ref_count(blocks_to_swap[num_shared_blocks]) > 1
+        ):
+            num_shared_blocks += 1
+        blocks_to_swap = blocks_to_swap[num_shared_blocks:]
+        num_tokens = sequence.num_computed_tokens - num_shared_blocks * self._block_size
+        if (
+            len(blocks_to_swap) > self._host_pool.num_free
+            or sequence.needs_prompt_logprobs
+            or not self._swap_costs.is_worthwhile(len(blocks_to_swap), num_tokens)
+        ):
+            return
+        sequence.host_blocks, sequence.num_shared_blocks = (
+            self._host_pool.allocate(len(blocks_to_swap)),
+            num_shared_blocks,
+        )
+        sequence.num_swapped_tokens = sequence.num_computed_tokens
+        builder.swap_outs += [SwapCopy(*pair) for pair in zip(blocks_to_swap, sequence.host_blocks, strict=True)]
+        self.num_swapped_out_blocks += len(blocks_to_swap)
+        self._swapping_out.append(sequence)
+
+    def drop_swapped(self, sequence: engine_sequence.Sequence) -> None:
+        """Give up what is kept of a sequence in host memory."""
+        self._host_pool.free(sequence.host_blocks)
+        sequence.host_blocks, sequence.num_swapped_tokens = [], 0
+
+    def complete_step(self, plan: StepPlan, step_failed: bool) -> None:
+        """A step is over: its copies are made, or nobody knows."""
+        self._block_pool.free([copy.source for copy in plan.copies])
+        self._host_pool.free(self._swap_in_host_blocks)
+        self._swap_in_host_blocks = []
+        for sequence in self._swapping_out if step_failed else []:
+            self.drop_swapped(sequence)
+        self._swapping_out = []
+
+    def num_blocks_freed_by(self, sequences: Iterable[engine_sequence.Sequence], prefix: PrefixHit) -> list[int]:
+        """How many blocks, those of `prefix` excepted, become free if the first one, two, ... of `sequences` stop."""
+        excluded_blocks, num_freed_refs = {*prefix.blocks, *prefix.copy_sources}, Counter[BlockId]()
+        total, totals = 0, []
+        for sequence in sequences:
+            num_freed_refs.update(sequence.block_table)
+            total += sum(
+                1
+                for block in sequence.block_table
+                if num_freed_refs[block] == self._block_pool.ref_count(block) and block not in excluded_blocks
+            )
+            totals.append(total)
+        return totals
+
+    def check_integrity(
+        self,
+        block_holders: Sequence[engine_sequence.Sequence],
+        waiting: Iterable[engine_sequence.Sequence],
+        plans: Sequence[StepPlan],
+    ) -> None:
+        """Raise Internal unless the pools are held by exactly these sequences and the steps in flight.
+
+        `holders` may have blocks, `waiting` may have places in host memory.
+        """
+        ids_lacking_blocks = [
+            s.id for s in block_holders if len(s.block_table) < self.num_blocks(s.num_computed_tokens)
+        ]
+        if ids_lacking_blocks:
+            raise Internal(f"block tables: sequences {ids_lacking_blocks} lack blocks")
+        self._host_pool.check_integrity([*(s.host_blocks for s in waiting), self._swap_in_host_blocks])
+        copy_sources = [copy.source for plan in plans for copy in plan.copies]
+        self._block_pool.check_integrity([*(s.block_table for s in block_holders), copy_sources])
+        # What an earlier one writes may be read by the last one, which runs after it.
+        if plans:
+            self._check_writes(plans[-1].spans, Counter(block for s in block_holders for block in s.block_table))
+
+    def _check_writes(self, spans: list[ScheduledSpan], ref_counts: Counter[BlockId]) -> None:
+        """Raise Internal if a span writes a block that anybody else reads, or may find in the cache."""
+        for span in spans:
+            written_blocks = span.sequence.block_table[span.start // self._block_size : self.num_blocks(span.end)]
+            if shared_blocks := [
+                b for b in written_blocks if ref_counts[b] > 1 or self._block_pool.get_hash(b) is not None
+            ]:
+                raise Internal(f"block tables: {span.sequence.id} writes blocks {shared_blocks}, which others may read")

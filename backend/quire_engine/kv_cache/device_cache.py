@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KVCache: the memory of keys and values, and the only place that knows their type, layout and addresses.
+
+Blocks are ids from the scheduler; the runner asks for addresses, the layers hand each layer's tensor to the kernels.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from quire_kernels import HugePageArena, as_indexable, pinned_empty, reads_whole_blocks, to_device_async
+from quire_spec.model.memory_sizing import kv_block_bytes
+from quire_spec.model.model_config import ModelConfig
+
+_MAX_COPY_BYTES = 32 * 2**20
+"""Blocks that are copied at a time, at most: the cache leaves a GPU little more."""
+
+
+def block_bytes(shape: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers."""
+    return kv_block_bytes(shape, block_size, dtype.itemsize)
+
+
+class KVCache:
+    """Keys and values of `num_blocks` blocks.
+
+    Isolation: where attention reads whole blocks, a block is cleared when its first token is written, and padding of a
+    block table repeats a block of the same sequence. So no sequence reads what another one left, not even under a mask,
+    where NaN would still spread.
+    """
+
+    def __init__(
+        self,
+        shape: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_spare_blocks: int = 0,
+    ) -> None:
+        """`num_spare`: blocks more, from number `num_blocks` on, that no sequence is given."""
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        # Not cleared here: on a CPU, pages cost memory only once they are written.
+        size = (shape.num_layers, 2, num_blocks + num_spare_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        on_cpu = device.type == "cpu"
+        typed_data = HugePageArena().empty(size, dtype) if on_cpu else torch.empty(size, dtype=dtype, device=device)
+        # The same memory: torch moves 8-bit floats on no device.
+        self._data = as_indexable(typed_data)
+        self.layers: tuple[Tensor, ...] = tuple(typed_data)
+        """Per layer [2, num_blocks, block_size, num_kv_heads, head_dim]: keys at 0, values at 1."""
+        self._zeroes_new_blocks = reads_whole_blocks(self.layers[0], shape.num_heads)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole cache."""
+        return self._data.nbytes
+
+    @property
+    def max_blocks_per_copy(self) -> int:
+        """Blocks that are copied at a time, in memory of their own."""
+        return max(1, _MAX_COPY_BYTES // (self.num_bytes // self._data.shape[2]))
+
+    def pad_tables(self, blocks: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Block tables side by side: [num_spans, max_blocks] int64 on the CPU, padded with a block of the same row.
+
+        Args:
+            blocks: [num_blocks] int64 on the CPU, those of each sequence in turn.
+            lengths: tokens of each sequence that they hold.
+        """
+        block_counts = [-(-length // self.block_size) for length in lengths]
+        num_blocks = torch.tensor(block_counts)
+        columns = torch.arange(max(block_counts))
+        column_indices = torch.where(columns < num_blocks[:, None], columns, 0)
+        return blocks[(num_blocks.cumsum(0) - num_blocks)[:, None] + column_indices]
+
+    def addresses(self, tables: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """Where tokens' keys and values go: [num_tokens] int64, block * block_size + offset, as `write_kv` takes them.
+
+        Args:
+            tables: what `tables` returned.
+            rows: [num_tokens], each token's row in `tables`.
+            positions: [num_tokens], each token's position in its sequence.
+        """
+        return tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy blocks of all layers; no destination is a source."""
+        for source_ids, batch_destinations in self._batches(sources, destinations):
+            destination_ids = to_device_async(batch_destinations, self._data.device)
+            self._data.index_copy_(2, destination_ids, self._data.index_select(2, source_ids))
+
+    def allocate_host_blocks(self, num_blocks: int) -> Tensor:
+        """Host memory for the contents of `num` blocks: [num, num_layers, 2, block_size, num_kv_heads, head_dim].
+
+        A block's contents lie together in it, for all layers, so that one can be sent or kept without the others; in
+        pinned memory if the cache is on a GPU.
+        """
+        layers, num_kv, _, *block = self._data.shape
+        shape, dtype = (num_blocks, layers, num_kv, *block), self._data.dtype
+        return pinned_empty(shape, dtype) if self._data.device.type == "cuda" else torch.empty(shape, dtype=dtype)
+
+    def store_blocks(self, blocks: Sequence[int], host: Tensor, rows: Sequence[int]) -> None:
+        """Copy the contents of `blocks` into `rows` of what `host_blocks` made.
+
+        On a GPU this returns before they are there: synchronize, or use them in work of the same stream.
+        """
+        for block_ids, host_rows in self._batches(blocks, rows):
+            contents = self._data.movedim(2, 0).index_select(0, block_ids)
+            if host.is_pinned():
+                for content, host_row in zip(contents, host_rows, strict=True):
+                    host[host_row].copy_(content, non_blocking=True)
+            else:
+                host[host_rows] = contents.to("cpu")
+            # Or it would live beside the next part's.
+            del contents
+
+    def load_blocks(self, blocks: Sequence[int], host: Tensor, rows: Sequence[int]) -> None:
+        """Undo `export`: fill `blocks` from `rows`, which must not change until a GPU has read them."""
+        for block_ids, host_rows in self._batches(blocks, rows):
+            if host.is_pinned():
+                contents = torch.empty((len(host_rows), *host.shape[1:]), dtype=host.dtype, device=self._data.device)
+                for content, host_row in zip(contents, host_rows, strict=True):
+                    content.copy_(host[host_row], non_blocking=True)
+            else:
+                contents = host[host_rows].to(self._data.device)
+            self._data.index_copy_(2, block_ids, contents.movedim(0, 2))
+            del contents
+
+    def _batches(self, blocks: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[Tensor, Sequence[int]]]:
+        """Block ids on the device, and their rows, as many at a time as the device has memory to gather."""
+        assert len(blocks) == len(rows)
+        for start in range(0, len(blocks), self.max_blocks_per_copy):
+            end = start + self.max_blocks_per_copy
+            yield to_device_async(blocks[start:end], self._data.device), rows[start:end]
+
+    def zero_new_blocks(self, addresses: Tensor) -> None:
+        """Clear the blocks whose first token is among `addresses` (on the CPU), before a step writes to them, unless
+        nobody reads further than was written."""
+        if not self._zeroes_new_blocks:
+            return
+        new_blocks = addresses[addresses % self.block_size == 0] // self.block_size
+        if len(new_blocks):
+            self._data.index_fill_(2, to_device_async(new_blocks, self._data.device), 0)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Swapper: carries KV blocks between the device and host memory, as plans say, and measures what that costs."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.step.plan import SwapCopy
+
+_MEASUREMENT_BLOCKS = 64
+
+
+class HostSwap:
+    """Host memory for `num_blocks` blocks of `kv`; on a GPU it is pinned, and copies run beside the host."""
+
+    def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
+        self._kv_cache = kv_cache
+        self._host_blocks = kv_cache.allocate_host_blocks(num_blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory."""
+        return self._host_blocks.nbytes
+
+    def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
+        """Copy blocks out, then blocks in."""
+        if swap_outs:
+            self._kv_cache.store_blocks(
+                [copy.block for copy in swap_outs], self._host_blocks, [copy.host_block for copy in swap_outs]
+            )
+        if swap_ins:
+            self._kv_cache.load_blocks(
+                [copy.block for copy in swap_ins], self._host_blocks, [copy.host_block for copy in swap_ins]
+            )
+
+    def measure(self, compute: Callable[[], int]) -> SwapCosts:
+        """What the scheduler weighs. `compute` runs a step and returns its tokens; blocks lose their contents."""
+        num_blocks = min(_MEASUREMENT_BLOCKS, len(self._host_blocks), self._kv_cache.num_blocks)
+        block_ids = list(range(num_blocks))
+
+        def swap_blocks() -> int:
+            self._kv_cache.store_blocks(block_ids, self._host_blocks, block_ids)
+            self._kv_cache.load_blocks(block_ids, self._host_blocks, block_ids)
+            return num_blocks
+
+        return SwapCosts(len(self._host_blocks), _seconds_per_unit(swap_blocks), _seconds_per_unit(compute))
+
+
+def _seconds_per_unit(function: Callable[[], int]) -> float:
+    """Seconds for each unit of `work`, the best of three runs after one to warm up."""
+    best_s = float("inf")
+    for attempt in range(4):
+        _synchronize()
+        start = time.perf_counter()
+        num_units = function()
+        _synchronize()
+        if attempt:
+            best_s = min(best_s, (time.perf_counter() - start) / num_units)
+    return best_s
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

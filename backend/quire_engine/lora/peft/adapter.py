@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter's folder, as PEFT writes it, to a HostAdapter: checked in full, or refused with the reason.
+
+Everything that the engine would apply otherwise than PEFT is refused, never ignored. An adapter may come from anyone:
+names, shapes and sizes are checked before a tensor is read, and nothing in the folder is executed.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from quire_engine.lora.peft.config import PeftConfig
+from quire_engine.weights.loader import equals_checkpoint
+from quire_engine.weights.safetensors_reader import DTYPES, SafetensorsReader, open_safetensors
+from quire_spec.errors import InvalidArgument
+from quire_spec.model.memory_sizing import linear_sizes, lora_slot_bytes, vocab_module_sizes
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.tensor_parallel import TensorParallelShard
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+# What a file may hold beside its tensors: names, shapes and metadata.
+_MAX_HEADER_BYTES = 8 << 20
+_TENSOR_NAME = re.compile(
+    r"base_model\.model\.(?P<module>[\w.]{1,200}?)\."
+    r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<looked_up>[AB])|(?P<base>(base_layer\.)?weight))"
+)
+NO_LAYER = -1
+"""The layer of what is in none: the embedding and the output projection."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """An adapter in host memory, ready to be copied into a slot."""
+
+    rank: int
+    """Largest of its ranks."""
+    pairs: Mapping[tuple[int, str], tuple[Tensor, Tensor]]
+    """(layer, target), the layer OUTSIDE for embed_tokens and lm_head,
+    to A [rank, in_features] and B [out_features, rank], the scale folded into B."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(a.nbytes + b.nbytes for a, b in self.pairs.values())
+
+
+def read_adapter(
+    folder: Path,
+    shape: ModelConfig,
+    max_rank: int,
+    dtype: torch.dtype,
+    shard: TensorParallelShard | None = None,
+    checkpoint: Path | None = None,
+) -> HostAdapter:
+    """Read and check an adapter's folder; its scales are folded into B before conversion to `dtype`.
+
+    `shard`: keep what this rank needs; all of it is checked, so that all ranks find the same wrong. `checkpoint`: the
+    base model's folder. PEFT saves the embedding itself beside an adapter of it: that must be what the checkpoint has.
+
+    Raises:
+        InvalidArgument: it is not an adapter for this model, or one that cannot be served; the message says why.
+    """
+    try:
+        config = PeftConfig.load(folder / CONFIG_FILE, max_rank)
+        path = _find_weights(folder)
+        _check_size(path, shape, max_rank)
+        with open_safetensors(path) as file:
+            return _read_tensors(file, config, shape, dtype, shard, checkpoint)
+    except SafetensorError as error:
+        raise InvalidArgument(f"adapter {str(folder)!r}: {WEIGHTS_FILE} is not a safetensors file: {error}") from error
+    except OSError as error:
+        raise InvalidArgument(f"adapter {str(folder)!r}: cannot be read: {error}") from error
+    except InvalidArgument as error:
+        raise InvalidArgument(f"adapter {str(folder)!r}: {error}") from error
+
+
+def _find_weights(folder: Path) -> Path:
+    path = folder / WEIGHTS_FILE
+    if path.is_file():
+        return path
+    if (folder / "adapter_model.bin").exists():
+        raise InvalidArgument(
+            "adapter_model.bin can run code when read; only safetensors are; save it again with safe_serialization"
+        )
+    raise InvalidArgument(f"{WEIGHTS_FILE} is missing")
+
+
+def _check_size(path: Path, shape: ModelConfig, max_rank: int) -> None:
+    """Refuse a file, or a header, that is larger than any adapter of this engine, before either is read."""
+    size = path.stat().st_size
+    max_bytes = lora_slot_bytes(shape, max_rank, torch.float32.itemsize) + _MAX_HEADER_BYTES
+    # The base's embedding and output projection, as PEFT saves them beside adapters of them.
+    max_bytes += 2 * shape.vocab_size * shape.embedding_size * torch.float32.itemsize
+    if size > max_bytes:
+        raise InvalidArgument(
+            f"{WEIGHTS_FILE} has {size} bytes; rank {max_rank} on every linear of this model takes at most "
+            f"{max_bytes}; "
+            "is it for another model, or is max_lora_rank too low?"
+        )
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+    if header_bytes > min(size, _MAX_HEADER_BYTES):
+        raise InvalidArgument(
+            f"{WEIGHTS_FILE} claims a header of {header_bytes} bytes, it has {size}; at most {_MAX_HEADER_BYTES} are "
+            "read"
+        )
+
+
+def _read_tensors(
+    file: SafetensorsReader,
+    config: PeftConfig,
+    shape: ModelConfig,
+    dtype: torch.dtype,
+    shard: TensorParallelShard | None,
+    checkpoint: Path | None,
+) -> HostAdapter:
+    ab_pairs, base_copies = _ab_pairs(file.keys(), shape)
+    _check_tied_embeddings(ab_pairs, config, shape)
+    _check_targets(ab_pairs, config, shape)
+    sizes = linear_sizes(shape) | vocab_module_sizes(shape)
+    for module, names in ab_pairs.items():
+        d_in, d_out = sizes[module.path]
+        rank = config.rank(module.name)
+        _check_tensor(file, names["A"], (rank, d_in))
+        _check_tensor(file, names["B"], (d_out, rank))
+    for name, module in base_copies.items():
+        _check_base_copy(file, name, module, shape, checkpoint)
+    pairs = {}
+    for module, names in ab_pairs.items():
+        a = file.get_tensor(names["A"]).to(dtype)
+        b = (file.get_tensor(names["B"]).to(torch.float32) * config.scale(module.name)).to(dtype)
+        for name, tensor in ((names["A"], a), (names["B"], b)):
+            # One pass, and both are NaN if any is: `isfinite` takes sixty times as long.
+            if not all(map(math.isfinite, torch.aminmax(tensor))):
+                raise InvalidArgument(f"{name} holds NaN or infinity, or overflows {dtype}, its scale applied")
+        pairs[module.layer, module.target] = (a, b) if shard is None else _shard_pair(a, b, module.path, shard)
+    return HostAdapter(max(a.shape[0] for a, _ in pairs.values()), pairs)
+
+
+def _shard_pair(a: Tensor, b: Tensor, path: str, shard: TensorParallelShard) -> tuple[Tensor, Tensor]:
+    """What a rank needs of a linear's A [rank, in_features] and B [out_features, rank]: copies, so that it keeps no
+    more than that."""
+    if path == "embed_tokens":
+        return _vocab_shard_rows(a.t(), shard).t(), b
+    if path == "lm_head":
+        return a, _vocab_shard_rows(b, shard)
+    (input_columns,) = shard.input_ranges(path)
+    return a[:, input_columns.start : input_columns.stop].clone(), torch.cat(
+        [b[r.start : r.stop] for r in shard.output_ranges(path)]
+    )
+
+
+def _vocab_shard_rows(rows: Tensor, shard: TensorParallelShard) -> Tensor:
+    """The rows of a rank's tokens; those of the last rank that are no token's are 0."""
+    token_range = shard.vocab_range
+    shard_rows = rows.new_zeros(shard.vocab_rows_per_rank, rows.shape[1])
+    shard_rows[: len(token_range)] = rows[token_range.start : token_range.stop]
+    return shard_rows
+
+
+@dataclass(frozen=True, slots=True)
+class _LoRAModule:
+    """A linear that adapters can change, or the embedding."""
+
+    name: str
+    """Its path in the model, as rank_pattern knows it."""
+    layer: int
+    path: str
+    """Its path in the layer; its name, where it is in none."""
+
+    @property
+    def target(self) -> str:
+        """What target_modules calls it."""
+        return self.path.rpartition(".")[2]
+
+
+def _lora_modules(shape: ModelConfig) -> dict[str, _LoRAModule]:
+    """By their names."""
+    layer_modules = (
+        _LoRAModule(f"{shape.architecture_info.layers_path}.{layer}.{path}", layer, path)
+        for layer in range(shape.num_layers)
+        for path in shape.architecture_info.linears
+    )
+    parent = shape.architecture_info.layers_path.removesuffix("layers")
+    outer_modules = (
+        _LoRAModule(f"{parent}embed_tokens", NO_LAYER, "embed_tokens"),
+        _LoRAModule("lm_head", NO_LAYER, "lm_head"),
+    )
+    return {module.name: module for module in (*layer_modules, *outer_modules)}
+
+
+def _ab_pairs(keys: list[str], shape: ModelConfig) -> tuple[dict[_LoRAModule, dict[str, str]], dict[str, _LoRAModule]]:
+    """Each adapted module's A and B by name; and, by name, copies of the base's weights of modules outside the layers.
+
+    Raises:
+        InvalidArgument: a tensor is none of ours, half a pair is missing, or there is none at all.
+    """
+    modules = _lora_modules(shape)
+    ab_pairs: dict[_LoRAModule, dict[str, str]] = {}
+    base_copies: dict[str, _LoRAModule] = {}
+    for tensor_name in sorted(keys):
+        match = _TENSOR_NAME.fullmatch(tensor_name)
+        module = modules.get(match["module"]) if match else None
+        if match is None or module is None:
+            raise InvalidArgument(_unexpected_tensor_error(tensor_name, shape))
+        if match["base"] and module.layer == NO_LAYER:
+            base_copies[tensor_name] = module
+            continue
+        matrix = match["looked_up" if module.path == "embed_tokens" else "half"]
+        if matrix is None:
+            raise InvalidArgument(_unexpected_tensor_error(tensor_name, shape))
+        ab_pairs.setdefault(module, {})[matrix] = tensor_name
+    if not ab_pairs:
+        raise InvalidArgument(f"{WEIGHTS_FILE} holds no tensor")
+    for names in ab_pairs.values():
+        if len(names) == 1:
+            (matrix, tensor_name), counterpart = next(iter(names.items())), {"A": "B", "B": "A"}
+            raise InvalidArgument(f"tensor {tensor_name!r} is there and its lora_{counterpart[matrix]} is not")
+    return ab_pairs, base_copies
+
+
+def _unexpected_tensor_error(tensor_name: str, shape: ModelConfig) -> str:
+    """Why a tensor is none of this model's."""
+    layers = shape.architecture_info.layers_path
+    layer_match = re.match(rf"base_model\.model\.{re.escape(layers)}\.(\d{{1,5}})\.", tensor_name)
+    if layer_match and int(layer_match[1]) >= shape.num_layers:
+        return f"tensor {tensor_name[:200]!r}: the model has {shape.num_layers} layers; is it for another model?"
+    paths = ", ".join(shape.architecture_info.linears)
+    return (
+        f"tensor {tensor_name[:200]!r} is not a LoRA matrix of a linear; those of {shape.architecture} are {paths}, "
+        f"named base_model.model.{layers}.N.PATH.lora_A|B.weight; beside them lm_head and embed_tokens can be adapted"
+    )
+
+
+def _check_targets(ab_pairs: Mapping[_LoRAModule, Any], config: PeftConfig, shape: ModelConfig) -> None:
+    """Refuse a file that lacks tensors of modules that its config says were trained, or has those of others: it is cut
+    or mixed up."""
+    for module in ab_pairs:
+        if (field := config.target_modules.excluding_field(module.name)) is not None:
+            raise InvalidArgument(
+                f"the file has tensors for {module.name}, which {field} leaves out; the config is not that of the file"
+            )
+    for module in _lora_modules(shape).values():
+        if module.target in config.target_modules.names_in_every_layer and module not in ab_pairs:
+            location = "the file" if module.layer == NO_LAYER else f"layer {module.layer}"
+            raise InvalidArgument(f"target_modules has {module.target}, and {location} has no tensors for it")
+
+
+def _check_tied_embeddings(ab_pairs: Mapping[_LoRAModule, Any], config: PeftConfig, shape: ModelConfig) -> None:
+    outer_targets = [module.target for module in ab_pairs if module.layer == NO_LAYER]
+    if config.ensure_weight_tying and shape.tie_word_embeddings and outer_targets:
+        raise InvalidArgument(
+            f"ensure_weight_tying True is not supported with {outer_targets[0]} adapted: embedding and output "
+            "projection would share one adapter; train it without"
+        )
+
+
+def _check_base_copy(
+    file: SafetensorsReader, name: str, module: _LoRAModule, shape: ModelConfig, checkpoint: Path | None
+) -> None:
+    """Refuse a copy of the base's weight that is another than the base's: a grown or a trained one."""
+    _check_tensor(file, name, (shape.vocab_size, shape.embedding_size))
+    checkpoint_name = f"{module.name}.weight"
+    if checkpoint_name == "lm_head.weight" and shape.tied_embedding_name is not None:
+        checkpoint_name = shape.tied_embedding_name
+    if checkpoint is None or not equals_checkpoint(checkpoint, checkpoint_name, file.get_tensor(name)):
+        raise InvalidArgument(
+            f"{name} differs from the base model's {checkpoint_name}: rows were trained or added; only adapters of it "
+            "are "
+            "supported (PEFT: save_embedding_layers=False leaves it out)"
+        )
+
+
+def _check_tensor(file: SafetensorsReader, name: str, expected_shape: tuple[int, int]) -> None:
+    tensor = file.get_slice(name)
+    shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+    if dtype not in DTYPES:
+        raise InvalidArgument(f"tensor {name!r} is {dtype}; supported are {', '.join(DTYPES)}")
+    if shape != expected_shape:
+        raise InvalidArgument(f"tensor {name!r} has shape {shape}; config and model make it {expected_shape}")

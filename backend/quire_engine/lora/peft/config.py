@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PeftConfig: what adapter_config.json says about ranks and scales, if it says nothing that cannot be served.
+
+A field that changes what an adapter computes is refused by name. A field that nobody here knows is refused when it is
+set: PEFT marks its variants by new fields.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from quire_engine.lora.peft.target_modules import TargetModules, is_safe_regex
+from quire_spec.errors import InvalidArgument, truncated_repr
+
+# Where training began or ended, of which the saved tensors are the result; or how files were handled.
+IGNORED_FIELDS = frozenset(
+    {
+        "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config",
+        "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform",
+        "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
+        "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+    }
+)  # fmt: skip
+SUPPORTED_FIELDS = frozenset(
+    {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "ensure_weight_tying"}
+)
+# Refused unless absent, null, false or empty.
+UNSUPPORTED_FIELDS = {
+    "alora_invocation_tokens": "the adapter applies to a part of the tokens only",
+    "arrow_config": "the adapter is a mixture",
+    "kasa_config": "there is a diagonal between A and B",
+    "layer_replication": "the model has other layers than the base",
+    "lora_bias": "B has a bias",
+    "modules_to_save": "whole modules were trained",
+    "monteclora_config": "the adapter is sampled",
+    "target_parameters": "parameters that are no linears were adapted",
+    "trainable_token_indices": "rows of the embedding were trained",
+    "use_bdlora": "A or B is block-diagonal",
+    "use_dora": "there are magnitudes beside A and B",
+    "use_qalora": "inputs are pooled before A",
+    "velora_config": "it is a variant",
+}
+# The others (pissa, olora, corda, loftq, lora_ga) subtract the start of A and B from the base model's weights.
+SUPPORTED_INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_PATTERNS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """Ranks and scales of an adapter's modules."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_pattern: Mapping[str, int]
+    """Rank of modules whose path ends in a match of the key; the first key that matches counts."""
+    alpha_pattern: Mapping[str, float]
+    ensure_weight_tying: bool
+    """Embedding and output projection, where they are one, share their adapter."""
+    target_modules: TargetModules
+    """Which modules were adapted."""
+
+    @classmethod
+    def load(cls, path: Path, max_rank: int) -> Self:
+        """Read adapter_config.json.
+
+        Raises:
+            InvalidArgument: it cannot be read, is not LoRA, asks for something that cannot be served, or exceeds
+                `max_rank`.
+        """
+        values = _read_json_object(path)
+        _check_fields(values)
+        config = cls(
+            r=_positive_int("r", values.get("r", 8)),
+            lora_alpha=_number("lora_alpha", values.get("lora_alpha", 8)),
+            use_rslora=_flag("use_rslora", values.get("use_rslora")),
+            rank_pattern=_parse_pattern("rank_pattern", values.get("rank_pattern"), _positive_int),
+            alpha_pattern=_parse_pattern("alpha_pattern", values.get("alpha_pattern"), _number),
+            ensure_weight_tying=_flag("ensure_weight_tying", values.get("ensure_weight_tying")),
+            target_modules=TargetModules.from_config(values),
+        )
+        largest = max(config.r, *config.rank_pattern.values(), 0)
+        if largest > max_rank:
+            raise InvalidArgument(
+                f"rank {largest} exceeds max_lora_rank {max_rank}; raise it (spec.lora.maxRank of an LLMService) or "
+                "train a smaller one"
+            )
+        return config
+
+    def rank(self, module: str) -> int:
+        """Rank of a module, by its path in the model."""
+        return int(_first_match(self.rank_pattern, module, self.r))
+
+    def scale(self, module: str) -> float:
+        """What B A x is multiplied by."""
+        rank, alpha = self.rank(module), _first_match(self.alpha_pattern, module, self.lora_alpha)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise InvalidArgument(f"{path.name} is missing; is this the folder of a PEFT adapter?")
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise InvalidArgument(f"{path.name} has {path.stat().st_size} bytes; at most {_MAX_CONFIG_BYTES} are read")
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path.name} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InvalidArgument(f"{path.name} is not an object")
+    return values
+
+
+def _check_fields(values: Mapping[str, Any]) -> None:
+    if values.get("peft_type") != "LORA":
+        raise InvalidArgument(f"peft_type {truncated_repr(values.get('peft_type'))} is not supported; only 'LORA' is")
+    if values.get("bias", "none") != "none":
+        raise InvalidArgument(f"bias {truncated_repr(values['bias'])}: biases were trained; only 'none' is supported")
+    init_method = values.get("init_lora_weights", True)
+    if not any(
+        init_method is known or (isinstance(known, str) and init_method == known) for known in SUPPORTED_INITIALIZATIONS
+    ):
+        raise InvalidArgument(
+            f"init_lora_weights {truncated_repr(init_method)} changes the base model's weights; convert the adapter "
+            "to a "
+            "plain one "
+            "(PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    known = IGNORED_FIELDS | SUPPORTED_FIELDS | {"bias", "init_lora_weights"}
+    for name in sorted(set(values) - known):
+        if values[name] in (None, False, [], {}, ""):
+            continue
+        reason = UNSUPPORTED_FIELDS.get(name, "this version does not know the field")
+        raise InvalidArgument(f"{truncated_repr(name)} {truncated_repr(values[name])} is not supported: {reason}")
+
+
+def _parse_pattern(name: str, value: Any, parse: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or len(value) > _MAX_PATTERNS:
+        raise InvalidArgument(f"{name} {truncated_repr(value)} is not an object of at most {_MAX_PATTERNS} entries")
+    for key in value:
+        _check_regex(name, key)
+    return {key: parse(f"{name}[{truncated_repr(key)}]", entry) for key, entry in value.items()}
+
+
+def _check_regex(name: str, key: str) -> None:
+    """Refuse what is no regular expression, and what could take for ever: repeated groups, many repetitions."""
+    try:
+        if not is_safe_regex(key):
+            raise ValueError("too long, or with more than 3 repetitions or a repeated group")
+        re.compile(rf"(.*\.)?({key})$")
+    except (ValueError, re.error, RecursionError, OverflowError) as error:
+        raise InvalidArgument(f"{name}: key {truncated_repr(key)} is not a usable expression: {error}") from error
+
+
+def _first_match(pattern: Mapping[str, float], module: str, default: float) -> float:
+    # PEFT's rule (peft.utils.other.get_pattern_key).
+    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+def _positive_int(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise InvalidArgument(f"{name} {truncated_repr(value)} is not a positive integer")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= 1e9:
+        raise InvalidArgument(f"{name} {truncated_repr(value)} is not a number of at most 1e9")
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise InvalidArgument(f"{name} {truncated_repr(value)} is neither true nor false")
+    return bool(value)

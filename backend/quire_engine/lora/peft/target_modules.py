@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets: which modules an adapter's config says were adapted, by PEFT's rule. Part of PeftConfig.
+
+PEFT leaves tensors of other modules unread, so a file that has some is not what its config says.
+
+Source: `check_target_module_exists` in PEFT 0.21, tuners/tuners_utils.py
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire_spec.errors import InvalidArgument, truncated_repr
+
+ALL_LINEAR = "all-linear"
+_NON_LAYER_MODULES = ("embed_tokens", "lm_head")
+_MAX_REGEX_LENGTH = 256
+_ANY_LAYER = r".*?\.[^.]*\.(\d+)\."
+
+
+@dataclass(frozen=True, slots=True)
+class TargetModules:
+    """What target_modules, exclude_modules, layers_to_transform and layers_pattern say together."""
+
+    names: frozenset[str] | str | None
+    """Ends of paths, or an expression; None: not told, or by an expression that could take for ever."""
+    excluded_names: frozenset[str] | str | None
+    layers: frozenset[int] | None
+    """Of modules that a name is for; None: all."""
+    layer_regexes: tuple[str, ...]
+    """Each finds the number of a module's layer; the first that matches counts."""
+
+    @classmethod
+    def from_config(cls, values: Mapping[str, Any]) -> Self:
+        """From a config's fields.
+
+        Raises:
+            InvalidArgument: layers_to_transform or layers_pattern is of another form than PEFT's.
+        """
+        layers, patterns = values.get("layers_to_transform"), values.get("layers_pattern") or []
+        layers = [layers] if type(layers) is int else layers or None
+        if layers is not None and not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
+            raise InvalidArgument(
+                f"layers_to_transform {truncated_repr(layers)} is neither a layer's number nor a list of them"
+            )
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        if not (
+            isinstance(patterns, list) and all(isinstance(p, str) and re.fullmatch(r"[\w.]+", p) for p in patterns)
+        ):
+            raise InvalidArgument(
+                f"layers_pattern {truncated_repr(patterns)} is neither a module's name nor a list of them"
+            )
+        return cls(
+            names=_parse_names(values.get("target_modules")),
+            excluded_names=_parse_names(values.get("exclude_modules") or None),
+            layers=None if layers is None else frozenset(layers),
+            layer_regexes=tuple(rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns) or (_ANY_LAYER,),
+        )
+
+    @property
+    def names_in_every_layer(self) -> frozenset[str]:
+        """Names of modules that were adapted in every layer."""
+        in_every_layer = isinstance(self.names, frozenset) and self.layers is None and not self.excluded_names
+        return self.names if in_every_layer and isinstance(self.names, frozenset) else frozenset()
+
+    def excluding_field(self, module: str) -> str | None:
+        """The field by which a module, by its path in the model, was not adapted; None: it was, or may have been."""
+        if self.excluded_names is not None and _matches(self.excluded_names, module):
+            return "exclude_modules"
+        if self.names is None:
+            return None
+        if not _matches(self.names, module):
+            return "target_modules"
+        # As in PEFT, layers count for names that are not whole paths.
+        if isinstance(self.names, str) or module in self.names or self.layers is None:
+            return None
+        layer_match = next(filter(None, (re.match(expression, module) for expression in self.layer_regexes)), None)
+        return None if layer_match and int(layer_match[1]) in self.layers else "layers_to_transform"
+
+
+def is_safe_regex(expression: str) -> bool:
+    """Whether an expression can be tried on a path without taking for ever: no repeated groups, few repetitions."""
+    has_few_repetitions = len(re.findall(r"[*+?{]", expression)) <= 3 and not re.search(r"\)[*+?{]", expression)
+    return len(expression) <= _MAX_REGEX_LENGTH and has_few_repetitions
+
+
+def _parse_names(value: Any) -> frozenset[str] | str | None:
+    if isinstance(value, list):
+        return frozenset(name for name in value if isinstance(name, str))
+    if not isinstance(value, str):
+        return None
+    if value.lower() == ALL_LINEAR:
+        return ALL_LINEAR
+    try:
+        re.compile(value)
+    except (ValueError, re.error, RecursionError, OverflowError):
+        return None
+    return value if is_safe_regex(value) else None
+
+
+def _matches(names: frozenset[str] | str, module: str) -> bool:
+    if names == ALL_LINEAR:
+        return not module.endswith(_NON_LAYER_MODULES)
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    parts = module.split(".")
+    return any(".".join(parts[i:]) in names for i in range(len(parts)))

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch: a step's spans as tensors, everything a forward needs besides weights and KV cache. Built by `build_batch`.
+
+All spans are flattened into one batch, tokens of one adapter side by side, so that an adapter's delta works on a slice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.step.input import StepInput
+from quire_kernels import (
+    AdapterSegment,
+    AttentionMetadata,
+    LoRABatch,
+    build_attention_metadata,
+    build_lora_batch,
+    to_device_async,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Tokens of a step, on the device."""
+
+    token_ids: Tensor
+    """[num_tokens] int64."""
+    positions: Tensor
+    """[num_tokens] int64, each in its sequence."""
+    long_rope: Tensor | None
+    """[num_tokens] bool: tokens of sequences whose keys are rotated as those of long ones; None: there are none."""
+    addresses: Tensor
+    """[num_tokens] int64: where keys and values go in the cache."""
+    attention: AttentionMetadata
+    adapters: LoRABatch | None
+    """None when no span has an adapter."""
+    logit_rows: Tensor | None
+    """[num_logits] int64: tokens whose logits are wanted, first those that choose the next token of each span, then
+    those that tell how likely prompt tokens are; None: all, in order."""
+    num_logits: int
+    logit_adapter_slots: tuple[int, ...] = ()
+    """Of each token whose logits are wanted: the slot of its adapter, -1 without; empty when no span has one."""
+
+    def for_logit_rows(self, rows: slice) -> "ForwardBatch":
+        """The batch of some of the tokens whose logits are wanted, for the output projection."""
+        if self.adapters is None or (self.logit_rows is None and rows == slice(self.num_logits)):
+            return self
+        slots, device = self.logit_adapter_slots[rows], self.token_ids.device
+        segments = _adapter_segments(slots, [1] * len(slots))
+        return replace(self, adapters=build_lora_batch(segments, len(slots), device) if segments else None)
+
+
+def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.device) -> ForwardBatch:
+    """The batch of a step, the blocks that it begins to fill cleared."""
+    starts, lengths, num_tokens = step_input.starts, step_input.lengths, len(step_input.token_ids)
+    block_tables = kv_cache.pad_tables(
+        step_input.block_ids, [start + length for start, length in zip(starts, lengths, strict=True)]
+    )
+    rows, positions = _positions(starts, lengths)
+    addresses = kv_cache.addresses(block_tables, rows, positions)
+    kv_cache.zero_new_blocks(addresses)
+    segments = _adapter_segments(step_input.adapter_slots, step_input.lengths)
+    long_rope = torch.tensor(step_input.long_rope, dtype=torch.bool)[rows] if step_input.long_rope else None
+    all_rows = step_input.logit_rows == list(range(num_tokens))
+    return ForwardBatch(
+        token_ids=to_device_async(step_input.token_ids, device),
+        positions=to_device_async(positions, device),
+        long_rope=None if long_rope is None else to_device_async(long_rope, device),
+        addresses=to_device_async(addresses, device),
+        attention=build_attention_metadata(starts, lengths, block_tables, kv_cache.layers[0], device),
+        adapters=build_lora_batch(segments, num_tokens, device) if segments else None,
+        logit_rows=None if all_rows else to_device_async(step_input.logit_rows, device),
+        num_logits=len(step_input.logit_rows),
+        logit_adapter_slots=tuple(torch.tensor(step_input.adapter_slots)[rows][step_input.logit_rows].tolist())
+        if segments
+        else (),
+    )
+
+
+def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Each token's span and its position in the sequence, both [num_tokens] int64."""
+    counts = torch.tensor(lengths)
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+    # What to add to a token's index in the batch to get its position in its sequence.
+    shifts = torch.tensor(starts) - (counts.cumsum(0) - counts)
+    return rows, torch.arange(len(rows)) + shifts[rows]
+
+
+def _adapter_segments(slots: Sequence[int], lengths: Sequence[int]) -> list[AdapterSegment]:
+    """Tokens by adapter slot, from the slot and the length of each span."""
+    segments: list[AdapterSegment] = []
+    end = 0
+    for slot, length in zip(slots, lengths, strict=True):
+        start, end = end, end + length
+        if slot < 0:
+            continue
+        if segments and (segments[-1].adapter_slot, segments[-1].end) == (slot, start):
+            start = segments.pop().start
+        segments.append(AdapterSegment(slot, start, end))
+    return segments

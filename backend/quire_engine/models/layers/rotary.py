@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding: the angles that a checkpoint's rope asks for. Applied by quire_kernels.apply_rope.
+
+Source of all scalings: the releases that brought them, as in transformers' modeling_rope_utils.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from quire_spec.model.rope_config import RopeConfig
+
+
+class RotaryEmbedding:
+    """Cosines and sines of positions."""
+
+    def __init__(self, rope: RopeConfig, device: torch.device) -> None:
+        self._frequencies = inverse_frequencies(rope).to(device)
+        self._long_frequencies = inverse_frequencies(rope, long_rope=True).to(device)
+        self._scale = rope.attention_factor
+
+    def __call__(self, positions: Tensor, long_rope: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions.
+
+        Args:
+            positions: [num_tokens].
+            beyond_switch: [num_tokens] bool, tokens of sequences longer than rope.switch; None: there are none.
+            dtype: of what is returned.
+
+        Returns:
+            Cosines and sines, each [num_tokens, rope.dim]; the first half of the sines is negated, as `apply_rope`
+            takes them.
+        """
+        frequencies = self._frequencies
+        if long_rope is not None:
+            frequencies = torch.where(long_rope[:, None], self._long_frequencies, frequencies)
+        angles = positions.to(torch.float32)[:, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._scale != 1.0:
+            cos, sin = cos * self._scale, sin * self._scale
+        return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+
+
+def inverse_frequencies(rope: RopeConfig, *, long_rope: bool = False) -> Tensor:
+    """Radians per position of each pair, [rope.dim / 2] float32 on the CPU; `beyond_switch`: of longer sequences."""
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).to(torch.float32) / rope.dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "linear":
+        return frequencies / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3(frequencies, rope)
+    if rope.rope_type == "yarn":
+        return _yarn(frequencies, rope)
+    if rope.rope_type == "longrope":
+        return frequencies / torch.tensor(rope.long_factor if long_rope else rope.short_factor)
+    # `dynamic` stretches contexts beyond max_position_embeddings, and up to there changes nothing.
+    return frequencies
+
+
+def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    wavelengths, low, high = 2 * math.pi / frequencies, rope.low_freq_factor, rope.high_freq_factor
+    smooth_factor = ((rope.original_max_position / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth_factor) * frequencies / rope.factor + smooth_factor * frequencies
+
+
+def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Pairs that turn often within the trained length are kept, slow ones stretched by `factor`, those between blended.
+
+    Source: https://arxiv.org/abs/2309.00071
+    """
+
+    def correction_dim(num_rotations: float) -> float:
+        return (
+            rope.dim * math.log(rope.original_max_position / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        )
+
+    first, last = correction_dim(rope.beta_fast), correction_dim(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.dim - 1)
+    ramp = (torch.arange(rope.dim // 2) - first) / (last - first or 0.001)
+    interpolation_factor = ramp.clamp(0.0, 1.0)
+    return interpolation_factor * frequencies / rope.factor + (1 - interpolation_factor) * frequencies

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Room: whether one more sequence can run beside those that do, and who would have to leave for it. Decides nothing."""
+
+from quire_engine.kv_cache.block_manager import BlockManager
+from quire_engine.kv_cache.block_pool import BlockPool
+from quire_engine.kv_cache.prefix_cache import PrefixHit
+from quire_engine.scheduling.request_queue import RequestQueue
+from quire_engine.sequence import Sequence
+from quire_engine.step.builder import StepPlanBuilder
+
+
+class CapacityCheck:
+    """Seats, which are `max_num_seqs`, and free blocks, of which one for each running sequence is kept in reserve."""
+
+    def __init__(
+        self, max_num_seqs: int, running: RequestQueue, block_pool: BlockPool, block_manager: BlockManager
+    ) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._running = running
+        self._block_pool = block_pool
+        self._block_manager = block_manager
+
+    def has_free_seq(self, builder: StepPlanBuilder, num_preempted: int = 0) -> bool:
+        """Whether there is a seat, those promised to forks left aside, if so many running sequences leave."""
+        return len(self._running) - num_preempted + len(builder.pending_forks) < self._max_num_seqs
+
+    def preemption_victims(
+        self, sequence: Sequence, prefix: PrefixHit, builder: StepPlanBuilder
+    ) -> list[Sequence] | None:
+        """The fewest less urgent sequences, last in rank first, without which this one can start; None if it cannot."""
+        if self._fits(sequence, prefix, builder):
+            return []
+        if not self._running or self._running.least_urgent.priority <= sequence.priority:
+            return None
+        candidates = [s for s in self._running if s.priority > sequence.priority and s is not sequence.parent][::-1]
+        # At most what they hold: spares the counting where it would be for nothing.
+        if not self._fits(sequence, prefix, builder, len(candidates), sum(len(s.block_table) for s in candidates)):
+            return None
+        for num_preempted, num_freed_blocks in enumerate(
+            self._block_manager.num_blocks_freed_by(candidates, prefix), 1
+        ):
+            if self._fits(sequence, prefix, builder, num_preempted, num_freed_blocks):
+                return candidates[:num_preempted]
+        return None
+
+    def _fits(
+        self,
+        sequence: Sequence,
+        prefix: PrefixHit,
+        builder: StepPlanBuilder,
+        num_preempted: int = 0,
+        num_freed_blocks: int = 0,
+    ) -> bool:
+        """Whether a sequence can start, if that many running ones leave and release that many blocks."""
+        num_running = len(self._running) - num_preempted
+        num_reserved = num_running + len(builder.pending_forks) + 1 if num_running else 0
+        num_needed = self._block_manager.num_blocks_needed(sequence, prefix) + num_reserved
+        return self.has_free_seq(builder, num_preempted) and num_needed <= self._block_pool.num_free + num_freed_blocks

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text process: `python -m quire_engine.text`."""
+
+from quire_engine.ipc.process import run_process
+from quire_engine.text.process import main
+
+run_process("quire_engine.text", main)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics: what the text process counts and measures, in Prometheus' text format.
+
+Names are vLLM's where the meaning is the same, so that its dashboards, autoscalers and endpoint pickers work; ours
+begin with quire_. Counted here and not in the engine core, because requests, names and latencies are known here; the
+core's own numbers come with every step (Stats). The desk calls this at most once for each request of a step.
+"""
+
+from collections.abc import Iterable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from quire_engine.text.adapter_metrics import AdapterMetrics
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.protocol.messages import SchedulerStats
+
+# The buckets of vLLM, so that its dashboards' quantiles mean the same.
+_TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_INTER_TOKEN_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_N_BUCKETS = (1, 2, 5, 10, 20)
+_REQUEST_LATENCY_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+_KV_CACHE_INFO_LABELS = (
+    *("model_name", "block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks"),
+)
+
+
+# When each series began: a line for each, and Prometheus keeps its own time.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class RequestMetrics:
+    """One registry. Every method is cheap but `exposition`, which may run in another thread."""
+
+    def __init__(self, config: EngineConfig, served_name: str, max_model_len: int) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = served_name
+        self._config = config
+        self._last_stats = SchedulerStats()
+        self.adapter_metrics = AdapterMetrics(self.registry, served_name, _TTFT_BUCKETS)
+        self._create_gauges()
+        self._create_counters()
+        self._create_histograms(_token_buckets(max_model_len))
+
+    def set_active_adapters(self, running: Iterable[str], waiting: Iterable[str]) -> None:
+        """Names of the adapters that run and that requests wait for."""
+        if not self._config.enable_lora:
+            return
+        # One series at a time: readers take the newest, and old combinations of names would stay for ever.
+        self._lora_requests_info.clear()
+        labels = (str(self._config.max_loras), ",".join(sorted(waiting)), ",".join(sorted(running)))
+        self._lora_requests_info.labels(*labels).set_to_current_time()
+
+    def record_rejected(self, code: str) -> None:
+        """A request was not admitted."""
+        self._rejected_requests.labels(self._model_name, code).inc()
+
+    def record_started(self, adapter_name: str | None, queued_s: float) -> None:
+        """A request ran for the first time, after waiting `queued_s`."""
+        self._queue_time.observe(queued_s)
+        self.adapter_metrics.record_started(adapter_name, queued_s)
+
+    def record_first_token(self, adapter_name: str | None, seconds: float) -> None:
+        """A request got its first token, `seconds` after it came."""
+        self._time_to_first_token.observe(seconds)
+        self.adapter_metrics.record_first_token(adapter_name, seconds)
+
+    def record_next_token(self, seconds: float) -> None:
+        """A request got another token, `seconds` after the one before."""
+        self._inter_token_latency.observe(seconds)
+
+    def record_generated_tokens(self, adapter_name: str | None, num_tokens: int) -> None:
+        """A request got `count` tokens."""
+        self._generation_tokens.inc(num_tokens)
+        self.adapter_metrics.record_generated_tokens(adapter_name, num_tokens)
+
+    def record_finished(
+        self, reason: str, seconds: float, num_input_tokens: int, num_output_tokens: int, params: SamplingParams
+    ) -> None:
+        """A request that was queued ended: stop, length, abort or error, `seconds` after it came."""
+        self._finished_requests.labels(self._model_name, reason).inc()
+        if reason in ("stop", "length"):
+            self._e2e_latency.observe(seconds)
+            self._request_prompt_tokens.observe(num_input_tokens)
+            self._request_generation_tokens.observe(num_output_tokens)
+            self._params_n.observe(params.n)
+            if params.max_tokens is not None:
+                self._params_max_tokens.observe(params.max_tokens)
+
+    def record_prompt_tokens(self, num_tokens: int) -> None:
+        """A prompt of `count` tokens was given to the engine core."""
+        self._prompt_tokens.inc(num_tokens)
+
+    def record_slow_reader(self) -> None:
+        """A frontend was given up because it did not read."""
+        self._slow_readers.inc()
+
+    def set_core_connected(self, connected: bool) -> None:
+        """The engine core came or went; a new one counts from zero."""
+        self._core_connected.set(connected)
+        self._last_stats = SchedulerStats()
+        usage_gauges = (self._kv_cache_usage, self._swap_space_usage, self._host_adapters, self._host_adapter_bytes)
+        for gauge in (*usage_gauges, self._num_running, self._num_waiting, self._num_swapped):
+            gauge.set(0)
+        self.adapter_metrics.set_resident_adapters(())
+
+    def record_core_stats(self, stats: SchedulerStats) -> None:
+        """The engine core's numbers after a step."""
+        previous, self._last_stats = self._last_stats, stats
+        if stats.num_blocks != previous.num_blocks:
+            self._set_kv_cache_info(stats.num_blocks)
+        self._num_running.set(stats.num_running)
+        self._num_waiting.set(stats.num_waiting)
+        self._num_swapped.set(stats.num_swapped)
+        self._swap_space_usage.set(stats.num_used_host_blocks / stats.num_host_blocks if stats.num_host_blocks else 0.0)
+        self._host_adapters.set(stats.num_host_adapters)
+        self._host_adapter_bytes.set(stats.host_adapter_bytes)
+        self._kv_cache_usage.set(stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
+        for name, counter in self._core_counters.items():
+            counter.inc(max(0, getattr(stats, name) - getattr(previous, name)))
+
+    def render(self) -> str:
+        """Everything, in the text format. Takes tens of milliseconds with many adapters: not for the event loop."""
+        return generate_latest(self.registry).decode()
+
+    def _gauge(self, name: str, documentation: str) -> Gauge:
+        return Gauge(name, documentation, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def _counter(self, name: str, documentation: str) -> Counter:
+        return Counter(name, documentation, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def _histogram(self, name: str, documentation: str, buckets: Iterable[float]) -> Histogram:
+        metric = Histogram(name, documentation, ["model_name"], buckets=tuple(buckets), registry=self.registry)
+        return metric.labels(self._model_name)
+
+    def _create_gauges(self) -> None:
+        self._num_running = self._gauge("vllm:num_requests_running", "Requests that run.")
+        self._num_waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait to run.")
+        self._kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them.")
+        self._num_swapped = self._gauge("vllm:num_requests_swapped", "Requests that wait with their KV in host memory.")
+        self._swap_space_usage = self._gauge(
+            "vllm:cpu_cache_usage_perc", "Share of the swap space in use; 1 is all of it."
+        )
+        self._host_adapters = self._gauge("quire_host_adapters", "Adapters in host memory.")
+        self._host_adapter_bytes = self._gauge("quire_host_adapter_bytes", "Bytes of the adapters in host memory.")
+        self._core_connected = self._gauge("quire_core_connected", "1 while the engine core is there.")
+        label_names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        documentation = "Adapters that run and that requests wait for, by name; the value is the time in Unix seconds."
+        self._lora_requests_info = Gauge("vllm:lora_requests_info", documentation, label_names, registry=self.registry)
+        self._kv_cache_info = Gauge(
+            "vllm:cache_config_info", "The KV cache.", _KV_CACHE_INFO_LABELS, registry=self.registry
+        )
+
+    def _create_counters(self) -> None:
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens given to the engine.")
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self._slow_readers = self._counter("quire_slow_readers", "Frontend connections cut because they did not read.")
+        self._core_counters = {
+            "prefix_cache_queries": self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache."),
+            "prefix_cache_hits": self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache."),
+            "num_preemptions": self._counter("vllm:num_preemptions", "Sequences that gave their blocks up."),
+            "num_block_copies": self._counter("quire_block_copies", "KV blocks copied for a second writer."),
+            "num_swapped_out_blocks": self._counter("quire_swapped_out_blocks", "KV blocks copied to host memory."),
+            "num_swapped_in_blocks": self._counter("quire_swapped_in_blocks", "KV blocks copied back."),
+            "num_steps": self._counter("quire_steps", "Steps of the engine."),
+        }
+        self._finished_requests = Counter(
+            "vllm:request_success",
+            "Requests that ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._rejected_requests = Counter(
+            "quire_requests_refused",
+            "Requests not admitted, by code, but for what the server refuses by itself: unknown models, tensors of "
+            "another type, what is no JSON.",
+            ["model_name", "code"],
+            registry=self.registry,
+        )
+
+    def _create_histograms(self, token_buckets: list[int]) -> None:
+        ttft_buckets, inter_token_buckets, latency_buckets = (
+            _TTFT_BUCKETS,
+            _INTER_TOKEN_BUCKETS,
+            _REQUEST_LATENCY_BUCKETS,
+        )
+        self._time_to_first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", ttft_buckets
+        )
+        self._inter_token_latency = self._histogram(
+            "vllm:inter_token_latency_seconds",
+            "From one step's tokens of a request to the next's.",
+            inter_token_buckets,
+        )
+        self._e2e_latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", latency_buckets
+        )
+        self._queue_time = self._histogram(
+            "vllm:request_queue_time_seconds", "From a request's arrival to its first step.", latency_buckets
+        )
+        self._request_prompt_tokens = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a finished request.", token_buckets
+        )
+        self._request_generation_tokens = self._histogram(
+            "vllm:request_generation_tokens", "Output tokens of a finished request.", token_buckets
+        )
+
+        self._params_n = self._histogram("vllm:request_params_n", "Outputs that a finished request wanted.", _N_BUCKETS)
+        self._params_max_tokens = self._histogram(
+            "vllm:request_params_max_tokens", "Output tokens that a finished request wanted at most.", token_buckets
+        )
+
+    def _set_kv_cache_info(self, num_blocks: int) -> None:
+        config = self._config
+        self._kv_cache_info.clear()
+        self._kv_cache_info.labels(
+            model_name=self._model_name,
+            block_size=str(config.block_size),
+            cache_dtype=config.kv_cache_dtype,
+            enable_prefix_caching=str(config.enable_prefix_caching),
+            gpu_memory_utilization=str(config.gpu_memory_utilization),
+            num_gpu_blocks=str(num_blocks),
+        ).set(1)
+
+
+def _token_buckets(max_model_len: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, ... up to the longest sequence, as vLLM has them."""
+    buckets = [m * 10**e for e in range(len(str(max_model_len))) for m in (1, 2, 5)]
+    return [bucket for bucket in buckets if bucket <= max_model_len] or [1]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation: one open request in the text process, from admission to its last event.
+
+Turns the engine core's results (token ids) into what the client gets (events with text), and nothing else: no socket,
+no clock, no queue. A request with several outputs is several sequences of the core. The desk owns it.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire_engine.text.admission import AdmittedRequest
+from quire_engine.tokenization.completion import MIN_LOGPROB, CompletionDelta, CompletionState, fan_out, select_best_of
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.protocol.messages import GenerateRequest, OutputDelta, SequenceDelta, SequenceRequest
+
+_TokenLogprobs = dict[str, dict[str, Any]]
+
+
+class RequestState:
+    """State of one request. Times are monotonic seconds that the desk fills in."""
+
+    def __init__(
+        self, first_sequence_id: int, request: GenerateRequest, admitted_request: AdmittedRequest, arrival_time: float
+    ) -> None:
+        self.params = admitted_request.params
+        self.sequence_ids = range(first_sequence_id, first_sequence_id + self.params.num_sequences)
+        """Of its sequences in the engine core, one for each output."""
+        self.client_request_id = request.id
+        """Of the request on its frontend's connection."""
+        self.adapter_name = admitted_request.adapter_name
+        self.arrival_time = arrival_time
+        self.is_submitted = False
+        """The engine core has it."""
+        self.is_started = False
+        """It has run in a step: it is not queued any more."""
+        self.is_closed = False
+        """The desk has closed it."""
+        self.num_input_tokens = 0
+        self.completions: list[CompletionState] = []
+        """Its outputs, from `begin` on, in the order of `ids`."""
+        self._adapter_digest = admitted_request.adapter_digest
+        self._cache_salt = request.cache_salt
+        self._priority = request.priority
+        self._stream = request.stream
+        self._tokenizer: Tokenizer | None = None
+        self._output_buffers = [_OutputBuffer() for _ in self.sequence_ids]
+        self._prompt_logprobs: list[_TokenLogprobs | None] | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all outputs so far."""
+        return sum(completion.num_tokens for completion in self.completions)
+
+    def to_core_requests(
+        self, prompt_token_ids: list[int], tokenizer: Tokenizer | None, bad_word_ids: list[list[int]]
+    ) -> list[SequenceRequest]:
+        """The prompt is tokenized: the messages that have the engine core run it."""
+        self.is_submitted = True
+        self.num_input_tokens = len(prompt_token_ids)
+        self._tokenizer = tokenizer if self.params.detokenize else None
+        base_request = SequenceRequest(
+            self.sequence_ids.start,
+            prompt_token_ids,
+            {},
+            self._adapter_digest,
+            self._cache_salt,
+            bad_word_ids,
+            priority=self._priority,
+        )
+        # As the core has them: it may be asked for log probabilities that only the choice of the best needs.
+        params = self.params.child_params(0)
+        self.completions = [CompletionState(params, self._tokenizer, prompt_token_ids) for _ in self.sequence_ids]
+        return fan_out(base_request, self.params)
+
+    def completion(self, sequence_id: int) -> CompletionState:
+        """The output that a sequence of the core makes."""
+        return self.completions[sequence_id - self.sequence_ids.start]
+
+    def update(self, result: SequenceDelta) -> list[OutputDelta]:
+        """What the client gets for a result of the engine core; nothing while it is kept for the end."""
+        if result.error_code is not None:
+            return [self.to_error_delta(result.error_code, result.error)]
+        delta = self.completion(result.id).update(result)
+        if result.prompt_logprobs is not None:
+            # The first token of a prompt has nothing before it to be likely after.
+            self._prompt_logprobs = [None, *map(self._logprobs_by_token, result.prompt_logprobs)]
+        index = result.id - self.sequence_ids.start
+        if self._stream:
+            return [self._to_output_delta(index, delta)]
+        self._output_buffers[index].add(delta)
+        if self.completions[index].finish_reason is None:
+            return []
+        if self.params.num_sequences == self.params.n:
+            return [self._to_output_delta(index, self._output_buffers[index].to_delta())]
+        return self._best_outputs() if self._all_finished() else []
+
+    def to_error_delta(self, code: str, message: str) -> OutputDelta:
+        """The final event of a request that failed."""
+        output_delta = OutputDelta(self.client_request_id, error_code=code, error=message)
+        return replace(output_delta, num_input_tokens=self.num_input_tokens, num_output_tokens=self.num_output_tokens)
+
+    def _to_output_delta(self, index: int, delta: CompletionDelta) -> OutputDelta:
+        completion = self.completions[index]
+        has_logprobs = self.params.logprobs is not None
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        return OutputDelta(
+            self.client_request_id,
+            delta.text,
+            delta.token_ids,
+            completion.finish_reason,
+            logprobs=[self._logprobs_by_token(entries) for entries in delta.logprobs or []] if has_logprobs else None,
+            cumulative_logprob=completion.cumulative_logprob if has_logprobs else None,
+            num_input_tokens=self.num_input_tokens,
+            num_output_tokens=completion.num_tokens,
+            prompt_logprobs=prompt_logprobs,
+            index=index,
+            other_outputs_pending=not self._all_finished(),
+        )
+
+    def _best_outputs(self) -> list[OutputDelta]:
+        """The likeliest outputs, renumbered."""
+        best_indices = select_best_of(self.completions, self.params.n)
+        output_deltas = [
+            replace(self._to_output_delta(i, self._output_buffers[i].to_delta()), index=output_index)
+            for output_index, i in enumerate(best_indices)
+        ]
+        return [
+            replace(output_delta, other_outputs_pending=output_delta is not output_deltas[-1])
+            for output_delta in output_deltas
+        ]
+
+    def _all_finished(self) -> bool:
+        return all(completion.finish_reason is not None for completion in self.completions)
+
+    def _logprobs_by_token(self, entries: list[list[float]]) -> _TokenLogprobs:
+        return {str(int(token_id)): self._logprob_entry(token_id, logprob, rank) for token_id, logprob, rank in entries}
+
+    def _logprob_entry(self, token_id: float, logprob: float, rank: float) -> dict[str, Any]:
+        token_text = self._tokenizer.token_text(int(token_id)) if self._tokenizer else None
+        return {"logprob": max(MIN_LOGPROB, logprob), "rank": int(rank), "decoded_token": token_text}
+
+
+@dataclass(slots=True)
+class _OutputBuffer:
+    """Of an output that is handed out as a whole."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[list[list[float]]] = field(default_factory=list)
+
+    def add(self, delta: CompletionDelta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or []
+
+    def to_delta(self) -> CompletionDelta:
+        return CompletionDelta("".join(self.texts), self.token_ids, self.logprobs)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces: the bytes that each token adds to a text, so that a stream is decoded in time linear in its length.
+
+A tokenizer's decoder maps a whole list of tokens to a text; decoding a growing list again and again is quadratic, and
+decoding a window of it is wrong where bytes are invalid. The decoders of byte-level BPE and of SentencePiece-style
+tokenizers are local: each token adds its bytes, whatever stands before it, except that the first token of a text may
+lose its space. This module reads the decoder's description and keeps that table. text.py is its only user.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import tokenizers
+
+from quire_spec.errors import ConfigError
+
+_TokenDecoder = Callable[[str, bool], str | bytes]
+"""From a token, and whether it is a text's first, to the text or the bytes that it adds."""
+
+
+class TokenBytesTable:
+    """Bytes by token id, for a token that goes on with a text and for one that begins it.
+
+    Raises:
+        ConfigError: the tokenizer's decoder is not local, or not one that this table knows.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._token_decoders: list[_TokenDecoder] = []
+        self._stripped_prefix = b""
+        """Taken once from the start of a text."""
+        self._is_fused = False
+        """A decoder sees the whole text from here on, not single tokens."""
+        self.decode_errors = "replace"
+        """How bytes that are no UTF-8 are decoded: "replace" as the byte-level decoder does, one U+FFFD for each broken
+        character; "surrogateescape" keeps them apart, for one U+FFFD a byte as the byte-fallback decoder does."""
+        self._parse_decoder(tokenizer)
+        self._bytes_by_id: dict[int, bytes] = {}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Bytes of a token that goes on with a text; none for an id that is not in the vocabulary."""
+        token_bytes = self._bytes_by_id.get(token_id)
+        if token_bytes is None:
+            token_bytes = self._bytes_by_id[token_id] = self._decode_token(token_id, at_start=False)
+        return token_bytes
+
+    def first_bytes_of(self, token_id: int) -> bytes:
+        """Bytes of a token that begins a text."""
+        return self._decode_token(token_id, at_start=True).removeprefix(self._stripped_prefix)
+
+    def _decode_token(self, token_id: int, at_start: bool) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        decoded: str | bytes = token
+        for token_decoder in self._token_decoders:
+            if isinstance(decoded, bytes):
+                break
+            decoded = token_decoder(decoded, at_start)
+        return decoded.encode() if isinstance(decoded, str) else decoded
+
+    def _parse_decoder(self, tokenizer: tokenizers.Tokenizer) -> None:
+        decoder = tokenizer.decoder
+        if decoder is None:
+            self._token_decoders.append(_join_with_spaces)
+            return
+        # The pickled state is the decoder's part of tokenizer.json; serializing the tokenizer would write it all.
+        config: dict[str, Any] = json.loads(decoder.__getstate__())
+        for decoder_config in config["decoders"] if config["type"] == "Sequence" else [config]:
+            self._add_decoder(decoder_config)
+
+    def _add_decoder(self, decoder_config: dict[str, Any]) -> None:
+        decoder_type = decoder_config["type"]
+        if decoder_type == "ByteLevel" and not self._is_fused and self.decode_errors == "replace":
+            self._token_decoders.append(_byte_level)
+            self._is_fused = True
+        elif decoder_type == "ByteFallback" and not self._is_fused:
+            self._token_decoders.append(_byte_fallback)
+            self.decode_errors = "surrogateescape"
+        elif decoder_type == "Fuse":
+            self._is_fused = True
+        elif decoder_type == "Metaspace" and not self._is_fused:
+            prepends_space = decoder_config["prepend_scheme"] != "never"
+            self._token_decoders.append(_replacer(decoder_config["replacement"], " ", "" if prepends_space else " "))
+        elif decoder_type == "Replace" and "String" in decoder_config["pattern"] and not self._is_fused:
+            self._token_decoders.append(
+                _replacer(decoder_config["pattern"]["String"], decoder_config["content"], decoder_config["content"])
+            )
+        elif (
+            decoder_type == "Strip" and self._is_fused and decoder_config["stop"] == 0 and decoder_config["start"] <= 1
+        ):
+            self._stripped_prefix = decoder_config["content"].encode() if decoder_config["start"] else b""
+        else:
+            raise ConfigError(
+                f"tokenizer.json: decoder {json.dumps(decoder_config, ensure_ascii=False)[:200]} is not supported; "
+                "supported are "
+                "ByteLevel, and Metaspace, ByteFallback, Fuse, Replace and Strip as SentencePiece models use them"
+            )
+
+
+def _replacer(old: str, new: str, new_at_start: str) -> _TokenDecoder:
+    return lambda token, at_start: token.replace(old, new_at_start if at_start else new)
+
+
+def _join_with_spaces(token: str, at_start: bool) -> str:
+    """A tokenizer without a decoder joins its tokens with spaces."""
+    return token if at_start else " " + token
+
+
+def _byte_fallback(token: str, at_start: bool) -> str | bytes:
+    match = _BYTE_TOKEN_PATTERN.fullmatch(token)
+    return bytes.fromhex(match[1]) if match else token
+
+
+def _byte_level(token: str, at_start: bool) -> bytes:
+    try:
+        return bytes([_BYTE_DECODER[character] for character in token])
+    except KeyError:
+        # An added token outside the alphabet, such as one with spaces in it, stands for itself.
+        return token.encode()
+
+
+def _build_byte_decoder() -> dict[str, int]:
+    """The character that byte-level BPE writes for each byte: itself if printable, else the next from U+0100.
+
+    Source: `bytes_to_unicode` of GPT-2, https://github.com/openai/gpt-2/blob/master/src/encoder.py
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(unprintable)}
+
+
+_BYTE_TOKEN_PATTERN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_BYTE_DECODER = _build_byte_decoder()

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint files to parameters: safetensors only, single or sharded, read by slice into merged parameters."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from quire_engine.weights.param_shard import LoadTarget, ParamShard, unsharded
+from quire_spec.errors import ConfigError
+
+SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+SAFE_WEIGHTS_NAME = "model.safetensors"
+FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+
+# Bytes read at a time: bounds what conversion holds beside the parameters.
+_CHUNK_BYTES = 64 << 20
+_LM_HEAD_NAME = "lm_head.weight"
+# In old Llama checkpoints; computed here from config.json.
+_DERIVED_TENSORS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def load_weights(
+    folder: Path, tensors: Iterable[tuple[str, LoadTarget]], *, tied_to: str | None = None, progress: bool = False
+) -> None:
+    """Fill parameters from the checkpoint in `folder`, converting to their dtype and device.
+
+    Args:
+        tensors: each tensor's name in the checkpoint, and the part of a parameter that it, or a part of it, fills.
+        tied: the embedding's name, where the output projection is the same; its copy in some checkpoints is left alone.
+        progress: show a bar on stderr.
+
+    Raises:
+        ConfigError: files or tensors are missing, unexpected, of another shape or not floating point; or the output
+            projection is another than the embedding, against `tied`.
+    """
+    file_by_tensor = _locate_tensors(folder)
+    # Some checkpoints, of OPT above all, were saved from what is inside the module `model`.
+    prefix = "" if any(name.startswith("model.") for name in file_by_tensor) else "model."
+    targets = {name.removeprefix(prefix): unsharded(target) for name, target in tensors}
+    tensor_names = {name for name in file_by_tensor if not _DERIVED_TENSORS.fullmatch(name)} - (
+        {_LM_HEAD_NAME} if tied_to else set()
+    )
+    if missing := sorted(set(targets) - tensor_names):
+        raise ConfigError(
+            f"{folder}: {_summarize_names(missing)} missing; config.json does not fit this checkpoint, or it is cut"
+        )
+    if unexpected := sorted(tensor_names - set(targets)):
+        raise ConfigError(
+            f"{folder}: {_summarize_names(unexpected)} unexpected; config.json does not fit this checkpoint"
+        )
+    total = sum(t.nbytes for t in targets.values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
+        for path in sorted({file_by_tensor[name] for name in targets}):
+            _load_file(path, {name: t for name, t in targets.items() if file_by_tensor[name] == path}, bar)
+    if (
+        tied_to
+        and _LM_HEAD_NAME in file_by_tensor
+        and not _equal_in_checkpoint(file_by_tensor, tied_to.removeprefix(prefix), _LM_HEAD_NAME)
+    ):
+        raise ConfigError(
+            f"{folder}: {_LM_HEAD_NAME} differs from {tied_to}, which it is by config.json; set tie_word_embeddings "
+            "to false there"
+        )
+
+
+def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
+    """Whether a tensor is the checkpoint's of that name, as far as the narrower of the two types can tell.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read, or has no such tensor.
+    """
+    file_by_tensor = _locate_tensors(folder)
+    prefix = "" if any(key.startswith("model.") for key in file_by_tensor) else "model."
+    key = name.removeprefix(prefix)
+    if key not in file_by_tensor:
+        raise ConfigError(f"{folder}: {key} missing; config.json does not fit this checkpoint, or it is cut")
+    with _open_safetensors(file_by_tensor[key]) as file:
+        checkpoint_tensor = file.get_tensor(key)
+    if checkpoint_tensor.shape != tensor.shape:
+        return False
+    narrow_dtype = min(checkpoint_tensor.dtype, tensor.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(checkpoint_tensor.to(narrow_dtype), tensor.to(narrow_dtype))
+
+
+def _equal_in_checkpoint(file_by_tensor: dict[str, Path], name: str, other_name: str) -> bool:
+    """Whether two matrices of a checkpoint have the same values, a chunk of both at a time."""
+    with _open_safetensors(file_by_tensor[name]) as file, _open_safetensors(file_by_tensor[other_name]) as other_file:
+        tensor_slice, other_slice = file.get_slice(name), other_file.get_slice(other_name)
+        if tensor_slice.get_shape() != other_slice.get_shape():
+            return False
+        rows, columns = tensor_slice.get_shape()
+        size = max(1, _CHUNK_BYTES // (8 * columns))
+        return all(
+            torch.equal(tensor_slice[i : i + size].float(), other_slice[i : i + size].float())
+            for i in range(0, rows, size)
+        )
+
+
+def _locate_tensors(folder: Path) -> dict[str, Path]:
+    """Each tensor's file."""
+    if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        return _read_index(folder)
+    path = folder / SAFE_WEIGHTS_NAME
+    if path.is_file():
+        with _open_safetensors(path) as file:
+            return dict.fromkeys(file.keys(), path)
+    pickle_files = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickle_files:
+        raise ConfigError(
+            f"{folder}: weights in {pickle_files[0]!r} can run code when read; only safetensors are; "
+            "convert with transformers' save_pretrained"
+        )
+    raise ConfigError(
+        f"{folder}: found neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; is this the folder of a "
+        "checkpoint?"
+    )
+
+
+def _read_index(folder: Path) -> dict[str, Path]:
+    path = folder / SAFE_WEIGHTS_INDEX_NAME
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        names = {str(tensor): str(file) for tensor, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not an index of shards: {type(error).__name__}: {error}") from error
+    for file in sorted(set(names.values())):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ConfigError(f"{path}: shard {file!r} is not the name of a safetensors file in this folder")
+        if not (folder / file).is_file():
+            raise ConfigError(f"{path}: shard {file!r} is missing; fetch the checkpoint again")
+    return {tensor: folder / file for tensor, file in names.items()}
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: not a safetensors file: {error}; fetch it again") from error
+
+
+def _load_file(path: Path, targets: dict[str, ParamShard], bar: "tqdm[Any]") -> None:
+    with _open_safetensors(path) as file:
+        present = set(file.keys())
+        for name, target in targets.items():
+            if name not in present:
+                raise ConfigError(f"{path}: {name} missing, against the index; fetch the checkpoint again")
+            source = file.get_slice(name)
+            shape, dtype = tuple(source.get_shape()), source.get_dtype()
+            if shape != target.checkpoint_shape:
+                raise ConfigError(f"{path}: {name} has shape {shape}; config.json makes it {target.checkpoint_shape}")
+            if dtype not in FLOAT_DTYPES:
+                raise ConfigError(f"{path}: {name} is {dtype}; quantized checkpoints are not supported")
+            _copy_shard(source, target)
+            bar.update(target.nbytes)
+
+
+def _copy_shard(source: Any, target: ParamShard) -> None:
+    """Read what the part takes, and no more of the file than that."""
+    size = max(1, _CHUNK_BYTES * target.tensor.shape[0] // max(target.nbytes, 1))
+    with torch.inference_mode():
+        for destination, rows in target.row_slices():
+            for start in range(0, len(rows), size):
+                row_chunk = rows[start : start + size]
+                index = slice(row_chunk.start, row_chunk.stop)
+                columns = target.columns
+                values = source[index] if columns is None else source[index, columns.start : columns.stop]
+                destination[start : start + size].copy_(values)
+
+
+def _summarize_names(names: list[str]) -> str:
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{listed} {'is' if len(names) == 1 else 'are'}"

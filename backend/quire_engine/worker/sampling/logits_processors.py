@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adjustment: what some rows of a batch want done to their logits before a token is chosen.
+
+Tokens forbidden and biased, then penalties, in vLLM's order. Made once for a batch of sequences and used in each step
+until the batch changes; a batch in which nobody asks for any of it has none. The sampler owns it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Sequences
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from quire_engine.sequence import Sequence
+from quire_engine.worker.sampling.penalty_state import TokenCounts
+from quire_kernels import apply_penalties, to_device_async
+
+_NEGATIVE_INFINITY = float("-inf")
+_MASK_CHUNK_ROWS = 8
+
+
+class LogitsProcessors:
+    """For the rows of `sequences`, one each, in this order."""
+
+    def __init__(
+        self,
+        sequences: Sequences[Sequence],
+        vocab_size: int,
+        device: torch.device,
+        token_counts: TokenCounts,
+        running: Sequences[Sequence],
+    ) -> None:
+        self._device = device
+        self._allowed_tokens = AllowedTokens.from_sequences(sequences, vocab_size, device)
+        self._logit_bias = LogitBias.from_sequences(sequences, device)
+        self._penalties = Penalties.from_sequences(sequences, device, token_counts, running)
+        self._min_tokens_rows = [
+            (row, s) for row, s in enumerate(sequences) if s.params.min_tokens and s.suppressed_token_ids
+        ]
+        """Rows that no stop token may end yet."""
+        self._bad_words = [(row, s, BadWords(s.bad_words)) for row, s in enumerate(sequences) if s.bad_words]
+        self._has_static_processors = bool(self._allowed_tokens or self._logit_bias or self._penalties)
+
+    @classmethod
+    def from_sequences(
+        cls,
+        sequences: Sequences[Sequence],
+        vocab_size: int,
+        device: torch.device,
+        token_counts: TokenCounts,
+        running: Sequences[Sequence],
+    ) -> Self | None:
+        """None when no sequence asks for anything. `running`: all sequences of the step."""
+        is_needed = any(map(needs_processing, sequences))
+        return cls(sequences, vocab_size, device, token_counts, running) if is_needed else None
+
+    def __call__(self, logits: Tensor, positions: Sequences[int]) -> Tensor:
+        """Logits to choose from, [num_rows, vocab_size]: float32 and new, or `logits` when there is nothing to do.
+
+        `positions`: of the token to choose, in each sequence.
+        """
+        forbidden_pairs = list(self._forbidden_pairs(positions))
+        if not (forbidden_pairs or self._has_static_processors):
+            return logits
+        logits = logits.to(torch.float32, copy=True)
+        if self._allowed_tokens:
+            self._allowed_tokens.apply(logits)
+        if forbidden_pairs:
+            index = to_device_async(torch.tensor(forbidden_pairs), self._device)
+            logits[index[:, 0], index[:, 1]] = _NEGATIVE_INFINITY
+        if self._logit_bias:
+            self._logit_bias.apply(logits)
+        if self._penalties:
+            self._penalties.apply(logits)
+        return logits
+
+    def count_tokens(self, token_ids: Tensor) -> None:
+        """Take note of the tokens that were chosen: [num_rows] int64."""
+        if self._penalties:
+            self._penalties.count_tokens(token_ids)
+
+    def _forbidden_pairs(self, positions: Sequences[int]) -> Iterator[tuple[int, int]]:
+        """(row, token) pairs that only this step forbids."""
+        suppressed_by_row = {
+            row: sequence.suppressed_token_ids
+            for row, sequence in self._min_tokens_rows
+            if positions[row] - len(sequence.prompt_token_ids) < sequence.params.min_tokens
+        }
+        for row, stop_token_ids in suppressed_by_row.items():
+            yield from ((row, token) for token in stop_token_ids)
+        for row, sequence, bad_words in self._bad_words:
+            completing_tokens = {*bad_words.completing_tokens(sequence.output_token_ids)}
+            allowed_token_ids = sequence.params.allowed_token_ids
+            # Where no allowed token were left, a bad word comes: any other token would be one that is not allowed.
+            if not (
+                allowed_token_ids
+                and (completing_tokens | suppressed_by_row.get(row, frozenset())).issuperset(allowed_token_ids)
+            ):
+                yield from ((row, token) for token in completing_tokens)
+
+
+class AllowedTokens:
+    """allowed_token_ids."""
+
+    def __init__(
+        self, rows: list[int], allowed_token_ids: list[tuple[int, ...]], vocab_size: int, device: torch.device
+    ) -> None:
+        self._rows = to_device_async(rows, device)
+        self._disallowed_mask = torch.ones((len(rows), vocab_size), dtype=torch.bool, device=device)
+        for row_mask, token_ids in zip(self._disallowed_mask, allowed_token_ids, strict=True):
+            row_mask[to_device_async(token_ids, device)] = False
+
+    @classmethod
+    def from_sequences(cls, sequences: Sequences[Sequence], vocab_size: int, device: torch.device) -> Self | None:
+        allowed_by_row = {
+            row: s.params.allowed_token_ids for row, s in enumerate(sequences) if s.params.allowed_token_ids
+        }
+        return cls(list(allowed_by_row), list(allowed_by_row.values()), vocab_size, device) if allowed_by_row else None
+
+    def apply(self, logits: Tensor) -> None:
+        # A few rows at a time, as they are copied.
+        for start in range(0, len(self._rows), _MASK_CHUNK_ROWS):
+            chunk = slice(start, start + _MASK_CHUNK_ROWS)
+            rows = self._rows[chunk]
+            logits[rows] = logits[rows].masked_fill_(self._disallowed_mask[chunk], _NEGATIVE_INFINITY)
+
+
+class LogitBias:
+    """logit_bias: each (row, token) pair once."""
+
+    def __init__(self, entries: list[tuple[int, int, float]], device: torch.device) -> None:
+        rows, tokens, biases = zip(*entries, strict=True)
+        self._rows, self._tokens = to_device_async(rows, device), to_device_async(tokens, device)
+        self._biases = to_device_async(torch.tensor(biases, dtype=torch.float32), device)
+
+    @classmethod
+    def from_sequences(cls, sequences: Sequences[Sequence], device: torch.device) -> Self | None:
+        bias_by_row = ((row, s.params.logit_bias) for row, s in enumerate(sequences))
+        entries = [(row, token, b) for row, bias in bias_by_row if bias for token, b in bias.items()]
+        return cls(entries, device) if entries else None
+
+    def apply(self, logits: Tensor) -> None:
+        logits[self._rows, self._tokens] += self._biases
+
+
+class Penalties:
+    """presence_penalty, frequency_penalty and repetition_penalty."""
+
+    def __init__(
+        self,
+        sequence_by_row: dict[int, Sequence],
+        device: torch.device,
+        token_counts: TokenCounts,
+        running: Sequences[Sequence],
+    ) -> None:
+        self._token_counts = token_counts
+        self._rows = to_device_async(list(sequence_by_row), device)
+        # The tally keeps a row as long as the sequence lives, and this refers to it.
+        self._sequences = list(sequence_by_row.values())
+        self._count_rows = token_counts.rows_for(self._sequences, running)
+        self._count_rows_on_device = to_device_async(self._count_rows, device)
+        params = [s.params for s in self._sequences]
+        self._presence = to_device_async([p.presence_penalty for p in params], device)
+        self._frequency = to_device_async([p.frequency_penalty for p in params], device)
+        self._repetition = to_device_async([p.repetition_penalty for p in params], device)
+
+    @classmethod
+    def from_sequences(
+        cls,
+        sequences: Sequences[Sequence],
+        device: torch.device,
+        token_counts: TokenCounts,
+        running: Sequences[Sequence],
+    ) -> Self | None:
+        sequence_by_row = {row: s for row, s in enumerate(sequences) if s.params.has_penalties}
+        return cls(sequence_by_row, device, token_counts, running) if sequence_by_row else None
+
+    def apply(self, logits: Tensor) -> None:
+        occurrences = self._token_counts.in_prompt, self._token_counts.counts, self._count_rows_on_device
+        weights = self._presence, self._frequency, self._repetition
+        apply_penalties(logits, self._rows, *occurrences, *weights, self._token_counts.token_ids(self._count_rows))
+
+    def count_tokens(self, token_ids: Tensor) -> None:
+        self._token_counts.add(self._count_rows, token_ids[self._rows])
+
+
+class BadWords:
+    """Which tokens would complete a bad word; one look-up by the last token, so that a long list costs little."""
+
+    def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
+        self._single_token_words: list[int] = []
+        self._words_by_previous_token: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for word in words:
+            if len(word) == 1:
+                self._single_token_words.append(word[0])
+            else:
+                self._words_by_previous_token[word[-2]].append(word)
+
+    def completing_tokens(self, output_token_ids: list[int]) -> Iterator[int]:
+        yield from self._single_token_words
+        for word in self._words_by_previous_token.get(output_token_ids[-1], ()) if output_token_ids else ():
+            if tuple(output_token_ids[1 - len(word) :]) == word[:-1]:
+                yield word[-1]
+
+
+def needs_processing(sequence: Sequence) -> bool:
+    params = sequence.params
+    return bool(
+        params.has_penalties or params.logit_bias or params.allowed_token_ids or params.min_tokens or sequence.bad_words
+    )

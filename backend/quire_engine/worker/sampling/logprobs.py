@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log probabilities of tokens taken and of the likeliest ones, of the model's own distribution, some rows at a time.
+The sampler and the runner call it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire_engine.sequence import Logprob
+
+_MAX_CHUNK_BYTES = 64 << 20
+"""float32 logits, and what is the likeliest among them."""
+_MAX_COLUMNS_TO_LIST = 128
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Log probabilities as they were computed."""
+
+    tensors: tuple[Tensor, ...]
+    """[num_rows]: the tokens taken, their log probabilities and ranks; [num_rows, most]: the likeliest tokens and their
+    log probabilities."""
+    num_logprobs: list[int]
+    """How many of the likeliest a row asks for."""
+
+    def to_lists(self, tensors: Sequence[Tensor]) -> list[list[Logprob]]:
+        """Per row, the token taken, then the likeliest ones; `tensors`: the same, or copies of them."""
+        logprob_lists = []
+        columns = *(tensor.tolist() for tensor in tensors[:3]), *map(self._top_entries, tensors[3:])
+        for token, logprob, rank, tokens, logprobs in zip(*columns, strict=True):
+            top_entries = zip(tokens, logprobs, strict=True)
+            logprob_lists.append(
+                [
+                    Logprob(token, logprob, rank),
+                    *(Logprob(*entry, top_rank) for top_rank, entry in enumerate(top_entries, 1)),
+                ]
+            )
+        return logprob_lists
+
+    def _top_entries(self, tensor: Tensor) -> list[list[Any]]:
+        """Of each row, as many as it asks for."""
+        # One may ask for all of a vocabulary, which would take seconds for everyone.
+        rows: Any = tensor.cpu() if tensor.shape[1] > _MAX_COLUMNS_TO_LIST else tensor.tolist()
+        truncated_rows = (row[:count] for row, count in zip(rows, self.num_logprobs, strict=True))
+        return [row if isinstance(row, list) else row.tolist() for row in truncated_rows]
+
+
+def max_rows(vocab_size: int, max_logprobs: int = 0) -> int:
+    """Rows of logits that are worked on at a time: enough for a matrix product, little beside the weights; `most`: of
+    the likeliest tokens, which are kept beside the logits."""
+    return max(1, _MAX_CHUNK_BYTES // (4 * vocab_size + 12 * max_logprobs))
+
+
+def compute_logprob_lists(
+    logits: Tensor, token_ids: Tensor, num_logprobs: Sequence[int], rows: Tensor | None = None
+) -> list[list[Logprob]]:
+    """Per row, the token taken, then the likeliest ones; as `score` takes them."""
+    return [
+        entries
+        for chunk in _compute_chunks(logits, token_ids, num_logprobs, rows)
+        for entries in chunk.to_lists(chunk.tensors)
+    ]
+
+
+def compute_logprobs(
+    logits: Tensor, token_ids: Tensor, num_logprobs: Sequence[int], rows: Tensor | None = None
+) -> LogprobTensors:
+    """Compute log probabilities; nothing waits for them.
+
+    Args:
+        logits: [num_logits, vocab_size], any float dtype.
+        taken: [num_rows] int64.
+        counts: how many of the likeliest, by row; -1 for all.
+        rows: [num_rows] int64, those of the logits; None: all.
+    """
+    chunks = list(_compute_chunks(logits, token_ids, num_logprobs, rows))
+    if len(chunks) == 1:
+        return chunks[0]
+    tensors = tuple(
+        torch.cat(chunk_tensors) for chunk_tensors in zip(*(chunk.tensors for chunk in chunks), strict=True)
+    )
+    return LogprobTensors(tensors, [count for part in chunks for count in part.num_logprobs])
+
+
+def _compute_chunks(
+    logits: Tensor, token_ids: Tensor, num_logprobs: Sequence[int], rows: Tensor | None
+) -> Iterator[LogprobTensors]:
+    vocab_size = logits.shape[1]
+    num_logprobs = [vocab_size if count == -1 else min(count, vocab_size) for count in num_logprobs]
+    max_logprobs = max(num_logprobs)
+    chunk_size = max_rows(vocab_size, max_logprobs)
+    for start in range(0, len(num_logprobs), chunk_size):
+        chunk = slice(start, start + chunk_size)
+        yield _compute_chunk(
+            logits[chunk] if rows is None else logits[rows[chunk]], token_ids[chunk], num_logprobs[chunk], max_logprobs
+        )
+
+
+def _compute_chunk(logits: Tensor, token_ids: Tensor, num_logprobs: list[int], max_logprobs: int) -> LogprobTensors:
+    values = logits.to(torch.float32)
+    # Taken off the few that are wanted, not off the whole vocabulary.
+    total = values.logsumexp(dim=-1, keepdim=True)
+    token_logits = values.gather(-1, token_ids[:, None])
+    ranks = (values > token_logits).sum(dim=-1) + 1
+    top = values.topk(max_logprobs, dim=-1)
+    return LogprobTensors(
+        (token_ids, (token_logits - total)[:, 0], ranks, top.indices, top.values - total), num_logprobs
+    )

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampler: logits to tokens, each row by its own sequence's parameters. Called by the runner, once a step.
+
+A row is one position of one sequence. What its sequence asks for is put on the device once and kept while the batch
+stays the same, so that a step does no work for parameters that nobody in it uses. A draw depends on the row's logits,
+its sequence's seed and its position, and on nothing else: not on the batch, the row's place in it, or whether the
+sequence was preempted.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire_engine.sequence import Logprob, Sequence
+from quire_engine.step.plan import SpanOutput
+from quire_engine.worker.profiling import annotate
+from quire_engine.worker.sampling.logits_processors import LogitsProcessors
+from quire_engine.worker.sampling.logprobs import LogprobTensors, compute_logprob_lists, compute_logprobs
+from quire_engine.worker.sampling.penalty_state import TokenCounts
+from quire_kernels import argmax_first, sample, to_device_async
+
+# float32 logits worked on at a time: what a core's share of the cache holds, and below the size at which the C library
+# returns memory after each use (64 rows of 151,936 at once: softmax 18 ms instead of 4 ms, one Zen 5 core).
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One position to choose a token for."""
+
+    sequence: Sequence
+    position: int
+    """Of the token to choose, in its sequence; the prompt's first token is 0."""
+
+
+class Sampler:
+    """Chooses tokens. Keeps what it prepared for the last batch, and the tokens that penalized sequences have had."""
+
+    def __init__(self, max_rows: int) -> None:
+        """`max_rows`: of a step."""
+        self._max_rows = max_rows
+        self._sampling_tensors: dict[int, SamplingTensors] = {}
+        """By the first row of the part of the batch that they are for."""
+        self._token_counts: TokenCounts | None = None
+
+    def __call__(self, logits: Tensor, rows: Rows[SamplingRow], mask: Tensor | None = None) -> list[SpanOutput]:
+        """One token per row.
+
+        Args:
+            logits: [num_rows, vocab_size], any float dtype; left as they are.
+            rows: what they belong to.
+            mask: [num_rows, vocab_size] bool, tokens that may be taken; None: all. It is for what is decided anew in
+                each step, such as a grammar, outside of it.
+        """
+        outputs: list[SpanOutput] = []
+        for chunk, tensors, token_ids in self._sample_chunks(logits, rows, mask):
+            logprobs = tensors.gather_logprobs(logits[chunk], token_ids)
+            outputs += [SpanOutput([token], logprobs.get(i)) for i, token in enumerate(token_ids.tolist())]
+        return outputs
+
+    def sample_async(
+        self, logits: Tensor, rows: Rows[SamplingRow]
+    ) -> tuple[Tensor, list[tuple[list[int], LogprobTensors]]]:
+        """The same where it is computed, and nothing waits for it: tokens, [num_rows] int64 on the device, and which
+        rows ask for log probabilities, with these."""
+        token_chunks, logprob_chunks = [], []
+        for chunk, tensors, token_ids in self._sample_chunks(logits, rows, None):
+            token_chunks.append(token_ids)
+            if (logprobs := tensors.compute_logprobs(logits[chunk], token_ids)) is not None:
+                logprob_chunks.append(([chunk.start + i for i in tensors.num_logprobs], logprobs))
+        return token_chunks[0] if len(token_chunks) == 1 else torch.cat(token_chunks), logprob_chunks
+
+    def _sample_chunks(
+        self, logits: Tensor, rows: Rows[SamplingRow], mask: Tensor | None
+    ) -> Iterator[tuple[slice, "SamplingTensors", Tensor]]:
+        """The tokens of a part of the rows after the other, and what chose them."""
+        # A GPU has no use for parts.
+        on_cpu = logits.device.type == "cpu"
+        chunk_size = max(1, _CHUNK_BYTES // (4 * logits.shape[1]) if on_cpu else len(rows))
+        for start in range(0, len(rows), chunk_size):
+            chunk = slice(start, start + chunk_size)
+            tensors = self._tensors_for(start, logits, rows[chunk], rows)
+            with annotate("sampler"):
+                yield chunk, tensors, tensors(logits[chunk], rows[chunk], None if mask is None else mask[chunk])
+        # So that no sequence of an earlier, larger batch is kept alive.
+        self._sampling_tensors = {
+            start: choice for start, choice in self._sampling_tensors.items() if start < len(rows)
+        }
+
+    def _tensors_for(
+        self, start: int, logits: Tensor, chunk_rows: Rows[SamplingRow], rows: Rows[SamplingRow]
+    ) -> "SamplingTensors":
+        """How a part of the rows choose."""
+        sequences = [row.sequence for row in chunk_rows]
+        tensors = self._sampling_tensors.get(start)
+        if tensors is None or tensors.sequences != sequences:
+            # Not kept beside its successor: a mask of all rows and tokens may be among what it holds.
+            self._sampling_tensors.pop(start, None)
+            tensors = None
+            vocab_size, device = logits.shape[1], logits.device
+            if self._token_counts is None:
+                self._token_counts = TokenCounts(self._max_rows, vocab_size, device)
+            running = [row.sequence for row in rows]
+            logits_processors = LogitsProcessors.from_sequences(
+                sequences, vocab_size, device, self._token_counts, running
+            )
+            tensors = self._sampling_tensors[start] = SamplingTensors(sequences, logits_processors, device)
+        return tensors
+
+
+class SamplingTensors:
+    """How the rows of `sequences`, one each, choose; their parameters on the device."""
+
+    def __init__(
+        self, sequences: list[Sequence], logits_processors: LogitsProcessors | None, device: torch.device
+    ) -> None:
+        params = [sequence.params for sequence in sequences]
+        self.sequences = sequences
+        self._logits_processors = logits_processors
+        self._device = device
+        self.num_logprobs = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+        """By row, for those that ask: how many of the likeliest."""
+        self._all_greedy, self._any_greedy = all(p.greedy for p in params), any(p.greedy for p in params)
+        if self._all_greedy:
+            return
+        # A temperature that float32 rounds to 0 would be one of a greedy row.
+        temperatures = [0.0 if p.greedy else max(p.temperature, 1e-6) for p in params]
+        self._temperatures = to_device_async(temperatures, device)
+        self._seeds = to_device_async([sequence.seed for sequence in sequences], device)
+        self._needs_filtering = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params if not p.greedy)
+        self._top_k = to_device_async([max(p.top_k, 0) for p in params], device)
+        self._top_p = to_device_async([p.top_p for p in params], device)
+        self._min_p = to_device_async([p.min_p for p in params], device)
+
+    def __call__(self, logits: Tensor, rows: Rows[SamplingRow], mask: Tensor | None) -> Tensor:
+        """[num_rows] int64, on the device."""
+        processed_logits = logits if mask is None else logits.masked_fill(~mask, float("-inf"))
+        if self._logits_processors is not None:
+            processed_logits = self._logits_processors(processed_logits, [row.position for row in rows])
+        token_ids = argmax_first(processed_logits) if self._all_greedy else self._sample(processed_logits, rows)
+        if self._logits_processors is not None:
+            self._logits_processors.count_tokens(token_ids)
+        return token_ids
+
+    def gather_logprobs(self, logits: Tensor, token_ids: Tensor) -> dict[int, list[list[Logprob]]]:
+        """By row, for those that ask: of the model's own distribution, before any parameter."""
+        if not self.num_logprobs:
+            return {}
+        index = to_device_async(list(self.num_logprobs), self._device)
+        logprob_lists = compute_logprob_lists(logits, token_ids[index], list(self.num_logprobs.values()), index)
+        return {i: [entries] for i, entries in zip(self.num_logprobs, logprob_lists, strict=True)}
+
+    def compute_logprobs(self, logits: Tensor, token_ids: Tensor) -> LogprobTensors | None:
+        """The same where it is computed; None when nobody asks."""
+        if not self.num_logprobs:
+            return None
+        index = to_device_async(list(self.num_logprobs), self._device)
+        return compute_logprobs(logits, token_ids[index], list(self.num_logprobs.values()), index)
+
+    def _sample(self, logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
+        """[num_rows] int64; greedy rows get their most likely token."""
+        positions = to_device_async([row.position for row in rows], self._device)
+        limits = self._top_k, self._top_p, self._min_p
+        return sample(
+            logits, self._temperatures, *limits, self._seeds, positions, self._needs_filtering, self._any_greedy
+        )

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rehearsal: the steps that are run before there are requests, to measure what the largest takes and to have kernels
+compiled. What they compute is of no interest: their sequences are nobody's, and all their blocks are block 0."""
+
+from collections.abc import Iterator
+
+from quire_engine.sequence import BlockId, Sequence, SlotId
+from quire_engine.step.plan import ScheduledSpan
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_STOP_TOKENS, SamplingParams
+
+_GREEDY = SamplingParams(temperature=0.0)
+_SAMPLING_VARIANTS = (
+    _GREEDY,
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=0.0, presence_penalty=1.0),
+    SamplingParams(temperature=1.0, presence_penalty=1.0),
+    SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0),
+)
+_PROMPT_TOKENS = 64
+"""Of a prompt: more than attention computes like a decoding sequence's."""
+
+
+def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[list[ScheduledSpan]]:
+    """A step that takes as much memory as any, and one of a chunk at the end of the longest context.
+
+    The first has as many sequences as may be, one that decodes at the end of the longest context, which makes all block
+    tables as wide, beside prompts. All of them ask for everything that a sampler can do, all of the prompts' tokens for
+    log probabilities, and where there are slots for adapters, those have some, which are empty.
+    """
+    max_length = max(max_model_len - 1, 1)
+    # All ranks choose, those after the first from logits of their own tokens.
+    vocab_size //= config.tensor_parallel_size
+    slots = [SlotId(i % config.max_loras) if config.enable_lora else None for i in range(config.max_num_seqs)]
+    num_prompts = config.max_num_seqs - 1
+    tokens_per_prompt, remainder = divmod(config.max_num_batched_tokens - 1, num_prompts or 1)
+    lengths = [1, *(min(tokens_per_prompt + (i < remainder), max_length) for i in range(num_prompts))]
+    starts = [max_length - 1, *[0] * num_prompts]
+    base_params = _all_sampling_params(vocab_size, min(config.max_logprobs, 1) if config.max_logprobs >= 0 else 1)
+    spans = [
+        _with_all_masks(dummy_span(start, length, config.block_size, slot, base_params), vocab_size)
+        for start, length, slot in zip(starts, lengths, slots, strict=True)
+    ]
+    # What a row of logits takes follows from the most that any row asks for; a prompt may ask for that of some tokens.
+    peak_params, last_sequence = _all_sampling_params(vocab_size, config.max_logprobs), spans[-1].sequence
+    last_sequence.params, last_sequence.num_computed_prompt_logprobs = (
+        peak_params,
+        max(len(last_sequence.prompt_token_ids) - 2, 0),
+    )
+    yield spans
+    chunk = min(config.max_num_batched_tokens, max_length)
+    yield [_with_all_masks(dummy_span(max_length - chunk, chunk, config.block_size, slots[0], base_params), vocab_size)]
+
+
+def compile_steps(config: EngineConfig, max_model_len: int) -> Iterator[list[ScheduledSpan]]:
+    """A decoding sequence, a prompt, and both, if there may be two, for each other way of choosing: a GPU's kernels are
+    compiled before anyone waits for them."""
+    max_length, slot = max(max_model_len - 1, 1), SlotId(0) if config.enable_lora else None
+    decoding, prompt = (max_length - 1, 1), (0, min(max_length, _PROMPT_TOKENS))
+    # The sampler has room for as many as may be, and no more.
+    mixed_batch = [decoding, prompt][: config.max_num_seqs]
+    for bounds, params in (
+        ([decoding], _GREEDY),
+        ([prompt], _GREEDY),
+        *((mixed_batch, variant) for variant in _SAMPLING_VARIANTS),
+    ):
+        yield [dummy_span(start, length, config.block_size, slot, params) for start, length in bounds]
+
+
+def dummy_span(
+    start: int, length: int, block_size: int, adapter_slot: SlotId | None = None, params: SamplingParams = _GREEDY
+) -> ScheduledSpan:
+    """A span that samples, of a sequence whose blocks are all block 0."""
+    sequence = Sequence(0, [0] * (start + length), params, seed=0, max_output_tokens=1)
+    sequence.block_table = [BlockId(0)] * -(-(start + length) // block_size)
+    return ScheduledSpan(sequence, start, length, adapter_slot)
+
+
+def _all_sampling_params(vocab_size: int, num_logprobs: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=1.0,
+        top_k=1,
+        top_p=0.9,
+        presence_penalty=1.0,
+        logit_bias=dict.fromkeys(range(min(MAX_BIASED_TOKENS, vocab_size)), 1.0),
+        allowed_token_ids=(0,),
+        min_tokens=1,
+        logprobs=num_logprobs,
+        prompt_logprobs=num_logprobs,
+    )
+
+
+def _with_all_masks(span: ScheduledSpan, vocab_size: int) -> ScheduledSpan:
+    """With as many tokens forbidden as there may be: bad words come with a space before them and without."""
+    span.sequence.suppressed_token_ids = frozenset(range(1, min(MAX_STOP_TOKENS + 2, vocab_size)))
+    span.sequence.bad_words = tuple((1 + token % (vocab_size - 1),) for token in range(2 * MAX_BAD_WORDS))
+    return span
