@@ -63,7 +63,7 @@ def test_nothing_of_ours_is_named_after_the_kernel_language():
         ("quire_engine.tokenization.tokenizer", {"torch", "transformers"}),
         ("quire_engine.scheduling.scheduler", {"torch"}),
         ("quire_server.supervisor.supervisor", {"torch", "tokenizers", "quire_engine"}),
-        ("quire_operator.cli", {"torch", "numpy", "quire_engine", "quire_server"}),
+        ("quire_operator.cli.main", {"torch", "numpy", "quire_engine", "quire_server"}),
     ],
 )
 def test_what_a_process_never_loads(module, absent):

@@ -15,9 +15,9 @@ from support.operating import Operating, llm_service
 from support.place import Place
 from support.pod import eventually
 
-from quire_operator.kube import kinds
-from quire_operator.reconcile import reconciler
-from quire_operator.reconcile.model_cache import job_succeeded
+from quire_operator.controller import reconciler
+from quire_operator.controller.status.model_cache import job_succeeded
+from quire_operator.kube import resources
 from quire_spec.documents.download_progress import DownloadProgress
 from quire_spec.documents.download_result import DownloadReason
 
@@ -98,14 +98,16 @@ def test_no_pod_before_the_model_is_there_and_every_step_is_told(cluster, namesp
 def test_a_download_that_ends_in_the_middle_of_a_pass_is_not_missed(cluster, namespace, kubelet, place):
     downloads(kubelet, namespace, Container())
     with Operating(cluster, namespace) as operating:
-        parts = operating.controller.reconciler._parts
+        parts = operating.controller.reconciler._deps
         apply = parts.applier.apply
 
         async def applied_slowly(key, *arguments):
             outcome = await apply(key, *arguments)
             downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED))
             async with asyncio.timeout(20):
-                while not any(job_succeeded(entry.body(), None) for entry in parts.cache.of(key, kinds.JOB)):
+                while not any(
+                    job_succeeded(entry.body(), None) for entry in parts.cache.children_of(key, resources.JOB)
+                ):
                     await asyncio.sleep(0.02)
             return outcome
 
@@ -135,7 +137,7 @@ def test_a_download_that_gave_up_is_tried_again(cluster, namespace, kubelet, pla
         assert cluster.get("batch/v1", "Job", name, namespace)["metadata"]["uid"] == uid, "not at once"
         # It is due some seconds after it is looked at, of which nobody tells.
         since = datetime.now(UTC) - datetime.fromisoformat(now)
-        monkeypatch.setattr(reconciler, "_FAILED_JOB_S", since.total_seconds() + 3)
+        monkeypatch.setattr(reconciler, "_FAILED_DOWNLOAD_RETRY_S", since.total_seconds() + 3)
         operating.touch()
 
         def another():
@@ -147,7 +149,7 @@ def test_a_download_that_gave_up_is_tried_again(cluster, namespace, kubelet, pla
 
 def test_a_place_that_refuses_us_is_told_before_there_is_a_plan(cluster, namespace, kubelet, place):
     place.secret = "s3cr3t-of-the-place"
-    with Operating(cluster, namespace, {"remember_secrets_s": 0.1}) as operating:
+    with Operating(cluster, namespace, {"secret_ttl_s": 0.1}) as operating:
         http = {"url": place.url, "headersSecretRef": {"name": "models"}}
         cluster.apply(llm_service(model={"source": {"http": http}}), namespace)
         says(operating, "ModelCached", "False", "AuthFailed")

@@ -11,9 +11,9 @@ from support.kubelet import Kubelet
 from support.operating import Operating, children, claim, llm_service, reads_models
 from support.pod import eventually
 
-from quire_operator.kube.client import Client
-from quire_operator.kube.kinds import LLM_SERVICE
-from quire_operator.kube.watch import Patience
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.kube.reflector import WatchTimeouts
+from quire_operator.kube.resources import LLM_SERVICE
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -28,7 +28,7 @@ class Killed(BaseException):
 def dies_at(write: int, sent: bool):
     """A Client whose process ends at its N-th write: before it is sent, or before the answer is there."""
 
-    class Dying(Client):
+    class Dying(ApiClient):
         num_writes = 0
 
         async def request(self, method, path, body=None, **options):
@@ -118,7 +118,7 @@ def test_storms_of_errors_pass(cluster, namespace, kubelet, reference, tmp_path)
     with (
         ApiProxy(cluster, tmp_path) as proxy,
         Operating(
-            cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"patience": Patience(max_backoff_s=1)}
+            cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"watch_timeouts": WatchTimeouts(max_backoff_s=1)}
         ) as operating,
     ):
         eventually(operating.controller.started.is_set, 20, "started")
@@ -134,23 +134,23 @@ def test_storms_of_errors_pass(cluster, namespace, kubelet, reference, tmp_path)
 def test_a_dead_connection_is_noticed(cluster, namespace, kubelet, tmp_path):
     """Packets vanish, nothing is closed: watches are cut for their silence, and what was missed is seen."""
     cluster.apply(claim(), namespace)
-    patience = Patience(inactivity_s=1.0, max_backoff_s=0.5)
+    patience = WatchTimeouts(inactivity_s=1.0, max_backoff_s=0.5)
     with (
         ApiProxy(cluster, tmp_path) as proxy,
-        Operating(cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"patience": patience}) as operating,
+        Operating(cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"watch_timeouts": patience}) as operating,
     ):
         cluster.apply(llm_service(), namespace)
         operating.settles()
-        assert operating.controller.trouble() == ""
+        assert operating.controller.unhealthy_reason() == ""
         proxy.swallow()
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 3}}, namespace)
         cluster.delete("networking.k8s.io/v1", "NetworkPolicy", "tales", namespace)
-        eventually(lambda: "nothing heard of" in operating.controller.trouble(), 20, "liveness says so")
+        eventually(lambda: "nothing heard of" in operating.controller.unhealthy_reason(), 20, "liveness says so")
         assert operating.child("Deployment")["spec"]["replicas"] == 1
         proxy.let_through()
         eventually(lambda: operating.child("Deployment")["spec"]["replicas"] == 3, 60, "the edit seen")
         eventually(lambda: operating.child("NetworkPolicy"), 60, "the policy back")
-        eventually(lambda: operating.controller.trouble() == "", 20, "well again")
+        eventually(lambda: operating.controller.unhealthy_reason() == "", 20, "well again")
 
 
 def more_than(found, number):
@@ -162,8 +162,8 @@ def test_kopf_that_hears_nothing_more_is_noticed(cluster, namespace, kubelet, tm
     """Its watch alone goes deaf, and new connections too; ours go on. Silence before that is no fault."""
     path = f"/namespaces/{namespace}/llmservices"
     begun = []
-    patience = Patience(inactivity_s=1.0, max_backoff_s=0.5)
-    settings = {"patience": patience}
+    patience = WatchTimeouts(inactivity_s=1.0, max_backoff_s=0.5)
+    settings = {"watch_timeouts": patience}
     cluster.apply(llm_service(paused=True), namespace)
     with (
         ApiProxy(cluster, tmp_path) as proxy,
@@ -173,25 +173,27 @@ def test_kopf_that_hears_nothing_more_is_noticed(cluster, namespace, kubelet, tm
         known = lambda: operating.controller.cache.get(LLM_SERVICE, namespace, "tales")  # noqa: E731
         eventually(known, 20, "the service, by kopf")
         while len(begun) < 5:  # longer than patience lasts
-            assert operating.controller.trouble() == ""
+            assert operating.controller.unhealthy_reason() == ""
             eventually(more_than(begun, len(begun)), 10, "the watch begun anew")
         proxy.swallow(lambda asked: path in asked)
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 3}}, namespace)
-        eventually(lambda: "nothing heard of llmservices" in operating.controller.trouble(), 20, "liveness says so")
-        others = [heard for heard in operating.controller.heard if heard.kind is not LLM_SERVICE]
-        assert others and all(heard.age_s < patience.deaf_s for heard in others)
+        eventually(
+            lambda: "nothing heard of llmservices" in operating.controller.unhealthy_reason(), 20, "liveness says so"
+        )
+        others = [heard for heard in operating.controller.heartbeats if heard.resource is not LLM_SERVICE]
+        assert others and all(heard.age_s < patience.stale_after_s for heard in others)
         assert known().body()["spec"].get("replicas", 1) == 1
         proxy.let_through()
         eventually(lambda: known().body()["spec"].get("replicas") == 3, 20, "the edit seen")
-        eventually(lambda: operating.controller.trouble() == "", 20, "well again")
+        eventually(lambda: operating.controller.unhealthy_reason() == "", 20, "well again")
 
 
 def test_a_watch_that_is_too_old_lists_again(cluster, namespace, kubelet, tmp_path):
     cluster.apply(claim(), namespace)
-    patience = Patience(inactivity_s=1.0, max_backoff_s=0.5)
+    patience = WatchTimeouts(inactivity_s=1.0, max_backoff_s=0.5)
     with (
         ApiProxy(cluster, tmp_path) as proxy,
-        Operating(cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"patience": patience}) as operating,
+        Operating(cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"watch_timeouts": patience}) as operating,
     ):
         cluster.apply(llm_service(), namespace)
         operating.settles()

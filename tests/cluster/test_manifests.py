@@ -14,7 +14,7 @@ import pytest
 import yaml
 from support.cluster import ROOT, ApiError, UnknownKind
 
-from quire_operator.quantity import num_bytes
+from quire_operator.api.quantity import to_bytes
 
 GOLDEN = ROOT / "tests/operator/golden"
 NEWER_FIELDS = {"Job": (1, 25, "podFailurePolicy")}
@@ -57,7 +57,7 @@ def agrees(wanted, found, path="") -> list[str]:
 def same_size(wanted, found) -> bool:
     """The server writes quantities in its own way: 1024Mi is 1Gi."""
     sizes = [isinstance(text, str) and re.fullmatch(r"\d+(Ki|Mi|Gi|Ti)", text) for text in (wanted, found)]
-    return all(sizes) and num_bytes(wanted) == num_bytes(found)
+    return all(sizes) and to_bytes(wanted) == to_bytes(found)
 
 
 @pytest.mark.parametrize("manifest", golden())

@@ -11,7 +11,7 @@ from support.kubelet import Kubelet
 from support.operating import Operating, claim, llm_service, reads_models
 from support.pod import eventually
 
-from quire_operator.kube import kinds
+from quire_operator.kube import resources
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 
 API = ("quire.dev/v1alpha1", "LLMService")
@@ -222,13 +222,13 @@ def test_an_object_that_is_long_in_going_keeps_nobody_from_his_adapters_nor_from
 def test_a_service_that_is_made_again_is_not_ready_by_what_was_done_for_the_one_before(world, cluster):
     """Its objects were left, nobody tells the operator that it was gone meanwhile, and one of them is long in going."""
     cache = world.operating.controller.cache
-    put, remove = cache.put, cache.remove
-    ends = lambda kind, body: kind is kinds.LLM_SERVICE and "deletionTimestamp" in body["metadata"]  # noqa: E731
-    cache.put = lambda kind, body: None if ends(kind, body) else put(kind, body)
-    cache.remove = lambda kind, body: None if kind is kinds.LLM_SERVICE else remove(kind, body)
+    put, remove = cache.upsert, cache.remove
+    ends = lambda kind, body: kind is resources.LLM_SERVICE and "deletionTimestamp" in body["metadata"]  # noqa: E731
+    cache.upsert = lambda kind, body: None if ends(kind, body) else put(kind, body)
+    cache.remove = lambda kind, body: None if kind is resources.LLM_SERVICE else remove(kind, body)
     cluster.merge(*POLICY, HELD, world.namespace)
     cluster.delete(*POLICY, world.namespace)
-    eventually(lambda: cache.get(kinds.NETWORK_POLICY, world.namespace, "tales").deleting, 20, "it is going")
+    eventually(lambda: cache.get(resources.NETWORK_POLICY, world.namespace, "tales").deleting, 20, "it is going")
     cluster.delete(*API, "tales", world.namespace, propagationPolicy="Orphan")
     eventually(lambda: not cluster.get(*API, "tales", world.namespace), 20, "it is gone")
     cluster.apply(llm_service(replicas=2, adapters=[SQL], engine={"maxModelLen": 512}), world.namespace)

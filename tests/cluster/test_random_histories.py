@@ -19,13 +19,13 @@ from support.remembering import RememberingFleet, content, is_ready, serves
 from support.witness import API, wanted_digest
 from support.world import World
 
-from quire_operator.reconcile import reconciler
-from quire_operator.render import names
+from quire_operator.controller import reconciler
+from quire_operator.render import object_names
 
 NUM_EVENTS = int(os.environ.get("FUZZ_EVENTS", "16"))
 SETTLED_S, QUIET_S = 45.0, 1.0
 """By when a status is what is so; for how long nothing is to be written then."""
-MANAGED = f"{names.MANAGED_BY}={names.MANAGER}"
+MANAGED = f"{object_names.MANAGED_BY}={object_names.MANAGER}"
 first, _, last = os.environ.get("FUZZ_HISTORIES", "1").rpartition("-")
 SEEDS = range(int(first), int(last) + 1) if first else range(int(last))
 
@@ -43,7 +43,12 @@ def fleet(cluster):
 @pytest.fixture
 def hasty(monkeypatch):
     """Operators that look at their pods often, so that seconds are enough."""
-    for name, seconds in {"_POLL_S": 0.3, "_POLL_MOST_S": 0.5, "_POLL_SETTLED_S": 0.5, "_FAILED_JOB_S": 2.0}.items():
+    for name, seconds in {
+        "_POLL_S": 0.3,
+        "_MAX_POLL_S": 0.5,
+        "_READY_POLL_S": 0.5,
+        "_FAILED_DOWNLOAD_RETRY_S": 2.0,
+    }.items():
         monkeypatch.setattr(reconciler, name, seconds)
 
 
@@ -239,8 +244,8 @@ def not_owned(world):
 def is_of_no_use(world, job):
     """Whether a Job of a service brings what the service has no use for."""
     labels = job["metadata"]["labels"]
-    service = world.stored(labels.get(names.INSTANCE, ""))
-    download = labels.get(names.COMPONENT) == names.DOWNLOAD and job["metadata"].get("ownerReferences")
+    service = world.stored(labels.get(object_names.INSTANCE, ""))
+    download = labels.get(object_names.COMPONENT) == object_names.DOWNLOAD and job["metadata"].get("ownerReferences")
     return (
         bool(service and download) and source_of(job["spec"]["template"]["spec"]) != service["spec"]["model"]["source"]
     )

@@ -10,10 +10,10 @@ from support.kubelet import Container, Kubelet
 from support.operating import CHILDREN, Operating, children, claim, llm_service, reads_models
 from support.pod import eventually
 
-from quire_operator.kube import kinds
-from quire_operator.kube.client import Client
-from quire_operator.kube.errors import Busy
-from quire_operator.kube.watch import Patience
+from quire_operator.kube import resources
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.kube.errors import ApiServerUnavailable
+from quire_operator.kube.reflector import WatchTimeouts
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 ADAPTER = {"name": "pirate", "source": {"pvc": {"claimName": "models", "path": "pirate"}}}
@@ -70,7 +70,7 @@ def test_a_volume_that_cannot_be_mounted_is_told_of(cluster, namespace, kubelet)
     waits = Container(waiting=("ContainerCreating", ""))
     kubelet.behave(lambda pod: pod["metadata"]["namespace"] == namespace, waits)
     with Operating(cluster, namespace) as operating:
-        operating.controller.reconciler._parts.pod_events._look_s = 0.5
+        operating.controller.reconciler._deps.pod_warnings._poll_s = 0.5
         cluster.apply(llm_service(), namespace)
         (pod,) = eventually(lambda: cluster.items("v1", "Pod", namespace), 20, "the pod that reads the claim")
         said = "MountVolume.SetUp failed: hostPath type check failed: /examples is not a directory"
@@ -147,7 +147,7 @@ def test_children_that_somebody_edits_or_deletes_come_back(operating, cluster, n
 def test_an_edit_in_the_middle_of_a_pass_is_not_missed(cluster, namespace, kubelet):
     path = cluster.path("v1", "Service", namespace, "tales")
     with Operating(cluster, namespace) as operating:
-        parts = operating.controller.reconciler._parts
+        parts = operating.controller.reconciler._deps
         apply = parts.applier.apply
 
         async def applied_and_edited(*arguments):
@@ -156,7 +156,7 @@ def test_an_edit_in_the_middle_of_a_pass_is_not_missed(cluster, namespace, kubel
             edit = {"spec": {"selector": {"app.kubernetes.io/instance": "another"}}}
             await asyncio.to_thread(cluster.request, "PATCH", path, edit, "application/merge-patch+json")
             async with asyncio.timeout(20):
-                while selected(parts.cache.get(kinds.SERVICE, namespace, "tales").body()) != "another":
+                while selected(parts.cache.get(resources.SERVICE, namespace, "tales").body()) != "another":
                     await asyncio.sleep(0.02)
             edited.append(True)
             return outcome
@@ -172,7 +172,7 @@ def selected(service):
 
 
 def test_the_admin_key_comes_back_as_it_was(cluster, namespace, kubelet):
-    with Operating(cluster, namespace, {"remember_secrets_s": 0.1}) as operating:
+    with Operating(cluster, namespace, {"secret_ttl_s": 0.1}) as operating:
         cluster.apply(llm_service(), namespace)
         operating.settles()
         before = operating.child("Secret", "tales-admin")["data"]
@@ -184,16 +184,16 @@ def test_the_admin_key_comes_back_as_it_was(cluster, namespace, kubelet):
         assert second.child("Secret", "tales-admin")["data"] == before
 
 
-class Early(Client):
+class Early(ApiClient):
     """Looks for the admin key a moment before another operator makes it."""
 
     looked = False
 
-    async def find(self, kind, namespace, name):
-        found = await super().find(kind, namespace, name)
-        if kind is kinds.SECRET and not self.looked:
-            self.looked, found = True, None
-        return found
+    async def get_or_none(self, resource, namespace, name):
+        current = await super().get_or_none(resource, namespace, name)
+        if resource is resources.SECRET and not self.looked:
+            self.looked, current = True, None
+        return current
 
 
 @pytest.mark.parametrize("remember_s", [300.0, 0.0])
@@ -202,25 +202,25 @@ def test_of_two_operators_that_make_an_admin_key_in_the_same_moment_both_have_th
 ):
     """Whether the second finds out when it makes its own, or by looking again before."""
     before = operating.child("Secret", "tales-admin")
-    with Operating(cluster, namespace, {"remember_secrets_s": remember_s}, make_client=Early) as second:
+    with Operating(cluster, namespace, {"secret_ttl_s": remember_s}, make_client=Early) as second:
         second.settles()
-        known = [o.controller.reconciler._parts.secrets._keys[namespace, "tales"] for o in (operating, second)]
+        known = [o.controller.reconciler._deps.secrets._admin_keys[namespace, "tales"] for o in (operating, second)]
         assert second.controller.client.looked and known[0] == known[1]
     assert operating.child("Secret", "tales-admin") == before
 
 
-class Second(Client):
+class Second(ApiClient):
     """Another operator writes the first status a moment before."""
 
     before = "2026-01-01T00:00:00Z"
     wrote = False
 
-    async def set_status(self, kind, manifest):
+    async def set_status(self, resource, manifest):
         if not self.wrote:
             self.wrote = True
             theirs = [{**c, "lastTransitionTime": self.before} for c in manifest["status"]["conditions"]]
-            await super().set_status(kind, {**manifest, "status": {**manifest["status"], "conditions": theirs}})
-        return await super().set_status(kind, manifest)
+            await super().set_status(resource, {**manifest, "status": {**manifest["status"], "conditions": theirs}})
+        return await super().set_status(resource, manifest)
 
 
 def test_a_status_that_another_has_written_meanwhile_is_judged_anew(cluster, namespace, kubelet):
@@ -230,7 +230,7 @@ def test_a_status_that_another_has_written_meanwhile_is_judged_anew(cluster, nam
         assert operating.condition("ConfigValid")["lastTransitionTime"] == Second.before, "no transition since then"
 
 
-class Deaf(Client):
+class Deaf(ApiClient):
     """The answer to the first status is lost."""
 
     lost = False
@@ -239,7 +239,7 @@ class Deaf(Client):
         body = await super()._request(method, path, *arguments)
         if method == "PATCH" and path.endswith("/status") and not self.lost:
             self.lost = True
-            raise Busy("no answer")
+            raise ApiServerUnavailable("no answer")
         return body
 
 
@@ -259,7 +259,7 @@ def told(cluster, namespace):
 def test_an_operator_that_hears_nothing_of_an_edit_undoes_nothing_of_it(operating, cluster, namespace, tmp_path):
     """Its watch of services is dead and not yet found to be, those of their objects go on."""
     lost = f"/namespaces/{namespace}/llmservices?"
-    settings = {"patience": Patience(inactivity_s=60.0)}
+    settings = {"watch_timeouts": WatchTimeouts(inactivity_s=60.0)}
     with (
         ApiProxy(cluster, tmp_path) as proxy,
         Operating(cluster, namespace, settings, kubeconfig=proxy.kubeconfig) as deaf,
@@ -271,7 +271,7 @@ def test_an_operator_that_hears_nothing_of_an_edit_undoes_nothing_of_it(operatin
         before = len(operating.writes)
         adapter = {"name": "a", "source": {"pvc": {"claimName": "models", "path": "a"}}}
         cluster.merge(API, KIND, "tales", {"spec": {"adapters": [adapter], "replicas": 2}}, namespace)
-        heard = lambda: known.get(kinds.LLM_SERVICE, namespace, "tales").body()["spec"].get("adapters")  # noqa: E731
+        heard = lambda: known.get(resources.LLM_SERVICE, namespace, "tales").body()["spec"].get("adapters")  # noqa: E731
         eventually(heard, 20, "news of the edit, by the objects that follow from it")
         operating.settles()
         deaf.settles()

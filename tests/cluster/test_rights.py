@@ -26,10 +26,10 @@ from support.operating import claim, llm_service, reads_models
 from support.pod import eventually
 
 from quire_operator.kube import rbac
-from quire_operator.kube.client import Client
-from quire_operator.kube.errors import Missing, Stale
-from quire_operator.kube.kinds import EVENT, LLM_SERVICE
-from quire_operator.kube.login import Login
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.kube.cluster_config import ClusterConfig
+from quire_operator.kube.errors import ObjectNotFound, WriteConflict
+from quire_operator.kube.resources import EVENT, LLM_SERVICE
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 SYSTEM, ACCOUNT = "quire-system", "system:serviceaccount:quire-system:quire"
@@ -180,24 +180,24 @@ def test_everything_is_granted_and_nothing_in_vain(cluster, models):
 
 async def test_a_service_that_is_gone_or_another_by_now_is_told_by_the_rights_there_are(cluster):
     """A status is not written to it, and it is read anew: without the right to get."""
-    login = Login.from_kubeconfig(cluster.token_kubeconfig(SYSTEM, "quire"))
+    login = ClusterConfig.from_kubeconfig(cluster.token_kubeconfig(SYSTEM, "quire"))
     with cluster.namespace() as namespace:
         made = cluster.apply(llm_service(paused=True), namespace)
         status = {"observedGeneration": 1}
-        async with Client(login) as client:
-            for name, uid, error in (("tales", "another", Stale), ("absent", "another", Missing)):
+        async with ApiClient(login) as client:
+            for name, uid, error in (("tales", "another", WriteConflict), ("absent", "another", ObjectNotFound)):
                 meta = {"name": name, "namespace": namespace, "uid": uid, "generation": 1, "resourceVersion": "1"}
                 manifest = {"metadata": meta, "status": status}
                 with pytest.raises(error):
                     await client.set_status(LLM_SERVICE, manifest)
-            found = await client.find_listed(LLM_SERVICE, namespace, "tales")
+            found = await client.list_one(LLM_SERVICE, namespace, "tales")
             assert found["metadata"]["uid"] == made["metadata"]["uid"] and "status" not in found
-            assert await client.find_listed(LLM_SERVICE, namespace, "absent") is None
+            assert await client.list_one(LLM_SERVICE, namespace, "absent") is None
 
 
 async def test_events_of_pods_may_be_read(cluster):
-    async with Client(Login.from_kubeconfig(cluster.token_kubeconfig(SYSTEM, "quire"))) as client:
-        assert (await client.list(EVENT, "default", fields="regarding.uid=nobody")).items == ()
+    async with ApiClient(ClusterConfig.from_kubeconfig(cluster.token_kubeconfig(SYSTEM, "quire"))) as client:
+        assert (await client.list(EVENT, "default", field_selector="regarding.uid=nobody")).items == ()
 
 
 def test_named_namespaces_take_no_right_beyond_them(cluster):

@@ -20,13 +20,13 @@ from support.observing import (
     with_adapter,
 )
 
-from quire_operator.kube.client import Client
-from quire_operator.kube.errors import Rejected, Stale
-from quire_operator.kube.kinds import LLM_SERVICE
-from quire_operator.kube.login import Login
-from quire_operator.plan.errors import Unplannable, Why
-from quire_operator.reconcile.observed import Observed, Verdict
-from quire_operator.reconcile.status import status
+from quire_operator.controller.status.observed_state import ObservedState, PlanningResult
+from quire_operator.controller.status.status import build_status
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.kube.cluster_config import ClusterConfig
+from quire_operator.kube.errors import InvalidObject, WriteConflict
+from quire_operator.kube.resources import LLM_SERVICE
+from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_spec.documents.download_result import DownloadReason, DownloadResult
 from quire_spec.documents.pod_status import AdapterState
 
@@ -37,18 +37,21 @@ GOOD = pod("s-0", SAID)
 FAILED = pod("s-1", with_adapter(SAID, "sql", AdapterState.FAILED, "HTTP 404: " + "x" * 5000))
 WITHOUT_GPU = starting("s-1", unschedulable="0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
 DOWNLOAD = starting(
-    "j", ended=ended("download", 1, "Error", DownloadResult(DownloadReason.AUTH_FAILED, 1, None, "HTTP 401").dump())
+    "j",
+    terminated=ended("download", 1, "Error", DownloadResult(DownloadReason.AUTH_FAILED, 1, None, "HTTP 401").dump()),
 )
 
 STATUSES = {
-    "well": status(SERVICE, GENERATION, VERDICT, healthy(), {}, NOW),
-    "nothing seen": status(SERVICE, GENERATION, Verdict(), Observed(), {}, NOW),
-    "cannot be read": status(None, GENERATION, Verdict(invalid="spec.x: y\nspec.z: w"), Observed(), {}, NOW),
-    "does not fit": status(
-        SERVICE, GENERATION, Verdict(PLAN, "", Unplannable(Why.DOES_NOT_FIT, "t" * 40_000)), healthy(), {}, NOW
+    "well": build_status(SERVICE, GENERATION, VERDICT, healthy(), {}, NOW),
+    "nothing seen": build_status(SERVICE, GENERATION, PlanningResult(), ObservedState(), {}, NOW),
+    "cannot be read": build_status(None, GENERATION, PlanningResult(spec_error="spec.x: y\nspec.z: w"),
+    ObservedState(), {}, NOW),
+    "does not fit": build_status(
+        SERVICE, GENERATION, PlanningResult(PLAN, "", Unplannable(UnplannableReason.DOES_NOT_FIT, "t" * 40_000)),
+        healthy(), {}, NOW
     ),
-    "adapter failed": status(SERVICE, GENERATION, VERDICT, healthy(pods=(GOOD, FAILED)), {}, NOW),
-    "no GPU": status(
+    "adapter failed": build_status(SERVICE, GENERATION, VERDICT, healthy(pods=(GOOD, FAILED)), {}, NOW),
+    "no GPU": build_status(
         SERVICE,
         GENERATION,
         VERDICT,
@@ -56,7 +59,8 @@ STATUSES = {
         {},
         NOW,
     ),
-    "refused token": status(SERVICE, GENERATION, VERDICT, Observed(job=job(), job_pods=(DOWNLOAD,)), {}, NOW),
+    "refused token": build_status(SERVICE, GENERATION, VERDICT, ObservedState(job=job(), job_pods=(DOWNLOAD,)), {},
+    NOW),
 }  # fmt: skip
 
 
@@ -127,7 +131,7 @@ async def test_what_is_taken_out_of_a_status_is_gone_and_no_other_service_gets_i
     meta = cluster.get(*API, "s", namespace)["metadata"]
     meta = {name: meta[name] for name in ("name", "namespace", "uid", "generation", "resourceVersion")}
     less = written | {"plan": {k: v for k, v in written["plan"].items() if k not in ("measured", "gpu")}}
-    async with Client(Login.find(str(cluster.kubeconfig))) as client:
+    async with ApiClient(ClusterConfig.from_environment(str(cluster.kubeconfig))) as client:
 
         async def write(found, **changes):
             manifest = {"apiVersion": API[0], "kind": API[1], "metadata": meta | changes, "status": found}
@@ -139,8 +143,8 @@ async def test_what_is_taken_out_of_a_status_is_gone_and_no_other_service_gets_i
         assert await write(less) == less
         assert await write(written) == written
         for changes in ({"uid": "another"}, {"generation": meta["generation"] - 1}, {"resourceVersion": "1"}):
-            with pytest.raises(Stale, match="has changed, or another object has the name"):
+            with pytest.raises(WriteConflict, match="has changed, or another object has the name"):
                 await write(less, **changes)
-        with pytest.raises(Rejected, match=r"status\.models"):
+        with pytest.raises(InvalidObject, match=r"status\.models"):
             await write(less | {"models": 1})
         assert cluster.get(*API, "s", namespace)["status"] == written

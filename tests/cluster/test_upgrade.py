@@ -15,10 +15,10 @@ from support.kubelet import DONE, Container, Kubelet
 from support.operating import TINY, Operating, claim, llm_service, reads_models
 from support.pod import eventually
 
-from quire_operator import cli
-from quire_operator.plan import outcome, planner
-from quire_operator.reconcile import planning
-from quire_operator.render import model, pod
+from quire_operator.cli import main
+from quire_operator.controller.observe import plan_service
+from quire_operator.plan import build_plan, planner
+from quire_operator.render import model_storage, pod_template
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 DOWNLOAD = "model-download"
@@ -37,9 +37,9 @@ def new_release(monkeypatch):
     """One that plans otherwise, renders pods otherwise, and has other images."""
 
     def begin():
-        for module in (planner, planning, outcome):
+        for module in (planner, plan_service, build_plan):
             monkeypatch.setattr(module, "VERSION", 99)
-        monkeypatch.setattr(pod, "_STARTUP_PERIOD_S", 7)
+        monkeypatch.setattr(pod_template, "_STARTUP_PERIOD_S", 7)
         return {"images": {"GPU": "quire:next-gpu", "CPU": "quire:next-cpu"}}
 
     return begin
@@ -127,7 +127,7 @@ def test_an_upgrade_downloads_nothing_again(cluster, namespace, kubelet, new_rel
         (before,) = jobs(cluster, namespace)
         settings = new_release()
         # Its Jobs look otherwise, too.
-        monkeypatch.setattr(model, "PROGRESS_PORT_VARIABLE", "QUIRE_OTHER_PORT")
+        monkeypatch.setattr(model_storage, "PROGRESS_PORT_VARIABLE", "QUIRE_OTHER_PORT")
         with Operating(cluster, namespace, settings) as new:
             new.settles()
             assert [write for write in new.writes if write[0] not in (KIND, "Event")] == []
@@ -171,7 +171,7 @@ def test_the_difference_that_the_documents_show_is_what_a_release_would_change(
 
     def differs(image):
         argv = ["render", "-f", str(live), "--volume", f"models={TINY.parent}", "--image", image, "-o", "json"]
-        assert cli.main(argv) == 0
+        assert main.main(argv) == 0
         rendered = capsys.readouterr().out
         text = subprocess.run(["jq", program], input=rendered, capture_output=True, text=True, check=True).stdout
         return cluster.kubectl("diff", "-f", "-", namespace=namespace, stdin=text, codes=(0, 1))

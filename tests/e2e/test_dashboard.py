@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.chart import CHART
 
-from quire_operator.reconcile.metrics import Metrics
+from quire_operator.controller.metrics import ControllerMetrics
 
 DASHBOARD = json.loads((CHART / "files/dashboard.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -65,7 +65,7 @@ def exported(service):
 def of_the_operator():
     """The same of the operator's metrics, which have no samples before it works: by its registry."""
     labels = {}
-    for collector in Metrics().registry._collector_to_names:
+    for collector in ControllerMetrics().registry._collector_to_names:
         for suffix in {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}.get(collector._type, ("",)):
             labels[collector._name + suffix] = {*collector._labelnames, "le"}
     return labels

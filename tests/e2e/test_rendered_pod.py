@@ -13,11 +13,11 @@ from cluster.ports import free_ports
 from support.planning import service as parsed
 from support.service import EXAMPLES, PORTS, Service
 
-from quire_operator.plan.files import FolderFiles, read_checkpoint
-from quire_operator.plan.inputs import Inputs
+from quire_operator.plan.checkpoint_files import FolderReader, read_checkpoint
+from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.planner import make_plan
-from quire_operator.render.cluster import Cluster
-from quire_operator.render.desired import desired
+from quire_operator.render.context import RenderContext
+from quire_operator.render.objects import render_objects
 
 KEY = "rendered-key"
 SPEC = """
@@ -86,8 +86,8 @@ def _content(manifest) -> dict[str, str]:
 def test_the_rendered_pod_runs(tmp_path):
     numbers = free_ports(4)
     of = parsed(SPEC % tuple(numbers), "rendered")
-    plan = make_plan(Inputs.of(of, read_checkpoint(FolderFiles(EXAMPLES / "models/tiny")), None))
-    manifests = desired(of, plan, Cluster(admin_key=KEY)).manifests
+    plan = make_plan(PlannerInputs.from_service(of, read_checkpoint(FolderReader(EXAMPLES / "models/tiny")), None))
+    manifests = render_objects(of, plan, RenderContext(admin_key=KEY)).manifests
     pod = RenderedPod(manifests, tmp_path, dict(zip(PORTS, numbers, strict=True)))
     try:
         startup = pod.container["startupProbe"]

@@ -9,8 +9,8 @@ import yaml
 from support.chart import CHART, NAMED, OFF, ROOT, documents, helm, one, rendered
 from support.openapi import CRD
 
-from quire_operator import crd
-from quire_operator.render import names
+from quire_operator.api import crd
+from quire_operator.render import object_names
 
 MATRIX = {"defaults": {}, "named": NAMED, "off": OFF}
 OPTIONAL = {"PodMonitor"}
@@ -250,7 +250,7 @@ def test_what_finds_the_operator_finds_its_pods(objects):
         one(objects, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"],
     ):
         assert selector.items() <= labels.items()
-        assert selector.items() >= {"app.kubernetes.io/name": names.MANAGER}.items()
+        assert selector.items() >= {"app.kubernetes.io/name": object_names.MANAGER}.items()
     ports = {port["name"] for port in container(objects)["ports"]}
     assert {port["targetPort"] for port in one(objects, "Service")["spec"]["ports"]} <= ports
 
@@ -281,7 +281,7 @@ def test_notes_tell_a_next_command_that_works(folder):
     assert "deployment/quire" in notes
     (text,) = re.findall(r"<<'EOF'\n(.*?)\nEOF\n", notes, re.DOTALL)
     body = yaml.safe_load(text)
-    assert not crd.check(body).problems
+    assert not crd.validate(body).problems
     assert body["metadata"]["namespace"] == "team-a"
 
 

@@ -7,18 +7,18 @@ from support.planning import (
     checkpoint,
 )
 
-from quire_operator.plan.checkpoint import Checkpoint, SizeFrom
+from quire_operator.plan.checkpoint import CheckpointInfo, SizeSource
 from quire_spec.errors import ConfigError
 
 
 def test_sizes_come_from_the_index_then_the_header_then_the_shape():
     header = {"__metadata__": {"format": "pt"}, "a": {"data_offsets": [0, 8]}, "b": {"data_offsets": [8, 100]}}
     found = [
-        Checkpoint.from_files(LLAMA_8B, {"metadata": {"total_size": 16.0e9}}, header),
-        Checkpoint.from_files(LLAMA_8B, None, header),
-        Checkpoint.from_files(LLAMA_8B),
+        CheckpointInfo.from_files(LLAMA_8B, {"metadata": {"total_size": 16.0e9}}, header),
+        CheckpointInfo.from_files(LLAMA_8B, None, header),
+        CheckpointInfo.from_files(LLAMA_8B),
     ]
-    assert [c.size_from for c in found] == [SizeFrom.INDEX, SizeFrom.HEADER, SizeFrom.SHAPE]
+    assert [c.size_source for c in found] == [SizeSource.INDEX, SizeSource.HEADER, SizeSource.SHAPE]
     assert [c.weights_bytes for c in found[:2]] == [16_000_000_000, 100]
     assert found[2].weights_bytes == pytest.approx(16_060_522_496, rel=0.001)
     assert checkpoint(dict(reversed(LLAMA_8B.items()))).config_digest == found[0].config_digest
@@ -42,4 +42,4 @@ def test_sizes_come_from_the_index_then_the_header_then_the_shape():
 )
 def test_files_that_say_nothing_are_refused(config, index, header, words):
     with pytest.raises(ConfigError, match=words):
-        Checkpoint.from_files(config, index, header)
+        CheckpointInfo.from_files(config, index, header)

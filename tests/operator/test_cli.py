@@ -186,7 +186,7 @@ def test_validate_starts_within_half_a_second():
 
 def test_nothing_heavy_is_imported():
     """The rule engine's package would import a command line of its own (typer, rich); torch belongs to the engine."""
-    script = "import sys; from quire_operator.cli import main; main(sys.argv[1:]); print(*sorted(sys.modules))"
+    script = "import sys; from quire_operator.cli.main import main; main(sys.argv[1:]); print(*sorted(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", script, "validate", "-f", EXAMPLE], capture_output=True, text=True, cwd=ROOT, check=True
     )

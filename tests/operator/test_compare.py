@@ -7,14 +7,14 @@ import copy
 import pytest
 from support.planning import plan, service
 
-from quire_operator import crd
-from quire_operator.reconcile.compare import holds
-from quire_operator.reconcile.packed import pack
-from quire_operator.reconcile.pinned import ANNOTATION, Pinned, spec_digest
-from quire_operator.render import names
-from quire_operator.render.cluster import Cluster
-from quire_operator.render.desired import desired
-from quire_operator.service import LLMService
+from quire_operator.api import crd
+from quire_operator.api.llmservice import LLMService
+from quire_operator.controller.apply.compare import is_up_to_date
+from quire_operator.controller.compressed_json import compress
+from quire_operator.controller.template_revision import PODS_ANNOTATION, TemplateRevision, spec_digest
+from quire_operator.render import object_names
+from quire_operator.render.context import RenderContext
+from quire_operator.render.objects import render_objects
 
 NO_LORA = "lora: {maxLoaded: 0}"
 
@@ -33,7 +33,7 @@ NO_LORA = "lora: {maxLoaded: 0}"
     ],
 )  # fmt: skip
 def test_what_a_server_does_by_itself_is_no_difference(wanted, found):
-    assert holds(wanted, found)
+    assert is_up_to_date(wanted, found)
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def test_what_a_server_does_by_itself_is_no_difference(wanted, found):
     ],
 )  # fmt: skip
 def test_what_somebody_changed_is_one(wanted, found):
-    assert not holds(wanted, found)
+    assert not is_up_to_date(wanted, found)
 
 
 def read(text, **status):
-    body = crd.check(text).body
+    body = crd.validate(text).body
     return body, LLMService.from_body(body)
 
 
@@ -109,18 +109,18 @@ BROKEN = base64.b64encode(b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 8).decode()
 """Begins as compressed data does."""
 
 
-@pytest.mark.parametrize("text", ["by hand", pack({"spec": ""}), pack({"spec": ""})[:20], pack([]), BROKEN])
+@pytest.mark.parametrize("text", ["by hand", compress({"spec": ""}), compress({"spec": ""})[:20], compress([]), BROKEN])
 def test_what_somebody_changed_by_hand_is_not_pinned(text):
-    assert Pinned.read({"metadata": {"annotations": {ANNOTATION: text}}}) is None
+    assert TemplateRevision.from_deployment({"metadata": {"annotations": {PODS_ANNOTATION: text}}}) is None
 
 
 def test_what_is_pinned_comes_back_as_it_was():
     made = plan("qwen-0.5b", "NVIDIA-L4", NO_LORA)
-    manifests = list(desired(service(NO_LORA), made, Cluster(admin_key="k", owner_uid="u-1")).manifests)
-    pinned = Pinned.of("digest", made, manifests)
+    manifests = list(render_objects(service(NO_LORA), made, RenderContext(admin_key="k", owner_uid="u-1")).manifests)
+    pinned = TemplateRevision.from_manifests("digest", made, manifests)
     rendered = copy.deepcopy(manifests)
-    (deployment,) = [m for m in pinned.into(manifests) if m["kind"] == "Deployment"]
-    assert Pinned.read(deployment) == pinned
-    assert deployment["metadata"]["annotations"][names.PLAN] == made.inputsHash
+    (deployment,) = [m for m in pinned.apply_to(manifests) if m["kind"] == "Deployment"]
+    assert TemplateRevision.from_deployment(deployment) == pinned
+    assert deployment["metadata"]["annotations"][object_names.PLAN_ANNOTATION] == made.inputsHash
     assert manifests == rendered, "nothing given is changed"
-    assert "u-1" not in str(pinned.engine), "an owner goes with its service"
+    assert "u-1" not in str(pinned.engine_configmap), "an owner goes with its service"

@@ -11,10 +11,10 @@ import pytest
 from support.openapi import CRD, OPENAPI, VERSION, walk
 from support.rules import RULES, UPDATES, patched, problems_of
 
-from quire_operator import crd, patterns, schema
-from quire_operator.errors import dotted
-from quire_operator.rules import Rule
-from quire_operator.rules import problems as evaluate
+from quire_operator.api import crd, openapi_schema, patterns
+from quire_operator.api.cel_rules import CelRule
+from quire_operator.api.cel_rules import iter_problems as evaluate
+from quire_operator.api.validation_errors import format_path
 from quire_spec import constants
 from quire_spec.documents import adapter_catalog
 from quire_spec.model import capabilities
@@ -23,7 +23,7 @@ from quire_spec.model import capabilities
 def rules():
     """Every CEL rule: its path, schema and rule."""
     return [
-        (path, node, Rule.from_crd(entry))
+        (path, node, CelRule.from_crd(entry))
         for path, node in walk(OPENAPI)
         for entry in node.get("x-kubernetes-validations", ())
     ]
@@ -58,7 +58,7 @@ def test_printer_columns_and_scale_show_fields_that_exist():
 
 def test_every_string_list_map_and_number_is_bounded():
     unbounded = [
-        (dotted(path), node["type"])
+        (format_path(path), node["type"])
         for path, node in walk(OPENAPI)
         if not {
             "string": "maxLength" in node or "enum" in node,
@@ -70,7 +70,7 @@ def test_every_string_list_map_and_number_is_bounded():
     ]
     assert not unbounded
     endless = [
-        dotted(path)
+        format_path(path)
         for path, node in walk(OPENAPI["properties"]["spec"])
         if node["type"] == "integer" and "maximum" not in node and "enum" not in node
     ]
@@ -79,7 +79,7 @@ def test_every_string_list_map_and_number_is_bounded():
 
 def test_every_field_is_described_with_a_sentence():
     poor = [
-        dotted(path)
+        format_path(path)
         for path, node in walk(OPENAPI)
         if path != ("metadata",)
         and path[-1:] not in (("[]",), ("*",))
@@ -93,12 +93,12 @@ def test_every_default_is_said_and_every_said_default_is_true():
         default = node.get("default", "")
         if default != "" and not isinstance(default, dict):
             said = json.dumps(default) if isinstance(default, bool) else str(default)
-            assert f"Default {said}" in node["description"], dotted(path)
+            assert f"Default {said}" in node["description"], format_path(path)
 
 
 def test_optional_fields_without_a_default_say_what_omitting_them_means():
     silent = [
-        dotted((*path, name))
+        format_path((*path, name))
         for path, node in walk(OPENAPI["properties"]["spec"])
         for name, field in node.get("properties", {}).items()
         if not ({"default", "properties"} & set(field) or name in node.get("required", ()))
@@ -118,25 +118,27 @@ def test_only_keywords_that_a_structural_schema_may_have():
         "x-kubernetes-preserve-unknown-fields",
     }  # fmt: skip
     for path, node in walk(OPENAPI):
-        assert set(node) <= allowed, dotted(path)
-        assert not {"properties", "additionalProperties"} <= set(node), dotted(path)
+        assert set(node) <= allowed, format_path(path)
+        assert not {"properties", "additionalProperties"} <= set(node), format_path(path)
         if node.get("x-kubernetes-list-type") == "map":
-            assert set(node["x-kubernetes-list-map-keys"]) <= set(node["items"]["required"]), dotted(path)
+            assert set(node["x-kubernetes-list-map-keys"]) <= set(node["items"]["required"]), format_path(path)
         for name in node.get("required", ()):
-            assert name in node["properties"], dotted(path)
+            assert name in node["properties"], format_path(path)
 
 
 def test_every_default_is_valid_itself():
     for path, node in walk(OPENAPI):
         if "default" in node:
-            assert not list(schema.problems(node, schema.complete(node, node["default"]))), dotted(path)
+            assert not list(openapi_schema.iter_problems(node, openapi_schema.with_defaults(node, node["default"]))), (
+                format_path(path)
+            )
 
 
 def test_rules_hold_on_defaults_as_they_stand():
     """An API server tries them when the CRD is made, before it fills in the defaults of fields inside."""
     for path, node in walk(OPENAPI):
         if "default" in node:
-            assert not list(evaluate(node, node["default"], node["default"])), dotted(path)
+            assert not list(evaluate(node, node["default"], node["default"])), format_path(path)
 
 
 def test_metadata_is_left_to_the_api_server():
@@ -154,8 +156,8 @@ def test_small_enough_for_the_annotation_of_kubectl_apply():
 
 
 def test_patterns_have_words():
-    used = {node["pattern"] for _, node in walk(crd.load()) if "pattern" in node}
-    assert used == set(patterns.WORDS)
+    used = {node["pattern"] for _, node in walk(crd.load_schema()) if "pattern" in node}
+    assert used == set(patterns.PATTERN_MESSAGES)
 
 
 def test_sources_are_those_of_the_catalogue():
@@ -196,7 +198,7 @@ def test_choices_are_those_of_the_engine():
 
 def test_messages_name_the_field_say_must_and_end_with_what_to_do():
     for path, node, rule in rules():
-        must, fix = rule.must, rule.fix
+        must, fix = rule.requirement, rule.fix
         assert re.search(r"\bmust\b", must) and fix and fix[0].islower(), must
         assert "\n" not in must + fix + rule.expression, must
         first = must.split()[0]
@@ -244,17 +246,17 @@ def _cost(path, rule):
 @pytest.mark.parametrize(("words", "good", "bad", "path"), RULES, ids=[f"{r[0]}-{i}" for i, r in enumerate(RULES)])
 def test_a_rule_keeps_to_what_is_right_and_refuses_what_is_wrong(words, good, bad, path):
     assert problems_of(good) == []
-    (problem,) = crd.check(patched(bad)).problems
-    assert dotted(problem.path) == path
+    (problem,) = crd.validate(patched(bad)).problems
+    assert format_path(problem.path) == path
     assert problem.rule.startswith(words)
 
 
 @pytest.mark.parametrize(("words", "good", "bad"), UPDATES, ids=[u[0] for u in UPDATES])
 def test_rules_about_changes_are_judged_against_the_stored_object(words, good, bad):
     for old, new in good:
-        assert not crd.check(patched({"spec.cache": new}), patched({"spec.cache": old})).problems
+        assert not crd.validate(patched({"spec.cache": new}), patched({"spec.cache": old})).problems
     for old, new in bad:
-        (problem,) = crd.check(patched({"spec.cache": new}), patched({"spec.cache": old})).problems
+        (problem,) = crd.validate(patched({"spec.cache": new}), patched({"spec.cache": old})).problems
         assert problem.rule.startswith(words)
         assert problems_of({"spec.cache": new}) == []
 
@@ -262,4 +264,4 @@ def test_rules_about_changes_are_judged_against_the_stored_object(words, good, b
 def test_every_rule_of_the_crd_has_a_case():
     words = [case[0] for case in (*RULES, *UPDATES)]
     for _, _, rule in rules():
-        assert any(rule.must.startswith(w) for w in words), rule.must
+        assert any(rule.requirement.startswith(w) for w in words), rule.requirement

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quire_operator import cli, crd
-from quire_operator.manifest import read
+from quire_operator.api import crd
+from quire_operator.api.yaml_manifest import read_manifests
+from quire_operator.cli import main
 from quire_spec import constants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +85,7 @@ def test_the_wheel_gets_all_it_is_built_from(dockerfile):
 def test_the_crd_is_in_the_wheel_where_the_command_looks_for_it():
     included = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     (source,) = [source for source, place in included.items() if place == "quire_operator/llmservices.yaml"]
-    assert (ROOT / source) == crd.find()
+    assert (ROOT / source) == crd.find_crd_file()
 
 
 @pytest.mark.parametrize("file", ["backend/Dockerfile", "operator/Dockerfile"])
@@ -103,7 +104,7 @@ def test_the_operators_image_has_no_installer_and_runs_what_the_chart_asks_for()
 
 
 def test_images_run_without_root_as_the_user_of_the_crd(dockerfile):
-    user = crd.load()["properties"]["spec"]["properties"]["security"]["properties"]["runAsUser"]["default"]
+    user = crd.load_schema()["properties"]["spec"]["properties"]["security"]["properties"]["runAsUser"]["default"]
     for stage in final(dockerfile).values():
         assert said(stage, "USER")[-1] == f"{user}:{user}"
         after = [word for word, _ in stage][[word for word, _ in stage].index("USER") :]
@@ -193,10 +194,10 @@ def test_a_compose_service_runs_what_exists(profile):
     command = [default(argument) for argument in service["command"]]
     # The claim's folder is made by its mount.
     command = [argument.replace("=/srv/models", f"={ROOT}") for argument in command]
-    options = cli._parser().parse_args(["serve", *command])
+    options = main._build_parser().parse_args(["serve", *command])
     folder, _, file = options.file.rpartition("/")
-    (document,) = read(str(ROOT / mounts[folder] / file))
-    body = crd.valid(document)
+    (document,) = read_manifests(str(ROOT / mounts[folder] / file))
+    body = crd.require_valid(document)
     assert str(options.cache_dir).startswith("/var/cache/quire")
     assert str(options.run_dir) in [tmpfs.partition(":")[0] for tmpfs in service["tmpfs"]]
     drain_s = body["spec"]["rollout"]["drainSeconds"]

@@ -14,15 +14,16 @@ from support.documents import DOCS, blocks, commands
 from support.openapi import OPENAPI, walk
 from support.planning import ANY_TP, MODELS
 
-from quire_operator import cli, crd
-from quire_operator.engine_config import engine_config
-from quire_operator.plan.gpu import resolve
-from quire_operator.plan.inputs import Inputs
+from quire_operator.api import crd
+from quire_operator.api.llmservice import Device, LLMService
+from quire_operator.cli import main
+from quire_operator.controller.metrics import ControllerMetrics
+from quire_operator.plan.gpu import resolve_gpu
+from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.planner import make_plan
-from quire_operator.reconcile.metrics import Metrics
-from quire_operator.render.cluster import Cluster
-from quire_operator.render.desired import desired
-from quire_operator.service import Device, LLMService
+from quire_operator.render.context import RenderContext
+from quire_operator.render.engine_config import engine_config
+from quire_operator.render.objects import render_objects
 from quire_server.sources import model_download
 from quire_spec.engine import vllm_arguments
 from quire_spec.engine.config import EngineConfig
@@ -63,7 +64,7 @@ def anchors(file):
 def test_yaml_is_what_an_api_server_takes(text):
     for body in yaml.safe_load_all(text):
         if body.get("kind") == "LLMService":
-            assert [str(problem) for problem in crd.check(body).problems] == []
+            assert [str(problem) for problem in crd.validate(body).problems] == []
             assert planned(body)
         elif "kind" in body:
             kubernetes_validate.validate(body, "1.37", strict=True)
@@ -88,15 +89,15 @@ def test_the_job_that_fills_a_claim_asks_for_a_download_of_the_files_that_servic
 
 def planned(body):
     """What it becomes: an example that cannot be served would be a poor one. Files of a machine are for quire serve."""
-    service = LLMService.from_body(crd.check(body).body)
+    service = LLMService.from_body(crd.validate(body).body)
     if service.spec.model.source.path is not None:
         return True
     wanted = service.spec.gpu
     mig = wanted is not None and "mig" in wanted.resourceName
     nodes = [{"nvidia.com/mig-3g.40gb.product": "H100", "nvidia.com/mig-3g.40gb.memory": "40320"}] if mig else []
-    gpu = None if service.spec.device is Device.CPU else resolve(wanted, nodes)
-    plan = make_plan(Inputs.of(service, MODELS["tiny" if gpu is None else "8b"], gpu, ANY_TP))
-    return desired(service, plan, Cluster(admin_key="k")).manifests
+    gpu = None if service.spec.device is Device.CPU else resolve_gpu(wanted, nodes)
+    plan = make_plan(PlannerInputs.from_service(service, MODELS["tiny" if gpu is None else "8b"], gpu, ANY_TP))
+    return render_objects(service, plan, RenderContext(admin_key="k")).manifests
 
 
 def test_fields_that_are_named_exist():
@@ -120,8 +121,8 @@ def test_commands_exist(text, monkeypatch):
     monkeypatch.chdir(ROOT)
     for words in commands(text):
         if words[0] == "quire" and "-" not in words[-1:]:
-            monkeypatch.setattr(cli, "_serve", lambda given: 0)
-            cli._parser().parse_args([word for word in words[1:] if word != "|"])
+            monkeypatch.setattr(main, "_serve", lambda given: 0)
+            main._build_parser().parse_args([word for word in words[1:] if word != "|"])
         elif words[0] == "helm":
             check_helm(words)
         elif words[:2] == ["docker", "build"]:
@@ -151,7 +152,7 @@ def check_helm(words):
 
 def test_the_operators_metrics_are_all_there():
     wanted = set()
-    for collector in Metrics().registry._collector_to_names:
+    for collector in ControllerMetrics().registry._collector_to_names:
         name = collector._name + ("_total" if collector._type == "counter" else "")
         labels = ", ".join(f"`{label}`" for label in collector._labelnames)
         wanted.add(f"| `{name}` | {collector._type} | {labels} | {collector._documentation} |")
@@ -165,9 +166,9 @@ def test_the_operators_metrics_are_all_there():
 def test_a_migrated_repository_is_the_same_engine(tmp_path):
     model, loras = (json.loads(text) for text in blocks(MIGRATION, "json"))
     (text,) = blocks(MIGRATION, "yaml")
-    service = LLMService.from_body(crd.check(yaml.safe_load(text)).body)
+    service = LLMService.from_body(crd.validate(yaml.safe_load(text)).body)
     before = EngineConfig.from_json({"device": "cuda", **vllm_arguments.from_vllm_arguments(model)})
-    plan = make_plan(Inputs.of(service, MODELS["8b"], resolve(service.spec.gpu), ANY_TP))
+    plan = make_plan(PlannerInputs.from_service(service, MODELS["8b"], resolve_gpu(service.spec.gpu), ANY_TP))
     after = engine_config(service, "/weights/backbone/llama-3.1-8b", plan=plan)
     chosen = set(vllm_arguments.from_vllm_arguments(model))
     assert len(chosen) >= 10

@@ -21,10 +21,10 @@ from support.observing import (
     with_adapter,
 )  # fmt: skip
 
-from quire_operator.plan.errors import Unplannable, Why
-from quire_operator.reconcile.events import events
-from quire_operator.reconcile.observed import Observed, Verdict
-from quire_operator.reconcile.status import status
+from quire_operator.controller.status.events import build_events
+from quire_operator.controller.status.observed_state import ObservedState, PlanningResult
+from quire_operator.controller.status.status import build_status
+from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_spec.documents.pod_status import AdapterState
 
 SERVICE = wanted()
@@ -32,12 +32,12 @@ GOOD = pod("s-0", report(SERVICE))
 
 
 def after(before, observed, verdict=VERDICT, service=SERVICE):
-    return status(service, GENERATION, verdict, observed, before, LATER)
+    return build_status(service, GENERATION, verdict, observed, before, LATER)
 
 
 def told(before, observed, verdict=VERDICT):
     """Type, reason and message of what is told, as lines."""
-    return [f"{e.type} {e.reason}: {e.message}" for e in events(before, after(before, observed, verdict))]
+    return [f"{e.type} {e.reason}: {e.message}" for e in build_events(before, after(before, observed, verdict))]
 
 
 WELL = after({}, healthy())
@@ -45,10 +45,10 @@ WELL = after({}, healthy())
 
 def test_the_story_of_a_service_that_comes_up():
     nothing = {}
-    downloading = after(nothing, Observed(job=job(), job_pods=(starting("j", started_at="x"),)))
-    assert [e.reason for e in events(nothing, downloading)] == ["Fits", "Downloading"]
+    downloading = after(nothing, ObservedState(job=job(), job_pods=(starting("j", started_at="x"),)))
+    assert [e.reason for e in build_events(nothing, downloading)] == ["Fits", "Downloading"]
     begun = after(downloading, healthy(pods=(starting("s-0"), starting("s-1")), deployment=deployment(2, ready=0)))
-    assert [e.reason for e in events(downloading, begun)] == ["Downloaded", "PodsNotReady"]
+    assert [e.reason for e in build_events(downloading, begun)] == ["Downloaded", "PodsNotReady"]
     lines = told(begun, healthy())
     told_of = [line.partition(":")[0].removeprefix("Normal ") for line in lines]
     assert told_of == ["RolloutComplete", "MinimumReplicas", "Ready", "AdapterReady", "AdapterReady"]
@@ -56,12 +56,12 @@ def test_the_story_of_a_service_that_comes_up():
 
 
 def test_a_spec_that_cannot_be_used_is_told_once():
-    wrong = after({}, Observed(), Verdict(invalid="spec.model.source.path: is a folder of one machine"))
-    assert [e.reason for e in events({}, wrong)] == ["Invalid"]
+    wrong = after({}, ObservedState(), PlanningResult(spec_error="spec.model.source.path: is a folder of one machine"))
+    assert [e.reason for e in build_events({}, wrong)] == ["Invalid"]
 
 
 def test_nothing_is_told_twice():
-    assert events(WELL, after(WELL, healthy())) == []
+    assert build_events(WELL, after(WELL, healthy())) == []
 
 
 CHANGES = {
@@ -80,8 +80,8 @@ CHANGES = {
         ["Normal PodsNotReady", "Warning NoReadyPods"],
     ),
     "a claim of another's": (healthy(conflict="Service s belongs to Helm"), ["Warning Conflict"]),
-    "a kind that is missing": (healthy(left_out=("InferencePool",)), ["Warning KindsLeftOut"]),
-    "a field that is missing": (healthy(fields_left_out=("spec.podTemplate.x",)), ["Warning FieldsLeftOut"]),
+    "a kind that is missing": (healthy(unavailable_kinds=("InferencePool",)), ["Warning KindsLeftOut"]),
+    "a field that is missing": (healthy(unknown_fields=("spec.podTemplate.x",)), ["Warning FieldsLeftOut"]),
     "pods that do not answer": (healthy(pods=(GOOD, pod("s-1", report_error="refused"))), ["Warning PodsUnreachable"]),
     "an adapter that failed": (
         healthy(pods=(GOOD, pod("s-1", with_adapter(report(SERVICE), "sql", AdapterState.FAILED, "HTTP 404")))),
@@ -96,7 +96,7 @@ def test_it_tells_of(case):
     observed, expected = CHANGES[case]
     assert [line.partition(":")[0] for line in told(WELL, observed)] == expected
     worse = after(WELL, observed)
-    assert events(worse, after(worse, observed)) == []
+    assert build_events(worse, after(worse, observed)) == []
 
 
 def test_a_failure_that_lasts_is_not_told_again_when_its_words_change():
@@ -130,19 +130,21 @@ def test_a_plan_that_was_wrong_is_told_once():
 @pytest.mark.parametrize(("tokens", "words"), [(131072, ""), (262144, ""), (65536, "50% fewer"), (524288, "100% more")])
 def test_on_a_cpu_the_engine_may_take_a_smaller_type_than_was_counted(tokens, words):
     planned = {"inputsHash": "x", "kvTokens": 131072, "dtype": {"value": "auto"}}
-    found = events({"plan": planned}, {"plan": planned | {"measured": {"kvTokens": tokens}}})
+    found = build_events({"plan": planned}, {"plan": planned | {"measured": {"kvTokens": tokens}}})
     assert [e.reason for e in found] == (["PlanDiffers"] if words else [])
     assert all(words in e.message and "GPU" not in e.message for e in found)
 
 
 def test_another_plan_is_told_with_its_sizes():
     other = replace(PLAN, inputsHash="sha256:" + "1" * 64)
-    lines = told(WELL, healthy(), Verdict(plan=other))
+    lines = told(WELL, healthy(), PlanningResult(plan=other))
     assert lines[0].startswith("Normal Replanned: the spec, the model or the GPUs changed: tensorParallelSize 1, maxM")
 
 
 def test_a_verdict_is_told_by_its_own_condition_only():
-    lines = told(WELL, healthy(), Verdict(PLAN, "", Unplannable(Why.DOES_NOT_FIT, "short by 3 GiB")))
+    lines = told(
+        WELL, healthy(), PlanningResult(PLAN, "", Unplannable(UnplannableReason.DOES_NOT_FIT, "short by 3 GiB"))
+    )
     assert lines == ["Warning DoesNotFit: Planned: short by 3 GiB"]
 
 
@@ -153,7 +155,7 @@ def test_many_adapters_make_few_events():
     said = report(service)
     for name in names[:5]:
         said = with_adapter(said, name, AdapterState.FAILED, "no")
-    found = status(service, GENERATION, VERDICT, healthy(service, pods=(pod("s-0", said),)), {}, NOW)
-    made = [e for e in events({}, found) if "dapter" in e.reason]
+    found = build_status(service, GENERATION, VERDICT, healthy(service, pods=(pod("s-0", said),)), {}, NOW)
+    made = [e for e in build_events({}, found) if "dapter" in e.reason]
     assert len(made) == 11
     assert made[-1].reason == "MoreAdapters" and made[-1].message == "40 more adapters changed, 0 of them failed"

@@ -15,25 +15,35 @@ import re
 import pytest
 from support.planning import MODELS, faults
 
-from quire_operator import crd, patterns
-from quire_operator.engine_config import EngineRefuses
+from quire_operator.api import crd, patterns
+from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.plan.errors import Unplannable
-from quire_operator.plan.gpu import Gpu
-from quire_operator.plan.inputs import Inputs
+from quire_operator.plan.gpu import GpuInfo
+from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.plan import Plan
 from quire_operator.plan.planner import make_plan
-from quire_operator.render import names
-from quire_operator.render.cluster import OPTIONAL, Cluster
-from quire_operator.render.desired import desired
-from quire_operator.service import Device, LLMService
+from quire_operator.render import object_names
+from quire_operator.render.context import OPTIONAL_KINDS, RenderContext
+from quire_operator.render.engine_config import UnsupportedByEngine
+from quire_operator.render.objects import render_objects
 from quire_spec.errors import ConfigError
 
 NUM_SPECS = int(os.environ.get("FUZZ_SPECS", "400"))
-CLUSTER = Cluster(admin_key="k", offers=frozenset(OPTIONAL), operator={"podSelector": {}}, owner_uid="u")
+CLUSTER = RenderContext(
+    admin_key="k", available_kinds=frozenset(OPTIONAL_KINDS), operator_peer={"podSelector": {}}, owner_uid="u"
+)
 TEXTS = ["a", "tales-1.5", "A.b_c", "o/m", "x y", "", "token", "main", "eu-central-1", "0" * 64, "NVIDIA-L4"]
 TEXTS += ["4Gi", "512Mi", "1", "1.5G", "9999999999999Ti", "2.5", "1500m", "0.9", "0.999", "s3://bb/a", "10.0.0.0/8"]
 TEXTS += ["http://h:9000", "https://h/a", "http://h:99999/x", "http://[x", "https://h:port/", "nvidia.com/gpu", "A_B"]
-KEYS = [names.MANAGED_BY, names.INSTANCE, names.COMPONENT, "app.kubernetes.io/name", "team", "", "é"]
+KEYS = [
+    object_names.MANAGED_BY,
+    object_names.INSTANCE,
+    object_names.COMPONENT,
+    "app.kubernetes.io/name",
+    "team",
+    "",
+    "é",
+]
 ENTRIES = [None, "x", [], ["x"], [None], [{}], [{"name": ["x"]}], [{"$patch": "replace"}, {"name": "c"}]]
 ENTRIES += [[{"name": "server", "$patch": "delete"}], [{"name": "server", "securityContext": None, "env": None}]]
 OVERRIDES = [{"$patch": "replace"}, {"securityContext": None}, {"nodeSelector": {"a": None}}, {"x": 10**30}]
@@ -75,7 +85,7 @@ def texts(pattern, least, most):
 def valid(body):
     """The body without the fields that rules between fields refuse; None when that leaves none."""
     for _ in range(40):
-        problems = crd.check(body).problems
+        problems = crd.validate(body).problems
         if not problems:
             return body
         *parents, last = problems[0].path
@@ -89,7 +99,7 @@ def valid(body):
 
 
 def test_every_pattern_has_texts_to_draw():
-    for pattern in patterns.WORDS:
+    for pattern in patterns.PATTERN_MESSAGES:
         assert texts(pattern, 1, 64), pattern
 
 
@@ -98,8 +108,8 @@ def test_any_spec_is_planned_and_rendered_or_refused_in_words(block):
     rng = random.Random(block)
     num_rendered = 0
     for _ in range(NUM_SPECS // 4):
-        spec = drawn(rng, crd.load()["properties"]["spec"])
-        body = {"apiVersion": crd.API, "kind": "LLMService", "metadata": {"name": "tales"}, "spec": spec}
+        spec = drawn(rng, crd.load_schema()["properties"]["spec"])
+        body = {"apiVersion": crd.GROUP_VERSION, "kind": "LLMService", "metadata": {"name": "tales"}, "spec": spec}
         if (kept := valid(body)) is None:
             continue
         try:
@@ -111,12 +121,16 @@ def test_any_spec_is_planned_and_rendered_or_refused_in_words(block):
 
 def rendered(rng, body):
     """Whether a valid body could be planned and rendered, after looking at what came of it."""
-    service, again = (LLMService.from_body(crd.check(json.loads(json.dumps(body))).body) for _ in range(2))
-    gpu = None if service.spec.device is Device.CPU else Gpu.of_product(rng.choice(["NVIDIA-L4", "NVIDIA-H100-PCIe"]))
+    service, again = (LLMService.from_body(crd.validate(json.loads(json.dumps(body))).body) for _ in range(2))
+    gpu = (
+        None
+        if service.spec.device is Device.CPU
+        else GpuInfo.from_product(rng.choice(["NVIDIA-L4", "NVIDIA-H100-PCIe"]))
+    )
     try:
-        plan = make_plan(Inputs.of(service, MODELS[rng.choice([*MODELS])], gpu))
+        plan = make_plan(PlannerInputs.from_service(service, MODELS[rng.choice([*MODELS])], gpu))
     except Unplannable:
-        plan = make_plan(Inputs.of(LIGHT, MODELS["tiny"], None))
+        plan = make_plan(PlannerInputs.from_service(LIGHT, MODELS["tiny"], None))
     assert Plan.from_json(plan.to_json()) == plan
     assert faults(plan.to_json()) == []
     assert plan.kvTokens < 2**63
@@ -124,10 +138,10 @@ def rendered(rng, body):
         pinned = getattr(service.spec.engine, name)
         assert pinned in (None, getattr(plan, name).value) or plan.inputsHash == LIGHT_HASH, name
     try:
-        made = desired(service, plan, CLUSTER)
-    except (ConfigError, EngineRefuses):
+        made = render_objects(service, plan, CLUSTER)
+    except (ConfigError, UnsupportedByEngine):
         return False
-    assert made == desired(again, plan, CLUSTER)
+    assert made == render_objects(again, plan, CLUSTER)
     for manifest in json.loads(json.dumps(made.manifests, allow_nan=False)):
         check_found_again(manifest["metadata"])
         if manifest["kind"] == "Deployment":
@@ -138,12 +152,17 @@ def rendered(rng, body):
 def check_found_again(meta):
     """The operator sees what has these labels and no more."""
     assert len(meta["name"]) <= 63
-    assert (meta["labels"][names.MANAGED_BY], meta["labels"][names.INSTANCE]) == (names.MANAGER, "tales"), meta["name"]
+    assert (meta["labels"][object_names.MANAGED_BY], meta["labels"][object_names.INSTANCE]) == (
+        object_names.MANAGER,
+        "tales",
+    ), meta["name"]
 
 
 _LIGHT = {"device": "CPU", "model": {"source": {"pvc": {"claimName": "c"}}}}
 LIGHT = LLMService.from_body(
-    crd.check({"apiVersion": crd.API, "kind": "LLMService", "metadata": {"name": "tales"}, "spec": _LIGHT}).body
+    crd.validate(
+        {"apiVersion": crd.GROUP_VERSION, "kind": "LLMService", "metadata": {"name": "tales"}, "spec": _LIGHT}
+    ).body
 )
 """What can always be planned: a spec that cannot is rendered by its plan."""
-LIGHT_HASH = Inputs.of(LIGHT, MODELS["tiny"], None).digest
+LIGHT_HASH = PlannerInputs.from_service(LIGHT, MODELS["tiny"], None).digest

@@ -13,9 +13,9 @@ from support.planning import (
 )
 
 from quire_operator.plan import planner
-from quire_operator.plan.errors import Unplannable, Why
-from quire_operator.plan.gpu import PRODUCTS, Gpu, KnownFrom, node_labels, resolve
-from quire_operator.plan.plan import Fit
+from quire_operator.plan.errors import Unplannable, UnplannableReason
+from quire_operator.plan.gpu import PRODUCTS, GpuInfo, MemorySource, node_labels, resolve_gpu
+from quire_operator.plan.plan import FitReason
 
 
 def labels(product=L4, memory="23034", **more):
@@ -28,20 +28,22 @@ def wanted(text):
 
 def test_nodes_labels_go_before_the_table_and_the_spec_before_both():
     nodes = [labels(memory="23000", **{"nvidia.com/gpu.compute.major": "8", "nvidia.com/gpu.compute.minor": "9"}), {}]
-    found = resolve(wanted(f"{{product: {L4}}}"), nodes)
-    assert found == Gpu(L4, 23000, KnownFrom.NODE_LABELS, (8, 9))
-    assert resolve(wanted(f"{{product: {L4}, memory: 20Gi}}"), nodes) == Gpu(L4, 20480, KnownFrom.SPEC, (8, 9))
-    assert resolve(wanted(f"{{product: {L4}}}")) == Gpu.of_product(L4)
-    assert resolve(None, [], T4).memory_mib == 15360
+    found = resolve_gpu(wanted(f"{{product: {L4}}}"), nodes)
+    assert found == GpuInfo(L4, 23000, MemorySource.NODE_LABELS, (8, 9))
+    assert resolve_gpu(wanted(f"{{product: {L4}, memory: 20Gi}}"), nodes) == GpuInfo(
+        L4, 20480, MemorySource.SPEC, (8, 9)
+    )
+    assert resolve_gpu(wanted(f"{{product: {L4}}}")) == GpuInfo.from_product(L4)
+    assert resolve_gpu(None, [], T4).memory_mib == 15360
 
 
 def test_of_several_kinds_the_smallest_is_planned_for():
     nodes = [labels(), labels(H100, "81559"), labels("NVIDIA-A100-SXM4-40GB", "40960", zone="b")]
-    found = resolve(None, nodes)
-    assert (found.product, found.others) == (L4, ("NVIDIA-A100-SXM4-40GB", H100))
-    assert resolve(wanted("{nodeSelector: {zone: b}}"), nodes).product == "NVIDIA-A100-SXM4-40GB"
+    found = resolve_gpu(None, nodes)
+    assert (found.product, found.larger_products) == (L4, ("NVIDIA-A100-SXM4-40GB", H100))
+    assert resolve_gpu(wanted("{nodeSelector: {zone: b}}"), nodes).product == "NVIDIA-A100-SXM4-40GB"
     made = planner.make_plan(dataclasses.replace(inputs("8b", L4), gpu=dataclasses.replace(found, memory_mib=81559)))
-    assert made.fit is Fit.HETEROGENEOUS_POOL
+    assert made.fit is FitReason.HETEROGENEOUS_POOL
     assert H100 in made.advice
 
 
@@ -49,11 +51,11 @@ def test_a_slice_has_its_own_memory_and_a_node_so_many_gpus():
     mig = {"nvidia.com/mig-3g.40gb.product": "NVIDIA-H100-MIG-3g.40gb", "nvidia.com/mig-3g.40gb.memory": "40448"}
     nodes = [labels(H100, "81559", **mig, **{"nvidia.com/gpu.count": "2"})]
     slice_ = wanted("{resourceName: nvidia.com/mig-3g.40gb}")
-    assert (resolve(slice_, nodes).memory_mib, resolve(slice_, nodes).per_node) == (40448, None)
+    assert (resolve_gpu(slice_, nodes).memory_mib, resolve_gpu(slice_, nodes).gpus_per_node) == (40448, None)
     with pytest.raises(Unplannable, match=r"'nvidia.com/mig-3g.40gb': no node says how much memory such a slice has"):
-        resolve(wanted(f"{{product: {H100}, resourceName: nvidia.com/mig-3g.40gb}}"))
-    whole = resolve(None, nodes)
-    assert (whole.memory_mib, whole.per_node) == (81559, 2)
+        resolve_gpu(wanted(f"{{product: {H100}, resourceName: nvidia.com/mig-3g.40gb}}"))
+    whole = resolve_gpu(None, nodes)
+    assert (whole.memory_mib, whole.gpus_per_node) == (81559, 2)
     given = dataclasses.replace(inputs("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}"), gpu=whole)
     assert planner.make_plan(given).tensorParallelSize.value == 2
     pinned = dataclasses.replace(given, engine=dataclasses.replace(given.engine, tensorParallelSize=4))
@@ -67,18 +69,18 @@ def test_gpus_that_nobody_knows_or_that_are_shared_are_refused():
         (wanted("{product: NVIDIA-X1}"), "spec.gpu.product: 'NVIDIA-X1' is on no node"),
     ):
         with pytest.raises(Unplannable, match=words) as error:
-            resolve(asked)
-        assert error.value.why is Why.GPU_UNKNOWN
+            resolve_gpu(asked)
+        assert error.value.reason is UnplannableReason.GPU_UNKNOWN
     with pytest.raises(Unplannable, match="share each GPU between 4 pods") as error:
-        resolve(None, [labels(**{"nvidia.com/gpu.replicas": "4"})])
-    assert error.value.why is Why.SHARED_GPU
+        resolve_gpu(None, [labels(**{"nvidia.com/gpu.replicas": "4"})])
+    assert error.value.reason is UnplannableReason.SHARED_GPU
 
 
 def test_a_label_that_is_no_number_says_nothing():
-    plain = resolve(None, [labels()])
+    plain = resolve_gpu(None, [labels()])
     for name in ("replicas", "count", "compute.minor"):
-        found = resolve(None, [labels(**{f"nvidia.com/gpu.{name}": "many"})])
-        assert (found.memory_mib, found.per_node) == (plain.memory_mib, None)
+        found = resolve_gpu(None, [labels(**{f"nvidia.com/gpu.{name}": "many"})])
+        assert (found.memory_mib, found.gpus_per_node) == (plain.memory_mib, None)
 
 
 def test_node_listings_of_kubectl():
@@ -94,7 +96,7 @@ def test_the_table_of_products_is_in_order():
 
 @pytest.mark.parametrize("memory", ["1k", "640Mi", "641Mi", "2Gi"])
 def test_a_gpu_of_hardly_any_memory_fits_nothing(memory):
-    found = resolve(wanted(f"{{memory: {memory}}}"))
+    found = resolve_gpu(wanted(f"{{memory: {memory}}}"))
     with pytest.raises(Unplannable, match="does not fit") as error:
         planner.make_plan(dataclasses.replace(inputs("8b", L4), gpu=found))
-    assert error.value.why is Why.DOES_NOT_FIT
+    assert error.value.reason is UnplannableReason.DOES_NOT_FIT

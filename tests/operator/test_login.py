@@ -15,12 +15,12 @@ from aiohttp import web
 from cluster.pki import Authority
 from support.sources import Proxy, serve
 
-from quire_operator.kube import login as logins
-from quire_operator.kube import plugin as plugins
-from quire_operator.kube.client import Client
-from quire_operator.kube.errors import Busy, Forbidden
-from quire_operator.kube.kinds import POD
-from quire_operator.kube.login import Login
+from quire_operator.kube import cluster_config as logins
+from quire_operator.kube import exec_plugin as plugins
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.kube.cluster_config import ClusterConfig
+from quire_operator.kube.errors import ApiServerUnavailable, Forbidden
+from quire_operator.kube.resources import POD
 from quire_spec.errors import ConfigError, Unavailable
 
 V1 = "client.authentication.k8s.io/v1"
@@ -92,14 +92,14 @@ async def api_server(*tokens):
 async def test_a_token_file_is_read_again_when_the_token_is_refused(tmp_path):
     (tmp_path / "token").write_text("old\n")
     async with api_server("old") as (server, taken):
-        login = Login.from_kubeconfig(kubeconfig(tmp_path, {"tokenFile": "token"}, server))
-        async with Client(login) as client:
+        login = ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, {"tokenFile": "token"}, server))
+        async with ApiClient(login) as client:
             await client.list(POD, "n")
             # As the kubelet does; the file is not looked at for a minute.
             (tmp_path / "token").write_text("new\n")
             taken[:] = ["new"]
             await client.list(POD, "n")
-            assert await login.headers() == {"Authorization": "Bearer new"}
+            assert await login.auth_headers() == {"Authorization": "Bearer new"}
             taken.clear()
             with pytest.raises(Forbidden, match="401 Unauthorized"):
                 await client.list(POD, "n")
@@ -107,19 +107,19 @@ async def test_a_token_file_is_read_again_when_the_token_is_refused(tmp_path):
 
 async def test_a_token_file_is_read_again_by_its_age(tmp_path, monkeypatch):
     (tmp_path / "token").write_text("old")
-    login = Login.from_kubeconfig(kubeconfig(tmp_path, {"tokenFile": "token"}))
-    await login.headers()
+    login = ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, {"tokenFile": "token"}))
+    await login.auth_headers()
     (tmp_path / "token").write_text("new")
-    assert await login.headers() == {"Authorization": "Bearer old"}
-    monkeypatch.setattr(logins, "_TOKEN_FILE_S", -1)
-    assert await login.headers() == {"Authorization": "Bearer new"}
+    assert await login.auth_headers() == {"Authorization": "Bearer old"}
+    monkeypatch.setattr(logins, "_TOKEN_REREAD_S", -1)
+    assert await login.auth_headers() == {"Authorization": "Bearer new"}
 
 
 async def test_a_watch_that_is_refused_has_the_token_read_again(tmp_path):
     (tmp_path / "token").write_text("old")
     async with api_server("new") as (server, _):
-        login = Login.from_kubeconfig(kubeconfig(tmp_path, {"tokenFile": "token"}, server))
-        async with Client(login) as client:
+        login = ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, {"tokenFile": "token"}, server))
+        async with ApiClient(login) as client:
             for said in ("refused", ""):
                 try:
                     async with client.watch(POD, "n", "1", "", 1):
@@ -133,11 +133,11 @@ async def test_a_watch_that_is_refused_has_the_token_read_again(tmp_path):
 @pytest.mark.parametrize("text, words", [(None, "No such file"), ("\n", "is empty")])
 async def test_a_token_file_that_has_no_token_is_an_error_that_passes(tmp_path, text, words):
     async with api_server("t") as (server, _):
-        login = Login.from_kubeconfig(kubeconfig(tmp_path, {"tokenFile": "token"}, server))
+        login = ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, {"tokenFile": "token"}, server))
         if text is not None:
             (tmp_path / "token").write_text(text)
-        async with Client(login) as client:
-            with pytest.raises(Busy, match=f"pods: not asked: token file .*/token: {words}"):
+        async with ApiClient(login) as client:
+            with pytest.raises(ApiServerUnavailable, match=f"pods: not asked: token file .*/token: {words}"):
                 await client.create(POD, {"metadata": {"namespace": "n"}})
             (tmp_path / "token").write_text("t")
             await client.list(POD, "n")
@@ -148,26 +148,26 @@ async def test_a_token_file_that_has_no_token_is_an_error_that_passes(tmp_path, 
 
 async def test_a_plugin_is_run_once_for_as_long_as_its_token_holds(tmp_path):
     user = plugin(tmp_path, prints(tmp_path, "one", expirationTimestamp=until(3600)))
-    login = Login.from_kubeconfig(kubeconfig(tmp_path, user))
+    login = ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, user))
     for _ in range(3):
-        assert await login.headers() == {"Authorization": "Bearer one"}
+        assert await login.auth_headers() == {"Authorization": "Bearer one"}
     assert runs(tmp_path) == 1
 
 
 async def test_a_token_that_is_about_to_end_is_replaced(tmp_path):
     user = plugin(tmp_path, prints(tmp_path, "one", expirationTimestamp=until(30)))
-    login = Login.from_kubeconfig(kubeconfig(tmp_path, user))
-    assert await login.headers() == {"Authorization": "Bearer one"}
+    login = ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, user))
+    assert await login.auth_headers() == {"Authorization": "Bearer one"}
     prints(tmp_path, "two", expirationTimestamp=until(3600))
-    assert await login.headers() == {"Authorization": "Bearer two"}
-    assert await login.headers() == {"Authorization": "Bearer two"}
+    assert await login.auth_headers() == {"Authorization": "Bearer two"}
+    assert await login.auth_headers() == {"Authorization": "Bearer two"}
     assert runs(tmp_path) == 2
 
 
 async def test_a_plugin_runs_once_for_all_requests_that_are_refused_at_once(tmp_path):
     async with api_server("one") as (server, taken):
-        login = Login.from_kubeconfig(kubeconfig(tmp_path, plugin(tmp_path, prints(tmp_path, "one")), server))
-        async with Client(login) as client:
+        login = ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, plugin(tmp_path, prints(tmp_path, "one")), server))
+        async with ApiClient(login) as client:
             await asyncio.gather(*(client.list(POD, "n") for _ in range(10)))
             assert runs(tmp_path) == 1
             prints(tmp_path, "two")
@@ -181,7 +181,7 @@ async def test_a_plugin_is_told_what_kubectl_tells_it(tmp_path):
         f"""printf '%s %s %s' "$1" "$COLOUR" "$KUBERNETES_EXEC_INFO" > '{tmp_path}/asked'\n{prints(tmp_path, "t")}"""
     )
     user = plugin(tmp_path, script, args=["get-token"], env=[{"name": "COLOUR", "value": "blue"}])
-    await Login.from_kubeconfig(kubeconfig(tmp_path, user)).headers()
+    await ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, user)).auth_headers()
     argument, colour, info = (tmp_path / "asked").read_text().split(" ", 2)
     assert (argument, colour) == ("get-token", "blue")
     assert json.loads(info) == {"apiVersion": V1, "kind": "ExecCredential", "spec": {"interactive": False}}
@@ -202,28 +202,28 @@ async def test_a_plugin_is_told_what_kubectl_tells_it(tmp_path):
     ],
 )
 async def test_a_plugin_that_fails_is_named_with_what_it_said(tmp_path, script, words):
-    login = Login.from_kubeconfig(kubeconfig(tmp_path, plugin(tmp_path, script)))
+    login = ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, plugin(tmp_path, script)))
     with pytest.raises(Unavailable) as caught:
-        await login.headers()
+        await login.auth_headers()
     assert str(caught.value).startswith(f"kubeconfig: {tmp_path}/login gave no credential: ")
     assert words in str(caught.value) and "run it by hand" in str(caught.value)
     (tmp_path / "login").write_text(f"#!/bin/sh\n{prints(tmp_path, 't')}")
-    assert await login.headers() == {"Authorization": "Bearer t"}, "the next request tries anew"
+    assert await login.auth_headers() == {"Authorization": "Bearer t"}, "the next request tries anew"
 
 
 async def test_a_plugin_that_is_not_there_says_how_to_install_it(tmp_path):
     user = {"exec": {"apiVersion": V1, "command": "no-such-plugin", "installHint": "see example.com/plugin"}}
-    login = Login.from_kubeconfig(kubeconfig(tmp_path, user))
+    login = ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, user))
     with pytest.raises(Unavailable, match=r"no-such-plugin gave no credential: No such file .*: see example\.com"):
-        await login.headers()
+        await login.auth_headers()
 
 
 async def test_a_plugin_that_hangs_is_ended_and_costs_all_that_wait_one_timeout(tmp_path, monkeypatch):
     monkeypatch.setattr(plugins, "_TIMEOUT_S", 2.0)
     user = plugin(tmp_path, f"echo $$ > '{tmp_path}/pid'; exec sleep 60")
-    login = Login.from_kubeconfig(kubeconfig(tmp_path, user))
+    login = ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, user))
     begun = time.monotonic()
-    found = await asyncio.gather(*(login.headers() for _ in range(5)), return_exceptions=True)
+    found = await asyncio.gather(*(login.auth_headers() for _ in range(5)), return_exceptions=True)
     assert time.monotonic() - begun < 8, "one after the other they take 10"
     assert all("no answer within 2 s" in str(error) for error in found) and runs(tmp_path) == 1
     pid = (tmp_path / "pid").read_text().strip()
@@ -243,7 +243,7 @@ async def test_a_plugin_that_hangs_is_ended_and_costs_all_that_wait_one_timeout(
 )
 def test_an_exec_entry_that_cannot_be_used_is_refused_at_the_start(tmp_path, entry, words):
     with pytest.raises(ConfigError, match=words):
-        Login.from_kubeconfig(kubeconfig(tmp_path, {"exec": entry}))
+        ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, {"exec": entry}))
 
 
 # The rest of a kubeconfig
@@ -259,7 +259,7 @@ def test_an_exec_entry_that_cannot_be_used_is_refused_at_the_start(tmp_path, ent
 )
 def test_certificates_that_cannot_be_read_name_the_file(tmp_path, user, words):
     with pytest.raises(ConfigError, match=f"kubeconfig .*/config: .*{words}.*see kubectl config view"):
-        Login.from_kubeconfig(kubeconfig(tmp_path, user, "https://127.0.0.1:1"))
+        ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, user, "https://127.0.0.1:1"))
 
 
 async def test_a_server_under_another_name_and_behind_a_proxy_is_reached(tmp_path):
@@ -281,26 +281,26 @@ async def test_a_server_under_another_name_and_behind_a_proxy_is_reached(tmp_pat
         "proxy-url": f"http://user:passw0rd@127.0.0.1:{await proxy.start()}",
     }
     file = kubeconfig(tmp_path, {"token": "t"}, **cluster)
-    async with Client(Login.from_kubeconfig(file)) as client:
+    async with ApiClient(ClusterConfig.from_kubeconfig(file)) as client:
         assert await client.request("GET", "/a") == {"items": [], "metadata": {}}
         async with client.stream("/a", {"watch": "true"}) as lines:
             assert [line async for line in lines] == [b'{"type": "BOOKMARK"}']
     assert set(proxy.asked) == {f"127.0.0.1:{server.port}"}
     proxy.who = "user:other"
-    async with Client(Login.from_kubeconfig(file)) as client:
-        with pytest.raises(Busy, match="407") as caught:
+    async with ApiClient(ClusterConfig.from_kubeconfig(file)) as client:
+        with pytest.raises(ApiServerUnavailable, match="407") as caught:
             await client.request("GET", "/a")
-    assert "passw0rd" not in str(caught.value) + repr(client.login)
+    assert "passw0rd" not in str(caught.value) + repr(client.cluster_config)
     await proxy.close()
     await server.close()
 
 
 def test_a_proxy_that_is_not_known_is_refused_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match="proxy-url is not http") as caught:
-        Login.from_kubeconfig(kubeconfig(tmp_path, {}, **{"proxy-url": "socks5://user:passw0rd@h:1"}))
+        ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, {}, **{"proxy-url": "socks5://user:passw0rd@h:1"}))
     assert "passw0rd" not in str(caught.value)
 
 
 def test_a_kubeconfig_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=f"^kubeconfig {tmp_path}/none: does not exist; give another with --kubeconf"):
-        Login.find(str(tmp_path / "none"))
+        ClusterConfig.from_environment(str(tmp_path / "none"))

@@ -3,31 +3,31 @@
 
 import pytest
 
-from quire_operator.manifest import ManifestError, parse, read
+from quire_operator.api.yaml_manifest import ManifestError, parse_manifests, read_manifests
 
 
 def only(text):
-    (document,) = parse(text, "f.yaml")
+    (document,) = parse_manifests(text, "f.yaml")
     return document
 
 
 def test_each_field_and_entry_has_its_line():
     document = only("# a comment\na: 1\nb:\n  c:\n  - x: 1\n  - {x: 2,\n     y: 3}\n")
     assert document.body == {"a": 1, "b": {"c": [{"x": 1}, {"x": 2, "y": 3}]}}
-    assert document.place(()) == "f.yaml:2"
-    assert document.place(("b", "c", 0, "x")) == "f.yaml:5"
-    assert document.place(("b", "c", 1, "y")) == "f.yaml:7"
+    assert document.location(()) == "f.yaml:2"
+    assert document.location(("b", "c", 0, "x")) == "f.yaml:5"
+    assert document.location(("b", "c", 1, "y")) == "f.yaml:7"
 
 
 def test_a_field_that_is_not_there_has_the_line_of_what_it_is_missing_from():
     document = only("a: 1\nb:\n  c: 2\n")
-    assert document.place(("b", "d", 0)) == "f.yaml:2"
-    assert document.place(("e",)) == "f.yaml:1"
+    assert document.location(("b", "d", 0)) == "f.yaml:2"
+    assert document.location(("e",)) == "f.yaml:1"
 
 
 def test_lines_go_on_over_documents_and_empty_ones_are_dropped():
-    first, second = parse("a: 1\n---\n---\n# nothing\n---\nb: 2\n", "f.yaml")
-    assert (first.place(("a",)), second.place(("b",))) == ("f.yaml:1", "f.yaml:6")
+    first, second = parse_manifests("a: 1\n---\n---\n# nothing\n---\nb: 2\n", "f.yaml")
+    assert (first.location(("a",)), second.location(("b",))) == ("f.yaml:1", "f.yaml:6")
 
 
 def test_dates_stay_text_and_keys_are_text():
@@ -94,13 +94,13 @@ BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
 )
 def test_refusals(text, message):
     with pytest.raises(ManifestError) as error:
-        list(parse(text, "f.yaml"))
+        list(parse_manifests(text, "f.yaml"))
     assert str(error.value).startswith(message)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(ManifestError, match=r"none\.yaml: No such file or directory; give the path of a YAML file"):
-        read(str(tmp_path / "none.yaml"))
+        read_manifests(str(tmp_path / "none.yaml"))
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
     with pytest.raises(ManifestError, match=r"latin\.yaml: not UTF-8 at byte 3; save it as UTF-8"):
-        read(str(tmp_path / "latin.yaml"))
+        read_manifests(str(tmp_path / "latin.yaml"))

@@ -8,7 +8,7 @@ import pytest
 from support.planning import service
 from support.rendering import EVERYTHING, GPU, POD_IP, objects, one
 
-from quire_operator.render import merge
+from quire_operator.render import strategic_merge
 from quire_spec.errors import ConfigError
 
 
@@ -104,5 +104,5 @@ A, B = {"name": "a", "value": "1"}, {"name": "b"}
 )  # fmt: skip
 def test_strategic_merge(base, patch, merged):
     before = json.dumps([base, patch])
-    assert merge.merge(base, patch) == merged
+    assert strategic_merge.merge(base, patch) == merged
     assert json.dumps([base, patch]) == before

@@ -23,9 +23,9 @@ from support.observing import (
 )  # fmt: skip
 from support.rendering import objects, one
 
-from quire_operator.plan.errors import Unplannable, Why
-from quire_operator.reconcile.observed import Observed, Verdict, pod_of
-from quire_operator.render import model
+from quire_operator.controller.status.observed_state import ObservedState, PlanningResult, parse_pod
+from quire_operator.plan.errors import Unplannable, UnplannableReason
+from quire_operator.render import model_storage
 from quire_spec.documents.download_progress import DownloadProgress
 from quire_spec.documents.download_result import DownloadReason, DownloadResult
 
@@ -33,7 +33,7 @@ from quire_spec.documents.download_result import DownloadReason, DownloadResult
 def ended_download(result, revision=None, message="", number=0, **changes):
     said = DownloadResult(result, 3 * 2**30, revision, message).dump()
     code = 0 if result is DownloadReason.DOWNLOADED else 1
-    fields = {"phase": "Failed" if code else "Succeeded", "ended": ended("download", code, "Error", said)}
+    fields = {"phase": "Failed" if code else "Succeeded", "terminated": ended("download", code, "Error", said)}
     return starting(f"job-{number}", created_at=f"2026-01-01T00:0{number}:00Z", **fields | changes)
 
 
@@ -90,7 +90,7 @@ DOWNLOADS = {
         for result in DownloadReason if result not in (DownloadReason.DOWNLOADED, DownloadReason.AUTH_FAILED)
     },
     "it ended with no word": (
-        {"job": job_done("Failed"), "job_pods": (starting("j", ended=ended("download", 137, "OOMKilled")),)},
+        {"job": job_done("Failed"), "job_pods": (starting("j", terminated=ended("download", 137, "OOMKilled")),)},
         "DownloadFailed", "Failed", "OOMKilled (exit code 137)",
     ),
 }  # fmt: skip
@@ -99,7 +99,7 @@ DOWNLOADS = {
 @pytest.mark.parametrize("case", DOWNLOADS)
 def test_a_model_that_is_not_there(case):
     changes, reason, state, words = DOWNLOADS[case]
-    nothing = Observed(deployment=deployment(0), applied=GENERATION, **{"job": job()} | changes)
+    nothing = ObservedState(deployment=deployment(0), applied_generation=GENERATION, **{"job": job()} | changes)
     found = of(nothing)
     assert judged(found)["ModelCached"] == ("False", reason)
     assert ready(found) == ("False", reason), "no pod is blamed: there are none before the model is there"
@@ -110,7 +110,7 @@ def test_a_model_that_is_not_there(case):
 def on_its_way(progress, previous=None, seconds=0, *before):
     """The status of a download `seconds` after NOW, and its words."""
     pods = (*before, downloading(progress=progress))
-    seen = Observed(deployment=deployment(0), applied=GENERATION, job=job(), job_pods=pods)
+    seen = ObservedState(deployment=deployment(0), applied_generation=GENERATION, job=job(), job_pods=pods)
     found = of(seen, previous=previous, now=NOW + timedelta(seconds=seconds))
     return found, condition(found, "ModelCached")["message"]
 
@@ -167,7 +167,7 @@ def test_a_refused_token_names_its_secret():
     spec = "model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hf, key: token}}}}"
     service = wanted(spec)
     failed = ended_download(DownloadReason.AUTH_FAILED, message="hub repository 'o/m': HTTP 403")
-    found = of(Observed(job=job(), job_pods=(failed,)), service=service)
+    found = of(ObservedState(job=job(), job_pods=(failed,)), service=service)
     assert condition(found, "ModelCached")["message"] == (
         "hub repository 'o/m': HTTP 403; check Secret 'hf', key 'token'; it is tried again"
     )
@@ -176,8 +176,8 @@ def test_a_refused_token_names_its_secret():
 @pytest.mark.parametrize("result", [DownloadReason.AUTH_FAILED, DownloadReason.NOT_FOUND, DownloadReason.UNREACHABLE])
 def test_a_model_that_cannot_be_read_for_the_plan(result):
     spec = "model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hf, key: token}}}}"
-    verdict = Verdict(pending="hub repository 'o/m': why", unread=result)
-    found = of(Observed(), verdict, service=wanted(spec))
+    verdict = PlanningResult(waiting_for="hub repository 'o/m': why", read_error=result)
+    found = of(ObservedState(), verdict, service=wanted(spec))
     assert judged(found)["Ready"] == judged(found)["ModelCached"] == ("False", result.value)
     assert judged(found)["Planned"] == ("Unknown", "Planning")
     message = condition(found, "Ready")["message"]
@@ -191,7 +191,7 @@ IN_PODS = "replicas: 2\nlora: {maxLoaded: 0}\ngpu: {product: NVIDIA-L4}\ncache: 
 
 def test_a_model_that_each_pod_downloads():
     service = wanted(IN_PODS)
-    of_it = {"phase": "Pending", "downloads_to": model.folder(service)}
+    of_it = {"phase": "Pending", "download_folder": model_storage.folder(service)}
     found = of(healthy(service, job=None), service=service)
     assert judged(found)["ModelCached"] == ("True", "InPods")
     said = DownloadResult(DownloadReason.NO_SPACE, 5, message="the disk is full").dump()
@@ -200,7 +200,7 @@ def test_a_model_that_each_pod_downloads():
     assert judged(found)["ModelCached"] == ("True", "InPods")
     assert condition(found, "ModelCached")["message"].endswith("; a pod does: 1.0 MiB of 4.0 MiB (25%)")
     assert (found["cache"]["state"], found["cache"]["progress"]) == ("Downloading", "25%")
-    stuck = starting("s-1", ended=ended("download", 1, message=said), **of_it)
+    stuck = starting("s-1", terminated=ended("download", 1, message=said), **of_it)
     found = of(healthy(service, job=None, pods=(stuck,)), service=service)
     assert judged(found)["ModelCached"] == judged(found)["Ready"] == ("False", "NoSpace")
     assert condition(found, "Ready")["message"] == "pod s-1: the disk is full"
@@ -213,7 +213,7 @@ def test_what_pods_of_the_source_before_have_is_not_what_is_there():
     done = DownloadResult(DownloadReason.DOWNLOADED, 5, "v1").dump()
     end = {"name": "download", "state": {"terminated": {"exitCode": 0, "message": done}}}
     meta = {"name": "s-1", "uid": "1", "creationTimestamp": "2026-01-01T00:00:00Z", **template["metadata"]}
-    there = pod_of({"metadata": meta, "spec": template["spec"], "status": {"initContainerStatuses": [end]}})
+    there = parse_pod({"metadata": meta, "spec": template["spec"], "status": {"initContainerStatuses": [end]}})
     cache = lambda service: of(healthy(service, job=None, pods=(there,)), service=service)["cache"]  # noqa: E731
     assert cache(before) == {"state": "Ready", "bytes": "5", "revision": "v1"}
     assert cache(after) == {"state": "Pending"}
@@ -227,9 +227,9 @@ def test_a_model_on_a_claim_of_the_users():
 
 
 UNPLANNED = {
-    "invalid": Verdict(invalid="spec.model.source.path: 'm' is a folder of one machine"),
-    "waits": Verdict(pending="Job quire-read-1 reads config.json from claim models; its pod waits"),
-    "unplannable": Verdict(unplannable=Unplannable(Why.GPU_UNKNOWN, "no node says")),
+    "invalid": PlanningResult(spec_error="spec.model.source.path: 'm' is a folder of one machine"),
+    "waits": PlanningResult(waiting_for="Job quire-read-1 reads config.json from claim models; its pod waits"),
+    "unplannable": PlanningResult(unplannable=Unplannable(UnplannableReason.GPU_UNKNOWN, "no node says")),
 }
 
 
@@ -238,10 +238,10 @@ def test_nothing_is_claimed_of_a_model_without_a_plan(case):
     verdict = UNPLANNED[case]
     reason = "Invalid" if case == "invalid" else "OnClaim"
     on_claim = wanted("model: {source: {pvc: {claimName: models, path: m}}}\nlora: {maxLoaded: 0}")
-    found = of(Observed(), verdict, service=on_claim)
+    found = of(ObservedState(), verdict, service=on_claim)
     assert judged(found)["ModelCached"] == ("Unknown", reason)
     assert found["cache"] == {"state": "Pending"}
-    found = of(Observed(), verdict)
+    found = of(ObservedState(), verdict)
     assert judged(found)["ModelCached"] == (
         ("Unknown", "Invalid") if case == "invalid" else ("False", "DownloadPending")
     )

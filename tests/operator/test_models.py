@@ -11,12 +11,12 @@ from support.operating import TINY, termination_message
 from support.planning import service
 from support.sources import serve
 
-from quire_operator.kube import kinds
-from quire_operator.reconcile.cache import Cache
-from quire_operator.reconcile.models import Models, Waiting
-from quire_operator.reconcile.planning import Planning
-from quire_operator.reconcile.pod_events import PodEvents, complaint
-from quire_operator.render import reader
+from quire_operator.controller.object_cache import ObjectCache
+from quire_operator.controller.observe.checkpoint_store import CheckpointStore, NotReadYet
+from quire_operator.controller.observe.plan_service import PlanService
+from quire_operator.controller.observe.pod_warnings import PodWarnings, latest_warning
+from quire_operator.kube import resources
+from quire_operator.render import model_reader_job
 from quire_spec.errors import ConfigError, Unavailable
 
 
@@ -31,11 +31,11 @@ class Pods:
     def __init__(self, *bodies: dict) -> None:
         self.bodies, self.asked, self.deleted = bodies, [], []
 
-    async def list(self, kind, namespace, labels):
-        self.asked.append((kind, namespace, labels))
+    async def list(self, resource, namespace, label_selector):
+        self.asked.append((resource, namespace, label_selector))
         return SimpleNamespace(items=self.bodies)
 
-    async def delete(self, kind, namespace, name, uid):
+    async def delete(self, resource, namespace, name, uid):
         self.deleted.append(name)
 
 
@@ -46,20 +46,20 @@ OVER = {"type": "Complete", "status": "True"}
 async def _found(pods: Pods, how: dict = OVER):
     """What a Job has found that is known to be over, while none of its pods is known."""
     asked = service("model: {source: {pvc: {claimName: models, path: tiny}}}")
-    job = reader.job(asked, asked.spec.model.source.pvc, "image")
+    job = model_reader_job.job(asked, asked.spec.model.source.pvc, "image")
     job["metadata"] |= {"uid": "j1", "resourceVersion": "1"}
     job["status"] = {"conditions": [how]}
-    cache = Cache()
-    cache.put(kinds.JOB, job)
-    models = Models(pods, cache, PodEvents(pods), lambda key, seconds: None, lambda kind, verb: None)  # type: ignore[arg-type]
-    return await models.of(asked, "u1", {}, "image"), job["metadata"]["name"]
+    cache = ObjectCache()
+    cache.upsert(resources.JOB, job)
+    models = CheckpointStore(pods, cache, PodWarnings(pods), lambda key, seconds: None, lambda kind, verb: None)  # type: ignore[arg-type]
+    return await models.get(asked, "u1", {}, "image"), job["metadata"]["name"]
 
 
 async def test_a_job_that_is_known_to_be_over_before_its_pod_is():
     pods = Pods(_pod(termination_message(TINY)))
     checkpoint, job = await _found(pods)
     assert checkpoint.shape.num_layers > 0
-    assert pods.asked == [(kinds.POD, "team", f"job-name={job}")]
+    assert pods.asked == [(resources.POD, "team", f"job-name={job}")]
     assert pods.deleted == []
 
 
@@ -90,44 +90,44 @@ EVENTS = {
 @pytest.mark.parametrize("case", EVENTS)
 def test_what_the_events_of_a_pod_complain_of(case):
     found, words = EVENTS[case]
-    assert complaint(found) == words
+    assert latest_warning(found) == words
 
 
 @timeless
 async def test_a_pod_that_cannot_mount_its_claim_is_told_of():
     asked = service("model: {source: {pvc: {claimName: models, path: tiny}}}")
-    job = reader.job(asked, asked.spec.model.source.pvc, "image")
+    job = model_reader_job.job(asked, asked.spec.model.source.pvc, "image")
     job["metadata"] |= {"uid": "j1", "resourceVersion": "1"}
     waits = {"name": "read", "state": {"waiting": {"reason": "ContainerCreating"}}}
     labels = {**job["spec"]["template"]["metadata"]["labels"], "job-name": job["metadata"]["name"]}
     meta = {"name": "p", "namespace": "team", "uid": "p1", "resourceVersion": "1", "labels": labels}
-    cache, woken, asked_for = Cache(), [], []
-    cache.put(kinds.JOB, job)
-    cache.put(kinds.POD, {"metadata": meta, "spec": {}, "status": {"containerStatuses": [waits]}})
+    cache, woken, asked_for = ObjectCache(), [], []
+    cache.upsert(resources.JOB, job)
+    cache.upsert(resources.POD, {"metadata": meta, "spec": {}, "status": {"containerStatuses": [waits]}})
 
     class Events:
-        async def list(self, kind, namespace, fields):
-            asked_for.append((kind, namespace, fields))
+        async def list(self, resource, namespace, field_selector):
+            asked_for.append((resource, namespace, field_selector))
             return SimpleNamespace(items=[FAILED_MOUNT])
 
-    models = Models(Events(), cache, PodEvents(Events(), 0.2), lambda key, s: woken.append(key), None)  # type: ignore[arg-type]
-    with pytest.raises(Waiting) as first:
-        await models.of(asked, "u1", {}, "image")
+    models = CheckpointStore(Events(), cache, PodWarnings(Events(), 0.2), lambda key, s: woken.append(key), None)  # type: ignore[arg-type]
+    with pytest.raises(NotReadYet) as first:
+        await models.get(asked, "u1", {}, "image")
     assert str(first.value).endswith("from claim models") and asked_for == [], "most pods start, and nobody asks"
     assert woken == [("team", asked.name)]
     await asyncio.sleep(0.25)
     for _ in range(2):
-        with pytest.raises(Waiting, match=r"its pod waits: FailedMount: .* /examples is not a directory"):
-            await models.of(asked, "u1", {}, "image")
-    assert asked_for == [(kinds.EVENT, "team", "regarding.uid=p1")], "once in a while"
+        with pytest.raises(NotReadYet, match=r"its pod waits: FailedMount: .* /examples is not a directory"):
+            await models.get(asked, "u1", {}, "image")
+    assert asked_for == [(resources.EVENT, "team", "regarding.uid=p1")], "once in a while"
 
 
 async def test_a_source_that_no_pod_has_is_told_as_render_tells_it():
     asked = service("device: CPU\nmodel: {source: {path: models/tiny}}")
-    planning = Planning(Pods(), Models(Pods(), Cache(), PodEvents(Pods()), None, None), {})  # type: ignore[arg-type]
-    verdict = await planning.judge(asked, "u1", "digest", None, None, {})
-    assert "'models/tiny' is a folder of one machine, and no pod has it" in verdict.invalid
-    assert "use pvc" in verdict.invalid
+    planning = PlanService(Pods(), CheckpointStore(Pods(), ObjectCache(), PodWarnings(Pods()), None, None), {})  # type: ignore[arg-type]
+    verdict = await planning.plan_for(asked, "u1", "digest", None, None, {})
+    assert "'models/tiny' is a folder of one machine, and no pod has it" in verdict.spec_error
+    assert "use pvc" in verdict.spec_error
 
 
 async def test_a_job_whose_pod_said_nothing():
@@ -164,11 +164,15 @@ async def test_a_place_that_asks_to_be_left_alone_is_asked_no_sooner():
 
     server = await serve(busy)
     client = Pods()
-    models = Models(client, Cache(), PodEvents(client), lambda key, seconds: None, lambda kind, verb: None)  # type: ignore[arg-type]
+    models = CheckpointStore(
+        client, ObjectCache(), PodWarnings(client), lambda key, seconds: None, lambda kind, verb: None
+    )  # type: ignore[arg-type]
 
     async def ask(folder):
         with pytest.raises(Unavailable) as error:
-            await models.of(service(f"model: {{source: {{http: {{url: '{server.make_url(folder)}'}}}}}}"), "u", {}, "i")
+            await models.get(
+                service(f"model: {{source: {{http: {{url: '{server.make_url(folder)}'}}}}}}"), "u", {}, "i"
+            )
         return str(error.value)
 
     for _ in range(2):

@@ -27,7 +27,7 @@ def test_network_policies():
     assert egress(found["NetworkPolicy", "s-model-download"]) == [53, 53, 443]
     (asked,) = found["NetworkPolicy", "s-model-download"]["spec"]["ingress"]
     assert asked == {"from": [OPERATOR], "ports": [{"port": 8003, "protocol": "TCP"}]}, "how far it is"
-    unknown = objects(of, cluster=dataclasses.replace(CLUSTER, operator=None))
+    unknown = objects(of, cluster=dataclasses.replace(CLUSTER, operator_peer=None))
     assert unknown["NetworkPolicy", "s-model-download"]["spec"]["ingress"] == []
     closed = objects(service(f"{GPU}lora: {{maxLoaded: 0}}"))
     assert egress(closed["NetworkPolicy", "s"]) == [53, 53]

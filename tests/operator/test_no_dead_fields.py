@@ -15,18 +15,18 @@ import yaml
 from support.openapi import OPENAPI, walk
 from support.planning import ANY_TP, MODELS
 
-from quire_operator import crd
-from quire_operator.engine_config import EngineRefuses
-from quire_operator.plan.gpu import resolve
-from quire_operator.plan.inputs import Inputs
-from quire_operator.plan.planner import keep_or_make, make_plan
-from quire_operator.render.cluster import OPTIONAL, Cluster
-from quire_operator.render.desired import desired
-from quire_operator.service import Device, LLMService
+from quire_operator.api import crd
+from quire_operator.api.llmservice import Device, LLMService
+from quire_operator.plan.gpu import resolve_gpu
+from quire_operator.plan.inputs import PlannerInputs
+from quire_operator.plan.planner import make_plan, reuse_or_make_plan
+from quire_operator.render.context import OPTIONAL_KINDS, RenderContext
+from quire_operator.render.engine_config import UnsupportedByEngine
+from quire_operator.render.objects import render_objects
 from quire_spec.errors import ConfigError
 
-CLUSTER = Cluster(
-    admin_key="k", offers=frozenset(OPTIONAL), owner_uid="u",
+CLUSTER = RenderContext(
+    admin_key="k", available_kinds=frozenset(OPTIONAL_KINDS), owner_uid="u",
     credentials={"hf": {"token": "x", "other": "y"}, "s3": {"AWS_ACCESS_KEY_ID": "a"}, "web": {"h": "v"}},
 )  # fmt: skip
 
@@ -71,7 +71,7 @@ GPU += "runtimeClassName: nvidia}\n"
 
 def body(text, source, **more):
     spec = yaml.safe_load(text) | {"model": {"source": source, "servedName": "base"}} | more
-    return {"apiVersion": crd.API, "kind": "LLMService", "metadata": {"name": "s"}, "spec": spec}
+    return {"apiVersion": crd.GROUP_VERSION, "kind": "LLMService", "metadata": {"name": "s"}, "spec": spec}
 
 
 def bases():
@@ -100,17 +100,19 @@ def bases():
 
 def outputs(made):
     """All that comes of a service, as text; or the words of its refusal. Digests of the inputs are left out."""
-    checked = crd.check(made)
+    checked = crd.validate(made)
     if checked.problems:
         return None
     service = LLMService.from_body(checked.body)
     try:
-        gpu = None if service.spec.device is Device.CPU else resolve(service.spec.gpu, [], None)
-        inputs = Inputs.of(service, MODELS["8b"], gpu, ANY_TP)
+        gpu = None if service.spec.device is Device.CPU else resolve_gpu(service.spec.gpu, [], None)
+        inputs = PlannerInputs.from_service(service, MODELS["8b"], gpu, ANY_TP)
         plan = make_plan(inputs)
-        found = desired(service, plan, CLUSTER)
-        upgraded = keep_or_make(plan, inputs, service.spec.rollout.updatePolicy == "Auto", {"GPU": "n", "CPU": "n"})
-    except EngineRefuses as error:
+        found = render_objects(service, plan, CLUSTER)
+        upgraded = reuse_or_make_plan(
+            plan, inputs, service.spec.rollout.updatePolicy == "Auto", {"GPU": "n", "CPU": "n"}
+        )
+    except UnsupportedByEngine as error:
         return str(error.problem)
     except ConfigError as error:
         return str(error)
@@ -179,7 +181,7 @@ BASES = json.loads(json.dumps(list(bases())))  # no part is shared: changing one
 def before():
     found = [outputs(made) for made in BASES]
     for made, text in zip(BASES, found, strict=True):
-        assert text is not None and text.startswith("["), (text, list(map(str, crd.check(made).problems)))
+        assert text is not None and text.startswith("["), (text, list(map(str, crd.validate(made).problems)))
     return found
 
 
@@ -188,7 +190,7 @@ def test_the_api_servers_schemas_hold_for_all_bases(before):
     for text in before:
         for manifest in json.loads(text)[1]:
             kinds.add(manifest["kind"])
-            if manifest["kind"] not in OPTIONAL:
+            if manifest["kind"] not in OPTIONAL_KINDS:
                 kubernetes_validate.validate(manifest, "1.37", strict=True)
     assert len(kinds) == 13, kinds
 

@@ -4,15 +4,19 @@
 import random
 from types import SimpleNamespace
 
-from quire_operator.kube import kinds
-from quire_operator.reconcile.apply import Outcome
-from quire_operator.reconcile.cache import Cache
-from quire_operator.reconcile.observer import Observer
-from quire_operator.reconcile.pod_events import PodEvents
-from quire_operator.reconcile.wanted import Wanted
-from quire_operator.render import names
+from quire_operator.controller.apply.applier import ApplyResult
+from quire_operator.controller.desired_service import ParsedService
+from quire_operator.controller.object_cache import ObjectCache
+from quire_operator.controller.observe.pod_warnings import PodWarnings
+from quire_operator.controller.state_observer import StateObserver
+from quire_operator.kube import resources
+from quire_operator.render import object_names
 
-LABELS = {names.MANAGED_BY: names.MANAGER, names.INSTANCE: "tales", names.COMPONENT: names.SERVER}
+LABELS = {
+    object_names.MANAGED_BY: object_names.MANAGER,
+    object_names.INSTANCE: "tales",
+    object_names.COMPONENT: object_names.SERVER,
+}
 
 
 def pod(name):
@@ -24,10 +28,10 @@ async def test_pods_have_an_order_of_their_own():
     """A status names the first of several that are not well: two operators would correct each other for ever."""
     pods, rng = [f"tales-{number}" for number in range(9)], random.Random(1)
     for _ in range(5):
-        cache = Cache()
+        cache = ObjectCache()
         for name in rng.sample(pods, len(pods)):
-            cache.put(kinds.POD, pod(name))
-        parts = SimpleNamespace(cache=cache, pod_events=PodEvents(None))
-        observer = Observer(parts, None)
-        seen = await observer.observe(("team", "tales"), Wanted("u", 1, None, "", "x"), None, 1, Outcome())
+            cache.upsert(resources.POD, pod(name))
+        parts = SimpleNamespace(cache=cache, pod_events=PodWarnings(None))
+        observer = StateObserver(parts, None)
+        seen = await observer.observe(("team", "tales"), ParsedService("u", 1, None, "", "x"), None, 1, ApplyResult())
         assert [each.name for each in seen.pods] == pods

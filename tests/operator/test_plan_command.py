@@ -16,7 +16,7 @@ import pytest
 from support.planning import LLAMA_8B, LLAMA_70B, faults
 
 from quire_operator.plan.plan import Plan
-from quire_operator.plan.text import Part, bar
+from quire_operator.plan.report import MemoryRow, memory_bar
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIRE = Path(sys.executable).with_name("quire")
@@ -162,7 +162,12 @@ def test_help_teaches():
 
 
 def test_small_parts_of_a_bar_are_still_seen():
-    parts = [Part("W", "44", "w", 10**9), Part("s", "45", "s", 1), Part("A", "43", "a", 0), Part("K", "42", "k", 1)]
-    drawn = bar(parts, 40, colours=False)
+    parts = [
+        MemoryRow("W", "44", "w", 10**9),
+        MemoryRow("s", "45", "s", 1),
+        MemoryRow("A", "43", "a", 0),
+        MemoryRow("K", "42", "k", 1),
+    ]
+    drawn = memory_bar(parts, 40, use_color=False)
     assert drawn == "[" + "W" * 36 + "sK]"
-    assert re.sub(r"\x1b\[\d+m", "", bar(parts, 40, colours=True)) == drawn
+    assert re.sub(r"\x1b\[\d+m", "", memory_bar(parts, 40, use_color=True)) == drawn

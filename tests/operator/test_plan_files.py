@@ -8,10 +8,10 @@ import pytest
 from support.planning import LLAMA_8B
 from support.sources import Bucket, Files, Hub, Raw, serve
 
-from quire_operator.plan import files as plan_files
-from quire_operator.plan.checkpoint import SizeFrom
-from quire_operator.plan.files import FolderFiles, files_of, read_checkpoint
-from quire_operator.plan.remote import HttpFiles, HubFiles, S3Files
+from quire_operator.plan import checkpoint_files as plan_files
+from quire_operator.plan.checkpoint import SizeSource
+from quire_operator.plan.checkpoint_files import FolderReader, open_source_reader, read_checkpoint
+from quire_operator.plan.remote_readers import HttpReader, HubReader, S3Reader
 from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretRef, Source
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
 
@@ -48,12 +48,12 @@ async def web():
 
 
 def http(url, **headers):
-    return HttpFiles(HttpSource(url), headers)
+    return HttpReader(HttpSource(url), headers)
 
 
 async def test_http_reads_the_header_and_not_the_weights(web):
     found = await load(http(f"{web.url}/models/llama/"))
-    assert (found.weights_bytes, found.size_from) == (5_000_000, SizeFrom.HEADER)
+    assert (found.weights_bytes, found.size_source) == (5_000_000, SizeSource.HEADER)
     assert [r for r in web.ranges() if r.startswith(("bytes=0-7", "bytes=8-"))] == [
         "bytes=0-7", f"bytes=8-{8 + len(HEADER) - 1}"
     ]  # fmt: skip
@@ -61,7 +61,7 @@ async def test_http_reads_the_header_and_not_the_weights(web):
 
 async def test_http_takes_the_index_where_there_is_one(web):
     found = await load(http(f"{web.url}/sharded"))
-    assert (found.weights_bytes, found.size_from) == (16_060_522_496, SizeFrom.INDEX)
+    assert (found.weights_bytes, found.size_source) == (16_060_522_496, SizeSource.INDEX)
     assert not [path for path in web.paths() if path.endswith(".safetensors")]
 
 
@@ -117,13 +117,13 @@ async def hub():
 
 
 def repo(hub, name="org/llama", revision=None, token="hf_s3cr3t"):
-    return HubFiles(HuggingFaceSource(name, revision), token, hub.url)
+    return HubReader(HuggingFaceSource(name, revision), token, hub.url)
 
 
 async def test_hub(hub):
     for revision in (None, "main", COMMIT):
         found = await load(repo(hub, revision=revision))
-        assert (found.weights_bytes, found.size_from) == (5_000_000, SizeFrom.HEADER)
+        assert (found.weights_bytes, found.size_source) == (5_000_000, SizeSource.HEADER)
     assert not [r for r in hub.files.requests if "Authorization" in r.headers], "the token is for the hub alone"
     assert {r.headers["Range"] for r in hub.files.requests} == {"bytes=0-7", f"bytes=8-{8 + len(HEADER) - 1}"}
 
@@ -153,12 +153,12 @@ KEYS = {"AWS_ACCESS_KEY_ID": "AKIA1", "AWS_SECRET_ACCESS_KEY": "s3cr3t"}
 
 
 def s3(bucket, uri="s3://models/llama", keys=KEYS):
-    return S3Files(S3Source(uri, bucket.endpoint, "eu-central-1", SecretRef("s3")), keys)
+    return S3Reader(S3Source(uri, bucket.endpoint, "eu-central-1", SecretRef("s3")), keys)
 
 
 async def test_s3(bucket):
     found = await load(s3(bucket))
-    assert (found.weights_bytes, found.size_from) == (5_000_000, SizeFrom.HEADER)
+    assert (found.weights_bytes, found.size_source) == (5_000_000, SizeSource.HEADER)
     bucket.key_id = None
     assert await load(s3(bucket, "s3://models/llama/", {})) == found
 
@@ -177,7 +177,7 @@ async def test_s3_tells_what_a_bucket_says_and_not_what_it_quotes():
     raw = Raw(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
     source = S3Source("s3://models/llama", await raw.start(), None, SecretRef("s3"))
     with pytest.raises(AccessDenied, match="HTTP 400 ExpiredToken; the source's secret is wrong") as caught:
-        await load(S3Files(source, KEYS))
+        await load(S3Reader(source, KEYS))
     assert "s3cr3t" not in str(caught.value)
     await raw.close()
 
@@ -193,7 +193,7 @@ async def test_nothing_secret_follows_a_bucket_to_another_host(web):
 
     first = await serve(redirect)
     source = S3Source("s3://models/llama", str(first.make_url("/")), None, SecretRef("s3"))
-    assert (await load(S3Files(source, KEYS | {"AWS_SESSION_TOKEN": "t0ken"}))).weights_bytes == 5_000_000
+    assert (await load(S3Reader(source, KEYS | {"AWS_SESSION_TOKEN": "t0ken"}))).weights_bytes == 5_000_000
     assert set(asked) == {"t0ken"} and len(web.requests) == len(asked)
     for request in web.requests:
         assert not request.query and "t0ken" not in str(request.headers) and "AKIA1" not in str(request.headers)
@@ -203,7 +203,7 @@ async def test_nothing_secret_follows_a_bucket_to_another_host(web):
 async def test_every_place_may_say_how_long_it_wants_to_be_left_alone():
     raw = Raw(b"HTTP/1.1 503 Slow\r\nRetry-After: 7\r\nContent-Length: 31\r\n\r\n<Error><Code>SlowDown</Code></E>")
     url = await raw.start()
-    of_hub, of_s3 = HubFiles(HuggingFaceSource("org/llama"), None, url), S3Files(S3Source("s3://models/a", url), {})
+    of_hub, of_s3 = HubReader(HuggingFaceSource("org/llama"), None, url), S3Reader(S3Source("s3://models/a", url), {})
     for files, code in ((http(url), ""), (of_hub, ""), (of_s3, " SlowDown")):
         with pytest.raises(Unavailable, match=f"HTTP 503{code}; it asks for 7 s of patience$") as error:
             await load(files)
@@ -217,7 +217,7 @@ async def test_every_place_may_say_how_long_it_wants_to_be_left_alone():
 def test_an_endpoint_that_obstore_would_panic_on_is_refused(endpoint):
     """The CRD's pattern takes all of these."""
     with pytest.raises(ConfigError, match=r"s3 source: the endpoint is not http\(s\)://host") as caught:
-        S3Files(S3Source("s3://models/llama", endpoint), KEYS)
+        S3Reader(S3Source("s3://models/llama", endpoint), KEYS)
     assert "s3cr3t" not in str(caught.value)
 
 
@@ -230,7 +230,7 @@ def test_a_panic_is_an_error_of_one_service(monkeypatch):
 
     monkeypatch.setattr("obstore.sign", panic)
     with pytest.raises(ConfigError, match="cannot be asked: called unwrap on an Err value; correct source or Secret"):
-        S3Files(S3Source("s3://models/llama"), KEYS).read("config.json", 0, 8)
+        S3Reader(S3Source("s3://models/llama"), KEYS).read_range("config.json", 0, 8)
 
 
 async def test_a_secret_may_end_in_a_newline_and_have_none_inside(web, bucket):
@@ -240,13 +240,13 @@ async def test_a_secret_may_end_in_a_newline_and_have_none_inside(web, bucket):
     of_s3 = Source(s3=S3Source("s3://models/llama", bucket.endpoint, "eu-central-1", mine))
     of_hub = Source(huggingFace=HuggingFaceSource("org/llama", None, mine))
     of_http = Source(http=HttpSource(f"{web.url}/models/llama", None, mine))
-    assert (await load(files_of(of_s3, None, lambda ref: values))).weights_bytes == 5_000_000
-    assert files_of(of_hub, None, lambda ref: values).token == "hf_s3cr3t"
-    assert (await load(files_of(of_http, None, lambda ref: {"X-Key": "s3cr3t\n"}))).weights_bytes == 5_000_000
+    assert (await load(open_source_reader(of_s3, None, lambda ref: values))).weights_bytes == 5_000_000
+    assert open_source_reader(of_hub, None, lambda ref: values).token == "hf_s3cr3t"
+    assert (await load(open_source_reader(of_http, None, lambda ref: {"X-Key": "s3cr3t\n"}))).weights_bytes == 5_000_000
     assert {r.headers["X-Key"] for r in web.requests} == {"s3cr3t"}
     for source in (of_s3, of_hub, of_http):
         with pytest.raises(AccessDenied, match="holds a line break or another") as caught:
-            files_of(source, None, lambda ref: dict.fromkeys(values, "s3cr3t\ns3cr3t"))
+            open_source_reader(source, None, lambda ref: dict.fromkeys(values, "s3cr3t\ns3cr3t"))
         assert "s3cr3t" not in str(caught.value)
 
 
@@ -258,7 +258,7 @@ def test_a_url_that_is_none_is_said():
 
 
 async def test_bytes_that_trickle_hold_no_thread(monkeypatch):
-    monkeypatch.setattr("quire_operator.plan.remote._READ_S", 0.2)
+    monkeypatch.setattr("quire_operator.plan.remote_readers._READ_TIMEOUT_S", 0.2)
     raw = Raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + b" " * 10_000, pause_s=0.01)
     with pytest.raises(Unavailable, match=r"only \d+ bytes came in 0.2 s"):
         await load(http(await raw.start()))
@@ -273,9 +273,9 @@ def folder(path, content):
 
 
 def test_folders(tmp_path):
-    assert read_checkpoint(FolderFiles(folder(tmp_path, SINGLE))).size_from is SizeFrom.HEADER
-    assert read_checkpoint(FolderFiles(tmp_path / "config.json")).size_from is SizeFrom.SHAPE
-    assert read_checkpoint(FolderFiles(folder(tmp_path, SHARDED))).size_from is SizeFrom.INDEX
+    assert read_checkpoint(FolderReader(folder(tmp_path, SINGLE))).size_source is SizeSource.HEADER
+    assert read_checkpoint(FolderReader(tmp_path / "config.json")).size_source is SizeSource.SHAPE
+    assert read_checkpoint(FolderReader(folder(tmp_path, SHARDED))).size_source is SizeSource.INDEX
 
 
 @pytest.mark.parametrize(
@@ -292,27 +292,27 @@ def test_folders(tmp_path):
 )
 def test_files_that_are_not_what_they_should_be(tmp_path, content, words):
     with pytest.raises(ConfigError, match=words) as error:
-        read_checkpoint(FolderFiles(folder(tmp_path / "m", content)))
+        read_checkpoint(FolderReader(folder(tmp_path / "m", content)))
     assert str(error.value).count(str(tmp_path / "m")) == 1
 
 
 def test_a_file_too_large_is_no_config(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_files, "MAX_JSON_BYTES", 100)
     with pytest.raises(ConfigError, match="more than 100 bytes; this is no config"):
-        read_checkpoint(FolderFiles(folder(tmp_path, SINGLE)))
+        read_checkpoint(FolderReader(folder(tmp_path, SINGLE)))
 
 
 def test_each_source_has_its_reader_and_its_secret(tmp_path):
     secrets = {"hub": {"token": "t"}, "s3": KEYS, "web": {"Authorization": "Bearer x"}}
 
     def found(source, where=None):
-        return files_of(source, where, lambda ref: secrets[ref.name])
+        return open_source_reader(source, where, lambda ref: secrets[ref.name])
 
     assert found(Source(huggingFace=HuggingFaceSource("o/m", None, SecretRef("hub")))).token == "t"
     assert found(Source(huggingFace=HuggingFaceSource("o/m"))).token is None
     assert found(Source(http=HttpSource("http://h/m", None, SecretRef("web")))).headers == secrets["web"]
-    assert isinstance(found(Source(s3=S3Source("s3://b/m", None, None, SecretRef("s3")))), S3Files)
-    assert found(Source(pvc=PvcSource("c")), tmp_path) == FolderFiles(tmp_path)
+    assert isinstance(found(Source(s3=S3Source("s3://b/m", None, None, SecretRef("s3")))), S3Reader)
+    assert found(Source(pvc=PvcSource("c")), tmp_path) == FolderReader(tmp_path)
     with pytest.raises(ConfigError, match="secret 'hub': has no key 'other'"):
         found(Source(huggingFace=HuggingFaceSource("o/m", None, SecretRef("hub", "other"))))
     with pytest.raises(ConfigError, match="give --volume or --model-config"):

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from support.planning import ANY_TP, GIB, MODELS, inputs, plan, service
 
-from quire_operator.plan import memory, ways
-from quire_operator.plan.errors import Unplannable, Why
-from quire_operator.plan.plan import Fit
-from quire_operator.plan.text import lines
+from quire_operator.plan import candidates, device_memory
+from quire_operator.plan.errors import Unplannable, UnplannableReason
+from quire_operator.plan.plan import FitReason
+from quire_operator.plan.report import render_lines
 from quire_spec.model.tensor_parallel import unsupported_reason
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,11 +33,11 @@ def test_published_capacities(case):
     _, visible, share, tokens, seqs, logged, predicted = case
     shape = MODELS["8b"].shape
     used = (
-        memory.weights_bytes(MODELS["8b"].weights_bytes, 1)
-        + memory.activation_bytes(shape, tokens, seqs, 2, 1)
-        + memory.non_torch_bytes(1)
+        device_memory.weights_bytes(MODELS["8b"].weights_bytes, 1)
+        + device_memory.activation_bytes(shape, tokens, seqs, 2, 1)
+        + device_memory.non_torch_bytes(1)
     )
-    found = (visible * share * GIB - used) // memory.token_bytes(shape, 2, 1)
+    found = (visible * share * GIB - used) // device_memory.kv_bytes_per_token(shape, 2, 1)
     assert found == pytest.approx(predicted, rel=0.002)
     assert 0.975 * logged < found < logged
 
@@ -78,11 +78,11 @@ def test_llama_8b_on_one_gpu(row):
 
 def test_24_gb_are_tight_for_8b_and_two_gpus_are_the_advice():
     found = plan("8b", L4)
-    assert found.fit is Fit.LOW_CONCURRENCY
+    assert found.fit is FitReason.LOW_CONCURRENCY
     assert "spec.gpu.count 2 gives 179" in found.advice
     assert "context of 32768" in found.advice
     two = plan("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 2}")
-    assert (two.tensorParallelSize.value, two.maxModelLen.value, two.fit) == (2, 32_768, Fit.FITS)
+    assert (two.tensorParallelSize.value, two.maxModelLen.value, two.fit) == (2, 32_768, FitReason.FITS)
     assert two.kvTokens == pytest.approx(179_000, rel=0.005)
 
 
@@ -117,9 +117,9 @@ def test_llama_70b_on_many_gpus(row):
     spec = f"lora: {{maxLoaded: 0}}\nengine: {{tensorParallelSize: {count}, maxNumBatchedTokens: {budget(gpu)}}}"
     given = inputs(model, gpu, spec)
     if model == "70b-fp8":
-        assert ways.limits.computed_bytes(given) == MODELS[model].weights_bytes
-    tried = list(ways.all_ways(given))
-    found = ways.best(given, tried) or tried[0]
+        assert candidates.limits.loaded_weights_bytes(given) == MODELS[model].weights_bytes
+    tried = list(candidates.generate_candidates(given))
+    found = candidates.best_candidate(given, tried) or tried[0]
     assert f"{found.utilization / 1000:.2f}" == share
     assert found.costs.weights / GIB == pytest.approx(weights, abs=0.006)
     assert found.kv_bytes / GIB == pytest.approx(kv, abs=0.01)
@@ -147,16 +147,16 @@ def test_numbers_of_gpus_are_those_that_the_model_divides_by():
 @pytest.mark.parametrize("gpu", [A100_80, H100])
 def test_adapters_on_70b_leave_too_little_on_two_gpus_of_80_gb(gpu):
     slots = inputs("70b", gpu, "lora: {maxLoaded: 8, maxRank: 16}\ngpu: {count: 2}", ANY_TP)
-    assert ways.way(slots, 2, 8192, 16).costs.lora / GIB == pytest.approx(3.15, abs=0.05)
-    assert ways.way(slots, 2, 8192, 16).max_model_len < 6_000
+    assert candidates.evaluate(slots, 2, 8192, 16).costs.lora / GIB == pytest.approx(3.15, abs=0.05)
+    assert candidates.evaluate(slots, 2, 8192, 16).max_model_len < 6_000
     with pytest.raises(Unplannable) as error:
         plan("70b", A100_40, "lora: {maxLoaded: 8, maxRank: 16}\ngpu: {count: 4}")
-    assert error.value.why is Why.DOES_NOT_FIT
+    assert error.value.reason is UnplannableReason.DOES_NOT_FIT
 
 
 def test_the_documentation_shows_real_output():
     shown = (ROOT / "docs/planning.md").read_text().partition("```")[2].partition("```")[0].strip().splitlines()[1:]
     spec = "gpu: {product: NVIDIA-L4}\nlora: {maxLoaded: 8, maxRank: 16}"
-    printed = list(lines(service(spec), MODELS["8b"], plan("8b", L4, spec), 100, colours=False))
+    printed = list(render_lines(service(spec), MODELS["8b"], plan("8b", L4, spec), 100, use_color=False))
     assert len(shown) == 9
     assert shown == printed[3:12]

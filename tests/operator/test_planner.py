@@ -21,12 +21,12 @@ from support.planning import (
     plan,
 )
 
-from quire_operator.plan import planner, ways
-from quire_operator.plan.errors import Unplannable, Why
-from quire_operator.plan.gpu import Gpu, KnownFrom
-from quire_operator.plan.inputs import Abilities
-from quire_operator.plan.plan import Fit, Plan
-from quire_operator.service import Lora
+from quire_operator.api.llmservice import LoraSpec
+from quire_operator.plan import candidates, planner
+from quire_operator.plan.errors import Unplannable, UnplannableReason
+from quire_operator.plan.gpu import GpuInfo, MemorySource
+from quire_operator.plan.inputs import EngineCapabilities
+from quire_operator.plan.plan import FitReason, Plan
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
 
@@ -54,12 +54,12 @@ def planned(model, memory, engine, lora, count=1):
     made = dataclasses.replace(
         base,
         engine=dataclasses.replace(base.engine, **engine),
-        lora=Lora(**lora),
+        lora=LoraSpec(**lora),
         max_gpus=count,
-        gpu=Gpu("", memory, KnownFrom.SPEC) if memory > 0 else None,
+        gpu=GpuInfo("", memory, MemorySource.SPEC) if memory > 0 else None,
         memory_limit=None if memory > 0 else -memory * 2**20,
     )
-    found = ways.best(made, ways.all_ways(made))
+    found = candidates.best_candidate(made, candidates.generate_candidates(made))
     return made, found, planner.make_plan(made) if found else None
 
 
@@ -83,7 +83,7 @@ def test_more_memory_never_plans_worse(model, less, more, count, engine, lora):
     if found_small is None:
         return
     assert found_large is not None
-    assert ways.rank(large, found_large) >= ways.rank(small, found_small)
+    assert candidates.sort_key(large, found_large) >= candidates.sort_key(small, found_small)
     check(large, made)
 
 
@@ -100,7 +100,7 @@ def test_more_memory_never_plans_worse_on_a_cpu(model, less, more, engine, lora)
     if found_small is None:
         return
     assert found_large is not None
-    assert ways.rank(large, found_large) >= ways.rank(small, found_small)
+    assert candidates.sort_key(large, found_large) >= candidates.sort_key(small, found_small)
     check(large, made)
 
 
@@ -138,7 +138,7 @@ def test_more_or_larger_adapter_slots_never_plan_better(less, more):
         planned("8b", 46_068, {}, {"maxLoaded": n, "maxRank": r}) for n, r in (low, high)
     )
     if best_many is not None:
-        assert ways.rank(few, best_few) >= ways.rank(many, best_many)
+        assert candidates.sort_key(few, best_few) >= candidates.sort_key(many, best_many)
 
 
 def test_a_plan_says_where_each_value_comes_from():
@@ -158,17 +158,17 @@ def test_the_digest_stays_what_it_was_written_as():
     """Plans of running services carry it: if this fails, an upgrade would plan them all anew and restart them."""
     given = inputs("8b", L4, "lora: {maxLoaded: 8}\nengine: {maxModelLen: 8192}")
     assert given.digest == "sha256:1cd7f8c70d5618eaf0635b14750afc06b853860bdb6eb649b66162018c87b0e3"
-    assert dataclasses.replace(given, abilities=Abilities()).digest == given.digest
+    assert dataclasses.replace(given, capabilities=EngineCapabilities()).digest == given.digest
 
 
 def test_a_stored_plan_is_kept_until_its_inputs_change():
     given = inputs("8b", L4)
     stored = dataclasses.replace(planner.make_plan(given), plannerVersion=0, kvTokens=1)
-    assert planner.keep_or_make(stored, given) is stored
-    assert planner.keep_or_make(stored, given, replan=True).kvTokens > 1
+    assert planner.reuse_or_make_plan(stored, given) is stored
+    assert planner.reuse_or_make_plan(stored, given, replan=True).kvTokens > 1
     other = inputs("8b", L4, "lora: {maxLoaded: 0}\nengine: {maxModelLen: 4096}")
-    assert planner.keep_or_make(stored, other).maxModelLen.value == 4096
-    assert planner.keep_or_make(None, given) == planner.make_plan(given)
+    assert planner.reuse_or_make_plan(stored, other).maxModelLen.value == 4096
+    assert planner.reuse_or_make_plan(None, given) == planner.make_plan(given)
 
 
 @pytest.mark.parametrize("text", ["engine: {prefixCaching: false}", "replicas: 4", "adapters: []", "paused: true"])
@@ -191,12 +191,12 @@ def test_what_the_plan_follows_from_is_in_the_digest(text):
 def refused(model, gpu, text, abilities=ANY_TP):
     with pytest.raises(Unplannable) as error:
         plan(model, gpu, text, abilities)
-    return error.value.why, str(error.value)
+    return error.value.reason, str(error.value)
 
 
 def test_what_does_not_fit_has_a_table_and_the_smallest_gpu_that_would_do():
     why, text = refused("70b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 2}")
-    assert why is Why.DOES_NOT_FIT
+    assert why is UnplannableReason.DOES_NOT_FIT
     head, columns, one, two, four, eight, would = text.splitlines()
     assert head.startswith("spec.gpu: NVIDIA-L4: the model does not fit with a context of 4096 tokens; take a larger")
     assert "short by" in columns
@@ -214,13 +214,13 @@ def test_what_does_not_fit_has_a_table_and_the_smallest_gpu_that_would_do():
 
 
 def test_what_the_engine_cannot_do_is_neither_planned_nor_recommended():
-    only_one = Abilities(tensor_parallel_sizes=(1,))
+    only_one = EngineCapabilities(tensor_parallel_sizes=(1,))
     why, text = refused("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}", only_one)
-    assert why is Why.DOES_NOT_FIT
+    assert why is UnplannableReason.DOES_NOT_FIT
     assert "2 not possible: the engine of this release does not share layers between so many" in text
     assert text.splitlines()[-1] == "The smallest that would do: 1 x NVIDIA-B200."
     why, text = refused("70b", H100, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 4}", only_one)
-    assert why is Why.UNSUPPORTED_BY_ENGINE
+    assert why is UnplannableReason.UNSUPPORTED_BY_ENGINE
     assert text.startswith("spec.engine.tensorParallelSize: 4: the engine of this release knows 1")
     tight = plan("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 4}", only_one)
     assert tight.tensorParallelSize.value == 1
@@ -229,25 +229,27 @@ def test_what_the_engine_cannot_do_is_neither_planned_nor_recommended():
 
 
 def test_the_default_abilities_are_the_capability_table():
-    assert Abilities().tensor_parallel_sizes == capabilities.TENSOR_PARALLEL_SIZES
-    assert Abilities().block_sizes == capabilities.BLOCK_SIZES
+    assert EngineCapabilities().tensor_parallel_sizes == capabilities.TENSOR_PARALLEL_SIZES
+    assert EngineCapabilities().block_sizes == capabilities.BLOCK_SIZES
 
 
 def test_refusals_name_field_value_and_fix():
     why, text = refused("qwen", H100, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 8}")
     assert (why, text) == (
-        Why.DOES_NOT_FIT,
+        UnplannableReason.DOES_NOT_FIT,
         "spec.engine.tensorParallelSize: 8: 28 attention heads are not a multiple of 8; use 1 or 2 or 4",
     )
     why, text = refused("8b", T4, "lora: {maxLoaded: 0}")
     assert (why, text) == (
-        Why.UNSUPPORTED_DTYPE,
+        UnplannableReason.UNSUPPORTED_DTYPE,
         "spec.engine.dtype: absent, and the checkpoint's is bfloat16: Tesla-T4 has compute capability 7.5 and bfloat16 "
         "needs 8.0; set it to float16, or use another GPU",
     )
-    assert refused("8b", T4, "lora: {maxLoaded: 0}\nengine: {dtype: bfloat16}")[0] is Why.UNSUPPORTED_DTYPE
+    assert (
+        refused("8b", T4, "lora: {maxLoaded: 0}\nengine: {dtype: bfloat16}")[0] is UnplannableReason.UNSUPPORTED_DTYPE
+    )
     assert refused("8b", "NVIDIA-A100-SXM4-80GB", "lora: {maxLoaded: 0}\nengine: {kvCacheDtype: fp8}") == (
-        Why.UNSUPPORTED_DTYPE,
+        UnplannableReason.UNSUPPORTED_DTYPE,
         "spec.engine.kvCacheDtype: fp8: NVIDIA-A100-SXM4-80GB has compute capability 8.0 and fp8 needs 8.9; set it to "
         "auto, or use another GPU",
     )
@@ -255,7 +257,7 @@ def test_refusals_name_field_value_and_fix():
 
 def test_a_context_longer_than_the_models_is_refused_before_the_engine_does():
     assert refused("qwen", H100, "lora: {maxLoaded: 0}\nengine: {maxModelLen: 32769}") == (
-        Why.UNSUPPORTED_BY_ENGINE,
+        UnplannableReason.UNSUPPORTED_BY_ENGINE,
         "spec.engine.maxModelLen: 32769: the model is made for 32768 tokens (max_position_embeddings), and the engine "
         "refuses more; lower it",
     )
@@ -274,7 +276,7 @@ def test_a_plan_that_is_none_is_not_read():
 
 def test_a_pinned_share_that_leaves_too_little_is_flagged():
     made = plan("8b", H100, "lora: {maxLoaded: 0}\nengine: {gpuMemoryUtilization: '0.995'}")
-    assert made.fit is Fit.UTILIZATION_RISK
+    assert made.fit is FitReason.UTILIZATION_RISK
     assert made.advice.startswith("spec.engine.gpuMemoryUtilization 0.995 leaves 0.4 GiB")
 
 
@@ -282,7 +284,7 @@ def test_a_pinned_kv_cache_is_taken_as_it_is_or_refused():
     made = plan("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 4Gi}")
     assert (made.bytes.kv, made.kvTokens, made.kvCacheMemory.value) == (4 * GIB, 32768, "4Gi")
     assert made.maxModelLen.value == 16384
-    assert refused("8b", L4, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 8Gi}")[0] is Why.DOES_NOT_FIT
+    assert refused("8b", L4, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 8Gi}")[0] is UnplannableReason.DOES_NOT_FIT
 
 
 def test_sizes_that_nobody_has_stay_numbers_that_a_status_can_hold():
@@ -323,7 +325,7 @@ def test_a_cpu_with_a_limit_has_what_it_leaves():
     assert large.hostBytes.total == 60 * GIB
     assert large.bytes.weights == pytest.approx(2 * MODELS["qwen"].weights_bytes * 1.01, rel=1e-3)
     why, text = refused("qwen", None, "runtime: {memory: 8Gi}\nlora: {maxLoaded: 0}")
-    assert why is Why.DOES_NOT_FIT
+    assert why is UnplannableReason.DOES_NOT_FIT
     assert text.startswith(
         "spec.runtime.memory: 8192Mi: the model does not fit with a context of 4096 tokens; raise it"
     )
@@ -333,7 +335,7 @@ def test_a_cpu_with_a_limit_has_what_it_leaves():
 
 def test_a_kv_cache_on_a_cpu_that_is_too_small_is_said():
     why, text = refused("qwen", None, "engine: {kvCacheMemory: 1Mi}\nlora: {maxLoaded: 0}")
-    assert why is Why.DOES_NOT_FIT
+    assert why is UnplannableReason.DOES_NOT_FIT
     assert text.startswith("spec.engine.kvCacheMemory: 1Mi: a context of 4096 tokens takes ")
     needed = int(text.partition(" takes ")[2].partition("Mi")[0])
     assert plan("qwen", None, f"engine: {{kvCacheMemory: {needed}Mi}}\nlora: {{maxLoaded: 0}}")
@@ -351,8 +353,8 @@ def test_a_kv_cache_on_a_cpu_that_is_too_small_is_said():
 def test_the_memory_that_a_refusal_on_a_cpu_names_is_enough_and_the_least(text):
     spec = f"lora: {{maxLoaded: 4}}\nengine: {{{text}}}\nruntime: {{memory: %dMi}}"
     needed = int(refused("qwen", None, spec % 8192)[1].partition("raise it to ")[2].partition("Mi")[0])
-    assert plan("qwen", None, spec % needed).hostBytes.needed <= needed * 2**20
-    assert refused("qwen", None, spec % (needed - 2))[0] is Why.DOES_NOT_FIT
+    assert plan("qwen", None, spec % needed).hostBytes.required <= needed * 2**20
+    assert refused("qwen", None, spec % (needed - 2))[0] is UnplannableReason.DOES_NOT_FIT
 
 
 @pytest.mark.parametrize(
@@ -425,7 +427,7 @@ def test_a_bound_in_bytes_of_adapters_copies_is_what_is_asked_for():
     )
     assert plan("8b", H100, "lora: {maxCached: 32, maxCachedMemory: 1Gi}").hostBytes.loraCopies == GIB
     why, text = refused("8b", H100, "lora: {maxCachedMemory: 704Mi}")
-    assert why is Why.DOES_NOT_FIT
+    assert why is UnplannableReason.DOES_NOT_FIT
     assert text.startswith("spec.lora.maxCachedMemory: 704Mi: 8 adapters of rank 16 take 705Mi; raise it, or lower ")
 
 
@@ -449,6 +451,6 @@ def test_processes_that_share_the_layers_on_a_cpu_share_its_memory():
     assert two.hostBytes.model == 2 * two.bytes.total
     assert two.hostBytes.processes == one.hostBytes.processes + 256 * 2**20
     # Each part of each process is rounded up to MiB.
-    assert two.hostBytes.needed <= two.hostBytes.total + 6 * 2**20
+    assert two.hostBytes.required <= two.hostBytes.total + 6 * 2**20
     with pytest.raises(Unplannable, match="Size: 4: 14 attention heads are not a multiple of 4; use 1 or 2"):
         plan("qwen-0.5b", None, spec % 4)

@@ -14,14 +14,14 @@ from aiohttp import web
 from support.admin_port import AdminPorts, ScriptedPod
 from support.observing import pod, starting, wanted
 
-from quire_operator.reconcile import pods
-from quire_operator.reconcile.pods import AdapterPusher, Exchange
+from quire_operator.controller.observe import pod_admin_client
+from quire_operator.controller.observe.pod_admin_client import PodAdminClient, VisitResult
 from quire_spec.dataclass_json import to_json
 from quire_spec.documents.download_progress import DownloadProgress
 
 KEY = "s3cret-key-of-the-admin-port"
 SERVICE = wanted()
-CATALOGUE = SERVICE.catalogue()
+CATALOGUE = SERVICE.build_catalog()
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,9 @@ def key_file(tmp_path):
 @pytest.fixture
 async def pusher():
     told = []
-    made = AdapterPusher(total_s=20.0, suspect_s=20.0, observe=lambda exchange, _: told.append(exchange))
+    made = PodAdminClient(
+        total_timeout_s=20.0, unresponsive_timeout_s=20.0, record_visit=lambda exchange, _: told.append(exchange)
+    )
     made.told = told
     yield made
     await made.close()
@@ -75,10 +77,10 @@ async def test_a_pod_is_asked_told_and_asked_again(pusher, serve):
     assert scripted.pushes == [CATALOGUE]
     assert found.report.catalogue == CATALOGUE.version.digest
     assert [a.name for a in found.report.adapters] == ["sql", "support"]
-    assert (found.report_error, pusher.told) == ("", [Exchange.PUSHED])
+    assert (found.report_error, pusher.told) == ("", [VisitResult.PUSHED])
     again = await one(pusher, seen)
     assert scripted.pushes == [CATALOGUE], "who works on it is not told again"
-    assert again.report == found.report and pusher.told[-1] is Exchange.ASKED
+    assert again.report == found.report and pusher.told[-1] is VisitResult.ASKED
 
 
 async def test_another_generation_of_the_same_adapters_is_told_to_nobody(pusher, serve):
@@ -113,15 +115,15 @@ async def test_a_pod_that_was_told_something_newer_in_between_is_no_failure(push
 
     scripted.set_catalog = set_catalog
     found = await one(pusher, seen)
-    assert found.report.generation == 9 and found.report_error == "" and pusher.told == [Exchange.AHEAD]
+    assert found.report.generation == 9 and found.report_error == "" and pusher.told == [VisitResult.AHEAD]
 
 
 async def test_a_newer_catalogue_is_replaced_by_one_that_is_known_to_be_the_newest_there_is(pusher, serve):
     scripted, seen = serve(catalogue=replace(CATALOGUE, generation=9, adapters=()))
-    (found,) = await pusher.refresh([seen], CATALOGUE, KEY, overrule=True)
+    (found,) = await pusher.refresh([seen], CATALOGUE, KEY, replace_newer=True)
     assert found.report.generation == CATALOGUE.generation and scripted.catalogue == CATALOGUE
-    assert pusher.told == [Exchange.PUSHED]
-    await pusher.refresh([seen], CATALOGUE, KEY, overrule=True)
+    assert pusher.told == [VisitResult.PUSHED]
+    await pusher.refresh([seen], CATALOGUE, KEY, replace_newer=True)
     assert len(scripted.pushes) == 1
 
 
@@ -135,8 +137,8 @@ async def test_one_that_comes_in_between_is_not_replaced(pusher, serve):
         told(catalogue, replaces)
 
     scripted.set_catalog = set_catalog
-    (found,) = await pusher.refresh([seen], CATALOGUE, KEY, overrule=True)
-    assert scripted.catalogue == other and found.report.generation == 10 and pusher.told == [Exchange.AHEAD]
+    (found,) = await pusher.refresh([seen], CATALOGUE, KEY, replace_newer=True)
+    assert scripted.catalogue == other and found.report.generation == 10 and pusher.told == [VisitResult.AHEAD]
 
 
 async def test_a_container_that_starts_anew_is_told_again(pusher, serve):
@@ -167,7 +169,7 @@ async def test_a_refused_catalogue_is_told_beside_the_report(pusher, serve):
     _, seen = serve(refuses=True)
     found = await one(pusher, seen)
     assert found.report is not None and "PUT /adapters: HTTP 500: internal error" in found.report_error
-    assert pusher.told == [Exchange.REFUSED]
+    assert pusher.told == [VisitResult.REFUSED]
 
 
 async def test_a_wrong_key_is_named_and_not_shown(pusher, serve, caplog):
@@ -176,7 +178,7 @@ async def test_a_wrong_key_is_named_and_not_shown(pusher, serve, caplog):
         found = await one(pusher, seen, key="another-key-that-is-wrong")
     assert found.report is None and "HTTP 401: the key in its admin Secret" in found.report_error
     assert "another-key" not in found.report_error + caplog.text
-    assert pusher.told == [Exchange.UNAUTHORIZED]
+    assert pusher.told == [VisitResult.UNAUTHORIZED]
 
 
 async def test_a_broken_pod_says_so(pusher, serve):
@@ -188,11 +190,11 @@ async def test_a_broken_pod_says_so(pusher, serve):
 async def test_nobody_listens(pusher):
     found = await one(pusher, pod("s-0", ip="127.0.0.1", health_port=9))
     assert found.report is None and "127.0.0.1:9" in found.report_error
-    assert pusher.told == [Exchange.FAILED]
+    assert pusher.told == [VisitResult.FAILED]
 
 
 async def test_hanging_pods_hold_up_nobody(serve):
-    pusher = AdapterPusher(max_pods=4, total_s=4.0, suspect_s=1.5)
+    pusher = PodAdminClient(max_pods=4, total_timeout_s=4.0, unresponsive_timeout_s=1.5)
     try:
         hanging = [serve(f"h-{i}", hangs=True)[1] for i in range(16)]
         good = [serve(f"g-{i}")[1] for i in range(4)]
@@ -215,13 +217,13 @@ async def test_hanging_pods_hold_up_nobody(serve):
 
 
 async def test_a_pod_that_is_slow_and_not_hung_is_heard_again(serve, monkeypatch):
-    pusher = AdapterPusher(total_s=3.0, suspect_s=0.1)
+    pusher = PodAdminClient(total_timeout_s=3.0, unresponsive_timeout_s=0.1)
     scripted, seen = serve(hangs=True)
     try:
         assert (await one(pusher, seen)).report is None
         scripted.hangs, scripted.delay_s = False, 0.15
         assert (await one(pusher, seen)).report is None, "it has a tenth of a second now"
-        monkeypatch.setattr(pods, "_FULL_AGAIN_S", 0.0)
+        monkeypatch.setattr(pod_admin_client, "_FULL_TIMEOUT_INTERVAL_S", 0.0)
         assert (await one(pusher, seen)).report is not None
     finally:
         await pusher.close()
@@ -312,7 +314,7 @@ async def test_a_pod_that_downloads_is_asked_how_far_it_is_and_never_shown_the_k
         for started_at in ("", seen.started_at):
             found = await one(pusher, replace(seen, started_at=started_at, downloading=True))
             assert (found.progress, found.report, found.report_error) == (DownloadProgress(1, 4, 2), None, "")
-        assert asked == [("GET", "/progress", None)] * 2 and pusher.told == [Exchange.ASKED] * 2
+        assert asked == [("GET", "/progress", None)] * 2 and pusher.told == [VisitResult.ASKED] * 2
         assert (await one(pusher, replace(found, deleting=True))).progress is None
     finally:
         await runner.cleanup()

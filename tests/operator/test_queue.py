@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from quire_operator.reconcile.queue import CALM_S, EAGER_S, MOST_S, Queue
+from quire_operator.controller.work_queue import MAX_DELAY_S, MIN_INTERVAL_S, MIN_RETRY_S, WorkQueue
 
 
 class Clock:
@@ -22,7 +22,7 @@ def clock():
 
 @pytest.fixture
 async def queue(clock):
-    return Queue(clock, jitter=lambda: 0.5)
+    return WorkQueue(clock, jitter=lambda: 0.5)
 
 
 async def taken(queue):
@@ -40,11 +40,11 @@ async def test_a_key_added_often_is_worked_on_once_and_again_when_added_meanwhil
     assert await taken(queue) == "a" and await taken(queue) is None
     queue.add("a")
     assert await taken(queue) is None, "never twice at once"
-    queue.done("a", again_s=600)
+    queue.done("a", requeue_after_s=600)
     assert await taken(queue) is None, "not before some calm"
-    clock.now += CALM_S
+    clock.now += MIN_INTERVAL_S
     assert await taken(queue) == "a"
-    queue.done("a", again_s=600)
+    queue.done("a", requeue_after_s=600)
     clock.now += 599
     assert await taken(queue) is None
     clock.now += 1
@@ -65,22 +65,22 @@ async def test_failures_wait_longer_and_longer_and_news_shorten_that_only_so_far
     waits = []
     for _ in range(12):
         assert await taken(queue) == "a"
-        waits.append(queue.failed("a"))
+        waits.append(queue.add_rate_limited("a"))
         clock.now += waits[-1]
-    assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, MOST_S, MOST_S, MOST_S]
+    assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, MAX_DELAY_S, MAX_DELAY_S, MAX_DELAY_S]
     assert await taken(queue) == "a"
-    queue.failed("a")
+    queue.add_rate_limited("a")
     queue.add("a")
     assert await taken(queue) is None
-    clock.now += EAGER_S
+    clock.now += MIN_RETRY_S
     assert await taken(queue) == "a"
-    assert queue.failed("a", anew=True) == 1
+    assert queue.add_rate_limited("a", reset_backoff=True) == 1
 
 
 async def test_what_a_server_asks_for_is_the_least(queue, clock):
     queue.add("a")
     await queue.get()
-    assert queue.failed("a", least_s=20) == 20
+    assert queue.add_rate_limited("a", min_delay_s=20) == 20
     queue.add("a")
     clock.now += 19
     assert await taken(queue) is None
@@ -89,14 +89,14 @@ async def test_what_a_server_asks_for_is_the_least(queue, clock):
 
 
 async def test_depth_and_age_say_what_waits(queue, clock):
-    assert (queue.depth, queue.age_s) == (0, 0)
+    assert (queue.depth, queue.oldest_age_s) == (0, 0)
     queue.add("a")
     queue.add("b", 100)
     clock.now += 7
-    assert (queue.depth, queue.age_s) == (1, 7)
+    assert (queue.depth, queue.oldest_age_s) == (1, 7)
     await queue.get()
     clock.now += 5
-    assert (queue.depth, queue.age_s) == (0, 5), "one that is worked on for long is told too"
-    queue.drop("b")
+    assert (queue.depth, queue.oldest_age_s) == (0, 5), "one that is worked on for long is told too"
+    queue.forget("b")
     queue.done("a")
-    assert (queue.depth, queue.age_s) == (0, 0)
+    assert (queue.depth, queue.oldest_age_s) == (0, 0)

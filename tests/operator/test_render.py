@@ -19,13 +19,13 @@ from support.planning import service
 from support.rendering import CLUSTER, EVERYTHING, GPU, POD_IP, ROOT, example, objects, one, planned, server
 
 import quire_server.__main__
-from quire_operator import crd
-from quire_operator.reconcile.children import Around, Live, children
-from quire_operator.render import pod
-from quire_operator.render.cluster import OPTIONAL
-from quire_operator.render.command import dumped
-from quire_operator.render.desired import desired
-from quire_operator.service import Device
+from quire_operator.api import crd
+from quire_operator.api.llmservice import Device
+from quire_operator.cli.render import dump_yaml
+from quire_operator.controller.apply.child_objects import ChildContext, LiveObjects, build_child_objects
+from quire_operator.render import pod_template
+from quire_operator.render.context import OPTIONAL_KINDS
+from quire_operator.render.objects import render_objects
 from quire_server.sources import model_download
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.engine.config import EngineConfig
@@ -45,24 +45,24 @@ SERVICES = {
 @pytest.fixture(params=list(SERVICES))
 def rendered(request):
     of, model = SERVICES[request.param]()
-    return request.param, of, planned(of, model), desired(of, planned(of, model), CLUSTER).manifests
+    return request.param, of, planned(of, model), render_objects(of, planned(of, model), CLUSTER).manifests
 
 
 def test_golden(rendered):
     name, of, plan, manifests = rendered
-    text = dumped(manifests)
+    text = dump_yaml(manifests)
     file = GOLDEN / f"{name}.yaml"
     if os.environ.get("UPDATE_GOLDEN"):
         file.write_text(text)
     assert text == file.read_text(), f"UPDATE_GOLDEN=1 writes {file.name} anew, where the change is meant"
     assert list(yaml.safe_load_all(text)) == json.loads(json.dumps(manifests))
-    assert desired(of, plan, CLUSTER).manifests == manifests
+    assert render_objects(of, plan, CLUSTER).manifests == manifests
 
 
 def test_the_api_servers_schemas_hold(rendered):
     """Kinds that are CRDs have no schema there: PodMonitor, ScaledObject and InferencePool are not checked."""
     _, _, _, manifests = rendered
-    checked = [m for m in manifests if m["kind"] not in OPTIONAL]
+    checked = [m for m in manifests if m["kind"] not in OPTIONAL_KINDS]
     assert len(checked) >= 8
     for manifest in checked:
         for version in ("1.37", "1.33"):
@@ -85,7 +85,7 @@ def test_the_pod_runs_what_the_server_takes(rendered):
     assert settings.host == "0.0.0.0"
     assert {p["containerPort"] for p in container["ports"]} == set(settings.ports.values())
     assert settings.drain_timeout_s == of.spec.rollout.drainSeconds
-    assert template["terminationGracePeriodSeconds"] > pod.PROPAGATION_S + settings.drain_timeout_s + 30
+    assert template["terminationGracePeriodSeconds"] > pod_template.PROPAGATION_S + settings.drain_timeout_s + 30
     # Files that it reads are in the maps that are mounted there.
     maps = {m["metadata"]["name"]: m["data"] for m in manifests if m["kind"] in ("ConfigMap", "Secret")}
     volumes = {v["name"]: v for v in template["volumes"]}
@@ -329,7 +329,7 @@ def test_a_budget_only_for_several_pods():
 
 def test_autoscalers_write_to_the_service_and_not_to_the_deployment():
     hpa = one(objects(service(f"{GPU}autoscaling: {{maxReplicas: 4}}")), "HorizontalPodAutoscaler")["spec"]
-    target = {"apiVersion": crd.API, "kind": "LLMService", "name": "s"}
+    target = {"apiVersion": crd.GROUP_VERSION, "kind": "LLMService", "name": "s"}
     assert hpa["scaleTargetRef"] == target
     averages = [m["pods"]["target"]["averageValue"] for m in hpa["metrics"]]
     assert averages == [str(planned(service(GPU)).maxNumSeqs.value), "2"]
@@ -339,23 +339,23 @@ def test_autoscalers_write_to_the_service_and_not_to_the_deployment():
 
 
 def test_optional_kinds_only_where_the_cluster_has_them():
-    bare = dataclasses.replace(CLUSTER, offers=frozenset())
-    found = desired(service(EVERYTHING), planned(service(EVERYTHING)), bare)
-    assert found.left_out == OPTIONAL
-    assert not {m["kind"] for m in found.manifests} & set(OPTIONAL)
-    assert desired(service(EVERYTHING), planned(service(EVERYTHING)), CLUSTER).left_out == ()
+    bare = dataclasses.replace(CLUSTER, available_kinds=frozenset())
+    found = render_objects(service(EVERYTHING), planned(service(EVERYTHING)), bare)
+    assert found.unavailable_kinds == OPTIONAL_KINDS
+    assert not {m["kind"] for m in found.manifests} & set(OPTIONAL_KINDS)
+    assert render_objects(service(EVERYTHING), planned(service(EVERYTHING)), CLUSTER).unavailable_kinds == ()
     quiet = service(f"{GPU}observability: {{podMonitor: None}}")
-    assert desired(quiet, planned(quiet), bare).left_out == ()
+    assert render_objects(quiet, planned(quiet), bare).unavailable_kinds == ()
 
 
 def test_a_kind_that_nobody_asked_for_is_not_missed():
-    around = Around("u1", "key", {}, frozenset())
+    around = ChildContext("u1", "key", {}, frozenset())
     two = service(f"{GPU}replicas: 2")
-    quiet = children(two, "digest", planned(two), around, Live())
-    assert quiet.left_out == ()
+    quiet = build_child_objects(two, "digest", planned(two), around, LiveObjects())
+    assert quiet.unavailable_kinds == ()
     assert not {m["kind"] for m in quiet.manifests} & {"PodMonitor", "PodDisruptionBudget"}
-    asked = children(service(EVERYTHING), "digest", planned(service(EVERYTHING)), around, Live())
-    assert asked.left_out == ("ScaledObject", "InferencePool")
+    asked = build_child_objects(service(EVERYTHING), "digest", planned(service(EVERYTHING)), around, LiveObjects())
+    assert asked.unavailable_kinds == ("ScaledObject", "InferencePool")
 
 
 MANY = [f"{{name: a{i}, source: {{http: {{url: 'http://h/{'x' * 2000}'}}}}}}" for i in range(520)]
@@ -376,4 +376,4 @@ MANY = [f"{{name: a{i}, source: {{http: {{url: 'http://h/{'x' * 2000}'}}}}}}" fo
 def test_what_no_cluster_could_run_is_refused(text, words):
     of = service(GPU + text)
     with pytest.raises(ConfigError, match=words):
-        desired(of, planned(of), CLUSTER)
+        render_objects(of, planned(of), CLUSTER)

@@ -8,10 +8,10 @@ import pytest
 from support.openapi import OPENAPI, ROOT
 from support.rules import ADAPTER, REMOVE, patched, problems_of
 
-from quire_operator import crd
-from quire_operator.engine_config import _FIELDS as FIELDS_OF_ARGUMENTS
-from quire_operator.errors import dotted
-from quire_operator.manifest import read
+from quire_operator.api import crd
+from quire_operator.api.validation_errors import format_path
+from quire_operator.api.yaml_manifest import read_manifests
+from quire_operator.render.engine_config import _SPEC_PATHS as FIELDS_OF_ARGUMENTS
 
 NAME = (
     "must be letters, digits, '-', '_' and '.', beginning and ending with a letter or digit; "
@@ -188,7 +188,7 @@ def test_an_engine_argument_of_vllm_leads_to_its_field(name):
 
 @pytest.mark.parametrize("body", [None, [], "text", 3])
 def test_a_document_that_is_no_object(body):
-    (problem,) = crd.check(body).problems
+    (problem,) = crd.validate(body).problems
     assert str(problem).endswith("must be an object; give an object; there are apiVersion, kind, metadata, spec")
     assert problem.path == ()
 
@@ -196,8 +196,10 @@ def test_a_document_that_is_no_object(body):
 def test_all_problems_are_told_at_once_sorted_by_path_with_entries_by_number():
     adapters = [{"name": f"a{i}", "source": {}} for i in range(11)]
     paths = [
-        dotted(p.path)
-        for p in crd.check(patched({"spec.lora.maxRank": 3, "spec.devise": "CPU", "spec.adapters": adapters})).problems
+        format_path(p.path)
+        for p in crd.validate(
+            patched({"spec.lora.maxRank": 3, "spec.devise": "CPU", "spec.adapters": adapters})
+        ).problems
     ]
     assert paths == [*(f"spec.adapters[{i}].source" for i in range(11)), "spec.devise", "spec.lora.maxRank"]
 
@@ -209,7 +211,7 @@ def test_a_rule_about_a_field_that_is_wrong_already_is_not_judged_too():
 
 
 def test_defaults_are_filled_in_and_nulls_dropped_as_by_an_api_server():
-    body = crd.check(patched({"spec.lora": None, "spec.rollout": {"maxSurge": None}, "spec.cache.size": None})).body
+    body = crd.validate(patched({"spec.lora": None, "spec.rollout": {"maxSurge": None}, "spec.cache.size": None})).body
     assert body["spec"]["lora"] == {"maxLoaded": 8, "maxRank": 16}
     assert body["spec"]["rollout"]["maxSurge"] == 0
     assert body["spec"]["device"] == "GPU"
@@ -220,7 +222,7 @@ def test_defaults_are_filled_in_and_nulls_dropped_as_by_an_api_server():
 def test_checking_changes_nothing_in_the_document():
     body = patched({"spec.lora": None})
     before = copy.deepcopy(body)
-    crd.check(body)
+    crd.validate(body)
     assert body == before
 
 
@@ -233,7 +235,7 @@ def test_what_an_api_server_added_is_no_problem():
             "status": {"anything": 1},
         }
     )
-    assert not crd.check(stored).problems
+    assert not crd.validate(stored).problems
 
 
 def test_a_pod_template_is_left_to_the_api_server():
@@ -242,10 +244,10 @@ def test_a_pod_template_is_left_to_the_api_server():
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_examples_are_valid(example):
-    documents = read(str(example))
+    documents = read_manifests(str(example))
     assert documents
     for document in documents:
-        assert crd.check(document.body).problems == ()
+        assert crd.validate(document.body).problems == ()
 
 
 def test_the_widest_service_allowed_is_checked_in_reasonable_time():
@@ -256,7 +258,7 @@ def test_the_widest_service_allowed_is_checked_in_reasonable_time():
 
 def test_lists_that_are_far_too_long_are_refused_in_reasonable_time():
     begun = time.process_time()
-    broken = crd.check(patched({"spec.adapters": [f"a{i}" for i in range(30_000)]})).problems
+    broken = crd.validate(patched({"spec.adapters": [f"a{i}" for i in range(30_000)]})).problems
     assert time.process_time() - begun < 30, "2 s; each problem against each other took minutes"
     assert len(broken) == 30_001
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 import quire_server.__main__
-from quire_operator import crd, serve, serve_vllm
-from quire_operator.errors import InvalidService
-from quire_operator.manifest import read
-from quire_operator.plan import ways
-from quire_operator.serve import Options, prepare, write
-from quire_operator.service import LLMService
+from quire_operator.api import crd
+from quire_operator.api.llmservice import LLMService
+from quire_operator.api.validation_errors import InvalidService
+from quire_operator.api.yaml_manifest import read_manifests
+from quire_operator.cli import serve, serve_vllm
+from quire_operator.cli.serve import ServeOptions, prepare, write_run_dir
+from quire_operator.plan import candidates
 from quire_spec import constants
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.engine.config import EngineConfig
@@ -45,9 +46,9 @@ def folder(tmp_path):
 
 def launch(folder, spec, environment=None, dev=Path("/nowhere"), **options):
     (folder / "f.yaml").write_text(f"{HEAD}spec: {spec}\n")
-    (document,) = read(str(folder / "f.yaml"))
-    service = LLMService.from_body(crd.valid(document))
-    return prepare(document, service, Options(**options), environment or {}, dev)
+    (document,) = read_manifests(str(folder / "f.yaml"))
+    service = LLMService.from_body(crd.require_valid(document))
+    return prepare(document, service, ServeOptions(**options), environment or {}, dev)
 
 
 def problems(folder, spec, **options):
@@ -70,12 +71,12 @@ def flags(launched):
 
 def test_a_file_becomes_documents_that_the_server_reads(folder):
     launched = launch(folder, TALES, run_dir=folder / "run")
-    write(launched)
+    write_run_dir(launched)
     engine = EngineConfig.load(folder / "run/engine.json")
     assert engine == launched.engine
     assert (engine.model, engine.device, engine.dtype) == (str(folder / "models/tiny"), "cpu", "auto")
     assert (engine.enable_lora, engine.max_loras, engine.max_lora_rank, engine.max_cpu_loras) == (True, 4, 32, None)
-    assert engine.max_num_batched_tokens == ways.CPU_TOKENS
+    assert engine.max_num_batched_tokens == candidates.CPU_TOKEN_BUDGET
     (pirate,) = AdapterCatalog.load(folder / "run/adapters.json").adapters
     assert (pirate.name, pirate.source.path, pirate.pinned) == ("pirate", str(folder / "adapters/pirate"), True)
 
@@ -160,7 +161,7 @@ def test_claims_are_folders(folder):
     volumes = (("weights", folder / "models"), ("loras", folder / "adapters"))
     launched = launch(folder, spec, volumes=volumes)
     assert launched.engine.model == str(folder / "models/tiny")
-    assert launched.catalogue.adapters[0].source.pvc.path == "pirate"
+    assert launched.catalog.adapters[0].source.pvc.path == "pirate"
     assert flags(launched)["--pvc"] == [f"weights={folder}/models", f"loras={folder}/adapters"]
 
 
@@ -172,14 +173,14 @@ def test_secrets_are_files_and_the_models_token_an_environment_variable(folder):
 """
     without = launch(folder, spec, {"HF_TOKEN": "own"})
     assert without.environment["HF_TOKEN"] == "own"
-    assert without.catalogue.adapters[0].source.huggingFace.tokenSecretRef is None
+    assert without.catalog.adapters[0].source.huggingFace.tokenSecretRef is None
     (folder / "secrets/hub").mkdir(parents=True)
     (folder / "secrets/hub/token").write_text("secret\n")
     given = launch(folder, spec, {"HF_TOKEN": "own"}, secrets_dir=folder / "secrets")
     assert given.environment["HF_TOKEN"] == "secret"
-    assert given.catalogue.adapters[0].source.huggingFace.tokenSecretRef.name == "hub"
+    assert given.catalog.adapters[0].source.huggingFace.tokenSecretRef.name == "hub"
     assert flags(given)["--secrets-dir"] == [str(folder / "secrets")]
-    assert "secret\n" not in json.dumps([given.argv, given.engine.to_json(), given.catalogue.to_json()])
+    assert "secret\n" not in json.dumps([given.argv, given.engine.to_json(), given.catalog.to_json()])
 
 
 def test_environment_variables_of_the_spec_are_added(folder):
@@ -278,7 +279,7 @@ def test_processes_share_the_layers_on_a_cpu_when_asked(folder):
 
 
 def test_the_run_folder_is_private(folder):
-    write(launch(folder, TALES, run_dir=folder / "run"))
+    write_run_dir(launch(folder, TALES, run_dir=folder / "run"))
     assert (folder / "run").stat().st_mode & 0o777 == 0o700
 
 
@@ -291,12 +292,12 @@ def test_default_folders():
 def test_a_run_folder_that_is_a_link_is_refused(folder):
     (folder / "run").symlink_to(folder / "models")
     with pytest.raises(ConfigError, match=r"run is another user's or a link; give another with --run-dir"):
-        write(launch(folder, TALES, run_dir=folder / "run"))
+        write_run_dir(launch(folder, TALES, run_dir=folder / "run"))
 
 
 def test_the_folder_of_a_running_supervisor_is_not_written_to(folder):
     run = folder / "run"
-    write(launch(folder, TALES, run_dir=run))
+    write_run_dir(launch(folder, TALES, run_dir=run))
     before = (run / "engine.json").read_text()
     lock = (
         "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print('held', flush=True); input()"
@@ -306,14 +307,14 @@ def test_the_folder_of_a_running_supervisor_is_not_written_to(folder):
     ) as running:
         assert running.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match="another server runs in it; stop it, or give --run-dir"):
-            write(launch(folder, TALES.replace("maxRank: 32", "maxRank: 64"), run_dir=run))
+            write_run_dir(launch(folder, TALES.replace("maxRank: 32", "maxRank: 64"), run_dir=run))
         running.communicate("\n", timeout=10)
     assert (run / "engine.json").read_text() == before
 
 
 BECOME = """
 import sys
-from quire_operator.serve import become
+from quire_operator.cli.serve import become
 program = (sys.executable, "-c", "import os; print(os.getpid(), os.environ)")
 become(program, {"WORD": "here"})
 """
@@ -326,10 +327,10 @@ def test_the_program_takes_over_the_process_with_the_environment_that_was_prepar
 
 
 def test_missing_packages_are_named_with_their_extras(monkeypatch):
-    serve.missing_packages()
-    monkeypatch.setitem(serve.NEEDED, "no_such_package", "server")
+    serve.require_packages()
+    monkeypatch.setitem(serve.REQUIRED_PACKAGES, "no_such_package", "server")
     with pytest.raises(ConfigError, match=r"^no_such_package: not installed; pip install 'quire-llm\[server\]'$"):
-        serve.missing_packages()
+        serve.require_packages()
 
 
 def test_a_vllm_backend_repository_is_served_under_its_models_name(tmp_path):
@@ -337,7 +338,7 @@ def test_a_vllm_backend_repository_is_served_under_its_models_name(tmp_path):
     (model / "1").mkdir(parents=True)
     (model / "1/model.json").write_text('{"model": "somewhere"}')
     for given in (model, model.parent):
-        argv = list(serve_vllm.argv(given, "cpu", Options(http_port=18000, cache_dir=tmp_path), {}))
+        argv = list(serve_vllm.supervisor_argv(given, "cpu", ServeOptions(http_port=18000, cache_dir=tmp_path), {}))
         args = quire_server.__main__._parse_args(argv[3:])
         assert (args.vllm_repository, args.device, args.served_name) == (given, "cpu", "vllm_model")
         assert (args.http_port, args.grpc_port, args.cache_dir) == (18000, constants.GRPC_PORT, tmp_path)
@@ -351,6 +352,6 @@ def test_a_vllm_backend_repository_is_served_under_its_models_name(tmp_path):
 def test_serve_takes_a_file_or_a_repository(tmp_path):
     for flags in ([], ["-f", "a.yaml", "--vllm-repository", str(tmp_path)]):
         done = subprocess.run(
-            [sys.executable, "-m", "quire_operator.cli", "serve", *flags], capture_output=True, text=True
+            [sys.executable, "-m", "quire_operator.cli.main", "serve", *flags], capture_output=True, text=True
         )
         assert done.returncode == 2 and "--vllm-repository" in done.stderr

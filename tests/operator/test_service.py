@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from quire_operator import crd, quantity
-from quire_operator.manifest import parse, read
-from quire_operator.service import Device, LLMService, Spec
+from quire_operator.api import crd, quantity
+from quire_operator.api.llmservice import Device, LLMService, LLMServiceSpec
+from quire_operator.api.yaml_manifest import parse_manifests, read_manifests
 from quire_spec.documents.adapter_catalog import AdapterCatalog, Expose
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,8 +19,8 @@ HEAD = "apiVersion: quire.dev/v1alpha1\nkind: LLMService\nmetadata: {name: tales
 
 
 def service(spec):
-    (document,) = parse(f"{HEAD}spec: {spec}\n", "f.yaml")
-    return LLMService.from_body(crd.valid(document))
+    (document,) = parse_manifests(f"{HEAD}spec: {spec}\n", "f.yaml")
+    return LLMService.from_body(crd.require_valid(document))
 
 
 def parts(hint):
@@ -39,11 +39,11 @@ def pairs(cls, schema, where="spec"):
         inner = schema["properties"][name]
         found = parts(hint)
         # The catalogue's classes are shared with adapters.json; test_crd.py compares their fields.
-        if found and found.__module__ == Spec.__module__:
+        if found and found.__module__ == LLMServiceSpec.__module__:
             yield from pairs(found, inner.get("items", inner), f"{where}.{name}")
 
 
-PAIRS = list(pairs(Spec, crd.load()["properties"]["spec"]))
+PAIRS = list(pairs(LLMServiceSpec, crd.load_schema()["properties"]["spec"]))
 
 
 @pytest.mark.parametrize(("where", "cls", "schema"), PAIRS, ids=[where for where, _, _ in PAIRS])
@@ -58,10 +58,10 @@ def test_fields_are_those_of_the_crd(where, cls, schema):
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_examples_are_read(example):
-    for document in read(str(example)):
-        found = LLMService.from_body(crd.valid(document))
+    for document in read_manifests(str(example)):
+        found = LLMService.from_body(crd.require_valid(document))
         assert found.name == document.body["metadata"]["name"]
-        assert AdapterCatalog.from_json(found.catalogue().to_json()) == found.catalogue()
+        assert AdapterCatalog.from_json(found.build_catalog().to_json()) == found.build_catalog()
 
 
 def test_names_and_defaults():
@@ -87,7 +87,7 @@ def test_hub_adapters_without_a_token_have_the_models():
   - {name: b, source: {huggingFace: {repo: o/b, tokenSecretRef: {name: other, key: k}}}, expose: Parameter}
   - {name: c, source: {s3: {uri: s3://bucket/c}}, pinned: true}
 """
-    ).catalogue()
+    ).build_catalog()
     a, b, c = adapters.adapters
     assert adapters.generation == 7
     assert (a.source.huggingFace.tokenSecretRef.name, a.source.huggingFace.tokenSecretRef.key) == ("hub", "token")
@@ -102,4 +102,4 @@ def test_hub_adapters_without_a_token_have_the_models():
     [("1", 1), ("1k", 1000), ("1Ki", 1024), ("1.5Gi", 3 * 2**29), ("4G", 4 * 10**9), ("0.5", 1), ("1.0000001Ki", 1025)],
 )
 def test_quantities(text, num_bytes):
-    assert quantity.num_bytes(text) == num_bytes
+    assert quantity.to_bytes(text) == num_bytes

@@ -7,8 +7,8 @@ import ssl
 import psutil
 from cluster.pki import Authority
 
-from quire_operator.kube.login import Login
-from quire_operator.kube.session import Session
+from quire_operator.kube.api_session import ApiSession
+from quire_operator.kube.cluster_config import ClusterConfig
 
 
 async def test_connections_that_were_cut_in_a_request_are_closed_with_the_session(tmp_path):
@@ -32,8 +32,8 @@ async def test_connections_that_were_cut_in_a_request_are_closed_with_the_sessio
     def connections():
         return [c for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port == port]
 
-    login = Login(f"https://127.0.0.1:{port}", ssl.create_default_context(cafile=tmp_path / "ca.crt"))
-    async with Session(login) as session:
+    login = ClusterConfig(f"https://127.0.0.1:{port}", ssl.create_default_context(cafile=tmp_path / "ca.crt"))
+    async with ApiSession(login) as session:
         asking = asyncio.create_task(session.request("GET", "/a"))
         await asked.wait()
         assert len(connections()) == 1

@@ -30,8 +30,8 @@ from support.observing import (
 )  # fmt: skip
 from support.planning import plan
 
-from quire_operator.plan.errors import Unplannable, Why
-from quire_operator.reconcile.observed import Observed, Verdict
+from quire_operator.controller.status.observed_state import ObservedState, PlanningResult
+from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_spec.documents.pod_status import AdapterState
 
 
@@ -77,14 +77,14 @@ def test_a_condition_keeps_its_time_while_its_status_stays():
     assert condition(broken, "Ready")["lastTransitionTime"] == "2026-01-02T03:05:00Z"
     assert condition(broken, "Available")["lastTransitionTime"] == "2026-01-02T03:04:05Z"
     # Another reason under the same status is no transition.
-    other = of(healthy(applied=GENERATION - 1), previous=broken, now=NOW)
+    other = of(healthy(applied_generation=GENERATION - 1), previous=broken, now=NOW)
     assert ready(other) == ("False", "Updating")
     assert condition(other, "Ready")["lastTransitionTime"] == "2026-01-02T03:05:00Z"
 
 
 NOT_READY = {
-    "nothing was applied yet": (Observed(job=job_done()), "Updating"),
-    "objects are of an older generation": (healthy(applied=GENERATION - 1), "Updating"),
+    "nothing was applied yet": (ObservedState(job=job_done()), "Updating"),
+    "objects are of an older generation": (healthy(applied_generation=GENERATION - 1), "Updating"),
     "the controller has not seen the Deployment": (
         healthy(deployment=deployment(2, observedGeneration=3)),
         "Updating",
@@ -153,14 +153,14 @@ PODS = {
     "it crashes": (
         {
             "waiting": "CrashLoopBackOff: back-off 5m0s restarting failed container",
-            "ended": ended("server", 1, message="Traceback\nquire: engine.json: blockSize: 3: must be 16\n"),
+            "terminated": ended("server", 1, message="Traceback\nquire: engine.json: blockSize: 3: must be 16\n"),
             "restarts": 4,
         },
         "PodsNotReady",
         "CrashLoopBackOff; server ended with Error (exit code 1, 4 restarts): quire: engine.json: blockSize: 3: must",
     ),
     "it ran out of memory": (
-        {"started_at": "2026-01-01T00:00:00Z", "ended": ended("server", 137, "OOMKilled"), "restarts": 1},
+        {"started_at": "2026-01-01T00:00:00Z", "terminated": ended("server", 137, "OOMKilled"), "restarts": 1},
         "PodsNotReady",
         "starting again after server ended with OOMKilled (exit code 137, 1 restarts)",
     ),
@@ -218,8 +218,8 @@ def test_a_quota_that_refuses_pods_is_named():
 
 def test_a_spec_that_cannot_be_read():
     before = of(healthy())
-    invalid = Verdict(invalid="spec.model.source: exactly one is needed\nspec.replicas: must be 0 or more")
-    found = of(healthy(applied=GENERATION - 1), invalid, None, before, LATER)
+    invalid = PlanningResult(spec_error="spec.model.source: exactly one is needed\nspec.replicas: must be 0 or more")
+    found = of(healthy(applied_generation=GENERATION - 1), invalid, None, before, LATER)
     assert judged(found) == {
         "Ready": ("False", "Invalid"),
         "ConfigValid": ("False", "Invalid"),
@@ -239,13 +239,13 @@ def test_a_spec_that_cannot_be_read():
 
 
 VERDICTS = {
-    "invalid": (Verdict(invalid="spec.engine: no", plan=PLAN), {}, "Invalid", "ConfigValid"),
+    "invalid": (PlanningResult(spec_error="spec.engine: no", plan=PLAN), {}, "Invalid", "ConfigValid"),
     "conflict": (VERDICT, {"conflict": "Service s belongs to Helm"}, "Conflict", "ConfigValid"),
-    "rejected": (VERDICT, {"rejected": "Deployment s: 422"}, "ApplyRejected", "ConfigValid"),
-    "pending": (Verdict(pending="reading config.json"), {}, "Planning", "Planned"),
+    "rejected": (VERDICT, {"apply_error": "Deployment s: 422"}, "ApplyRejected", "ConfigValid"),
+    "pending": (PlanningResult(waiting_for="reading config.json"), {}, "Planning", "Planned"),
     **{
-        why.value: (Verdict(unplannable=Unplannable(why, "too large"), plan=PLAN), {}, why.value, "Planned")
-        for why in Why
+        why.value: (PlanningResult(unplannable=Unplannable(why, "too large"), plan=PLAN), {}, why.value, "Planned")
+        for why in UnplannableReason
     },
 }
 
@@ -254,7 +254,7 @@ VERDICTS = {
 def test_a_verdict_that_stops_the_rollout(case):
     verdict, changes, reason, kind = VERDICTS[case]
     before = of(healthy())
-    found = of(healthy(applied=GENERATION - 1, **changes), verdict, previous=before)
+    found = of(healthy(applied_generation=GENERATION - 1, **changes), verdict, previous=before)
     assert ready(found) == ("False", reason)
     assert condition(found, kind)["status"] in ("False", "Unknown")
     assert condition(found, kind)["reason"] == reason
@@ -264,14 +264,14 @@ def test_a_verdict_that_stops_the_rollout(case):
 
 
 def test_kinds_that_the_cluster_lacks_are_named_and_stop_nothing():
-    found = of(healthy(left_out=("InferencePool",)))
+    found = of(healthy(unavailable_kinds=("InferencePool",)))
     assert judged(found)["ConfigValid"] == ("True", "KindsLeftOut")
     assert "no InferencePool" in condition(found, "ConfigValid")["message"]
     assert ready(found) == ("True", "Ready")
 
 
 def test_fields_that_the_cluster_lacks_are_named_and_stop_nothing():
-    found = of(healthy(fields_left_out=("spec.podTemplate.spec.nodeSelektor",), left_out=("InferencePool",)))
+    found = of(healthy(unknown_fields=("spec.podTemplate.spec.nodeSelektor",), unavailable_kinds=("InferencePool",)))
     assert judged(found)["ConfigValid"] == ("True", "FieldsLeftOut")
     message = condition(found, "ConfigValid")["message"]
     assert "no spec.podTemplate.spec.nodeSelektor, so" in message and "no InferencePool, so" in message
@@ -376,7 +376,7 @@ def test_a_pods_nonsense_does_not_break_the_status():
 
 
 def test_long_words_are_cut():
-    found = of(healthy(rejected="y" * 100_000))
+    found = of(healthy(apply_error="y" * 100_000))
     for kind, limit in (("Ready", 1024), ("ConfigValid", 4096)):
         message = condition(found, kind)["message"]
         assert len(message) == limit and message.endswith("…")
@@ -385,7 +385,7 @@ def test_long_words_are_cut():
 def test_a_table_stays_one_where_it_belongs_and_is_left_out_elsewhere():
     with pytest.raises(Unplannable) as why:
         plan("70b", "NVIDIA-L4", "gpu: {count: 4}\nlora: {maxLoaded: 0}")
-    found = of(healthy(applied=0), Verdict(unplannable=why.value))
+    found = of(healthy(applied_generation=0), PlanningResult(unplannable=why.value))
     assert condition(found, "Planned")["message"] == str(why.value)
     assert re.fullmatch(
         r"spec.gpu: NVIDIA-L4: the model does not fit [^;]*; take a larger GPU, or a smaller model; The smallest .*",

@@ -25,18 +25,18 @@ from support.observing import (
     with_adapter,
 )
 
-from quire_operator.plan.errors import Unplannable, Why
-from quire_operator.plan.plan import Fit
-from quire_operator.reconcile.conditions import Reason
-from quire_operator.reconcile.events import events
-from quire_operator.reconcile.observed import Verdict
-from quire_operator.reconcile.status import status
+from quire_operator.controller.status.conditions import ConditionReason
+from quire_operator.controller.status.events import build_events
+from quire_operator.controller.status.observed_state import PlanningResult
+from quire_operator.controller.status.status import build_status
+from quire_operator.plan.errors import Unplannable, UnplannableReason
+from quire_operator.plan.plan import FitReason
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus, MeasuredMemory
 
 SERVICE = wanted()
 WANTED = SERVICE.spec.replicas
-DIGEST = SERVICE.catalogue().version.digest
-REASONS = {str(reason) for group in (Reason, Fit, Why) for reason in group}
+DIGEST = SERVICE.build_catalog().version.digest
+REASONS = {str(reason) for group in (ConditionReason, FitReason, UnplannableReason) for reason in group}
 
 LATE = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}]
 
@@ -66,7 +66,7 @@ POD_FAULTS = [
     lambda p: replace(p, phase="Failed"),
     lambda p: replace(p, template_hash="old"),
     lambda p: replace(p, report=None, report_error="no answer within 10 s"),
-    lambda p: replace(p, ended=ended("server", 137, "OOMKilled", "a\nb")),
+    lambda p: replace(p, terminated=ended("server", 137, "OOMKilled", "a\nb")),
     pending(phase="Pending"),
     pending(unschedulable="0/1 nodes: 1 Insufficient nvidia.com/gpu."),
     pending(unschedulable="x" * 3000),
@@ -108,10 +108,10 @@ FAULTS = [
     lambda o: replace(o, job=None),
     lambda o: replace(o, job=job()),
     lambda o: replace(o, job=job_done("Failed")),
-    lambda o: replace(o, applied=GENERATION - 1),
-    lambda o: replace(o, applied=0),
-    lambda o: replace(o, left_out=("PodMonitor",)),
-    lambda o: replace(o, rejected="422"),
+    lambda o: replace(o, applied_generation=GENERATION - 1),
+    lambda o: replace(o, applied_generation=0),
+    lambda o: replace(o, unavailable_kinds=("PodMonitor",)),
+    lambda o: replace(o, apply_error="422"),
     lambda o: replace(o, conflict="Service s"),
 ]
 
@@ -125,17 +125,31 @@ def observations(draw):
     return seen
 
 
-good = Verdict(plan=PLAN)
+good = PlanningResult(plan=PLAN)
 verdicts = st.sampled_from(
     [good] * 20
-    + [Verdict(), Verdict(pending="x"), Verdict(invalid="x"), Verdict(plan=PLAN, invalid="x")]
-    + [Verdict(unplannable=Unplannable(Why.DOES_NOT_FIT, "x")), Verdict(PLAN, "", Unplannable(Why.GPU_UNKNOWN, "x"))]
+    + [
+        PlanningResult(),
+        PlanningResult(waiting_for="x"),
+        PlanningResult(spec_error="x"),
+        PlanningResult(plan=PLAN, spec_error="x"),
+    ]
+    + [
+        PlanningResult(unplannable=Unplannable(UnplannableReason.DOES_NOT_FIT, "x")),
+        PlanningResult(PLAN, "", Unplannable(UnplannableReason.GPU_UNKNOWN, "x")),
+    ]
 )
 
 
 def truly_ready(verdict, seen):
     """By the words of the issue, said another way than the code says them."""
-    if verdict != good or seen.rejected or seen.conflict or seen.job != job_done() or seen.applied != GENERATION:
+    if (
+        verdict != good
+        or seen.apply_error
+        or seen.conflict
+        or seen.job != job_done()
+        or seen.applied_generation != GENERATION
+    ):
         return False
     d = seen.deployment
     if d is None or d["status"]["observedGeneration"] < d["metadata"]["generation"] or d["spec"]["replicas"] != WANTED:
@@ -162,7 +176,7 @@ def test_ready_is_claimed_when_it_is_so_and_never_else():
     truths = []
     for seen in [*once, *(fault(seen) for seen in once for fault in FAULTS)]:
         truths.append(truly_ready(good, seen))
-        found = status(SERVICE, GENERATION, good, seen, {}, NOW)
+        found = build_status(SERVICE, GENERATION, good, seen, {}, NOW)
         assert (condition(found, "Ready")["status"] == "True") == truths[-1], seen
         serving = [p for p in seen.pods if p.ready and p.alive and (p.report is None or p.report.ready)]
         for name in found["models"]:
@@ -175,15 +189,15 @@ def test_ready_is_claimed_when_it_is_so_and_never_else():
 
 @given(verdicts, observations())
 def test_ready_is_not_claimed_against_a_verdict(verdict, seen):
-    found = status(SERVICE, GENERATION, verdict, seen, {}, NOW)
+    found = build_status(SERVICE, GENERATION, verdict, seen, {}, NOW)
     assert (condition(found, "Ready")["status"] == "True") == truly_ready(verdict, seen)
 
 
 @settings(max_examples=60)
 @given(verdicts, observations(), verdicts, observations())
 def test_every_status_is_whole_and_stable(verdict, seen, verdict_before, seen_before):
-    before = status(SERVICE, GENERATION - 1, verdict_before, seen_before, {}, NOW - timedelta(hours=1))
-    found = status(SERVICE, GENERATION, verdict, seen, before, NOW)
+    before = build_status(SERVICE, GENERATION - 1, verdict_before, seen_before, {}, NOW - timedelta(hours=1))
+    found = build_status(SERVICE, GENERATION, verdict, seen, before, NOW)
     assert faults(found) == []
     assert len({c["type"] for c in found["conditions"]}) == len(found["conditions"]) == 7
     assert {c["observedGeneration"] for c in found["conditions"]} == {GENERATION}
@@ -191,9 +205,9 @@ def test_every_status_is_whole_and_stable(verdict, seen, verdict_before, seen_be
         assert c["reason"] in REASONS and c["message"], c
         kept = condition(before, c["type"])
         assert (c["lastTransitionTime"] == kept["lastTransitionTime"]) == (c["status"] == kept["status"])
-    assert status(SERVICE, GENERATION, verdict, seen, found, NOW + timedelta(hours=1)) == found
-    made = events(before, found)
-    assert len(set(made)) == len(made) and events(found, found) == []
+    assert build_status(SERVICE, GENERATION, verdict, seen, found, NOW + timedelta(hours=1)) == found
+    made = build_events(before, found)
+    assert len(set(made)) == len(made) and build_events(found, found) == []
     for event in made:
         assert event.type in ("Normal", "Warning") and event.message
         assert len(event.reason) <= 128 and len(event.message) <= 1024
@@ -228,18 +242,18 @@ def test_a_pod_that_says_anything_at_all_does_not_break_the_status(data):
         models=data.draw(st.lists(odd_text, max_size=5)) * data.draw(st.sampled_from([1, 500])),
     )
     pods = (pod("s-0", said), pod("s-1", said, report_error=data.draw(odd_text), ready=data.draw(st.booleans())))
-    found = status(SERVICE, GENERATION, good, healthy(SERVICE, pods=pods), {}, NOW)
+    found = build_status(SERVICE, GENERATION, good, healthy(SERVICE, pods=pods), {}, NOW)
     assert faults(found) == []
     text = json.dumps(found, ensure_ascii=False)
     assert text.encode().decode() == text
     plan = found["plan"].get("measured", {})
     assert all(value < 2**63 for key, value in plan.items() if key != "at")
-    assert status(SERVICE, GENERATION, good, healthy(SERVICE, pods=pods), found, NOW) == found
+    assert build_status(SERVICE, GENERATION, good, healthy(SERVICE, pods=pods), found, NOW) == found
 
 
 @settings(max_examples=30)
 @given(observations())
 def test_a_spec_that_cannot_be_read_claims_nothing(seen):
-    found = status(None, GENERATION, Verdict(invalid="spec.x: unknown"), seen, {}, NOW)
+    found = build_status(None, GENERATION, PlanningResult(spec_error="spec.x: unknown"), seen, {}, NOW)
     assert faults(found) == []
     assert judged(found)["Ready"] == judged(found)["ConfigValid"] == ("False", "Invalid")

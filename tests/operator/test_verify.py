@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire_operator.kube.client import Listing
-from quire_operator.kube.errors import Missing
-from quire_operator.kube.kinds import LLM_SERVICE, POD, POD_MONITOR
-from quire_operator.reconcile.cache import SELECTOR, Cache
-from quire_operator.reconcile.controller import Settings
-from quire_operator.reconcile.metrics import Metrics
-from quire_operator.reconcile.verify import Diverged, Verifier
+from quire_operator.controller.cache_verifier import CacheDiverged, CacheVerifier
+from quire_operator.controller.controller import ControllerSettings
+from quire_operator.controller.metrics import ControllerMetrics
+from quire_operator.controller.object_cache import LABEL_SELECTOR, ObjectCache
+from quire_operator.kube.api_client import ObjectList
+from quire_operator.kube.errors import ObjectNotFound
+from quire_operator.kube.resources import LLM_SERVICE, POD, POD_MONITOR
 
 OURS = {"app.kubernetes.io/managed-by": "quire-operator", "app.kubernetes.io/instance": "s"}
 
@@ -32,27 +32,27 @@ class Listed:
         self.found = {POD: (), LLM_SERVICE: (), **(kinds or {})}
         self.asked = []
 
-    async def list(self, kind, namespace=None, labels="", metadata_only=False):
-        assert metadata_only and labels == ("" if kind is LLM_SERVICE else SELECTOR)
-        self.asked.append((kind, namespace))
-        found = self.found[kind]
+    async def list(self, resource, namespace=None, label_selector="", metadata_only=False):
+        assert metadata_only and label_selector == ("" if resource is LLM_SERVICE else LABEL_SELECTOR)
+        self.asked.append((resource, namespace))
+        found = self.found[resource]
         if isinstance(found, Exception):
             raise found
-        return Listing(tuple({"metadata": item["metadata"]} for item in found), "9")
+        return ObjectList(tuple({"metadata": item["metadata"]} for item in found), "9")
 
 
 @pytest.fixture
 def cache():
-    return Cache()
+    return ObjectCache()
 
 
 def verifier(listed, cache, *watched, grace_s=0.0, **settings):
     """A Verifier of these kinds and LLMServices."""
-    watches = [SimpleNamespace(kind=kind, namespace=None) for kind in watched or (POD,)]
-    made = Verifier(listed, cache, watches, Metrics(), Settings(**settings), grace_s)
+    watches = [SimpleNamespace(resource=kind, namespace=None) for kind in watched or (POD,)]
+    made = CacheVerifier(listed, cache, watches, ControllerMetrics(), ControllerSettings(**settings), grace_s)
     made.results = lambda: {
         sample.labels["result"]: sample.value
-        for metric in made._metrics.verified.collect()
+        for metric in made._metrics.verifications.collect()
         for sample in metric.samples
         if sample.name.endswith("_total")
     }
@@ -62,15 +62,15 @@ def verifier(listed, cache, *watched, grace_s=0.0, **settings):
 async def test_the_same(cache):
     listed = Listed({POD: [body("a"), body("b")], LLM_SERVICE: [body("s")]})
     for name in ("a", "b"):
-        cache.put(POD, body(name))
-    cache.put(LLM_SERVICE, body("s"))
+        cache.upsert(POD, body(name))
+    cache.upsert(LLM_SERVICE, body("s"))
     found = verifier(listed, cache)
     await found.verify()
     assert found.results() == {"same": 2} and listed.asked == [(LLM_SERVICE, None), (POD, None)]
 
 
 async def test_newer_in_the_cache_than_in_the_list_is_no_fault(cache):
-    cache.put(POD, body(version="10"))
+    cache.upsert(POD, body(version="10"))
     found = verifier(Listed({POD: [body(version="9")]}), cache)
     await found.verify()
     assert found.results() == {"same": 2}
@@ -89,16 +89,16 @@ async def test_newer_in_the_cache_than_in_the_list_is_no_fault(cache):
 )
 async def test_behind_for_good(cache, cached, listed):
     for each in cached:
-        cache.put(POD, each)
+        cache.upsert(POD, each)
     found = verifier(Listed({POD: listed}), cache)
-    with pytest.raises(Diverged, match="the watch of pods went deaf: 1 are not as listed: n/s-0"):
+    with pytest.raises(CacheDiverged, match="the watch of pods went deaf: 1 are not as listed: n/s-0"):
         await found.verify()
     assert found.results() == {"same": 1, "diverged": 1}
 
 
 async def test_of_many_some_are_named(cache):
     listed = Listed({POD: [body(f"p{i}") for i in range(7)]})
-    with pytest.raises(Diverged, match=r"7 are not as listed: n/p0, n/p1, n/p2, n/p3, n/p4$"):
+    with pytest.raises(CacheDiverged, match=r"7 are not as listed: n/p0, n/p1, n/p2, n/p3, n/p4$"):
         await verifier(listed, cache).verify()
 
 
@@ -117,17 +117,17 @@ async def catches_up(cache, listed, arrive):
 
 async def test_what_arrives_in_the_grace_time_is_no_fault(cache):
     listed = Listed({POD: [body(version="10")]})
-    cache.put(POD, body(version="5"))
-    assert await catches_up(cache, listed, lambda: cache.put(POD, body(version="10"))) == {"same": 2}
+    cache.upsert(POD, body(version="5"))
+    assert await catches_up(cache, listed, lambda: cache.upsert(POD, body(version="10"))) == {"same": 2}
 
 
 async def test_an_object_that_changes_all_the_time_is_no_fault(cache):
     """Behind at both looks, and not at the same version: its events come, late."""
     listed = Listed({POD: [body(version="10")]})
-    cache.put(POD, body(version="5"))
+    cache.upsert(POD, body(version="5"))
 
     def arrive():
-        cache.put(POD, body(version="10"))
+        cache.upsert(POD, body(version="10"))
         listed.found[POD] = [body(version="20")]
 
     assert await catches_up(cache, listed, arrive) == {"same": 2}
@@ -136,7 +136,7 @@ async def test_an_object_that_changes_all_the_time_is_no_fault(cache):
 async def test_objects_that_vanish_meanwhile_are_no_fault(cache):
     """One whose end is on its way to us, and one that nobody told us of before it was gone."""
     listed = Listed({POD: [body("new")]})
-    cache.put(POD, body("old"))
+    cache.upsert(POD, body("old"))
 
     def arrive():
         cache.remove(POD, body("old"))
@@ -147,36 +147,36 @@ async def test_objects_that_vanish_meanwhile_are_no_fault(cache):
 
 async def test_one_that_catches_up_does_not_excuse_another(cache):
     listed = Listed({POD: [body("a"), body("b")]})
-    with pytest.raises(Diverged, match="1 are not as listed: n/b"):
-        await catches_up(cache, listed, lambda: cache.put(POD, body("a")))
+    with pytest.raises(CacheDiverged, match="1 are not as listed: n/b"):
+        await catches_up(cache, listed, lambda: cache.upsert(POD, body("a")))
 
 
 async def test_services_are_compared_in_the_namespaces_that_are_served(cache):
     listed = Listed({LLM_SERVICE: [body("s")]})
     found = verifier(listed, cache, namespaces=("n", "m"))
-    with pytest.raises(Diverged, match="llmservices went deaf"):
+    with pytest.raises(CacheDiverged, match="llmservices went deaf"):
         await found.verify()
     assert listed.asked[0] == (LLM_SERVICE, "n")
-    cache.put(LLM_SERVICE, body("s"))
+    cache.upsert(LLM_SERVICE, body("s"))
     listed.found[LLM_SERVICE] = ()
-    with pytest.raises(Diverged):
+    with pytest.raises(CacheDiverged):
         await found.verify()
 
 
 async def test_a_kind_that_cannot_be_listed_keeps_no_other_from_being_compared(cache, caplog):
     """Such as one whose definition somebody deleted."""
-    listed = Listed({POD_MONITOR: Missing("GET podmonitors: 404", 404), POD: [body()]})
-    with pytest.raises(Diverged, match="pods"):
+    listed = Listed({POD_MONITOR: ObjectNotFound("GET podmonitors: 404", 404), POD: [body()]})
+    with pytest.raises(CacheDiverged, match="pods"):
         await verifier(listed, cache, POD_MONITOR, POD).verify()
     assert "cache was not verified kind=PodMonitor error=GET podmonitors: 404" in caplog.text
 
 
 async def test_it_looks_again_and_again_and_ends_with_what_it_finds(cache):
     listed = Listed()
-    running = asyncio.create_task(verifier(listed, cache, verify_s=0.01).run())
+    running = asyncio.create_task(verifier(listed, cache, verify_interval_s=0.01).run())
     async with asyncio.timeout(5):
         while listed.asked.count((POD, None)) < 3:
             await asyncio.sleep(0.01)
         listed.found[POD] = [body()]
-        with pytest.raises(Diverged):
+        with pytest.raises(CacheDiverged):
             await running

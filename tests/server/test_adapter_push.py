@@ -14,8 +14,8 @@ import pytest
 from support.observing import pod
 from support.supervised import adapter_folder, started, supervised
 
-from quire_operator.reconcile.adapters import judge
-from quire_operator.reconcile.pods import AdapterPusher
+from quire_operator.controller.observe.pod_admin_client import PodAdminClient
+from quire_operator.controller.status.adapters import evaluate_adapters
 from quire_spec.dataclass_json import to_json
 from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec, Source
 
@@ -35,20 +35,20 @@ class Operator:
 
     def __init__(self, pods):
         self.pods = pods
-        self.pusher = AdapterPusher()
+        self.pusher = PodAdminClient()
         self.seen = []
 
     async def look(self, wanted):
         self.seen = await self.pusher.refresh(self.pods, wanted, KEY)
         ready = [p for p in self.seen if p.report and p.report.ready]
-        return judge(wanted, self.seen, ready)
+        return evaluate_adapters(wanted, self.seen, ready)
 
     async def until(self, wanted, state, seconds):
         """Until AdaptersReady is as said on both pods; the seconds it took."""
         begun = time.monotonic()
         while True:
             found = await self.look(wanted)
-            if found.condition.holds is state and all(p.report and p.report.ready for p in self.seen):
+            if found.condition.is_true is state and all(p.report and p.report.ready for p in self.seen):
                 return time.monotonic() - begun
             assert time.monotonic() - begun < seconds, (found, [p.report_error for p in self.seen])
             await asyncio.sleep(0.2)
@@ -80,7 +80,7 @@ async def test_adapters_reach_every_pod_and_come_back(tmp_path):
             old = [p.report.adapters[0].digest for p in operator.seen]
             # Another source under the same name: never ready with the old content.
             second = catalogue(2, sql=two)
-            holds = (await operator.look(second)).condition.holds
+            holds = (await operator.look(second)).condition.is_true
             assert not holds or not {p.report.adapters[0].digest for p in operator.seen} & {*old}
             assert await operator.until(second, True, REACHED_S) < REACHED_S
             new = [p.report.adapters[0].digest for p in operator.seen]
@@ -92,7 +92,7 @@ async def test_adapters_reach_every_pod_and_come_back(tmp_path):
                 await operator.look(third)
             found = await operator.look(third)
             assert operator.told("sql") == [("Ready", True)] * 2
-            assert (found.ready, found.condition.reason) == ("1/2", "LoadFailed")
+            assert (found.ready_summary, found.condition.reason) == ("1/2", "LoadFailed")
             assert found.entries[1]["message"] == "pod a: rank 0 is not a rank"
             # Removed.
             fourth = catalogue(4, sql=two)
@@ -112,11 +112,11 @@ async def test_adapters_reach_every_pod_and_come_back(tmp_path):
             await operator.look(catalogue(2, sql=one))
             assert [p.report.generation for p in operator.seen] == [4, 4]
             # The same adapters under another generation are not looked at again.
-            assert (await operator.look(replace(fourth, generation=9))).condition.holds is True
+            assert (await operator.look(replace(fourth, generation=9))).condition.is_true is True
             assert [p.report.generation for p in operator.seen] == [4, 4]
             # Unless the older one is all there is: the service was restored from a backup.
             restored = catalogue(2, sql=one)
-            operator.seen = await operator.pusher.refresh(pods, restored, KEY, overrule=True)
+            operator.seen = await operator.pusher.refresh(pods, restored, KEY, replace_newer=True)
             assert [p.report.generation for p in operator.seen] == [2, 2]
             await operator.until(restored, True, REACHED_S)
             assert {p.report.adapters[0].digest for p in operator.seen} == set(old)
@@ -135,7 +135,7 @@ async def test_a_container_that_starts_anew_is_told_what_its_file_does_not_say(t
         with supervised(tmp_path / name, stale, *flags, load_s=2.0) as container:
             operator = Operator([pod("s-0", ip="127.0.0.1", health_port=container.ports["health"])])
             try:
-                assert (await operator.look(wanted)).condition.holds is False
+                assert (await operator.look(wanted)).condition.is_true is False
                 await operator.until(wanted, True, REACHED_S)
             finally:
                 await operator.pusher.close()

@@ -13,8 +13,8 @@ import yaml
 from aiohttp import web
 from support.cluster import Cluster
 
-from quire_operator.kube.login import Login
-from quire_operator.kube.session import Session
+from quire_operator.kube.api_session import ApiSession
+from quire_operator.kube.cluster_config import ClusterConfig
 
 _PASSED = ("Content-Type", "Accept")
 
@@ -85,9 +85,9 @@ class ApiProxy:
         return file
 
     async def _run(self) -> None:
-        login = Login.find(str(self.cluster.kubeconfig))
-        async with Session(login) as session:
-            self._session, self._server, self._who = session._watches, login.server, await login.headers()
+        login = ClusterConfig.from_environment(str(self.cluster.kubeconfig))
+        async with ApiSession(login) as session:
+            self._session, self._server, self._who = session._watch_session, login.server, await login.auth_headers()
             app = web.Application(client_max_size=2**24)
             app.add_routes([web.route("*", "/{path:.*}", self._forward)])
             runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)

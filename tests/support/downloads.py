@@ -12,7 +12,7 @@ from support.kubelet import Container, Kubelet
 from support.place import Place
 from support.remembering import Version, Watching
 
-from quire_operator.render import names
+from quire_operator.render import object_names
 from quire_spec.documents.download_result import DownloadReason, DownloadResult
 
 Manifest = dict[str, Any]
@@ -27,7 +27,7 @@ def ended(result: DownloadReason, **fields: Any) -> Container:
 
 def is_download(pod: Mapping[str, Any]) -> bool:
     """Whether a pod downloads a model."""
-    return bool(pod["metadata"].get("labels", {}).get(names.COMPONENT) == names.DOWNLOAD)
+    return bool(pod["metadata"].get("labels", {}).get(object_names.COMPONENT) == object_names.DOWNLOAD)
 
 
 def source_of(pod_spec: Mapping[str, Any]) -> Manifest:
@@ -115,7 +115,7 @@ class Downloads:
 
     def was_brought(self, service: str, model: str, until: float) -> bool:
         """Whether a Job was seen to have brought what a pod has in the folder `model`, to any claim of the service."""
-        return not model.startswith(names.MODEL_DIR) or any(
+        return not model.startswith(object_names.MODEL_DIR) or any(
             _is_complete(job.body)
             and job.at <= until
             and f"--into={model}" in _arguments(job.body["spec"]["template"]["spec"])
@@ -125,7 +125,7 @@ class Downloads:
 
     def _there(self, service: str, since: float, number: int) -> set[str]:
         """Claims of a service that were there some time after `since` and before the version `number`, by uid."""
-        seen = [v for v in list(self.claims.seen) if v.body["metadata"]["name"] == names.model_claim(service)]
+        seen = [v for v in list(self.claims.seen) if v.body["metadata"]["name"] == object_names.model_claim(service)]
         gone = {v.uid for v in seen if v.gone and v.at < since}
         return {v.uid for v in seen if _number(v) < number} - gone
 
@@ -135,7 +135,7 @@ class Downloads:
 
     def _is_slow(self, pod: Mapping[str, Any]) -> bool:
         over = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
-        return self._is_of(pod) and not over and pod["metadata"]["labels"][names.INSTANCE] in self.slow
+        return self._is_of(pod) and not over and pod["metadata"]["labels"][object_names.INSTANCE] in self.slow
 
     def _is_of(self, pod: Mapping[str, Any]) -> bool:
         return pod["metadata"]["namespace"] == self._namespace and is_download(pod)
@@ -152,4 +152,4 @@ def _is_complete(job: Mapping[str, Any]) -> bool:
 
 def _is_of_service(job: Version, service: str) -> bool:
     found = job.body["spec"]["template"]["metadata"]["labels"]
-    return (found.get(names.INSTANCE), found.get(names.COMPONENT)) == (service, names.DOWNLOAD)
+    return (found.get(object_names.INSTANCE), found.get(object_names.COMPONENT)) == (service, object_names.DOWNLOAD)

@@ -23,7 +23,7 @@ from support.remembering import RememberingPod
 from support.witness import API
 from support.world import World
 
-from quire_operator.render import names
+from quire_operator.render import object_names
 from quire_spec.documents.download_result import DownloadReason
 
 Manifest = dict[str, Any]
@@ -40,7 +40,7 @@ _EDITS: dict[str, list[Manifest]] = {
     "Secret": [{"data": {"key": base64.b64encode(b"another").decode()}}, {"data": {"key": None}}],
     "ConfigMap": [{"data": {"adapters.json": "{}"}}, {"data": {"adapters.json": '{"generation": 99}'}}],
     "NetworkPolicy": [{"spec": {"ingress": [{}]}}],
-    "Service": [{"spec": {"selector": {names.INSTANCE: "another"}}}],
+    "Service": [{"spec": {"selector": {object_names.INSTANCE: "another"}}}],
     "Deployment": [
         {"spec": {"replicas": 2}},
         {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 1}}}},
@@ -50,8 +50,8 @@ _EDITS: dict[str, list[Manifest]] = {
 }
 _OF_ANY = [
     {"metadata": {"ownerReferences": None}},
-    {"metadata": {"labels": {names.MANAGED_BY: "somebody"}}},
-    {"metadata": {"labels": {names.INSTANCE: None}}},
+    {"metadata": {"labels": {object_names.MANAGED_BY: "somebody"}}},
+    {"metadata": {"labels": {object_names.INSTANCE: None}}},
     {"metadata": {"labels": {"theirs": "yes"}, "annotations": {"theirs": "yes"}}},
     {"metadata": {"finalizers": [HELD]}},
 ]
@@ -237,7 +237,7 @@ class History:
     def _own_orphans(self, name: str) -> None:
         """An object without owner is known by its labels alone. Where somebody has changed these too, which no operator
         repairs while the spec cannot be used, it would be a stranger's."""
-        ours = {"metadata": {"labels": {names.MANAGED_BY: names.MANAGER, names.INSTANCE: name}}}
+        ours = {"metadata": {"labels": {object_names.MANAGED_BY: object_names.MANAGER, object_names.INSTANCE: name}}}
         for version, kind, suffix in _CHILDREN:
             body = self.world.cluster.get(version, kind, name + suffix, self.world.namespace)
             if body and not body["metadata"].get("ownerReferences"):
@@ -270,7 +270,7 @@ class History:
                 downloads.place.down = not downloads.place.down
                 what = f"place is down: {downloads.place.down}"
             case "job deleted":
-                labels = f"{names.INSTANCE}={name}"
+                labels = f"{object_names.INSTANCE}={name}"
                 for job in world.cluster.items("batch/v1", "Job", world.namespace, labelSelector=labels):
                     world.cluster.delete(
                         "batch/v1", "Job", job["metadata"]["name"], world.namespace, propagationPolicy=how
@@ -288,7 +288,7 @@ class History:
         return f"download {what}"
 
     def _claim_deleted(self, name: str) -> str:
-        claim = names.model_claim(name)
+        claim = object_names.model_claim(name)
         self.world.cluster.delete("v1", "PersistentVolumeClaim", claim, self.world.namespace)
         if self.draw.random() < 0.5:
             return "claim of downloads deleted"
@@ -367,7 +367,7 @@ class History:
         others = [("apps/v1", "ReplicaSet", ""), ("v1", "ConfigMap", "-engine")]
         version, kind, suffix = self.draw.choice([*_CHILDREN, *others])
         how, which = self.draw.choice(["Background", "Foreground", "Orphan"]), self.draw.randrange(100)
-        world, labels = self.world, f"{names.INSTANCE}={name}"
+        world, labels = self.world, f"{object_names.INSTANCE}={name}"
         place = name + suffix
         if not self._may_touch(kind):
             return f"no {kind} deleted"
@@ -469,7 +469,10 @@ class History:
             self._own_orphans(name)
         for claim in world.cluster.items("v1", "PersistentVolumeClaim", world.namespace):
             for name in SERVICES:
-                if claim["metadata"]["name"] == names.model_claim(name) and "deletionTimestamp" in claim["metadata"]:
+                if (
+                    claim["metadata"]["name"] == object_names.model_claim(name)
+                    and "deletionTimestamp" in claim["metadata"]
+                ):
                     world.let_claim_go(name)
         for job in world.cluster.items("batch/v1", "Job", world.namespace):
             if job["status"].get("failed"):

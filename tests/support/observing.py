@@ -9,11 +9,11 @@ from typing import Any
 from support.openapi import OPENAPI
 from support.planning import plan, service
 
+from quire_operator.api.llmservice import LLMService
+from quire_operator.api.openapi_schema import iter_problems
+from quire_operator.controller.status.observed_state import ObservedState, PlanningResult, PodState, TerminatedContainer
+from quire_operator.controller.status.status import build_status
 from quire_operator.plan.plan import Plan
-from quire_operator.reconcile.observed import Ended, Observed, Pod, Verdict
-from quire_operator.reconcile.status import status
-from quire_operator.schema import problems
-from quire_operator.service import LLMService
 from quire_spec.documents.pod_status import (
     AdapterState,
     AdapterStatus,
@@ -43,7 +43,7 @@ def wanted(spec: str = ADAPTERS, generation: int = GENERATION) -> LLMService:
 
 def report(of: LLMService, /, **changes: Any) -> PodStatus:
     """What a pod says that has all of a service's adapters; changes are fields of the document."""
-    catalogue = of.catalogue()
+    catalogue = of.build_catalog()
     adapters = [
         AdapterStatus(a.name, AdapterState.READY, "2026-01-01T00:00:00Z", f"sha256:{a.name:0>64}", a.name)
         for a in catalogue.adapters
@@ -74,9 +74,9 @@ def with_adapter(document: PodStatus, name: str, state: AdapterState, error: str
     return replace(document, adapters=adapters, models=models)
 
 
-def pod(name: str, said: PodStatus | None = None, /, **changes: Any) -> Pod:
+def pod(name: str, said: PodStatus | None = None, /, **changes: Any) -> PodState:
     """A ready pod of the newest template."""
-    made = Pod(
+    made = PodState(
         name=name,
         uid=f"uid-{name}",
         ip="10.0.0.1",
@@ -93,7 +93,7 @@ def pod(name: str, said: PodStatus | None = None, /, **changes: Any) -> Pod:
     return replace(made, **changes)
 
 
-def starting(name: str, /, **changes: Any) -> Pod:
+def starting(name: str, /, **changes: Any) -> PodState:
     """A pod that is not ready."""
     return pod(name, None, **{"ready": False, "started_at": ""} | changes)
 
@@ -128,21 +128,21 @@ def job_done(kind: str = "Complete", reason: str = "") -> dict[str, Any]:
     return job(conditions=[{"type": kind, "status": "True", "reason": reason}])
 
 
-def ended(container: str, exit_code: int, reason: str = "Error", message: str = "") -> Ended:
+def ended(container: str, exit_code: int, reason: str = "Error", message: str = "") -> TerminatedContainer:
     """The end of a container."""
-    return Ended(container, exit_code, reason, message)
+    return TerminatedContainer(container, exit_code, reason, message)
 
 
-def healthy(of: LLMService | None = None, **changes: Any) -> Observed:
+def healthy(of: LLMService | None = None, **changes: Any) -> ObservedState:
     """Everything as it should be."""
     of = of or wanted()
     count = of.spec.replicas
     pods = tuple(pod(f"s-{i}", report(of)) for i in range(count))
-    made = Observed(deployment=deployment(count), pods=pods, job=job_done(), applied=of.generation)
+    made = ObservedState(deployment=deployment(count), pods=pods, job=job_done(), applied_generation=of.generation)
     return replace(made, **changes)
 
 
-VERDICT = Verdict(plan=PLAN)
+VERDICT = PlanningResult(plan=PLAN)
 
 
 def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def judged(status: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 def faults(status: dict[str, Any]) -> list[str]:
     """What an API server would find wrong with a status, or drop from it."""
-    return [str(problem) for problem in problems(OPENAPI["properties"]["status"], status)]
+    return [str(problem) for problem in iter_problems(OPENAPI["properties"]["status"], status)]
 
 
 SERVICE = wanted()
@@ -166,14 +166,14 @@ TYPES = ["Ready", "ConfigValid", "Planned", "ModelCached", "Available", "Progres
 
 
 def of(
-    observed: Observed,
-    verdict: Verdict = VERDICT,
+    observed: ObservedState,
+    verdict: PlanningResult = VERDICT,
     service: LLMService | None = SERVICE,
     previous: Mapping[str, Any] | None = None,
     now: datetime = NOW,
 ) -> dict[str, Any]:
     """The status, which must always be one that an API server takes."""
-    found = status(service, GENERATION, verdict, observed, previous or {}, now)
+    found = build_status(service, GENERATION, verdict, observed, previous or {}, now)
     assert faults(found) == []
     assert [c["type"] for c in found["conditions"]] == TYPES
     assert {c["observedGeneration"] for c in found["conditions"]} == {GENERATION} == {found["observedGeneration"]}
@@ -185,11 +185,11 @@ def ready(found: dict[str, Any]) -> tuple[str, str]:
     return judged(found)["Ready"]
 
 
-def with_pods(*pods: Pod, **changes: Any) -> Observed:
+def with_pods(*pods: PodState, **changes: Any) -> ObservedState:
     """Everything as it should be, but for these pods."""
     return healthy(pods=pods, **changes)
 
 
-def good(name: str = "s-0") -> Pod:
+def good(name: str = "s-0") -> PodState:
     """A pod that serves all of the service's adapters."""
     return pod(name, report(SERVICE))

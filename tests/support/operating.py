@@ -17,14 +17,14 @@ from support.cluster import Cluster
 from support.kubelet import Container, Kubelet
 from support.pod import eventually
 
-from quire_operator import handlers
-from quire_operator.kube import kinds
-from quire_operator.kube.client import Client
-from quire_operator.kube.heard import Heard
-from quire_operator.kube.login import Login
-from quire_operator.kube.watch import Watch
-from quire_operator.reconcile.controller import Controller, Settings
-from quire_operator.render.reader import READER
+from quire_operator.controller import kopf_handlers
+from quire_operator.controller.controller import Controller, ControllerSettings
+from quire_operator.kube import resources
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.kube.cluster_config import ClusterConfig
+from quire_operator.kube.reflector import Reflector
+from quire_operator.kube.watch_heartbeat import WatchHeartbeat
+from quire_operator.render.model_reader_job import READER_COMPONENT
 from quire_server.sources.inspect_model import termination_message
 
 Manifest = dict[str, Any]
@@ -59,7 +59,7 @@ def claim(name: str = "models") -> Manifest:
 def reads_models(kubelet: Kubelet, model: Path = TINY) -> None:
     """Have pods of the Jobs that read a claim find this model."""
     told = Container(exit_code=0, reason="Completed", message=termination_message(model))
-    kubelet.behave(lambda pod: pod["metadata"]["labels"].get(COMPONENT) == READER, told)
+    kubelet.behave(lambda pod: pod["metadata"]["labels"].get(COMPONENT) == READER_COMPONENT, told)
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Operating:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Settings."""
     kubeconfig: Path | None = None
-    make_client: Callable[[Login], Client] = Client
+    make_client: Callable[[ClusterConfig], ApiClient] = ApiClient
     kopf: bool = False
     """LLMServices come from kopf, as in an operator."""
     writes: list[tuple[str, str]] = field(default_factory=list)
@@ -96,20 +96,22 @@ class Operating:
 
     async def _run(self) -> None:
         try:
-            async with self.make_client(Login.find(str(self.kubeconfig or self.cluster.kubeconfig))) as client:
-                settings = Settings(namespaces=(self.namespace,), **{"resync_s": 3600.0, **self.settings})
+            async with self.make_client(
+                ClusterConfig.from_environment(str(self.kubeconfig or self.cluster.kubeconfig))
+            ) as client:
+                settings = ControllerSettings(namespaces=(self.namespace,), **{"resync_s": 3600.0, **self.settings})
                 self.controller = controller = Controller(client, settings)
-                counted = controller.metrics.wrote
+                counted = controller.metrics.record_write
 
-                def wrote(kind: kinds.Kind, verb: str) -> None:
-                    self.writes.append((kind.name, verb))
+                def wrote(kind: resources.Resource, verb: str) -> None:
+                    self.writes.append((kind.kind, verb))
                     counted(kind, verb)
 
-                controller.metrics.wrote = wrote  # type: ignore[method-assign]
-                controller.reconciler._parts.wrote = wrote
-                controller.reconciler._parts.applier._wrote = wrote
-                watched = self._kopf(client.login, settings) if self.kopf else self._watched(client, settings)
-                async with watched, controller.running() as failed:
+                controller.metrics.record_write = wrote  # type: ignore[method-assign]
+                controller.reconciler._deps.record_write = wrote
+                controller.reconciler._deps.applier._record_write = wrote
+                watched = self._kopf(client.cluster_config, settings) if self.kopf else self._watched(client, settings)
+                async with watched, controller.run() as failed:
                     self._ready.set()
                     while not self._stop.is_set() and not failed.done():
                         await asyncio.sleep(0.02)
@@ -122,10 +124,10 @@ class Operating:
             self._ready.set()
 
     @asynccontextmanager
-    async def _watched(self, client: Client, settings: Settings) -> AsyncIterator[None]:
+    async def _watched(self, client: ApiClient, settings: ControllerSettings) -> AsyncIterator[None]:
         cache = self.controller.cache
-        services = Watch(client, kinds.LLM_SERVICE, cache, self.namespace, "", settings.patience)
-        self.controller.heard.append(services.heard)
+        services = Reflector(client, resources.LLM_SERVICE, cache, self.namespace, "", settings.watch_timeouts)
+        self.controller.heartbeats.append(services.heartbeat)
         watching = asyncio.create_task(services.run())
         try:
             yield
@@ -135,11 +137,11 @@ class Operating:
             await asyncio.gather(watching, return_exceptions=True)
 
     @asynccontextmanager
-    async def _kopf(self, login: Login, settings: Settings) -> AsyncIterator[None]:
-        heard, stop = Heard(kinds.LLM_SERVICE, self.namespace), asyncio.Event()
-        self.controller.heard.append(heard)
-        cache, patience = self.controller.cache, settings.patience
-        watching = asyncio.create_task(handlers.watch(login, cache, [heard], patience, stop))
+    async def _kopf(self, login: ClusterConfig, settings: ControllerSettings) -> AsyncIterator[None]:
+        heard, stop = WatchHeartbeat(resources.LLM_SERVICE, self.namespace), asyncio.Event()
+        self.controller.heartbeats.append(heard)
+        cache, patience = self.controller.cache, settings.watch_timeouts
+        watching = asyncio.create_task(kopf_handlers.watch_services(login, cache, [heard], patience, stop))
         try:
             yield
         finally:
@@ -169,11 +171,11 @@ class Operating:
             body = self.cluster.get("quire.dev/v1alpha1", "LLMService", name, self.namespace)
             assert body is not None
             status = body.get("status", {})
-            memory = self.controller.reconciler._memory.get((self.namespace, name))
+            memory = self.controller.reconciler._states.get((self.namespace, name))
             return (
                 status.get("observedGeneration") == body["metadata"]["generation"]
                 and memory is not None
-                and memory.applied == body["metadata"]["generation"]
+                and memory.applied_generation == body["metadata"]["generation"]
                 and self.idle()
             )
 
@@ -186,7 +188,7 @@ class Operating:
         """Whether nothing is due or being worked on."""
         queue = self.controller.queue
         now = queue._clock()
-        return not queue._running and all(due > now + 0.5 for due in list(queue._due.values()))
+        return not queue._running and all(due > now + 0.5 for due in list(queue._due_at.values()))
 
     def touch(self, name: str = "tales") -> None:
         """Have a service looked at now, as a resync does."""

@@ -6,19 +6,19 @@ from typing import Any
 
 import yaml
 
-from quire_operator import crd, schema
-from quire_operator.manifest import parse
-from quire_operator.plan.checkpoint import Checkpoint
-from quire_operator.plan.gpu import Gpu, KnownFrom
-from quire_operator.plan.inputs import Abilities, Inputs
+from quire_operator.api import crd, openapi_schema
+from quire_operator.api.llmservice import LLMService
+from quire_operator.api.yaml_manifest import parse_manifests
+from quire_operator.plan.checkpoint import CheckpointInfo
+from quire_operator.plan.gpu import GpuInfo, MemorySource
+from quire_operator.plan.inputs import EngineCapabilities, PlannerInputs
 from quire_operator.plan.plan import Plan
 from quire_operator.plan.planner import make_plan
-from quire_operator.service import LLMService
 
 GIB = 2**30
 NO_LORA = "lora: {maxLoaded: 0}"
 L4, H100, T4 = "NVIDIA-L4", "NVIDIA-H100-80GB-HBM3", "Tesla-T4"
-ANY_TP = Abilities(tensor_parallel_sizes=(1, 2, 4, 8))
+ANY_TP = EngineCapabilities(tensor_parallel_sizes=(1, 2, 4, 8))
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -73,8 +73,8 @@ TINY = {
 BYTES = {"8b": 16_060_522_496, "70b": 141_107_412_992, "70b-fp8": int(67.7 * GIB)}
 
 
-def checkpoint(config: dict[str, Any], size: int | None = None) -> Checkpoint:
-    return Checkpoint.from_files(config, None if size is None else {"metadata": {"total_size": size}})
+def checkpoint(config: dict[str, Any], size: int | None = None) -> CheckpointInfo:
+    return CheckpointInfo.from_files(config, None if size is None else {"metadata": {"total_size": size}})
 
 
 MODELS = {
@@ -93,30 +93,32 @@ def service(spec: str, name: str = "s") -> LLMService:
     head = f"apiVersion: quire.dev/v1alpha1\nkind: LLMService\nmetadata: {{name: {name}, namespace: team}}\n"
     text = spec if "model:" in spec else f"model: {{source: {{huggingFace: {{repo: o/m}}}}}}\n{spec}"
     lines = "\n".join(f"  {line}" for line in text.splitlines())
-    (document,) = parse(f"{head}spec:\n{lines}\n", "f.yaml")
-    return LLMService.from_body(crd.valid(document))
+    (document,) = parse_manifests(f"{head}spec:\n{lines}\n", "f.yaml")
+    return LLMService.from_body(crd.require_valid(document))
 
 
-def inputs(model: str, gpu: str | int | None, spec: str = NO_LORA, abilities: Abilities = ANY_TP) -> Inputs:
+def inputs(
+    model: str, gpu: str | int | None, spec: str = NO_LORA, abilities: EngineCapabilities = ANY_TP
+) -> PlannerInputs:
     """`gpu` is a product, MiB of the label, or None for a CPU."""
-    found = Gpu("", gpu, KnownFrom.SPEC) if isinstance(gpu, int) else Gpu.of_product(gpu) if gpu else None
+    found = GpuInfo("", gpu, MemorySource.SPEC) if isinstance(gpu, int) else GpuInfo.from_product(gpu) if gpu else None
     assert gpu is None or found is not None, gpu
     text = spec if gpu is not None else f"device: CPU\n{spec}"
-    return Inputs.of(service(text), MODELS[model], found, abilities)
+    return PlannerInputs.from_service(service(text), MODELS[model], found, abilities)
 
 
-def plan(model: str, gpu: str | int | None, spec: str = NO_LORA, abilities: Abilities = ANY_TP) -> Plan:
+def plan(model: str, gpu: str | int | None, spec: str = NO_LORA, abilities: EngineCapabilities = ANY_TP) -> Plan:
     return make_plan(inputs(model, gpu, spec, abilities))
 
 
 @functools.cache
 def status_schema() -> dict[str, Any]:
     """The CRD's schema of status.plan."""
-    document = yaml.safe_load(crd.find().read_text())
+    document = yaml.safe_load(crd.find_crd_file().read_text())
     root = document["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     return root["properties"]["status"]["properties"]["plan"]
 
 
 def faults(body: Any) -> list[str]:
     """What an API server would find wrong with a status.plan."""
-    return [str(problem) for problem in schema.problems(status_schema(), body)]
+    return [str(problem) for problem in openapi_schema.iter_problems(status_schema(), body)]

@@ -11,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from quire_operator.plan.files import files_of
-from quire_operator.plan.remote import HubFiles
+from quire_operator.plan.checkpoint_files import open_source_reader
+from quire_operator.plan.remote_readers import HubReader
 from quire_server.adapters.fetcher import AdapterFetcher
 from quire_server.sources import resumable_download
 from quire_server.sources.adapter_cache import AdapterCache
@@ -42,8 +42,8 @@ async def in_pod(protocol: str, url: str) -> str:
 
 def in_plan(protocol: str, url: str) -> str:
     of = source(protocol, url)
-    files = HubFiles(of.huggingFace, None, url) if of.huggingFace else files_of(of, None, lambda ref: {})
-    return (files.read(CONFIG_FILE, 0, 100) or b"").decode()
+    files = HubReader(of.huggingFace, None, url) if of.huggingFace else open_source_reader(of, None, lambda ref: {})
+    return (files.read_range(CONFIG_FILE, 0, 100) or b"").decode()
 
 
 def main() -> None:

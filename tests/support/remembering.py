@@ -20,8 +20,8 @@ from support.cluster import Cluster
 from support.fleet import Fleet
 from support.kubelet import Kubelet, NotMounted
 
-from quire_operator.kube.client import Client
-from quire_operator.render import names
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.render import object_names
 from quire_spec.dataclass_json import drop_nulls, to_json
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus, PodStatus
 
@@ -142,19 +142,19 @@ class Killed(BaseException):
     """The operator's process is gone."""
 
 
-def witnessed(claims: list[Claim], running: Mapping[str, Any]) -> type[Client]:
+def witnessed(claims: list[Claim], running: Mapping[str, Any]) -> type[ApiClient]:
     """A Client that remembers what it says, and dies when it is told so. `running["queue"]` is its operator's queue."""
 
-    class Witnessed(Client):
+    class Witnessed(ApiClient):
         writes_left: int | None = None
         """It dies at the last of them; None: it lives."""
         last_is_sent = False
 
-        async def set_status(self, kind: Any, manifest: Mapping[str, Any]) -> Manifest:
+        async def set_status(self, resource: Any, manifest: Mapping[str, Any]) -> Manifest:
             meta, now = manifest["metadata"], time.monotonic()
             begun = running["queue"]._running.get((meta["namespace"], meta["name"]), now)
             claims.append(Claim(begun, now, meta["uid"], orjson.loads(orjson.dumps(manifest["status"]))))
-            return await super().set_status(kind, manifest)
+            return await super().set_status(resource, manifest)
 
         async def request(self, method: str, path: str, body: Any = None, **options: Any) -> Manifest:
             if method == "GET" or self.writes_left is None:
@@ -206,7 +206,7 @@ def is_ready(pod: Manifest) -> bool:
 def serves(pod: Manifest, service: str) -> bool:
     """Whether a pod is one of a service's that serve."""
     labels = pod["metadata"].get("labels", {})
-    return (labels.get(names.INSTANCE), labels.get(names.COMPONENT)) == (service, names.SERVER)
+    return (labels.get(object_names.INSTANCE), labels.get(object_names.COMPONENT)) == (service, object_names.SERVER)
 
 
 class RememberingFleet(Fleet):
@@ -229,7 +229,7 @@ class RememberingFleet(Fleet):
                 self._key_file(member.pod)
 
     def _start(self, pod: Manifest, address: str) -> None:
-        if pod["metadata"].get("labels", {}).get(names.COMPONENT) != names.SERVER:
+        if pod["metadata"].get("labels", {}).get(object_names.COMPONENT) != object_names.SERVER:
             return
         volumes = pod["spec"]["volumes"]
         (engine,) = [v["configMap"]["name"] for v in volumes if "-engine-" in v.get("configMap", {}).get("name", "")]

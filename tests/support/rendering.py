@@ -7,23 +7,23 @@ from typing import Any
 
 from support.planning import MODELS
 
-from quire_operator import crd
-from quire_operator.manifest import read
-from quire_operator.plan.gpu import resolve
-from quire_operator.plan.inputs import Inputs
+from quire_operator.api import crd
+from quire_operator.api.llmservice import Device, LLMService
+from quire_operator.api.yaml_manifest import read_manifests
+from quire_operator.plan.gpu import resolve_gpu
+from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.plan import Plan
 from quire_operator.plan.planner import make_plan
-from quire_operator.render.cluster import OPTIONAL, Cluster
-from quire_operator.render.desired import desired
-from quire_operator.service import Device, LLMService
+from quire_operator.render.context import OPTIONAL_KINDS, RenderContext
+from quire_operator.render.objects import render_objects
 
 Manifest = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[2]
 POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 OPERATOR = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "quire"}}}
-CLUSTER = Cluster(
-    admin_key="k", offers=frozenset(OPTIONAL), operator=OPERATOR, owner_uid="u-1",
+CLUSTER = RenderContext(
+    admin_key="k", available_kinds=frozenset(OPTIONAL_KINDS), operator_peer=OPERATOR, owner_uid="u-1",
     credentials={"hf-token": {"token": "hf"}, "adapter-store": {"AWS_ACCESS_KEY_ID": "a"}, "unused": {"x": "y"}},
 )  # fmt: skip
 
@@ -63,19 +63,19 @@ podTemplate:
 
 def planned(of: LLMService, model: str = "8b") -> Plan:
     """The plan of a service, whose GPUs are NVIDIA-L4 where it does not say which."""
-    gpu = None if of.spec.device is Device.CPU else resolve(of.spec.gpu, [], None if of.spec.gpu else "NVIDIA-L4")
-    return make_plan(Inputs.of(of, MODELS[model], gpu))
+    gpu = None if of.spec.device is Device.CPU else resolve_gpu(of.spec.gpu, [], None if of.spec.gpu else "NVIDIA-L4")
+    return make_plan(PlannerInputs.from_service(of, MODELS[model], gpu))
 
 
 def example(file: str) -> LLMService:
     """The service of a file of examples/."""
-    (document,) = read(str(ROOT / "examples" / file))
-    return LLMService.from_body(crd.valid(document))
+    (document,) = read_manifests(str(ROOT / "examples" / file))
+    return LLMService.from_body(crd.require_valid(document))
 
 
-def objects(of: LLMService, model: str = "8b", cluster: Cluster = CLUSTER) -> dict[tuple[str, str], Manifest]:
+def objects(of: LLMService, model: str = "8b", cluster: RenderContext = CLUSTER) -> dict[tuple[str, str], Manifest]:
     """Objects by kind and name."""
-    found = desired(of, planned(of, model), cluster).manifests
+    found = render_objects(of, planned(of, model), cluster).manifests
     keyed = {(m["kind"], m["metadata"]["name"]): m for m in found}
     assert len(keyed) == len(found)
     return keyed

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from quire_operator import crd
+from quire_operator.api import crd
 
 BASE = {
     "apiVersion": "quire.dev/v1alpha1",
@@ -35,7 +35,7 @@ def patched(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def problems_of(changes: Mapping[str, Any]) -> list[str]:
     """What is wrong with a service that is changed so."""
-    return [str(problem) for problem in crd.check(patched(changes)).problems]
+    return [str(problem) for problem in crd.validate(patched(changes)).problems]
 
 
 SQL = [ADAPTER]

@@ -10,7 +10,7 @@ from support.downloads import Downloads
 from support.observing import faults
 from support.remembering import Claim, Started, Watching, content, is_ready, serves
 
-from quire_operator.render import names
+from quire_operator.render import object_names
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.documents.pod_status import AdapterState, PodStatus
 
@@ -79,7 +79,7 @@ class Witness:
                 continue
             known.add(version.uid)
             labels, model = version.body["metadata"]["labels"], started.engine["model"]
-            service = labels.get(names.INSTANCE, "")
+            service = labels.get(object_names.INSTANCE, "")
             if service and not self.downloads.was_brought(service, model, version.at + WATCHED_S):
                 yield f"pod {version.body['metadata']['name']} ran at {version.at:.2f}, before there was {model}"
 

@@ -15,8 +15,8 @@ from support.operating import Operating, claim, llm_service
 from support.remembering import Killed, RememberingFleet, RememberingPod, witnessed
 from support.witness import API, Witness
 
-from quire_operator.kube.watch import Patience
-from quire_operator.render import names
+from quire_operator.kube.reflector import WatchTimeouts
+from quire_operator.render import object_names
 
 Manifest = dict[str, Any]
 CLAIMS = ("models", "more")
@@ -62,13 +62,13 @@ class World:
     def start(self, kopf: bool = False) -> None:
         """One more."""
         running: dict[str, Any] = {}
-        settings = {"remember_secrets_s": 1.0, "resync_s": 2.0, "patience": Patience(5.0, max_backoff_s=1.0)}
+        settings = {"secret_ttl_s": 1.0, "resync_s": 2.0, "watch_timeouts": WatchTimeouts(5.0, max_backoff_s=1.0)}
         client = witnessed(self.witness.claims, running)
         made = Operating(self.cluster, self.namespace, settings, self.proxy.kubeconfig, client, kopf)
         made.__enter__()
         running["queue"] = made.controller.queue
-        pusher = made.controller._pusher
-        pusher._total_s, pusher._suspect_s = 2.0, 0.5
+        pusher = made.controller._pod_admin
+        pusher._total_timeout_s, pusher._unresponsive_timeout_s = 2.0, 0.5
         self.operators.append(made)
         self.witness.num_operators(len(self.operators))
 
@@ -109,15 +109,15 @@ class World:
     def pods(self, name: str) -> list[tuple[Manifest, RememberingPod]]:
         """Those that run, by name."""
         found = [(m.pod, m.script) for m in self.fleet.of(self.namespace) if m.pod["metadata"]["uid"] not in self.ended]
-        return [(pod, script) for pod, script in found if pod["metadata"]["labels"][names.INSTANCE] == name]  # type: ignore[misc]
+        return [(pod, script) for pod, script in found if pod["metadata"]["labels"][object_names.INSTANCE] == name]  # type: ignore[misc]
 
     def downloading(self, name: str) -> list[Manifest]:
         """Pods that download a service's model, by name."""
-        found = self.cluster.items("v1", "Pod", self.namespace, labelSelector=f"{names.INSTANCE}={name}")
+        found = self.cluster.items("v1", "Pod", self.namespace, labelSelector=f"{object_names.INSTANCE}={name}")
         running = [pod for pod in found if is_download(pod) and pod["status"].get("phase") == "Running"]
         return sorted(running, key=lambda pod: str(pod["metadata"]["name"]))
 
     def let_claim_go(self, name: str) -> None:
         """Delete all pods of a service, which hold its claim, also those that have ended."""
-        for pod in self.cluster.items("v1", "Pod", self.namespace, labelSelector=f"{names.INSTANCE}={name}"):
+        for pod in self.cluster.items("v1", "Pod", self.namespace, labelSelector=f"{object_names.INSTANCE}={name}"):
             self.cluster.delete("v1", "Pod", pod["metadata"]["name"], self.namespace)

@@ -3,24 +3,24 @@
 
 import asyncio
 
-from quire_operator.kube.client import Client
-from quire_operator.kube.errors import Missing
-from quire_operator.kube.kinds import DISCOVERED, Kind
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.kube.errors import ObjectNotFound
+from quire_operator.kube.resources import OPTIONAL_RESOURCES, Resource
 
-EVERY_S = 300.0
+REFRESH_INTERVAL_S = 300.0
 """A kind that somebody installs is seen after five minutes at most."""
 
 
 class Discovery:
     """The optional kinds of an API server."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: ApiClient) -> None:
         self._client = client
-        self._found: frozenset[Kind] = frozenset()
-        self._asked_at = float("-inf")
+        self._available: frozenset[Resource] = frozenset()
+        self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
 
-    async def offered(self, anew: bool = False) -> frozenset[Kind]:
+    async def available_kinds(self, force_refresh: bool = False) -> frozenset[Resource]:
         """Those that are there; `anew` asks the API server now.
 
         Raises:
@@ -28,14 +28,14 @@ class Discovery:
         """
         now = asyncio.get_running_loop().time()
         async with self._lock:
-            if anew or now - self._asked_at > EVERY_S:
-                by_root = {kind.root: await _plurals(self._client, kind.root) for kind in DISCOVERED}
-                self._found = frozenset(kind for kind in DISCOVERED if kind.plural in by_root[kind.root])
-                self._asked_at = now
-        return self._found
+            if force_refresh or now - self._refreshed_at > REFRESH_INTERVAL_S:
+                by_root = {kind.root: await _served_plurals(self._client, kind.root) for kind in OPTIONAL_RESOURCES}
+                self._available = frozenset(kind for kind in OPTIONAL_RESOURCES if kind.plural in by_root[kind.root])
+                self._refreshed_at = now
+        return self._available
 
 
-async def serves(client: Client, kind: Kind) -> bool:
+async def is_served(client: ApiClient, resource: Resource) -> bool:
     """Whether the API server has a kind of a group now, and names it in both places where clients look for kinds.
 
     Raises:
@@ -43,12 +43,12 @@ async def serves(client: Client, kind: Kind) -> bool:
     """
     groups = (await client.request("GET", "/apis")).get("groups", ())
     versions = {f"{group['name']}/{version['version']}" for group in groups for version in group["versions"]}
-    return kind.api_version in versions and kind.plural in await _plurals(client, kind.root)
+    return resource.api_version in versions and resource.plural in await _served_plurals(client, resource.root)
 
 
-async def _plurals(client: Client, root: str) -> frozenset[str]:
+async def _served_plurals(client: ApiClient, root: str) -> frozenset[str]:
     try:
         body = await client.request("GET", root)
-    except Missing:
+    except ObjectNotFound:
         return frozenset()
-    return frozenset(resource["name"] for resource in body.get("resources", ()))
+    return frozenset(entry["name"] for entry in body.get("resources", ()))

@@ -28,7 +28,7 @@ class ApiError(QuireError):
         super().__init__(message)
 
 
-class Rejected(ApiError):
+class InvalidObject(ApiError):
     """The object is wrong."""
 
 
@@ -36,23 +36,23 @@ class Forbidden(ApiError):
     """We may not."""
 
 
-class Missing(ApiError):
+class ObjectNotFound(ApiError):
     """There is no such thing."""
 
 
-class Stale(ApiError):
+class WriteConflict(ApiError):
     """The object has changed, or is another one of the same name."""
 
 
-class Expired(ApiError):
+class ResourceVersionExpired(ApiError):
     """The resource version is too old to go on from."""
 
 
-class Busy(ApiError):
+class ApiServerUnavailable(ApiError):
     """Not now."""
 
 
-class Undeclared(Rejected):
+class UnknownField(InvalidObject):
     """An older API server does not know a field, and says so as an internal error; `field` is its path."""
 
     def __init__(self, message: str, field: tuple[str, ...]) -> None:
@@ -60,23 +60,29 @@ class Undeclared(Rejected):
         self.field = field
 
 
-_UNDECLARED = re.compile(r"\.([A-Za-z0-9.]+): field not declared in schema")
-_BY_STATUS: Mapping[int, type[ApiError]] = {401: Forbidden, 403: Forbidden, 404: Missing, 409: Stale, 410: Expired}
+_UNKNOWN_FIELD = re.compile(r"\.([A-Za-z0-9.]+): field not declared in schema")
+_BY_STATUS: Mapping[int, type[ApiError]] = {
+    401: Forbidden,
+    403: Forbidden,
+    404: ObjectNotFound,
+    409: WriteConflict,
+    410: ResourceVersionExpired,
+}
 
 
-def from_answer(asked: str, status: int, body: Any, retry_after: str | None = None) -> ApiError:
+def error_from_response(request_line: str, status: int, body: Any, retry_after: str | None = None) -> ApiError:
     """The error that an answer is; `body` is the parsed Status object, or whatever text came instead."""
-    said = body.get("message") if isinstance(body, Mapping) else body
-    message = f"{asked}: {status} {said or 'without a reason'}"
-    wait = float(retry_after) if retry_after and retry_after.isdecimal() else None
-    if status == 500 and (unknown := _UNDECLARED.search(str(said))):
-        return Undeclared(message, tuple(unknown[1].split(".")))
+    reason = body.get("message") if isinstance(body, Mapping) else body
+    message = f"{request_line}: {status} {reason or 'without a reason'}"
+    retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
+    if status == 500 and (match := _UNKNOWN_FIELD.search(str(reason))):
+        return UnknownField(message, tuple(match[1].split(".")))
     if status == 429 or status >= 500:
-        return Busy(message, status, wait)
-    return _BY_STATUS.get(status, Rejected)(message, status, wait)
+        return ApiServerUnavailable(message, status, retry_after_s)
+    return _BY_STATUS.get(status, InvalidObject)(message, status, retry_after_s)
 
 
-def error_of(event: Mapping[str, Any], asked: str) -> ApiError:
+def error_from_event(event: Mapping[str, Any], request_line: str) -> ApiError:
     """The error that a watch's event of type ERROR carries."""
     status = event["object"]
-    return from_answer(asked, int(status.get("code") or 500), status)
+    return error_from_response(request_line, int(status.get("code") or 500), status)

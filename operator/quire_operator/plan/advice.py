@@ -8,233 +8,242 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from quire_operator.plan import limits, memory
-from quire_operator.plan.gpu import PRODUCTS, Gpu
-from quire_operator.plan.host import host_of
-from quire_operator.plan.inputs import Inputs
-from quire_operator.plan.memory import GIB, MIB, up
-from quire_operator.plan.plan import Fit
-from quire_operator.plan.ways import Way, all_ways, best, whole_blocks
-from quire_operator.quantity import num_bytes
+from quire_operator.api.quantity import to_bytes
+from quire_operator.plan import device_memory, limits
+from quire_operator.plan.candidates import Candidate, best_candidate, generate_candidates, round_up_to_blocks
+from quire_operator.plan.device_memory import GIB, MIB, round_up_mib
+from quire_operator.plan.gpu import PRODUCTS, GpuInfo
+from quire_operator.plan.host_memory import host_costs
+from quire_operator.plan.inputs import PlannerInputs
+from quire_operator.plan.plan import FitReason
 from quire_spec.model.tensor_parallel import unsupported_reason
 
-ENOUGH_REQUESTS = 4
+MIN_FULL_LENGTH_REQUESTS = 4
 """Requests of full length that a service without LowConcurrency holds."""
-_LARGE_SHARE = 4
+_LARGE_LORA_DIVISOR = 4
 """Adapters take much when they take a quarter of what KV gets."""
-_LARGE = (
+_RELAXABLE_FIELDS = (
     "kvCacheMemory", "gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "tensorParallelSize", "dtype",
     "swapSpace",
 )  # fmt: skip
 """Fields of spec.engine that may be what does not fit, and can be left out."""
 
 
-def judge(inputs: Inputs, found: Way) -> tuple[Fit, str]:
+def assess_fit(inputs: PlannerInputs, candidate: Candidate) -> tuple[FitReason, str]:
     """How well the way fits, and what to change; "" when nothing."""
-    fits: list[tuple[Fit, str]] = []
-    if inputs.gpu is not None and (text := _utilization_risk(inputs, inputs.gpu, found)):
-        fits.append((Fit.UTILIZATION_RISK, text))
-    if found.kv_tokens < ENOUGH_REQUESTS * found.max_model_len:
-        fits.append((Fit.LOW_CONCURRENCY, _low_concurrency(inputs, found)))
-    if inputs.gpu is not None and inputs.gpu.others:
-        kinds = ", ".join(inputs.gpu.others)
+    fits: list[tuple[FitReason, str]] = []
+    if inputs.gpu is not None and (text := _utilization_risk(inputs, inputs.gpu, candidate)):
+        fits.append((FitReason.UTILIZATION_RISK, text))
+    if candidate.kv_tokens < MIN_FULL_LENGTH_REQUESTS * candidate.max_model_len:
+        fits.append((FitReason.LOW_CONCURRENCY, _low_concurrency(inputs, candidate)))
+    if inputs.gpu is not None and inputs.gpu.larger_products:
+        kinds = ", ".join(inputs.gpu.larger_products)
         text = f"Pods may also land on {kinds}, which are larger; set spec.gpu.product to plan for one kind."
-        fits.append((Fit.HETEROGENEOUS_POOL, text))
-    if text := _host_too_small(inputs, found):
-        fits.append((Fit.FITS, text))
-    return (fits[0][0], " ".join(text for _, text in fits)) if fits else (Fit.FITS, "")
+        fits.append((FitReason.HETEROGENEOUS_POOL, text))
+    if text := _host_memory_advice(inputs, candidate):
+        fits.append((FitReason.FITS, text))
+    return (fits[0][0], " ".join(text for _, text in fits)) if fits else (FitReason.FITS, "")
 
 
-def does_not_fit(inputs: Inputs, tried: list[Way]) -> str:
+def explain_no_fit(inputs: PlannerInputs, attempts: list[Candidate]) -> str:
     """The message of DoesNotFit: a sentence, the table of what was tried, and what would do."""
     if inputs.gpu is None:
-        return _cpu_does_not_fit(inputs, tried)
-    gpu, length = inputs.gpu, limits.least_length(inputs)
-    head = (
-        f"spec.gpu: {gpu.name}: the model does not fit with a context of {length} tokens; take a larger GPU, or "
-        f"{_smaller(inputs)}"
+        return _explain_no_fit_on_cpu(inputs, attempts)
+    gpu, context = inputs.gpu, limits.min_context(inputs)
+    summary = (
+        f"spec.gpu: {gpu.name}: the model does not fit with a context of {context} tokens; take a larger GPU, or "
+        f"{_reduction_options(inputs)}"
     )
-    return "\n".join([head, *_table(inputs, tried), _would_do(inputs)])
+    return "\n".join([summary, *_attempts_table(inputs, attempts), _sufficient_gpus(inputs)])
 
 
-def smallest(inputs: Inputs) -> Iterator[tuple[int, str]]:
+def smallest_gpus(inputs: PlannerInputs) -> Iterator[tuple[int, str]]:
     """For each number of GPUs that the engine and the model allow, the smallest product that fits."""
     for count in limits.TP_SIZES:
-        if count not in inputs.abilities.tensor_parallel_sizes or unsupported_reason(inputs.model.shape, count):
+        if count not in inputs.capabilities.tensor_parallel_sizes or unsupported_reason(inputs.model.shape, count):
             continue
         for product in PRODUCTS:
             engine = replace(inputs.engine, tensorParallelSize=count)
-            if _fits_with(inputs, gpu=Gpu.of_product(product), max_gpus=count, engine=engine):
+            if _best_candidate_with(inputs, gpu=GpuInfo.from_product(product), max_gpus=count, engine=engine):
                 yield count, product
                 break
 
 
-def _table(inputs: Inputs, tried: list[Way]) -> Iterator[str]:
+def _attempts_table(inputs: PlannerInputs, attempts: list[Candidate]) -> Iterator[str]:
     """One row for each number of GPUs: its best attempt, or why there was none."""
     columns = ("GPUs", "share", "weights", "step", "other", "adapters", "left", "short by")
     yield "  " + " ".join(f"{name:>8}" for name in columns) + "   (GiB on each)"
     for tp in limits.TP_SIZES:
-        ways = [w for w in tried if w.tp == tp]
-        if not ways:
-            if why := _not_tried(inputs, tp):
-                yield f"  {tp:>8} {why}"
+        tp_attempts = [w for w in attempts if w.tp == tp]
+        if not tp_attempts:
+            if reason := _not_tried_reason(inputs, tp):
+                yield f"  {tp:>8} {reason}"
             continue
-        nearest = max(ways, key=lambda w: (w.kv_bytes, -w.max_num_seqs))
-        yield f"  {tp:>8} " + " ".join(f"{size / GIB:>8.2f}" for size in _row(inputs, nearest))
+        best_attempt = max(tp_attempts, key=lambda w: (w.kv_bytes, -w.max_num_seqs))
+        yield f"  {tp:>8} " + " ".join(f"{size / GIB:>8.2f}" for size in _attempt_row(inputs, best_attempt))
 
 
-def _row(inputs: Inputs, found: Way) -> tuple[int, ...]:
+def _attempt_row(inputs: PlannerInputs, candidate: Candidate) -> tuple[int, ...]:
     assert inputs.gpu is not None, "only GPUs have a table"
-    costs = found.costs
-    share = inputs.gpu.visible_bytes * found.utilization // 1000
+    costs = candidate.costs
+    share = inputs.gpu.visible_bytes * candidate.utilization // 1000
     pinned = inputs.engine.kvCacheMemory
-    needed = max(_least_kv_bytes(inputs, found.tp), 0 if pinned is None else num_bytes(pinned))
-    left = share - costs.total
-    return share, costs.weights, costs.activations, costs.non_torch, costs.lora, left, needed - left
+    required = max(_min_kv_bytes(inputs, candidate.tp), 0 if pinned is None else to_bytes(pinned))
+    available = share - costs.total
+    return share, costs.weights, costs.activations, costs.non_torch, costs.lora, available, required - available
 
 
-def _least_kv_bytes(inputs: Inputs, tp: int) -> int:
+def _min_kv_bytes(inputs: PlannerInputs, tp: int) -> int:
     pinned = inputs.engine.maxModelLen
-    tokens = whole_blocks(pinned or limits.least_length(inputs) * inputs.engine.minConcurrency)
-    return tokens * memory.token_bytes(inputs.model.shape, limits.kv_element_bytes(inputs), tp)
+    tokens = round_up_to_blocks(pinned or limits.min_context(inputs) * inputs.engine.minConcurrency)
+    return tokens * device_memory.kv_bytes_per_token(inputs.model.shape, limits.kv_element_bytes(inputs), tp)
 
 
-def _not_tried(inputs: Inputs, tp: int) -> str:
+def _not_tried_reason(inputs: PlannerInputs, tp: int) -> str:
     pinned = inputs.engine.tensorParallelSize
-    return limits.why_not(inputs, tp) if pinned is None else f"not tried: spec.engine.tensorParallelSize is {pinned}"
+    return (
+        limits.rejection_reason(inputs, tp)
+        if pinned is None
+        else f"not tried: spec.engine.tensorParallelSize is {pinned}"
+    )
 
 
-def _would_do(inputs: Inputs) -> str:
-    found = ", or ".join(f"{count} x {product}" for count, product in smallest(inputs))
-    return f"The smallest that would do: {found}." if found else "No GPU in the table of products would do."
+def _sufficient_gpus(inputs: PlannerInputs) -> str:
+    options = ", or ".join(f"{count} x {product}" for count, product in smallest_gpus(inputs))
+    return f"The smallest that would do: {options}." if options else "No GPU in the table of products would do."
 
 
-def _smaller(inputs: Inputs) -> str:
+def _reduction_options(inputs: PlannerInputs) -> str:
     """What in the spec could be made smaller, or left to the planner."""
-    engine, parts = inputs.engine, ["a smaller model"]
+    engine, options = inputs.engine, ["a smaller model"]
     if inputs.lora.maxLoaded:
-        parts.append(f"lower spec.lora.maxLoaded ({inputs.lora.maxLoaded}) or maxRank ({inputs.lora.maxRank})")
+        options.append(f"lower spec.lora.maxLoaded ({inputs.lora.maxLoaded}) or maxRank ({inputs.lora.maxRank})")
     if engine.maxModelLen is not None:
-        parts.append(f"lower spec.engine.maxModelLen ({engine.maxModelLen})")
-    if _fits_with(inputs, engine=replace(engine, minConcurrency=1)):
-        parts.append(f"lower spec.engine.minConcurrency ({engine.minConcurrency})")
-    for name in _LARGE:
+        options.append(f"lower spec.engine.maxModelLen ({engine.maxModelLen})")
+    if _best_candidate_with(inputs, engine=replace(engine, minConcurrency=1)):
+        options.append(f"lower spec.engine.minConcurrency ({engine.minConcurrency})")
+    for name in _RELAXABLE_FIELDS:
         value = getattr(engine, name)
-        unset: dict[str, Any] = {name: None}
-        if value is not None and _fits_with(inputs, engine=replace(engine, **unset)):
-            parts.append(f"omit spec.engine.{name} ({value})")
-    return ", or ".join(parts)
+        override: dict[str, Any] = {name: None}
+        if value is not None and _best_candidate_with(inputs, engine=replace(engine, **override)):
+            options.append(f"omit spec.engine.{name} ({value})")
+    return ", or ".join(options)
 
 
-def _cpu_does_not_fit(inputs: Inputs, tried: list[Way]) -> str:
-    nearest = max(tried, key=lambda w: (w.kv_bytes, -w.max_num_seqs))
-    host, costs, tp = host_of(inputs, 0), nearest.costs, nearest.tp
+def _explain_no_fit_on_cpu(inputs: PlannerInputs, attempts: list[Candidate]) -> str:
+    best_attempt = max(attempts, key=lambda w: (w.kv_bytes, -w.max_num_seqs))
+    host, costs, tp = host_costs(inputs, 0), best_attempt.costs, best_attempt.tp
     pinned = inputs.engine.kvCacheMemory
-    least = up(_least_kv_bytes(inputs, tp))
-    kv = least if pinned is None else max(least, num_bytes(pinned))
+    min_kv = round_up_mib(_min_kv_bytes(inputs, tp))
+    kv = min_kv if pinned is None else max(min_kv, to_bytes(pinned))
     rows = {
         "weights": tp * costs.weights, "step": tp * costs.activations, "adapter slots": tp * costs.lora,
         "least KV cache": tp * kv,
         "adapter copies": host.lora_copies, "swap space": host.swap, "processes": host.processes,
         "models' processes": host.stubs, "shared memory": host.shared_memory,
     }  # fmt: skip
-    total, limit = host.whole + tp * (costs.whole + kv), inputs.memory_limit
-    length = limits.least_length(inputs)
-    if pinned is not None and num_bytes(pinned) < least:
-        head = (
-            f"spec.engine.kvCacheMemory: {pinned}: a context of {length} tokens takes {least // MIB}Mi; raise it, or "
-            f"take {_smaller(inputs)}"
+    total, limit = host.rounded_total + tp * (costs.rounded_total + kv), inputs.memory_limit
+    context = limits.min_context(inputs)
+    if pinned is not None and to_bytes(pinned) < min_kv:
+        summary = (
+            f"spec.engine.kvCacheMemory: {pinned}: a context of {context} tokens takes {min_kv // MIB}Mi; raise it, or "
+            f"take {_reduction_options(inputs)}"
         )
     else:
         assert limit is not None, "where nobody says how much memory there is, the KV cache is as large as it must be"
-        head = (
-            f"spec.runtime.memory: {limit // MIB}Mi: the model does not fit with a context of {length} tokens; raise "
-            f"it to {total // MIB}Mi, or take {_smaller(inputs)}"
+        summary = (
+            f"spec.runtime.memory: {limit // MIB}Mi: the model does not fit with a context of {context} tokens; raise "
+            f"it to {total // MIB}Mi, or take {_reduction_options(inputs)}"
         )
     table = [f"  {name:<18} {size / GIB:>8.2f} GiB" for name, size in rows.items() if size]
-    return "\n".join([head, *table])
+    return "\n".join([summary, *table])
 
 
-def _utilization_risk(inputs: Inputs, gpu: Gpu, found: Way) -> str:
+def _utilization_risk(inputs: PlannerInputs, gpu: GpuInfo, candidate: Candidate) -> str:
     if inputs.engine.gpuMemoryUtilization is None:
         return ""
-    left = gpu.visible_bytes * (1000 - found.utilization) // 1000
-    needed = memory.graph_bytes(inputs.model.shape) + GIB // 2
-    if left >= needed:
+    unreserved = gpu.visible_bytes * (1000 - candidate.utilization) // 1000
+    required = device_memory.graph_bytes(inputs.model.shape) + GIB // 2
+    if unreserved >= required:
         return ""
     return (
-        f"spec.engine.gpuMemoryUtilization {inputs.engine.gpuMemoryUtilization} leaves {left / GIB:.1f} GiB, and CUDA "
-        f"graphs and the server take about {needed / GIB:.1f}; lower it."
+        f"spec.engine.gpuMemoryUtilization {inputs.engine.gpuMemoryUtilization} leaves {unreserved / GIB:.1f} GiB, "
+        "and CUDA "
+        f"graphs and the server take about {required / GIB:.1f}; lower it."
     )
 
 
-def _low_concurrency(inputs: Inputs, found: Way) -> str:
-    requests = found.kv_tokens / found.max_model_len
-    head = f"{found.kv_tokens} KV tokens hold {requests:.1f} requests of {found.max_model_len} tokens."
-    options = [*_more_gpus(inputs, found), *_fewer_slots(inputs, found)]
+def _low_concurrency(inputs: PlannerInputs, candidate: Candidate) -> str:
+    requests = candidate.kv_tokens / candidate.max_model_len
+    summary = f"{candidate.kv_tokens} KV tokens hold {requests:.1f} requests of {candidate.max_model_len} tokens."
+    options = [*_more_gpus_options(inputs, candidate), *_fewer_adapter_slots_options(inputs, candidate)]
     if inputs.engine.maxModelLen is not None:
-        shorter = found.kv_tokens // ENOUGH_REQUESTS
-        if _enough_with(inputs, engine=replace(inputs.engine, maxModelLen=shorter)):
-            options.append(f"lower spec.engine.maxModelLen to {shorter}")
+        max_model_len = candidate.kv_tokens // MIN_FULL_LENGTH_REQUESTS
+        if _sufficient_candidate_with(inputs, engine=replace(inputs.engine, maxModelLen=max_model_len)):
+            options.append(f"lower spec.engine.maxModelLen to {max_model_len}")
     if inputs.gpu is None:
         options.append("raise spec.runtime.memory or spec.engine.kvCacheMemory")
-    return f"{head} To hold more: {'; '.join(options)}." if options else head
+    return f"{summary} To hold more: {'; '.join(options)}." if options else summary
 
 
-def _more_gpus(inputs: Inputs, found: Way) -> Iterator[str]:
+def _more_gpus_options(inputs: PlannerInputs, candidate: Candidate) -> Iterator[str]:
     """More GPUs of the same kind, and the smallest kind whose memory is enough for ENOUGH_REQUESTS."""
     gpu = inputs.gpu
     if gpu is None or inputs.engine.kvCacheMemory is not None:
         return
     for count in limits.TP_SIZES:
-        more = replace(inputs, max_gpus=count, engine=replace(inputs.engine, tensorParallelSize=None))
-        if count <= found.tp or limits.why_not(more, count):
+        unpinned = replace(inputs, max_gpus=count, engine=replace(inputs.engine, tensorParallelSize=None))
+        if count <= candidate.tp or limits.rejection_reason(unpinned, count):
             continue
-        if other := _enough_with(inputs, max_gpus=count):
-            yield _offer(f"spec.gpu.count {count}", other)
+        if alternative := _sufficient_candidate_with(inputs, max_gpus=count):
+            yield _suggestion(f"spec.gpu.count {count}", alternative)
             break
         # By itself a plan takes the fewest GPUs that have the longest context.
-        if other := _enough_with(more, engine=replace(inputs.engine, tensorParallelSize=count)):
-            yield _offer(f"spec.gpu.count {count} with spec.engine.tensorParallelSize {count}", other)
+        if alternative := _sufficient_candidate_with(unpinned, engine=replace(inputs.engine, tensorParallelSize=count)):
+            yield _suggestion(f"spec.gpu.count {count} with spec.engine.tensorParallelSize {count}", alternative)
             break
     for product, (mib, _) in PRODUCTS.items():
-        larger = Gpu.of_product(product) if mib > gpu.memory_mib else None
-        if larger and (other := _enough_with(inputs, gpu=larger)):
-            yield _offer(product, other)
+        larger = GpuInfo.from_product(product) if mib > gpu.memory_mib else None
+        if larger and (alternative := _sufficient_candidate_with(inputs, gpu=larger)):
+            yield _suggestion(product, alternative)
             break
 
 
-def _fewer_slots(inputs: Inputs, found: Way) -> Iterator[str]:
-    if found.costs.lora * _LARGE_SHARE > max(found.kv_bytes, 1):
-        size, lora = found.costs.lora / GIB, inputs.lora
+def _fewer_adapter_slots_options(inputs: PlannerInputs, candidate: Candidate) -> Iterator[str]:
+    if candidate.costs.lora * _LARGE_LORA_DIVISOR > max(candidate.kv_bytes, 1):
+        size, lora = candidate.costs.lora / GIB, inputs.lora
         yield (
             f"the {lora.maxLoaded} adapter slots of rank {lora.maxRank} take {size:.1f} GiB: lower spec.lora.maxLoaded "
             "or maxRank"
         )
 
 
-def _fits_with(inputs: Inputs, **changes: Any) -> Way | None:
+def _best_candidate_with(inputs: PlannerInputs, **changes: Any) -> Candidate | None:
     """The best way with these changes, if one fits."""
     changed = replace(inputs, **changes)
-    if changed.gpu is not None and limits.type_problem(changed, changed.gpu):
+    if changed.gpu is not None and limits.dtype_error(changed, changed.gpu):
         return None
-    return best(changed, all_ways(changed))
+    return best_candidate(changed, generate_candidates(changed))
 
 
-def _enough_with(inputs: Inputs, **changes: Any) -> Way | None:
+def _sufficient_candidate_with(inputs: PlannerInputs, **changes: Any) -> Candidate | None:
     """The same, if it holds ENOUGH_REQUESTS."""
-    found = _fits_with(inputs, **changes)
-    return found if found and found.kv_tokens >= ENOUGH_REQUESTS * found.max_model_len else None
+    candidate = _best_candidate_with(inputs, **changes)
+    return (
+        candidate if candidate and candidate.kv_tokens >= MIN_FULL_LENGTH_REQUESTS * candidate.max_model_len else None
+    )
 
 
-def _offer(what: str, found: Way) -> str:
-    return f"{what} gives {found.kv_tokens} KV tokens and a context of {found.max_model_len}"
+def _suggestion(change: str, candidate: Candidate) -> str:
+    return f"{change} gives {candidate.kv_tokens} KV tokens and a context of {candidate.max_model_len}"
 
 
-def _host_too_small(inputs: Inputs, found: Way) -> str:
+def _host_memory_advice(inputs: PlannerInputs, candidate: Candidate) -> str:
     if inputs.gpu is None or inputs.memory_limit is None:
         return ""
-    needed = host_of(inputs, found.tp).total
-    if needed <= inputs.memory_limit:
+    required = host_costs(inputs, candidate.tp).total
+    if required <= inputs.memory_limit:
         return ""
-    return f"spec.runtime.memory is less than the {needed // MIB + 1}Mi that the pod's processes are expected to take."
+    return (
+        f"spec.runtime.memory is less than the {required // MIB + 1}Mi that the pod's processes are expected to take."
+    )

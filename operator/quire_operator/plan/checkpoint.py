@@ -24,7 +24,7 @@ INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 
 
-class SizeFrom(StrEnum):
+class SizeSource(StrEnum):
     """Where the size of the weights is known from."""
 
     INDEX = "safetensors index"
@@ -33,13 +33,13 @@ class SizeFrom(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointInfo:
     """A model's files, as far as memory goes."""
 
     shape: ModelConfig
     weights_bytes: int
     """All tensors of the files."""
-    size_from: SizeFrom
+    size_source: SizeSource
     config_digest: str
     """sha256:... of config.json's content, however it is written."""
 
@@ -58,13 +58,13 @@ class Checkpoint:
         shape = ModelConfig.from_config(cast(Mapping[str, Any], config))
         digest = f"sha256:{hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()}"
         if index is not None:
-            return cls(shape, index_bytes(index), SizeFrom.INDEX, digest)
+            return cls(shape, index_total_bytes(index), SizeSource.INDEX, digest)
         if header is not None:
-            return cls(shape, _header_bytes(header), SizeFrom.HEADER, digest)
-        return cls(shape, weights_bytes(shape, capabilities.DTYPE_BYTES.get(shape.dtype, 2)), SizeFrom.SHAPE, digest)
+            return cls(shape, _header_total_bytes(header), SizeSource.HEADER, digest)
+        return cls(shape, weights_bytes(shape, capabilities.DTYPE_BYTES.get(shape.dtype, 2)), SizeSource.SHAPE, digest)
 
 
-def index_bytes(index: object) -> int:
+def index_total_bytes(index: object) -> int:
     """Bytes of all tensors, from a parsed model.safetensors.index.json; raises ConfigError when it does not tell."""
     metadata = index.get("metadata") if isinstance(index, Mapping) else None
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
@@ -74,7 +74,7 @@ def index_bytes(index: object) -> int:
     return int(total)
 
 
-def _header_bytes(header: object) -> int:
+def _header_total_bytes(header: object) -> int:
     try:
         return tensor_bytes(header)
     except ConfigError as error:

@@ -6,7 +6,7 @@ from enum import StrEnum
 from quire_spec.errors import ConfigError
 
 
-class Why(StrEnum):
+class UnplannableReason(StrEnum):
     """Reasons of Planned=False."""
 
     DOES_NOT_FIT = "DoesNotFit"
@@ -19,6 +19,6 @@ class Why(StrEnum):
 class Unplannable(ConfigError):
     """There is no plan."""
 
-    def __init__(self, why: Why, message: str) -> None:
-        self.why = why
+    def __init__(self, reason: UnplannableReason, message: str) -> None:
+        self.reason = reason
         super().__init__(message)

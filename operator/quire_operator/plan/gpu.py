@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
-from quire_operator.explain import nearest
-from quire_operator.plan.errors import Unplannable, Why
-from quire_operator.plan.memory import MIB
-from quire_operator.quantity import num_bytes
-from quire_operator.service import Gpu as Wanted
+from quire_operator.api.llmservice import GpuSpec
+from quire_operator.api.quantity import to_bytes
+from quire_operator.api.schema_messages import closest_match
+from quire_operator.plan.device_memory import MIB
+from quire_operator.plan.errors import Unplannable, UnplannableReason
 
 GPU_RESOURCE = "nvidia.com/gpu"
 PRODUCT_LABEL = f"{GPU_RESOURCE}.product"
 _MIG_RESOURCES = "nvidia.com/mig-"
 
 
-class KnownFrom(StrEnum):
+class MemorySource(StrEnum):
     """Where a GPU's memory is known from."""
 
     SPEC = "Spec"
@@ -29,19 +29,19 @@ class KnownFrom(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuInfo:
     """One kind of GPU."""
 
     product: str
     """As the node label says it; empty when only the memory is known."""
     memory_mib: int
     """As the driver says it (NVML's total), which is more than CUDA gives out."""
-    known_from: KnownFrom
-    compute: tuple[int, int] | None = None
+    memory_source: MemorySource
+    compute_capability: tuple[int, int] | None = None
     """Compute capability, where it is known."""
-    per_node: int | None = None
+    gpus_per_node: int | None = None
     """GPUs of a node at most, where nodes say it: layers are shared on one node only."""
-    others: tuple[str, ...] = ()
+    larger_products: tuple[str, ...] = ()
     """Larger kinds that the same pods could land on."""
 
     @property
@@ -60,12 +60,12 @@ class Gpu:
         return self.product or f"GPU of {self.memory_mib} MiB"
 
     @classmethod
-    def of_product(cls, product: str) -> Self | None:
+    def from_product(cls, product: str) -> Self | None:
         """From the table; None when it is not there."""
         if product not in PRODUCTS:
             return None
-        memory, compute = PRODUCTS[product]
-        return cls(product, memory, KnownFrom.PRODUCT_TABLE, compute)
+        memory, compute_capability = PRODUCTS[product]
+        return cls(product, memory, MemorySource.PRODUCT_TABLE, compute_capability)
 
     @classmethod
     def from_labels(cls, labels: Mapping[str, str], resource: str = GPU_RESOURCE) -> Self | None:
@@ -77,22 +77,24 @@ class Gpu:
             Unplannable: its GPUs are shared by time-slicing or MPS, whose parts have no memory of their own.
         """
         prefix = resource if resource.startswith(_MIG_RESOURCES) else GPU_RESOURCE
-        product, memory = labels.get(f"{prefix}.product"), _number(labels, f"{prefix}.memory")
+        product, memory = labels.get(f"{prefix}.product"), _int_label(labels, f"{prefix}.memory")
         if not product or memory is None:
             return None
-        if (sharing := _number(labels, f"{prefix}.replicas") or 1) > 1:
+        if (num_sharing := _int_label(labels, f"{prefix}.replicas") or 1) > 1:
             raise Unplannable(
-                Why.SHARED_GPU,
-                f"spec.gpu.product: nodes with {product} share each GPU between {sharing} pods, "
+                UnplannableReason.SHARED_GPU,
+                f"spec.gpu.product: nodes with {product} share each GPU between {num_sharing} pods, "
                 "which do not keep out of each other's memory; use whole GPUs or MIG slices, or set spec.gpu.memory to "
                 "the part that a pod may take",
             )
-        major, minor = (_number(labels, f"{GPU_RESOURCE}.compute.{part}") for part in ("major", "minor"))
-        compute = None if major is None or minor is None else (major, minor)
-        return cls(product, memory, KnownFrom.NODE_LABELS, compute, _number(labels, f"{prefix}.count"))
+        major, minor = (_int_label(labels, f"{GPU_RESOURCE}.compute.{part}") for part in ("major", "minor"))
+        compute_capability = None if major is None or minor is None else (major, minor)
+        return cls(product, memory, MemorySource.NODE_LABELS, compute_capability, _int_label(labels, f"{prefix}.count"))
 
 
-def resolve(wanted: Wanted | None, nodes: Iterable[Mapping[str, str]] = (), product: str | None = None) -> Gpu:
+def resolve_gpu(
+    gpu_spec: GpuSpec | None, nodes: Iterable[Mapping[str, str]] = (), product: str | None = None
+) -> GpuInfo:
     """The GPU to plan for: the smallest that the pods could land on.
 
     `nodes` are the labels of the cluster's nodes; `product` is asked for on a command line and goes before the spec's.
@@ -101,56 +103,56 @@ def resolve(wanted: Wanted | None, nodes: Iterable[Mapping[str, str]] = (), prod
     Raises:
         Unplannable: nothing says how much memory it has, or the nodes share their GPUs.
     """
-    name = product or (wanted.product if wanted else None)
-    if wanted and wanted.memory and not product:
-        known = Gpu.of_product(name) if name else None
-        mib = num_bytes(wanted.memory) // MIB
-        return Gpu(name or "", mib, KnownFrom.SPEC, known.compute if known else None)
-    resource = wanted.resourceName if wanted else GPU_RESOURCE
-    if found := _from_nodes(nodes, name, wanted.nodeSelector if wanted else {}, resource):
-        return found
+    name = product or (gpu_spec.product if gpu_spec else None)
+    if gpu_spec and gpu_spec.memory and not product:
+        table_gpu = GpuInfo.from_product(name) if name else None
+        mib = to_bytes(gpu_spec.memory) // MIB
+        return GpuInfo(name or "", mib, MemorySource.SPEC, table_gpu.compute_capability if table_gpu else None)
+    resource = gpu_spec.resourceName if gpu_spec else GPU_RESOURCE
+    if node_gpu := _smallest_on_nodes(nodes, name, gpu_spec.nodeSelector if gpu_spec else {}, resource):
+        return node_gpu
     if resource.startswith(_MIG_RESOURCES):
         raise Unplannable(
-            Why.GPU_UNKNOWN,
+            UnplannableReason.GPU_UNKNOWN,
             f"spec.gpu.resourceName: {resource!r}: no node says how much memory such a slice has (label "
             f"{resource}.memory); set spec.gpu.memory",
         )
-    if name and (known := Gpu.of_product(name)):
-        return known
-    raise _unknown(name)
+    if name and (table_gpu := GpuInfo.from_product(name)):
+        return table_gpu
+    raise _unknown_gpu_error(name)
 
 
-def _number(labels: Mapping[str, str], name: str) -> int | None:
+def _int_label(labels: Mapping[str, str], name: str) -> int | None:
     """What a label says; None where it says no number, which anybody may have written there."""
     text = labels.get(name, "")
     return int(text) if text.isdecimal() else None
 
 
-def _from_nodes(
+def _smallest_on_nodes(
     nodes: Iterable[Mapping[str, str]], product: str | None, selector: Mapping[str, str], resource: str
-) -> Gpu | None:
-    wanted = [n for n in nodes if selector.items() <= n.items() and product in (None, n.get(PRODUCT_LABEL))]
-    kinds = {gpu for labels in wanted if (gpu := Gpu.from_labels(labels, resource))}
-    if not kinds:
+) -> GpuInfo | None:
+    matching_nodes = [n for n in nodes if selector.items() <= n.items() and product in (None, n.get(PRODUCT_LABEL))]
+    gpus = {gpu for labels in matching_nodes if (gpu := GpuInfo.from_labels(labels, resource))}
+    if not gpus:
         return None
-    smallest, *larger = sorted(kinds, key=lambda gpu: (gpu.memory_mib, gpu.product, -(gpu.per_node or 0)))
-    others = tuple(sorted({gpu.product for gpu in larger} - {smallest.product}))
-    return replace(smallest, others=others)
+    smallest, *larger = sorted(gpus, key=lambda gpu: (gpu.memory_mib, gpu.product, -(gpu.gpus_per_node or 0)))
+    larger_products = tuple(sorted({gpu.product for gpu in larger} - {smallest.product}))
+    return replace(smallest, larger_products=larger_products)
 
 
-def _unknown(product: str | None) -> Unplannable:
+def _unknown_gpu_error(product: str | None) -> Unplannable:
     if product is None:
         return Unplannable(
-            Why.GPU_UNKNOWN,
+            UnplannableReason.GPU_UNKNOWN,
             f"spec.gpu: no node says what GPU it has (label {PRODUCT_LABEL}); set spec.gpu.product, such as NVIDIA-L4, "
             "or spec.gpu.memory, such as 23034Mi",
         )
-    meant = [name for name in PRODUCTS if product.lower() in name.lower()]
-    if not meant and (near := nearest(product, list(PRODUCTS))):
-        meant = [near]
-    guess = f"did you mean {' or '.join(meant)}? " if meant else ""
+    suggestions = [name for name in PRODUCTS if product.lower() in name.lower()]
+    if not suggestions and (closest := closest_match(product, list(PRODUCTS))):
+        suggestions = [closest]
+    guess = f"did you mean {' or '.join(suggestions)}? " if suggestions else ""
     return Unplannable(
-        Why.GPU_UNKNOWN,
+        UnplannableReason.GPU_UNKNOWN,
         f"spec.gpu.product: {product!r} is on no node and not in the table of products; {guess}Write it as kubectl get "
         "nodes -L nvidia.com/gpu.product shows it, or set spec.gpu.memory too",
     )
@@ -183,7 +185,7 @@ PRODUCTS: Mapping[str, tuple[int, tuple[int, int]]] = {
 """Product label to MiB of the memory label and compute capability, smallest first. Nodes' own labels go before it."""
 
 
-def node_labels(listing: Any) -> list[dict[str, str]]:
+def node_labels(node_list: Any) -> list[dict[str, str]]:
     """Labels of each node, from the parsed output of `kubectl get nodes -o json` (a list, or one node)."""
-    items = listing.get("items", [listing]) if isinstance(listing, Mapping) else []
+    items = node_list.get("items", [node_list]) if isinstance(node_list, Mapping) else []
     return [dict(item.get("metadata", {}).get("labels") or {}) for item in items if isinstance(item, Mapping)]

@@ -10,16 +10,16 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from quire_operator.plan.checkpoint import Checkpoint
-from quire_operator.plan.gpu import Gpu
-from quire_operator.quantity import num_bytes
-from quire_operator.service import Device, Engine, LLMService, Lora
+from quire_operator.api.llmservice import Device, EngineSpec, LLMService, LoraSpec
+from quire_operator.api.quantity import to_bytes
+from quire_operator.plan.checkpoint import CheckpointInfo
+from quire_operator.plan.gpu import GpuInfo
 from quire_spec.dataclass_json import drop_nulls
 from quire_spec.model import capabilities
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
+class EngineCapabilities:
     """What the engine of this release can do. Not part of the digest: more abilities must restart nobody."""
 
     tensor_parallel_sizes: tuple[int, ...] = capabilities.TENSOR_PARALLEL_SIZES
@@ -27,13 +27,13 @@ class Abilities:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class PlannerInputs:
     """What a plan is made from."""
 
-    model: Checkpoint
-    engine: Engine
-    lora: Lora
-    gpu: Gpu | None
+    model: CheckpointInfo
+    engine: EngineSpec
+    lora: LoraSpec
+    gpu: GpuInfo | None
     """None: a CPU."""
     max_gpus: int = 1
     """GPUs of a replica at most."""
@@ -43,38 +43,44 @@ class Inputs:
     """Bytes of /dev/shm; None: planned."""
     image: str | None = None
     """Of the pods; None: the one of this release, which stays the plan's when the operator is upgraded."""
-    abilities: Abilities = field(default_factory=Abilities)
+    capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
 
     @classmethod
-    def of(cls, service: LLMService, model: Checkpoint, gpu: Gpu | None, abilities: Abilities | None = None) -> Self:
+    def from_service(
+        cls,
+        service: LLMService,
+        model: CheckpointInfo,
+        gpu: GpuInfo | None,
+        capabilities: EngineCapabilities | None = None,
+    ) -> Self:
         """The inputs of a service; `gpu` is what gpu.resolve found, None for a CPU."""
         spec = service.spec
         cpu = spec.device is Device.CPU
-        wanted = spec.gpu.count if spec.gpu else None
+        gpu_count = spec.gpu.count if spec.gpu else None
         limit, shm = spec.runtime.memory, spec.runtime.sharedMemory
         return cls(
             model=model,
             engine=spec.engine,
             lora=spec.lora,
             gpu=None if cpu else gpu,
-            max_gpus=1 if cpu else wanted or spec.engine.tensorParallelSize or 1,
-            memory_limit=None if limit is None else num_bytes(limit),
-            shared_memory=None if shm is None else num_bytes(shm),
+            max_gpus=1 if cpu else gpu_count or spec.engine.tensorParallelSize or 1,
+            memory_limit=None if limit is None else to_bytes(limit),
+            shared_memory=None if shm is None else to_bytes(shm),
             image=spec.runtime.image,
-            abilities=abilities or Abilities(),
+            capabilities=capabilities or EngineCapabilities(),
         )
 
-    def with_gpus(self, count: int) -> Self:
+    def with_max_gpus(self, count: int) -> Self:
         """The same with up to `count` GPUs for each replica."""
         return replace(self, max_gpus=count)
 
     @property
     def digest(self) -> str:
         """sha256:... of what is set."""
-        text = json.dumps(drop_nulls(self._facts()), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(drop_nulls(self._digest_fields()), sort_keys=True, separators=(",", ":"))
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
-    def _facts(self) -> dict[str, Any]:
+    def _digest_fields(self) -> dict[str, Any]:
         engine, lora, gpu = self.engine, self.lora, self.gpu
         return {
             "config": self.model.config_digest,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Self, TypeVar
 
-from quire_operator.plan.gpu import KnownFrom
-from quire_operator.plan.memory import MIB
-from quire_operator.quantity import num_bytes
+from quire_operator.api.quantity import to_bytes
+from quire_operator.plan.device_memory import MIB
+from quire_operator.plan.gpu import MemorySource
 from quire_spec.dataclass_json import from_json
 from quire_spec.errors import ConfigError
 
@@ -29,7 +29,7 @@ class Origin(StrEnum):
     COMPUTED = "Computed"
 
 
-class Fit(StrEnum):
+class FitReason(StrEnum):
     """Reasons of Planned=True."""
 
     FITS = "Fits"
@@ -39,7 +39,7 @@ class Fit(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Planned(Generic[T]):
+class PlannedValue(Generic[T]):
     """A value, with where it comes from."""
 
     value: T
@@ -60,11 +60,11 @@ class PlannedGpu:
     visibleMiB: int
     """Memory of one that CUDA gives out."""
     count: int
-    known_from: KnownFrom
+    memory_source: MemorySource
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceBytes:
+class DeviceMemory:
     """Memory of one GPU, or of the CPU, by purpose; whole MiB."""
 
     weights: int
@@ -82,7 +82,7 @@ class DeviceBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class HostBytes:
+class HostMemory:
     """Memory of the container, by purpose; whole MiB."""
 
     processes: int
@@ -97,7 +97,7 @@ class HostBytes:
     """KV blocks of preempted requests."""
 
     @property
-    def needed(self) -> int:
+    def required(self) -> int:
         """The sum."""
         return self.processes + self.stubs + self.loraCopies + self.sharedMemory + self.model + self.swap
 
@@ -110,25 +110,25 @@ class Plan:
     plannerVersion: int
     gpu: PlannedGpu | None
     """None on a CPU."""
-    dtype: Planned[str]
-    tensorParallelSize: Planned[int]
-    gpuMemoryUtilization: Planned[str] | None
+    dtype: PlannedValue[str]
+    tensorParallelSize: PlannedValue[int]
+    gpuMemoryUtilization: PlannedValue[str] | None
     """None on a CPU."""
-    kvCacheMemory: Planned[str] | None
+    kvCacheMemory: PlannedValue[str] | None
     """None on a GPU, where the engine measures what gpuMemoryUtilization leaves, unless the spec pins it."""
-    blockSize: Planned[int]
-    maxModelLen: Planned[int]
-    maxNumSeqs: Planned[int]
-    maxNumBatchedTokens: Planned[int]
-    bytes: DeviceBytes
-    hostBytes: HostBytes
-    sharedMemory: Planned[str]
-    image: Planned[str]
+    blockSize: PlannedValue[int]
+    maxModelLen: PlannedValue[int]
+    maxNumSeqs: PlannedValue[int]
+    maxNumBatchedTokens: PlannedValue[int]
+    bytes: DeviceMemory
+    hostBytes: HostMemory
+    sharedMemory: PlannedValue[str]
+    image: PlannedValue[str]
     """Of the pods. In the plan, so that a new release of the operator does not bring a new one by itself."""
     modelBytes: int
     """Of the weights' files, in whole MiB."""
     kvTokens: int
-    fit: Fit
+    fit: FitReason
     advice: str
     """What to change, where something is worth changing; else empty."""
 
@@ -139,16 +139,20 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """status.plan."""
-        planned = {name: found.to_json() for name in _PLANNED if (found := getattr(self, name)) is not None}
-        gpu = {} if self.gpu is None else {"gpu": _gpu_json(self.gpu)}
+        planned = {
+            name: planned_value.to_json()
+            for name in _PLANNED_FIELDS
+            if (planned_value := getattr(self, name)) is not None
+        }
+        gpu = {} if self.gpu is None else {"gpu": _gpu_to_json(self.gpu)}
         return {
             "inputsHash": self.inputsHash,
             "plannerVersion": self.plannerVersion,
             **gpu,
             **planned,
-            "bytes": _quantities(self.bytes),
-            "hostBytes": _quantities(self.hostBytes),
-            "modelBytes": quantity(self.modelBytes),
+            "bytes": _to_quantities(self.bytes),
+            "hostBytes": _to_quantities(self.hostBytes),
+            "modelBytes": to_quantity(self.modelBytes),
             "kvTokens": self.kvTokens,
             "fit": self.fit.value,
             **({"advice": self.advice} if self.advice else {}),
@@ -162,17 +166,21 @@ class Plan:
             ConfigError: it is not what `to_json` writes.
         """
         try:
-            fields: dict[str, Any] = dict.fromkeys(_SOMETIMES)
-            fields |= {name: _planned(body[name]) for name in _PLANNED if name in body or name not in _SOMETIMES}
+            fields: dict[str, Any] = dict.fromkeys(_OPTIONAL_FIELDS)
+            fields |= {
+                name: _planned_value_from_json(body[name])
+                for name in _PLANNED_FIELDS
+                if name in body or name not in _OPTIONAL_FIELDS
+            }
             return cls(
                 inputsHash=body["inputsHash"],
                 plannerVersion=body["plannerVersion"],
-                gpu=_gpu(body["gpu"]) if "gpu" in body else None,
-                bytes=from_json(DeviceBytes, _numbers(body["bytes"])),
-                hostBytes=from_json(HostBytes, _numbers(body["hostBytes"])),
-                modelBytes=num_bytes(body["modelBytes"]),
+                gpu=_gpu_from_json(body["gpu"]) if "gpu" in body else None,
+                bytes=from_json(DeviceMemory, _from_quantities(body["bytes"])),
+                hostBytes=from_json(HostMemory, _from_quantities(body["hostBytes"])),
+                modelBytes=to_bytes(body["modelBytes"]),
                 kvTokens=body["kvTokens"],
-                fit=Fit(body["fit"]),
+                fit=FitReason(body["fit"]),
                 advice=body.get("advice", ""),
                 **fields,
             )
@@ -180,45 +188,49 @@ class Plan:
             raise ConfigError(f"status.plan: not a plan of this operator ({error}); remove it to plan anew") from error
 
 
-def quantity(size: int) -> str:
+def to_quantity(size: int) -> str:
     """Whole MiB as Kubernetes writes them; 0 without a unit."""
     assert size % MIB == 0, size
     return f"{size // MIB}Mi" if size else "0"
 
 
-def down(size: int) -> int:
+def round_down_mib(size: int) -> int:
     """Rounded down to whole MiB."""
     return size // MIB * MIB
 
 
-_PLANNED = (
+_PLANNED_FIELDS = (
     "dtype", "tensorParallelSize", "gpuMemoryUtilization", "kvCacheMemory", "blockSize", "maxModelLen", "maxNumSeqs",
     "maxNumBatchedTokens", "sharedMemory", "image",
 )  # fmt: skip
 
 
-_SOMETIMES = ("gpuMemoryUtilization", "kvCacheMemory")
+_OPTIONAL_FIELDS = ("gpuMemoryUtilization", "kvCacheMemory")
 """Those that not every device has."""
 
 
-def _quantities(sizes: DeviceBytes | HostBytes) -> dict[str, str]:
+def _to_quantities(sizes: DeviceMemory | HostMemory) -> dict[str, str]:
     # Swap space is rare, and plans of before it have none.
-    found = {name: quantity(getattr(sizes, name)) for name in sizes.__slots__}
-    return found if found.get("swap") != "0" else {name: size for name, size in found.items() if name != "swap"}
+    quantities = {name: to_quantity(getattr(sizes, name)) for name in sizes.__slots__}
+    return (
+        quantities
+        if quantities.get("swap") != "0"
+        else {name: size for name, size in quantities.items() if name != "swap"}
+    )
 
 
-def _numbers(sizes: Mapping[str, str]) -> dict[str, int]:
-    return {name: num_bytes(size) for name, size in sizes.items()}
+def _from_quantities(sizes: Mapping[str, str]) -> dict[str, int]:
+    return {name: to_bytes(size) for name, size in sizes.items()}
 
 
-def _planned(body: Mapping[str, Any]) -> Planned[Any]:
-    return Planned(body["value"], Origin(body["from"]), body["why"])
+def _planned_value_from_json(body: Mapping[str, Any]) -> PlannedValue[Any]:
+    return PlannedValue(body["value"], Origin(body["from"]), body["why"])
 
 
-def _gpu_json(gpu: PlannedGpu) -> dict[str, Any]:
+def _gpu_to_json(gpu: PlannedGpu) -> dict[str, Any]:
     product = {"product": gpu.product} if gpu.product else {}
-    return {**product, "visibleMiB": gpu.visibleMiB, "count": gpu.count, "from": gpu.known_from.value}
+    return {**product, "visibleMiB": gpu.visibleMiB, "count": gpu.count, "from": gpu.memory_source.value}
 
 
-def _gpu(body: Mapping[str, Any]) -> PlannedGpu:
-    return PlannedGpu(body.get("product", ""), body["visibleMiB"], body["count"], KnownFrom(body["from"]))
+def _gpu_from_json(body: Mapping[str, Any]) -> PlannedGpu:
+    return PlannedGpu(body.get("product", ""), body["visibleMiB"], body["count"], MemorySource(body["from"]))

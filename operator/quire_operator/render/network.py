@@ -4,9 +4,9 @@
 from typing import Any
 from urllib.parse import urlsplit
 
-from quire_operator.render import model, names
-from quire_operator.render.cluster import Cluster
-from quire_operator.service import LLMService
+from quire_operator.api.llmservice import LLMService
+from quire_operator.render import model_storage, object_names
+from quire_operator.render.context import RenderContext
 from quire_spec.documents.adapter_catalog import Source
 from quire_spec.errors import ConfigError
 
@@ -19,62 +19,70 @@ _PROMETHEUS = {
 """Prometheus as its operator and charts label it, in whatever namespace. Administration on the same port has a key."""
 
 
-def service(of: LLMService) -> dict[str, Any]:
+def client_service(service: LLMService) -> dict[str, Any]:
     """The Service that clients call."""
-    return _service(of, of.name, {"type": "ClusterIP"})
+    return _service_manifest(service, service.name, {"type": "ClusterIP"})
 
 
-def pods_service(of: LLMService) -> dict[str, Any]:
+def headless_service(service: LLMService) -> dict[str, Any]:
     """The headless Service: each pod by its address, also before it is ready, when the operator already talks to it."""
-    return _service(of, names.pods(of), {"clusterIP": "None", "publishNotReadyAddresses": True})
+    return _service_manifest(
+        service, object_names.headless_service(service), {"clusterIP": "None", "publishNotReadyAddresses": True}
+    )
 
 
-def server_policy(of: LLMService, cluster: Cluster) -> dict[str, Any]:
+def server_network_policy(service: LLMService, context: RenderContext) -> dict[str, Any]:
     """The NetworkPolicy of the pods that serve.
 
     Clients reach HTTP and gRPC; Prometheus, the operator and an endpoint picker the health port; Prometheus the
     server's metrics. Out go names, and the ports that adapters are fetched from: adapters come later too, so HTTPS is
     always among them.
     """
-    ports = of.spec.runtime.ports
-    clients = list(of.spec.networking.networkPolicy.ingressFrom) or [{"podSelector": {}}]
+    ports = service.spec.runtime.ports
+    clients = list(service.spec.networking.networkPolicy.ingressFrom) or [{"podSelector": {}}]
     # An endpoint picker reads the metrics too. Its Service has a name here, its pods have not.
-    pickers: list[dict[str, Any]] = [{"podSelector": {}}] if of.spec.networking.inferencePool else []
-    watchers = [_PROMETHEUS, *([dict(cluster.operator)] if cluster.operator else []), *pickers]
-    sources = [adapter.source for adapter in of.spec.adapters]
-    if model.downloads(of):
-        sources.append(of.spec.model.source)
-    fetches = of.spec.lora.maxLoaded > 0 or model.downloads(of)
+    endpoint_pickers: list[dict[str, Any]] = [{"podSelector": {}}] if service.spec.networking.inferencePool else []
+    health_clients = [_PROMETHEUS, *([dict(context.operator_peer)] if context.operator_peer else []), *endpoint_pickers]
+    sources = [adapter.source for adapter in service.spec.adapters]
+    if model_storage.pods_download(service):
+        sources.append(service.spec.model.source)
+    needs_egress = service.spec.lora.maxLoaded > 0 or model_storage.pods_download(service)
     ingress = [
-        {"from": clients, "ports": _tcp(ports.http, ports.grpc)},
-        {"from": watchers, "ports": _tcp(ports.health)},
-        {"from": [_PROMETHEUS], "ports": _tcp(ports.metrics)},
+        {"from": clients, "ports": _tcp_ports(ports.http, ports.grpc)},
+        {"from": health_clients, "ports": _tcp_ports(ports.health)},
+        {"from": [_PROMETHEUS], "ports": _tcp_ports(ports.metrics)},
     ]
-    return _policy(of, of.name, names.SERVER, ingress, fetch_ports(of, sources) if fetches else [])
-
-
-def download_policy(of: LLMService, cluster: Cluster) -> dict[str, Any]:
-    """The NetworkPolicy of the pods that download the model: the operator alone calls them, to ask how far they are."""
-    name = f"{of.name}-{names.DOWNLOAD}"
-    asked = (
-        [{"from": [dict(cluster.operator)], "ports": _tcp(of.spec.runtime.ports.health)}] if cluster.operator else []
+    return _network_policy(
+        service, service.name, object_names.SERVER, ingress, source_ports(service, sources) if needs_egress else []
     )
-    return _policy(of, name, names.DOWNLOAD, asked, fetch_ports(of, [of.spec.model.source]))
 
 
-def fetch_ports(of: LLMService, sources: list[Source]) -> list[int]:
+def download_network_policy(service: LLMService, context: RenderContext) -> dict[str, Any]:
+    """The NetworkPolicy of the pods that download the model: the operator alone calls them, to ask how far they are."""
+    name = f"{service.name}-{object_names.DOWNLOAD}"
+    ingress = (
+        [{"from": [dict(context.operator_peer)], "ports": _tcp_ports(service.spec.runtime.ports.health)}]
+        if context.operator_peer
+        else []
+    )
+    return _network_policy(
+        service, name, object_names.DOWNLOAD, ingress, source_ports(service, [service.spec.model.source])
+    )
+
+
+def source_ports(service: LLMService, sources: list[Source]) -> list[int]:
     """Ports that files come from; 443 always. A mirror of the hub and a proxy are named in the environment.
 
     Raises:
         ConfigError: a URL has no port that can be told, which its pattern in the CRD does not find.
     """
-    named = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-    urls = [e.value for e in of.spec.runtime.env if e.value and e.name.upper() in named]
+    url_variables = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+    urls = [e.value for e in service.spec.runtime.env if e.value and e.name.upper() in url_variables]
     urls += [s.http.url for s in sources if s.http] + [s.s3.endpoint for s in sources if s.s3 and s.s3.endpoint]
-    return sorted({443, *map(_port, urls)})
+    return sorted({443, *map(_url_port, urls)})
 
 
-def _port(url: str) -> int:
+def _url_port(url: str) -> int:
     """The port that a URL leads to."""
     try:
         # Those of proxies may come without their scheme.
@@ -84,36 +92,38 @@ def _port(url: str) -> int:
         raise ConfigError(f"{url!r} is not a URL ({error}); correct it where the spec has it") from error
 
 
-def pod_monitor(of: LLMService) -> dict[str, Any]:
+def pod_monitor(service: LLMService) -> dict[str, Any]:
     """The PodMonitor: the health port tells all metrics, the server's own among them."""
-    meta = names.meta(of, of.name)
+    meta = object_names.object_meta(service, service.name)
     # Those by which the operator finds what it made stay: without them it would make the PodMonitor again each time.
-    found_by = {names.MANAGED_BY, names.INSTANCE, names.COMPONENT}
-    wanted = {key: value for key, value in of.spec.observability.metricsLabels.items() if key not in found_by}
-    meta["labels"] = {**meta["labels"], **wanted}
+    reserved_labels = {object_names.MANAGED_BY, object_names.INSTANCE, object_names.COMPONENT}
+    metrics_labels = {
+        key: value for key, value in service.spec.observability.metricsLabels.items() if key not in reserved_labels
+    }
+    meta["labels"] = {**meta["labels"], **metrics_labels}
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",
         "metadata": meta,
         "spec": {
-            "selector": {"matchLabels": names.selector(of, names.SERVER)},
+            "selector": {"matchLabels": object_names.selector_labels(service, object_names.SERVER)},
             "podMetricsEndpoints": [{"port": "health", "path": "/metrics", "interval": "15s"}],
         },
     }
 
 
-def inference_pool(of: LLMService) -> dict[str, Any]:
+def inference_pool(service: LLMService) -> dict[str, Any]:
     """The InferencePool of the Gateway API's inference extension."""
-    pool = of.spec.networking.inferencePool
+    pool = service.spec.networking.inferencePool
     assert pool is not None, "only rendered when asked for"
     picker = pool.endpointPicker
     return {
         "apiVersion": "inference.networking.k8s.io/v1",
         "kind": "InferencePool",
-        "metadata": names.meta(of, of.name),
+        "metadata": object_names.object_meta(service, service.name),
         "spec": {
-            "selector": {"matchLabels": names.selector(of, names.SERVER)},
-            "targetPorts": [{"number": of.spec.runtime.ports.http}],
+            "selector": {"matchLabels": object_names.selector_labels(service, object_names.SERVER)},
+            "targetPorts": [{"number": service.spec.runtime.ports.http}],
             "endpointPickerRef": {
                 "name": picker.name,
                 "port": {"number": picker.port},
@@ -123,15 +133,15 @@ def inference_pool(of: LLMService) -> dict[str, Any]:
     }
 
 
-def _service(of: LLMService, name: str, kind: dict[str, Any]) -> dict[str, Any]:
-    ports = of.spec.runtime.ports
+def _service_manifest(service: LLMService, name: str, service_type: dict[str, Any]) -> dict[str, Any]:
+    ports = service.spec.runtime.ports
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": names.meta(of, name),
+        "metadata": object_names.object_meta(service, name),
         "spec": {
-            **kind,
-            "selector": names.selector(of, names.SERVER),
+            **service_type,
+            "selector": object_names.selector_labels(service, object_names.SERVER),
             "ports": [
                 # The protocol is part of an entry's key: without it, server-side apply before 1.21 refuses the list.
                 {"name": n, "port": getattr(ports, n), "protocol": "TCP", "targetPort": n, "appProtocol": protocol}
@@ -141,22 +151,22 @@ def _service(of: LLMService, name: str, kind: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _policy(
-    of: LLMService, name: str, component: str, ingress: list[dict[str, Any]], egress_ports: list[int]
+def _network_policy(
+    service: LLMService, name: str, component: str, ingress: list[dict[str, Any]], egress_ports: list[int]
 ) -> dict[str, Any]:
-    fetch = [{"ports": _tcp(*egress_ports)}] if egress_ports else []
+    egress = [{"ports": _tcp_ports(*egress_ports)}] if egress_ports else []
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": names.meta(of, name, component),
+        "metadata": object_names.object_meta(service, name, component),
         "spec": {
-            "podSelector": {"matchLabels": names.selector(of, component)},
+            "podSelector": {"matchLabels": object_names.selector_labels(service, component)},
             "policyTypes": ["Ingress", "Egress"],
             "ingress": ingress,
-            "egress": [{"ports": _DNS}, *fetch],
+            "egress": [{"ports": _DNS}, *egress],
         },
     }
 
 
-def _tcp(*ports: int) -> list[dict[str, Any]]:
+def _tcp_ports(*ports: int) -> list[dict[str, Any]]:
     return [{"port": port, "protocol": "TCP"} for port in ports]

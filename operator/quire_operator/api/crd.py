@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CRD: finds crds/llmservices.yaml and checks documents against it, as an API server would, and all at once.
+
+One source of truth for kubectl, operator and command line. schema.py and rules.py do the work; the commands call
+`check` or `valid`.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quire_operator.api import cel_rules, openapi_schema
+from quire_operator.api.validation_errors import ABSENT, InvalidService, Problem, sorted_unique
+from quire_operator.api.yaml_manifest import Manifest, read_manifests
+from quire_spec import constants
+from quire_spec.errors import ConfigError, Internal
+
+GROUP_VERSION = f"{constants.API_GROUP}/{constants.API_VERSION}"
+
+_STRING_MAP = {"type": "object", "additionalProperties": {"type": "string"}}
+_METADATA: Mapping[str, Any] = {
+    # What a user may write is checked; what an API server adds is only known, so that its output can be read back.
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string", "maxLength": 253, "description": "Name of the service."},
+        "namespace": {"type": "string", "maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"},
+        "labels": _STRING_MAP,
+        "annotations": _STRING_MAP,
+        **{
+            field: {}
+            for field in (
+                "creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers", "generateName",
+                "generation", "managedFields", "ownerReferences", "resourceVersion", "selfLink", "uid",
+            )
+        },
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationResult:
+    """What a check found."""
+
+    body: Any
+    """The document with nulls dropped and defaults filled in."""
+    problems: tuple[Problem, ...]
+    """Sorted by path; empty when the document is valid."""
+
+
+def find_crd_file() -> Path:
+    """The CRD's file: beside this module in an installed wheel, in crds/ in a source tree.
+
+    Raises:
+        Internal: it is in neither place.
+    """
+    module_path = Path(__file__).resolve()
+    candidates = [module_path.parents[1] / "llmservices.yaml", module_path.parents[3] / "crds" / "llmservices.yaml"]
+    for path in candidates:
+        if path.is_file():
+            return path
+    raise Internal(f"llmservices.yaml is in none of {', '.join(map(str, candidates))}; install quire-llm again")
+
+
+@functools.cache
+def load_schema() -> Mapping[str, Any]:
+    """The schema of an LLMService, from the CRD, with metadata's fields listed."""
+    crd = yaml.load(find_crd_file().read_text(), yaml.CSafeLoader)
+    version = next(v for v in crd["spec"]["versions"] if v["name"] == constants.API_VERSION)
+    root: dict[str, Any] = version["schema"]["openAPIV3Schema"]
+    properties = {name: field for name, field in root["properties"].items() if name != "status"}
+    properties |= {
+        "apiVersion": {"type": "string", "enum": [GROUP_VERSION]},
+        "kind": {"type": "string", "enum": [constants.KIND]},
+        "metadata": _METADATA,
+    }
+    return {**root, "required": ["apiVersion", "kind", "metadata", *root["required"]], "properties": properties}
+
+
+def validate(body: object, old: object = ABSENT) -> ValidationResult:
+    """Everything that is wrong with a document, and the document as an API server would store it.
+
+    `old` is the stored object that the document would replace; without it, rules about changes are not judged. A
+    status is ignored, as an API server ignores it.
+    """
+    if isinstance(body, Mapping):
+        body = {key: item for key, item in body.items() if key != "status"}
+    completed = openapi_schema.with_defaults(load_schema(), body)
+    old_completed = old if old is ABSENT else openapi_schema.with_defaults(load_schema(), old)
+    schema_problems = list(openapi_schema.iter_problems(load_schema(), completed))
+    # Each rule gets a copy of its value, however many fields are in it that no rule knows.
+    rule_problems = list(
+        cel_rules.iter_problems(
+            load_schema(),
+            openapi_schema.without_unknown_fields(load_schema(), completed),
+            old_completed,
+            schema_problems,
+        )
+    )
+    return ValidationResult(completed, tuple(sorted_unique([*schema_problems, *rule_problems])))
+
+
+def is_service(body: object) -> bool:
+    """Whether a document is meant as an LLMService: of our group, or of our kind."""
+    if not isinstance(body, Mapping):
+        return False
+    group = str(body.get("apiVersion", "")).partition("/")[0]
+    return group == constants.API_GROUP or str(body.get("kind", "")).lower() == constants.KIND.lower()
+
+
+def single_service(file: str) -> Manifest:
+    """The one LLMService of a file, unchecked.
+
+    Raises:
+        ManifestError: the file cannot be read, or is not YAML.
+        ConfigError: it has none, or several.
+    """
+    documents = [document for document in read_manifests(file) if is_service(document.body)]
+    if len(documents) != 1:
+        raise ConfigError(f"{file}: has {len(documents)} LLMServices, and this command takes one; split the file")
+    return documents[0]
+
+
+def require_valid(manifest: Manifest) -> Any:
+    """The checked body of a manifest.
+
+    Raises:
+        InvalidService: with every problem and the line of each.
+    """
+    result = validate(manifest.body)
+    if result.problems:
+        raise InvalidService(result.problems, manifest.location)
+    return result.body

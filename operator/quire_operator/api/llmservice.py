@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLMService as frozen values, read from a document that crd.py has found valid.
+
+Fields are spelled as in the resource, so that one search finds a field everywhere; crds/llmservices.yaml documents
+each, and a test holds the two together. Values that go into Kubernetes objects as they are stay dictionaries.
+Called by whoever takes a manifest: reconcile, render, plan and the commands.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Self
+
+from quire_spec.dataclass_json import from_json
+from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec, HuggingFaceSource, Source
+
+
+class Device(StrEnum):
+    """Where the model runs."""
+
+    GPU = "GPU"
+    CPU = "CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """spec.model"""
+
+    source: Source
+    servedName: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """spec.lora"""
+
+    maxLoaded: int
+    maxRank: int
+    maxCached: int | None = None
+    maxCachedMemory: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """spec.engine; None is planned."""
+
+    prefixCaching: bool
+    minConcurrency: int
+    maxModelLen: int | None = None
+    gpuMemoryUtilization: str | None = None
+    kvCacheMemory: str | None = None
+    kvCacheDtype: str | None = None
+    blockSize: int | None = None
+    tensorParallelSize: int | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    maxNumSeqs: int | None = None
+    maxNumBatchedTokens: int | None = None
+    maxNumQueuedReqs: int | None = None
+    maxLogprobs: int | None = None
+    schedulingPolicy: str | None = None
+    swapSpace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSpec:
+    """spec.gpu"""
+
+    resourceName: str
+    product: str | None = None
+    memory: str | None = None
+    count: int | None = None
+    nodeSelector: dict[str, str] = field(default_factory=dict)
+    tolerations: tuple[dict[str, Any], ...] = ()
+    runtimeClassName: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscalingSpec:
+    """spec.autoscaling"""
+
+    kind: str
+    minReplicas: int
+    maxReplicas: int
+    scaleDownSeconds: int
+    requestsPerReplica: int | None = None
+    prometheusAddress: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """spec.cache"""
+
+    deletionPolicy: str
+    mode: str | None = None
+    size: str | None = None
+    storageClassName: str | None = None
+    accessModes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EnvVar:
+    """An entry of spec.runtime.env"""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class PortsSpec:
+    """spec.runtime.ports"""
+
+    http: int
+    grpc: int
+    metrics: int
+    health: int
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSpec:
+    """spec.runtime"""
+
+    ports: PortsSpec
+    image: str | None = None
+    imagePullSecrets: tuple[dict[str, str], ...] = ()
+    env: tuple[EnvVar, ...] = ()
+    cpu: str | None = None
+    memory: str | None = None
+    sharedMemory: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """spec.rollout"""
+
+    maxSurge: int
+    maxUnavailable: int
+    drainSeconds: int
+    updatePolicy: str
+    progressDeadlineSeconds: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DisruptionSpec:
+    """spec.disruption"""
+
+    pdb: str
+
+
+@dataclass(frozen=True, slots=True)
+class ObservabilitySpec:
+    """spec.observability"""
+
+    podMonitor: str
+    metricsLabels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPolicySpec:
+    """spec.networking.networkPolicy"""
+
+    enabled: bool
+    ingressFrom: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointPickerSpec:
+    """spec.networking.inferencePool.endpointPicker"""
+
+    name: str
+    port: int
+    failureMode: str
+
+
+@dataclass(frozen=True, slots=True)
+class InferencePoolSpec:
+    """spec.networking.inferencePool"""
+
+    endpointPicker: EndpointPickerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkingSpec:
+    """spec.networking"""
+
+    networkPolicy: NetworkPolicySpec
+    inferencePool: InferencePoolSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SecuritySpec:
+    """spec.security"""
+
+    runAsUser: int
+    fsGroup: int
+    readOnlyRootFilesystem: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LLMServiceSpec:
+    """spec, with the CRD's defaults filled in."""
+
+    device: Device
+    model: ModelSpec
+    lora: LoraSpec
+    engine: EngineSpec
+    replicas: int
+    cache: CacheSpec
+    runtime: RuntimeSpec
+    rollout: RolloutSpec
+    disruption: DisruptionSpec
+    observability: ObservabilitySpec
+    networking: NetworkingSpec
+    security: SecuritySpec
+    paused: bool
+    adapters: tuple[AdapterSpec, ...] = ()
+    gpu: GpuSpec | None = None
+    autoscaling: AutoscalingSpec | None = None
+    podTemplate: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LLMService:
+    """What is wanted, by name."""
+
+    name: str
+    spec: LLMServiceSpec
+    namespace: str | None = None
+    generation: int = 0
+    """metadata.generation; 0 for a file, which no API server has numbered."""
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> Self:
+        """Read a body that `crd.check` completed and found nothing wrong with."""
+        meta = body["metadata"]
+        return cls(
+            meta["name"],
+            from_json(LLMServiceSpec, body["spec"], "spec"),
+            meta.get("namespace"),
+            meta.get("generation", 0),
+        )
+
+    @property
+    def served_name(self) -> str:
+        """Model name that clients call the base model by."""
+        return self.spec.model.servedName or self.name
+
+    def build_catalog(self) -> AdapterCatalog:
+        """The adapters, as a pod is told them; those on the hub without a token have the model's."""
+        return AdapterCatalog(self.generation, tuple(self._with_model_token(adapter) for adapter in self.spec.adapters))
+
+    def _with_model_token(self, adapter: AdapterSpec) -> AdapterSpec:
+        model_hub, adapter_hub = self.spec.model.source.huggingFace, adapter.source.huggingFace
+        if model_hub is None or adapter_hub is None or adapter_hub.tokenSecretRef is not None:
+            return adapter
+        hub: HuggingFaceSource = replace(adapter_hub, tokenSecretRef=model_hub.tokenSecretRef)
+        return replace(adapter, source=replace(adapter.source, huggingFace=hub))

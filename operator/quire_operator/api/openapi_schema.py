@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The structural half of the CRD's checks: nulls pruned and defaults filled in as an API server does, then OpenAPI.
+
+Pure: schema and value in, value or problems out. crd.py calls it; the CEL half is rules.py. Where it is stricter than
+an API server: an unknown field is a problem (kubectl says the same, an API server may drop the field silently).
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jsonschema
+from jsonschema.exceptions import ValidationError
+
+from quire_operator.api.schema_messages import explain_error, field_paths, normalize_name
+from quire_operator.api.validation_errors import FieldPath, Problem
+
+Schema = Mapping[str, Any]
+
+_PRESERVE_UNKNOWN = "x-kubernetes-preserve-unknown-fields"
+
+
+def with_defaults(schema: Schema, value: Any) -> Any:
+    """The value as an API server would store it: listed fields that are null dropped, defaults filled in. A copy."""
+    if isinstance(value, Mapping):
+        fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
+        present = {key: item for key, item in value.items() if item is not None or key not in fields}
+        defaults = {
+            name: field["default"] for name, field in fields.items() if "default" in field and name not in present
+        }
+        return {
+            key: with_defaults(fields.get(key, additional_schema), item)
+            for key, item in {**present, **defaults}.items()
+        }
+    if isinstance(value, list):
+        return [with_defaults(schema.get("items", {}), item) for item in value]
+    return value
+
+
+def without_defaults(schema: Schema, value: Any) -> Any:
+    """The value without what `complete` would fill in again: fields that are their default, at every depth. A copy."""
+    if isinstance(value, Mapping):
+        fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
+        pruned = {
+            key: (without_defaults(fields.get(key, additional_schema), item), fields.get(key, {}))
+            for key, item in value.items()
+        }
+        return {
+            key: item for key, (item, field) in pruned.items() if "default" not in field or item != field["default"]
+        }
+    if isinstance(value, list):
+        return [without_defaults(schema.get("items", {}), item) for item in value]
+    return value
+
+
+def without_unknown_fields(schema: Schema, value: Any) -> Any:
+    """The value without fields that the schema does not have, as an API server stores it. A copy."""
+    if isinstance(value, Mapping):
+        fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
+        preserves_unknown = schema.get(_PRESERVE_UNKNOWN) or "properties" not in schema
+        return {
+            key: without_unknown_fields(fields.get(key, additional_schema), item)
+            for key, item in value.items()
+            if preserves_unknown or key in fields
+        }
+    if isinstance(value, list):
+        return [without_unknown_fields(schema.get("items", {}), item) for item in value]
+    return value
+
+
+def iter_problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[Problem]:
+    """What is structurally wrong with a completed value; `path` is where it stands in its document."""
+    paths_by_name: dict[str, list[FieldPath]] = {}
+    for field_path in field_paths(schema, path):
+        paths_by_name.setdefault(normalize_name(str(field_path[-1])), []).append(field_path)
+    for error in _build_validator(schema).iter_errors(value):
+        if error.validator == "enum" and _has_wrong_type(error.schema, error.instance):
+            continue  # which is told, and says more
+        error_path = (*path, *error.absolute_path)
+        yield from explain_error(
+            str(error.validator), error.validator_value, error.instance, error.schema, error_path, paths_by_name
+        )
+    yield from _duplicates(schema, value, path)
+
+
+def _build_validator(schema: Schema) -> Any:
+    # OpenAPI 3.0 descends from draft 4; there 1.0 is no integer, as for an API server.
+    extend: Any = jsonschema.validators.extend
+    return extend(jsonschema.Draft4Validator, {"pattern": _check_pattern})(_strict_schema(schema))
+
+
+def _has_wrong_type(schema: Any, value: object) -> bool:
+    """Whether a value has not even the type that its schema asks for."""
+    return "type" in schema and not jsonschema.Draft4Validator({"type": schema["type"]}).is_valid(value)
+
+
+def _strict_schema(schema: Schema) -> dict[str, Any]:
+    """The schema with unknown fields refused wherever fields are listed."""
+    strict = dict(schema)
+    if "properties" in schema:
+        strict["properties"] = {name: _strict_schema(field) for name, field in schema["properties"].items()}
+        if not schema.get(_PRESERVE_UNKNOWN):
+            strict["additionalProperties"] = False
+    elif isinstance(schema.get("additionalProperties"), Mapping):
+        strict["additionalProperties"] = _strict_schema(schema["additionalProperties"])
+    if "items" in schema:
+        strict["items"] = _strict_schema(schema["items"])
+    return strict
+
+
+def _check_pattern(validator: Any, pattern: str, value: object, schema: Schema) -> Iterator[ValidationError]:
+    # An API server's `$` is the end of the text, Python's also matches before a last newline.
+    if isinstance(value, str) and not re.search(re.sub(r"\$$", r"\\Z", pattern), value):
+        yield ValidationError("pattern")
+
+
+def _duplicates(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
+    """Entries of x-kubernetes-list-type map or set that are there twice."""
+    if isinstance(value, Mapping):
+        fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
+        for key, item in value.items():
+            yield from _duplicates(fields.get(key, additional_schema), item, (*path, key))
+    elif isinstance(value, list):
+        # By their text: values do not hash, and to compare each with each takes minutes for a list that is too long.
+        first_index: dict[str, int] = {}
+        keys = schema.get("x-kubernetes-list-map-keys")
+        for i, item in enumerate(value):
+            yield from _duplicates(schema.get("items", {}), item, (*path, i))
+            identity = [item.get(key) for key in keys] if keys and isinstance(item, Mapping) else item
+            if schema.get("x-kubernetes-list-type") in ("map", "set"):
+                first = first_index.setdefault(json.dumps(identity, sort_keys=True, default=str), i)
+                if first != i:
+                    entry_path = (*path, i, *(keys or ())[:1])
+                    duplicate_value = identity[0] if keys and isinstance(identity, list) else item
+                    yield Problem(
+                        entry_path, duplicate_value, f"is in entry {first} already", "give each entry its own"
+                    )

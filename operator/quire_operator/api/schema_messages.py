@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structural faults in words: what a failed OpenAPI keyword means for the reader of a file, and how to put it right.
+
+Called by schema.py for each fault; knows nothing of how it was found.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from quire_operator.api import patterns
+from quire_operator.api.validation_errors import ABSENT, FieldPath, Problem, format_path, format_value
+
+Schema = Mapping[str, Any]
+
+_TYPE_NAMES = {
+    "string": "a string",
+    "integer": "a whole number",
+    "boolean": "true or false",
+    "object": "an object",
+    "array": "a list",
+}
+_BOUND_MESSAGES = {
+    "minimum": ("must be at least {}", "raise it"),
+    "maximum": ("must be at most {}", "lower it"),
+    "minLength": ("must have at least {} characters", "complete it, or omit the field"),
+    "maxLength": ("must have at most {} characters", "shorten it"),
+    "maxItems": ("must have at most {} entries", "remove some"),
+    "maxProperties": ("must have at most {} fields", "remove some"),
+}
+
+
+PathsByName = Mapping[str, Sequence[FieldPath]]
+"""Where in the document there is a field of a name, by `folded` names."""
+
+_VLLM_ALIASES = {
+    "maxloras": "maxloaded",
+    "maxlorarank": "maxrank",
+    "maxcpuloras": "maxcached",
+    "cpuloramemorybytes": "maxcachedmemory",
+}
+"""Engine arguments of vLLM, `folded`, whose fields have names that are not near theirs."""
+
+_MAX_SUGGESTED_PATHS = 3
+"""A field that is in more places than that, such as name, was hardly meant as one of them."""
+_MAX_UNKNOWN_FIELDS = 50
+"""Of an object's unknown fields, those that are told one by one: finding what was meant takes 0.1 ms for each."""
+
+
+def explain_error(
+    keyword: str, limit: Any, value: Any, schema: Schema, path: FieldPath, paths_by_name: PathsByName
+) -> Iterator[Problem]:
+    """The problems behind one failed keyword of `schema`, whose argument is `limit`, at `path` with `value`."""
+    if keyword == "additionalProperties":
+        yield from _unknown_fields(value, schema, path, paths_by_name)
+    elif keyword in ("minLength", "minItems") and limit == 1:
+        yield Problem(path, value, "must not be empty", "fill it in, or omit the field")
+    elif keyword == "minLength" and not re.search(schema.get("pattern", ""), value):
+        return  # the pattern says more
+    elif keyword in _BOUND_MESSAGES:
+        rule, fix = _BOUND_MESSAGES[keyword]
+        yield Problem(path, value, rule.format(limit), fix)
+    else:
+        yield from _EXPLAINERS[keyword](limit, value, schema, path)
+
+
+def closest_match(name: str, candidates: Sequence[str]) -> str | None:
+    """The known name that was probably meant, or None."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[matches[0]] if matches else None
+
+
+def field_paths(schema: Schema, path: FieldPath) -> Iterator[FieldPath]:
+    """Every field of `schema`, which stands at `path`, but for those of lists' entries."""
+    for name, field in schema.get("properties", {}).items():
+        yield (*path, name)
+        yield from field_paths(field, (*path, name))
+
+
+def normalize_name(name: str) -> str:
+    """The name without what is often written otherwise: gpu_memory as gpuMemory."""
+    return name.replace("_", "").lower()
+
+
+def _unknown_fields(value: Any, schema: Schema, path: FieldPath, paths_by_name: PathsByName) -> Iterator[Problem]:
+    known_names = _writable_fields(schema)
+    known_list = ", ".join(known_names)
+    unknown = sorted(set(value) - set(schema["properties"]))
+    for name in unknown[:_MAX_UNKNOWN_FIELDS]:
+        closest, normalized = closest_match(name, known_names), normalize_name(str(name))
+        normalized = _VLLM_ALIASES.get(normalized, normalized)
+        # Deeper in the same object, if it is there: an entry of a list has such fields of its own.
+        nested_paths = [
+            field_path for field_path in field_paths(schema, path) if normalize_name(str(field_path[-1])) == normalized
+        ]
+        suggested_paths = nested_paths or paths_by_name.get(normalized, ())
+        guess, suggestion = closest, (*path, closest) if closest else None
+        if 0 < len(suggested_paths) <= _MAX_SUGGESTED_PATHS and suggestion not in suggested_paths:
+            guess, suggestion = (
+                " or ".join(map(format_path, suggested_paths)),
+                suggested_paths[0] if len(suggested_paths) == 1 else None,
+            )
+        fix = f"did you mean {guess}? There are {known_list}" if guess else f"there are {known_list}"
+        yield Problem((*path, name), ABSENT, "unknown field", fix, suggestion)
+    if len(unknown) > _MAX_UNKNOWN_FIELDS:
+        yield Problem(path, ABSENT, f"has {len(unknown) - _MAX_UNKNOWN_FIELDS} more unknown fields", "remove them")
+
+
+def _missing_fields(limit: Any, value: Any, schema: Schema, path: FieldPath) -> Iterator[Problem]:
+    for name in limit:
+        if name not in value:
+            description = schema.get("properties", {}).get(name, {}).get("description", "").partition(". ")[0]
+            yield Problem(
+                (*path, name), ABSENT, "missing", f"add it ({description.rstrip('.')})" if description else "add it"
+            )
+
+
+def _wrong_type(limit: Any, value: Any, schema: Schema, path: FieldPath) -> Iterator[Problem]:
+    yield Problem(path, value, f"must be {_TYPE_NAMES[limit]}", _type_fix(limit, value, schema))
+
+
+def _type_fix(limit: str, value: Any, schema: Schema) -> str:
+    """How to give a value the type that it must have."""
+    if limit == "string" and isinstance(value, bool | int | float):
+        pattern = schema.get("pattern")
+        if pattern and (
+            patterns.PATTERN_MESSAGES[pattern][0] == patterns.QUANTITY_RULE
+            or not re.search(pattern, format_value(value))
+        ):
+            return patterns.PATTERN_MESSAGES[pattern][1]
+        return f'put it in quotes: "{format_value(value)}"'
+    if limit in ("integer", "boolean") and isinstance(value, str):
+        return f"write {_TYPE_NAMES[limit]}, without quotes"
+    if limit == "object" and (fields := _writable_fields(schema)):
+        return f"give an object; there are {', '.join(fields)}"
+    if limit == "array":
+        fields = schema["items"].get("required") or list(schema["items"].get("properties", {}))
+        entry = f"{fields[0]}: ..." if fields else "..." if isinstance(value, Mapping) else format_value(value)
+        return f"give a list, each entry like - {entry}"
+    return f"give {_TYPE_NAMES[limit]}"
+
+
+def _writable_fields(schema: Schema) -> list[str]:
+    """Fields that a user may write: one with an empty schema is one that only an API server writes."""
+    return sorted(name for name, field in schema.get("properties", {}).items() if field)
+
+
+def _not_in_enum(limit: Any, value: Any, _: Schema, path: FieldPath) -> Iterator[Problem]:
+    allowed = [str(choice) for choice in limit]
+    suggestion = closest_match(value, allowed) if isinstance(value, str) else None
+    if suggestion:
+        fix = f"did you mean {suggestion}?"
+    else:
+        fix = "take one of these" if len(allowed) > 1 else f"write {allowed[0]}"
+    yield Problem(path, value, f"must be {'one of ' if len(allowed) > 1 else ''}{', '.join(allowed)}", fix)
+
+
+def _pattern_mismatch(limit: Any, value: Any, schema: Schema, path: FieldPath) -> Iterator[Problem]:
+    if value or schema.get("minLength") != 1:  # which says that it must not be empty
+        yield Problem(path, value, *patterns.PATTERN_MESSAGES[limit])
+
+
+_EXPLAINERS: dict[str, Callable[[Any, Any, Schema, FieldPath], Iterator[Problem]]] = {
+    "required": _missing_fields,
+    "type": _wrong_type,
+    "enum": _not_in_enum,
+    "pattern": _pattern_mismatch,
+}

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quire plan`: reads what it is told to, has planner.py plan, and prints. Called by cli.py."""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from quire_operator.api import crd
+from quire_operator.api.llmservice import Device, LLMService
+from quire_operator.api.validation_errors import InvalidService, Problem
+from quire_operator.api.yaml_manifest import Manifest
+from quire_operator.cli.local_sources import LocalSources
+from quire_operator.plan.checkpoint import CONFIG_FILE, CheckpointInfo
+from quire_operator.plan.checkpoint_files import FolderReader, open_source_reader, read_checkpoint
+from quire_operator.plan.errors import Unplannable, UnplannableReason
+from quire_operator.plan.gpu import GpuInfo, node_labels, resolve_gpu
+from quire_operator.plan.inputs import PlannerInputs
+from quire_operator.plan.plan import Plan
+from quire_operator.plan.planner import DEFAULT_IMAGES, make_plan
+from quire_operator.plan.report import render_lines
+from quire_spec.errors import ConfigError, Unavailable
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan."""
+    manifest = crd.single_service(args.file)
+    service = LLMService.from_body(crd.require_valid(manifest))
+    model, plan = plan_from_args(args, manifest, service)
+    if args.output == "json":
+        print(json.dumps(plan.to_json(), indent=2))
+        return 0
+    tty = sys.stdout.isatty()
+    width = shutil.get_terminal_size((100, 24)).columns
+    print(*render_lines(service, model, plan, width, tty and not os.environ.get("NO_COLOR")), sep="\n")
+    return 0
+
+
+def plan_from_args(
+    args: argparse.Namespace,
+    manifest: Manifest,
+    service: LLMService,
+    images: Mapping[str, str] = DEFAULT_IMAGES,
+) -> tuple[CheckpointInfo, Plan]:
+    """The model and its plan; raises ConfigError, Unavailable and NotFound with what to do."""
+    gpu = _resolve_gpu(args, service)
+    model = _read_model(args, manifest, service)
+    inputs = PlannerInputs.from_service(service, model, gpu)
+    if args.count is not None and gpu is not None:
+        inputs = inputs.with_max_gpus(args.count)
+    return model, make_plan(inputs, images)
+
+
+def _resolve_gpu(args: argparse.Namespace, service: LLMService) -> GpuInfo | None:
+    if service.spec.device is Device.CPU:
+        if args.gpu or args.count or args.nodes:
+            raise ConfigError(
+                "spec.device: CPU: --gpu, --count and --nodes are for GPUs; remove them, or set it to GPU"
+            )
+        return None
+    nodes = [] if args.nodes is None else node_labels(_read_node_list(args.nodes))
+    try:
+        return resolve_gpu(service.spec.gpu, nodes, args.gpu)
+    except Unplannable as error:
+        if error.reason is not UnplannableReason.GPU_UNKNOWN:
+            raise
+        raise Unplannable(error.reason, f"{error}; or give --gpu or --nodes here") from error
+
+
+def _read_node_list(file: str) -> object:
+    try:
+        return json.loads(sys.stdin.read() if file == "-" else Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--nodes {file}: {error}; give the output of kubectl get nodes -o json") from error
+
+
+def _read_model(args: argparse.Namespace, manifest: Manifest, service: LLMService) -> CheckpointInfo:
+    if args.model_config is not None:
+        path: Path = args.model_config
+        if not path.exists():
+            raise ConfigError(f"--model-config {path}: does not exist; give a model's folder, or its {CONFIG_FILE}")
+        return read_checkpoint(FolderReader(path))
+    local_sources = LocalSources(manifest.folder, dict(args.volumes), args.secrets_dir)
+    source, source_path = service.spec.model.source, ("spec", "model", "source")
+    if problems := list(local_sources.iter_problems(source, source_path, (CONFIG_FILE,))):
+        raise InvalidService([_with_model_config_hint(problem) for problem in problems], manifest.location)
+    try:
+        return read_checkpoint(
+            open_source_reader(local_sources.localize(source), local_sources.resolve(source), local_sources.read_secret)
+        )
+    except Unavailable as error:
+        raise Unavailable(
+            f"{error}; where this machine cannot reach it, say where config.json is: --model-config PATH"
+        ) from error
+
+
+def _with_model_config_hint(problem: Problem) -> Problem:
+    fix = f"{problem.fix}, or say where config.json is: --model-config PATH"
+    return Problem(problem.path, problem.value, problem.rule, fix)

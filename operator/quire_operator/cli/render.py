@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quire render`: plans, has desired.py make the objects, and prints them. Called by cli.py."""
+
+import argparse
+import json
+import secrets
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+
+from quire_operator.api import crd
+from quire_operator.api.llmservice import LLMService
+from quire_operator.api.validation_errors import InvalidService
+from quire_operator.cli.local_sources import LocalSources
+from quire_operator.cli.plan import plan_from_args
+from quire_operator.plan.planner import DEFAULT_IMAGES
+from quire_operator.render.configmaps import secret_refs
+from quire_operator.render.context import RenderContext
+from quire_operator.render.engine_config import UnsupportedByEngine
+from quire_operator.render.objects import render_objects
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the objects."""
+    manifest = crd.single_service(args.file)
+    service = LLMService.from_body(crd.require_valid(manifest))
+    images = dict.fromkeys(DEFAULT_IMAGES, args.image) if args.image else DEFAULT_IMAGES
+    _, plan = plan_from_args(args, manifest, service, images)
+    local_sources = LocalSources(manifest.folder, {}, args.secrets_dir)
+    cluster = RenderContext(
+        admin_key=secrets.token_urlsafe(32),
+        available_kinds=frozenset(args.kinds),
+        credentials=read_credentials(service, local_sources) if args.secrets_dir else {},
+    )
+    try:
+        rendered = render_objects(service, plan, cluster)
+    except UnsupportedByEngine as error:
+        raise InvalidService([error.problem], manifest.location) from error
+    print(
+        json.dumps(list(rendered.manifests), indent=2) if args.output == "json" else dump_yaml(rendered.manifests),
+        end="",
+    )
+    for kind in rendered.unavailable_kinds:
+        print(f"quire: {kind} left out; where the cluster has that kind, add --with {kind}", file=sys.stderr)
+    if not args.secrets_dir and (missing := sorted({ref.name for ref in secret_refs(service)})):
+        print(f"quire: values of {', '.join(missing)} left out; give --secrets-dir to have them", file=sys.stderr)
+    return 0
+
+
+def read_credentials(service: LLMService, local_sources: LocalSources) -> dict[str, dict[str, str]]:
+    """The values of the Secrets that the service's sources name, no more keys than they use."""
+    secret_values: dict[str, dict[str, str]] = {}
+    for ref in secret_refs(service):
+        values = local_sources.read_secret(ref)
+        secret_values.setdefault(ref.name, {}).update({k: v for k, v in values.items() if ref.key in (None, k)})
+    return secret_values
+
+
+def dump_yaml(manifests: Iterable[Mapping[str, Any]]) -> str:
+    """The objects as YAML documents, texts of several lines as blocks."""
+    return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, explicit_start=True, width=120, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Without anchors, which people do not expect in manifests."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _represent_str(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Dumper.add_representer(str, _represent_str)

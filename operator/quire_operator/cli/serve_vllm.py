@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quire serve --vllm-repository`: a model repository of NVIDIA's vllm_backend, served as it is.
+
+The supervisor reads model.json and multi_lora.json; here is only the command line that it is started with.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from quire_operator.cli.serve import ServeOptions, default_cache_dir, default_run_dir
+from quire_spec import constants
+from quire_spec.errors import ConfigError
+
+
+def served_name(repository: Path) -> str:
+    """The name that vllm_backend's clients know the model by: that of its folder.
+
+    Raises:
+        ConfigError: there is not exactly one model in `repository`, or its name is none here.
+    """
+    model_files = sorted(repository.glob("1/model.json")) or sorted(repository.glob("*/1/model.json"))
+    if len(model_files) != 1:
+        raise ConfigError(
+            f"--vllm-repository {repository}: {len(model_files)} files 1/model.json found, one is needed; give the "
+            "folder of "
+            "one model, or a repository that holds only one"
+        )
+    name = model_files[0].resolve().parents[1].name
+    constants.check_model_name(name, f"--vllm-repository {repository}: model")
+    return name
+
+
+def supervisor_argv(
+    repository: Path, device: str, options: ServeOptions, environment: Mapping[str, str]
+) -> Iterator[str]:
+    """The supervisor's command line; raises as `served_name`."""
+    name = served_name(repository)
+    flags: list[tuple[str, object | None]] = [
+        ("--vllm-repository", repository),
+        ("--device", device),
+        ("--served-name", name),
+        ("--run-dir", options.run_dir or default_run_dir(name, environment)),
+        ("--cache-dir", options.cache_dir or default_cache_dir(environment)),
+        ("--host", options.host),
+        ("--http-port", options.http_port),
+        ("--grpc-port", options.grpc_port),
+        ("--metrics-port", options.metrics_port),
+        ("--health-port", options.health_port),
+        ("--secrets-dir", options.secrets_dir),
+    ]
+    yield from (sys.executable, "-m", "quire_server")
+    for flag, value in flags:
+        if value is not None:
+            yield from (flag, str(value))
+    if options.verbose:
+        yield "--verbose"

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applier: brings a service's objects to what is wanted, writing only what differs, and takes away what is not wanted.
+
+An object of somebody else is never touched: nothing is written when one has the name of one of ours.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire_operator.controller.apply.compare import is_up_to_date
+from quire_operator.controller.object_cache import (
+    CachedObject,
+    ObjectCache,
+    ServiceKey,
+    controller_uid,
+    to_cached_object,
+)
+from quire_operator.controller.observe.secret_store import SecretStore
+from quire_operator.controller.template_revision import mounted_configmaps
+from quire_operator.kube import resources
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.kube.errors import Forbidden, InvalidObject, WriteConflict
+from quire_operator.kube.resources import Resource, resource_for
+from quire_operator.render import object_names
+from quire_spec import constants as spec_names
+
+Manifest = dict[str, Any]
+ExistingObject = Mapping[str, Any] | CachedObject | None
+"""What is there by a manifest's name: an entry of the cache, the body of a Secret, or nothing."""
+
+FreshnessCheck = Callable[[], Awaitable[None]]
+"""Raises Behind where the service that the manifests are of is not the newest."""
+
+APPLIED_DIGEST_ANNOTATION = f"{spec_names.API_GROUP}/applied"
+"""Annotation with the digest of what was applied: it tells what a later release no longer sets."""
+
+_ORDERED_KINDS = (
+    (
+        resources.SERVICE_ACCOUNT, resources.SECRET, resources.CONFIG_MAP, resources.PERSISTENT_VOLUME_CLAIM,
+        resources.NETWORK_POLICY, resources.SERVICE,
+    ),
+    (resources.JOB,),
+    (resources.DEPLOYMENT,),
+)  # fmt: skip
+"""What is written together, and in which order; all other kinds come last. A refusal ends it: pods of a new Deployment
+would wait for what is not there."""
+
+
+class OwnershipConflict(Exception):
+    """An object of somebody else has the name of one of ours; the message says which, whose, and what to do."""
+
+
+class PendingDeletion(Exception):
+    """An object that is wanted is on its way out, and comes again once it is gone; the message says which."""
+
+
+@dataclass(slots=True)
+class ApplyResult:
+    """What came of applying."""
+
+    rejections: list[str] = field(default_factory=list)
+    """What the API server refused, and why."""
+    forbidden: bool = False
+    """Among it is something that a Role or a quota forbids: it is worth trying again."""
+    conflict: str = ""
+    pending_deletion: str = ""
+    """An object that has to be gone before anything is applied; empty: none."""
+    written_objects: list[CachedObject] = field(default_factory=list)
+    """What it wrote, as it was then; Secrets aside."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything is there as it was wanted."""
+        return not (self.conflict or self.rejections or self.pending_deletion)
+
+
+@dataclass(frozen=True, slots=True)
+class _AppliedObject:
+    """An object that is as it was wanted."""
+
+    manifest_digest: str
+    """Of what was wanted."""
+    uid: str
+    spec_digest: str
+    """Entry.content of what it led to."""
+
+
+class Applier:
+    """Writes the objects of services."""
+
+    def __init__(
+        self,
+        client: ApiClient,
+        cache: ObjectCache,
+        secrets: SecretStore,
+        record_write: Callable[[Resource, str], None] = lambda k, v: None,
+    ) -> None:
+        """`wrote` is told of each write: the kind, and apply or delete."""
+        self._client, self._cache, self._secrets, self._record_write = client, cache, secrets, record_write
+        self._applied: dict[ServiceKey, dict[tuple[str, str], _AppliedObject]] = {}
+
+    async def apply(
+        self, key: ServiceKey, uid: str, manifests: Iterable[Manifest], check_newest: FreshnessCheck
+    ) -> ApplyResult:
+        """Have all of these there; `uid` is the service's, `newest` is asked before something is written.
+
+        Raises:
+            ApiError: the API server does not answer, or somebody else was faster; the rest is left for another time.
+            Behind: by `newest`.
+        """
+        result = ApplyResult()
+        try:
+            pairs = await self._lookup_all(key, uid, manifests, check_newest)
+        except OwnershipConflict as error:
+            result.conflict = str(error)
+            return result
+        except PendingDeletion as error:
+            result.pending_deletion = str(error)
+            return result
+        outdated = [each for each in pairs if not self._is_applied(key, *each)]
+        if outdated:
+            await check_newest()
+        for wave in _apply_order(outdated):
+            results = await _gather(self._apply_manifest(key, manifest, existing) for manifest, existing in wave)
+            rejections = [error for error in results if isinstance(error, InvalidObject | Forbidden)]
+            if failures := [each for each in results if isinstance(each, BaseException) and each not in rejections]:
+                raise failures[0]
+            result.written_objects += [each for each in results if isinstance(each, CachedObject)]
+            result.rejections += map(str, rejections)
+            result.forbidden = result.forbidden or any(isinstance(error, Forbidden) for error in rejections)
+            if rejections:
+                break
+        return result
+
+    async def prune(
+        self, key: ServiceKey, uid: str, retained: Set[tuple[str, str]], check_newest: FreshnessCheck
+    ) -> None:
+        """Delete what the service owns but for `kept`, by kind and name; raises as `apply`.
+
+        ConfigMaps that a ReplicaSet or a pod still mounts stay: an old pod that starts again needs its own.
+        """
+        mounted: set[str] = set()
+        for entry in self._cache.children_of(key, resources.POD, resources.REPLICA_SET):
+            spec = entry.body().get("spec", {})
+            mounted |= mounted_configmaps(
+                spec if entry.resource is resources.POD else spec.get("template", {}).get("spec", {})
+            )
+        obsolete = [
+            entry
+            for entry in self._cache.children_of(key, *resources.CHILD_RESOURCES)
+            if entry.controller_uid == uid
+            and not entry.deleting
+            and (entry.resource.kind, entry.name) not in retained
+            and not (entry.resource is resources.CONFIG_MAP and entry.name in mounted)
+        ]
+        if obsolete:
+            await check_newest()
+        for entry in obsolete:
+            await self._delete(entry.resource, entry.namespace, entry.name, entry.uid)
+        await self._prune_credentials(key, uid, retained, check_newest)
+
+    def num_applied(self, key: ServiceKey) -> int:
+        """Objects of a service that were found or made as they should be."""
+        return len(self._applied.get(key, ()))
+
+    def forget_service(self, key: ServiceKey) -> None:
+        """Forget a service that is gone."""
+        self._applied.pop(key, None)
+
+    async def _lookup_all(
+        self, key: ServiceKey, uid: str, manifests: Iterable[Manifest], check_newest: FreshnessCheck
+    ) -> list[tuple[Manifest, ExistingObject]]:
+        """Each manifest with what is there; raises as `_found`, after all were looked at: what a deleted service left
+        goes in one pass, not one object a pass with a growing wait between them."""
+        annotated = [_with_applied_digest(manifest) for manifest in manifests]
+        existing: list[Any] = await _gather(self._lookup(key, uid, manifest, check_newest) for manifest in annotated)
+        errors = [item for item in existing if isinstance(item, BaseException)]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PendingDeletion)), errors[0])
+        return list(zip(annotated, existing, strict=True))
+
+    async def _lookup(
+        self, key: ServiceKey, uid: str, manifest: Manifest, check_newest: FreshnessCheck
+    ) -> ExistingObject:
+        """The object of a manifest's name, if it is there and ours.
+
+        Raises:
+            Conflict: it is somebody else's.
+            Going: it is on its way out.
+        """
+        resource, name = resource_for(manifest), manifest["metadata"]["name"]
+        if resource is resources.SECRET:
+            body = (await self._secrets.get(key[0], name)).body
+        else:
+            entry = self._cache.get(resource, key[0], name)
+            if entry is not None and entry.key == key and entry.controller_uid in (uid, ""):
+                if entry.deleting:
+                    raise PendingDeletion(
+                        f"{resource.kind} {key[0]}/{name} is being deleted; it is made again once it is gone"
+                    )
+                return entry
+            body = await self._client.get_or_none(resource, key[0], name)
+        if body is not None:
+            await self._check_owner(key, uid, resource, body, check_newest)
+            if resource is not resources.SECRET:
+                self._cache.upsert(resource, body)
+                return to_cached_object(resource, body)
+        return body
+
+    async def _check_owner(
+        self, key: ServiceKey, uid: str, resource: Resource, body: Mapping[str, Any], check_newest: FreshnessCheck
+    ) -> None:
+        meta = body["metadata"]
+        labels = meta.get("labels") or {}
+        is_labeled = (
+            labels.get(object_names.MANAGED_BY) == object_names.MANAGER and labels.get(object_names.INSTANCE) == key[1]
+        )
+        owner = controller_uid(body)
+        # What the service controls is its own also without our labels, which is how a watch loses sight of it.
+        if owner == uid or (is_labeled and not owner):
+            return
+        owners = [o for o in meta.get("ownerReferences") or () if o.get("uid") == owner]
+        if (
+            is_labeled
+            and owners
+            and owners[0].get("kind") == resources.LLM_SERVICE.kind
+            and owners[0].get("name") == key[1]
+        ):
+            # Of a service of the same name that is gone; nothing but the garbage collector would come for it. Unless we
+            # are the one that has not heard of the new service yet.
+            await check_newest()
+            await self._delete(resource, key[0], meta["name"], meta["uid"])
+            raise PendingDeletion(
+                f"{resource.kind} {key[0]}/{meta['name']} is of a deleted {resources.LLM_SERVICE.kind}; it goes first"
+            )
+        ownership = (
+            f"belongs to {owners[0].get('kind')} {owners[0].get('name')!r}" if owners else "was made by somebody else"
+        )
+        raise OwnershipConflict(
+            f"{resource.kind} {meta['name']!r} in namespace {key[0]!r} {ownership}, and is left alone; delete it, or "
+            "give the "
+            f"{resources.LLM_SERVICE.kind} another name"
+        )
+
+    def _is_applied(self, key: ServiceKey, manifest: Manifest, existing: ExistingObject) -> bool:
+        """Whether what is there is as a manifest says."""
+        if isinstance(existing, CachedObject):
+            object_id = _kind_and_name(manifest)
+            recorded, current = self._applied.get(key, {}).get(object_id), _applied_object(manifest, existing)
+            if up_to_date := recorded == current if recorded is not None else is_up_to_date(manifest, existing.body()):
+                self._record_applied(key, object_id, current)
+            return up_to_date
+        # A Secret, which has all keys that it should have and no others.
+        return (
+            existing is not None
+            and is_up_to_date(manifest, existing)
+            and set(manifest["data"]) == set(existing.get("data") or ())
+        )
+
+    async def _apply_manifest(
+        self, key: ServiceKey, manifest: Manifest, existing: ExistingObject
+    ) -> CachedObject | None:
+        """Apply a manifest; what was written, Secrets aside."""
+        resource = resource_for(manifest)
+        if resource is resources.SECRET:
+            await self._write_secret(key, manifest, existing if isinstance(existing, Mapping) else None)
+            return None
+        assert existing is None or isinstance(existing, CachedObject)
+        written = to_cached_object(
+            resource, await self._server_side_apply(resource, manifest, existing.uid if existing else None)
+        )
+        self._record_applied(key, _kind_and_name(manifest), _applied_object(manifest, written))
+        return written
+
+    async def _server_side_apply(self, resource: Resource, manifest: Manifest, uid: str | None) -> dict[str, Any]:
+        precondition = {"uid": uid} if uid else {}
+        body = await self._client.apply(resource, {**manifest, "metadata": {**manifest["metadata"], **precondition}})
+        self._record_write(resource, "apply")
+        if resource is not resources.SECRET:
+            self._cache.upsert(resource, body)
+        return body
+
+    async def _write_secret(self, key: ServiceKey, manifest: Manifest, existing: Mapping[str, Any] | None) -> None:
+        """Apply a Secret. A new admin key is not applied but made: another operator may do so in the same moment with a
+        key of its own, and only the first of both may be pods'."""
+        name = manifest["metadata"]["name"]
+        is_new_key = name == object_names.admin_secret(key[1]) and (
+            existing is None or self._secrets.is_key_superseded(key, existing)
+        )
+        try:
+            if is_new_key:
+                body = await self._client.create(resources.SECRET, manifest)
+                self._record_write(resources.SECRET, "create")
+            else:
+                body = await self._server_side_apply(
+                    resources.SECRET, manifest, existing["metadata"]["uid"] if existing else None
+                )
+        except WriteConflict:
+            if is_new_key:
+                self._secrets.forget_service(key)
+            self._secrets.invalidate(key[0], name)
+            raise
+        self._secrets.update(key[0], name, body)
+
+    async def _delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
+        await self._client.delete(resource, namespace, name, uid)
+        self._record_write(resource, "delete")
+        if resource is resources.SECRET:
+            self._secrets.update(namespace, name, None)
+
+    async def _prune_credentials(
+        self, key: ServiceKey, uid: str, retained: Set[tuple[str, str]], check_newest: FreshnessCheck
+    ) -> None:
+        name = object_names.credentials_secret(key[1])
+        if (resources.SECRET.kind, name) in retained:
+            return
+        body = (await self._secrets.get(key[0], name)).body
+        if body is not None and controller_uid(body) == uid:
+            await check_newest()
+            await self._delete(resources.SECRET, key[0], name, body["metadata"]["uid"])
+
+    def _record_applied(self, key: ServiceKey, object_id: tuple[str, str], applied: _AppliedObject) -> None:
+        self._applied.setdefault(key, {})[object_id] = applied
+
+
+def _kind_and_name(manifest: Manifest) -> tuple[str, str]:
+    return resource_for(manifest).kind, manifest["metadata"]["name"]
+
+
+def _applied_object(manifest: Manifest, entry: CachedObject) -> _AppliedObject:
+    return _AppliedObject(manifest["metadata"]["annotations"][APPLIED_DIGEST_ANNOTATION], entry.uid, entry.spec_digest)
+
+
+def _apply_order(pairs: Iterable[tuple[Manifest, ExistingObject]]) -> list[list[tuple[Manifest, ExistingObject]]]:
+    order = {resource: number for number, wave in enumerate(_ORDERED_KINDS) for resource in wave}
+    groups: list[list[tuple[Manifest, ExistingObject]]] = [[] for _ in range(len(_ORDERED_KINDS) + 1)]
+    for manifest, existing in pairs:
+        groups[order.get(resource_for(manifest), -1)].append((manifest, existing))
+    return groups
+
+
+async def _gather(requests: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results of requests made at once, or their errors; all have ended then, so that none writes later."""
+    return await asyncio.gather(*requests, return_exceptions=True)
+
+
+def _with_applied_digest(manifest: Manifest) -> Manifest:
+    """With the digest of what is applied; not a Secret, whose digest would help to guess it."""
+    if manifest["kind"] == resources.SECRET.kind:
+        return manifest
+    text = json.dumps(manifest, separators=(",", ":"), sort_keys=True).encode()
+    meta = manifest["metadata"]
+    annotations = {
+        **meta.get("annotations", {}),
+        APPLIED_DIGEST_ANNOTATION: hashlib.blake2b(text, digest_size=12).hexdigest(),
+    }
+    return {**manifest, "metadata": {**meta, "annotations": annotations}}

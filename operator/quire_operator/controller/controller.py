@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Controller: watches, queue, workers and checks of one operator, and what its health and metrics say.
+
+LLMServices come from outside, through `cache`: kopf watches them in an operator, a Watch of ours in tests.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire_operator.controller.apply.applier import Applier
+from quire_operator.controller.cache_verifier import CacheVerifier
+from quire_operator.controller.dependencies import RESYNC_S, ReconcilerDeps
+from quire_operator.controller.metrics import ControllerMetrics
+from quire_operator.controller.object_cache import LABEL_SELECTOR, ObjectCache, ServiceKey
+from quire_operator.controller.observe.checkpoint_store import CheckpointStore
+from quire_operator.controller.observe.plan_service import PlanService
+from quire_operator.controller.observe.pod_admin_client import PodAdminClient
+from quire_operator.controller.observe.pod_warnings import PodWarnings
+from quire_operator.controller.observe.secret_store import SECRET_TTL_S, SecretStore
+from quire_operator.controller.reconciler import Reconciler
+from quire_operator.controller.work_queue import WorkQueue
+from quire_operator.kube import resources
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.kube.discovery import REFRESH_INTERVAL_S, Discovery
+from quire_operator.kube.errors import ApiError
+from quire_operator.kube.reflector import Reflector, WatchTimeouts
+from quire_operator.kube.resources import OPTIONAL_RESOURCES, WATCHED_RESOURCES, Resource
+from quire_operator.kube.watch_heartbeat import WatchHeartbeat
+from quire_operator.plan.planner import DEFAULT_IMAGES
+
+logger = logging.getLogger(__name__)
+
+_STUCK_AFTER_S = 900.0
+"""A service that waits for its turn, or whose pass lasts, for so long: something hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSettings:
+    """How a controller works."""
+
+    namespaces: tuple[str, ...] = ()
+    """Those that are served; empty: all."""
+    workers: int = 8
+    images: Mapping[str, str] = field(default_factory=lambda: DEFAULT_IMAGES)
+    """Of pods, for GPU and CPU, where the spec names none."""
+    operator_peer: Mapping[str, Any] | None = None
+    """NetworkPolicy peer that the operator is; None: policies let nobody reach administration."""
+    resync_s: float = RESYNC_S
+    secret_ttl_s: float = SECRET_TTL_S
+    verify_interval_s: float = 600.0
+    """How often the cache is compared with the API server."""
+    watch_timeouts: WatchTimeouts = field(default_factory=WatchTimeouts)
+
+
+class Controller:
+    """One operator, without kopf."""
+
+    def __init__(self, client: ApiClient, settings: ControllerSettings) -> None:
+        """Make it inside a running event loop."""
+        self.client, self.settings, self.metrics = client, settings, ControllerMetrics()
+        self.queue: WorkQueue[ServiceKey] = WorkQueue()
+        self.cache = ObjectCache(self.queue.add)
+        self._pod_admin = PodAdminClient(record_visit=self.metrics.record_visit)
+        self._discovery = Discovery(client)
+        secrets = SecretStore(client, settings.secret_ttl_s)
+        pod_warnings = PodWarnings(client)
+        checkpoint_store = CheckpointStore(client, self.cache, pod_warnings, self.queue.add, self.metrics.record_write)
+        deps = ReconcilerDeps(
+            client=client,
+            cache=self.cache,
+            secrets=secrets,
+            checkpoints=checkpoint_store,
+            plan_service=PlanService(client, checkpoint_store, settings.images),
+            discovery=self._discovery,
+            applier=Applier(client, self.cache, secrets, self.metrics.record_write),
+            pod_admin=self._pod_admin,
+            pod_warnings=pod_warnings,
+            operator_peer=settings.operator_peer,
+            resync_s=settings.resync_s,
+            record_write=self.metrics.record_write,
+        )
+        self.reconciler = Reconciler(deps)
+        self.reflectors: list[Reflector] = []
+        self.heartbeats: list[WatchHeartbeat] = []
+        """Of all kinds that are watched; whoever watches LLMServices adds theirs."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self.started = asyncio.Event()
+        """Set once all is known and workers work."""
+
+    @contextlib.asynccontextmanager
+    async def run(self) -> AsyncIterator[asyncio.Future[None]]:
+        """Run it for as long as the context lasts; the future ends with the error of a part that fails for good."""
+        failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def on_task_done(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and not failure.done() and (error := task.exception()):
+                failure.set_exception(error)
+
+        self._on_task_done = on_task_done
+        self._spawn(self._run_tasks())
+        try:
+            yield failure
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._pod_admin.close()
+            if failure.done() and not failure.cancelled():
+                failure.exception()
+
+    async def _run_tasks(self) -> None:
+        available_kinds = await self._wait_for_discovery()
+        await self._start_reflectors(
+            [
+                resource
+                for resource in WATCHED_RESOURCES
+                if resource not in OPTIONAL_RESOURCES or resource in available_kinds
+            ]
+        )
+        for heartbeat in self.heartbeats:
+            heartbeat.reset()  # however long it took until there was an API server
+        self.started.set()
+        logger.info(
+            "started workers=%d namespaces=%s", self.settings.workers, ",".join(self.settings.namespaces) or "all"
+        )
+        for _ in range(self.settings.workers):
+            self._spawn(self._run_worker())
+        self._spawn(CacheVerifier(self.client, self.cache, self.reflectors, self.metrics, self.settings).run())
+        await self._watch_new_kinds(set(available_kinds))
+
+    async def _wait_for_discovery(self) -> frozenset[Resource]:
+        while True:
+            try:
+                return await self._discovery.available_kinds()
+            except ApiError as error:
+                logger.warning("the API server does not answer yet error=%s", error)
+                await asyncio.sleep(1)
+
+    async def _start_reflectors(self, kinds_to_watch: Sequence[Resource]) -> None:
+        namespaces: tuple[str | None, ...] = self.settings.namespaces or (None,)
+        reflectors = [
+            Reflector(self.client, resource, self.cache, namespace, LABEL_SELECTOR, self.settings.watch_timeouts)
+            for resource in kinds_to_watch
+            for namespace in namespaces
+        ]
+        for watch in reflectors:
+            self._spawn(watch.run())
+        await asyncio.gather(*(watch.synced.wait() for watch in reflectors))
+        self.reflectors += reflectors
+        self.heartbeats += (watch.heartbeat for watch in reflectors)
+
+    async def _watch_new_kinds(self, watched: set[Resource]) -> None:
+        """Optional kinds that somebody installs later."""
+        while True:
+            await asyncio.sleep(REFRESH_INTERVAL_S)
+            with contextlib.suppress(ApiError):
+                new_kinds = await self._discovery.available_kinds() - watched
+                watched |= new_kinds
+                await self._start_reflectors(list(new_kinds))
+                if new_kinds:
+                    logger.info(
+                        "more kinds are offered kinds=%s", ",".join(sorted(resource.kind for resource in new_kinds))
+                    )
+                    for entry in self.cache.objects_of_kind(resources.LLM_SERVICE):
+                        self.queue.add(entry.key)
+
+    async def _run_worker(self) -> None:
+        while True:
+            key = await self.queue.get()
+            started_at, num_applied_before = time.monotonic(), self.reconciler.num_applied(key)
+            try:
+                result = await self.reconciler.reconcile(key)
+            except ApiError as error:
+                made_progress = self.reconciler.num_applied(key) > num_applied_before
+                delay_s = self.queue.add_rate_limited(key, error.retry_after_s or 0.0, reset_backoff=made_progress)
+                self._record_reconcile("error", started_at, type(error).__name__)
+                logger.warning("pass failed service=%s/%s wait_s=%.1f error=%s", *key, delay_s, error)
+                continue
+            except Exception as error:
+                # A defect of ours in one service must not end the others' worker.
+                delay_s = self.queue.add_rate_limited(key)
+                self._record_reconcile("error", started_at, type(error).__name__)
+                logger.exception("pass broke service=%s/%s wait_s=%.1f", *key, delay_s)
+                continue
+            if result is None:
+                self.queue.done(key)
+                self.queue.forget(key)
+            elif result.backoff:
+                self.queue.add_rate_limited(key, result.requeue_after_s)
+            else:
+                self.queue.done(key, result.requeue_after_s)
+            self._record_reconcile("gone" if result is None else "retry" if result.backoff else "ok", started_at)
+
+    def _record_reconcile(self, result: str, started_at: float, reason: str = "") -> None:
+        self.metrics.reconciles.labels(result).inc()
+        self.metrics.reconcile_seconds.observe(time.monotonic() - started_at)
+        if reason:
+            self.metrics.reconcile_errors.labels(reason).inc()
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        task.add_done_callback(self._on_task_done)
+        self._tasks.append(task)
+
+    # What others ask of it
+
+    @property
+    def ready(self) -> bool:
+        """It works, and has been told of all that is there, LLMServices too."""
+        return self.started.is_set() and all(heartbeat.ever_beat for heartbeat in self.heartbeats)
+
+    def unhealthy_reason(self) -> str:
+        """Why this process should be restarted; empty: it need not be."""
+        if not self.started.is_set():
+            return ""
+        for heartbeat in self.heartbeats:
+            if heartbeat.age_s > self.settings.watch_timeouts.stale_after_s:
+                return f"nothing heard of {heartbeat.resource.plural} for {heartbeat.age_s:.0f} s"
+        if self.queue.oldest_age_s > _STUCK_AFTER_S:
+            return f"a service waits since {self.queue.oldest_age_s:.0f} s"
+        return ""
+
+    def update_gauges(self) -> None:
+        """Set the gauges."""
+        self.metrics.queue_depth.set(self.queue.depth)
+        self.metrics.queue_age.set(self.queue.oldest_age_s)
+        self.metrics.services.set(len(self.cache.objects_of_kind(resources.LLM_SERVICE)))
+        ages: dict[str, float] = {}
+        for heartbeat in self.heartbeats:
+            ages[heartbeat.resource.kind] = max(ages.get(heartbeat.resource.kind, 0.0), heartbeat.age_s)
+        for name, age in ages.items():
+            self.metrics.watch_age.labels(name).set(age)

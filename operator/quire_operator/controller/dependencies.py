@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts: what the passes over services work with."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire_operator.controller.apply.applier import Applier
+from quire_operator.controller.object_cache import ObjectCache
+from quire_operator.controller.observe.checkpoint_store import CheckpointStore
+from quire_operator.controller.observe.plan_service import PlanService
+from quire_operator.controller.observe.pod_admin_client import PodAdminClient
+from quire_operator.controller.observe.pod_warnings import PodWarnings
+from quire_operator.controller.observe.secret_store import SecretStore
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.kube.discovery import Discovery
+from quire_operator.kube.resources import Resource
+
+RESYNC_S = 600.0
+"""A service of which nothing is heard is looked at this often, a fifth more or less."""
+
+
+@dataclass(slots=True)
+class ReconcilerDeps:
+    """What a reconciler works with."""
+
+    client: ApiClient
+    cache: ObjectCache
+    secrets: SecretStore
+    checkpoints: CheckpointStore
+    plan_service: PlanService
+    discovery: Discovery
+    applier: Applier
+    pod_admin: PodAdminClient
+    pod_warnings: PodWarnings
+    operator_peer: Mapping[str, Any] | None = None
+    """NetworkPolicy peer that the operator is."""
+    resync_s: float = RESYNC_S
+    record_write: Callable[[Resource, str], None] = field(default=lambda kind, verb: None)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's port: GET /health/live, /health/ready and /metrics."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from quire_operator.controller.controller import Controller
+from quire_spec.errors import ConfigError
+
+
+@asynccontextmanager
+async def serve_health(controller: Controller, host: str, port: int) -> AsyncIterator[int]:
+    """Serve for as long as the context lasts; gives the port, which is free to choose for 0.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not ours.
+    """
+
+    async def live(_: web.Request) -> web.Response:
+        reason = controller.unhealthy_reason()
+        return web.Response(text=f"{reason or 'alive'}\n", status=503 if reason else 200)
+
+    async def ready(_: web.Request) -> web.Response:
+        is_ready = controller.ready
+        return web.Response(text="ready\n" if is_ready else "reading the cluster\n", status=200 if is_ready else 503)
+
+    async def metrics(_: web.Request) -> web.Response:
+        text = controller.metrics.generate_text(controller.update_gauges)
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    app = web.Application()
+    app.add_routes([web.get("/health/live", live), web.get("/health/ready", ready), web.get("/metrics", metrics)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise ConfigError(
+                f"--port {port}: cannot listen on {host} ({error.strerror or error}); stop what is there, or give "
+                "another port"
+            ) from error
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of the operator itself, in a registry of their own; GET /metrics has them."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from quire_operator.controller.observe.pod_admin_client import VisitResult
+from quire_operator.kube.resources import Resource
+
+_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class ControllerMetrics:
+    """What is counted and measured."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.reconciles = Counter("quire_operator_reconcile", "Passes over services.", ["result"], registry=registry)
+        self.reconcile_seconds = Histogram(
+            "quire_operator_reconcile_seconds", "Time of a pass.", buckets=_BUCKETS_S, registry=registry
+        )
+        self.reconcile_errors = Counter(
+            "quire_operator_reconcile_errors", "Passes that failed, by error.", ["reason"], registry=registry
+        )
+        self.writes = Counter("quire_operator_writes", "Writes to the API server.", ["kind", "verb"], registry=registry)
+        self.pod_visits = Counter(
+            "quire_operator_pod_visits", "Visits to pods' admin ports.", ["outcome"], registry=registry
+        )
+        self.pod_visit_seconds = Histogram(
+            "quire_operator_pod_visit_seconds", "Time of a visit.", buckets=_BUCKETS_S, registry=registry
+        )
+        self.services = Gauge("quire_operator_services", "LLMServices that are known.", registry=registry)
+        self.queue_depth = Gauge(
+            "quire_operator_queue_depth", "Services whose turn has come and that wait.", registry=registry
+        )
+        self.queue_age = Gauge(
+            "quire_operator_queue_age_seconds", "For how long the oldest waits or is worked on.", registry=registry
+        )
+        self.watch_age = Gauge(
+            "quire_operator_watch_age_seconds", "Since the API server last said something.", ["kind"], registry=registry
+        )
+        description = "Comparisons of the cache with what the API server lists, a kind each: same, diverged, unknown."
+        self.verifications = Counter("quire_operator_verifications", description, ["result"], registry=registry)
+
+    def record_write(self, resource: Resource, verb: str) -> None:
+        """A write was made."""
+        self.writes.labels(resource.kind, verb).inc()
+
+    def record_visit(self, result: VisitResult, seconds: float) -> None:
+        """A pod was visited."""
+        self.pod_visits.labels(result.value).inc()
+        self.pod_visit_seconds.observe(seconds)
+
+    def generate_text(self, update_gauges: Callable[[], None]) -> bytes:
+        """All of them in Prometheus' text format; `refresh` sets the gauges first."""
+        update_gauges()
+        return generate_latest(self.registry)

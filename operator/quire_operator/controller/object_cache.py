@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cache: the last known state of every object that carries our label, and of every LLMService; filled by watches.
+
+An object is kept as compact JSON and parsed when it is looked at: as Python objects a thousand services' children
+would take 60 MB. What no pass reads is dropped before that, above all metadata.managedFields, half of most objects.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from quire_operator.kube import resources
+from quire_operator.kube.resources import Resource
+from quire_operator.render import object_names
+
+ServiceKey = tuple[str, str]
+"""Namespace and name of an LLMService."""
+
+LABEL_SELECTOR = f"{object_names.MANAGED_BY}={object_names.MANAGER}"
+_VOLATILE_METADATA = (
+    "creationTimestamp", "deletionGracePeriodSeconds", "generation", "managedFields", "resourceVersion", "selfLink",
+)  # fmt: skip
+_DEPLOYMENT_CONTROLLER_PREFIX = "deployment.kubernetes.io/"
+"""Annotations of the Deployment controller: the number of its rollout."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedObject:
+    """One object."""
+
+    resource: Resource
+    namespace: str
+    name: str
+    uid: str
+    resource_version: str
+    """resourceVersion."""
+    controller_uid: str
+    """uid of its controller; empty: it has none."""
+    service_name: str
+    """Name of the LLMService that its label names."""
+    spec_digest: str
+    """Digest of all but the status and what the API server counts up: what somebody wants of it."""
+    full_digest: str
+    """Digest of content and status."""
+    deleting: bool
+    raw_json: bytes
+
+    @property
+    def key(self) -> ServiceKey:
+        """The service that it belongs to."""
+        return (self.namespace, self.service_name)
+
+    def body(self) -> dict[str, Any]:
+        """The object, trimmed; a new copy each time."""
+        body: dict[str, Any] = orjson.loads(self.raw_json)
+        return body
+
+
+def to_cached_object(resource: Resource, body: Mapping[str, Any]) -> CachedObject:
+    """An object as it is kept."""
+    trimmed = _trim(resource, body)
+    meta = body["metadata"]
+    stable_metadata = {key: item for key, item in trimmed["metadata"].items() if key not in _VOLATILE_METADATA}
+    if "annotations" in stable_metadata:
+        stable_metadata["annotations"] = {
+            k: v for k, v in stable_metadata["annotations"].items() if not k.startswith(_DEPLOYMENT_CONTROLLER_PREFIX)
+        }
+    spec_json = _to_json_bytes({**{k: v for k, v in trimmed.items() if k != "status"}, "metadata": stable_metadata})
+    status_json = _to_json_bytes(trimmed.get("status"))
+    service_name = (
+        meta["name"] if resource is resources.LLM_SERVICE else (meta.get("labels") or {}).get(object_names.INSTANCE, "")
+    )
+    spec_digest = _digest(spec_json)
+    return CachedObject(
+        resource,
+        meta.get("namespace", ""),
+        meta["name"],
+        meta["uid"],
+        meta["resourceVersion"],
+        controller_uid(body),
+        service_name,
+        spec_digest,
+        _digest(spec_digest.encode() + status_json),
+        "deletionTimestamp" in meta,
+        _to_json_bytes(trimmed),
+    )
+
+
+def controller_uid(body: Mapping[str, Any]) -> str:
+    """uid of the controller among an object's owners; empty: it has none."""
+    owners = body["metadata"].get("ownerReferences") or ()
+    return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
+
+
+class ObjectCache:
+    """Objects by kind, namespace and name, and by the service that they belong to. A Sink of watches."""
+
+    def __init__(self, on_change: Callable[[ServiceKey], None] = lambda key: None) -> None:
+        """`changed` is told of each service of which an object came, went, or differs from what was known."""
+        self._on_change = on_change
+        self._objects: dict[tuple[str, str, str], CachedObject] = {}
+        self._ids_by_service: dict[ServiceKey, set[tuple[str, str, str]]] = {}
+
+    def get(self, resource: Resource, namespace: str, name: str) -> CachedObject | None:
+        """One object, or None."""
+        return self._objects.get((resource.kind, namespace, name))
+
+    def children_of(self, key: ServiceKey, *only_resources: Resource) -> Iterator[CachedObject]:
+        """The objects of a service, of these kinds or of all, in no particular order."""
+        kind_names = {resource.kind for resource in only_resources}
+        for object_id in self._ids_by_service.get(key, ()):
+            if not kind_names or object_id[0] in kind_names:
+                yield self._objects[object_id]
+
+    def objects_of_kind(self, resource: Resource) -> list[CachedObject]:
+        """All objects of a kind."""
+        return [entry for object_id, entry in self._objects.items() if object_id[0] == resource.kind]
+
+    def replace(self, resource: Resource, namespace: str | None, bodies: tuple[dict[str, Any], ...]) -> None:
+        """These are all objects of the namespace (None: of all)."""
+        listed = {(body["metadata"].get("namespace", ""), body["metadata"]["name"]) for body in bodies}
+        for entry in self.objects_of_kind(resource):
+            if namespace in (None, entry.namespace) and (entry.namespace, entry.name) not in listed:
+                self._evict(entry)
+        for body in bodies:
+            self.upsert(resource, body)
+
+    def upsert(self, resource: Resource, body: Mapping[str, Any]) -> None:
+        """An object is new or has changed, as a watch or the answer to a write says; the newer of both stays."""
+        entry = to_cached_object(resource, body)
+        object_id = (resource.kind, entry.namespace, entry.name)
+        cached = self._objects.get(object_id)
+        if cached and cached.uid == entry.uid and _is_older(entry.resource_version, cached.resource_version):
+            return
+        if cached and cached.key != entry.key:
+            self._evict(cached)
+        self._objects[object_id] = entry
+        self._ids_by_service.setdefault(entry.key, set()).add(object_id)
+        if cached is None or (cached.uid, cached.full_digest, cached.deleting) != (
+            entry.uid,
+            entry.full_digest,
+            entry.deleting,
+        ):
+            self._on_change(entry.key)
+
+    def remove(self, resource: Resource, body: Mapping[str, Any]) -> None:
+        """An object is gone."""
+        meta = body["metadata"]
+        cached = self.get(resource, meta.get("namespace", ""), meta["name"])
+        if cached is not None and cached.uid == meta["uid"]:
+            self._evict(cached)
+
+    def _evict(self, entry: CachedObject) -> None:
+        object_id = (entry.resource.kind, entry.namespace, entry.name)
+        del self._objects[object_id]
+        object_ids = self._ids_by_service[entry.key]
+        object_ids.discard(object_id)
+        if not object_ids:
+            del self._ids_by_service[entry.key]
+        self._on_change(entry.key)
+
+
+def _trim(resource: Resource, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what no pass reads."""
+    meta = {key: item for key, item in body["metadata"].items() if key != "managedFields"}
+    trimmed = {**body, "apiVersion": resource.api_version, "kind": resource.kind, "metadata": meta}
+    # Tokens that old API servers make for each account, and add to it.
+    if resource is resources.SERVICE_ACCOUNT:
+        trimmed.pop("secrets", None)
+    if resource is resources.POD:
+        trimmed["spec"] = _trim_pod_spec(body.get("spec", {}))
+    if resource is resources.REPLICA_SET:
+        spec = body.get("spec", {})
+        pod_spec = _trim_pod_spec(spec.get("template", {}).get("spec", {}))
+        trimmed["spec"] = {"replicas": spec.get("replicas", 0), "template": {"spec": pod_spec}}
+    return trimmed
+
+
+def _trim_pod_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
+    containers = [{"name": c["name"], "ports": c.get("ports", [])} for c in spec.get("containers", ())]
+    volumes = [volume for volume in spec.get("volumes", ()) if "configMap" in volume]
+    return {"containers": containers, "volumes": volumes}
+
+
+def _is_older(version: str, cached_version: str) -> bool:
+    # Comparing is meant to work from Kubernetes 1.35 on, and always did on etcd.
+    return version.isdecimal() and cached_version.isdecimal() and int(version) < int(cached_version)
+
+
+def _to_json_bytes(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=12).hexdigest()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planning: reads what a plan needs where it is, and says what comes of it: a plan, or why there is none.
+
+A plan that was made is kept as long as spec, model and GPU are the same; then nothing is read either, so that neither
+a hub that is away nor a restart of the operator holds anything up.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from quire_operator.api.llmservice import Device, LLMService
+from quire_operator.controller.observe.checkpoint_store import CheckpointStore, NotReadYet, SecretValues
+from quire_operator.controller.status.observed_state import PlanningResult
+from quire_operator.controller.template_revision import TemplateRevision
+from quire_operator.kube import resources
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.kube.errors import Forbidden
+from quire_operator.plan.device_memory import MIB
+from quire_operator.plan.errors import Unplannable, UnplannableReason
+from quire_operator.plan.gpu import GpuInfo, resolve_gpu
+from quire_operator.plan.inputs import PlannerInputs
+from quire_operator.plan.plan import VERSION, Plan
+from quire_operator.plan.planner import reuse_or_make_plan
+from quire_operator.render import model_storage
+from quire_spec.documents.download_result import DownloadReason
+from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
+
+logger = logging.getLogger(__name__)
+
+_NODE_LABELS_TTL_S = 60.0
+"""How long labels of nodes are believed."""
+
+
+class PlanService:
+    """Plans for services."""
+
+    def __init__(self, client: ApiClient, checkpoints: CheckpointStore, images: Mapping[str, str]) -> None:
+        """`images` are those of pods for GPU and CPU, of this release."""
+        self._client, self._checkpoints, self._images = client, checkpoints, images
+        self._node_labels: list[Mapping[str, str]] = []
+        self._node_labels_read_at = float("-inf")
+        self._lock = asyncio.Lock()
+
+    async def plan_for(
+        self,
+        service: LLMService,
+        uid: str,
+        spec_digest: str,
+        previous_plan: Plan | None,
+        revision: TemplateRevision | None,
+        secrets: SecretValues,
+    ) -> PlanningResult:
+        """What planning says; `digest` is the service's spec_digest, `pinned` what its Deployment was made for.
+
+        Raises:
+            ApiError: the API server does not answer.
+        """
+        try:
+            model_storage.validate(service)
+        except ConfigError as error:
+            return PlanningResult(plan=previous_plan, spec_error=str(error))
+        is_unchanged = (
+            previous_plan is not None
+            and revision is not None
+            and (revision.spec_digest, revision.plan_hash) == (spec_digest, previous_plan.inputsHash)
+        )
+        try:
+            gpu = await self._resolve_gpu(service)
+        except Unplannable as error:
+            # Nodes that were scaled away take their labels with them.
+            if (
+                is_unchanged
+                and error.reason is UnplannableReason.GPU_UNKNOWN
+                and self._is_current(service, previous_plan)
+            ):
+                return PlanningResult(plan=previous_plan)
+            return PlanningResult(plan=previous_plan, unplannable=error)
+        if is_unchanged and _fits_gpu(previous_plan, gpu) and self._is_current(service, previous_plan):
+            return PlanningResult(plan=previous_plan)
+        image = service.spec.runtime.image or self._images["CPU" if gpu is None else "GPU"]
+        try:
+            checkpoint = await self._checkpoints.get(service, uid, secrets, image)
+            inputs = PlannerInputs.from_service(service, checkpoint, gpu)
+            return PlanningResult(plan=reuse_or_make_plan(previous_plan, inputs, _may_replan(service), self._images))
+        except NotReadYet as error:
+            return PlanningResult(plan=previous_plan, waiting_for=str(error))
+        except Unplannable as error:
+            return PlanningResult(plan=previous_plan, unplannable=error)
+        except ConfigError as error:
+            return PlanningResult(plan=previous_plan, spec_error=str(error))
+        except (Unavailable, NotFound) as error:
+            return PlanningResult(
+                plan=previous_plan, waiting_for=str(error), read_error=_to_read_error(error), needs_backoff=True
+            )
+
+    def _is_current(self, service: LLMService, plan: Plan | None) -> bool:
+        """Whether this release would leave the plan alone."""
+        if plan is None or not _may_replan(service):
+            return plan is not None
+        known_images = (service.spec.runtime.image, *self._images.values())
+        return plan.plannerVersion == VERSION and plan.image.value in known_images
+
+    async def _resolve_gpu(self, service: LLMService) -> GpuInfo | None:
+        if service.spec.device is Device.CPU:
+            return None
+        gpu_spec = service.spec.gpu
+        node_labels = [] if gpu_spec and gpu_spec.memory else await self._list_node_labels()
+        return resolve_gpu(gpu_spec, node_labels)
+
+    async def _list_node_labels(self) -> list[Mapping[str, str]]:
+        now = asyncio.get_running_loop().time()
+        async with self._lock:
+            if now - self._node_labels_read_at > _NODE_LABELS_TTL_S:
+                try:
+                    nodes = await self._client.list(resources.NODE, metadata_only=True)
+                    self._node_labels = [item["metadata"].get("labels") or {} for item in nodes.items]
+                except Forbidden as error:
+                    logger.info("nodes are not read error=%s", error)
+                    self._node_labels = []
+                self._node_labels_read_at = now
+        return self._node_labels
+
+
+def stored_plan(status: Mapping[str, Any]) -> Plan | None:
+    """The plan of a status; None when there is none that can be read."""
+    if "plan" not in status:
+        return None
+    try:
+        return Plan.from_json(status["plan"])
+    except ConfigError as error:
+        logger.warning("stored plan is not used error=%s", error)
+        return None
+
+
+def _fits_gpu(plan: Plan | None, gpu: GpuInfo | None) -> bool:
+    """Whether a plan was made for a GPU that is still there, and for no more memory than the smallest has."""
+    if plan is None or plan.gpu is None or gpu is None:
+        return plan is not None and plan.gpu is None and gpu is None
+    return plan.gpu.product in (gpu.product, *gpu.larger_products) and plan.gpu.visibleMiB <= gpu.visible_bytes // MIB
+
+
+def _to_read_error(error: Unavailable | NotFound) -> DownloadReason:
+    """The same reasons as of a download: it would fail in the same way."""
+    if isinstance(error, AccessDenied):
+        return DownloadReason.AUTH_FAILED
+    return DownloadReason.NOT_FOUND if isinstance(error, NotFound) else DownloadReason.UNREACHABLE
+
+
+def _may_replan(service: LLMService) -> bool:
+    return service.spec.rollout.updatePolicy == "Auto"

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reconciler: one pass over one service: read, plan, apply, prune, ask the pods, write the status.
+
+Level-based: a pass starts from what is, not from what happened, and may end anywhere; the next one goes on from there.
+Nothing is written when nothing differs.
+"""
+
+import asyncio
+import functools
+import logging
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from quire_operator.api.llmservice import LLMService
+from quire_operator.controller.apply import child_objects
+from quire_operator.controller.apply.applier import ApplyResult
+from quire_operator.controller.apply.child_objects import ChildContext, ChildObjects, LiveObjects
+from quire_operator.controller.dependencies import ReconcilerDeps
+from quire_operator.controller.desired_service import ParsedService, uid_and_generation
+from quire_operator.controller.object_cache import CachedObject, ServiceKey
+from quire_operator.controller.observe.plan_service import stored_plan
+from quire_operator.controller.observe.pod_warnings import EVENT_POLL_S
+from quire_operator.controller.state_observer import StateObserver
+from quire_operator.controller.status.model_cache import download_jobs, is_terminating, job_condition, predates_claim
+from quire_operator.controller.status.observed_state import ObservedState, PlanningResult
+from quire_operator.controller.status.status import build_status
+from quire_operator.controller.status_writer import StaleService, StatusWriter
+from quire_operator.controller.template_revision import TemplateRevision
+from quire_operator.kube import resources
+from quire_operator.kube.errors import ObjectNotFound
+from quire_operator.render import object_names
+from quire_operator.render.engine_config import UnsupportedByEngine
+from quire_spec.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S, _MAX_POLL_S, _READY_POLL_S = 2.0, 10.0, 30.0
+"""Pods are asked how they are: while something is on its way, when that lasts, and when all is well."""
+_DOWNLOAD_POLL_S = 10.0
+"""A download is asked how far it is; progress.py tells it no more often."""
+_FAILED_DOWNLOAD_RETRY_S = 300.0
+"""A download that failed is tried again after this time: what was wrong may have been a Secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReconcileResult:
+    """When a service is to be looked at next."""
+
+    requeue_after_s: float
+    backoff: bool = False
+    """Sooner, and then later and later, until it works."""
+
+
+@dataclass(slots=True)
+class ServiceState:
+    """What is remembered of a service between passes; all of it can be lost."""
+
+    desired: ParsedService | None = None
+    last_inputs: Any = None
+    """What the last complete apply was made from, and led to."""
+    applied_generation: int = 0
+    """Generation of the last complete apply."""
+    children: ChildObjects | None = None
+    not_ready_since: float | None = None
+    """Since when it is not ready."""
+
+
+class Reconciler:
+    """Passes over services."""
+
+    def __init__(self, deps: ReconcilerDeps) -> None:
+        self._deps = deps
+        self._status_writer = StatusWriter(deps)
+        self._observer = StateObserver(deps, self._status_writer)
+        self._states: dict[ServiceKey, ServiceState] = {}
+
+    async def reconcile(self, key: ServiceKey) -> ReconcileResult | None:
+        """One pass; None: the service is gone, and its objects go with it by the garbage collector.
+
+        Raises:
+            ApiError: the API server does not do its part now.
+        """
+        entry = self._deps.cache.get(resources.LLM_SERVICE, *key)
+        if entry is None or entry.deleting:
+            self.forget_service(key)
+            return None
+        body = entry.body()
+        previous = body.get("status") or {}
+        state = self._states.setdefault(key, ServiceState())
+        if state.desired is not None and state.desired.uid != entry.uid:
+            # Made again, and nobody told us that the one before is gone.
+            self.forget_service(key)
+            state = self._states[key] = ServiceState()
+        if state.desired is None or (state.desired.uid, state.desired.generation) != uid_and_generation(body):
+            state.desired = ParsedService.from_body(body)
+        desired = state.desired
+        try:
+            planning, apply_result = await self._converge(key, desired, previous, state)
+            observed = await self._observer.observe(
+                key, desired, state.children, state.applied_generation, apply_result
+            )
+            new_status = build_status(
+                desired.service,
+                desired.generation,
+                planning,
+                observed,
+                previous,
+                datetime.now(UTC).replace(microsecond=0),
+            )
+            if new_status != previous:
+                await self._status_writer.write_status(entry, previous, new_status)
+        except StaleService:
+            logger.info("service has changed meanwhile service=%s/%s generation=%d", *key, desired.generation)
+            return ReconcileResult(0.0)
+        return self._requeue_result(planning, apply_result, observed, new_status, state)
+
+    def forget_service(self, key: ServiceKey) -> None:
+        """Forget a service that is gone."""
+        self._states.pop(key, None)
+        self._deps.applier.forget_service(key)
+        self._deps.secrets.forget_service(key)
+
+    def num_applied(self, key: ServiceKey) -> int:
+        """Objects of a service that were written; one that grows shows progress."""
+        return self._deps.applier.num_applied(key)
+
+    async def _converge(
+        self, key: ServiceKey, desired: ParsedService, previous: Mapping[str, Any], state: ServiceState
+    ) -> tuple[PlanningResult, ApplyResult]:
+        """Plan, and have the objects there; what cannot be planned leaves them as they are."""
+        previous_plan = stored_plan(previous)
+        service = desired.service
+        if service is None:
+            return PlanningResult(plan=previous_plan, spec_error=desired.spec_error), ApplyResult()
+        if service.spec.paused:
+            return PlanningResult(plan=previous_plan), ApplyResult()
+        deps = self._deps
+        context = ChildContext(
+            desired.uid,
+            await deps.secrets.admin_key(key, desired.uid),
+            await deps.secrets.credentials(service),
+            await deps.discovery.available_kinds(),
+            deps.operator_peer,
+        )
+        revision = TemplateRevision.from_deployment(self._live_objects(key, service).deployment)
+        planning = await deps.plan_service.plan_for(
+            service, desired.uid, desired.spec_digest, previous_plan, revision, context.credentials
+        )
+        if planning.plan is None or planning.spec_error or planning.unplannable or planning.waiting_for:
+            return planning, ApplyResult()
+        # Not only when something differs: a failed Job stays as it is.
+        await self._retry_downloads(key, self._live_objects(key, service))
+        inputs = (desired.generation, planning.plan, context, await self._secret_versions(key))
+        live_objects, child_versions = self._live_objects(key, service), self._child_versions(key)
+        if state.last_inputs is not None and state.last_inputs == (inputs, child_versions):
+            return planning, ApplyResult()
+        state.last_inputs = None
+        try:
+            children = child_objects.build_child_objects(
+                service, desired.spec_digest, planning.plan, context, live_objects
+            )
+        except (ConfigError, UnsupportedByEngine) as error:
+            return PlanningResult(plan=previous_plan, spec_error=str(error)), ApplyResult()
+        apply_result = await self._apply(key, desired, children, state)
+        if apply_result.complete:
+            inputs = (*inputs[:3], await self._secret_versions(key))
+            # What was looked at and what was written, and not what is there by now: whatever else happened meanwhile is
+            # news for the next pass.
+            state.last_inputs = (
+                inputs,
+                child_versions
+                | {_kind_and_name(entry): _object_version(entry) for entry in apply_result.written_objects},
+            )
+        return planning, apply_result
+
+    async def _apply(
+        self, key: ServiceKey, desired: ParsedService, children: ChildObjects, state: ServiceState
+    ) -> ApplyResult:
+        deps = self._deps
+        check_newest = functools.partial(self._status_writer.check_newest, key, desired.uid, desired.generation)
+        try:
+            apply_result = await deps.applier.apply(key, desired.uid, children.manifests, check_newest)
+        except ObjectNotFound:
+            # A kind that was there is gone; what is offered is asked anew, and the next pass leaves it out.
+            await deps.discovery.available_kinds(force_refresh=True)
+            raise
+        assert desired.service is not None, "something was rendered"
+        unknown_fields = child_objects.unknown_fields(
+            desired.service, deps.client.unsupported_fields(resources.DEPLOYMENT)
+        )
+        # Without the manifests: a thousand services' would be 50 MB.
+        state.children = replace(children, manifests=(), unknown_fields=unknown_fields)
+        if not apply_result.complete:
+            return apply_result
+        await deps.applier.prune(key, desired.uid, children.retained, check_newest)
+        if not children.waiting_for_download:
+            state.applied_generation = desired.generation
+        return apply_result
+
+    async def _retry_downloads(self, key: ServiceKey, live_objects: LiveObjects) -> None:
+        """Take away downloads for a later pass to make again: those that failed some time ago, and those to a claim
+        that is gone, or that waits for the Job's pod to go."""
+        for name, job in (live_objects.download_jobs or {}).items():
+            is_obsolete = job_condition(job, "Complete") and predates_claim(job, live_objects.claim)
+            if is_obsolete or is_terminating(live_objects.claim) or _seconds_until_retry(job) == 0:
+                await self._deps.client.delete(resources.JOB, key[0], name, job["metadata"]["uid"])
+                self._deps.record_write(resources.JOB, "delete")
+
+    def _live_objects(self, key: ServiceKey, service: LLMService) -> LiveObjects:
+        cache = self._deps.cache
+        deployment = cache.get(resources.DEPLOYMENT, *key)
+        claim = cache.get(resources.PERSISTENT_VOLUME_CLAIM, key[0], object_names.model_claim(service.name))
+        jobs = {entry.name: entry.body() for entry in download_jobs(cache.children_of(key, resources.JOB), service)}
+        return LiveObjects(deployment.body() if deployment else None, claim.body() if claim else None, jobs)
+
+    def _child_versions(self, key: ServiceKey) -> dict[Any, Any]:
+        """What children are there, by place, and as what."""
+        entries = (entry for entry in self._deps.cache.children_of(key) if entry.resource is not resources.LLM_SERVICE)
+        return {_kind_and_name(entry): _object_version(entry) for entry in entries}
+
+    async def _secret_versions(self, key: ServiceKey) -> tuple[str, ...]:
+        cached_secrets = [
+            await self._deps.secrets.get(key[0], name)
+            for name in (object_names.admin_secret(key[1]), object_names.credentials_secret(key[1]))
+        ]
+        return tuple(
+            str((secret.body or {}).get("metadata", {}).get("resourceVersion", "")) for secret in cached_secrets
+        )
+
+    def _requeue_result(
+        self,
+        planning: PlanningResult,
+        apply_result: ApplyResult,
+        observed: ObservedState,
+        new_status: Mapping[str, Any],
+        state: ServiceState,
+    ) -> ReconcileResult:
+        now = asyncio.get_running_loop().time()
+        ready = any(c["type"] == "Ready" and c["status"] == "True" for c in new_status.get("conditions") or ())
+        if ready:
+            state.not_ready_since = None
+        elif state.not_ready_since is None:
+            state.not_ready_since = now
+        if apply_result.forbidden or planning.needs_backoff:
+            return ReconcileResult(0.0, backoff=True)
+        requeue_after_s = self._deps.resync_s * random.uniform(0.8, 1.2)
+        not_ready_s = now - (state.not_ready_since or now)
+        poll_s = min(max(_POLL_S, not_ready_s / 30), _MAX_POLL_S)
+        if any(pod.ip and pod.started_at for pod in observed.pods):
+            requeue_after_s = min(requeue_after_s, _READY_POLL_S * random.uniform(0.8, 1.2) if ready else poll_s)
+        if apply_result.pending_deletion:
+            # Nobody tells of a Secret that is gone.
+            requeue_after_s = min(requeue_after_s, poll_s)
+        if any(pod.alive and pod.downloading for pod in (*observed.pods, *observed.job_pods)):
+            requeue_after_s = min(requeue_after_s, _DOWNLOAD_POLL_S)
+        if (retry_in_s := _seconds_until_retry(observed.job)) is not None:
+            # Nobody tells of time. No sooner, as nothing is done about it while the service is paused.
+            requeue_after_s = min(requeue_after_s, max(retry_in_s, poll_s))
+        if any(pod.creating for pod in (*observed.pods, *observed.job_pods)):
+            requeue_after_s = min(requeue_after_s, EVENT_POLL_S)
+        return ReconcileResult(requeue_after_s)
+
+
+def _seconds_until_retry(job: Mapping[str, Any] | None) -> float | None:
+    """Seconds until a download is tried again, None for one that did not fail."""
+    failed_condition = job_condition(job, "Failed")
+    if failed_condition is None:
+        return None
+    elapsed = datetime.now(UTC) - datetime.fromisoformat(failed_condition["lastTransitionTime"])
+    return max(0.0, _FAILED_DOWNLOAD_RETRY_S - elapsed.total_seconds())
+
+
+def _kind_and_name(entry: CachedObject) -> tuple[str, str]:
+    return entry.resource.kind, entry.name
+
+
+def _object_version(entry: CachedObject) -> tuple[Any, ...]:
+    """What of an object decides about others: of Jobs also how they are, of pods only that they are."""
+    if entry.resource in (resources.POD, resources.REPLICA_SET):
+        return (entry.uid,)
+    return entry.uid, entry.full_digest if entry.resource is resources.JOB else entry.spec_digest, entry.deleting

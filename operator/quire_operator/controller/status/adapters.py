@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters over all pods: who has to be told the catalogue, and what status.adapters and AdaptersReady say. Pure.
+
+A pod's own status document is believed and nothing else: it names the catalogue that it works on by generation and
+digest, so nothing has to be remembered of what was sent to whom. A container that has started anew works on the
+catalogue that it found at its start, and its document says so; a core that has started anew says that its adapters are
+being loaded.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire_operator.controller.status.conditions import Condition, ConditionReason, ConditionType, to_single_line
+from quire_operator.controller.status.observed_state import PodState
+from quire_spec.constants import MAX_MODEL_NAME, MODEL_NAME
+from quire_spec.documents.adapter_catalog import AdapterCatalog, CatalogVersion
+from quire_spec.documents.pod_status import AdapterState, AdapterStatus, PodStatus
+
+MAX_FAILURES = 10
+"""Adapters whose errors are told; the counts are of all."""
+_MAX_ERROR = 512
+_MAX_MODELS = 1025
+_MAX_DIGEST = 71
+_STATES_LEAST_READY_FIRST = ("Failed", "Pending", "Fetching", "Loading", "Ready")
+"""States from farthest behind."""
+
+
+def needs_push(report: PodStatus, version: CatalogVersion) -> bool:
+    """Whether a pod has to be told this catalogue: it works on another one, and not on a newer."""
+    return not has_catalog(report, version) and not has_newer_catalog(report, version)
+
+
+def has_newer_catalog(report: PodStatus, version: CatalogVersion) -> bool:
+    """Whether a pod works on a newer catalogue: what we hold is stale, and the next pass will know better."""
+    return report.generation > version.generation and not has_catalog(report, version)
+
+
+def has_catalog(report: PodStatus, version: CatalogVersion) -> bool:
+    """Whether a pod works on just these adapters.
+
+    Generations may differ: most edits of a service leave its adapters as they are, and telling the pods each of them
+    would have them look at every source again. A pod that tells no digest is believed by its generation.
+    """
+    return report.catalogue == version.digest if report.catalogue else report.generation == version.generation
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptersState:
+    """What is to be said of the adapters."""
+
+    entries: list[dict[str, Any]]
+    """status.adapters"""
+    ready_summary: str
+    """status.adaptersReady, such as 2/3."""
+    condition: Condition
+
+
+def evaluate_adapters(
+    catalog: AdapterCatalog, pods: Sequence[PodState], ready_pods: Sequence[PodState]
+) -> AdaptersState:
+    """`ready_pods` are those of `pods` that clients are sent to."""
+    version = catalog.version
+    by_name = {pod.uid: _adapters_by_name(pod, version) for pod in pods}
+    reporting_pods = list(ready_pods) or [pod for pod in pods if pod.report]
+    entries = []
+    num_failures = 0
+    for adapter in catalog.adapters:
+        state, pod_name, error = _least_ready_state(adapter.name, reporting_pods, by_name)
+        ready = sum(by_name[pod.uid][adapter.name].state is AdapterState.READY
+                    for pod in ready_pods if adapter.name in by_name[pod.uid])  # fmt: skip
+        message = ""
+        if error and num_failures < MAX_FAILURES:
+            num_failures += 1
+            message = to_single_line(f"pod {pod_name}: {error}", _MAX_ERROR)
+        entry = {"name": adapter.name, "ready": ready, "total": len(ready_pods), "state": state}
+        entries.append(
+            entry | _common_digest(adapter.name, reporting_pods, by_name) | ({"message": message} if message else {})
+        )
+    num_ready = sum(_is_ready_everywhere(entry) for entry in entries)
+    condition = _condition(entries, num_ready, version, ready_pods)
+    return AdaptersState(entries, f"{num_ready}/{len(entries)}", condition)
+
+
+def common_model_names(ready_pods: Sequence[PodState]) -> list[str]:
+    """Names that every ready pod answers to; none while a ready pod does not tell."""
+    if not ready_pods or any(pod.report is None for pod in ready_pods):
+        return []
+    first, *remaining = [pod.report.models for pod in ready_pods if pod.report]
+    common = set(first).intersection(*remaining)
+    # As many and as long as the schema takes: a pod with a broken tongue must not keep the status from being written.
+    return [name for name in dict.fromkeys(first) if name in common and _is_name(name)][:_MAX_MODELS]
+
+
+def _is_name(name: str) -> bool:
+    return len(name) <= MAX_MODEL_NAME and MODEL_NAME.fullmatch(name) is not None
+
+
+def _condition(
+    entries: list[dict[str, Any]], num_ready: int, version: CatalogVersion, ready_pods: Sequence[PodState]
+) -> Condition:
+    def make(is_true: bool | None, reason: ConditionReason, message: str) -> Condition:
+        return Condition(ConditionType.ADAPTERS_READY, is_true, reason, message)
+
+    if not ready_pods:
+        if not entries:
+            return make(True, ConditionReason.NO_ADAPTERS, "spec.adapters is empty")
+        return make(None, ConditionReason.NO_READY_PODS, "no pod is ready")
+    if unreachable := [pod for pod in ready_pods if pod.report is None]:
+        return make(None, ConditionReason.PODS_UNREACHABLE, _describe_unreachable(unreachable))
+    ready_pods_text = f"all {len(ready_pods)} ready pods" if len(ready_pods) > 1 else "the one ready pod"
+    counts = f"{num_ready} of {len(entries)} adapters are on {ready_pods_text}"
+    failed = [entry for entry in entries if entry["state"] == "Failed"]
+    if failed:
+        causes = "; ".join(f"{entry['name']}: {entry['message']}" for entry in failed[:3] if "message" in entry)
+        more = f" (and {len(failed) - 3} more)" if len(failed) > 3 else ""
+        return make(False, ConditionReason.LOAD_FAILED, f"{counts}; {causes}{more}")
+    stale = [pod for pod in ready_pods if pod.report and not has_catalog(pod.report, version)]
+    if stale:
+        return make(False, ConditionReason.LOADING, f"{counts}; {_describe_stale_pods(stale, version)}")
+    if num_ready < len(entries):
+        waiting = [entry["name"] for entry in entries if not _is_ready_everywhere(entry)]
+        more = f" and {len(waiting) - 5} more" if len(waiting) > 5 else ""
+        return make(False, ConditionReason.LOADING, f"{counts}; on their way: {', '.join(waiting[:5])}{more}")
+    if not entries:
+        return make(True, ConditionReason.NO_ADAPTERS, "spec.adapters is empty")
+    return make(True, ConditionReason.ALL_LOADED, counts)
+
+
+def _describe_unreachable(unreachable: Sequence[PodState]) -> str:
+    """Which ready pods do not tell the operator how they are."""
+    more = f" (and {len(unreachable) - 1} more)" if len(unreachable) > 1 else ""
+    error = unreachable[0].report_error or "its health port was not asked yet"
+    return f"pod {unreachable[0].name} does not tell how it is: {error}{more}"
+
+
+def _describe_stale_pods(stale: Sequence[PodState], version: CatalogVersion) -> str:
+    first = stale[0]
+    assert first.report is not None
+    generation = first.report.generation
+    if has_newer_catalog(first.report, version):
+        return f"pod {first.name} works on generation {generation}, which is newer than {version.generation}"
+    error = f": {first.report_error}" if first.report_error else ""
+    return f"{len(stale)} pods have not taken generation {version.generation} yet, pod {first.name} is at {generation}{error}"
+
+
+def _adapters_by_name(pod: PodState, version: CatalogVersion) -> dict[str, AdapterStatus]:
+    """What a pod says of these adapters; nothing while it works on others: a name may mean another source there."""
+    if pod.report is None or not has_catalog(pod.report, version):
+        return {}
+    return {status.name: status for status in pod.report.adapters}
+
+
+def _least_ready_state(
+    name: str, pods: Sequence[PodState], by_name: dict[str, dict[str, AdapterStatus]]
+) -> tuple[str, str, str]:
+    """State of the pod that is farthest behind with an adapter, its name, and its error."""
+    states = [_adapter_state(name, pod, by_name) for pod in pods]
+    return min(
+        states, key=lambda item: (_STATES_LEAST_READY_FIRST.index(item[0]), item[1]), default=("Pending", "", "")
+    )
+
+
+def _adapter_state(name: str, pod: PodState, by_name: dict[str, dict[str, AdapterStatus]]) -> tuple[str, str, str]:
+    status = by_name[pod.uid].get(name)
+    return ("Pending", pod.name, "") if status is None else (status.state.value, pod.name, status.error)
+
+
+def _common_digest(name: str, pods: Sequence[PodState], by_name: dict[str, dict[str, AdapterStatus]]) -> dict[str, str]:
+    """The digest, where all pods that know one know the same."""
+    digests = set(_known_digests(name, pods, by_name))
+    return {"digest": digests.pop()} if len(digests) == 1 else {}
+
+
+def _known_digests(name: str, pods: Sequence[PodState], by_name: dict[str, dict[str, AdapterStatus]]) -> Iterator[str]:
+    for pod in pods:
+        status = by_name[pod.uid].get(name)
+        if status is not None and status.digest and len(status.digest) <= _MAX_DIGEST and status.digest.isascii():
+            yield status.digest
+
+
+def _is_ready_everywhere(entry: dict[str, Any]) -> bool:
+    return bool(entry["total"] and entry["ready"] == entry["total"])

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conditions: what holds for a service and why, in one word and in sentences. docs/troubleshooting.md explains each
+reason, and a test holds the two together.
+
+Judged by rollout.py, model_cache.py, adapters.py and status.py, turned into .status.conditions here.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+MAX_MESSAGE = 1024
+"""Characters of a condition's message; the schema allows more, people read less."""
+MAX_MULTILINE_MESSAGE = 4096
+"""Characters where the message has lines of its own: problems of a spec, or what planning tried."""
+
+
+class ConditionType(StrEnum):
+    """Conditions of a service, in the order in which they are shown."""
+
+    READY = "Ready"
+    CONFIG_VALID = "ConfigValid"
+    PLANNED = "Planned"
+    MODEL_CACHED = "ModelCached"
+    AVAILABLE = "Available"
+    PROGRESSING = "Progressing"
+    ADAPTERS_READY = "AdaptersReady"
+
+
+class ConditionReason(StrEnum):
+    """Why a condition is as it is. Reasons of Planned are also those of plan.Fit and plan.Why."""
+
+    # Ready
+    READY = "Ready"
+    SCALED_TO_ZERO = "ScaledToZero"
+    PODS_UNREACHABLE = "PodsUnreachable"
+    PAUSED = "Paused"
+    # ConfigValid
+    ACCEPTED = "Accepted"
+    KINDS_LEFT_OUT = "KindsLeftOut"
+    FIELDS_LEFT_OUT = "FieldsLeftOut"
+    INVALID = "Invalid"
+    CONFLICT = "Conflict"
+    APPLY_REJECTED = "ApplyRejected"
+    # Planned
+    PLANNING = "Planning"
+    # ModelCached
+    DOWNLOADED = "Downloaded"
+    ON_CLAIM = "OnClaim"
+    IN_PODS = "InPods"
+    DOWNLOADING = "Downloading"
+    DOWNLOAD_PENDING = "DownloadPending"
+    AUTH_FAILED = "AuthFailed"
+    NOT_FOUND = "NotFound"
+    NO_SPACE = "NoSpace"
+    DIGEST_MISMATCH = "DigestMismatch"
+    SOURCE_INVALID = "SourceInvalid"
+    UNREACHABLE = "Unreachable"
+    DOWNLOAD_FAILED = "DownloadFailed"
+    # Available
+    MINIMUM_REPLICAS = "MinimumReplicas"
+    NO_READY_PODS = "NoReadyPods"
+    # Progressing
+    ROLLOUT_COMPLETE = "RolloutComplete"
+    UPDATING = "Updating"
+    INSUFFICIENT_GPU = "InsufficientGPU"
+    UNSCHEDULABLE = "Unschedulable"
+    PODS_NOT_READY = "PodsNotReady"
+    PODS_REFUSED = "PodsRefused"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    # AdaptersReady
+    NO_ADAPTERS = "NoAdapters"
+    ALL_LOADED = "AllLoaded"
+    LOADING = "Loading"
+    LOAD_FAILED = "LoadFailed"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One condition, before it has times."""
+
+    type: ConditionType
+    is_true: bool | None
+    """None: unknown."""
+    reason: str
+    """A Reason, or the plan's Fit or Why."""
+    message: str
+
+    @property
+    def status(self) -> str:
+        """As Kubernetes writes it."""
+        return "Unknown" if self.is_true is None else str(self.is_true)
+
+
+def to_conditions(
+    conditions: Iterable[Condition], generation: int, previous: Mapping[str, Any], now: datetime
+) -> list[dict[str, Any]]:
+    """.status.conditions: a condition keeps its lastTransitionTime for as long as it keeps its status."""
+    previous_by_type = {entry.get("type"): entry for entry in previous.get("conditions") or ()}
+    type_order = list(ConditionType)
+    return [
+        {
+            "type": condition.type.value,
+            "status": condition.status,
+            "observedGeneration": generation,
+            "lastTransitionTime": _transition_time(condition, previous_by_type.get(condition.type.value, {}), now),
+            "reason": str(condition.reason),
+            "message": _format_message(condition),
+        }
+        for condition in sorted(conditions, key=lambda c: type_order.index(c.type))
+    ]
+
+
+def to_single_line(text: str, limit: int = MAX_MESSAGE) -> str:
+    """One line of text, cut to `limit` characters with an ellipsis; indented lines, as of a table, are left out."""
+    first, *remaining = text.strip().splitlines() or [""]
+    return _truncate("; ".join([first, *(line for line in remaining if line.strip() and not line[0].isspace())]), limit)
+
+
+def format_timestamp(moment: datetime) -> str:
+    """RFC 3339, in whole seconds of UTC."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _format_message(condition: Condition) -> str:
+    if condition.type in (ConditionType.CONFIG_VALID, ConditionType.PLANNED):
+        return _truncate(condition.message, MAX_MULTILINE_MESSAGE)
+    return to_single_line(condition.message)
+
+
+def _truncate(text: str, limit: int) -> str:
+    # What is no text in UTF-8 would come back from the API server as something else, and differ for ever.
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
+
+
+def _transition_time(condition: Condition, previous: Mapping[str, Any], now: datetime) -> str:
+    unchanged_since = previous.get("lastTransitionTime") if previous.get("status") == condition.status else None
+    return str(unchanged_since) if unchanged_since else format_timestamp(now)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""events(): what to tell `kubectl describe` and whoever watches events: transitions only, each once. Pure.
+
+A transition is a change of a condition's status or reason, of an adapter's state, or of the plan; words that change
+under the same reason are in the status and make no event.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from quire_operator.controller.status.conditions import ConditionReason, ConditionType, to_single_line
+from quire_operator.controller.status.status import MAX_KV_TOKEN_DRIFT, kv_token_drift
+
+MAX_MESSAGE = 1024
+"""Of an event; the API server refuses longer ones."""
+_MAX_ADAPTERS = 10
+"""Events about adapters for one change; a catalogue has up to 1024."""
+_SILENT_REASONS = frozenset(
+    {
+        ConditionReason.ACCEPTED,
+        ConditionReason.PLANNING,
+        ConditionReason.ON_CLAIM,
+        ConditionReason.NO_ADAPTERS,
+        ConditionReason.LOADING,
+        ConditionReason.NO_READY_PODS,
+    }
+)
+"""Reasons that are no news by themselves: others tell the same, or what comes of it will be told."""
+_SILENT_INITIAL_REASONS = frozenset({ConditionReason.UPDATING})
+"""Of a new service these are no news either: the Deployment tells of its pods."""
+_BLOCKING_CONDITIONS = (ConditionType.CONFIG_VALID, ConditionType.PLANNED, ConditionType.MODEL_CACHED)
+
+
+class EventReason(StrEnum):
+    """Reasons of events that are no condition's."""
+
+    REPLANNED = "Replanned"
+    PLAN_DIFFERS = "PlanDiffers"
+    ADAPTER_READY = "AdapterReady"
+    ADAPTER_FAILED = "AdapterFailed"
+    MORE_ADAPTERS = "MoreAdapters"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceEvent:
+    """A Kubernetes event about the service."""
+
+    type: str
+    """Normal or Warning."""
+    reason: str
+    """In one word, at most 128 characters."""
+    message: str
+    """In sentences, at most 1024 characters."""
+
+
+def build_events(previous: Mapping[str, Any], status: Mapping[str, Any]) -> list[ServiceEvent]:
+    """What has changed between two statuses that people should hear of; nothing when nothing has."""
+    previous_conditions, current_conditions = _conditions_by_type(previous), _conditions_by_type(status)
+    return [
+        *_condition_events(previous_conditions, current_conditions),
+        *_plan_events(previous, status),
+        *_adapter_events(previous, status),
+    ]
+
+
+def _condition_events(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[ServiceEvent]:
+    for kind in (*_BLOCKING_CONDITIONS, ConditionType.PROGRESSING, ConditionType.AVAILABLE, ConditionType.READY):
+        old, new = before.get(kind.value, {}), after.get(kind.value, {})
+        if not new or (old.get("status"), old.get("reason")) == (new["status"], new["reason"]):
+            continue
+        if new["reason"] in _SILENT_REASONS and not (kind is ConditionType.AVAILABLE and old.get("status") == "True"):
+            continue
+        if not old and new["reason"] in _SILENT_INITIAL_REASONS:
+            continue
+        if not _is_reported_elsewhere(kind, new, after):
+            yield _make_event(_is_warning(kind, old, new), new["reason"], f"{kind.value}: {new['message']}")
+
+
+def _is_reported_elsewhere(kind: ConditionType, new: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether the same cause makes an event of another condition: Ready and Progressing repeat what they wait for."""
+    if kind is ConditionType.READY:
+        # Adapters have events of their own.
+        return bool(new["status"] != "True" and new["reason"] != ConditionReason.PODS_UNREACHABLE)
+    if kind in (ConditionType.PLANNED, ConditionType.MODEL_CACHED) and new["status"] == "Unknown":
+        return bool(new["reason"] == after[ConditionType.CONFIG_VALID.value]["reason"])
+    if kind is ConditionType.PROGRESSING:
+        return any(after.get(other.value, {}).get("reason") == new["reason"] for other in _BLOCKING_CONDITIONS)
+    return False
+
+
+def _is_warning(kind: ConditionType, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    reason = new["reason"]
+    if kind in (ConditionType.READY, ConditionType.AVAILABLE):
+        return bool(new["status"] != "True" and reason != ConditionReason.SCALED_TO_ZERO)
+    if kind is ConditionType.PROGRESSING:
+        return reason not in (
+            ConditionReason.ROLLOUT_COMPLETE,
+            ConditionReason.UPDATING,
+            ConditionReason.PAUSED,
+            ConditionReason.PODS_NOT_READY,
+        )
+    waiting_reasons = (ConditionReason.DOWNLOADING, ConditionReason.DOWNLOAD_PENDING)
+    omission_reasons = (ConditionReason.KINDS_LEFT_OUT, ConditionReason.FIELDS_LEFT_OUT)
+    return reason in omission_reasons or (new["status"] != "True" and reason not in waiting_reasons)
+
+
+def _plan_events(previous: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[ServiceEvent]:
+    old, new = previous.get("plan") or {}, status.get("plan") or {}
+    if not new:
+        return
+    if old.get("inputsHash") and old["inputsHash"] != new["inputsHash"]:
+        yield _make_event(
+            False, EventReason.REPLANNED, f"the spec, the model or the GPUs changed: {_format_plan_sizes(new)}"
+        )
+    current_drift, previous_drift = (
+        kv_token_drift(new),
+        kv_token_drift(old) if old.get("inputsHash") == new["inputsHash"] else None,
+    )
+    if (
+        current_drift is not None
+        and abs(current_drift) > MAX_KV_TOKEN_DRIFT
+        and not (previous_drift is not None and abs(previous_drift) > MAX_KV_TOKEN_DRIFT)
+    ):
+        measured = new["measured"]["kvTokens"]
+        comparison = "fewer" if current_drift < 0 else "more"
+        yield _make_event(
+            True,
+            EventReason.PLAN_DIFFERS,
+            f"the engine has room for {measured} KV tokens, {abs(current_drift):.0%} {comparison} than the "
+            f"{new['kvTokens']} planned; "
+            f"{'something else is in the memory of the GPU, or ' if new.get('gpu') else ''}the plan is wrong for this "
+            "model",
+        )
+
+
+def _adapter_events(previous: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[ServiceEvent]:
+    previous_by_name = {entry["name"]: entry for entry in previous.get("adapters") or ()}
+    adapter_events = [
+        event for entry in status.get("adapters") or () if (event := _adapter_event(previous_by_name, entry))
+    ]
+    yield from adapter_events[:_MAX_ADAPTERS]
+    if len(adapter_events) > _MAX_ADAPTERS:
+        omitted = adapter_events[_MAX_ADAPTERS:]
+        num_failed = sum(event.type == "Warning" for event in omitted)
+        yield _make_event(
+            bool(num_failed),
+            EventReason.MORE_ADAPTERS,
+            f"{len(omitted)} more adapters changed, {num_failed} of them failed",
+        )
+
+
+def _adapter_event(previous_by_name: Mapping[str, Any], entry: Mapping[str, Any]) -> ServiceEvent | None:
+    old = previous_by_name.get(entry["name"], {})
+    if entry["state"] == "Failed" and old.get("state") != "Failed":
+        return _make_event(
+            True, EventReason.ADAPTER_FAILED, f"adapter {entry['name']}: {entry.get('message') or 'it has failed'}"
+        )
+    is_ready, was_ready = _is_ready_everywhere(entry), _is_ready_everywhere(old)
+    if is_ready and (not was_ready or old.get("digest") != entry.get("digest")):
+        digest = f", {entry['digest']}" if entry.get("digest") else ""
+        return _make_event(
+            False, EventReason.ADAPTER_READY, f"adapter {entry['name']} is on all {entry['total']} ready pods{digest}"
+        )
+    return None
+
+
+def _is_ready_everywhere(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("state") == "Ready" and entry.get("total") and entry.get("ready") == entry["total"])
+
+
+def _format_plan_sizes(plan: Mapping[str, Any]) -> str:
+    values = {name: plan[name]["value"] for name in ("tensorParallelSize", "maxModelLen", "maxNumSeqs") if name in plan}
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _conditions_by_type(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {condition["type"]: condition for condition in status.get("conditions") or ()}
+
+
+def _make_event(is_warning: bool, reason: str, message: str) -> ServiceEvent:
+    return ServiceEvent("Warning" if is_warning else "Normal", str(reason), to_single_line(message, MAX_MESSAGE))

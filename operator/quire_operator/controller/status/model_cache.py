@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ModelCached and status.cache: whether the model's files are there, and what keeps them from it. Pure."""
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from quire_operator.api.llmservice import LLMService
+from quire_operator.controller.object_cache import CachedObject
+from quire_operator.controller.status import download_progress
+from quire_operator.controller.status.conditions import Condition, ConditionReason, ConditionType
+from quire_operator.controller.status.observed_state import Body, ObservedState, PlanningResult, PodState
+from quire_operator.render import download_job, model_storage, object_names
+from quire_spec.documents.adapter_catalog import Source
+from quire_spec.documents.download_progress import DownloadProgress
+from quire_spec.documents.download_result import PERMANENT_REASONS, DownloadReason, DownloadResult
+
+
+def evaluate_model_cache(
+    service: LLMService, planning: PlanningResult, observed: ObservedState, previous: Mapping[str, Any], now: datetime
+) -> tuple[Condition, dict[str, Any]]:
+    """The condition ModelCached, and status.cache; `previous` is the status before."""
+    planned_bytes = planning.plan.modelBytes if planning.plan else None
+    previous_cache = previous.get("cache") or {}
+    if planning.read_error is not None:
+        # No Job is made before there is a plan; what kept the plan from being made would keep it, too.
+        reason, message = _explain_result(service, planning.read_error, planning.waiting_for)
+        return _condition(False, reason, f"{message}; it is tried again"), {"state": "Failed"}
+    if planning.spec_error:
+        # Nothing of it is done, and what was seen may be of another source.
+        message = "not judged: the spec cannot be used, see ConfigValid"
+        return Condition(ConditionType.MODEL_CACHED, None, ConditionReason.INVALID, message), dict(previous_cache) or {
+            "state": "Pending"
+        }
+    is_planned = planning.plan is not None and not (planning.unplannable or planning.waiting_for)
+    mode = model_storage.cache_mode(service)
+    if mode == "PVC":
+        if observed.job is None and not is_planned:
+            message = "the model is downloaded once there is a plan, see Planned"
+            return _condition(False, ConditionReason.DOWNLOAD_PENDING, message), _cache_fields("Pending", None)
+        progress_fields = download_progress.to_fields(
+            _current_progress(observed.job_pods), planned_bytes, previous_cache, now
+        )
+        return _evaluate_job_download(service, observed, previous_cache, progress_fields)
+    if mode == "EmptyDir":
+        # Others have, or bring, what the spec said before.
+        pods = [pod for pod in observed.pods if pod.download_folder == model_storage.folder(service)]
+        return _evaluate_pod_downloads(
+            service, pods, download_progress.to_fields(_current_progress(pods), planned_bytes, previous_cache, now)
+        )
+    claim = service.spec.model.source.pvc
+    if claim and not is_planned:
+        message = f"not known of claim {claim.claimName!r} while there is no plan, see Planned"
+        return Condition(ConditionType.MODEL_CACHED, None, ConditionReason.ON_CLAIM, message), {"state": "Pending"}
+    location = f"the files are on claim {claim.claimName!r}" if claim else "nothing is downloaded"
+    return _condition(True, ConditionReason.ON_CLAIM, location), {"state": "Ready"}
+
+
+def download_jobs(jobs: Iterable[CachedObject], service: LLMService) -> list[CachedObject]:
+    """Those of a service's Jobs that bring its model, less what is on its way out."""
+    target = download_job.download_target(service)
+    labels = ((entry, entry.body()["metadata"].get("labels", {})) for entry in jobs if not entry.deleting)
+    return [entry for entry, job_labels in labels if job_labels.get(object_names.DOWNLOAD_TARGET_LABEL) == target]
+
+
+def job_succeeded(job: Body | None, claim: Body | None) -> bool:
+    """Whether a download Job has brought everything to the claim that is there, and stays."""
+    return job_condition(job, "Complete") is not None and not predates_claim(job, claim) and not is_terminating(claim)
+
+
+def predates_claim(job: Body | None, claim: Body | None) -> bool:
+    """Whether a Job was made before the claim, and so for one of the same name that is gone."""
+    if job is None or claim is None:
+        return False
+    job_created, claim_created = (body["metadata"].get("creationTimestamp", "") for body in (job, claim))
+    return bool(job_created < claim_created)
+
+
+def is_terminating(claim: Body | None) -> bool:
+    """Whether a claim is being deleted: it stays while pods have it, also those that ended, and no other gets it."""
+    return claim is not None and "deletionTimestamp" in claim["metadata"]
+
+
+def _evaluate_job_download(
+    service: LLMService, observed: ObservedState, previous_cache: Mapping[str, Any], progress_fields: dict[str, Any]
+) -> tuple[Condition, dict[str, Any]]:
+    """One Job downloads to a claim that all pods read; `under_way` says how far it is."""
+    pods = sorted(observed.job_pods, key=lambda pod: (pod.created_at, pod.name))
+    results = [outcome for pod in pods if (outcome := _download_result(pod))]
+    last_result = results[-1] if results else None
+    if job_succeeded(observed.job, observed.claim):
+        # A Job's pod goes, and what it said with it; one that found all there does not know the commit. And news of the
+        # Job may be here before those of its last pod: what a try before it said is not what there is.
+        succeeded = [outcome for outcome in results if outcome.result is DownloadReason.DOWNLOADED]
+        cache = (dict(previous_cache) if previous_cache.get("state") == "Ready" else {}) | _cache_fields(
+            "Ready", succeeded[-1] if succeeded else None
+        )
+        return _condition(True, ConditionReason.DOWNLOADED, _describe_cache(cache)), cache
+    if failed_condition := job_condition(observed.job, "Failed"):
+        reason, message = _explain_failure(service, pods, last_result)
+        description = f"{message}; the Job gave up ({failed_condition.get('reason') or 'Failed'})"
+        return _condition(False, reason, description), _cache_fields("Failed", last_result)
+    if last_result and last_result.result in PERMANENT_REASONS:
+        reason, message = _explain_failure(service, pods, last_result)
+        return _condition(False, reason, f"{message}; it is tried again"), _cache_fields("Failed", last_result)
+    if running := [pod for pod in pods if pod.phase == "Running" and not pod.deleting]:
+        last_error = f"; the try before: {last_result.message}" if last_result and last_result.message else ""
+        progress_text = f": {description}" if (description := download_progress.describe(progress_fields)) else ""
+        message = (
+            f"pod {running[-1].name} downloads {_describe_source(service.spec.model.source)}{progress_text}{last_error}"
+        )
+        return _condition(False, ConditionReason.DOWNLOADING, message), _cache_fields(
+            "Downloading", last_result
+        ) | progress_fields
+    return _condition(
+        False, ConditionReason.DOWNLOAD_PENDING, _explain_waiting(observed, pods, last_result)
+    ), _cache_fields("Pending", last_result)
+
+
+def _evaluate_pod_downloads(
+    service: LLMService, pods: list[PodState], progress_fields: dict[str, Any]
+) -> tuple[Condition, dict[str, Any]]:
+    """Each of these pods downloads for itself, before it starts; `under_way` says how far one of them is."""
+    failed_pods = [
+        (pod, result)
+        for pod in pods
+        if pod.alive and not pod.ready and (result := _download_result(pod)) and result.result in PERMANENT_REASONS
+    ]
+    if failed_pods:
+        pod, result = failed_pods[0]
+        reason, message = _explain_failure(service, [pod], result)
+        return _condition(False, reason, f"pod {pod.name}: {message}"), _cache_fields("Failed", result)
+    succeeded = [o for pod in pods if (o := _download_result(pod)) and o.result is DownloadReason.DOWNLOADED]
+    message = "each pod downloads the files for itself before it starts (spec.cache.mode EmptyDir)"
+    downloading = [pod for pod in pods if pod.alive and pod.downloading]
+    if downloading and not succeeded:
+        progress_text = (
+            f"; a pod does: {description}" if (description := download_progress.describe(progress_fields)) else ""
+        )
+        return _condition(True, ConditionReason.IN_PODS, message + progress_text), _cache_fields(
+            "Downloading", None
+        ) | progress_fields
+    return _condition(True, ConditionReason.IN_PODS, message), _cache_fields(
+        "Ready" if succeeded else "Pending", succeeded[0] if succeeded else None
+    )
+
+
+def _current_progress(pods: Iterable[PodState]) -> DownloadProgress | None:
+    """How far the download is, or of several that of the first pod by name."""
+    reporting_pods = [pod for pod in pods if pod.alive and pod.downloading and pod.progress is not None]
+    return min(reporting_pods, key=lambda pod: pod.name).progress if reporting_pods else None
+
+
+def _explain_failure(
+    service: LLMService, pods: list[PodState], last_result: DownloadResult | None
+) -> tuple[ConditionReason, str]:
+    """Why a download failed, with the Secret where access is what it lacks."""
+    if last_result is None:
+        terminated = pods[-1].terminated if pods else None
+        details = (
+            f"{terminated.reason} (exit code {terminated.exit_code}) {terminated.message}"
+            if terminated
+            else "no pod of it is left"
+        )
+        return ConditionReason.DOWNLOAD_FAILED, f"{_describe_source(service.spec.model.source)}: {details}"
+    return _explain_result(service, last_result.result, last_result.message)
+
+
+def _explain_result(service: LLMService, result: DownloadReason, message: str) -> tuple[ConditionReason, str]:
+    reason = ConditionReason(result.value)
+    if result is DownloadReason.AUTH_FAILED:
+        return reason, f"{message}; {_secret_hint(service.spec.model.source)}"
+    return reason, message
+
+
+def _explain_waiting(observed: ObservedState, pods: list[PodState], last_result: DownloadResult | None) -> str:
+    """What a download that does not run waits for."""
+    if observed.claim and is_terminating(observed.claim):
+        return (
+            f"claim {observed.claim['metadata']['name']} is being deleted, which waits for the last pod that has it; "
+            "then it is made again, and filled. Pods go on with it, but no new one can start: to have it now, set "
+            "spec.replicas to 0 until it is filled"
+        )
+    if observed.job is None:
+        return "the download Job is being made"
+    phase = ((observed.claim or {}).get("status") or {}).get("phase", "")
+    claim_text = (
+        f"claim {observed.claim['metadata']['name']} is {phase}; " if observed.claim and phase != "Bound" else ""
+    )
+    if pods and (pod_message := pods[-1].unschedulable or pods[-1].waiting):
+        return f"{claim_text}pod {pods[-1].name}: {pod_message}"
+    if last_result and last_result.message:
+        return f"{claim_text}it is tried again after: {last_result.message}"
+    return f"{claim_text}the download Job has no running pod yet"
+
+
+def _download_result(pod: PodState) -> DownloadResult | None:
+    return (
+        DownloadResult.parse(pod.terminated.message)
+        if pod.terminated and pod.terminated.container == model_storage.DOWNLOAD_CONTAINER
+        else None
+    )
+
+
+def _cache_fields(state: str, result: DownloadResult | None) -> dict[str, Any]:
+    """status.cache"""
+    result_fields = {"bytes": str(result.bytes), "revision": result.revision} if result else {}
+    return {"state": state, **{key: value for key, value in result_fields.items() if value}}
+
+
+def _describe_cache(cache: Mapping[str, Any]) -> str:
+    size = str(cache.get("bytes", ""))
+    phrases = ["all files are there", *([f"{int(size) / 2**30:.2f} GiB"] if size.isdigit() else [])]
+    return ", ".join([*phrases, *([f"revision {cache['revision']}"] if cache.get("revision") else [])])
+
+
+def _describe_source(source: Source) -> str:
+    """A source in a few words."""
+    if source.huggingFace is not None:
+        revision = f" at {source.huggingFace.revision}" if source.huggingFace.revision else ""
+        return f"Hugging Face repository {source.huggingFace.repo}{revision}"
+    if source.s3 is not None:
+        return source.s3.uri
+    return "the files under spec.model.source.http.url" if source.http is not None else "the model"
+
+
+def _secret_hint(source: Source) -> str:
+    """Which Secret to look at, or where to name one."""
+    for source_field, secret_field in (
+        ("huggingFace", "tokenSecretRef"), ("s3", "credentialsSecretRef"), ("http", "headersSecretRef"),
+    ):  # fmt: skip
+        source_spec = getattr(source, source_field)
+        if source_spec is not None:
+            ref = getattr(source_spec, secret_field)
+            if ref is None:
+                return f"no Secret is named; set spec.model.source.{source_field}.{secret_field}"
+            return f"check Secret {ref.name!r}" + (f", key {ref.key!r}" if ref.key else "")
+    return "check the claim's permissions"
+
+
+def job_condition(job: Body | None, condition_type: str) -> Mapping[str, Any] | None:
+    """The condition of a Job, where it holds."""
+    conditions = ((job or {}).get("status") or {}).get("conditions") or ()
+    return next((c for c in conditions if c.get("type") == condition_type and c.get("status") == "True"), None)
+
+
+def _condition(is_true: bool, reason: ConditionReason, message: str) -> Condition:
+    return Condition(ConditionType.MODEL_CACHED, is_true, reason, message)

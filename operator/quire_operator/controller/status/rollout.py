@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Available and Progressing: who serves, by the Deployment and the pods, and what holds up the others. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire_operator.controller.status.conditions import Condition, ConditionReason, ConditionType
+from quire_operator.controller.status.observed_state import ObservedState, PodState
+
+_MAX_POD_MESSAGE = 400
+"""Characters of one pod's words."""
+_OMIT_MESSAGE_REASONS = ("CrashLoopBackOff",)
+"""Waiting for the next try: its message holds a duration that changes by itself, and not the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodProblem:
+    """What holds up a pod."""
+
+    reason: ConditionReason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """Where the Deployment is, for one generation of the service."""
+
+    desired_replicas: int
+    """Pods that there should be."""
+    is_complete: bool
+    """Every wanted pod is of this generation and ready, and there is no other."""
+    reason: ConditionReason
+    """Why it is not complete, or RolloutComplete."""
+    message: str
+    in_progress: bool
+    """Something may still come of it by itself."""
+
+    def progressing_condition(self) -> Condition:
+        """The condition Progressing."""
+        return Condition(
+            ConditionType.PROGRESSING, self.in_progress and not self.is_complete, self.reason, self.message
+        )
+
+
+def ready_pods(observed: ObservedState) -> tuple[PodState, ...]:
+    """Pods that clients are sent to and that serve them: by the kubelet, and by their own word where there is one."""
+    return tuple(pod for pod in observed.pods if _is_ready(pod))
+
+
+def available_condition(observed: ObservedState, desired_replicas: int | None) -> Condition:
+    """The condition Available: somebody serves, whatever generation. `wanted` None: the spec cannot be read."""
+    num_ready = len(ready_pods(observed))
+    if num_ready:
+        desired_text = f" of {desired_replicas}" if desired_replicas is not None else ""
+        return Condition(
+            ConditionType.AVAILABLE, True, ConditionReason.MINIMUM_REPLICAS, f"{num_ready}{desired_text} pods serve"
+        )
+    if desired_replicas == 0:
+        return Condition(ConditionType.AVAILABLE, False, ConditionReason.SCALED_TO_ZERO, "spec.replicas is 0")
+    return Condition(ConditionType.AVAILABLE, False, ConditionReason.NO_READY_PODS, "no pod is ready")
+
+
+def evaluate_rollout(
+    observed: ObservedState, generation: int, desired_replicas: int, gpu_resource: str | None
+) -> RolloutState:
+    """Where the rollout of `generation` is; `gpu_resource` is what the pods ask GPUs by, None on CPUs."""
+    deployment = observed.deployment
+    if observed.applied_generation != generation or deployment is None:
+        pending_text = f"; {observed.pending_deletion}" if observed.pending_deletion else ""
+        message = f"the objects of this generation are being applied{pending_text}"
+        return RolloutState(desired_replicas, False, ConditionReason.UPDATING, message, True)
+    counts = _ReplicaCounts.from_deployment(deployment)
+    if counts.is_complete(desired_replicas) and _pods_agree(observed, desired_replicas):
+        message = f"{desired_replicas} of {desired_replicas} pods are of this generation and ready"
+        return RolloutState(desired_replicas, True, ConditionReason.ROLLOUT_COMPLETE, message, False)
+    reason, message = _blocking_reason(observed, counts, desired_replicas, gpu_resource)
+    conditions = {c["type"]: c for c in deployment.get("status", {}).get("conditions") or ()}
+    if counts.is_current and conditions.get("Progressing", {}).get("reason") == "ProgressDeadlineExceeded":
+        seconds = deployment["spec"].get("progressDeadlineSeconds")
+        deadline_message = f"nothing has come of it for {seconds} s (spec.rollout.progressDeadlineSeconds): {message}"
+        return RolloutState(desired_replicas, False, ConditionReason.DEADLINE_EXCEEDED, deadline_message, False)
+    failure = conditions.get("ReplicaFailure", {})
+    if (
+        counts.is_current
+        and failure.get("status") == "True"
+        and reason in (ConditionReason.UPDATING, ConditionReason.PODS_NOT_READY)
+    ):
+        return RolloutState(
+            desired_replicas,
+            False,
+            ConditionReason.PODS_REFUSED,
+            f"{_describe_progress(counts, desired_replicas)}; {_format_condition(failure)}",
+            True,
+        )
+    return RolloutState(desired_replicas, False, reason, message, True)
+
+
+def diagnose_pod(pod: PodState, gpu_resource: str | None) -> PodProblem | None:
+    """What holds up a pod that is not ready; None for one that is just starting."""
+    if pod.unschedulable:
+        is_gpu_shortage = gpu_resource is not None and f"Insufficient {gpu_resource}" in pod.unschedulable
+        return PodProblem(
+            ConditionReason.INSUFFICIENT_GPU if is_gpu_shortage else ConditionReason.UNSCHEDULABLE, pod.unschedulable
+        )
+    terminated = pod.terminated if pod.terminated and pod.terminated.exit_code else None
+    if pod.waiting:
+        waiting = pod.waiting.partition(":")[0] if pod.waiting.startswith(_OMIT_MESSAGE_REASONS) else pod.waiting
+        return PodProblem(
+            ConditionReason.PODS_NOT_READY, f"{waiting}; {_describe_termination(pod)}" if terminated else waiting
+        )
+    if terminated and not pod.started_at:
+        return PodProblem(ConditionReason.PODS_NOT_READY, _describe_termination(pod))
+    if pod.report and pod.report.reason:
+        restart_text = f" again after {_describe_termination(pod)}" if terminated else ""
+        return PodProblem(ConditionReason.PODS_NOT_READY, pod.report.reason + restart_text)
+    if terminated:
+        return PodProblem(ConditionReason.PODS_NOT_READY, f"starting again after {_describe_termination(pod)}")
+    if pod.phase == "Failed":
+        return PodProblem(ConditionReason.PODS_NOT_READY, "the pod has failed")
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _ReplicaCounts:
+    """Of a Deployment's status."""
+
+    is_current: bool
+    """The status is of the Deployment's newest generation."""
+    desired: int
+    replicas: int
+    updated: int
+    ready: int
+    available: int
+
+    @classmethod
+    def from_deployment(cls, deployment: Mapping[str, Any]) -> "_ReplicaCounts":
+        status = deployment.get("status") or {}
+        is_current = status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
+        return cls(
+            is_current,
+            deployment["spec"].get("replicas", 1),
+            *(status.get(name) or 0 for name in ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")),
+        )
+
+    def is_complete(self, desired: int) -> bool:
+        return self.is_current and {self.desired, self.replicas, self.updated, self.ready, self.available} == {desired}
+
+
+def _pods_agree(observed: ObservedState, desired_replicas: int) -> bool:
+    """The pods themselves say the same: their events and the Deployment's come in no order."""
+    hashes = {pod.template_hash for pod in observed.pods if pod.alive}
+    alive = sum(pod.alive for pod in observed.pods)
+    return alive == desired_replicas == len(ready_pods(observed)) and len(hashes) <= 1
+
+
+def _blocking_reason(
+    observed: ObservedState, counts: _ReplicaCounts, desired_replicas: int, gpu_resource: str | None
+) -> tuple[ConditionReason, str]:
+    """What the rollout waits for: the scheduler before the pods' own words before plain waiting."""
+    problems = [
+        (pod.name, cause)
+        for pod in sorted(observed.pods, key=lambda pod: pod.name)
+        if pod.alive and not _is_ready(pod) and (cause := diagnose_pod(pod, gpu_resource))
+    ]
+    order = (ConditionReason.INSUFFICIENT_GPU, ConditionReason.UNSCHEDULABLE, ConditionReason.PODS_NOT_READY)
+    progress = _describe_progress(counts, desired_replicas)
+    if problems:
+        name, cause = min(problems, key=lambda item: order.index(item[1].reason))
+        message = cause.message if len(cause.message) <= _MAX_POD_MESSAGE else cause.message[:_MAX_POD_MESSAGE] + "…"
+        more_text = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        return cause.reason, f"{progress}; pod {name}: {message}{more_text}"
+    if counts.is_current and counts.updated >= desired_replicas == counts.replicas:
+        return ConditionReason.PODS_NOT_READY, f"{progress}; the others are starting"
+    return ConditionReason.UPDATING, progress
+
+
+def _describe_progress(counts: _ReplicaCounts, desired_replicas: int) -> str:
+    updated = counts.updated if counts.is_current else 0
+    old_text = f", {counts.replicas - updated} are of one before" if counts.replicas > updated else ""
+    return f"{updated} of {desired_replicas} pods are of this generation, {counts.ready} are ready{old_text}"
+
+
+def _is_ready(pod: PodState) -> bool:
+    return pod.ready and pod.alive and (pod.report is None or pod.report.ready)
+
+
+def _describe_termination(pod: PodState) -> str:
+    assert pod.terminated is not None
+    lines = [line for line in pod.terminated.message.strip().splitlines() if line.strip()]
+    last = f": {lines[-1].strip()}" if lines else ""
+    restarts_text = f", {pod.restarts} restarts" if pod.restarts else ""
+    return f"{pod.terminated.container} ended with {pod.terminated.reason or 'Error'} (exit code {pod.terminated.exit_code}{restarts_text}){last}"
+
+
+def _format_condition(condition: Mapping[str, Any]) -> str:
+    return ": ".join(part for part in (condition.get("reason", ""), condition.get("message", "")) if part)

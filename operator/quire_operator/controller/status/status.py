@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""status(): the whole .status of a service, from what is wanted and what was seen. Pure: the clock is an argument.
+
+Ready sums up the rest and is never claimed for an older generation: every pod is of this one, ready by the kubelet and
+by its own word, and holds every adapter.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from quire_operator.api.llmservice import Device, LLMService
+from quire_operator.controller.status import adapters, model_cache
+from quire_operator.controller.status.conditions import (
+    Condition,
+    ConditionReason,
+    ConditionType,
+    format_timestamp,
+    to_conditions,
+)
+from quire_operator.controller.status.observed_state import ObservedState, PlanningResult
+from quire_operator.controller.status.rollout import RolloutState, available_condition, evaluate_rollout, ready_pods
+from quire_operator.plan.gpu import GPU_RESOURCE
+from quire_operator.plan.plan import Plan
+from quire_operator.render import object_names
+
+_PRESERVED_FIELDS = ("servedName", "selector", "endpoints", "plan", "cache", "adapters", "adaptersReady")
+"""What stays as it was while the spec cannot be read."""
+
+
+def build_status(
+    service: LLMService | None,
+    generation: int,
+    planning: PlanningResult,
+    observed: ObservedState,
+    previous: Mapping[str, Any],
+    now: datetime,
+) -> dict[str, Any]:
+    """The whole .status, to be written over the previous one when it differs.
+
+    `service` is None when the spec could not be read at all (verdict.invalid says why). Times stay what they were
+    while nothing they stand for changes, so an unchanged service gives an unchanged status.
+    """
+    if service is None:
+        evaluated = _evaluate_unreadable_spec(planning, observed, previous)
+    else:
+        evaluated = _evaluate_spec(service, generation, planning, observed, previous, now)
+    deployment = (observed.deployment or {}).get("status") or {}
+    meta = (observed.deployment or {}).get("metadata") or {}
+    is_current = (
+        deployment.get("observedGeneration", 0) >= meta.get("generation", 0)
+        and observed.applied_generation == generation
+    )
+    ready = ready_pods(observed)
+    return {
+        **evaluated.fields,
+        "observedGeneration": generation,
+        "conditions": to_conditions(evaluated.conditions, generation, previous, now),
+        "replicas": deployment.get("replicas") or 0,
+        "readyReplicas": len(ready),
+        "updatedReplicas": (deployment.get("updatedReplicas") or 0) if is_current else 0,
+        "models": adapters.common_model_names(ready),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _EvaluatedSpec:
+    """What differs between a spec that can be read and one that cannot."""
+
+    conditions: list[Condition]
+    fields: dict[str, Any]
+
+
+def _evaluate_unreadable_spec(
+    planning: PlanningResult, observed: ObservedState, previous: Mapping[str, Any]
+) -> _EvaluatedSpec:
+    """Nothing is known of what is wanted; what was there keeps serving."""
+    config = _config_valid(planning, observed)
+    conditions = [
+        config,
+        available_condition(observed, None),
+        _blocked_condition(ConditionType.PROGRESSING, config),
+        _blocked_condition(ConditionType.READY, config),
+    ]
+    conditions += [
+        _unknown_condition(kind, config)
+        for kind in (ConditionType.PLANNED, ConditionType.MODEL_CACHED, ConditionType.ADAPTERS_READY)
+    ]
+    return _EvaluatedSpec(conditions, {key: previous[key] for key in _PRESERVED_FIELDS if key in previous})
+
+
+def _evaluate_spec(
+    service: LLMService,
+    generation: int,
+    planning: PlanningResult,
+    observed: ObservedState,
+    previous: Mapping[str, Any],
+    now: datetime,
+) -> _EvaluatedSpec:
+    spec = service.spec
+    config, planned = _config_valid(planning, observed), _planned_condition(planning)
+    cached_condition, cache = model_cache.evaluate_model_cache(service, planning, observed, previous, now)
+    gpu_resource = spec.gpu.resourceName if spec.gpu else GPU_RESOURCE
+    rollout_state = evaluate_rollout(
+        observed, generation, spec.replicas, gpu_resource if spec.device is Device.GPU else None
+    )
+    adapters_state = adapters.evaluate_adapters(service.build_catalog(), observed.pods, ready_pods(observed))
+    # A model that cannot be read is what planning waits for.
+    blocker = _first_blocker(
+        service, [config, cached_condition, planned] if planning.read_error else [config, planned, cached_condition]
+    )
+    progressing = _progressing_condition(blocker, rollout_state)
+    plan = _plan_fields(planning.plan, observed, rollout_state, previous)
+    if note := _describe_drift(plan):
+        planned = Condition(planned.type, planned.is_true, planned.reason, f"{planned.message}; {note}")
+    conditions = [
+        config, planned, cached_condition, available_condition(observed, spec.replicas), progressing,
+        adapters_state.condition,
+        _ready_condition(blocker, rollout_state, adapters_state.condition),
+    ]  # fmt: skip
+    labels = object_names.selector_labels(service, object_names.SERVER)
+    fields = {
+        "servedName": service.served_name,
+        "selector": ",".join(f"{key}={value}" for key, value in sorted(labels.items())),
+        "cache": cache,
+        "adapters": adapters_state.entries,
+        "adaptersReady": adapters_state.ready_summary,
+        **({"plan": plan} if plan else {}),
+        **({"endpoints": _endpoints(service)} if observed.deployment is not None else {}),
+    }
+    return _EvaluatedSpec(conditions, fields)
+
+
+# Conditions
+
+
+def _config_valid(planning: PlanningResult, observed: ObservedState) -> Condition:
+    if planning.spec_error:
+        return Condition(ConditionType.CONFIG_VALID, False, ConditionReason.INVALID, planning.spec_error)
+    if observed.conflict:
+        return Condition(ConditionType.CONFIG_VALID, False, ConditionReason.CONFLICT, observed.conflict)
+    if observed.apply_error:
+        return Condition(ConditionType.CONFIG_VALID, False, ConditionReason.APPLY_REJECTED, observed.apply_error)
+    omissions = []
+    if observed.unknown_fields:
+        fields = ", ".join(observed.unknown_fields)
+        omissions.append(
+            f"the API server knows no {fields}, so that was left out; correct it, or take it out of the spec"
+        )
+    if observed.unavailable_kinds:
+        kind_names = ", ".join(observed.unavailable_kinds)
+        omissions.append(
+            f"the API server has no {kind_names}, so that was left out; install it, or take it out of the spec"
+        )
+    if omissions:
+        reason = ConditionReason.FIELDS_LEFT_OUT if observed.unknown_fields else ConditionReason.KINDS_LEFT_OUT
+        return Condition(ConditionType.CONFIG_VALID, True, reason, "\n".join(omissions))
+    return Condition(ConditionType.CONFIG_VALID, True, ConditionReason.ACCEPTED, "every field can be used")
+
+
+def _planned_condition(planning: PlanningResult) -> Condition:
+    plan = planning.plan
+    if planning.spec_error and plan is None:
+        return Condition(
+            ConditionType.PLANNED, None, ConditionReason.INVALID, "the spec cannot be used, see ConfigValid"
+        )
+    if planning.unplannable is not None:
+        return Condition(ConditionType.PLANNED, False, planning.unplannable.reason, str(planning.unplannable))
+    if planning.waiting_for or plan is None:
+        return Condition(
+            ConditionType.PLANNED, None, ConditionReason.PLANNING, planning.waiting_for or "not planned yet"
+        )
+    return Condition(ConditionType.PLANNED, True, plan.fit, plan.advice or _summarize_plan(plan))
+
+
+def _summarize_plan(plan: Plan) -> str:
+    max_model_len = plan.maxModelLen.value
+    devices = f"{plan.gpu.count} x {plan.gpu.product or 'GPU'}" if plan.gpu else "CPU"
+    return f"{devices}: {plan.kvTokens} KV tokens hold {plan.concurrency:.1f} requests of {max_model_len} tokens"
+
+
+def _first_blocker(service: LLMService, conditions: Iterable[Condition]) -> Condition | None:
+    """What keeps this generation from being rolled out at all."""
+    blocker = next((condition for condition in conditions if condition.is_true is not True), None)
+    if service.spec.paused and (blocker is None or blocker.reason != ConditionReason.INVALID):
+        message = "spec.paused is set: the operator changes and repairs nothing, and only writes the status"
+        return Condition(ConditionType.PROGRESSING, None, ConditionReason.PAUSED, message)
+    return blocker
+
+
+def _progressing_condition(blocker: Condition | None, rollout_state: RolloutState) -> Condition:
+    if blocker is None:
+        return rollout_state.progressing_condition()
+    in_progress = blocker.reason in (
+        ConditionReason.PLANNING,
+        ConditionReason.DOWNLOADING,
+        ConditionReason.DOWNLOAD_PENDING,
+    )
+    return Condition(ConditionType.PROGRESSING, in_progress, blocker.reason, blocker.message)
+
+
+def _ready_condition(blocker: Condition | None, rollout_state: RolloutState, adapters_ready: Condition) -> Condition:
+    if blocker is not None:
+        is_true = None if blocker.reason == ConditionReason.PAUSED else False
+        return Condition(ConditionType.READY, is_true, blocker.reason, blocker.message)
+    if not rollout_state.is_complete:
+        return Condition(ConditionType.READY, False, rollout_state.reason, rollout_state.message)
+    if rollout_state.desired_replicas == 0:
+        return Condition(ConditionType.READY, False, ConditionReason.SCALED_TO_ZERO, "spec.replicas is 0")
+    if adapters_ready.is_true is not True:
+        return Condition(ConditionType.READY, adapters_ready.is_true, adapters_ready.reason, adapters_ready.message)
+    return Condition(
+        ConditionType.READY, True, ConditionReason.READY, f"{rollout_state.message}; {adapters_ready.message}"
+    )
+
+
+def _blocked_condition(kind: ConditionType, cause: Condition) -> Condition:
+    return Condition(kind, False, cause.reason, cause.message)
+
+
+def _unknown_condition(kind: ConditionType, cause: Condition) -> Condition:
+    return Condition(kind, None, cause.reason, "not judged: the spec cannot be read, see ConfigValid")
+
+
+# The plan, and what the engine found
+
+
+def kv_token_drift(plan: Mapping[str, Any]) -> float | None:
+    """By how much of the planned KV tokens the engine measured fewer (negative) or more; None: nothing was measured."""
+    measured, planned = (plan.get("measured") or {}).get("kvTokens"), plan.get("kvTokens")
+    if measured is None or not planned:
+        return None
+    if (plan.get("dtype") or {}).get("value") == "auto":
+        # On a CPU, where float32 is counted; the engine may take a type of half the size, which doubles the tokens.
+        planned = min(max(planned, measured), 2 * planned)
+    return float(measured / planned - 1)
+
+
+_MAX_KV_VALUE = 2**31
+"""Blocks, and tokens of one, that nobody has; an API server takes no integer beyond 64 bits."""
+MAX_KV_TOKEN_DRIFT = 0.10
+"""Beyond this the plan was wrong enough to tell somebody."""
+
+
+def _describe_drift(plan: Mapping[str, Any]) -> str:
+    drift_ratio = kv_token_drift(plan)
+    if drift_ratio is None or abs(drift_ratio) <= MAX_KV_TOKEN_DRIFT:
+        return ""
+    measured, comparison = plan["measured"]["kvTokens"], "fewer" if drift_ratio < 0 else "more"
+    return f"the engine has room for {measured} KV tokens, {abs(drift_ratio):.0%} {comparison} than the plan's {plan['kvTokens']}"
+
+
+def _plan_fields(
+    plan: Plan | None, observed: ObservedState, rollout_state: RolloutState, previous: Mapping[str, Any]
+) -> dict[str, Any]:
+    """status.plan. Without a new one the last stays: it is the one that the pods run by."""
+    previous_plan = dict(previous.get("plan") or {})
+    if plan is None:
+        return previous_plan
+    planned = plan.to_json()
+    measured = _measured_kv_cache(observed) if rollout_state.is_complete else None
+    if measured is None and previous_plan.get("inputsHash") == planned["inputsHash"]:
+        measured = previous_plan.get("measured")
+    return planned | ({"measured": measured} if measured else {})
+
+
+def _measured_kv_cache(observed: ObservedState) -> dict[str, Any] | None:
+    """What the engine of the pod with the least room found."""
+    memories = [(p.report.memory, p.report.core_started_at) for p in ready_pods(observed) if p.report]
+    measurements = [
+        (memory.num_blocks * memory.block_size, memory.num_blocks, _format_time(started_at))
+        for memory, started_at in memories
+        if memory and 0 < memory.num_blocks < _MAX_KV_VALUE and 0 < memory.block_size < _MAX_KV_VALUE
+    ]
+    if not measurements:
+        return None
+    tokens, blocks, measured_at = min(measurements)
+    return {"kvBlocks": blocks, "kvTokens": tokens} | ({"at": measured_at} if measured_at else {})
+
+
+def _format_time(text: str | None) -> str:
+    """RFC 3339 as the schema wants it; empty for anything else."""
+    try:
+        moment = datetime.fromisoformat(text or "")
+    except ValueError:
+        return ""
+    return format_timestamp(moment if moment.tzinfo else moment.replace(tzinfo=UTC))
+
+
+def _endpoints(service: LLMService) -> dict[str, str]:
+    ports = service.spec.runtime.ports
+    host = ".".join([service.name, *([service.namespace] if service.namespace else []), "svc"])
+    return {"http": f"http://{host}:{ports.http}", "grpc": f"{host}:{ports.grpc}"}

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pinned: the pods that a Deployment was made for, kept with it, so that a new release of the operator, which may
+render them differently, leaves them alone until the spec, the model or the GPU changes. Pure.
+
+Kept in an annotation, compressed: about 2 KB. The live template would not do: it has the server's defaults in it, and
+whatever somebody changed by hand, which is to be undone.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire_operator.api import crd, openapi_schema
+from quire_operator.api.llmservice import LLMService
+from quire_operator.controller.compressed_json import compress, decompress
+from quire_operator.plan.plan import Plan
+from quire_operator.render import object_names
+from quire_spec import constants as spec_names
+
+PODS_ANNOTATION = f"{spec_names.API_GROUP}/pods"
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateRevision:
+    """What a Deployment's pods were rendered from, and into what."""
+
+    spec_digest: str
+    """`spec_digest` of the service."""
+    plan_hash: str
+    """Plan.inputsHash."""
+    template: Manifest
+    engine_configmap: Manifest
+    """The ConfigMap of engine.json, without owner and namespace."""
+
+    @classmethod
+    def from_manifests(cls, spec_digest: str, plan: Plan, manifests: Iterable[Manifest]) -> Self:
+        """What was rendered just now."""
+        by_kind: dict[str, list[Manifest]] = {}
+        for manifest in manifests:
+            by_kind.setdefault(manifest["kind"], []).append(manifest)
+        (deployment,) = by_kind["Deployment"]
+        template = deployment["spec"]["template"]
+        mounted = mounted_configmaps(template["spec"])
+        engine = next(m for m in by_kind["ConfigMap"] if m.get("immutable") and m["metadata"]["name"] in mounted)
+        meta = {key: engine["metadata"][key] for key in ("name", "labels")}
+        return cls(spec_digest, plan.inputsHash, template, {**engine, "metadata": meta})
+
+    @classmethod
+    def from_deployment(cls, deployment: Mapping[str, Any] | None) -> Self | None:
+        """From a Deployment; None when it has none that can be read."""
+        text = (deployment or {}).get("metadata", {}).get("annotations", {}).get(PODS_ANNOTATION)
+        if not text:
+            return None
+        try:
+            body = decompress(text)
+            return cls(body["spec"], body["plan"], body["template"], body["engine"])
+        except (ValueError, KeyError, TypeError):
+            # Somebody changed it by hand: the pods are rendered anew.
+            return None
+
+    @property
+    def annotation_value(self) -> str:
+        """The annotation; the same for the same content."""
+        return compress(
+            {
+                "spec": self.spec_digest,
+                "plan": self.plan_hash,
+                "template": self.template,
+                "engine": self.engine_configmap,
+            }
+        )
+
+    def apply_to(self, manifests: Iterable[Manifest]) -> list[Manifest]:
+        """Manifests with the pods that are kept here in the place of those that were rendered."""
+        result = []
+        for manifest in manifests:
+            if manifest["kind"] == "Deployment":
+                meta = manifest["metadata"]
+                annotations = {
+                    **meta.get("annotations", {}),
+                    object_names.PLAN_ANNOTATION: self.plan_hash,
+                    PODS_ANNOTATION: self.annotation_value,
+                }
+                manifest = {
+                    **manifest,
+                    "metadata": {**meta, "annotations": annotations},
+                    "spec": {**manifest["spec"], "template": self.template},
+                }
+            elif manifest["kind"] == "ConfigMap" and manifest.get("immutable"):
+                manifest = {
+                    **self.engine_configmap,
+                    "metadata": {**manifest["metadata"], **self.engine_configmap["metadata"]},
+                }
+            result.append(manifest)
+        return result
+
+
+def spec_digest(body: Mapping[str, Any], service: LLMService) -> str:
+    """Digest of the parts of a spec that pods follow from, of a body that crd.check completed.
+
+    Values that are the schema's default are left out: a field that a later release adds must not change it.
+    """
+    fields = crd.load_schema()["properties"]["spec"]
+    spec = openapi_schema.without_defaults(fields, body["spec"])
+    sources = [service.spec.model.source, *(adapter.source for adapter in service.spec.adapters)]
+    pod_fields = {name: spec[name] for name in _POD_FIELDS if name in spec}
+    pod_fields["cache"] = {k: v for k, v in spec.get("cache", {}).items() if k in ("mode", "size")}
+    pod_fields["drainSeconds"] = spec.get("rollout", {}).get("drainSeconds")
+    pod_fields["claims"] = sorted({source.pvc.claimName for source in sources if source.pvc})
+    text = json.dumps({k: v for k, v in pod_fields.items() if v}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def mounted_configmaps(pod_spec: Mapping[str, Any]) -> set[str]:
+    """Names of the ConfigMaps that a pod mounts."""
+    volumes = pod_spec.get("volumes") or ()
+    return {volume["configMap"]["name"] for volume in volumes if "configMap" in volume}
+
+
+_POD_FIELDS = ("device", "model", "lora", "engine", "runtime", "gpu", "security", "podTemplate")

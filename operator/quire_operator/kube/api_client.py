@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Client: what the operator asks of an API server, by kinds of objects, over one Session. Raises ApiError as it does.
+
+Applying is server-side apply by one field manager, forced: fields that we set are ours, all others are not touched.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from quire_operator.kube.api_session import ApiSession, Body
+from quire_operator.kube.cluster_config import ClusterConfig
+from quire_operator.kube.errors import InvalidObject, ObjectNotFound, UnknownField, WriteConflict
+from quire_operator.kube.resources import Resource
+
+logger = logging.getLogger(__name__)
+
+_FIELD_MANAGER = "quire-operator"
+"""Of the fields that we set."""
+_APPLY_PATCH = "application/apply-patch+yaml"
+_JSON = "application/json"
+_JSON_PATCH = "application/json-patch+json"
+_METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=1"
+_PAGE_SIZE = 500
+_PRECONDITIONS = ("uid", "generation", "resourceVersion")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectList:
+    """The objects of a kind at one moment."""
+
+    items: tuple[Body, ...]
+    """Without apiVersion and kind, as the API server lists them."""
+    resource_version: str
+    """resourceVersion that a watch goes on from."""
+
+
+class ApiClient(ApiSession):
+    """One API server and its objects; an asynchronous context manager."""
+
+    def __init__(self, cluster_config: ClusterConfig) -> None:
+        super().__init__(cluster_config)
+        self._unsupported_fields: dict[Resource, set[tuple[str, ...]]] = {}
+
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
+        """One object; raises Missing."""
+        return await self.request("GET", resource.path(namespace, name))
+
+    async def get_or_none(self, resource: Resource, namespace: str | None, name: str) -> Body | None:
+        """One object, or None."""
+        try:
+            return await self.get(resource, namespace, name)
+        except ObjectNotFound:
+            return None
+
+    async def list_one(self, resource: Resource, namespace: str, name: str) -> Body | None:
+        """One object, or None, by the right to list alone; without apiVersion and kind."""
+        object_list = await self.list(resource, namespace, field_selector=f"metadata.name={name}")
+        return object_list.items[0] if object_list.items else None
+
+    async def list(
+        self,
+        resource: Resource,
+        namespace: str | None = None,
+        label_selector: str = "",
+        metadata_only: bool = False,
+        field_selector: str = "",
+    ) -> ObjectList:
+        """All objects of a kind in a namespace (None: in all), in pages; `labels` and `fields` are selectors."""
+        params = {
+            "limit": str(_PAGE_SIZE),
+            **({"labelSelector": label_selector} if label_selector else {}),
+            **({"fieldSelector": field_selector} if field_selector else {}),
+        }
+        items: list[Body] = []
+        while True:
+            accept = f"{_METADATA_LIST},{_JSON}" if metadata_only else _JSON
+            page = await self.request("GET", resource.path(namespace), params=params, accept=accept)
+            items += page.get("items") or ()
+            if not (continue_token := page["metadata"].get("continue")):
+                return ObjectList(tuple(items), page["metadata"]["resourceVersion"])
+            params["continue"] = continue_token
+
+    async def apply(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
+        """Server-side apply; the object as it is then.
+
+        A metadata.uid in the manifest is a condition: another object of that name raises Stale.
+        """
+        meta = manifest["metadata"]
+        path = resource.path(meta.get("namespace"), meta["name"])
+        params = {"fieldManager": _FIELD_MANAGER, "force": "true"}
+        unsupported = self._unsupported_fields.setdefault(resource, set())
+        while True:
+            try:
+                body = remove_fields(manifest, unsupported)
+                return await self.request("PATCH", path, body, params=params, content_type=_APPLY_PATCH)
+            except UnknownField as error:
+                if error.field in unsupported:
+                    raise
+                # Written for a current API server; what an older one lacks it does without.
+                logger.info(
+                    "field left out, the API server has none kind=%s field=%s", resource.kind, ".".join(error.field)
+                )
+                unsupported.add(error.field)
+
+    def unsupported_fields(self, resource: Resource) -> frozenset[tuple[str, ...]]:
+        """Paths of fields that were left out of what was applied: the API server's objects of that kind have none."""
+        return frozenset(self._unsupported_fields.get(resource, ()))
+
+    async def set_status(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
+        """Put the manifest's status in the place of the object's whole one; the object as it is then.
+
+        Not server-side apply: API servers before 1.21 leave null where an object within was taken out, and then refuse
+        it as no object. metadata's uid, generation and resourceVersion are conditions: another object, spec, or version
+        raises Stale.
+        """
+        meta = manifest["metadata"]
+        path = resource.path(meta.get("namespace"), meta["name"], "status")
+        patch = [{"op": "test", "path": f"/metadata/{name}", "value": meta[name]} for name in _PRECONDITIONS]
+        patch.append({"op": "add", "path": "/status", "value": manifest["status"]})
+        try:
+            return await self.request(
+                "PATCH", path, patch, params={"fieldManager": _FIELD_MANAGER}, content_type=_JSON_PATCH
+            )
+        except InvalidObject as error:
+            # A test that fails and a status that is wrong are both 422.
+            current = await self.list_one(resource, meta["namespace"], meta["name"])
+            if current is None or any(current["metadata"].get(name) != meta[name] for name in _PRECONDITIONS):
+                raise WriteConflict(
+                    f"{error} (it has changed, or another object has the name by now)", error.status
+                ) from error
+            raise
+
+    async def create(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
+        """Make an object that must not be there yet; raises Stale when it is."""
+        path = resource.path(manifest["metadata"].get("namespace"))
+        return await self.request("POST", path, manifest, params={"fieldManager": _FIELD_MANAGER})
+
+    async def replace(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
+        """Put an object in the place of the version that it names; raises Stale when there is a newer one."""
+        meta = manifest["metadata"]
+        path = resource.path(meta.get("namespace"), meta["name"])
+        return await self.request("PUT", path, manifest, params={"fieldManager": _FIELD_MANAGER})
+
+    async def delete(self, resource: Resource, namespace: str | None, name: str, uid: str) -> None:
+        """Delete the object of that uid and, by the garbage collector, what it owns; it may be gone already.
+
+        Raises:
+            Stale: the name is another object's by now.
+        """
+        options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
+        options["propagationPolicy"] = "Background"
+        try:
+            await self.request("DELETE", resource.path(namespace, name), options)
+        except ObjectNotFound:
+            return
+
+    def watch(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        resource_version: str,
+        label_selector: str,
+        timeout_s: float,
+        response_timeout_s: float = 30.0,
+    ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+        """The lines of a watch from a resource version on; the server ends it after `timeout_s`. Else as `stream`."""
+        params = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": resource_version,
+            "timeoutSeconds": str(int(timeout_s)),
+            **({"labelSelector": label_selector} if label_selector else {}),
+        }
+        return self.stream(resource.path(namespace), params, response_timeout_s)
+
+
+def remove_fields(value: Any, fields: Collection[tuple[str, ...]]) -> Any:
+    """A JSON value without the fields of these paths; entries of lists have no names in a path."""
+    if not fields:
+        return value
+    if isinstance(value, list):
+        return [remove_fields(item, fields) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: remove_fields(item, {path[1:] for path in fields if path[0] == key and len(path) > 1})
+        for key, item in value.items()
+        if (key,) not in fields
+    }

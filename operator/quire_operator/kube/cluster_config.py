@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Login: which API server, and who we are there: from a kubeconfig, or from the ServiceAccount of our own pod.
+
+Small on purpose: the official client would be most of the operator's memory. A kubeconfig's client certificate, token,
+token file, password and exec plugin are known; its auth-provider plugins went out of Kubernetes in 1.26.
+"""
+
+import asyncio
+import base64
+import os
+import ssl
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quire_operator.kube.exec_plugin import ExecCredential, ExecPlugin
+from quire_spec.errors import ConfigError, Unavailable
+from quire_spec.net.addresses import format_for_url
+
+SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_TOKEN_REREAD_S = 60
+"""Age at which a token file is read again; the kubelet writes a new one long before the old one ends."""
+_EXPIRY_MARGIN_S = 60
+"""How long before its end a plugin's token is replaced."""
+
+
+@dataclass(slots=True)
+class ClusterConfig:
+    """Where the API server is, and how to be let in."""
+
+    server: str
+    """URL without a slash at its end."""
+    ssl_context: ssl.SSLContext | None
+    """None for plain HTTP."""
+    namespace: str = "default"
+    """Of the kubeconfig's context, or of our pod."""
+    static_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Headers that never change: a token or a password of the kubeconfig."""
+    token_file: Path | None = None
+    exec_plugin: ExecPlugin | None = field(default=None, repr=False)
+    """A kubeconfig's exec entry."""
+    tls_server_name: str | None = None
+    """That the server's certificate has to name, where that is not the URL's host (tls-server-name)."""
+    proxy_url: str | None = field(default=None, repr=False)
+    """URL of the proxy that leads to the server (proxy-url); may hold its password."""
+    _token: str = field(default="", repr=False)
+    _token_read_at: float = field(default=float("-inf"), repr=False)
+    _token_expires_at: float = field(default=float("inf"), repr=False)
+    _plugin_task: "asyncio.Task[ExecCredential] | None" = field(default=None, init=False, repr=False, compare=False)
+    """The plugin that is running; a copy in another event loop has its own."""
+
+    async def auth_headers(self) -> Mapping[str, str]:
+        """The headers of a request, with a token that holds.
+
+        Raises:
+            Unavailable: the token cannot be had now.
+        """
+        if self.token_file is not None:
+            if time.monotonic() - self._token_read_at > _TOKEN_REREAD_S:
+                self._token, self._token_read_at = _read_token(self.token_file), time.monotonic()
+        elif self.exec_plugin is not None:
+            if not self._token or time.time() > self._token_expires_at - _EXPIRY_MARGIN_S:
+                credential = await self._get_credential(self.exec_plugin)
+                self._token, self._token_expires_at = credential.token, credential.expires_at
+        else:
+            return self.static_headers
+        return {"Authorization": f"Bearer {self._token}"}
+
+    def invalidate_token(self, rejected_headers: Mapping[str, str] | None = None) -> None:
+        """Get the token anew for the next request, since the API server does not take the one of these headers.
+
+        Where another one is here by now, which a request beside this one got, that stays. None: whichever it is.
+        """
+        if rejected_headers is None or rejected_headers.get("Authorization") == f"Bearer {self._token}":
+            self._token, self._token_read_at, self._token_expires_at = "", float("-inf"), float("-inf")
+
+    async def _get_credential(self, exec_plugin: ExecPlugin) -> ExecCredential:
+        """What the plugin gives; requests come by the dozen, and one run, or its failure, is for all that wait."""
+        if self._plugin_task is None:
+            self._plugin_task = asyncio.create_task(exec_plugin.get_credential(), name="exec plugin")
+            self._plugin_task.add_done_callback(self._on_plugin_done)
+        return await asyncio.shield(self._plugin_task)
+
+    def _on_plugin_done(self, task: "asyncio.Task[ExecCredential]") -> None:
+        self._plugin_task = None
+        if not task.cancelled():
+            task.exception()  # whoever waited may have given up
+
+    @classmethod
+    def from_environment(cls, kubeconfig: str | None = None, context: str | None = None) -> "ClusterConfig":
+        """The kubeconfig that is named, else that of KUBECONFIG, else our pod's, else ~/.kube/config.
+
+        Raises:
+            ConfigError: there is none, or it cannot be used.
+        """
+        kubeconfig_path = kubeconfig or os.environ.get("KUBECONFIG", "").partition(os.pathsep)[0]
+        if kubeconfig_path:
+            return cls.from_kubeconfig(Path(kubeconfig_path).expanduser(), context)
+        if "KUBERNETES_SERVICE_HOST" in os.environ and (SERVICE_ACCOUNT_DIR / "token").exists():
+            return cls.from_pod()
+        default_path = Path("~/.kube/config").expanduser()
+        if default_path.exists():
+            return cls.from_kubeconfig(default_path, context)
+        raise ConfigError("no cluster: give --kubeconfig FILE, set KUBECONFIG, or run in a pod with a ServiceAccount")
+
+    @classmethod
+    def from_pod(cls) -> "ClusterConfig":
+        """The ServiceAccount that is mounted into our pod."""
+        host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+        server = f"https://{format_for_url(host)}:{port}"
+        ssl_context = ssl.create_default_context(cafile=str(SERVICE_ACCOUNT_DIR / "ca.crt"))
+        return cls(
+            server,
+            ssl_context,
+            (SERVICE_ACCOUNT_DIR / "namespace").read_text().strip(),
+            token_file=SERVICE_ACCOUNT_DIR / "token",
+        )
+
+    @classmethod
+    def from_kubeconfig(cls, path: Path, context: str | None = None) -> "ClusterConfig":
+        """A context of a kubeconfig, the current one by default.
+
+        Raises:
+            ConfigError: the file cannot be read, or lacks what the context names.
+        """
+        if not path.exists():
+            raise ConfigError(f"kubeconfig {path}: does not exist; give another with --kubeconfig")
+        try:
+            config = yaml.load(path.read_text(), yaml.CSafeLoader)
+            name = context or config["current-context"]
+            context_entry = _named_entry(config, "contexts", "context", name)
+            cluster = _named_entry(config, "clusters", "cluster", context_entry["cluster"])
+            user = _named_entry(config, "users", "user", context_entry["user"])
+            server = cluster["server"].rstrip("/")
+            ssl_context = _build_ssl_context(cluster, user, path.parent) if server.startswith("https://") else None
+            proxy_url = _check_proxy_url(cluster.get("proxy-url"))
+        # ssl's errors are OSErrors, and those of base64 ValueErrors.
+        except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"kubeconfig {path}: {error!r}; see kubectl config view --kubeconfig {path}") from error
+        return cls(
+            server,
+            ssl_context,
+            context_entry.get("namespace", "default"),
+            static_headers=_static_headers(user),
+            token_file=path.parent / user["tokenFile"] if "tokenFile" in user else None,
+            exec_plugin=ExecPlugin.from_kubeconfig(user["exec"], path) if user.get("exec") else None,
+            tls_server_name=cluster.get("tls-server-name") or None,
+            proxy_url=proxy_url,
+        )
+
+
+def _read_token(path: Path) -> str:
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        raise Unavailable(f"token file {path}: {error.strerror}") from error
+    if not token:
+        raise Unavailable(f"token file {path}: is empty")
+    return token
+
+
+def _named_entry(config: Mapping[str, Any], section: str, field_name: str, name: str) -> Mapping[str, Any]:
+    named_entry = next((entry[field_name] for entry in config[section] if entry["name"] == name), None)
+    if named_entry is None:
+        raise KeyError(f"no {field_name} named {name}")
+    return named_entry or {}
+
+
+def _static_headers(user: Mapping[str, Any]) -> dict[str, str]:
+    if "token" in user:
+        return {"Authorization": f"Bearer {user['token']}"}
+    if "username" in user:
+        encoded = base64.b64encode(f"{user['username']}:{user.get('password', '')}".encode()).decode()
+        return {"Authorization": f"Basic {encoded}"}
+    return {}
+
+
+def _check_proxy_url(url: str | None) -> str | None:
+    if url and not str(url).startswith(("http://", "https://")):
+        # Not quoted: there may be a password in it.
+        raise ValueError("proxy-url is not http(s)://host:port, and other proxies are not known here")
+    return url or None
+
+
+def _build_ssl_context(cluster: Mapping[str, Any], user: Mapping[str, Any], folder: Path) -> ssl.SSLContext:
+    data = cluster.get("certificate-authority-data")
+    file = cluster.get("certificate-authority")
+    context = ssl.create_default_context(
+        cafile=str(folder / file) if file else None, cadata=base64.b64decode(data).decode() if data else None
+    )
+    if cluster.get("insecure-skip-tls-verify"):
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if "client-certificate" in user:
+        context.load_cert_chain(folder / user["client-certificate"], folder / user["client-key"])
+    elif "client-certificate-data" in user:
+        # The ssl module reads certificates from files only.
+        with tempfile.NamedTemporaryFile("wb") as cert_file:
+            cert_file.write(base64.b64decode(user["client-certificate-data"]) + b"\n")
+            cert_file.write(base64.b64decode(user["client-key-data"]))
+            cert_file.flush()
+            context.load_cert_chain(cert_file.name)
+    return context

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watch: keeps a copy of all objects of a kind current, whatever happens to connections and servers on the way.
+
+List, then watch from there; go on from the last version after a cut; list again when that is gone (410). A stream that
+says nothing for a while is cut here, since a dead connection says nothing either: API servers send a bookmark a minute.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import aiohttp
+import orjson
+
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.kube.errors import ApiError, ResourceVersionExpired, error_from_event
+from quire_operator.kube.resources import Resource
+from quire_operator.kube.watch_heartbeat import WatchHeartbeat
+
+logger = logging.getLogger(__name__)
+
+
+class ObjectStore(Protocol):
+    """Where objects go to."""
+
+    def replace(self, resource: Resource, namespace: str | None, bodies: tuple[dict[str, Any], ...]) -> None:
+        """These are all objects of the namespace (None: of all)."""
+        ...
+
+    def upsert(self, resource: Resource, body: dict[str, Any]) -> None:
+        """This one is new, or has changed."""
+        ...
+
+    def remove(self, resource: Resource, body: dict[str, Any]) -> None:
+        """This one is gone."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WatchTimeouts:
+    """How long a watch waits for what."""
+
+    inactivity_s: float = 90.0
+    """Nothing heard for so long is a dead connection; bookmarks come after 60 to 75 s."""
+    server_timeout_s: float = 300.0
+    """The API server ends a watch after so long; a tenth more at random, so that not all come back at once."""
+    max_backoff_s: float = 30.0
+    """Between attempts that fail."""
+
+    @property
+    def stale_after_s(self) -> float:
+        """Nothing heard for so long: cutting and connecting anew did not help."""
+        return 3 * self.inactivity_s
+
+
+class Reflector:
+    """A copy of one kind's objects, in one namespace or in all."""
+
+    def __init__(
+        self,
+        client: ApiClient,
+        resource: Resource,
+        store: ObjectStore,
+        namespace: str | None = None,
+        label_selector: str = "",
+        timeouts: WatchTimeouts | None = None,
+    ) -> None:
+        self.resource, self.namespace, self.label_selector = resource, namespace, label_selector
+        self.synced = asyncio.Event()
+        """Set once the first list is in."""
+        self.heartbeat = WatchHeartbeat(resource, namespace)
+        self._client, self._store, self._timeouts = client, store, timeouts or WatchTimeouts()
+        self._resource_version = ""
+        """Where to go on from; empty: list first."""
+
+    async def run(self) -> None:
+        """Never returns; ends by cancellation."""
+        failures = 0
+        while True:
+            started_at = time.monotonic()
+            try:
+                if not self._resource_version:
+                    await self._list()
+                await self._watch()
+                failures = 0
+            except (ApiError, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                if isinstance(error, ResourceVersionExpired):
+                    self._resource_version = ""
+                was_established = time.monotonic() - started_at > self._timeouts.max_backoff_s
+                failures = 1 if was_established else failures + 1
+                delay_s = max(getattr(error, "retry_after_s", None) or 0.0, self._backoff_s(failures))
+                # API servers before 1.25 send no bookmarks of a kind of which nothing ever happened.
+                was_idle = was_established and isinstance(error, TimeoutError)
+                logger.log(
+                    logging.INFO if was_idle else logging.WARNING,
+                    "watch was cut kind=%s namespace=%s wait_s=%.1f error=%s",
+                    self.resource.kind, self.namespace or "all", delay_s, str(error) or type(error).__name__,
+                )  # fmt: skip
+                await asyncio.sleep(delay_s)
+
+    async def _list(self) -> None:
+        object_list = await self._client.list(self.resource, self.namespace, self.label_selector)
+        self._store.replace(self.resource, self.namespace, object_list.items)
+        self._resource_version = object_list.resource_version
+        self.heartbeat.beat()
+        self.synced.set()
+
+    async def _watch(self) -> None:
+        timeouts = self._timeouts
+        server_timeout_s = timeouts.server_timeout_s * random.uniform(1.0, 1.1)
+        async with (
+            self._client.watch(
+                self.resource,
+                self.namespace,
+                self._resource_version,
+                self.label_selector,
+                server_timeout_s,
+                timeouts.inactivity_s,
+            ) as lines,
+            contextlib.aclosing(_with_inactivity_timeout(lines, timeouts.inactivity_s)) as timed_lines,
+        ):
+            self.heartbeat.beat()
+            async for line in timed_lines:
+                self.heartbeat.beat()
+                if line:
+                    self._handle_event(orjson.loads(line))
+
+    def _handle_event(self, event: dict[str, Any]) -> None:
+        event_type, body = event["type"], event["object"]
+        if event_type == "ERROR":
+            raise error_from_event(event, f"watch of {self.resource.plural}")
+        if event_type == "DELETED":
+            self._store.remove(self.resource, body)
+        elif event_type != "BOOKMARK":
+            self._store.upsert(self.resource, body)
+        self._resource_version = body["metadata"]["resourceVersion"]
+
+    def _backoff_s(self, failures: int) -> float:
+        return random.uniform(0.5, 1.0) * min(self._timeouts.max_backoff_s, 0.5 * 2.0 ** min(failures, 10))
+
+
+async def _with_inactivity_timeout(lines: AsyncIterator[bytes], inactivity_s: float) -> AsyncGenerator[bytes, None]:
+    """The same lines; TimeoutError when none comes for a while."""
+    while True:
+        try:
+            async with asyncio.timeout(inactivity_s):
+                line = await anext(lines)
+        except StopAsyncIteration:
+            return
+        yield line

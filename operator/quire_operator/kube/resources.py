@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kind: where the API server keeps objects of a kind; and the kinds that the operator reads and writes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire_spec import constants
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """A kind of object."""
+
+    group: str
+    """Empty for the core kinds."""
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """As in manifests."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    @property
+    def root(self) -> str:
+        """Path of the group and version."""
+        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+
+    def path(self, namespace: str | None = None, name: str = "", subresource: str = "") -> str:
+        """Path of an object, or of all in a namespace, or of all there are."""
+        parts = [self.root]
+        if self.namespaced and namespace:
+            parts.append(f"namespaces/{namespace}")
+        parts += [part for part in (self.plural, name, subresource) if part]
+        return "/".join(parts)
+
+
+LLM_SERVICE = Resource(constants.API_GROUP, constants.API_VERSION, "llmservices", constants.KIND)
+SERVICE_ACCOUNT = Resource("", "v1", "serviceaccounts", "ServiceAccount")
+SECRET = Resource("", "v1", "secrets", "Secret")
+CONFIG_MAP = Resource("", "v1", "configmaps", "ConfigMap")
+PERSISTENT_VOLUME_CLAIM = Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
+SERVICE = Resource("", "v1", "services", "Service")
+POD = Resource("", "v1", "pods", "Pod")
+NODE = Resource("", "v1", "nodes", "Node", namespaced=False)
+DEPLOYMENT = Resource("apps", "v1", "deployments", "Deployment")
+REPLICA_SET = Resource("apps", "v1", "replicasets", "ReplicaSet")
+JOB = Resource("batch", "v1", "jobs", "Job")
+NETWORK_POLICY = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
+POD_DISRUPTION_BUDGET = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
+HORIZONTAL_POD_AUTOSCALER = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
+POD_MONITOR = Resource("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
+SCALED_OBJECT = Resource("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
+INFERENCE_POOL = Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
+EVENT = Resource("events.k8s.io", "v1", "events", "Event")
+
+CHILD_RESOURCES = (
+    SERVICE_ACCOUNT, SECRET, CONFIG_MAP, PERSISTENT_VOLUME_CLAIM, SERVICE, DEPLOYMENT, JOB, NETWORK_POLICY,
+    POD_DISRUPTION_BUDGET, HORIZONTAL_POD_AUTOSCALER,
+    POD_MONITOR, SCALED_OBJECT, INFERENCE_POOL,
+)  # fmt: skip
+"""Kinds that an LLMService is made into."""
+
+OPTIONAL_RESOURCES = (POD_DISRUPTION_BUDGET, HORIZONTAL_POD_AUTOSCALER, POD_MONITOR, SCALED_OBJECT, INFERENCE_POOL)
+"""Those that an API server may lack: too old for them, or nobody installed them."""
+
+WATCHED_RESOURCES = (*(resource for resource in CHILD_RESOURCES if resource is not SECRET), REPLICA_SET, POD)
+"""Kinds whose objects are watched. Not Secrets: who may list those of a namespace may read all of them."""
+
+_BY_API_VERSION_AND_KIND: Mapping[tuple[str, str], Resource] = {
+    (resource.api_version, resource.kind): resource for resource in CHILD_RESOURCES
+}
+
+
+def resource_for(manifest: Mapping[str, Any]) -> Resource:
+    """The kind of a manifest that was rendered; a KeyError is a kind that is missing here."""
+    return _BY_API_VERSION_AND_KIND[manifest["apiVersion"], manifest["kind"]]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the way that was chosen to the Plan: values with their origins and reasons, memory in whole MiB. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from quire_operator.plan import advice, limits
+from quire_operator.plan.candidates import MEAN_SEQUENCE_LEN, Candidate, choose_block_size
+from quire_operator.plan.device_memory import MIB, round_up_mib
+from quire_operator.plan.gpu import GpuInfo
+from quire_operator.plan.host_memory import host_costs, shared_memory
+from quire_operator.plan.inputs import PlannerInputs
+from quire_operator.plan.plan import (
+    VERSION,
+    DeviceMemory,
+    HostMemory,
+    Origin,
+    Plan,
+    PlannedGpu,
+    PlannedValue,
+    T,
+    round_down_mib,
+    to_quantity,
+)
+
+_PINNED_REASON = "pinned in the spec"
+
+
+def build_plan(inputs: PlannerInputs, candidate: Candidate, images: Mapping[str, str]) -> Plan:
+    """The plan that the way `found` is; `images` has this release's for GPU and CPU."""
+    engine, gpu = inputs.engine, inputs.gpu
+    device_memory = _device_memory(inputs, candidate)
+    fit, text = advice.assess_fit(inputs, candidate)
+    count = 0 if gpu is None else candidate.tp
+    shm = shared_memory(count) if inputs.shared_memory is None else inputs.shared_memory
+    return Plan(
+        inputsHash=inputs.digest,
+        plannerVersion=VERSION,
+        gpu=None if gpu is None else _planned_gpu(gpu, candidate.tp),
+        dtype=_planned_value(engine.dtype, *_default_dtype(inputs)),
+        tensorParallelSize=_planned_value(engine.tensorParallelSize, candidate.tp, _tp_reason(inputs, candidate)),
+        gpuMemoryUtilization=None if gpu is None else _utilization(inputs, candidate),
+        kvCacheMemory=_kv_cache_memory(inputs, device_memory),
+        blockSize=_planned_value(
+            engine.blockSize, choose_block_size(inputs, candidate), "few tokens are lost in half-filled blocks"
+        ),
+        maxModelLen=_planned_value(engine.maxModelLen, candidate.max_model_len, _context_reason(inputs, candidate)),
+        maxNumSeqs=_planned_value(engine.maxNumSeqs, candidate.max_num_seqs, _max_num_seqs_reason(inputs, candidate)),
+        maxNumBatchedTokens=_planned_value(
+            engine.maxNumBatchedTokens, candidate.max_num_batched_tokens, _token_budget_reason(inputs, candidate)
+        ),
+        bytes=device_memory,
+        hostBytes=_host_memory(inputs, count, device_memory, candidate.tp),
+        sharedMemory=PlannedValue(
+            to_quantity(round_up_mib(shm)),
+            Origin.COMPUTED if inputs.shared_memory is None else Origin.SPEC,
+            "1Gi for each GPU, at least one" if inputs.shared_memory is None else _PINNED_REASON,
+        ),
+        image=_planned_value(inputs.image, images["CPU" if gpu is None else "GPU"], "of the release that planned"),
+        modelBytes=round_up_mib(inputs.model.weights_bytes),
+        kvTokens=candidate.kv_tokens,
+        fit=fit,
+        advice=text,
+    )
+
+
+def _planned_value(pinned: T | None, value: T, reason: str) -> PlannedValue[T]:
+    return (
+        PlannedValue(value, Origin.COMPUTED, reason)
+        if pinned is None
+        else PlannedValue(pinned, Origin.SPEC, _PINNED_REASON)
+    )
+
+
+def _planned_gpu(gpu: GpuInfo, count: int) -> PlannedGpu:
+    return PlannedGpu(gpu.product, gpu.visible_bytes // MIB, count, gpu.memory_source)
+
+
+def _device_memory(inputs: PlannerInputs, candidate: Candidate) -> DeviceMemory:
+    costs = candidate.costs
+    device_memory = DeviceMemory(
+        weights=round_up_mib(costs.weights),
+        activations=round_up_mib(costs.activations),
+        nonTorch=round_up_mib(costs.non_torch),
+        lora=round_up_mib(costs.lora),
+        kv=round_down_mib(candidate.kv_bytes),
+        reserve=0,
+    )
+    return (
+        device_memory
+        if inputs.gpu is None
+        else replace(device_memory, reserve=round_down_mib(inputs.gpu.visible_bytes) - device_memory.total)
+    )
+
+
+def _host_memory(inputs: PlannerInputs, num_gpus: int, device_memory: DeviceMemory, tp: int) -> HostMemory:
+    host = host_costs(inputs, num_gpus)
+    host_memory = HostMemory(
+        processes=round_up_mib(host.processes),
+        stubs=round_up_mib(host.stubs),
+        loraCopies=round_up_mib(host.lora_copies),
+        sharedMemory=round_up_mib(host.shared_memory),
+        model=0 if num_gpus else device_memory.total * tp,
+        total=0,
+        swap=round_up_mib(host.swap),
+    )
+    return replace(
+        host_memory, total=host_memory.required if inputs.memory_limit is None else round_up_mib(inputs.memory_limit)
+    )
+
+
+def _default_dtype(inputs: PlannerInputs) -> tuple[str, str]:
+    if inputs.gpu is None:
+        return (
+            "auto",
+            f"the checkpoint's {inputs.model.dtype} where the CPU computes in it, else float32 (counted here)",
+        )
+    return inputs.model.dtype, "the checkpoint's"
+
+
+def _utilization(inputs: PlannerInputs, candidate: Candidate) -> PlannedValue[str]:
+    pinned = inputs.engine.gpuMemoryUtilization
+    return _planned_value(
+        pinned,
+        f"{candidate.utilization / 1000:.2f}",
+        "leaves room for CUDA graphs, the server and fragments, 0.80 to 0.93",
+    )
+
+
+def _kv_cache_memory(inputs: PlannerInputs, device_memory: DeviceMemory) -> PlannedValue[str] | None:
+    pinned = inputs.engine.kvCacheMemory
+    if inputs.gpu is not None and pinned is None:
+        return None
+    reason = "a bounded share of memory" if inputs.memory_limit is None else "what the container's memory leaves"
+    return _planned_value(pinned, to_quantity(device_memory.kv), reason)
+
+
+def _tp_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
+    if inputs.gpu is None:
+        return "a CPU"
+    if inputs.max_gpus == 1:
+        return "one GPU for each replica"
+    sizes = limits.allowed_tp_sizes(inputs)
+    if len(sizes) == 1:
+        return "the only number that the model divides by and the engine can do"
+    allowed = ", ".join(map(str, sizes))
+    return f"the fewest of {allowed} with the longest context, up to {limits.MAX_DEFAULT_CONTEXT} tokens"
+
+
+def _context_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
+    limit = limits.max_context(inputs)
+    if candidate.max_model_len < limit:
+        return f"{candidate.kv_tokens} KV tokens for {inputs.engine.minConcurrency} requests (minConcurrency) at once"
+    return "the model's own limit" if limit < limits.MAX_DEFAULT_CONTEXT else "the longest that is planned"
+
+
+def _max_num_seqs_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
+    if candidate.max_num_seqs <= inputs.engine.minConcurrency:
+        return "minConcurrency"
+    return f"{candidate.kv_tokens} KV tokens at about {min(MEAN_SEQUENCE_LEN, candidate.max_model_len)} for each"
+
+
+def _token_budget_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
+    if candidate.max_num_batched_tokens == candidate.max_num_seqs:
+        return "one token for each sequence"
+    return "a CPU: more would hold up running answers" if inputs.gpu is None else "by the GPU's memory"

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan for people: memory as a bar and a table, the settings with their reasons, and what is worth changing.
+
+Pure: a width and whether colours are wanted come in, lines go out.
+"""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from quire_operator.api.llmservice import LLMService
+from quire_operator.plan.checkpoint import CheckpointInfo, SizeSource
+from quire_operator.plan.device_memory import GIB
+from quire_operator.plan.gpu import MemorySource
+from quire_operator.plan.plan import FitReason, Plan, PlannedValue
+
+MIN_WIDTH, MAX_WIDTH = 60, 120
+_RESET = "\x1b[0m"
+_MEMORY_SOURCE_TEXT = {
+    MemorySource.SPEC: "from the spec",
+    MemorySource.NODE_LABELS: "from the nodes' labels",
+    MemorySource.PRODUCT_TABLE: "from the table of products",
+}
+_SETTINGS = (
+    "tensorParallelSize", "gpuMemoryUtilization", "kvCacheMemory", "maxModelLen", "maxNumSeqs", "maxNumBatchedTokens",
+    "blockSize", "dtype",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """A purpose of memory: a row of the table, and a stretch of the bar."""
+
+    symbol: str
+    """What the bar is drawn with."""
+    color: str
+    name: str
+    size: int
+    note: str = ""
+
+
+def render_lines(service: LLMService, model: CheckpointInfo, plan: Plan, width: int, use_color: bool) -> Iterator[str]:
+    """The report, in lines of at most `width` columns where words allow; `colours`: ANSI escapes in the bar."""
+    width = max(MIN_WIDTH, min(width, MAX_WIDTH))
+    yield from _wrap(_headline(service, plan), width)
+    weights = f"{model.weights_bytes / GIB:.2f} GiB of weights, {_size_source_text(model)}"
+    yield from _wrap(f"model: {model.shape.architecture}, {weights}", width)
+    yield ""
+    rows = _host_rows(plan) if plan.gpu is None else _gpu_rows(service, plan)
+    title = "memory of the pod" if plan.gpu is None else "memory of each GPU"
+    yield memory_bar(rows, width, use_color)
+    yield from _table(title, rows, width)
+    if plan.gpu is not None:
+        yield ""
+        yield from _table("host memory of the pod", _host_rows(plan), width)
+    yield ""
+    yield from _settings(plan, width)
+    yield ""
+    yield from _wrap(_fit_text(plan), width)
+
+
+def memory_bar(rows: Sequence[MemoryRow], width: int, use_color: bool) -> str:
+    """One line of `width` columns in which each part has its share; a part that is there has a column at least."""
+    bar_width = width - 2
+    end_columns, total, cumulative = [], sum(row.size for row in rows) or 1, 0
+    for part in rows:
+        cumulative += part.size
+        end_columns.append(round(cumulative * bar_width / total))
+    text, start = "", 0
+    for i, (part, end) in enumerate(zip(rows, end_columns, strict=True)):
+        num_later = sum(later_row.size > 0 for later_row in rows[i + 1 :])
+        end_column = min(max(end, start + (part.size > 0)), bar_width - num_later)
+        segment = part.symbol * (end_column - start)
+        text += f"\x1b[{part.color}m{segment}{_RESET}" if use_color and segment else segment
+        start = end_column
+    return f"[{text}]"
+
+
+def _headline(service: LLMService, plan: Plan) -> str:
+    if plan.gpu is None:
+        return f"{service.name}: on a CPU"
+    size = (
+        f"{plan.gpu.visibleMiB / 1024:.2f} GiB each that CUDA gives out, {_MEMORY_SOURCE_TEXT[plan.gpu.memory_source]}"
+    )
+    return f"{service.name}: {plan.gpu.count} x {plan.gpu.product or 'GPU'} for each replica ({size})"
+
+
+def _size_source_text(model: CheckpointInfo) -> str:
+    if model.size_source is SizeSource.SHAPE:
+        return "estimated from config.json alone"
+    return f"from the {model.size_source.value}"
+
+
+def _gpu_rows(service: LLMService, plan: Plan) -> list[MemoryRow]:
+    lora, sizes = service.spec.lora, plan.bytes
+    slots = f"{lora.maxLoaded} slots of rank {lora.maxRank}" if lora.maxLoaded else "none: spec.lora.maxLoaded is 0"
+    return [
+        MemoryRow("W", "44", "weights", sizes.weights),
+        MemoryRow("s", "45", "step", sizes.activations, f"up to {plan.maxNumBatchedTokens.value} tokens at once"),
+        MemoryRow("o", "100", "other libraries", sizes.nonTorch),
+        MemoryRow("A", "43", "adapters", sizes.lora, slots),
+        MemoryRow("K", "42", "KV cache", sizes.kv, _kv_note(plan)),
+        MemoryRow(".", "0", "left free", sizes.reserve, "CUDA graphs, the server, fragments"),
+    ]
+
+
+def _host_rows(plan: Plan) -> list[MemoryRow]:
+    host, sizes = plan.hostBytes, plan.bytes
+    model_rows = []
+    if plan.gpu is None:
+        model_rows = [
+            MemoryRow("W", "44", "weights", sizes.weights),
+            MemoryRow("s", "45", "step", sizes.activations, f"up to {plan.maxNumBatchedTokens.value} tokens at once"),
+            MemoryRow("A", "43", "adapters", sizes.lora),
+            MemoryRow("K", "42", "KV cache", sizes.kv, _kv_note(plan)),
+        ]
+    return [
+        *model_rows,
+        MemoryRow("c", "46", "adapter copies", host.loraCopies),
+        *([MemoryRow("S", "104", "swap space", host.swap, "KV blocks of preempted requests")] if host.swap else []),
+        MemoryRow("p", "100", "processes", host.processes),
+        MemoryRow("m", "47", "models' processes", host.stubs, "one for each model name"),
+        MemoryRow("h", "41", "shared memory", host.sharedMemory, f"of {plan.sharedMemory.value} at most"),
+        MemoryRow(".", "0", "left free", max(0, host.total - host.required)),
+    ]
+
+
+def _kv_note(plan: Plan) -> str:
+    return f"{plan.kvTokens} tokens, {plan.concurrency:.1f} requests of {plan.maxModelLen.value}"
+
+
+def _table(title: str, rows: Sequence[MemoryRow], width: int) -> Iterator[str]:
+    yield f"{title:<22} {'GiB':>8}"
+    for row in rows:
+        if row.size:
+            yield from _hanging_indent(f"{row.symbol} {row.name:<20} {row.size / GIB:>8.2f}  ", row.note, width)
+    yield f"  {'total':<20} {sum(part.size for part in rows) / GIB:>8.2f}"
+
+
+def _settings(plan: Plan, width: int) -> Iterator[str]:
+    yield f"{'setting':<21} {'value':>9}  {'from':<9} why"
+    for name in _SETTINGS:
+        planned_value: PlannedValue[int] | PlannedValue[str] | None = getattr(plan, name)
+        if planned_value is not None:
+            prefix = f"{name:<21} {planned_value.value:>9}  {planned_value.origin.value:<9} "
+            yield from _hanging_indent(prefix, planned_value.why, width)
+
+
+def _fit_text(plan: Plan) -> str:
+    if plan.fit is FitReason.FITS:
+        return f"It fits. {plan.advice}".rstrip()
+    return f"It fits, but {plan.fit.value}: {plan.advice}"
+
+
+def _hanging_indent(prefix: str, text: str, width: int) -> Iterator[str]:
+    """A column of text beside `head`."""
+    first, *continuation_lines = textwrap.wrap(text, width - len(prefix)) or [""]
+    yield f"{prefix}{first}".rstrip()
+    yield from (" " * len(prefix) + line for line in continuation_lines)
+
+
+def _wrap(text: str, width: int) -> Iterator[str]:
+    yield from textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ConfigMaps, Secrets and the ServiceAccount of a service: what its pods read, and who they are."""
+
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quire_operator.api.llmservice import LLMService
+from quire_operator.render import object_names
+from quire_operator.render.context import RenderContext
+from quire_spec.dataclass_json import drop_nulls
+from quire_spec.documents.adapter_catalog import SecretRef, Source
+from quire_spec.errors import ConfigError
+
+MAX_CONFIGMAP_BYTES = 1_000_000
+"""A ConfigMap ends at 1 MiB, its metadata included."""
+S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+
+
+def engine_configmap(service: LLMService, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The ConfigMap of engine.json.
+
+    It has what was decided and no defaults: those of a new release would change it, and restart the pods.
+    """
+    content = json.dumps(dict(arguments), indent=2, sort_keys=True)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": object_names.object_meta(service, object_names.engine_configmap(service, content)),
+        "immutable": True,
+        "data": {"engine.json": content},
+    }
+
+
+def adapter_configmap(service: LLMService) -> dict[str, Any]:
+    """The ConfigMap of adapters.json, for pods that start; running ones are told by the operator.
+
+    Raises:
+        ConfigError: it would be larger than a ConfigMap can be.
+    """
+    content = json.dumps(drop_nulls(service.build_catalog().to_json()), separators=(",", ":"))
+    if (size := len(content.encode())) > MAX_CONFIGMAP_BYTES:
+        raise ConfigError(
+            f"spec.adapters: {len(service.spec.adapters)} adapters with their sources take {size} bytes, and "
+            f"{MAX_CONFIGMAP_BYTES} are possible; shorten the sources, or split the service"
+        )
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": object_names.object_meta(service, object_names.adapter_configmap(service.name)),
+        "data": {"adapters.json": content},
+    }
+
+
+def admin_secret(service: LLMService, context: RenderContext) -> dict[str, Any]:
+    """The Secret with the key of the pods' admin port."""
+    return _secret_manifest(
+        service, object_names.admin_secret(service.name), {object_names.ADMIN_KEY_FIELD: context.admin_key}
+    )
+
+
+def credentials_secret(service: LLMService, context: RenderContext) -> dict[str, Any] | None:
+    """Copies of the Secrets that sources name, one JSON object for each; None when there are none.
+
+    Copies, because mounting each by itself would make the pods' template depend on the adapters: adding one with a
+    Secret of its own would restart the pods.
+    """
+    referenced = {ref.name for ref in secret_refs(service)}
+    contents = {name: json.dumps(dict(values)) for name, values in context.credentials.items() if name in referenced}
+    return _secret_manifest(service, object_names.credentials_secret(service.name), contents) if contents else None
+
+
+def service_account(service: LLMService) -> dict[str, Any]:
+    """The pods' identity: nothing is granted to it, but clouds may give it access to buckets."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": object_names.object_meta(service, service.name),
+        "automountServiceAccountToken": False,
+    }
+
+
+def secret_refs(service: LLMService) -> list[SecretRef]:
+    """Every Secret that a source names, with the key it uses; None: all keys."""
+    catalog = service.build_catalog()
+    return [
+        ref
+        for source in (service.spec.model.source, *(a.source for a in catalog.adapters))
+        for ref in _source_secret_refs(source)
+    ]
+
+
+def _source_secret_refs(source: Source) -> Iterator[SecretRef]:
+    if source.huggingFace is not None and source.huggingFace.tokenSecretRef is not None:
+        yield source.huggingFace.tokenSecretRef
+    if source.s3 is not None and source.s3.credentialsSecretRef is not None:
+        yield from (SecretRef(source.s3.credentialsSecretRef.name, key) for key in S3_KEYS)
+    if source.http is not None and source.http.headersSecretRef is not None:
+        yield source.http.headersSecretRef
+
+
+def _secret_manifest(service: LLMService, name: str, values: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": object_names.object_meta(service, name),
+        "type": "Opaque",
+        "data": {key: base64.b64encode(value.encode()).decode() for key, value in sorted(values.items())},
+    }

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From LLMService to EngineConfig: pinned fields as they are, and for the rest what suits the device.
+
+Pure; called by serve.py and by the renderer. It measures and plans nothing: what neither spec nor plan decides is the
+engine's own default.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire_operator.api.llmservice import Device, LLMService
+from quire_operator.api.quantity import to_bytes
+from quire_operator.api.validation_errors import ABSENT, FieldPath, Problem
+from quire_operator.plan.candidates import CPU_TOKEN_BUDGET
+from quire_operator.plan.device_memory import GIB
+from quire_operator.plan.plan import Plan
+from quire_spec.engine.config import EngineConfig
+from quire_spec.errors import ConfigError
+
+_SPEC_PATHS: Mapping[str, FieldPath] = {
+    "model": ("model", "source"),
+    "device": ("device",),
+    "dtype": ("engine", "dtype"),
+    "max_model_len": ("engine", "maxModelLen"),
+    "gpu_memory_utilization": ("engine", "gpuMemoryUtilization"),
+    "kv_cache_memory_bytes": ("engine", "kvCacheMemory"),
+    "kv_cache_dtype": ("engine", "kvCacheDtype"),
+    "block_size": ("engine", "blockSize"),
+    "max_num_seqs": ("engine", "maxNumSeqs"),
+    "max_num_batched_tokens": ("engine", "maxNumBatchedTokens"),
+    "max_num_queued_reqs": ("engine", "maxNumQueuedReqs"),
+    "max_logprobs": ("engine", "maxLogprobs"),
+    "scheduling_policy": ("engine", "schedulingPolicy"),
+    "swap_space": ("engine", "swapSpace"),
+    "tensor_parallel_size": ("engine", "tensorParallelSize"),
+    "max_loras": ("lora", "maxLoaded"),
+    "max_lora_rank": ("lora", "maxRank"),
+    "max_cpu_loras": ("lora", "maxCached"),
+    "cpu_lora_memory_bytes": ("lora", "maxCachedMemory"),
+}
+"""Where in the spec each field of EngineConfig comes from, for its errors."""
+
+
+class UnsupportedByEngine(Exception):
+    """The engine cannot do what the spec pins; `problem` says so in the resource's words."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
+
+
+def engine_config(
+    service: LLMService, model: str, revision: str | None = None, plan: Plan | None = None
+) -> EngineConfig:
+    """The engine's configuration, see `engine_arguments`."""
+    return EngineConfig.from_json(engine_arguments(service, model, revision, plan))
+
+
+def engine_arguments(
+    service: LLMService, model: str, revision: str | None = None, plan: Plan | None = None
+) -> dict[str, Any]:
+    """What engine.json has to say; `model` is a folder or a hub id. A plan decides what the spec leaves open.
+
+    Raises:
+        EngineRefuses: a pinned value is beyond what the engine can do.
+    """
+    hub = {"revision": revision} if revision is not None else {}
+    arguments = {"model": model, **hub, **_spec_arguments(service), **_plan_arguments(plan)}
+    try:
+        EngineConfig.from_json(arguments)
+    except ConfigError as error:
+        name, _, reason = str(error).partition(": ")
+        path = ("spec", *_SPEC_PATHS.get(name, ("engine",)))
+        fix = "change the field or omit it"
+        raise UnsupportedByEngine(Problem(path, ABSENT, f"the engine refuses this: {reason}", fix)) from error
+    return arguments
+
+
+def _spec_arguments(service: LLMService) -> dict[str, Any]:
+    """The fields that the spec or the device decides; all others keep EngineConfig's defaults."""
+    spec, lora = service.spec.engine, service.spec.lora
+    cpu = service.spec.device is Device.CPU
+    pinned = {
+        "dtype": spec.dtype,
+        "max_model_len": spec.maxModelLen,
+        "gpu_memory_utilization": None if spec.gpuMemoryUtilization is None else float(spec.gpuMemoryUtilization),
+        "kv_cache_memory_bytes": None if spec.kvCacheMemory is None else to_bytes(spec.kvCacheMemory),
+        "kv_cache_dtype": spec.kvCacheDtype,
+        "block_size": spec.blockSize,
+        "max_num_seqs": spec.maxNumSeqs,
+        "max_num_batched_tokens": spec.maxNumBatchedTokens or _batched_tokens(cpu, spec.maxNumSeqs),
+        "max_num_queued_reqs": spec.maxNumQueuedReqs,
+        "max_logprobs": spec.maxLogprobs,
+        "scheduling_policy": spec.schedulingPolicy,
+        "swap_space": None if spec.swapSpace is None else to_bytes(spec.swapSpace) / GIB,
+        "tensor_parallel_size": spec.tensorParallelSize,
+        "quantization": None if spec.quantization == "None" else spec.quantization,
+        "max_loras": lora.maxLoaded or None,
+        "max_cpu_loras": lora.maxCached if lora.maxLoaded else None,
+        "cpu_lora_memory_bytes": to_bytes(lora.maxCachedMemory) if lora.maxCachedMemory and lora.maxLoaded else None,
+    }
+    return {
+        "device": "cpu" if cpu else "cuda",
+        "enable_prefix_caching": spec.prefixCaching,
+        "enable_lora": lora.maxLoaded > 0,
+        "max_lora_rank": lora.maxRank,
+        **{name: value for name, value in pinned.items() if value is not None},
+    }
+
+
+def _plan_arguments(plan: Plan | None) -> dict[str, Any]:
+    """What a plan decides; what the spec pins is in it as it is."""
+    if plan is None:
+        return {}
+    kv, utilization = plan.kvCacheMemory, plan.gpuMemoryUtilization
+    return {
+        "dtype": plan.dtype.value,
+        "tensor_parallel_size": plan.tensorParallelSize.value,
+        "block_size": plan.blockSize.value,
+        "max_model_len": plan.maxModelLen.value,
+        "max_num_seqs": plan.maxNumSeqs.value,
+        "max_num_batched_tokens": plan.maxNumBatchedTokens.value,
+        **({"gpu_memory_utilization": float(utilization.value)} if utilization else {}),
+        **({"kv_cache_memory_bytes": to_bytes(kv.value)} if kv else {}),
+    }
+
+
+def _batched_tokens(cpu: bool, max_num_seqs: int | None) -> int:
+    """The default budget, widened where more sequences are pinned than it has tokens."""
+    default = CPU_TOKEN_BUDGET if cpu else EngineConfig(model="-").max_num_batched_tokens
+    return max(default, max_num_seqs or 0)

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environment variables of a pod's containers."""
+
+from typing import Any
+
+from quire_operator.api.llmservice import LLMService
+from quire_spec.net.addresses import POD_IP_VARIABLE
+
+
+def container_env(service: LLMService, **extra: str) -> list[dict[str, Any]]:
+    """What each container is told, `more`, and what the service asks for, which wins."""
+    configured = extra | {variable.name: variable.value for variable in service.spec.runtime.env}
+    defaults = {POD_IP_VARIABLE: {"valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}}
+    values = defaults | {name: {"value": value} for name, value in configured.items()}
+    return [{"name": name, **value} for name, value in values.items()]

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a service's model is in its pods, and the objects that bring it there: a claim and a Job, or an init container.
+
+The files of one source are in a folder of its own, named by the source, so that another revision is another folder.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from quire_operator.api.llmservice import LLMService
+from quire_operator.plan.device_memory import GIB, round_up_mib
+from quire_operator.plan.plan import Plan, to_quantity
+from quire_operator.render import object_names
+from quire_operator.render.env import container_env
+from quire_operator.render.strategic_merge import merge
+from quire_spec.dataclass_json import drop_nulls, to_json
+from quire_spec.documents.adapter_catalog import Source
+from quire_spec.documents.download_progress import PROGRESS_PORT_VARIABLE
+from quire_spec.errors import ConfigError
+
+DOWNLOAD_CONTAINER = "download"
+"""Name of the container that downloads."""
+_TERMINATION_LOG = "/dev/termination-log"
+"""Where the kubelet looks for how a container ended; the operator reads it from the pod."""
+MIN_CLAIM_BYTES = 10 * GIB
+_CLAIM_SIZE_PERCENT = 130
+"""Of the weights' files: tokenizer and configuration, and a download that starts again beside the old one's rest."""
+
+
+def cache_mode(service: LLMService) -> str:
+    """spec.cache.mode with its default."""
+    local = service.spec.model.source.pvc is not None
+    return service.spec.cache.mode or ("None" if local else "PVC")
+
+
+def folder(service: LLMService) -> str:
+    """Folder of the model in a pod."""
+    source = service.spec.model.source
+    if source.pvc is not None:
+        return f"{object_names.CLAIMS_DIR}/{source.pvc.claimName}/{source.pvc.path}".rstrip("/")
+    return f"{object_names.MODEL_DIR}/{object_names.digest(_source_fields(source))}"
+
+
+def validate(service: LLMService) -> None:
+    """Raise ConfigError for a source that no pod has, and for a claim that the pods cannot share."""
+    sources = [("spec.model.source", service.spec.model.source)]
+    sources += [(f"spec.adapters[{i}].source", adapter.source) for i, adapter in enumerate(service.spec.adapters)]
+    for field, source in sources:
+        if source.path is not None:
+            raise ConfigError(
+                f"{field}.path: {source.path!r} is a folder of one machine, and no pod has it; copy the files to a "
+                "claim and use pvc, or run quire serve"
+            )
+    access_modes = service.spec.cache.accessModes
+    if (
+        cache_mode(service) == "PVC"
+        and access_modes
+        and _max_pods(service) > 1
+        and not {"ReadWriteMany", "ReadOnlyMany"} & {*access_modes}
+    ):
+        raise ConfigError(
+            f"spec.cache.accessModes: {', '.join(access_modes)}: up to {_max_pods(service)} pods read the claim, on "
+            "as many "
+            "nodes; add ReadWriteMany, with a storage class that has it, or set spec.cache.mode to EmptyDir"
+        )
+
+
+def claim(service: LLMService, plan: Plan) -> dict[str, Any]:
+    """The PersistentVolumeClaim of cache mode PVC."""
+    cache = service.spec.cache
+    storage_class = {"storageClassName": cache.storageClassName} if cache.storageClassName else {}
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": object_names.object_meta(service, object_names.model_claim(service.name), object_names.DOWNLOAD),
+        "spec": {
+            "accessModes": list(cache.accessModes) or [_access_mode(service)],
+            "resources": {"requests": {"storage": cache.size or to_quantity(_claim_bytes(plan))}},
+            **storage_class,
+        },
+    }
+
+
+def volume(service: LLMService, plan: Plan) -> dict[str, Any]:
+    """The volume that MODEL_DIR is, for downloaded models."""
+    if cache_mode(service) == "PVC":
+        return {"name": "model", "persistentVolumeClaim": {"claimName": object_names.model_claim(service.name)}}
+    size = service.spec.cache.size
+    return {"name": "model", "emptyDir": {"sizeLimit": size or to_quantity(_claim_bytes(plan))}}
+
+
+def download_container(service: LLMService, image: str, security: dict[str, Any]) -> dict[str, Any]:
+    """The container that downloads the model; a second run finds that all is there.
+
+    It answers on the health port, where in an init container nobody else listens yet. It reaches what the one that
+    serves does: by the environment and the files that spec.podTemplate gives to that one.
+    """
+    source = json.dumps(_source_fields(service.spec.model.source), sort_keys=True)
+    container = {
+        "name": DOWNLOAD_CONTAINER,
+        "image": image,
+        "command": ["tini", "--", "python3", "-m", "quire_server.download"],
+        "args": [
+            f"--source={source}",
+            f"--into={folder(service)}",
+            f"--secrets-dir={object_names.SECRETS_DIR}",
+            f"--report={_TERMINATION_LOG}",
+        ],
+        "env": container_env(service, **{PROGRESS_PORT_VARIABLE: str(service.spec.runtime.ports.health)}),
+        "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
+        "securityContext": security,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            {"name": "model", "mountPath": object_names.MODEL_DIR},
+            {"name": "credentials", "mountPath": object_names.SECRETS_DIR, "readOnly": True},
+            {"name": "home", "mountPath": object_names.HOME_DIR},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+    merged: dict[str, Any] = merge(container, _template_overrides(service))
+    return merged
+
+
+def _template_overrides(service: LLMService) -> dict[str, Any]:
+    """What spec.podTemplate gives to the container that serves, and that downloading may need: a file of authorities, a
+    proxy with its password. Not claims, which two nodes may not have at a time, nor folders of a node."""
+    pod_spec = service.spec.podTemplate.get("spec", {})
+    server = next((c for c in _mapping_entries(pod_spec.get("containers")) if c.get("name") == object_names.SERVER), {})
+    file_volumes = [
+        v.get("name")
+        for v in _mapping_entries(pod_spec.get("volumes"))
+        if v.keys() & {"configMap", "secret", "projected"}
+    ]
+    overrides = {
+        "env": _mapping_entries(server.get("env")),
+        "envFrom": _mapping_entries(server.get("envFrom")),
+        "volumeMounts": [m for m in _mapping_entries(server.get("volumeMounts")) if m.get("name") in file_volumes],
+    }
+    return {name: entries for name, entries in overrides.items() if entries}
+
+
+def _mapping_entries(entries: Any) -> list[Mapping[str, Any]]:
+    """The entries of a list of a patch that add or change something; the API server judges what is no list."""
+    items = entries if isinstance(entries, list) else []
+    return [entry for entry in items if isinstance(entry, Mapping) and "$patch" not in entry]
+
+
+def pods_download(service: LLMService) -> bool:
+    """Whether pods themselves fetch the model before they start."""
+    return cache_mode(service) == "EmptyDir"
+
+
+def _source_fields(source: Source) -> dict[str, Any]:
+    """The source without what is not set."""
+    source_fields: dict[str, Any] = drop_nulls(to_json(source))
+    return source_fields
+
+
+def _access_mode(service: LLMService) -> str:
+    return "ReadWriteMany" if _max_pods(service) > 1 else "ReadWriteOnce"
+
+
+def _max_pods(service: LLMService) -> int:
+    scaling = service.spec.autoscaling
+    return max(service.spec.replicas, scaling.maxReplicas if scaling else 0)
+
+
+def _claim_bytes(plan: Plan) -> int:
+    return max(round_up_mib(plan.modelBytes * _CLAIM_SIZE_PERCENT // 100), MIN_CLAIM_BYTES)

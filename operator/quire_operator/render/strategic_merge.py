@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strategic merge of a pod template: what `kubectl patch --type=strategic` does with the lists of a PodSpec.
+
+Objects merge field by field, null takes a field away. Lists whose entries have a key of their own merge by it, all
+others are replaced. `$patch: delete` takes an entry away, `$patch: replace` takes the patch as it is.
+
+Source: https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/, and the keys from
+the x-kubernetes-patch-merge-key of the PodSpec's fields.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire_spec.errors import ConfigError
+
+_DIRECTIVE = "$patch"
+
+_MERGE_KEYS: Mapping[str, str] = {
+    "containers": "name",
+    "ephemeralContainers": "name",
+    "env": "name",
+    "hostAliases": "ip",
+    "imagePullSecrets": "name",
+    "initContainers": "name",
+    "ports": "containerPort",
+    "resourceClaims": "name",
+    "schedulingGates": "name",
+    "topologySpreadConstraints": "topologyKey",
+    "volumeDevices": "devicePath",
+    "volumeMounts": "mountPath",
+    "volumes": "name",
+}
+"""Lists that merge, by their field's name, with the key of an entry."""
+
+_UNION_LISTS: Mapping[str, frozenset[str]] = {"volumes": frozenset({"name"})}
+"""Lists whose entries are one of several kinds: a patch that brings another kind replaces the entry."""
+
+
+def merge(base: Any, patch: Any, field: str = "") -> Any:
+    """`base` with `patch` over it; neither is changed. `field` is the name of the field that they are the value of.
+
+    Raises:
+        ConfigError: an entry of a list that merges is not an object.
+    """
+    if isinstance(base, Mapping) and isinstance(patch, Mapping):
+        if patch.get(_DIRECTIVE) == "replace":
+            return _without_directives(patch)
+        merged = {key: item for key, item in base.items() if key not in patch}
+        for key, item in patch.items():
+            if item is not None and key != _DIRECTIVE:
+                merged[key] = merge(base[key], item, key) if key in base else _without_directives(item)
+        return {key: merged[key] for key in (*base, *patch) if key in merged}
+    if isinstance(base, list) and isinstance(patch, list) and field in _MERGE_KEYS:
+        if invalid_entries := [item for item in patch if not isinstance(item, Mapping)]:
+            raise ConfigError(
+                f"{field}: {invalid_entries[0]!r} is not an object; give each entry its {_MERGE_KEYS[field]}"
+            )
+        return _merge_list(base, patch, field)
+    return _without_directives(patch)
+
+
+def _merge_list(base: list[Any], patch: list[Any], field: str) -> list[Any]:
+    key = _MERGE_KEYS[field]
+    if any(item.get(_DIRECTIVE) == "replace" for item in patch):
+        return [_without_directives(item) for item in patch if item.get(_DIRECTIVE) != "replace"]
+    merged = list(base)
+    for item in patch:
+        indexes = [i for i, other in enumerate(merged) if other.get(key) == item.get(key)]
+        if item.get(_DIRECTIVE) == "delete":
+            merged = [other for i, other in enumerate(merged) if i not in indexes]
+        elif indexes:
+            merged[indexes[0]] = _merge_entry(merged[indexes[0]], item, field)
+        else:
+            merged.append(_without_directives(item))
+    return merged
+
+
+def _merge_entry(base: Any, patch: Any, field: str) -> Any:
+    common_keys = _UNION_LISTS.get(field)
+    if (
+        common_keys is not None
+        and set(base) - common_keys != set(patch) - common_keys - {_DIRECTIVE}
+        and set(patch) - common_keys
+    ):
+        return _without_directives(patch)
+    return merge(base, patch)
+
+
+def _without_directives(value: Any) -> Any:
+    """A copy without directives and nulls."""
+    if isinstance(value, Mapping):
+        return {k: _without_directives(item) for k, item in value.items() if item is not None and k != _DIRECTIVE}
+    if isinstance(value, list):
+        return [_without_directives(i) for i in value if not (isinstance(i, Mapping) and i.get(_DIRECTIVE) == "delete")]
+    return value
