@@ -172,7 +172,7 @@ def test_a_hub_that_says_nothing_is_not_waited_for_without_end(
 ) -> None:
     """It takes connections and begins no TLS, as behind a firewall that drops packets; what is cached is taken."""
     code = f"""
-from quire_engine import hub
+from quire_engine.weights import hub
 from quire_spec.errors import ConfigError
 hub._TIMEOUT_S = 0.3
 try:

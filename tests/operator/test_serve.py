@@ -314,9 +314,9 @@ def test_the_folder_of_a_running_supervisor_is_not_written_to(folder):
 
 BECOME = """
 import sys
-from quire_operator.cli.serve import become
+from quire_operator.cli.serve import exec_supervisor
 program = (sys.executable, "-c", "import os; print(os.getpid(), os.environ)")
-become(program, {"WORD": "here"})
+exec_supervisor(program, {"WORD": "here"})
 """
 
 

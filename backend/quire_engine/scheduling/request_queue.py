@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from quire_engine.sequence import Sequence
 
-_SORT_KEY = attrgetter("rank")
+_SORT_KEY = attrgetter("sort_key")
 
 
 class RequestQueue:

@@ -34,7 +34,10 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
         possible = " or ".join(str(tp) for tp in TP_SIZES if not unsupported_reason(inputs.model.shape, tp))
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {reason}; use {possible}")
     if inputs.gpu is not None and inputs.gpu.gpus_per_node is not None and pinned > inputs.gpu.gpus_per_node:
-        fix = f"nodes with {inputs.gpu.name} have {inputs.gpu.gpus_per_node} GPUs, and layers are shared on one node; lower it"
+        fix = (
+            f"nodes with {inputs.gpu.name} have {inputs.gpu.gpus_per_node} GPUs, and layers are shared on "
+            f"one node; lower it"
+        )
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {fix}")
     if pinned not in inputs.capabilities.tensor_parallel_sizes:
         supported = ", ".join(map(str, inputs.capabilities.tensor_parallel_sizes))

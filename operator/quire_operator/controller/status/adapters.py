@@ -141,7 +141,10 @@ def _describe_stale_pods(stale: Sequence[PodState], version: CatalogVersion) -> 
     if has_newer_catalog(first.report, version):
         return f"pod {first.name} works on generation {generation}, which is newer than {version.generation}"
     error = f": {first.report_error}" if first.report_error else ""
-    return f"{len(stale)} pods have not taken generation {version.generation} yet, pod {first.name} is at {generation}{error}"
+    return (
+        f"{len(stale)} pods have not taken generation {version.generation} yet, pod {first.name} is at "
+        f"{generation}{error}"
+    )
 
 
 def _adapters_by_name(pod: PodState, version: CatalogVersion) -> dict[str, AdapterStatus]:

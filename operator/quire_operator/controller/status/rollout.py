@@ -190,7 +190,10 @@ def _describe_termination(pod: PodState) -> str:
     lines = [line for line in pod.terminated.message.strip().splitlines() if line.strip()]
     last = f": {lines[-1].strip()}" if lines else ""
     restarts_text = f", {pod.restarts} restarts" if pod.restarts else ""
-    return f"{pod.terminated.container} ended with {pod.terminated.reason or 'Error'} (exit code {pod.terminated.exit_code}{restarts_text}){last}"
+    return (
+        f"{pod.terminated.container} ended with {pod.terminated.reason or 'Error'} (exit code "
+        f"{pod.terminated.exit_code}{restarts_text}){last}"
+    )
 
 
 def _format_condition(condition: Mapping[str, Any]) -> str:

@@ -248,7 +248,10 @@ def _describe_drift(plan: Mapping[str, Any]) -> str:
     if drift_ratio is None or abs(drift_ratio) <= MAX_KV_TOKEN_DRIFT:
         return ""
     measured, comparison = plan["measured"]["kvTokens"], "fewer" if drift_ratio < 0 else "more"
-    return f"the engine has room for {measured} KV tokens, {abs(drift_ratio):.0%} {comparison} than the plan's {plan['kvTokens']}"
+    return (
+        f"the engine has room for {measured} KV tokens, {abs(drift_ratio):.0%} {comparison} than the "
+        f"plan's {plan['kvTokens']}"
+    )
 
 
 def _plan_fields(
