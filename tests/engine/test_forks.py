@@ -82,9 +82,9 @@ def test_a_failed_step_ends_a_leader_and_its_forks_and_nobody_else() -> None:
 
 def test_a_fork_that_differs_from_its_leader_is_refused() -> None:
     bench = Bench(adapters="ab")
-    bench.add([1, 2, 3], adapter="a", cache_salt="s")
-    same = {"prompt": [1, 2, 3], "adapter": "a", "cache_salt": "s", "fork_of": 0}
-    for name, value in [("prompt", [1, 2, 4]), ("adapter", "b"), ("cache_salt", None)]:
+    bench.add([1, 2, 3], adapter_digest="a", cache_salt="s")
+    same = {"prompt": [1, 2, 3], "adapter_digest": "a", "cache_salt": "s", "parent_id": 0}
+    for name, value in [("prompt", [1, 2, 4]), ("adapter_digest", "b"), ("cache_salt", None)]:
         with pytest.raises(InvalidArgument, match=f"fork_of: sequence 0 has another {name}"):
             bench.add(**(same | {name: value}))
     bench.add(**same)

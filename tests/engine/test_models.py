@@ -127,15 +127,15 @@ def test_all_layers_in_one_call_give_the_same_bits(name, tmp_path, monkeypatch):
     for (_, linear), module in zip(model.linears(), slots.modules, strict=True):
         linear.adapters = module
     model.pack()
-    together = model.compiled
+    together = model.fused_decoder
     assert (together is not None) == (name in TOGETHER)
     if together is None:
         return
     for used in ([None, None, None], [SlotId(0), None, SlotId(1)]):
         found = []
-        for model.compiled in (together, None):
+        for model.fused_decoder in (together, None):
             kv = KVCache(model.shape, 41, 8, torch.bfloat16, CPU)
-            assert together.takes(torch.zeros(1, model.shape.hidden_size, dtype=torch.bfloat16), kv.layers)
+            assert together.supports(torch.zeros(1, model.shape.hidden_size, dtype=torch.bfloat16), kv.layers)
             # More rows than go through a layer together, then a decoded token of each.
             for starts, lengths in (((0, 0, 0), (290, 7, 16)), ((290, 7, 16), (1, 1, 1))):
                 rows = zip(starts, lengths, (0, 37, 38), used, strict=True)

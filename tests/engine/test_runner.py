@@ -309,7 +309,7 @@ def test_the_largest_steps_take_the_whole_budget(engine_runner):
     # likely their tokens are. The eighth sequence's prompt has 9 tokens, of which 2 are.
     assert seen == [(64, 57, (8, 16), {0, 1}), (64, 64, (1, 16), {0})]
     for sequences in sampled:
-        assert all(s.params.penalized and s.params.allowed_token_ids and s.params.logit_bias for s in sequences)
+        assert all(s.params.has_penalties and s.params.allowed_token_ids and s.params.logit_bias for s in sequences)
         assert all(s.params.logprobs is not None and s.suppressed_token_ids and s.bad_words for s in sequences)
     assert [max(s.params.logprobs for s in sequences) for sequences in sampled] == [CONFIG.max_logprobs, 1]
 
@@ -334,11 +334,11 @@ def test_before_requests_come_a_prompt_ran_beside_a_decoding_sequence(engine_run
     seen, forward, sample = [], engine_runner._forward, engine_runner._sampler
 
     def watch(work, *others):
-        seen.append((work.starts, work.lengths, work.slots))
+        seen.append((work.starts, work.lengths, work.adapter_slots))
         return forward(work, *others)
 
     def choose(logits, rows):
-        greedy, cut, penalized = {(p.greedy, p.top_p < 1, p.penalized) for p in (r.sequence.params for r in rows)}.pop()
+        greedy, cut, penalized = {(p.greedy, p.top_p < 1, p.has_penalties) for p in (r.sequence.params for r in rows)}.pop()
         seen[-1] += (greedy, cut, penalized)
         return sample(logits, rows)
 

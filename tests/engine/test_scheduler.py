@@ -105,7 +105,7 @@ def test_the_last_free_blocks_are_computed_in_rather_than_copied_to() -> None:
     assert bench.runner.batches[-2:] == [[(2, 16, 7)], [(3, 16, 7)]]
 
 
-@pytest.mark.parametrize("field", ["adapter", "cache_salt"])
+@pytest.mark.parametrize("field", ["adapter_digest", "cache_salt"])
 def test_prefixes_are_not_shared_across_adapters_or_salts(field: str) -> None:
     bench = Bench(replace(CONFIG, enable_prefix_caching=True), adapters="ab")
     for value in ("a", "b", None, "a"):
@@ -178,7 +178,7 @@ def test_what_can_never_run_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="128 tokens leave no room for output; max_model_len is 128"):
         bench.add(128)
     with pytest.raises(NotFound):
-        bench.add(1, adapter="sha256:none")
+        bench.add(1, adapter_digest="sha256:none")
     bench.add(127, 1)
     bench.run()
     with pytest.raises(InvalidArgument, match="id 1: a sequence of this id is open"):
@@ -189,7 +189,7 @@ def test_what_can_never_run_is_refused() -> None:
 def test_abort_during_a_step_takes_effect_after_it() -> None:
     bench = Bench(adapters="a")
     bench.fill_slot("a")
-    bench.add(20, adapter="a")
+    bench.add(20, adapter_digest="a")
     bench.add(5)
     bench.add(5)
     plan = bench.scheduler.schedule(0.0)
@@ -212,8 +212,8 @@ def test_a_failed_step_ends_its_sequences_only_and_keeps_good_blocks() -> None:
     bench.add([4] * 16, 1)
     bench.run()
     bench.add([4] * 20)
-    bench.add(9, adapter="a")
-    bench.add(9, adapter="a")
+    bench.add(9, adapter_digest="a")
+    bench.add(9, adapter_digest="a")
     assert [i for i, _, _ in bench.step()] == [1]
     plan = bench.scheduler.schedule(0.0)
     assert plan is not None
@@ -231,8 +231,8 @@ def test_a_failed_step_ends_its_sequences_only_and_keeps_good_blocks() -> None:
 def test_a_sequence_without_a_slot_stops_nobody_and_gets_one_in_time() -> None:
     bench = Bench(replace(CONFIG, max_num_seqs=4), adapters="ab", max_loras=1)
     bench.fill_slot("a")
-    bench.add(3, 9, adapter="a")
-    blocked = bench.add(3, 9, adapter="b")
+    bench.add(3, 9, adapter_digest="a")
+    blocked = bench.add(3, 9, adapter_digest="b")
     bench.add(3, 9)
     assert [i for i, _, _ in bench.step()] == [0, 2]
     assert blocked.status is SequenceStatus.WAITING_FOR_ADAPTER
@@ -240,7 +240,7 @@ def test_a_sequence_without_a_slot_stops_nobody_and_gets_one_in_time() -> None:
     for _ in range(200):
         bench.now += 0.1
         if bench.scheduler.num_running + bench.scheduler.num_waiting < 5:
-            bench.add(3, 9, adapter="a")
+            bench.add(3, 9, adapter_digest="a")
         bench.step()
         if blocked.status is SequenceStatus.RUNNING:
             break
@@ -256,7 +256,7 @@ def test_nothing_is_runnable_while_all_wait_for_copies() -> None:
     assert bench.registry.adapter_states()["a"] == "disk"
     for dropped in bench.registry.pop_evicted_copies():
         assert dropped in "ab"
-    waiting = bench.add(3, adapter="a")
+    waiting = bench.add(3, adapter_digest="a")
     assert bench.scheduler.has_runnable
     assert bench.step() == []
     assert not bench.scheduler.has_runnable and bench.scheduler.has_work
@@ -266,7 +266,7 @@ def test_nothing_is_runnable_while_all_wait_for_copies() -> None:
     bench.scheduler.on_adapter_ready()
     assert bench.scheduler.has_runnable and bench.step() == [(0, 0, 3)]
     # And one whose copy cannot be had is over.
-    failing = bench.add(3, adapter="b")
+    failing = bench.add(3, adapter_digest="b")
     assert bench.registry.pop_reads()
     assert bench.scheduler.fail_adapter("b") == [failing]
     bench.registry.on_read_failed("b")
@@ -307,7 +307,7 @@ def test_output_is_the_same_in_every_mode(mode: str, block_size: int) -> None:
     for num_blocks in (16384 // block_size, max_model_len // block_size + 1):
         bench = Bench(MODES[mode](replace(CONFIG, block_size=block_size)), num_blocks, max_model_len, "ab")
         for prompt, num_output, adapter in jobs:
-            bench.add(prompt, num_output, adapter=None if adapter == "0" else adapter)
+            bench.add(prompt, num_output, adapter_digest=None if adapter == "0" else adapter)
         outputs = bench.run()
         for i, (prompt, num_output, adapter) in enumerate(jobs):
             assert outputs[i] == expected_output(prompt, num_output, None if adapter == "0" else adapter)

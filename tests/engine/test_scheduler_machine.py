@@ -77,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         digest = None if adapter == "0" else adapter
         priority = priority if self.bench.config.scheduling_policy == "priority" else 0
-        fields: dict[str, Any] = {"adapter": digest, "priority": priority, "stop_token_ids": stops}
+        fields: dict[str, Any] = {"adapter_digest": digest, "priority": priority, "stop_token_ids": stops}
         # Steps of one that has bad words are not begun ahead.
         fields |= {"bad_words": ((VOCAB,),)} if waits == 5 else {}
         sequence = self.bench.add([letter] * length, num_output, **fields)
@@ -89,7 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject, num_output: int) -> None:
         prompt, _, digest, stops = self.jobs[leader := data.draw(st.sampled_from(sorted(self.open)))]
         priority = data.draw(st.integers(-1, 1)) if self.bench.config.scheduling_policy == "priority" else 0
-        fields: dict[str, Any] = {"adapter": digest, "priority": priority, "stop_token_ids": stops}
+        fields: dict[str, Any] = {"adapter_digest": digest, "priority": priority, "stop_token_ids": stops}
         sequence = self.bench.add(prompt, num_output, parent_id=leader, **fields)
         self.jobs[sequence.id] = (prompt, num_output, digest, stops)
         self.open.add(sequence.id)

@@ -148,7 +148,7 @@ def build_linear(shape: ModelConfig, paths: Sequence[str], factory: ParamFactory
         d_in, d_out = full_sizes[path]
         shards[_last_component(path)] = LinearShard((d_out, d_in), shard.output_ranges(path), columns)
     if shard.needs_all_reduce(paths[0]):
-        return RowParallelLinear(factory.communicator, in_features, slices, factory, bias, splits=shards)
+        return RowParallelLinear(factory.communicator, in_features, slices, factory, bias, shards=shards)
     return Linear(in_features, slices, factory, bias, shards=shards)
 
 

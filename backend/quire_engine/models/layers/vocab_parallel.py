@@ -39,7 +39,7 @@ def build_lm_head(shape: ModelConfig, factory: ParamFactory, tied_embedding: Ten
     if factory.communicator is None:
         return Linear(d_in, slices, factory, weight=tied_embedding)
     shard = LinearShard((shape.vocab_size, d_in), (factory.communicator.shard.vocab_range,), range(d_in))
-    return ParallelLMHead(factory.communicator, d_in, slices, factory, weight=tied_embedding, splits={"lm_head": shard})
+    return ParallelLMHead(factory.communicator, d_in, slices, factory, weight=tied_embedding, shards={"lm_head": shard})
 
 
 def embedding_shard(table: Tensor, communicator: Communicator | None) -> LoadTarget:
