@@ -85,7 +85,7 @@ def test_a_fork_that_differs_from_its_leader_is_refused() -> None:
     bench.add([1, 2, 3], adapter_digest="a", cache_salt="s")
     same = {"prompt": [1, 2, 3], "adapter_digest": "a", "cache_salt": "s", "parent_id": 0}
     for name, value in [("prompt", [1, 2, 4]), ("adapter_digest", "b"), ("cache_salt", None)]:
-        with pytest.raises(InvalidArgument, match=f"fork_of: sequence 0 has another {name}"):
+        with pytest.raises(InvalidArgument, match=f"parent_id: sequence 0 has another {name}"):
             bench.add(**(same | {name: value}))
     bench.add(**same)
     assert len(bench.sequences) == 2
