@@ -15,9 +15,9 @@ SIDE_BY_SIDE = $(if $(QUIRE_TEST_KUBECONFIG),,-n 2 --dist loadfile --no-loadscop
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
-# A Kubernetes for tests and for people: hack/cluster. IPV6=1: one without any address of IPv4.
+# A Kubernetes for tests and for people: hack/nodocker_cluster. IPV6=1: one without any address of IPv4.
 export QUIRE_CLUSTER_IPV6 ?= $(IPV6)
-CLUSTER = PYTHONPATH=hack $(BIN)/python -m cluster
+CLUSTER = PYTHONPATH=hack $(BIN)/python -m nodocker_cluster
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)

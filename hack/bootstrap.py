@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "engine,server,operator"
 TORCH_RANGE = ((2, 6), (3, 0))
 """As in pyproject.toml."""
-_LADDER = ("demo", "dev")
+_GROUP_ORDER = ("demo", "dev")
 """Dependency groups; each includes those before it."""
 EMULATED = "emulated"
 """The group with PyTorch for CUDA and none of NVIDIA's libraries: tests/emulator stands in for them."""
@@ -35,7 +35,7 @@ EMULATED_TORCH = ("torch==2.11.0", "triton==3.6.0", "nvidia-cuda-runtime==13.0.9
 NEEDED_BYTES = 4 * 2**30
 
 
-def missing() -> list[str]:
+def missing_requirements() -> list[str]:
     """What this machine lacks, each with its fix; empty when all is there."""
     problems = []
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
@@ -95,13 +95,13 @@ def torch_requirement(pip: list[str]) -> str | None:
     """Requirement of PyTorch's newest CPU build that the index offers; None takes the default build."""
     if has_nvidia_gpu():
         return None
-    listed = subprocess.run([*pip, "index", "versions", "torch"], capture_output=True, text=True, check=False).stdout
+    output = subprocess.run([*pip, "index", "versions", "torch"], capture_output=True, text=True, check=False).stdout
     low, high = TORCH_RANGE
-    builds = [(tuple(map(int, m.groups())), m.group(0)) for m in re.finditer(r"(\d+)\.(\d+)\.(\d+)\+cpu", listed)]
-    fitting = sorted(b for b in builds if low <= b[0][:2] < high)
-    if fitting:
-        return f"torch=={fitting[-1][1]}"
-    say(
+    builds = [(tuple(map(int, m.groups())), m.group(0)) for m in re.finditer(r"(\d+)\.(\d+)\.(\d+)\+cpu", output)]
+    candidates = sorted(b for b in builds if low <= b[0][:2] < high)
+    if candidates:
+        return f"torch=={candidates[-1][1]}"
+    print_progress(
         "note: no CPU build of torch is offered by the configured package index, so the default build comes, with\n"
         "      several GB of CUDA libraries. To avoid it, stop here and set PIP_EXTRA_INDEX_URL to PyTorch's CPU index."
     )
@@ -113,16 +113,16 @@ def requirements(group: str) -> list[str]:
     import tomllib
 
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
-    found: list[str] = []
+    specifiers: list[str] = []
     for entry in groups[group]:
-        found += requirements(entry["include-group"]) if isinstance(entry, dict) else [entry]
-    return found
+        specifiers += requirements(entry["include-group"]) if isinstance(entry, dict) else [entry]
+    return specifiers
 
 
 def stamp(folder: Path, group: str) -> Path:
     """File that exists when `group` is installed as pyproject.toml has it now."""
-    wanted = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
-    return folder / f".quire-{group}-{hashlib.sha256(wanted).hexdigest()[:16]}"
+    content = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
+    return folder / f".quire-{group}-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def install(folder: Path, group: str) -> None:
@@ -130,18 +130,18 @@ def install(folder: Path, group: str) -> None:
     started = time.monotonic()
     pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
     if not (folder / "bin/python").exists():
-        say(f"making {folder.name} with Python {platform.python_version()}")
+        print_progress(f"making {folder.name} with Python {platform.python_version()}")
         venv.create(folder, with_pip=True, symlinks=True)
     torch = torch_requirement(pip)
-    say(f"installing quire-llm[{EXTRAS}] and what {group} needs (torch: {torch or 'default build'})")
-    wanted = [*([torch] if torch else []), "-e", f"{ROOT}[{EXTRAS}]", *requirements(group)]
+    print_progress(f"installing quire-llm[{EXTRAS}] and what {group} needs (torch: {torch or 'default build'})")
+    arguments = [*([torch] if torch else []), "-e", f"{ROOT}[{EXTRAS}]", *requirements(group)]
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    done = subprocess.run([*pip, "install", *quiet, *wanted], check=False)
+    done = subprocess.run([*pip, "install", *quiet, *arguments], check=False)
     if done.returncode:
         sys.exit(f"bootstrap: pip failed with {done.returncode}; its last lines say why")
-    for included in _LADDER[: _LADDER.index(group) + 1]:
+    for included in _GROUP_ORDER[: _GROUP_ORDER.index(group) + 1]:
         stamp(folder, included).touch()
-    say(f"ready in {time.monotonic() - started:.0f} s: {folder}")
+    print_progress(f"ready in {time.monotonic() - started:.0f} s: {folder}")
 
 
 def install_emulated(folder: Path) -> None:
@@ -152,17 +152,17 @@ def install_emulated(folder: Path) -> None:
     pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     if not (folder / "bin/python").exists():
         venv.create(folder, with_pip=True, symlinks=True)
-    say(f"installing {', '.join(EMULATED_TORCH)}, without CUDA's libraries")
+    print_progress(f"installing {', '.join(EMULATED_TORCH)}, without CUDA's libraries")
     engine = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["engine"]
-    others = [entry for entry in engine if not entry.startswith("torch")]
-    for wanted in ([*others, *requirements(EMULATED)], ["--no-deps", *EMULATED_TORCH, "-e", str(ROOT)]):
-        if code := subprocess.run([*pip, *wanted], check=False).returncode:
+    engine_requirements = [entry for entry in engine if not entry.startswith("torch")]
+    for arguments in ([*engine_requirements, *requirements(EMULATED)], ["--no-deps", *EMULATED_TORCH, "-e", str(ROOT)]):
+        if code := subprocess.run([*pip, *arguments], check=False).returncode:
             sys.exit(f"bootstrap: pip failed with {code}; its last lines say why")
     stamp(folder, EMULATED).touch()
-    say(f"ready in {time.monotonic() - started:.0f} s: {folder}")
+    print_progress(f"ready in {time.monotonic() - started:.0f} s: {folder}")
 
 
-def say(text: str) -> None:
+def print_progress(text: str) -> None:
     """Print a progress line."""
     print(f"bootstrap: {text}", flush=True)
 
@@ -170,16 +170,18 @@ def say(text: str) -> None:
 def main() -> None:
     """Check, then install unless everything is already there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--for", dest="group", choices=(*_LADDER, EMULATED), default="dev", help="what to install for")
+    parser.add_argument(
+        "--for", dest="group", choices=(*_GROUP_ORDER, EMULATED), default="dev", help="what to install for"
+    )
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment's folder (default: .venv)")
     parser.add_argument("--check-only", action="store_true", help="say what is missing and install nothing")
     arguments = parser.parse_args()
-    if problems := missing():
+    if problems := missing_requirements():
         sys.exit("\n  - ".join(["bootstrap: this machine lacks", *problems]))
     if arguments.check_only:
-        say("nothing is missing")
+        print_progress("nothing is missing")
         if shutil.which("g++") is None:
-            say("there is no g++: without it bfloat16 takes about twice as long on CPUs with AVX-512 BF16")
+            print_progress("there is no g++: without it bfloat16 takes about twice as long on CPUs with AVX-512 BF16")
     elif not stamp(arguments.venv, arguments.group).exists():
         if arguments.group == EMULATED:
             install_emulated(arguments.venv)

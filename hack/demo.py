@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import tritonclient.grpc as grpcclient
-from cluster.ports import free_ports, is_free
+from nodocker_cluster.ports import free_ports, is_free
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples/llmservice.yaml"
@@ -41,21 +41,21 @@ class Ports:
     health: int
 
 
-Piece = tuple[str, int]
+TextPiece = tuple[str, int]
 """Text, and how many tokens it is: those that were made while the last piece was on its way come together."""
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One line of the table at the end."""
 
-    what: str
+    description: str
     tokens: int
     first_ms: float
     seconds: float
 
 
-def usual_ports() -> Ports:
+def default_or_free_ports() -> Ports:
     """The usual ones where they are free, others where not."""
     return Ports(*(port if is_free(port) else free_ports(1)[0] for port in (8000, 8001, 8002, 8003)))
 
@@ -64,7 +64,7 @@ def serve(ports: Ports) -> subprocess.Popen[bytes]:
     """Start `quire serve` on the example; its output is ours."""
     flags = [f"--{name}-port={getattr(ports, name)}" for name in ("http", "grpc", "metrics", "health")]
     command = [str(Path(sys.executable).with_name("quire")), "serve", "-f", str(EXAMPLE), *flags]
-    say(f"$ quire serve -f {EXAMPLE.relative_to(ROOT)}")
+    print_now(f"$ quire serve -f {EXAMPLE.relative_to(ROOT)}")
     return subprocess.Popen(command)
 
 
@@ -94,7 +94,7 @@ def http_generate(ports: Ports, model: str, body: dict[str, Any]) -> dict[str, A
     return answer
 
 
-def http_stream(ports: Ports, model: str, body: dict[str, Any]) -> Iterator[Piece]:
+def http_stream(ports: Ports, model: str, body: dict[str, Any]) -> Iterator[TextPiece]:
     """POST /v2/models/MODEL/generate_stream: server-sent events as they come."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{ports.http}/v2/models/{model}/generate_stream",
@@ -108,7 +108,7 @@ def http_stream(ports: Ports, model: str, body: dict[str, Any]) -> Iterator[Piec
                 yield event["text_output"], int(event["num_output_tokens"])
 
 
-def grpc_stream(ports: Ports, model: str, prompt: str, parameters: dict[str, Any]) -> Iterator[Piece]:
+def grpc_stream(ports: Ports, model: str, prompt: str, parameters: dict[str, Any]) -> Iterator[TextPiece]:
     """ModelStreamInfer with NVIDIA's client: pieces of text as they come."""
     import numpy as np
 
@@ -131,68 +131,73 @@ def grpc_stream(ports: Ports, model: str, prompt: str, parameters: dict[str, Any
                 return
 
 
-def show(what: str, pieces: Iterator[Piece]) -> Row:
+def print_stream(heading: str, pieces: Iterator[TextPiece]) -> TableRow:
     """Print a stream under a heading, measured."""
     started = time.monotonic()
-    text, first, count = "", 0.0, 0
+    text, first_s, count = "", 0.0, 0
     for piece, tokens in pieces:
-        first = first or time.monotonic() - started
+        first_s = first_s or time.monotonic() - started
         count += tokens
         text += piece
     seconds = time.monotonic() - started
-    say(f"\n{what}")
+    print_now(f"\n{heading}")
     print(textwrap.indent(textwrap.fill(text.strip(), 100), "    "), flush=True)
-    return Row(what, count, 1e3 * first, seconds)
+    return TableRow(heading, count, 1e3 * first_s, seconds)
 
 
-def crowd(ports: Ports, models: list[str], streams: int) -> Row:
+def run_concurrent_streams(ports: Ports, models: list[str], streams: int) -> TableRow:
     """Many streams at once, models mixed, every one counted."""
-    counts, firsts, lock = [], [], threading.Lock()
+    counts, first_token_ms, lock = [], [], threading.Lock()
 
-    def one(i: int) -> None:
+    def run_stream(index: int) -> None:
         started = time.monotonic()
-        body = {"text_input": STORY, "max_tokens": 64, "temperature": 0.7, "seed": i, "ignore_eos": True}
-        seen = [(time.monotonic() - started, tokens) for _, tokens in http_stream(ports, models[i % len(models)], body)]
+        body = {"text_input": STORY, "max_tokens": 64, "temperature": 0.7, "seed": index, "ignore_eos": True}
+        arrivals = [
+            (time.monotonic() - started, tokens) for _, tokens in http_stream(ports, models[index % len(models)], body)
+        ]
         with lock:
-            counts.append(sum(tokens for _, tokens in seen))
-            firsts.append(1e3 * seen[0][0])
+            counts.append(sum(tokens for _, tokens in arrivals))
+            first_token_ms.append(1e3 * arrivals[0][0])
 
     started = time.monotonic()
     with ThreadPoolExecutor(streams) as pool:
-        list(pool.map(one, range(streams)))
-    median = sorted(firsts)[len(firsts) // 2]
-    return Row(f"{streams} HTTP streams at once, models mixed", sum(counts), median, time.monotonic() - started)
+        list(pool.map(run_stream, range(streams)))
+    median = sorted(first_token_ms)[len(first_token_ms) // 2]
+    return TableRow(f"{streams} HTTP streams at once, models mixed", sum(counts), median, time.monotonic() - started)
 
 
-def requests(ports: Ports) -> list[Row]:
+def run_requests(ports: Ports) -> list[TableRow]:
     """The demonstration itself."""
-    greedy = {"temperature": 0.0, "max_tokens": 80}
-    asked = {"text_input": STORY, **greedy}
+    greedy_params = {"temperature": 0.0, "max_tokens": 80}
+    story_request = {"text_input": STORY, **greedy_params}
     started = time.monotonic()
-    answer = http_generate(ports, "tales", asked)
-    say(f"\nbase model `tales`, HTTP generate: {STORY!r}")
+    answer = http_generate(ports, "tales", story_request)
+    print_now(f"\nbase model `tales`, HTTP generate: {STORY!r}")
     print(textwrap.indent(textwrap.fill(answer["text_output"].strip(), 100), "    "), flush=True)
-    whole = 1e3 * (time.monotonic() - started)
+    duration_ms = 1e3 * (time.monotonic() - started)
     return [
-        Row("tales, HTTP generate", int(answer["num_output_tokens"]), whole, whole / 1e3),
-        show("adapter `pirate`, HTTP stream, the same prompt", http_stream(ports, "pirate", asked)),
-        show(
+        TableRow("tales, HTTP generate", int(answer["num_output_tokens"]), duration_ms, duration_ms / 1e3),
+        print_stream("adapter `pirate`, HTTP stream, the same prompt", http_stream(ports, "pirate", story_request)),
+        print_stream(
             "adapter `sql`, gRPC stream: " + QUESTION.splitlines()[0],
             grpc_stream(ports, "sql", QUESTION, {"temperature": 0.0, "max_tokens": 40}),
         ),
-        show("base with lora_name=pirate, HTTP stream", http_stream(ports, "tales", asked | {"lora_name": "pirate"})),
-        crowd(ports, ["tales", "pirate", "sql"], 24),
+        print_stream(
+            "base with lora_name=pirate, HTTP stream",
+            http_stream(ports, "tales", story_request | {"lora_name": "pirate"}),
+        ),
+        run_concurrent_streams(ports, ["tales", "pirate", "sql"], 24),
     ]
 
 
-def table(rows: list[Row]) -> None:
+def print_table(rows: list[TableRow]) -> None:
     """Print what was measured."""
-    say(f"\n{'what':<48} {'tokens':>7} {'first ms':>9} {'tokens/s':>9}")
+    print_now(f"\n{'what':<48} {'tokens':>7} {'first ms':>9} {'tokens/s':>9}")
     for row in rows:
-        print(f"{row.what[:48]:<48} {row.tokens:>7} {row.first_ms:>9.0f} {row.tokens / row.seconds:>9.0f}")
+        print(f"{row.description[:48]:<48} {row.tokens:>7} {row.first_ms:>9.0f} {row.tokens / row.seconds:>9.0f}")
 
 
-def say(text: str) -> None:
+def print_now(text: str) -> None:
     """Print at once, in order with the other processes' lines."""
     print(text, flush=True)
 
@@ -202,13 +207,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true", help="leave the server running until Ctrl-C")
     arguments = parser.parse_args()
-    ports = usual_ports()
+    ports = default_or_free_ports()
     process = serve(ports)
     try:
-        say(f"ready after {wait_ready(process, ports):.1f} s")
-        table(requests(ports))
+        print_now(f"ready after {wait_ready(process, ports):.1f} s")
+        print_table(run_requests(ports))
         if arguments.keep:
-            say("\nleft running; Ctrl-C stops it")
+            print_now("\nleft running; Ctrl-C stops it")
             process.wait()
     except KeyboardInterrupt:
         pass
@@ -216,7 +221,7 @@ def main() -> int:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
     code = process.wait(60)
-    say(f"\nstopped with exit code {code}")
+    print_now(f"\nstopped with exit code {code}")
     return code
 
 

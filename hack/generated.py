@@ -20,14 +20,14 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 CRD = ROOT / "crds/llmservices.yaml"
 
-KEEPS_PODS = (
+FIELDS_WITHOUT_RESTART = (
     *("spec.replicas", "spec.autoscaling", "spec.paused", "spec.disruption", "spec.observability", "spec.networking"),
     *("spec.cache.accessModes", "spec.cache.deletionPolicy", "spec.cache.storageClassName"),
     *("spec.rollout.maxSurge", "spec.rollout.maxUnavailable", "spec.rollout.progressDeadlineSeconds"),
     *("spec.rollout.updatePolicy", "spec.adapters"),
 )
 """Fields, with all below them, that restart no pod; all others do. A test holds this to what is rendered."""
-DEPENDS = {
+RESTART_EXCEPTIONS = {
     "spec.adapters[].source.pvc.claimName": "yes",
     "spec.cache.size": "an EmptyDir",
     "spec.engine.tensorParallelSize": "yes",
@@ -52,10 +52,10 @@ where the plan comes out differently. Everything else takes effect in pods that 
 """
 
 
-def restarts(path: str) -> str:
+def restart_note(path: str) -> str:
     """Whether changing a field replaces pods."""
-    kept = any(path == field or path.startswith((f"{field}.", f"{field}[")) for field in KEEPS_PODS)
-    return DEPENDS.get(path) or ("no" if kept else "yes")
+    keeps_pods = any(path == field or path.startswith((f"{field}.", f"{field}[")) for field in FIELDS_WITHOUT_RESTART)
+    return RESTART_EXCEPTIONS.get(path) or ("no" if keeps_pods else "yes")
 
 
 def reference(crd: dict[str, Any]) -> str:
@@ -66,21 +66,21 @@ def reference(crd: dict[str, Any]) -> str:
     parts = [
         _HEAD,
         "## spec\n",
-        f"Rules:\n\n{_rules(spec)}",
-        _table({"properties": {n: spec["properties"][n] for n in _plain(spec)}}, "spec"),
+        f"Rules:\n\n{_rule_list(spec)}",
+        _table({"properties": {n: spec["properties"][n] for n in _scalar_fields(spec)}}, "spec"),
     ]
     for name, node in spec["properties"].items():
-        if name not in _plain(spec):
-            parts += [f"## spec.{name}{'[]' if 'items' in node else ''}\n", _text(node), ""]
+        if name not in _scalar_fields(spec):
+            parts += [f"## spec.{name}{'[]' if 'items' in node else ''}\n", _description(node), ""]
             parts += [_section(f"spec.{name}", node, source)]
     parts += [
         "## source\n",
-        f"Of `spec.model` and of each adapter. {_text(source)}",
+        f"Of `spec.model` and of each adapter. {_description(source)}",
         "",
         _section("source", source, None),
     ]
-    parts += ["## status\n", f"{_text(status)}\n", _table(status, "status", deep=False)]
-    parts += ["### status.plan\n", _text(status["properties"]["plan"]), ""]
+    parts += ["## status\n", f"{_description(status)}\n", _table(status, "status", deep=False)]
+    parts += ["### status.plan\n", _description(status["properties"]["plan"]), ""]
     parts += [_table(status["properties"]["plan"], "status.plan", deep=False)]
     parts += ["## Columns of `kubectl get llm`\n", "| column | what it says |", "|---|---|"]
     parts += [f"| {c['name']} | {c.get('description', 'Time since it was made.')} |" for c in _columns(version)]
@@ -89,11 +89,11 @@ def reference(crd: dict[str, Any]) -> str:
 
 
 def _columns(version: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = version["additionalPrinterColumns"]
-    return found
+    columns: list[dict[str, Any]] = version["additionalPrinterColumns"]
+    return columns
 
 
-def _plain(node: dict[str, Any]) -> list[str]:
+def _scalar_fields(node: dict[str, Any]) -> list[str]:
     """Fields that need no section of their own."""
     return [name for name, child in node["properties"].items() if not {"properties", "items"} & set(child)]
 
@@ -101,12 +101,12 @@ def _plain(node: dict[str, Any]) -> list[str]:
 def _section(path: str, node: dict[str, Any], source: dict[str, Any] | None) -> str:
     """Rules and fields of an object or of a list's entries."""
     inner = node.get("items", node)
-    listed = "[]" if "items" in node else ""
-    rules = "".join(_rules(found) for found in _deep(inner, source))
-    return (f"Rules:\n\n{rules}\n" if rules else "") + _table(inner, path + listed, source=source)
+    suffix = "[]" if "items" in node else ""
+    rules = "".join(_rule_list(schema) for schema in _schemas_with_rules(inner, source))
+    return (f"Rules:\n\n{rules}\n" if rules else "") + _table(inner, path + suffix, source=source)
 
 
-def _deep(node: dict[str, Any], source: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+def _schemas_with_rules(node: dict[str, Any], source: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     """A schema and all below it, but a source's, which has a section of its own."""
     if node == source:
         return
@@ -114,40 +114,42 @@ def _deep(node: dict[str, Any], source: dict[str, Any] | None) -> Iterator[dict[
         if node.get("x-kubernetes-validations"):
             yield node
         for child in node["properties"].values():
-            yield from _deep(child, source)
+            yield from _schemas_with_rules(child, source)
     if "items" in node:
-        yield from _deep(node["items"], source)
+        yield from _schemas_with_rules(node["items"], source)
 
 
-def _rules(node: dict[str, Any]) -> str:
+def _rule_list(node: dict[str, Any]) -> str:
     messages = [rule["message"] for rule in node.get("x-kubernetes-validations", ())]
     return "".join(f"- {message}\n" for message in messages)
 
 
-def _table(of: dict[str, Any], path: str, source: dict[str, Any] | None = None, deep: bool = True) -> str:
+def _table(schema: dict[str, Any], path: str, source: dict[str, Any] | None = None, deep: bool = True) -> str:
     """A table of an object's fields, those of nested objects by their path."""
-    properties = of["properties"]
-    wants = path.startswith("spec")
-    head = ["| field | type | default |" + (" restarts |" if wants else "") + " what it does |"]
-    head += ["|---|---|---|" + ("---|" if wants else "") + "---|"]
-    if not deep or (not wants and path != "source"):
+    properties = schema["properties"]
+    has_restart_column = path.startswith("spec")
+    head = ["| field | type | default |" + (" restarts |" if has_restart_column else "") + " what it does |"]
+    head += ["|---|---|---|" + ("---|" if has_restart_column else "") + "---|"]
+    if not deep or (not has_restart_column and path != "source"):
         head = ["| field | type | what it says |", "|---|---|---|"]
-        rows = [f"| `{n}` | {_type(child)} | {_cell(_text(child))} |" for n, child in properties.items()]
+        rows = [
+            f"| `{n}` | {_type_text(child)} | {_escape_cell(_description(child))} |" for n, child in properties.items()
+        ]
         return "\n".join([*head, *rows, ""])
     rows = []
-    for name, child, required in _flat(properties, of.get("required", ()), "", source):
-        whole = f"{path}.{name}"
-        text, default = _split(_text(child))
-        cells = [f"`{name}`", _type(child), "required" if required else _cell(default)]
-        if wants:
+    for name, child, required in _flatten_fields(properties, schema.get("required", ()), "", source):
+        full_path = f"{path}.{name}"
+        text, default = _split_default(_description(child))
+        cells = [f"`{name}`", _type_text(child), "required" if required else _escape_cell(default)]
+        if has_restart_column:
             leaf = child == source or not {"properties", "items"} & set(child)
-            cells.append(restarts(whole) if leaf or "items" in child else "")
+            cells.append(restart_note(full_path) if leaf or "items" in child else "")
         text = "See [source](#source)." if child == source else text
-        rows.append(f"| {' | '.join([*cells, _cell(text)])} |")
+        rows.append(f"| {' | '.join([*cells, _escape_cell(text)])} |")
     return "\n".join([*head, *rows, ""])
 
 
-def _flat(
+def _flatten_fields(
     properties: dict[str, Any], required: Sequence[str], prefix: str, source: dict[str, Any] | None
 ) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """Every field below an object: its path, its schema, whether it must be there."""
@@ -155,12 +157,14 @@ def _flat(
         yield prefix + name, child, name in required
         if child == source:
             continue
-        inner, listed = child.get("items", child), "[]" if "items" in child else ""
+        inner, suffix = child.get("items", child), "[]" if "items" in child else ""
         if "properties" in inner:
-            yield from _flat(inner["properties"], inner.get("required", ()), f"{prefix}{name}{listed}.", source)
+            yield from _flatten_fields(
+                inner["properties"], inner.get("required", ()), f"{prefix}{name}{suffix}.", source
+            )
 
 
-def _type(node: dict[str, Any]) -> str:
+def _type_text(node: dict[str, Any]) -> str:
     if "enum" in node:
         return ", ".join(f"`{value}`" for value in node["enum"])
     if node["type"] == "integer":
@@ -178,23 +182,23 @@ def _type(node: dict[str, Any]) -> str:
     return {"boolean": "true, false"}.get(node["type"], node["type"])
 
 
-def _split(text: str) -> tuple[str, str]:
+def _split_default(text: str) -> tuple[str, str]:
     """A description without what it says of the default, and that."""
-    found = re.search(r"Default(?: and only value)?:? (.*?)\.(?= [A-Z]|$)", text)
-    if found is None:
+    match = re.search(r"Default(?: and only value)?:? (.*?)\.(?= [A-Z]|$)", text)
+    if match is None:
         return text, ""
-    return (text[: found.start()] + text[found.end() :]).replace("  ", " ").strip(), found[1]
+    return (text[: match.start()] + text[match.end() :]).replace("  ", " ").strip(), match[1]
 
 
-def _text(node: dict[str, Any]) -> str:
+def _description(node: dict[str, Any]) -> str:
     return str(node.get("description", ""))
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def current() -> dict[Path, str]:
+def generated_files() -> dict[Path, str]:
     """Every generated file with its content."""
     text = CRD.read_text()
     return {
@@ -209,11 +213,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is not current")
     check = parser.parse_args().check
-    stale = [path for path, text in current().items() if not path.exists() or path.read_text() != text]
+    stale = [path for path, text in generated_files().items() if not path.exists() or path.read_text() != text]
     if check and stale:
         sys.exit(f"not current, run make generated: {', '.join(str(path.relative_to(ROOT)) for path in stale)}")
     for path in stale:
-        path.write_text(current()[path])
+        path.write_text(generated_files()[path])
         print(f"wrote {path.relative_to(ROOT)}")
 
 

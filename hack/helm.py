@@ -26,91 +26,93 @@ import yaml
 
 def main(arguments: Sequence[str]) -> None:
     """Become `helm`, or do what it would."""
-    if (binary := shutil.which("helm")) and _recent(binary):
+    if (binary := shutil.which("helm")) and _is_supported(binary):
         os.execv(binary, ["helm", *arguments])
-    given = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     from helm_python.errors import HelmError
 
     try:
-        given.run(given)
+        options.run(options)
     except HelmError as error:
         sys.exit(f"Error: {error}")
 
 
-def _recent(binary: str) -> bool:
+def _is_supported(binary: str) -> bool:
     """Whether it is Helm 3.13 or later, the first with --dry-run=client."""
-    asked = [binary, "version", "--template", "{{.Version}}"]
-    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-    found = re.match(r"v(\d+)\.(\d+)", said)
-    return found is not None and (int(found[1]), int(found[2])) >= (3, 13)
+    command = [binary, "version", "--template", "{{.Version}}"]
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    match = re.match(r"v(\d+)\.(\d+)", output)
+    return match is not None and (int(match[1]), int(match[2])) >= (3, 13)
 
 
-def _lint(given: argparse.Namespace) -> None:
+def _lint(options: argparse.Namespace) -> None:
     from helm_python import chart
 
-    report = chart.lint(given.chart, _values(given), strict=given.strict)
+    report = chart.lint(options.chart, _values(options), strict=options.strict)
     for message in report["messages"]:
         print(f"[{('UNKNOWN', 'INFO', 'WARNING', 'ERROR')[message['severity']]}] {message['path']}: {message['error']}")
-    if any(message["severity"] >= (2 if given.strict else 3) for message in report["messages"]) or report["errors"]:
+    if any(message["severity"] >= (2 if options.strict else 3) for message in report["messages"]) or report["errors"]:
         sys.exit(f"Error: {'; '.join(report['errors']) or 'the chart has flaws'}")
 
 
-def _template(given: argparse.Namespace) -> None:
+def _template(options: argparse.Namespace) -> None:
     from helm_python.chart import Chart
 
-    with Chart.load(given.chart) as chart:
-        chart.validate_schema(_values(given))
-        rendered = chart.render(_values(given), name=given.name, namespace=given.namespace)
+    with Chart.load(options.chart) as chart:
+        chart.validate_schema(_values(options))
+        rendered = chart.render(_values(options), name=options.name, namespace=options.namespace)
     for path, text in rendered.items():
         if text.strip() and not path.endswith("NOTES.txt"):
             print(f"---\n# Source: {path}\n{text}")
 
 
-def _package(given: argparse.Namespace) -> None:
+def _package(options: argparse.Namespace) -> None:
     from helm_python import chart
 
-    print(f"Successfully packaged chart and saved it to: {chart.package(given.chart, destination=given.destination)}")
+    print(
+        f"Successfully packaged chart and saved it to: {chart.package(options.chart, destination=options.destination)}"
+    )
 
 
-def _install(given: argparse.Namespace) -> None:
+def _install(options: argparse.Namespace) -> None:
     from helm_python.config import Config
 
-    with Config(kubeconfig_path=given.kubeconfig, namespace=given.namespace) as config:
-        act = config.install if given.command == "install" else config.upgrade
-        more = {"create_namespace": given.create_namespace} if given.command == "install" else {}
-        release = act(
-            given.chart,
-            given.name,
-            _values(given),
-            namespace=given.namespace,
-            timeout=given.timeout,
-            wait="watcher" if given.wait else None,
-            dry_run=given.dry_run,
-            **more,
+    with Config(kubeconfig_path=options.kubeconfig, namespace=options.namespace) as config:
+        action = config.install if options.command == "install" else config.upgrade
+        extra_options = {"create_namespace": options.create_namespace} if options.command == "install" else {}
+        release = action(
+            options.chart,
+            options.name,
+            _values(options),
+            namespace=options.namespace,
+            timeout=options.timeout,
+            wait="watcher" if options.wait else None,
+            dry_run=options.dry_run,
+            **extra_options,
         )
-    print(f"NAME: {given.name}\nNAMESPACE: {given.namespace}\nNOTES:\n{release.get('notes', '')}")
+    print(f"NAME: {options.name}\nNAMESPACE: {options.namespace}\nNOTES:\n{release.get('notes', '')}")
 
 
-def _uninstall(given: argparse.Namespace) -> None:
+def _uninstall(options: argparse.Namespace) -> None:
     from helm_python.config import Config
 
-    with Config(kubeconfig_path=given.kubeconfig, namespace=given.namespace) as config:
-        done = config.uninstall(given.name, timeout=given.timeout, wait="watcher" if given.wait else None)
-    print(done.get("info") or f'release "{given.name}" uninstalled')
+    with Config(kubeconfig_path=options.kubeconfig, namespace=options.namespace) as config:
+        result = config.uninstall(options.name, timeout=options.timeout, wait="watcher" if options.wait else None)
+    print(result.get("info") or f'release "{options.name}" uninstalled')
 
 
-def _values(given: argparse.Namespace) -> dict[str, Any]:
+def _values(options: argparse.Namespace) -> dict[str, Any]:
     """All files of values in one, later ones over earlier ones."""
-    found: dict[str, Any] = {}
-    for file in given.values:
-        found = _over(found, yaml.safe_load(Path(file).read_text()) or {})
-    return found
+    values: dict[str, Any] = {}
+    for file in options.values:
+        values = _merge_values(values, yaml.safe_load(Path(file).read_text()) or {})
+    return values
 
 
-def _over(below: Any, above: Any) -> Any:
-    if not isinstance(below, dict) or not isinstance(above, dict):
-        return above
-    return {**below, **{key: _over(below.get(key), value) for key, value in above.items()}}
+def _merge_values(base: Any, override: Any) -> Any:
+    if not isinstance(base, dict) or not isinstance(override, dict):
+        return override
+    return {**base, **{key: _merge_values(base.get(key), value) for key, value in override.items()}}
 
 
 def _seconds(text: str) -> int:
@@ -123,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="helm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, run, places in (
+    for name, run, positionals in (
         ("lint", _lint, ["chart"]),
         ("template", _template, ["name", "chart"]),
         ("package", _package, ["chart"]),
@@ -133,8 +135,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name)
         command.set_defaults(run=run)
-        for place in places:
-            command.add_argument(place)
+        for positional in positionals:
+            command.add_argument(positional)
         command.add_argument("-f", "--values", action="append", default=[])
         command.add_argument("-n", "--namespace", default="default")
         command.add_argument("-d", "--destination", default=".")

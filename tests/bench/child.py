@@ -24,7 +24,7 @@ class ChildFailed(Exception):
     """A process of the benchmark failed or ended; the message has the end of its log."""
 
 
-class Child:
+class ChildProcess:
     """A script of this folder in a process that ends with the `with` block.
 
     It is stopped between commands: the workers of some engines spin for a minute after a run, on the cores that the
@@ -54,7 +54,7 @@ class Child:
                 argv, stdin=pipe, stdout=pipe, stderr=log, env=env, text=True, start_new_session=True
             )
         assert self.process.stdin is not None and self.process.stdout is not None
-        self._commands, self._answers = self.process.stdin, self.process.stdout
+        self._commands, self._responses = self.process.stdin, self.process.stdout
 
     def __enter__(self) -> Self:
         return self
@@ -68,7 +68,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self._answers.close()
+        self._responses.close()
 
     def call(self, command: str, **arguments: Any) -> Any:
         """What the process answers to a command.
@@ -79,15 +79,15 @@ class Child:
         self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it has ended; reading says so
             print(json.dumps([command, arguments]), file=self._commands, flush=True)
-        readable, _, _ = select.select([self._answers], [], [], self._timeout_s)
-        line = self._answers.readline() if readable else ""
+        readable, _, _ = select.select([self._responses], [], [], self._timeout_s)
+        line = self._responses.readline() if readable else ""
         self._signal(signal.SIGSTOP)
         if not readable:
             raise ChildFailed(f"{self.name} failed at {command!r}:\nno answer in {self._timeout_s:g} s")
-        answer = json.loads(line) if line else {"error": self._log.read_text(errors="replace")[-6000:]}
-        if "error" in answer:
-            raise ChildFailed(f"{self.name} failed at {command!r}:\n{answer['error']}")
-        return answer["result"]
+        response = json.loads(line) if line else {"error": self._log.read_text(errors="replace")[-6000:]}
+        if "error" in response:
+            raise ChildFailed(f"{self.name} failed at {command!r}:\n{response['error']}")
+        return response["result"]
 
     def _signal(self, number: signal.Signals) -> None:
         """To the process and all that it started."""
@@ -95,19 +95,19 @@ class Child:
             os.killpg(self.process.pid, number)
 
 
-def take_stdout() -> TextIO:
+def reserve_stdout() -> TextIO:
     """Standard output, for answers alone; whatever libraries print goes to the log. Call it before importing them."""
-    answers = os.fdopen(os.dup(1), "w")
+    responses = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return answers
+    return responses
 
 
-def serve(answers: TextIO, **commands: Callable[..., Any]) -> None:
+def serve_commands(responses: TextIO, **commands: Callable[..., Any]) -> None:
     """Answer commands until standard input ends, as it does with the benchmark, however that ends."""
     for line in sys.stdin:
         command, arguments = json.loads(line)
         try:
-            answer = {"result": commands[command](**arguments)}
+            response = {"result": commands[command](**arguments)}
         except Exception:
-            answer = {"error": traceback.format_exc()}
-        print(json.dumps(answer), file=answers, flush=True)
+            response = {"error": traceback.format_exc()}
+        print(json.dumps(response), file=responses, flush=True)

@@ -10,30 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from child import Child
+from child import ChildProcess
 from measure import MAX_GAP, WrongOutput
 from workload import Request
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "tests"), str(ROOT / "hack")]
 
-from support.service import Service  # noqa: E402
+from support.quire_serve import QuireServeProcess  # noqa: E402
 
-NAMES = ("offline", "http", "grpc", "transformers", "vllm")
-AT_RATES = ("http", "grpc", "vllm")
+ENGINE_NAMES = ("offline", "http", "grpc", "transformers", "vllm")
+ENGINES_WITH_RATES = ("http", "grpc", "vllm")
 """Those that take requests while others run."""
 STATIC_BATCH = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class BenchmarkEngine:
     """One contestant."""
 
     name: str
-    child: Child
-    extra: dict[str, Any] = field(default_factory=dict)
+    child: ChildProcess
+    run_arguments: dict[str, Any] = field(default_factory=dict)
     """Further arguments of its `run` command."""
-    service: Service | None = None
+    service: QuireServeProcess | None = None
     """The server behind it, for http and grpc."""
 
     def about(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Engine:
 
     def run(self, requests: Sequence[Request], offsets: Sequence[float] | None = None) -> dict[str, Any]:
         """Generate; see measure.py for what it returns. `offsets` None: all requests at once."""
-        return self.child.call("run", requests=requests, offsets=offsets, **self.extra)
+        return self.child.call("run", requests=requests, offsets=offsets, **self.run_arguments)
 
     def pss_bytes(self) -> int:
         """Memory of its processes, without a server's clients; pages that several processes share count once."""
@@ -51,34 +51,42 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engines(
+def running_engines(
     names: Sequence[str], settings: dict[str, Any], vllm_python: str | None, folder: Path
-) -> Iterator[dict[str, Engine]]:
+) -> Iterator[dict[str, BenchmarkEngine]]:
     """Start those that are named; when the block ends, so have all their processes.
 
     `settings`: fields of EngineConfig, for every engine as far as it has them.
     """
     with contextlib.ExitStack() as stack:
 
-        def start(name: str, script: str, own: dict[str, Any], python: str = sys.executable) -> Child:
-            return stack.enter_context(Child(name, script, own, folder, python))
+        def start(name: str, script: str, child_settings: dict[str, Any], python: str = sys.executable) -> ChildProcess:
+            return stack.enter_context(ChildProcess(name, script, child_settings, folder, python))
 
-        found: dict[str, Engine] = {}
+        started: dict[str, BenchmarkEngine] = {}
         if "offline" in names:
-            found["offline"] = Engine("offline", start("offline", "quire_offline.py", settings))
+            started["offline"] = BenchmarkEngine("offline", start("offline", "quire_offline.py", settings))
         if {"http", "grpc"} & set(names):
-            service = Service(_document(settings), folder)
+            service = QuireServeProcess(_document(settings), folder)
             stack.callback(service.stop)
             service.wait_ready()
             child = start("clients", "clients.py", {"model": "bench", **service.ports})
-            found |= {via: Engine(via, child, {"via": via}, service) for via in ("http", "grpc") if via in names}
+            started |= {
+                protocol: BenchmarkEngine(protocol, child, {"via": protocol}, service)
+                for protocol in ("http", "grpc")
+                if protocol in names
+            }
         if "transformers" in names:
-            own = {"model": settings["model"], "dtype": settings["dtype"], "batch": STATIC_BATCH}
-            found["transformers"] = Engine("transformers", start("transformers", "static_batches.py", own))
+            child_settings = {"model": settings["model"], "dtype": settings["dtype"], "batch": STATIC_BATCH}
+            started["transformers"] = BenchmarkEngine(
+                "transformers", start("transformers", "static_batches.py", child_settings)
+            )
         if "vllm" in names and vllm_python:
-            own = {name: value for name, value in settings.items() if name != "block_size"}  # on a CPU it takes no 16
-            found["vllm"] = Engine("vllm", start("vllm", "vllm_offline.py", own, vllm_python))
-        yield found
+            child_settings = {
+                name: value for name, value in settings.items() if name != "block_size"
+            }  # on a CPU it takes no 16
+            started["vllm"] = BenchmarkEngine("vllm", start("vllm", "vllm_offline.py", child_settings, vllm_python))
+        yield started
 
 
 def _document(settings: dict[str, Any]) -> dict[str, Any]:
@@ -91,17 +99,17 @@ def _document(settings: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "quire.dev/v1alpha1", "kind": "LLMService", "metadata": {"name": "bench"}, "spec": spec}
 
 
-def check_float32(model: str, requests: Sequence[Request], oracle: Child, folder: Path) -> None:
+def check_float32(model: str, requests: Sequence[Request], oracle: ChildProcess, folder: Path) -> None:
     """Raise WrongOutput unless this engine in float32 generates what transformers does in float32."""
-    with Child("float32", "quire_offline.py", {"model": model, "dtype": "float32"}, folder) as ours:
-        found = ours.call("run", requests=requests, offsets=None)["token_ids"]
-    wanted = oracle.call("run", requests=requests, offsets=None)["token_ids"]
-    for i, (ids, right) in enumerate(zip(found, wanted, strict=True)):
-        if ids != right:
-            raise WrongOutput(f"in float32, request {i}: this engine generates {ids}, transformers {right}")
+    with ChildProcess("float32", "quire_offline.py", {"model": model, "dtype": "float32"}, folder) as child:
+        outputs = child.call("run", requests=requests, offsets=None)["token_ids"]
+    expected = oracle.call("run", requests=requests, offsets=None)["token_ids"]
+    for i, (ids, expected_ids) in enumerate(zip(outputs, expected, strict=True)):
+        if ids != expected_ids:
+            raise WrongOutput(f"in float32, request {i}: this engine generates {ids}, transformers {expected_ids}")
 
 
-def check_gap(name: str, requests: Sequence[Request], token_ids: Sequence[list[int]], oracle: Child) -> float:
+def check_gap(name: str, requests: Sequence[Request], token_ids: Sequence[list[int]], oracle: ChildProcess) -> float:
     """The worst gap of outputs as measured, in whatever type; WrongOutput where it exceeds MAX_GAP."""
     pairs = zip(requests, token_ids, strict=True)
     gap = max(oracle.call("worst_gap", prompt=request.prompt_token_ids, output=ids) for request, ids in pairs)

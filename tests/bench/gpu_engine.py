@@ -21,8 +21,8 @@ from unittest import mock
 import random_weights
 import torch
 from card import Card
-from measure import kv_use, measure, percentile, shortfall
-from record import Record
+from measure import kv_usage, logit_shortfall, measure, percentile
+from token_arrivals import TokenArrivals
 from workload import Request
 
 from quire_engine.core.engine import Engine
@@ -112,7 +112,7 @@ def make_engine(card: Card, **settings: Any) -> Engine:
         (folder / "config.json").write_text(json.dumps(model | settings.pop("model_config", {})))
         shape = ModelConfig.load(folder)
         config = EngineConfig(model="random", device=card.device.type, **settings)
-        with random_weights.instead_of_a_checkpoint():
+        with random_weights.patch_weight_loading():
             runner = DeviceModelRunner(config, shape, folder)
     return Engine(config, Checkpoint(folder, shape, frozenset(), "random"), runner, runner.memory)
 
@@ -182,7 +182,7 @@ def gap(engine: Engine, request: Request, output: Sequence[int], adapter: str | 
             if result.error_code is not None:
                 raise RuntimeError(f"scoring: {result.error}")
             scored += result.prompt_logprobs or []
-    return shortfall(scored[-len(output) :])
+    return logit_shortfall(scored[-len(output) :])
 
 
 def _references() -> Any:
@@ -209,7 +209,7 @@ def feed(
     """The same of requests that come at their times; None: all at once."""
     offsets = arrivals or [0.0] * len(requests)
     params = [{"temperature": 0.0, "max_tokens": request.num_output_tokens, "ignore_eos": True} for request in requests]
-    record, kv, num_added, steps = Record(), [], 0, []
+    record, kv, num_added, steps = TokenArrivals(), [], 0, []
     while num_added < len(requests) or engine.has_work:
         while num_added < len(requests) and offsets[num_added] <= record.now():
             adapter = adapters[num_added % len(adapters)] if adapters else None
@@ -222,10 +222,10 @@ def feed(
         for each in result.results:
             if each.error_code is not None:
                 raise RuntimeError(f"request {each.id}: {each.error}")
-            record.take(each.id, each.token_ids)
+            record.add(each.id, each.token_ids)
         kv.append((record.now(), result.stats.num_running, result.stats.num_used_blocks))
         steps.append((record.now(), len(result.results)))
-    return record.reply() | {"kv": kv, "steps": steps}
+    return record.to_reply() | {"kv": kv, "steps": steps}
 
 
 def close(engine: Engine) -> None:
@@ -240,7 +240,7 @@ def numbers(engine: Engine, load: Load) -> dict[str, Any]:
     """Throughput, latencies and unused memory of one load."""
     reply, requests = drive(engine, load), load.requests(engine.shape.vocab_size)
     found = measure(requests, load.offsets(), reply)
-    samples = kv_use(requests, reply)
+    samples = kv_usage(requests, reply)
     block_size = engine.config.block_size
     held, used = sum(s["num_blocks"] for s in samples) * block_size, sum(s["num_tokens"] for s in samples)
     return {"what": load.what, **found, "kv_waste": 1 - used / held if held else None}

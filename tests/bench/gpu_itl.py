@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import adapters
 import gpu_engine as engines
+import random_adapters
 from card import Card
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))
 
-from itl import Cast, Plan, measure_itl, register  # noqa: E402
-from support.pod import Pod  # noqa: E402
+from itl import AdapterSets, ItlWorkload, measure_itl, register_adapters  # noqa: E402
+from support.engine_processes import EngineProcesses  # noqa: E402
 
 BAR, AIM = 1.10, 1.03
 """What p99 with loads may be of p99 without, and should be."""
@@ -40,12 +40,12 @@ def measure(card: Card, quick: bool) -> Iterator[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-itl-")))
         (folder / "config.json").write_text(json.dumps(shape))
-        where, num_files = stack.enter_context(_room(adapters.num_bytes(shape, rank), num_cold + num_resident))
-        files = adapters.make(folder, where, num_files, rank, card.device.type)
+        where, num_files = stack.enter_context(_room(random_adapters.num_bytes(shape, rank), num_cold + num_resident))
+        files = random_adapters.make_adapters(folder, where, num_files, rank, card.device.type)
         found = {
             "adapters": num_cold,
             "files": min(num_files, num_cold),
-            "file_bytes": adapters.num_bytes(shape, rank),
+            "file_bytes": random_adapters.num_bytes(shape, rank),
             "on": str(where.parent),
             "resident": num_resident,
             "slots": num_slots,
@@ -55,22 +55,22 @@ def measure(card: Card, quick: bool) -> Iterator[dict[str, Any]]:
         config |= {"enable_lora": True, "max_loras": num_slots, "max_cpu_loras": num_slots, "max_lora_rank": rank}
         config |= {} if card.is_gpu else {"kv_cache_memory_bytes": 1 << 20}
         pod = stack.enter_context(
-            Pod(folder / "run", None, core=(str(Path(__file__).with_name("random_core.py")),), **config)
+            EngineProcesses(folder / "run", None, core=(str(Path(__file__).with_name("random_core.py")),), **config)
         )
         pod.start("core", timeout_s=START_TIMEOUT_S)
         resident, cold = [f"resident {i}" for i in range(num_resident)], [f"cold {i}" for i in range(num_cold)]
-        register(pod, files[-num_resident:], resident, pinned=True)
-        register(pod, files[:num_cold], cold)
+        register_adapters(pod, files[-num_resident:], resident, pinned=True)
+        register_adapters(pod, files[:num_cold], cold)
         plan = _plan(card, quick, shape["vocab_size"], num_cold)
-        for figures in measure_itl(pod, plan, Cast(resident, cold, files[:num_cold]), _say):
+        for figures in measure_itl(pod, plan, AdapterSets(resident, cold, files[:num_cold]), _say):
             yield found | figures | {"ratio": figures["p99_ratio"]["median"], "bar": BAR, "aim": AIM}
 
 
-def _plan(card: Card, quick: bool, vocab_size: int, loads: int) -> Plan:
+def _plan(card: Card, quick: bool, vocab_size: int, loads: int) -> ItlWorkload:
     if not card.is_gpu:
-        return Plan(2, 0.5, loads, 12, 6, 12, vocab_size, 1.0)
+        return ItlWorkload(2, 0.5, loads, 12, 6, 12, vocab_size, 1.0)
     runs, seconds = (2, 25.0) if quick else (5, 25.0)
-    return Plan(runs, seconds, loads, 256, 128, 3 * engines.settings(card)["max_num_seqs"], vocab_size, 1.0)
+    return ItlWorkload(runs, seconds, loads, 256, 128, 3 * engines.settings(card)["max_num_seqs"], vocab_size, 1.0)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 import gpu_engine as engines
 from card import Card
-from child import Child, ChildFailed
+from child import ChildFailed, ChildProcess
 from gpu_vllm import left_out
 from measure import WrongOutput, measure
 
@@ -105,7 +105,7 @@ def _cannot(card: Card, python: str) -> str | None:
 def _measured(card: Card, peer: Peer, folder: Path) -> Iterator[dict[str, Any]]:
     python = {} if peer.python is None else {"python": peer.python}
     vocab_size = (engines.LLAMA_8B if card.is_gpu else engines.TINY)["vocab_size"]
-    with Child(peer.name, peer.script, peer.settings, folder, timeout_s=TIMEOUT_S, **python) as child:
+    with ChildProcess(peer.name, peer.script, peer.settings, folder, timeout_s=TIMEOUT_S, **python) as child:
         # Compiles. Prompts are other ones than those that are measured, sizes are theirs.
         warm = engines.Load("warm up", tuple((prompt, min(output, 16)) for prompt, output in peer.loads[0].sizes[:64]))
         child.call("run", requests=warm.requests(vocab_size), offsets=None)

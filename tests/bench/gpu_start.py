@@ -19,9 +19,9 @@ from gpu_vllm import write_checkpoint
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))
 
-from core_traffic import Ask, send  # noqa: E402
+from core_traffic import CoreRequest, send_requests  # noqa: E402
 from measure import WrongOutput  # noqa: E402
-from support.pod import Pod  # noqa: E402
+from support.engine_processes import EngineProcesses  # noqa: E402
 
 TIMEOUT_S = 240.0
 STARTS = {"first start, nothing compiled": None, "second start": 20.0}
@@ -47,12 +47,12 @@ def rows(card: Card, free_bytes: int) -> Iterator[dict[str, Any]]:
         for what, bar in STARTS.items():
             card.wait_free(free_bytes)
             with contextlib.ExitStack() as stack:
-                pod = stack.enter_context(Pod(Path(name, what.partition(" ")[0]), None, **config))
+                pod = stack.enter_context(EngineProcesses(Path(name, what.partition(" ")[0]), None, **config))
                 stack.enter_context(mock.patch.dict(os.environ, env))
                 start = time.perf_counter()
                 pod.start("core", timeout_s=TIMEOUT_S)
                 seconds = time.perf_counter() - start
-                [answer] = send(pod, [Ask(0.0, "check", None, list(range(3, 12)), 16)])
+                [answer] = send_requests(pod, [CoreRequest(0.0, "check", None, list(range(3, 12)), 16)])
                 said.append(answer.token_ids)
                 log = pod.log("core").splitlines()
             if said[-1] != said[0]:

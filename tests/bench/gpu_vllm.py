@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import adapters
 import gpu_engine as engines
 import gpu_lora as lora
+import random_adapters
 import torch
 from card import Card
-from child import Child, ChildFailed
+from child import ChildFailed, ChildProcess
 from measure import MAX_GAP, WrongOutput, measure
 from safetensors.torch import save_file
 
@@ -72,7 +72,7 @@ def compare(card: Card, python: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as name:
         model, num, rank = Path(name, "model"), *((lora.NUM_ADAPTERS, lora.RANK) if card.is_gpu else (2, 8))
         write_checkpoint(card, engines.LLAMA_8B if card.is_gpu else engines.TINY, model)
-        folders = adapters.make(model, Path(name, "adapters"), num, rank)
+        folders = random_adapters.make_adapters(model, Path(name, "adapters"), num, rank)
         settings = engines.settings(card) | {"enable_lora": True, "max_loras": num, "max_lora_rank": rank}
         settings["model"] = str(model)
         try:
@@ -109,7 +109,7 @@ def write_checkpoint(card: Card, shape: dict[str, Any], folder: Path) -> None:
             tensors = {"model.embed_tokens.weight": drawn(vocab, hidden), "lm_head.weight": drawn(vocab, hidden)}
             tensors["model.norm.weight"] = norm
         else:
-            linears = adapters.linears(shape).items()
+            linears = random_adapters.linear_shapes(shape).items()
             tensors = {f"model.layers.{layer}.{path}.weight": drawn(d_out, d_in) for path, (d_in, d_out) in linears}
             for name in ("input_layernorm", "post_attention_layernorm"):
                 tensors[f"model.layers.{layer}.{name}.weight"] = norm.clone()
@@ -155,7 +155,10 @@ def vllm_found(card: Card, python: str, settings: dict[str, Any], folders: Seque
     gc.collect()
     free = card.free_bytes
     own = settings | {"skip_tokenizer_init": True}
-    with tempfile.TemporaryDirectory() as logs, Child("vllm", "vllm_offline.py", own, Path(logs), python) as child:
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        ChildProcess("vllm", "vllm_offline.py", own, Path(logs), python) as child,
+    ):
 
         def generate(load: engines.Load) -> dict[str, Any]:
             each = [str(folders[i % len(folders)]) for i in range(len(load.sizes))]

@@ -16,29 +16,29 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import adapters
-from core_traffic import Answer, Ask, gap, gaps, poisson, send
-from measure import MAX_GAP, WrongOutput, percentile, spread
-from support.pod import Pod
+import random_adapters
+from core_traffic import CoreRequest, CoreResponse, inter_token_seconds, logit_gap, poisson_arrivals, send_requests
+from measure import MAX_GAP, WrongOutput, percentile, summarize_spread
+from support.engine_processes import EngineProcesses
 
 from quire_spec.errors import error_from_code
 from quire_spec.protocol.messages import AdapterEvent, ControlRequest, ControlResponse
 
 LOAD_FACTOR = 0.8
-NUM_TOLD_APART = 8
+NUM_COMPARED_ADAPTERS = 8
 MIN_LOADED = 0.9
 """Of the loads that a run asks for; where two requests of an adapter meet, one load serves both."""
 SHORT_PROMPT = (5, 17, 99)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ItlWorkload:
     """What is asked of the core."""
 
     runs: int
     seconds: float
     """Of each run."""
-    loads: int
+    num_loads: int
     """Short requests in each run."""
     prompt_tokens: int
     output_tokens: int
@@ -46,86 +46,98 @@ class Plan:
     """Requests at once, more than run at a time, to find out what saturation is."""
     vocab_size: int
     """Prompts are drawn from so many token ids."""
-    deviation: float
+    logit_deviation: float
     """Of the model's logits, in which it is judged how unlikely a token is."""
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class AdapterSets:
     """Adapters, by their names in the core."""
 
     resident: Sequence[str]
     """Pinned to slots."""
-    cold: Sequence[str]
+    unloaded: Sequence[str]
     folders: Sequence[Path]
     """Of those that are cold, as many as there are different ones."""
 
 
-def register(pod: Pod, folders: Sequence[Path], names: Sequence[str], pinned: bool = False) -> None:
+def register_adapters(
+    pod: EngineProcesses, folders: Sequence[Path], adapter_digests: Sequence[str], pinned: bool = False
+) -> None:
     """Have the core know adapters; names beyond the folders are read from the same ones, as adapters of their own."""
-    with pod.peer("core", "supervisor") as supervisor:
+    with pod.connect("core", "supervisor") as supervisor:
         # All at once: the core reads as many side by side as it can.
-        for i, name in enumerate(names):
-            args = {"digest": name, "path": str(folders[i % len(folders)]), "pinned": pinned}
-            supervisor.send(ControlRequest(i, "load_adapter", args))
-        for _ in names:
+        for i, name in enumerate(adapter_digests):
+            arguments = {"digest": name, "path": str(folders[i % len(folders)]), "pinned": pinned}
+            supervisor.send(ControlRequest(i, "load_adapter", arguments))
+        for _ in adapter_digests:
             reply = supervisor.receive()
             assert isinstance(reply, ControlResponse)
             if reply.error_code:
                 raise error_from_code(reply.error_code, reply.error)
 
 
-def measure_itl(pod: Pod, plan: Plan, cast: Cast, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def measure_itl(
+    pod: EngineProcesses, workload: ItlWorkload, adapter_sets: AdapterSets, log: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
     """Check, find saturation, and run the pairs; after each, the figures of all so far.
 
     Raises:
         WrongOutput: an adapter's requests got what it does not say, or adapters were not loaded when they should have
             been, or were when they should not.
     """
-    quiet = send(pod, [_short(0.0, name) for name in (*cast.resident, *cast.cold)], num_open=2)
-    alone = {answer.ask.adapter or "": answer.token_ids for answer in quiet}
-    _check_told_apart(pod, plan, cast, alone)
-    saturated = [_saturation(pod, plan, cast, i) for i in range(2)][-1]
-    rate = LOAD_FACTOR * saturated / plan.output_tokens
-    say(f"saturation {saturated:.0f} tokens/s, rate {rate:.2f} requests/s")
+    responses = send_requests(
+        pod, [_short_request(0.0, name) for name in (*adapter_sets.resident, *adapter_sets.unloaded)], num_open=2
+    )
+    reference_outputs = {answer.request.adapter_digest or "": answer.token_ids for answer in responses}
+    _check_outputs_differ(pod, workload, adapter_sets, reference_outputs)
+    saturated = [_saturation(pod, workload, adapter_sets, i) for i in range(2)][-1]
+    rate = LOAD_FACTOR * saturated / workload.output_tokens
+    log(f"saturation {saturated:.0f} tokens/s, rate {rate:.2f} requests/s")
     runs: list[dict[str, float]] = []
-    moves: list[AdapterEvent] = []
-    where: set[str] = set()
-    for i in range(plan.runs):
-        both = (("without", cast.resident), ("with", cast.cold))
-        pair: dict[str, float] = {}
-        for kind, names in both if i % 2 == 0 else both[::-1]:
-            where.add(adapters.leave_memory(cast.folders))
-            pair |= _run(pod, plan, cast, (i, kind, rate, names), alone, moves)
-        say(f"round {i}: " + ", ".join(f"{name} {value:.1f}" for name, value in sorted(pair.items())))
-        runs.append(pair)
-        yield _figures(plan, saturated, rate, where, runs, moves)
+    adapter_events: list[AdapterEvent] = []
+    storage: set[str] = set()
+    for i in range(workload.runs):
+        variants = (("without", adapter_sets.resident), ("with", adapter_sets.unloaded))
+        results: dict[str, float] = {}
+        for kind, names in variants if i % 2 == 0 else variants[::-1]:
+            storage.add(random_adapters.evict_from_page_cache(adapter_sets.folders))
+            results |= _run(pod, workload, adapter_sets, (i, kind, rate, names), reference_outputs, adapter_events)
+        log(f"round {i}: " + ", ".join(f"{name} {value:.1f}" for name, value in sorted(results.items())))
+        runs.append(results)
+        yield _figures(workload, saturated, rate, storage, runs, adapter_events)
 
 
 def _figures(
-    plan: Plan,
+    workload: ItlWorkload,
     saturated: float,
     rate: float,
-    where: set[str],
+    storage: set[str],
     runs: Sequence[dict[str, float]],
-    moves: Sequence[AdapterEvent],
+    adapter_events: Sequence[AdapterEvent],
 ) -> dict[str, Any]:
     return {
         "saturation_tokens_per_s": saturated,
         "requests_per_s": rate,
-        "rounds": plan.runs,
-        "loads_per_run": plan.loads,
-        "seconds": plan.seconds,
-        "read_from": " or ".join(sorted(where)),
-        **{name: spread([run[name] for run in runs]) for name in runs[0]},
-        **{f"p{p}_ratio": spread([run[f"with_p{p}_ms"] / run[f"without_p{p}_ms"] for run in runs]) for p in (50, 99)},
-        **{f"{name}_s": _median([m.duration_s for m in moves if m.kind == place]) for name, place in _HOPS.items()},
+        "rounds": workload.runs,
+        "loads_per_run": workload.num_loads,
+        "seconds": workload.seconds,
+        "read_from": " or ".join(sorted(storage)),
+        **{name: summarize_spread([run[name] for run in runs]) for name in runs[0]},
+        **{
+            f"p{p}_ratio": summarize_spread([run[f"with_p{p}_ms"] / run[f"without_p{p}_ms"] for run in runs])
+            for p in (50, 99)
+        },
+        **{
+            f"{name}_s": _median([move.duration_s for move in adapter_events if move.kind == place])
+            for name, place in _MOVE_NAMES.items()
+        },
         "runs": list(runs),
     }
 
 
-_HOPS = {"read": "host", "copy": "slot"}
+_MOVE_NAMES = {"read": "host", "copy": "slot"}
 
 
 def _median(seconds: Sequence[float]) -> float | None:
@@ -133,75 +145,110 @@ def _median(seconds: Sequence[float]) -> float | None:
 
 
 def _run(
-    pod: Pod,
-    plan: Plan,
-    cast: Cast,
-    which: tuple[int, str, float, Sequence[str]],
-    alone: dict[str, list[int]],
-    moves: list[AdapterEvent],
+    pod: EngineProcesses,
+    workload: ItlWorkload,
+    adapter_sets: AdapterSets,
+    variant: tuple[int, str, float, Sequence[str]],
+    reference_outputs: dict[str, list[int]],
+    adapter_events: list[AdapterEvent],
 ) -> dict[str, float]:
     """One run, and where adapters went in it."""
-    index, kind, rate, names = which
-    own: list[AdapterEvent] = []
-    answers = send(pod, _mixed(plan, index, kind, rate, cast.resident, names), moves=own)
-    moves += own
-    long, short = ([a for a in answers if a.ask.kind == wanted] for wanted in ("long", "short"))
-    _check(pod, plan, short, alone)
-    loaded = sum(move.kind == "slot" for move in own)
-    if not (loaded >= MIN_LOADED * plan.loads if kind == "with" else loaded == 0):
-        raise WrongOutput(f"a run {kind} loads loaded {loaded} adapters; its short requests are {plan.loads}")
-    seconds = max(a.times[-1] for a in long) - min(a.sent for a in long)
-    times, waits = gaps(long), [a.times[0] - a.sent for a in short]
+    index, kind, rate, names = variant
+    new_events: list[AdapterEvent] = []
+    answers = send_requests(
+        pod, _mixed_requests(workload, index, kind, rate, adapter_sets.resident, names), adapter_events=new_events
+    )
+    adapter_events += new_events
+    long_responses, short_responses = (
+        [a for a in answers if a.request.kind == length_kind] for length_kind in ("long", "short")
+    )
+    _check_outputs(pod, workload, short_responses, reference_outputs)
+    num_loaded = sum(move.kind == "slot" for move in new_events)
+    if not (num_loaded >= MIN_LOADED * workload.num_loads if kind == "with" else num_loaded == 0):
+        raise WrongOutput(
+            f"a run {kind} loads loaded {num_loaded} adapters; its short requests are {workload.num_loads}"
+        )
+    seconds = max(a.token_times[-1] for a in long_responses) - min(a.sent_at for a in long_responses)
+    times, ttfts = inter_token_seconds(long_responses), [a.token_times[0] - a.sent_at for a in short_responses]
     return {
         **{f"{kind}_p{p}_ms": 1e3 * percentile(times, p) for p in (50, 99)},
-        **{f"{kind}_short_ttft_p{p}_ms": 1e3 * percentile(waits, p) for p in (50, 99)},
-        f"{kind}_tokens_per_s": sum(len(a.token_ids) for a in long) / seconds,
+        **{f"{kind}_short_ttft_p{p}_ms": 1e3 * percentile(ttfts, p) for p in (50, 99)},
+        f"{kind}_tokens_per_s": sum(len(a.token_ids) for a in long_responses) / seconds,
     }
 
 
-def _short(at: float, name: str) -> Ask:
-    return Ask(at, "short", name, list(SHORT_PROMPT), 1)
+def _short_request(arrival_s: float, name: str) -> CoreRequest:
+    return CoreRequest(arrival_s, "short", name, list(SHORT_PROMPT), 1)
 
 
-def _mixed(plan: Plan, index: int, kind: str, rate: float, resident: Sequence[str], names: Sequence[str]) -> list[Ask]:
-    draw, words = random.Random(f"{plan.seed} {index}"), random.Random(f"{plan.seed} {index} {kind}")
+def _mixed_requests(
+    workload: ItlWorkload, index: int, kind: str, rate: float, resident: Sequence[str], names: Sequence[str]
+) -> list[CoreRequest]:
+    arrival_rng, prompt_rng = (
+        random.Random(f"{workload.seed} {index}"),
+        random.Random(f"{workload.seed} {index} {kind}"),
+    )
 
-    def long(at: float) -> Ask:
-        prompt = [words.randrange(plan.vocab_size) for _ in range(plan.prompt_tokens)]
-        return Ask(at, "long", draw.choice(resident), prompt, plan.output_tokens)
+    def long_request(arrival_s: float) -> CoreRequest:
+        prompt = [prompt_rng.randrange(workload.vocab_size) for _ in range(workload.prompt_tokens)]
+        return CoreRequest(arrival_s, "long", arrival_rng.choice(resident), prompt, workload.output_tokens)
 
-    asks = list(poisson(draw, rate, plan.seconds, long))
-    return sorted(asks + [_short(plan.seconds * i / plan.loads, names[i % len(names)]) for i in range(plan.loads)])
+    requests = list(poisson_arrivals(arrival_rng, rate, workload.seconds, long_request))
+    return sorted(
+        requests
+        + [
+            _short_request(workload.seconds * i / workload.num_loads, names[i % len(names)])
+            for i in range(workload.num_loads)
+        ]
+    )
 
 
-def _saturation(pod: Pod, plan: Plan, cast: Cast, index: int) -> float:
+def _saturation(pod: EngineProcesses, workload: ItlWorkload, adapter_sets: AdapterSets, index: int) -> float:
     """Tokens a second of requests of the same sizes, all at once."""
-    draw = random.Random(f"{plan.seed} saturation {index}")
-    prompts = [[draw.randrange(plan.vocab_size) for _ in range(plan.prompt_tokens)] for _ in range(plan.num_saturating)]
-    names = cast.resident
-    begun = time.perf_counter()
-    send(pod, [Ask(0.0, "long", names[i % len(names)], p, plan.output_tokens) for i, p in enumerate(prompts)])
-    return plan.num_saturating * plan.output_tokens / (time.perf_counter() - begun)
+    rng = random.Random(f"{workload.seed} saturation {index}")
+    prompts = [
+        [rng.randrange(workload.vocab_size) for _ in range(workload.prompt_tokens)]
+        for _ in range(workload.num_saturating)
+    ]
+    names = adapter_sets.resident
+    started = time.perf_counter()
+    send_requests(
+        pod, [CoreRequest(0.0, "long", names[i % len(names)], p, workload.output_tokens) for i, p in enumerate(prompts)]
+    )
+    return workload.num_saturating * workload.output_tokens / (time.perf_counter() - started)
 
 
-def _check_told_apart(pod: Pod, plan: Plan, cast: Cast, alone: dict[str, list[int]]) -> None:
+def _check_outputs_differ(
+    pod: EngineProcesses, workload: ItlWorkload, adapter_sets: AdapterSets, reference_outputs: dict[str, list[int]]
+) -> None:
     """What one adapter says must be unlikely by another, or nobody would notice if they were mixed up."""
-    some = list(cast.cold)[: NUM_TOLD_APART + 1]
-    found = [_gap(pod, plan, name, alone[other]) for name, other in pairwise(some)]
-    unlikely = sum(each > MAX_GAP for each in found)
-    if unlikely <= len(found) // 2:
-        raise WrongOutput(f"of {len(found)} adapters' outputs, only {unlikely} are unlikely by another's logits")
+    sample = list(adapter_sets.unloaded)[: NUM_COMPARED_ADAPTERS + 1]
+    gaps_between = [_normalized_gap(pod, workload, name, reference_outputs[other]) for name, other in pairwise(sample)]
+    num_different = sum(logit_gap_value > MAX_GAP for logit_gap_value in gaps_between)
+    if num_different <= len(gaps_between) // 2:
+        raise WrongOutput(
+            f"of {len(gaps_between)} adapters' outputs, only {num_different} are unlikely by another's logits"
+        )
 
 
-def _check(pod: Pod, plan: Plan, answers: Sequence[Answer], alone: dict[str, list[int]]) -> None:
+def _check_outputs(
+    pod: EngineProcesses,
+    workload: ItlWorkload,
+    answers: Sequence[CoreResponse],
+    reference_outputs: dict[str, list[int]],
+) -> None:
     """What differs from what was said alone is a near tie, which rounding turns round in another batch."""
-    for name, ids in {(a.ask.adapter or "", tuple(a.token_ids)) for a in answers}:
-        if list(ids) != alone[name] and (found := _gap(pod, plan, name, list(ids))) > MAX_GAP:
+    for name, ids in {(a.request.adapter_digest or "", tuple(a.token_ids)) for a in answers}:
+        if (
+            list(ids) != reference_outputs[name]
+            and (deviations := _normalized_gap(pod, workload, name, list(ids))) > MAX_GAP
+        ):
             raise WrongOutput(
-                f"adapter {name!r} said {list(ids)} and alone {alone[name]}: {found:.2f} deviations below the "
+                f"adapter {name!r} said {list(ids)} and alone {reference_outputs[name]}: {deviations:.2f} deviations "
+                "below the "
                 f"likeliest by its logits; {MAX_GAP} at most"
             )
 
 
-def _gap(pod: Pod, plan: Plan, name: str, output: list[int]) -> float:
-    return gap(pod, name, list(SHORT_PROMPT), output) / plan.deviation
+def _normalized_gap(pod: EngineProcesses, workload: ItlWorkload, name: str, output: list[int]) -> float:
+    return logit_gap(pod, name, list(SHORT_PROMPT), output) / workload.logit_deviation

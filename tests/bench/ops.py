@@ -43,8 +43,10 @@ def best_ms(function: Callable[[], object], num_runs: int = 30) -> float:
 def linear_row(dtype: torch.dtype, num_tokens: int) -> None:
     weight, x = torch.randn(3072, 576, dtype=dtype), torch.randn(num_tokens, 576, dtype=dtype)
     packed = pack_weight(weight)
-    plain = best_ms(lambda: F.linear(x, weight))
-    report(f"linear 576 x 3072, {dtype}, {num_tokens} tokens", plain, best_ms(lambda: linear(x, packed, None)))
+    reference = best_ms(lambda: F.linear(x, weight))
+    print_comparison(
+        f"linear 576 x 3072, {dtype}, {num_tokens} tokens", reference, best_ms(lambda: linear(x, packed, None))
+    )
 
 
 def attention_row(dtype: torch.dtype, num_spans: int, context: int) -> None:
@@ -53,9 +55,11 @@ def attention_row(dtype: torch.dtype, num_spans: int, context: int) -> None:
     tables = torch.randperm(blocks).view(num_spans, -1)
     batch = build_attention_metadata([context - 1] * num_spans, [1] * num_spans, tables, cache, CPU)
     queries = torch.randn(num_spans, 9, 64, dtype=dtype)
-    fused = with_setting(attention, "MAX_SINGLE_GEMM_HEADS", 0, lambda: paged_attention(queries, cache, batch, 0.125))
-    here = best_ms(lambda: paged_attention(queries, cache, batch, 0.125))
-    report(f"decode attention, {dtype}, {num_spans} x {context} tokens", fused, here)
+    fused = run_with_setting(
+        attention, "MAX_SINGLE_GEMM_HEADS", 0, lambda: paged_attention(queries, cache, batch, 0.125)
+    )
+    optimized = best_ms(lambda: paged_attention(queries, cache, batch, 0.125))
+    print_comparison(f"decode attention, {dtype}, {num_spans} x {context} tokens", fused, optimized)
 
 
 def adapter_row(dtype: torch.dtype) -> None:
@@ -67,34 +71,38 @@ def adapter_row(dtype: torch.dtype) -> None:
     weight, x = torch.randn(960, 576, dtype=dtype), torch.randn(64, 576, dtype=dtype)
     packed, module = pack_weight(weight), slots.modules[0]
     linears = best_ms(lambda: linear(x, packed, None))
-    here = best_ms(lambda: adapted_linear(x, packed, None, None, module, batch))
+    optimized = best_ms(lambda: adapted_linear(x, packed, None, None, module, batch))
     out = linear(x, packed, None)
-    report(f"8 adapters of rank 16 on q, k, v, {dtype}", best_ms(lambda: plain(out, x, module, batch)), here - linears)
+    print_comparison(
+        f"8 adapters of rank 16 on q, k, v, {dtype}",
+        best_ms(lambda: add_lora_unbatched(out, x, module, batch)),
+        optimized - linears,
+    )
 
 
-def plain(out: torch.Tensor, x: torch.Tensor, module: ModuleSlots, batch: LoRABatch) -> None:
+def add_lora_unbatched(out: torch.Tensor, x: torch.Tensor, module: ModuleSlots, batch: LoRABatch) -> None:
     """Pair by pair, as torch comes, on matrices that lie as torch likes them."""
-    pairs = MATRICES.setdefault(
+    pairs = MATRIX_SHAPES.setdefault(
         id(module), [[module.get_matrices(s.adapter_slot, i) for i in range(3)] for s in batch.segments]
     )
-    for s, own in zip(batch.segments, pairs, strict=True):
+    for s, rows in zip(batch.segments, pairs, strict=True):
         column = 0
-        for a, b in own:
+        for a, b in rows:
             out[s.start : s.end, column : column + b.shape[1]].addmm_(x[s.start : s.end] @ a.t(), b)
             column += b.shape[1]
 
 
-MATRICES: dict[int, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+MATRIX_SHAPES: dict[int, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
 
 def sampling_row() -> None:
     probs = (torch.randn(8, 49152) * 4).softmax(-1)
     limits = torch.zeros(8, dtype=torch.int64), torch.full((8,), 0.9), torch.zeros(8)
     sort = best_ms(lambda: filter_top_k_top_p_min_p.reference(probs, *limits), 5)
-    report("top-p of 8 rows of 49,152", sort, best_ms(lambda: filter_top_k_top_p_min_p(probs, *limits)))
+    print_comparison("top-p of 8 rows of 49,152", sort, best_ms(lambda: filter_top_k_top_p_min_p(probs, *limits)))
 
 
-def with_setting(module: object, name: str, value: object, function: Callable[[], object]) -> float:
+def run_with_setting(module: object, name: str, value: object, function: Callable[[], object]) -> float:
     """`best_ms` with a module's constant changed for the time."""
     before = getattr(module, name)
     setattr(module, name, value)
@@ -104,8 +112,8 @@ def with_setting(module: object, name: str, value: object, function: Callable[[]
         setattr(module, name, before)
 
 
-def report(what: str, plain_ms: float, here_ms: float) -> None:
-    print(f"{what:<52} {plain_ms:8.3f} ms {here_ms:8.3f} ms  {plain_ms / here_ms:5.1f} x", flush=True)
+def print_comparison(name: str, plain_ms: float, optimized_ms: float) -> None:
+    print(f"{name:<52} {plain_ms:8.3f} ms {optimized_ms:8.3f} ms  {plain_ms / optimized_ms:5.1f} x", flush=True)
 
 
 def main() -> None:

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
+def draw_plot(results: dict[str, Any], path: Path) -> None:
     """Write the picture; the suffix of `path` decides its format."""
     import matplotlib  # here, because only a picture needs it
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (speed, *latencies, kv) = pyplot.subplots(1, 4, figsize=(19, 4.5), layout="constrained")
+    figure, (speed, *latencies, kv_samples) = pyplot.subplots(1, 4, figsize=(19, 4.5), layout="constrained")
     figure.suptitle(f"{results['machine']['cpu']}, {results['machine']['num_cpus']} CPUs, {results['when']}")
     at_once = [entry for entry in results["summary"] if entry["rate"] is None]
     values = [entry["output_tokens_per_s"] for entry in at_once]
@@ -23,10 +23,12 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for axes, name in zip(latencies, ("ttft_ms", "itl_ms"), strict=True):
         _latency(axes, [entry for entry in results["summary"] if entry["rate"] is not None and entry[name]], name)
     seconds = [sample["seconds"] for sample in results["kv"]]
-    kv.plot(seconds, [s["num_blocks"] * results["settings"]["block_size"] for s in results["kv"]], label="allocated")
-    kv.plot(seconds, [s["num_tokens"] for s in results["kv"]], label="filled")
-    kv.legend()
-    kv.set(title="KV cache, offline, all at once", xlabel="seconds", ylabel="tokens", ylim=(0, None))
+    kv_samples.plot(
+        seconds, [s["num_blocks"] * results["settings"]["block_size"] for s in results["kv"]], label="allocated"
+    )
+    kv_samples.plot(seconds, [s["num_tokens"] for s in results["kv"]], label="filled")
+    kv_samples.legend()
+    kv_samples.set(title="KV cache, offline, all at once", xlabel="seconds", ylabel="tokens", ylim=(0, None))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -11,30 +11,30 @@ from typing import Any
 
 import child
 
-answers = child.take_stdout()
+answers = child.reserve_stdout()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from record import Record  # noqa: E402
+from token_arrivals import TokenArrivals  # noqa: E402
 
 from quire_engine import LLM, LoRARequest, SamplingParams  # noqa: E402
 from quire_spec.protocol.messages import StepResult  # noqa: E402
 
 _PAGE_BYTES = 4096
-_TORCH_ALONE = """
+_TORCH_BASELINE_CODE = """
 import numpy, torch
 torch.ones(256, 256, dtype=torch.bfloat16) @ torch.ones(256, 256, dtype=torch.bfloat16)
 print(open("/proc/self/status").read())
 """
 
 
-class Offline:
+class OfflineEngine:
     """One loaded model, watched from around `Engine.step`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._llm = LLM(**settings)
         self._engine_step = self._llm.engine.step
-        self._llm.engine.step = self._step  # type: ignore[method-assign]
+        self._llm.engine.step = self._timed_step  # type: ignore[method-assign]
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here, without what loading took
 
     def about(self) -> dict[str, Any]:
@@ -46,32 +46,42 @@ class Offline:
     ) -> dict[str, Any]:
         """See measure.py; all requests at once. `adapters`: each one's folder, None: the base model."""
         loras = adapters and [path and LoRARequest(path, 1 + i, path) for i, path in enumerate(adapters)]
-        params = [SamplingParams(temperature=0.0, max_tokens=num, ignore_eos=True) for _, num in requests]
-        self._record, self._kv = Record(), list[tuple[float, int, int]]()
+        params = [SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True) for _, num_tokens in requests]
+        self._arrivals, self._kv = TokenArrivals(), list[tuple[float, int, int]]()
         prompts = [prompt for prompt, _ in requests]
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
-        own = {"seconds": self._record.now(), "token_ids": [output.outputs[0].token_ids for output in outputs]}
-        return self._record.reply() | own | {"kv": self._kv}
+        output_ids = {"seconds": self._arrivals.now(), "token_ids": [output.outputs[0].token_ids for output in outputs]}
+        return self._arrivals.to_reply() | output_ids | {"kv": self._kv}
 
     def memory(self) -> dict[str, int]:
         """Bytes: this process at its peak since loading, the parts that are accounted for, and what is beyond them."""
         plan = self._llm.engine.memory
-        alone = subprocess.run([sys.executable, "-c", _TORCH_ALONE], capture_output=True, text=True, check=True).stdout
-        peak = _status(Path("/proc/self/status").read_text(), "VmHWM")
-        parts = {"weights": plan.weights_bytes, "kv": _resident_kv(plan.kv_bytes), "torch": _status(alone, "VmRSS")}
-        return {"peak": peak, **parts, "beyond": peak - sum(parts.values())}
+        torch_baseline = subprocess.run(
+            [sys.executable, "-c", _TORCH_BASELINE_CODE], capture_output=True, text=True, check=True
+        ).stdout
+        peak = _status_kib(Path("/proc/self/status").read_text(), "VmHWM")
+        components = {
+            "weights": plan.weights_bytes,
+            "kv": _resident_kv(plan.kv_bytes),
+            "torch": _status_kib(torch_baseline, "VmRSS"),
+        }
+        return {"peak": peak, **components, "beyond": peak - sum(components.values())}
 
-    def _step(self) -> StepResult:
+    def _timed_step(self) -> StepResult:
         result = self._engine_step()
-        for each in result.results:
-            self._record.take(each.id, each.token_ids)
-        self._kv.append((self._record.now(), result.stats.num_running, result.stats.num_used_blocks))
+        for sequence_result in result.results:
+            self._arrivals.add(sequence_result.id, sequence_result.token_ids)
+        self._kv.append((self._arrivals.now(), result.stats.num_running, result.stats.num_used_blocks))
         return result
 
 
 def _resident_kv(kv_bytes: int) -> int:
     """Bytes of the KV cache that are in memory: pages of it that were never written are not."""
-    tensors = (each for each in gc.get_objects() if type(each) is torch.Tensor and each.layout is torch.strided)
+    tensors = (
+        tensor_page
+        for tensor_page in gc.get_objects()
+        if type(tensor_page) is torch.Tensor and tensor_page.layout is torch.strided
+    )
     [address] = {tensor.data_ptr() for tensor in tensors if tensor.nbytes == kv_bytes}
     with open("/proc/self/pagemap", "rb", buffering=0) as pages:
         pages.seek(8 * (address // _PAGE_BYTES))
@@ -79,11 +89,11 @@ def _resident_kv(kv_bytes: int) -> int:
     return int((entries >> np.uint64(63)).sum()) * _PAGE_BYTES
 
 
-def _status(text: str, name: str) -> int:
+def _status_kib(text: str, name: str) -> int:
     """A size of /proc/PID/status, in bytes."""
     return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:"))
 
 
 if __name__ == "__main__":
-    offline = Offline(json.loads(sys.argv[1]))
-    child.serve(answers, about=offline.about, run=offline.run, memory=offline.memory)
+    offline = OfflineEngine(json.loads(sys.argv[1]))
+    child.serve_commands(answers, about=offline.about, run=offline.run, memory=offline.memory)

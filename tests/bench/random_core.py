@@ -13,5 +13,5 @@ from quire_engine.core import process as engine_process  # noqa: E402
 from quire_engine.ipc import process  # noqa: E402
 
 if __name__ == "__main__":
-    with random_weights.instead_of_a_checkpoint():
+    with random_weights.patch_weight_loading():
         process.run_process("random_core", engine_process.main)

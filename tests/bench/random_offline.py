@@ -9,7 +9,7 @@ from typing import Any
 
 import child
 
-answers = child.take_stdout()
+answers = child.reserve_stdout()
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "backend"), str(ROOT / "kernels")]
@@ -20,7 +20,7 @@ from card import Card  # noqa: E402
 from workload import Request  # noqa: E402
 
 
-class Offline:
+class OfflineEngine:
     """One engine."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -28,10 +28,10 @@ class Offline:
 
     def run(self, requests: list[tuple[list[int], int]], offsets: list[float] | None) -> dict[str, Any]:
         """See measure.py."""
-        found = engines.feed(self._engine, [Request(*request) for request in requests], offsets)
-        return {name: found[name] for name in ("seconds", "token_ids", "events")}
+        results = engines.feed(self._engine, [Request(*request) for request in requests], offsets)
+        return {name: results[name] for name in ("seconds", "token_ids", "events")}
 
 
 if __name__ == "__main__":
     with torch.inference_mode():
-        child.serve(answers, run=Offline(json.loads(sys.argv[1])).run)
+        child.serve_commands(answers, run=OfflineEngine(json.loads(sys.argv[1])).run)

@@ -14,12 +14,12 @@ from quire_engine.weights.param_shard import LoadTarget, unsharded
 from quire_engine.worker import model_runner
 
 
-def instead_of_a_checkpoint() -> contextlib.AbstractContextManager[Any]:
+def patch_weight_loading() -> contextlib.AbstractContextManager[Any]:
     """Within it, engines that are made fill their weights themselves."""
-    return mock.patch.object(model_runner, "load_weights", _fill)
+    return mock.patch.object(model_runner, "load_weights", _fill_randomly)
 
 
-def _fill(folder: Path, tensors: Iterable[tuple[str, LoadTarget]], **_: Any) -> None:
+def _fill_randomly(folder: Path, tensors: Iterable[tuple[str, LoadTarget]], **_: Any) -> None:
     """Normally distributed, norms around 1; every square linear keeps the deviation of its inputs, and the deviation of
     the logits is 1."""
     spread = json.loads((folder / "config.json").read_text())["hidden_size"] ** -0.5

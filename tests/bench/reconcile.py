@@ -23,15 +23,15 @@ from urllib.request import urlopen
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "hack")]
 
-from support.cluster import running  # noqa: E402
-from support.operating import CHILDREN, TINY, llm_service  # noqa: E402
+from support.cluster import running_cluster  # noqa: E402
+from support.controller_harness import CHILDREN, TINY, llm_service  # noqa: E402
 
 from quire_server.sources.inspect_model import termination_message  # noqa: E402
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 NAMESPACE = "bench"
 _MERGE = "application/merge-patch+json"
-_BARS = {"seconds until all is there": 120, "writes/s when quiet": 2, "% of a core when quiet": 5, "RSS in MB": 250}
+_LIMITS = {"seconds until all is there": 120, "writes/s when quiet": 2, "% of a core when quiet": 5, "RSS in MB": 250}
 
 
 def main() -> int:
@@ -39,46 +39,50 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--services", type=int, default=1000)
     parser.add_argument("--quiet-seconds", type=float, default=60)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder, running(Path(folder)) as cluster:
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder, running_cluster(Path(folder)) as cluster:
         cluster.install_crd()
         cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
-        begun = time.monotonic()
-        make(cluster, given.services)
-        print(f"{given.services} services applied in {time.monotonic() - begun:.1f} s")
-        return measured(cluster, Path(folder), given)
+        started = time.monotonic()
+        create_services(cluster, options.services)
+        print(f"{options.services} services applied in {time.monotonic() - started:.1f} s")
+        return measure(cluster, Path(folder), options)
 
 
-def make(cluster, count: int) -> None:
+def create_services(cluster, count: int) -> None:
     """Apply the services, before the operator starts: it meets all of them at once."""
     with ThreadPoolExecutor(8) as threads:
         names = [f"s{number:04d}" for number in range(count)]
         list(threads.map(lambda name: cluster.apply(llm_service(name), NAMESPACE), names))
 
 
-def measured(cluster, folder: Path, given: argparse.Namespace) -> int:
+def measure(cluster, folder: Path, options: argparse.Namespace) -> int:
     """Start the operator, wait, and print what was found."""
     argv = [str(Path(sys.executable).with_name("quire")), "operate", f"--kubeconfig={cluster.kubeconfig}"]
     argv += ["--host=127.0.0.1", "--port=18089", "--log-level=warning"]
     with (folder / "operator.log").open("wb") as log:
-        begun = time.monotonic()
+        started = time.monotonic()
         operator = subprocess.Popen(argv, stderr=log)
     try:
-        tell_model(cluster, begun)
-        done = wait(cluster, given.services, begun)
+        report_model(cluster, started)
+        done = wait_reconciled(cluster, options.services, started)
         cpu = cpu_seconds(operator.pid)
-        settled = settle(begun)
-        before, cpu_before, at = writes(), cpu_seconds(operator.pid), time.monotonic()
-        time.sleep(given.quiet_seconds)
-        lasted = time.monotonic() - at
-        late = {name: count - before.get(name, 0) for name, count in writes().items() if count != before.get(name, 0)}
-        found = {
+        settled_s = wait_idle(started)
+        before, cpu_before, idle_since = writes_by_kind(), cpu_seconds(operator.pid), time.monotonic()
+        time.sleep(options.quiet_seconds)
+        elapsed = time.monotonic() - idle_since
+        idle_writes = {
+            name: count - before.get(name, 0)
+            for name, count in writes_by_kind().items()
+            if count != before.get(name, 0)
+        }
+        figures = {
             "seconds until all is there": done,
-            "writes/s when quiet": sum(late.values()) / lasted,
-            "% of a core when quiet": 100 * (cpu_seconds(operator.pid) - cpu_before) / lasted,
+            "writes/s when quiet": sum(idle_writes.values()) / elapsed,
+            "% of a core when quiet": 100 * (cpu_seconds(operator.pid) - cpu_before) / elapsed,
             "RSS in MB": rss_mb(operator.pid),
         }
-        latency = percentiles()
+        latency = reconcile_percentiles()
     finally:
         operator.send_signal(signal.SIGTERM)
         operator.wait(30)
@@ -86,98 +90,100 @@ def measured(cluster, folder: Path, given: argparse.Namespace) -> int:
     print(
         f"operator's processor time until then: {cpu:.1f} s; a pass: p50 {latency[0]} s, p99 {latency[1]} s (buckets)"
     )
-    print(f"Kubernetes' own controllers and scheduler were done after {settled:.1f} s")
-    print(f"writes when quiet: {late or 'none'}")
-    for name, value in found.items():
-        print(f"{name:<28} {value:8.2f}   bar {_BARS[name]}   {'held' if value < _BARS[name] else 'MISSED'}")
+    print(f"Kubernetes' own controllers and scheduler were done after {settled_s:.1f} s")
+    print(f"writes when quiet: {idle_writes or 'none'}")
+    for name, value in figures.items():
+        print(f"{name:<28} {value:8.2f}   bar {_LIMITS[name]}   {'held' if value < _LIMITS[name] else 'MISSED'}")
     print(log[-2000:], file=sys.stderr)
-    return 0 if all(value < _BARS[name] for name, value in found.items()) else 1
+    return 0 if all(value < _LIMITS[name] for name, value in figures.items()) else 1
 
 
-def tell_model(cluster, begun: float) -> None:
+def report_model(cluster, started: float) -> None:
     """Be the kubelet of the one pod that reads the claim."""
     while True:
         pods = cluster.items("v1", "Pod", NAMESPACE, labelSelector="app.kubernetes.io/component=model-reader")
         if pods:
             break
-        assert time.monotonic() - begun < 60, "no pod that reads the model"
+        assert time.monotonic() - started < 60, "no pod that reads the model"
         time.sleep(0.1)
-    end = {"exitCode": 0, "message": termination_message(TINY), "reason": "Completed"}
+    terminated = {"exitCode": 0, "message": termination_message(TINY), "reason": "Completed"}
     state = {
         "name": "read",
         "image": "",
         "imageID": "",
         "ready": False,
         "restartCount": 0,
-        "state": {"terminated": end},
+        "state": {"terminated": terminated},
     }
     path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pods[0]['metadata']['name']}/status"
     cluster.request("PATCH", path, {"status": {"phase": "Succeeded", "containerStatuses": [state]}}, _MERGE)
 
 
-def wait(cluster, count: int, begun: float) -> float:
+def wait_reconciled(cluster, count: int, started: float) -> float:
     """Seconds until every service has all children and a current status."""
-    while written("Deployment") < count or written("LLMService") < count:
-        assert time.monotonic() - begun < 600, f"after 600 s: {writes()}"
+    while num_writes("Deployment") < count or num_writes("LLMService") < count:
+        assert time.monotonic() - started < 600, f"after 600 s: {writes_by_kind()}"
         time.sleep(0.5)
     # Only now: lists of so many objects cost the API server more than what is measured.
     while True:
         bodies = cluster.items(API, KIND, NAMESPACE)
         current = sum(b.get("status", {}).get("observedGeneration") == b["metadata"]["generation"] for b in bodies)
         planned = sum("plan" in b.get("status", {}) for b in bodies)
-        if current == planned == count and complete(cluster, count):
-            return time.monotonic() - begun
-        assert time.monotonic() - begun < 600, f"{current} of {count} current, {planned} planned"
+        if current == planned == count and all_children_exist(cluster, count):
+            return time.monotonic() - started
+        assert time.monotonic() - started < 600, f"{current} of {count} current, {planned} planned"
         time.sleep(1)
 
 
-def settle(begun: float) -> float:
+def wait_idle(started: float) -> float:
     """Seconds until nothing was written for ten seconds: Deployments and pods change as long as Kubernetes is behind
     with making them, and each change of a service's state is told."""
-    known, since = writes(), time.monotonic()
+    last_writes, since = writes_by_kind(), time.monotonic()
     while time.monotonic() - since < 10:
         time.sleep(0.5)
-        if (found := writes()) != known:
-            known, since = found, time.monotonic()
-        assert time.monotonic() - begun < 900, f"it never comes to rest: {known}"
-    return since - begun
+        if (current_writes := writes_by_kind()) != last_writes:
+            last_writes, since = current_writes, time.monotonic()
+        assert time.monotonic() - started < 900, f"it never comes to rest: {last_writes}"
+    return since - started
 
 
-def complete(cluster, count: int) -> bool:
+def all_children_exist(cluster, count: int) -> bool:
     """Whether each kind of child is there for each service."""
     for version, kind in CHILDREN:
         if kind == "Secret":
             path = f"/api/v1/namespaces/{NAMESPACE}/secrets"
-            found = cluster.request("GET", path, labelSelector="app.kubernetes.io/managed-by=quire-operator")["items"]
+            bodies = cluster.request("GET", path, labelSelector="app.kubernetes.io/managed-by=quire-operator")["items"]
         else:
-            found = cluster.items(version, kind, NAMESPACE, labelSelector="app.kubernetes.io/managed-by=quire-operator")
-        if len(found) < count * (2 if kind in ("ConfigMap", "Service") else 1):
+            bodies = cluster.items(
+                version, kind, NAMESPACE, labelSelector="app.kubernetes.io/managed-by=quire-operator"
+            )
+        if len(bodies) < count * (2 if kind in ("ConfigMap", "Service") else 1):
             return False
     return True
 
 
-def metrics() -> dict[str, float]:
+def scrape_metrics() -> dict[str, float]:
     """The operator's metrics, by name with labels."""
-    with urlopen("http://127.0.0.1:18089/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
+    with urlopen("http://127.0.0.1:18089/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 
-def writes() -> dict[str, float]:
+def writes_by_kind() -> dict[str, float]:
     """Writes to the API server so far, by kind and verb."""
     prefix = "quire_operator_writes_total"
-    return {name.removeprefix(prefix): value for name, value in metrics().items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): value for name, value in scrape_metrics().items() if name.startswith(prefix)}
 
 
-def written(kind: str) -> float:
+def num_writes(kind: str) -> float:
     """Writes of objects of a kind so far."""
-    return sum(value for name, value in writes().items() if f'"{kind}"' in name)
+    return sum(value for name, value in writes_by_kind().items() if f'"{kind}"' in name)
 
 
-def percentiles() -> tuple[str, str]:
+def reconcile_percentiles() -> tuple[str, str]:
     """Upper bounds of a pass's p50 and p99."""
     prefix = 'quire_operator_reconcile_seconds_bucket{le="'
-    buckets = [(name[len(prefix) : -2], value) for name, value in metrics().items() if name.startswith(prefix)]
+    buckets = [(name[len(prefix) : -2], value) for name, value in scrape_metrics().items() if name.startswith(prefix)]
     total = buckets[-1][1]
     p50, p99 = (next(bound for bound, value in buckets if value >= share * total) for share in (0.5, 0.99))
     return p50, p99

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import spread
+from measure import summarize_spread
 
 BEGIN, END = "<!-- results of tests/bench/serving.py: begin -->", "<!-- results of tests/bench/serving.py: end -->"
 
-RATIOS = (("offline", "vllm"), ("http", "offline"), ("grpc", "offline"), ("offline", "transformers"))
+ENGINE_RATIOS = (("offline", "vllm"), ("http", "offline"), ("grpc", "offline"), ("offline", "transformers"))
 """Whose tokens/s over whose, all requests at once."""
 
 Rows = list[list[str]]
@@ -22,49 +22,51 @@ def summarize(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         groups.setdefault((run["engine"], run["rate"]), []).append(run)
     summary = []
     for (engine, rate), group in groups.items():
-        speed = spread([run["output_tokens_per_s"] for run in group])
+        speed = summarize_spread([run["output_tokens_per_s"] for run in group])
         latencies: dict[str, Any] = {}
         for name in ("ttft_ms", "itl_ms"):
-            known = [run[name] for run in group if run[name]]
-            latencies[name] = {p: spread([each[p] for each in known]) for p in ("p50", "p99")} if known else None
+            measured = [run[name] for run in group if run[name]]
+            latencies[name] = (
+                {p: summarize_spread([result[p] for result in measured]) for p in ("p50", "p99")} if measured else None
+            )
         summary.append({"engine": engine, "rate": rate, "output_tokens_per_s": speed, **latencies})
     ratios = []
-    for of, to in RATIOS:
-        pairs = list(zip(groups.get((of, None), []), groups.get((to, None), []), strict=False))
+    for numerator, denominator in ENGINE_RATIOS:
+        pairs = list(zip(groups.get((numerator, None), []), groups.get((denominator, None), []), strict=False))
         values = [a["output_tokens_per_s"] / b["output_tokens_per_s"] for a, b in pairs]
-        ratios += [{"of": of, "to": to, **spread(values)}] if values else []
+        ratios += [{"of": numerator, "to": denominator, **summarize_spread(values)}] if values else []
     return {"summary": summary, "ratios": ratios}
 
 
-def text(results: dict[str, Any]) -> str:
+def format_report(results: dict[str, Any]) -> str:
     """Everything that is worth reading."""
     parts = [_heading(results)]
-    for head, rows in _tables(results):
-        parts += ["", table(head, rows)]
+    for head, rows in _report_tables(results):
+        parts += ["", format_table(head, rows)]
     return "\n".join(parts)
 
 
-def table(head: list[str], rows: Rows) -> str:
+def format_table(head: list[str], rows: Rows) -> str:
     """One table, its first column to the left."""
     lines = [head, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     parts = []
-    for first, *others in (head, rule, *rows):
-        cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
+    for first_cell, *other_cells in (head, rule, *rows):
+        cells = [first_cell.ljust(widths[0]), *(c.rjust(w) for c, w in zip(other_cells, widths[1:], strict=True))]
         parts.append("| " + " | ".join(cells) + " |")
     return "\n".join(parts)
 
 
 def write_markdown(results: dict[str, Any], path: Path) -> None:
     """Put the report between the two marks in `path`."""
-    put(path, BEGIN, END, f"```\n{results['command']}\n```\n\n{text(results)}")
+    replace_between(path, BEGIN, END, f"```\n{results['command']}\n```\n\n{format_report(results)}")
 
 
-def put(path: Path, begin: str, end: str, content: str) -> None:
+def replace_between(path: Path, begin: str, end: str, content: str) -> None:
     """Replace what stands between two marks in `path`; a file that does not exist is made."""
-    old = path.read_text() if path.exists() else f"{begin}\n{end}\n"
-    before, found_begin, rest = old.partition(begin)
+    content_before = path.read_text() if path.exists() else f"{begin}\n{end}\n"
+    before, found_begin, rest = content_before.partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
         raise SystemExit(f"--markdown: {path} has no lines {begin!r} and {end!r}; add them where the tables belong")
@@ -72,22 +74,23 @@ def put(path: Path, begin: str, end: str, content: str) -> None:
 
 
 def _heading(results: dict[str, Any]) -> str:
-    machine, work, check = results["machine"], results["workload"], results["check"]
+    machine, workload, check = results["machine"], results["workload"], results["check"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     gap = max(check["gaps"].values())
     compared = f"{check['requests']} outputs in float32 equal transformers'; " if check["requests"] else ""
     return (
         f"{machine['cpu']}, {machine['num_cpus']} CPUs ({', '.join(machine['flags'])}), load {machine['load'][0]:.1f} "
         f"before and {machine['load'][1]:.1f} after; {versions}; {results['when']};\ncommit {results['commit']}.\n"
-        f"{work['requests']} requests, prompts of {'-'.join(map(str, work['prompt_tokens']))} and outputs of "
-        f"{'-'.join(map(str, work['output_tokens']))} tokens, greedy; medians of {work['runs']} alternating runs.\n"
+        f"{workload['requests']} requests, prompts of {'-'.join(map(str, workload['prompt_tokens']))} and outputs of "
+        f"{'-'.join(map(str, workload['output_tokens']))} tokens, greedy; medians of {workload['runs']} alternating "
+        "runs.\n"
         f"Checked: {compared}those measured are within {gap:.2f} deviations of transformers' logits in float32."
     )
 
 
-def _tables(results: dict[str, Any]) -> Iterator[tuple[list[str], Rows]]:
+def _report_tables(results: dict[str, Any]) -> Iterator[tuple[list[str], Rows]]:
     head = ["engine", "requests/s", "output tokens/s", "least-most", "TTFT p50 ms", "p99 ms", "ITL p50 ms", "p99 ms"]
-    yield head, [_speed(entry) for entry in results["summary"]]
+    yield head, [_speed_row(entry) for entry in results["summary"]]
     if ratios := results["ratios"]:
         rows = [[f"{r['of']} / {r['to']}", f"{r['median']:.2f}", f"{r['min']:.2f}-{r['max']:.2f}"] for r in ratios]
         yield ["output tokens/s, all at once", "ratio", "least-most"], rows
@@ -102,10 +105,10 @@ def _tables(results: dict[str, Any]) -> Iterator[tuple[list[str], Rows]]:
     pss = results["memory"]["pss"]
     yield ["all processes, MB", *pss], [["", *(f"{size / 1e6:.0f}" for size in pss.values())]]
     if samples := results["kv"]:
-        yield ["KV cache, offline, all at once", "value"], _kv(samples, results["settings"]["block_size"])
+        yield ["KV cache, offline, all at once", "value"], _kv_rows(samples, results["settings"]["block_size"])
 
 
-def _speed(entry: dict[str, Any]) -> list[str]:
+def _speed_row(entry: dict[str, Any]) -> list[str]:
     speed = entry["output_tokens_per_s"]
     latencies = [entry[name] and entry[name][p]["median"] for name in ("ttft_ms", "itl_ms") for p in ("p50", "p99")]
     return [
@@ -117,12 +120,14 @@ def _speed(entry: dict[str, Any]) -> list[str]:
     ]
 
 
-def _kv(samples: list[dict[str, float]], block_size: int) -> Rows:
-    allocated, filled = ([s[name] * k for s in samples] for name, k in (("num_blocks", block_size), ("num_tokens", 1)))
-    each = [(a - b) / s["num_running"] for a, b, s in zip(allocated, filled, samples, strict=True)]
+def _kv_rows(samples: list[dict[str, float]], block_size: int) -> Rows:
+    allocated, num_tokens = (
+        [s[name] * k for s in samples] for name, k in (("num_blocks", block_size), ("num_tokens", 1))
+    )
+    unused_per_sequence = [(a - b) / s["num_running"] for a, b, s in zip(allocated, num_tokens, samples, strict=True)]
     return [
-        ["tokens, at most", f"{max(filled):.0f}"],
+        ["tokens, at most", f"{max(num_tokens):.0f}"],
         ["allocated for them", f"{max(allocated):.0f}"],
-        ["allocated and not filled, over the run", f"{1 - sum(filled) / sum(allocated):.1%}"],
-        [f"the same by sequence, at most, in tokens (a block has {block_size})", f"{max(each):.1f}"],
+        ["allocated and not filled, over the run", f"{1 - sum(num_tokens) / sum(allocated):.1%}"],
+        [f"the same by sequence, at most, in tokens (a block has {block_size})", f"{max(unused_per_sequence):.1f}"],
     ]

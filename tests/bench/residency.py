@@ -22,14 +22,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "tests"), str(ROOT / "hack")]
 
-import adapters  # noqa: E402
-import checkpoint  # noqa: E402
-from core_traffic import Ask, config_of, send, zipf_weights  # noqa: E402
-from itl import Cast, Plan, measure_itl, register  # noqa: E402
-from measure import WrongOutput, percentile, spread  # noqa: E402
-from serving import circumstances, say  # noqa: E402
-from support.pod import Pod, eventually  # noqa: E402
-from support.service import Service  # noqa: E402
+import random_adapters  # noqa: E402
+import random_checkpoint  # noqa: E402
+from core_traffic import CoreRequest, core_config, send_requests, zipf_weights  # noqa: E402
+from itl import AdapterSets, ItlWorkload, measure_itl, register_adapters  # noqa: E402
+from measure import WrongOutput, percentile, summarize_spread  # noqa: E402
+from serving import environment_info, log  # noqa: E402
+from support.engine_processes import EngineProcesses, wait_for  # noqa: E402
+from support.quire_serve import QuireServeProcess  # noqa: E402
 
 from quire_engine.lora.slot_table import RESERVE_AFTER_S  # noqa: E402
 
@@ -41,68 +41,74 @@ NUM_FOLDERS = 24
 
 
 @contextlib.contextmanager
-def core(folder: Path, args: argparse.Namespace, model: str, **config: Any) -> Iterator[Pod]:
+def running_core(folder: Path, args: argparse.Namespace, model: str, **config: Any) -> Iterator[EngineProcesses]:
     """A running core."""
     os.environ.pop("OMP_NUM_THREADS", None)
-    with Pod(folder, num_threads=args.threads, **config_of(model, **config)) as pod:
+    with EngineProcesses(folder, num_threads=args.threads, **core_config(model, **config)) as pod:
         yield pod.start("core")
 
 
-def itl(args: argparse.Namespace, folder: Path, model: str, folders: list[Path]) -> dict[str, Any]:
+def measure_itl_phase(args: argparse.Namespace, folder: Path, model: str, folders: list[Path]) -> dict[str, Any]:
     """See itl.py."""
-    shape = json.loads(Path(model, "config.json").read_text())
+    config = json.loads(Path(model, "config.json").read_text())
     # So far do the logits of weights that are drawn with this deviation spread.
-    deviation = shape["initializer_range"] * shape["hidden_size"] ** 0.5
-    plan = Plan(
+    deviation = config["initializer_range"] * config["hidden_size"] ** 0.5
+    workload = ItlWorkload(
         args.runs, args.seconds, args.loads, args.prompt_tokens, args.output_tokens, 48, 40_000, deviation, args.seed
     )
-    resident, cold = [f"r{i}" for i in range(NUM_RESIDENT)], [f"c{i}" for i in range(NUM_FOLDERS - NUM_RESIDENT)]
-    with core(folder, args, model, max_cpu_loras=NUM_SLOTS) as pod:
-        register(pod, folders, resident, pinned=True)
-        register(pod, folders[NUM_RESIDENT:], cold)
-        *_, found = measure_itl(pod, plan, Cast(resident, cold, folders[NUM_RESIDENT:]), say)
-        return found
+    resident, unloaded = [f"r{i}" for i in range(NUM_RESIDENT)], [f"c{i}" for i in range(NUM_FOLDERS - NUM_RESIDENT)]
+    with running_core(folder, args, model, max_cpu_loras=NUM_SLOTS) as pod:
+        register_adapters(pod, folders, resident, pinned=True)
+        register_adapters(pod, folders[NUM_RESIDENT:], unloaded)
+        *_, figures = measure_itl(pod, workload, AdapterSets(resident, unloaded, folders[NUM_RESIDENT:]), log)
+        return figures
 
 
-def zipf(args: argparse.Namespace, folder: Path, model: str, folders: list[Path]) -> dict[str, Any]:
+def measure_zipf_phase(args: argparse.Namespace, folder: Path, model: str, folders: list[Path]) -> dict[str, Any]:
     """A closed loop of clients that each ask an adapter drawn by Zipf's law."""
     names = [f"z{i}" for i in range(args.registered)]
-    draw = random.Random(args.seed)
-    with core(folder, args, model, max_cpu_loras=4 * NUM_SLOTS) as pod:
-        register(pod, folders, names)
-        asked = draw.choices(names, zipf_weights(len(names), 1.0), k=args.zipf_requests)
-        asks = [
-            Ask(0.0, "zipf", name, [draw.randrange(40_000) for _ in range(16)], draw.randint(4, 16)) for name in asked
+    rng = random.Random(args.seed)
+    with running_core(folder, args, model, max_cpu_loras=4 * NUM_SLOTS) as pod:
+        register_adapters(pod, folders, names)
+        requested = rng.choices(names, zipf_weights(len(names), 1.0), k=args.zipf_requests)
+        requests = [
+            CoreRequest(0.0, "zipf", name, [rng.randrange(40_000) for _ in range(16)], rng.randint(4, 16))
+            for name in requested
         ]
-        begun = time.perf_counter()
-        answers = send(pod, asks, args.clients)
-        seconds = time.perf_counter() - begun
-        with pod.peer("core", "supervisor") as supervisor:
+        started = time.perf_counter()
+        responses = send_requests(pod, requests, args.clients)
+        seconds = time.perf_counter() - started
+        with pod.connect("core", "supervisor") as supervisor:
             supervisor.call("check")
             evictions = supervisor.call("status")["stats"]["num_adapter_evictions"]
-    waits = [answer.started - answer.sent for answer in answers]
-    longest = max(answer.times[-1] - answer.started for answer in answers)
+    waits = [response.started_at - response.sent_at for response in responses]
+    longest = max(answer.token_times[-1] - answer.started_at for answer in responses)
     busy = set(names[:NUM_SLOTS])
-    of = {
-        kind: [w for w, a in zip(waits, answers, strict=True) if (a.ask.adapter in busy) == (kind == "busy")]
+    waits_by_kind = {
+        kind: [
+            w for w, a in zip(waits, responses, strict=True) if (a.request.adapter_digest in busy) == (kind == "busy")
+        ]
         for kind in ("busy", "rare")
     }
     # As in slots.py: no more adapters can be ahead than clients ask for at a time.
     bound = RESERVE_AFTER_S + (-(-args.clients // (NUM_SLOTS // 2)) + 1) * (longest + 1.0)
     return {
         "registered": args.registered,
-        "adapters_asked": len(set(asked)),
-        "requests": len(answers),
+        "adapters_asked": len(set(requested)),
+        "requests": len(responses),
         "failed": 0,
-        "requests_per_s": len(answers) / seconds,
+        "requests_per_s": len(responses) / seconds,
         "evictions": evictions,
-        **{f"wait_{kind}_s": {f"p{p}": percentile(each, p) for p in (50, 99, 100)} for kind, each in of.items()},
+        **{
+            f"wait_{kind}_s": {f"p{p}": percentile(kind_waits, p) for p in (50, 99, 100)}
+            for kind, kind_waits in waits_by_kind.items()
+        },
         "longest_request_s": longest,
         "bound_s": bound,
     }
 
 
-def change(args: argparse.Namespace, folder: Path, model: str, folders: list[Path]) -> dict[str, Any]:
+def measure_change_phase(args: argparse.Namespace, folder: Path, model: str, folders: list[Path]) -> dict[str, Any]:
     """Through the server; each adapter is new content in a folder of its own."""
     source = {"path": model}
     spec = {
@@ -112,64 +118,67 @@ def change(args: argparse.Namespace, folder: Path, model: str, folders: list[Pat
         "engine": {"maxNumSeqs": 64},
     }
     document = {"apiVersion": "quire.dev/v1alpha1", "kind": "LLMService", "metadata": {"name": "bench"}, "spec": spec}
-    service = Service(document, folder)
-    took: dict[str, list[float]] = {"lora_name": [], "model": []}
+    service = QuireServeProcess(document, folder)
+    seconds_by_mode: dict[str, list[float]] = {"lora_name": [], "model": []}
     try:
         service.wait_ready()
         service.text("bench", "Once", max_tokens=2, temperature=0.0)
         base = service.text("bench", "Once upon", max_tokens=12, temperature=0.0)
-        held: list[dict[str, Any]] = []
+        adapters_in_catalog: list[dict[str, Any]] = []
         for i in range(2 * args.runs):
-            way = ("lora_name", "model")[i % 2]
+            mode = ("lora_name", "model")[i % 2]
             name = f"new-{i}"
-            expose = "Parameter" if way == "lora_name" else "Model"
-            held.append({"name": name, "source": {"path": str(folders[i])}, "expose": expose})
-            document = {"generation": service.status()["generation"] + 1, "adapters": held}
-            begun = time.perf_counter()
+            expose = "Parameter" if mode == "lora_name" else "Model"
+            adapters_in_catalog.append({"name": name, "source": {"path": str(folders[i])}, "expose": expose})
+            document = {"generation": service.status()["generation"] + 1, "adapters": adapters_in_catalog}
+            started = time.perf_counter()
             assert service.put_adapters(document).status == 202
-            model_name, more = ("bench", {"lora_name": name}) if way == "lora_name" else (name, {})
-            eventually(
-                lambda m=model_name, p=more: service.generate(m, "Once upon", max_tokens=1, **p).status == 200, 30
+            model_name, lora_params = ("bench", {"lora_name": name}) if mode == "lora_name" else (name, {})
+            wait_for(
+                lambda m=model_name, p=lora_params: service.generate(m, "Once upon", max_tokens=1, **p).status == 200,
+                30,
             )
-            took[way].append(time.perf_counter() - begun)
-            if service.text(model_name, "Once upon", max_tokens=12, temperature=0.0, **more) == base:
+            seconds_by_mode[mode].append(time.perf_counter() - started)
+            if service.text(model_name, "Once upon", max_tokens=12, temperature=0.0, **lora_params) == base:
                 raise WrongOutput(f"{name} says what the base model says")
     finally:
         service.stop()
-    return {way: spread(seconds) for way, seconds in took.items()}
+    return {way: summarize_spread(seconds) for way, seconds in seconds_by_mode.items()}
 
 
-PARTS = {"itl": itl, "zipf": zipf, "change": change}
+PHASES = {"itl": measure_itl_phase, "zipf": measure_zipf_phase, "change": measure_change_phase}
 
 
-def table(results: dict[str, Any]) -> str:
+def format_table(results: dict[str, Any]) -> str:
     """The figures, as Markdown."""
     rows = [("what", "figure", "bar")]
-    if found := results.get("itl"):
-        p99, p50 = found["p99_ratio"], found["p50_ratio"]
+    if figures := results.get("itl"):
+        p99, p50 = figures["p99_ratio"], figures["p50_ratio"]
         rows += [
             (
-                f"ITL p99 at 80 % of saturation, {found['loads_per_run']} adapters loaded in {found['seconds']:g} s / "
+                f"ITL p99 at 80 % of saturation, {figures['loads_per_run']} adapters loaded in {figures['seconds']:g} "
+                "s / "
                 "none",
-                f"{found['with_p99_ms']['median']:.1f} / {found['without_p99_ms']['median']:.1f} ms: "
+                f"{figures['with_p99_ms']['median']:.1f} / {figures['without_p99_ms']['median']:.1f} ms: "
                 f"{p99['median']:.2f} ({p99['min']:.2f}-{p99['max']:.2f})",
                 "1.10 (GPU)",
             ),
             ("the same, p50", f"{p50['median']:.2f} ({p50['min']:.2f}-{p50['max']:.2f})", ""),
         ]
-    if found := results.get("zipf"):
-        rare, busy = found["wait_rare_s"], found["wait_busy_s"]
+    if figures := results.get("zipf"):
+        rare, busy = figures["wait_rare_s"], figures["wait_busy_s"]
         rows += [
             (
-                f"{found['registered']} adapters on {NUM_SLOTS} slots, Zipf: failed of {found['requests']} requests",
-                str(found["failed"]),
+                f"{figures['registered']} adapters on {NUM_SLOTS} slots, Zipf: failed of {figures['requests']} "
+                "requests",
+                str(figures["failed"]),
                 "0",
             ),
             (
-                f"wait of the others' requests, p50, p99, longest ({found['adapters_asked']} adapters, "
-                f"{found['evictions']} evictions)",
+                f"wait of the others' requests, p50, p99, longest ({figures['adapters_asked']} adapters, "
+                f"{figures['evictions']} evictions)",
                 ", ".join(f"{rare[p]:.2f}" for p in ("p50", "p99", "p100")) + " s",
-                f"{found['bound_s']:.1f} s",
+                f"{figures['bound_s']:.1f} s",
             ),
             (
                 f"wait of the {NUM_SLOTS} most asked adapters' requests",
@@ -177,11 +186,11 @@ def table(results: dict[str, Any]) -> str:
                 "",
             ),
         ]
-    if found := results.get("change"):
-        for way, what in (("lora_name", "as lora_name"), ("model", "as a model of its own")):
-            each = found[way]
-            figure = f"{each['median']:.2f} s ({each['min']:.2f}-{each['max']:.2f})"
-            rows.append((f"catalogue change to first token of a new adapter, {what}", figure, "2 s"))
+    if figures := results.get("change"):
+        for mode, description in (("lora_name", "as lora_name"), ("model", "as a model of its own")):
+            mode_figures = figures[mode]
+            figure = f"{mode_figures['median']:.2f} s ({mode_figures['min']:.2f}-{mode_figures['max']:.2f})"
+            rows.append((f"catalogue change to first token of a new adapter, {description}", figure, "2 s"))
     head, *body = rows
     lines = [f"| {' | '.join(head)} |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in body)]
     machine = results["machine"]
@@ -194,13 +203,13 @@ def table(results: dict[str, Any]) -> str:
     )
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="residency.py", description=__doc__, formatter_class=form)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="residency.py", description=__doc__, formatter_class=formatter)
     add = parser.add_argument
-    add("--shape", choices=checkpoint.SHAPES, default="135m", help="random weights of a shape (default 135m)")
-    add("--parts", type=lambda text: text.split(","), default=list(PARTS), metavar="A,B", help="of itl,zipf,change")
+    add("--shape", choices=random_checkpoint.SHAPES, default="135m", help="random weights of a shape (default 135m)")
+    add("--parts", type=lambda text: text.split(","), default=list(PHASES), metavar="A,B", help="of itl,zipf,change")
     add("--runs", type=int, default=5, metavar="N", help="rounds of itl, and changes of each kind (default 5)")
     add("--seconds", type=float, default=30.0, metavar="S", help="of a run of itl (default 30)")
     add("--loads", type=int, default=100, metavar="N", help="adapters that are loaded in a run of itl (default 100)")
@@ -220,8 +229,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("-o", "--output", type=Path, metavar="FILE", help="write everything as JSON")
     add("--markdown", type=Path, metavar="FILE", help="put the table between the marks of this document")
     args = parser.parse_args(argv)
-    if unknown := sorted(set(args.parts) - set(PARTS)):
-        parser.error(f"--parts: {unknown[0]!r} is not one of {', '.join(PARTS)}")
+    if unknown := sorted(set(args.parts) - set(PHASES)):
+        parser.error(f"--parts: {unknown[0]!r} is not one of {', '.join(PHASES)}")
     if 2 * args.runs > NUM_FOLDERS:
         parser.error(f"--runs: at most {NUM_FOLDERS // 2}")
     return args
@@ -229,19 +238,21 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report; every process that was started has ended afterwards."""
-    args = arguments(argv)
-    model = checkpoint.cached(args.shape)
-    folders = adapters.make(model, Path(tempfile.gettempdir()) / f"quire-bench-{os.getuid()}-adapters", NUM_FOLDERS, 16)
-    results: dict[str, Any] = {**circumstances(), "runs": args.runs, "threads": args.threads}
+    args = parse_arguments(argv)
+    model = random_checkpoint.cached_checkpoint(args.shape)
+    folders = random_adapters.make_adapters(
+        model, Path(tempfile.gettempdir()) / f"quire-bench-{os.getuid()}-adapters", NUM_FOLDERS, 16
+    )
+    results: dict[str, Any] = {**environment_info(), "runs": args.runs, "threads": args.threads}
     try:
-        for part in args.parts:
-            say(part)
+        for phase in args.parts:
+            log(phase)
             with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
-                results[part] = PARTS[part](args, Path(folder), str(model), folders)
+                results[phase] = PHASES[phase](args, Path(folder), str(model), folders)
     except WrongOutput as error:
         raise SystemExit(f"residency: no figure is reported: {error}") from error
     results["machine"]["load"].append(os.getloadavg()[0])
-    text = table(results)
+    text = format_table(results)
     print(text)
     if args.output:
         args.output.write_text(json.dumps(results, indent=1))

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import checkpoint
 import plot
+import random_checkpoint
 import report
-from child import Child, ChildFailed
-from engines import AT_RATES, NAMES, ROOT, Engine, check_float32, check_gap, engines
-from measure import MAX_GAP, WrongOutput, kv_use, measure
+from child import ChildFailed, ChildProcess
+from engines import ENGINE_NAMES, ENGINES_WITH_RATES, ROOT, BenchmarkEngine, check_float32, check_gap, running_engines
+from measure import MAX_GAP, WrongOutput, kv_usage, measure
 from tqdm import tqdm
 from workload import Request, Workload
 
@@ -49,7 +49,7 @@ Run it on a machine that does nothing else: the load before and after is part of
 """
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     """Start everything, check, measure; the results document.
 
     Raises:
@@ -57,91 +57,100 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ChildFailed: a process failed.
     """
     settings = {name: getattr(args, name) for name in ("dtype", "max_num_seqs", "max_num_batched_tokens")}
-    settings |= {"model": str((args.model or checkpoint.cached(args.shape)).resolve()), "block_size": 16}
+    settings |= {
+        "model": str((args.model or random_checkpoint.cached_checkpoint(args.shape)).resolve()),
+        "block_size": 16,
+    }
     vocab_size = json.loads(Path(settings["model"], "config.json").read_text())["vocab_size"]
-    work = Workload(args.requests, args.prompt_tokens, args.output_tokens, vocab_size, args.seed)
-    names = args.engines or [name for name in NAMES if name != "vllm" or args.vllm_python]
-    results = {"format": FORMAT, **circumstances(), "settings": settings}
-    wanted = ("requests", "prompt_tokens", "output_tokens", "rates", "runs", "prefix_tokens", "seed")
-    results["workload"] = {name: getattr(args, name) for name in wanted}
+    workload = Workload(args.requests, args.prompt_tokens, args.output_tokens, vocab_size, args.seed)
+    names = args.engines or [name for name in ENGINE_NAMES if name != "vllm" or args.vllm_python]
+    results = {"format": FORMAT, **environment_info(), "settings": settings}
+    workload_fields = ("requests", "prompt_tokens", "output_tokens", "rates", "runs", "prefix_tokens", "seed")
+    results["workload"] = {name: getattr(args, name) for name in workload_fields}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-")))
-        own = {"model": settings["model"], "dtype": "float32", "batch": 1}
-        with Child("oracle", "static_batches.py", own, folder) as oracle:
+        oracle_settings = {"model": settings["model"], "dtype": "float32", "batch": 1}
+        with ChildProcess("oracle", "static_batches.py", oracle_settings, folder) as oracle:
             # All load at the same time: reading weights and importing torch keeps one core busy for each.
-            say(f"loading {', '.join(names)}")
-            running = stack.enter_context(engines(names, settings, args.vllm_python, folder))
-            few = short(work)[:NUM_CHECKED] if {"offline", "http", "grpc"} & set(names) else []
-            if few:
-                say("checking this engine against transformers, both in float32")
-                check_float32(settings["model"], few, oracle, folder)
-            results["about"] = {name: engine.about() for name, engine in running.items()}
-            say("warming up, and checking what each generates")
-            gaps = {name: _warm_up(engine, work, oracle) for name, engine in running.items()}
-        results["check"] = {"requests": len(few), "max_gap": MAX_GAP, "gaps": gaps}
-        results["runs"], results["kv"] = _rounds(running, work, args)
-        results["prefix"] = _prefix(running, work, args) if args.prefix_tokens else []
-        account = running["offline"].child.call("memory") if "offline" in running else None
-        pss = {name: engine.pss_bytes() for name, engine in running.items()}
-        results["memory"] = {"pss": pss, "offline": account}
+            log(f"loading {', '.join(names)}")
+            children = stack.enter_context(running_engines(names, settings, args.vllm_python, folder))
+            checked_requests = (
+                warm_up_requests(workload)[:NUM_CHECKED] if {"offline", "http", "grpc"} & set(names) else []
+            )
+            if checked_requests:
+                log("checking this engine against transformers, both in float32")
+                check_float32(settings["model"], checked_requests, oracle, folder)
+            results["about"] = {name: engine.about() for name, engine in children.items()}
+            log("warming up, and checking what each generates")
+            gaps = {name: _warm_up(engine, workload, oracle) for name, engine in children.items()}
+        results["check"] = {"requests": len(checked_requests), "max_gap": MAX_GAP, "gaps": gaps}
+        results["runs"], results["kv"] = _run_rounds(children, workload, args)
+        results["prefix"] = _measure_prefix(children, workload, args) if args.prefix_tokens else []
+        memory_report = children["offline"].child.call("memory") if "offline" in children else None
+        pss = {name: engine.pss_bytes() for name, engine in children.items()}
+        results["memory"] = {"pss": pss, "offline": memory_report}
     results["machine"]["load"].append(os.getloadavg()[0])
     return results | report.summarize(results["runs"])
 
 
-def short(work: Workload) -> list[Request]:
+def warm_up_requests(workload: Workload) -> list[Request]:
     """The requests of the run that does not count."""
-    return [Request(prompt, min(num, MAX_WARM_UP_TOKENS)) for prompt, num in work.requests(WARM_UP)]
+    return [Request(prompt, min(num_tokens, MAX_WARM_UP_TOKENS)) for prompt, num_tokens in workload.requests(WARM_UP)]
 
 
-def _warm_up(engine: Engine, work: Workload, oracle: Child) -> float:
+def _warm_up(engine: BenchmarkEngine, workload: Workload, oracle: ChildProcess) -> float:
     """A run that does not count; the worst gap of its outputs.
 
     Of all requests, so that everything is allocated that a run needs, but with short outputs: a third of its time.
     """
-    requests = short(work)
+    requests = warm_up_requests(workload)
     reply = engine.run(requests)
     measure(requests, None, reply)
     return check_gap(engine.name, requests[:NUM_CHECKED], reply["token_ids"][:NUM_CHECKED], oracle)
 
 
-def _rounds(
-    running: dict[str, Engine], work: Workload, args: argparse.Namespace
+def _run_rounds(
+    children: dict[str, BenchmarkEngine], workload: Workload, args: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
     """The numbers of every run, and the KV samples of the last offline one.
 
     A B A B: in every round each engine once with all requests at once, then once for each rate.
     """
     loads = [(round, rate) for round in range(args.runs) for rate in (None, *args.rates)]
-    plan = [(*load, name) for load in loads for name in running if load[1] is None or name in AT_RATES]
+    schedule = [(*load, name) for load in loads for name in children if load[1] is None or name in ENGINES_WITH_RATES]
     runs: list[dict[str, Any]] = []
     kv: list[dict[str, float]] = []
-    for round, rate, name in (bar := tqdm(plan, unit="run", dynamic_ncols=True)):
+    for round, rate, name in (bar := tqdm(schedule, unit="run", dynamic_ncols=True)):
         bar.set_description(f"{name}, {'all at once' if rate is None else f'{rate:g} requests/s'}")
-        requests = work.requests(round, rate)
-        offsets = None if rate is None else work.offsets(rate, round, rate)
-        reply = running[name].run(requests, offsets)
+        requests = workload.requests(round, rate)
+        offsets = None if rate is None else workload.offsets(rate, round, rate)
+        reply = children[name].run(requests, offsets)
         runs.append({"engine": name, "rate": rate, "round": round, **measure(requests, offsets, reply)})
-        kv = kv_use(requests, reply) if "kv" in reply else kv
+        kv = kv_usage(requests, reply) if "kv" in reply else kv
     return runs, kv
 
 
-def _prefix(running: dict[str, Engine], work: Workload, args: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure_prefix(
+    children: dict[str, BenchmarkEngine], workload: Workload, args: argparse.Namespace
+) -> list[dict[str, Any]]:
     """TTFT of a long prompt, and of a second one with the same first tokens. The first pair does not count."""
-    say("a shared prefix")
-    found: dict[str, list[list[float]]] = {name: [] for name in running if name != "transformers"}
+    log("a shared prefix")
+    ttfts_by_engine: dict[str, list[list[float]]] = {name: [] for name in children if name != "transformers"}
     for round in range(WARM_UP, args.runs):
-        pair = work.prefix_pair(args.prefix_tokens, round)
-        for name, times in found.items():
-            offsets = [0.0] if name in AT_RATES else None
-            times.append([1e3 * running[name].run([request], offsets)["events"][0][0][0] for request in pair])
+        prefix_requests = workload.prefix_pair(args.prefix_tokens, round)
+        for name, times in ttfts_by_engine.items():
+            offsets = [0.0] if name in ENGINES_WITH_RATES else None
+            times.append(
+                [1e3 * children[name].run([request], offsets)["events"][0][0][0] for request in prefix_requests]
+            )
     rows = []
-    for name, (_, *times) in found.items():
+    for name, (_, *times) in ttfts_by_engine.items():
         first, second, ratio = map(statistics.median, zip(*((a, b, b / a) for a, b in times), strict=True))
         rows.append({"engine": name, "first_ms": first, "second_ms": second, "ratio": ratio})
     return rows
 
 
-def circumstances() -> dict[str, Any]:
+def environment_info() -> dict[str, Any]:
     """What a number is worth nothing without."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty= with uncommitted changes"]
     cpu = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().replace("\t", "").splitlines() if line)
@@ -160,26 +169,33 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def say(what: str) -> None:
+def log(what: str) -> None:
     """Progress, on stderr."""
     print(f"serving: {what}", file=sys.stderr, flush=True)
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked as far as it can be without loading anything."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="serving.py", description=__doc__, epilog=EXAMPLES, formatter_class=form)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="serving.py", description=__doc__, epilog=EXAMPLES, formatter_class=formatter)
     model, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
     model.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint in Hugging Face format")
-    model.add_argument("--shape", choices=checkpoint.SHAPES, help="random weights of a shape, made once and kept")
-    add("--engines", type=lambda text: text.split(","), metavar="A,B", help=f"of {','.join(NAMES)} (default: all)")
+    model.add_argument(
+        "--shape", choices=random_checkpoint.SHAPES, help="random weights of a shape, made once and kept"
+    )
+    add(
+        "--engines",
+        type=lambda text: text.split(","),
+        metavar="A,B",
+        help=f"of {','.join(ENGINE_NAMES)} (default: all)",
+    )
     add("--vllm-python", metavar="FILE", help="interpreter of an environment that has vllm; adds vllm")
     add("--requests", type=int, default=64, metavar="N", help="requests of a run (default 64)")
-    add("--prompt-tokens", type=_bounds, default="32-256", metavar="A-B", help="of a prompt (default 32-256)")
-    add("--output-tokens", type=_bounds, default="32-128", metavar="A-B", help="of an output (default 32-128)")
+    add("--prompt-tokens", type=_parse_bounds, default="32-256", metavar="A-B", help="of a prompt (default 32-256)")
+    add("--output-tokens", type=_parse_bounds, default="32-128", metavar="A-B", help="of an output (default 32-128)")
     add(
         "--rates",
-        type=_rates,
+        type=_parse_rates,
         default=[],
         metavar="R,R",
         help="also at these requests per second, as a Poisson process",
@@ -194,8 +210,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--plot", type=Path, metavar="FILE", help="draw throughput, latencies by rate and KV use (needs matplotlib)")
     add("--markdown", type=Path, metavar="FILE", help="put the tables between the marks of this document")
     args = parser.parse_args(argv)
-    if unknown := sorted(set(args.engines or ()) - set(NAMES)):
-        parser.error(f"--engines: {unknown[0]!r} is not one of {', '.join(NAMES)}")
+    if unknown := sorted(set(args.engines or ()) - set(ENGINE_NAMES)):
+        parser.error(f"--engines: {unknown[0]!r} is not one of {', '.join(ENGINE_NAMES)}")
     if "vllm" in (args.engines or ()) and not args.vllm_python:
         parser.error("--engines: vllm needs --vllm-python")
     if args.vllm_python and not os.access(args.vllm_python, os.X_OK):
@@ -209,37 +225,37 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _bounds(text: str) -> tuple[int, int]:
+def _parse_bounds(text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
     if not (text.replace("-", "", 1).isdigit() and 1 <= int(low) <= int(high or low)):
         raise argparse.ArgumentTypeError(f"{text!r} is not A-B with 1 <= A <= B, for example 32-256")
     return int(low), int(high or low)
 
 
-def _rates(text: str) -> list[float]:
+def _parse_rates(text: str) -> list[float]:
     return [float(rate) for rate in text.split(",")]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report; every process that was started has ended afterwards."""
-    args = arguments(argv)
+    args = parse_arguments(argv)
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        results = run(args)
+        results = run_benchmark(args)
     except (WrongOutput, ChildFailed) as error:
         raise SystemExit(f"serving: no speed is reported: {error}") from error
-    print(report.text(results))
+    print(report.format_report(results))
     if args.output:
         args.output.write_text(json.dumps(results, indent=1))
     if args.markdown:
         report.write_markdown(results, args.markdown)
     if args.plot:
-        plot.draw(results, args.plot)
+        plot.draw_plot(results, args.plot)
 
 
 def _terminate(*_: object) -> None:
     """End as Control-C does: by unwinding, so that every process ends too."""
-    say("terminated")
+    log("terminated")
     sys.exit(143)
 
 

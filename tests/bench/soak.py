@@ -28,30 +28,30 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "tests"), str(ROOT / "hack")]
 
-from support.service import EXAMPLES, Service, Stream, example, serving  # noqa: E402
+from support.quire_serve import EXAMPLES, QuireServeProcess, StreamedResponse, example_document, running_service  # noqa: E402
 
 PROMPTS = ("Once upon a time", "The captain said", "select", "A little girl found")
 LENGTHS = (1, 12, 40, 120)
-ALWAYS = ("tales", "pirate", "sql")
+STABLE_MODELS = ("tales", "pirate", "sql")
 STUB = "stub of tales"
-CHANGING = "swapped"
+CHANGING_MODEL = "swapped"
 """Now one adapter, now the other, now not there."""
-Sizes = dict[str, tuple[int, int, int]]
+ProcessSizes = dict[str, tuple[int, int, int]]
 """Of each process: MB of its own, threads, open files; a process that was not there has zeros."""
-ABSENT = ("unknown model", "is not served", "HTTP 404")
+ABSENT_ERRORS = ("unknown model", "is not served", "HTTP 404")
 """What an error says of a model that is not there."""
 TIMEOUT_S = 60.0
 """After which a request counts as hung."""
 
 
 @dataclass
-class Tally:
+class Outcomes:
     """What became of the requests."""
 
-    right: int = 0
-    left: int = 0
+    num_right: int = 0
+    num_disconnected: int = 0
     """The client went away."""
-    absent: int = 0
+    num_absent: int = 0
     """Asked for a model that the catalogue did not have just then."""
     errors: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -60,79 +60,83 @@ class Tally:
 class Soak:
     """The clients of one service, the changes to its catalogue, the kills."""
 
-    def __init__(self, service: Service, seed: int) -> None:
-        self.tally = Tally()
+    def __init__(self, service: QuireServeProcess, seed: int) -> None:
+        self.outcomes = Outcomes()
         self._service = service
         self._random = random.Random(seed)
         self._expected = {
-            asked: service.text(*asked[:2], **greedy(asked[2])) for asked in itertools.product(ALWAYS, PROMPTS, LENGTHS)
+            key: service.text(*key[:2], **greedy(key[2])) for key in itertools.product(STABLE_MODELS, PROMPTS, LENGTHS)
         }
         self._ends_at = 0.0
 
     async def run(self, seconds: float, num_clients: int, kill_every_s: float | None) -> None:
         """All of it for so long; then what is under way is waited for."""
         self._ends_at = time.monotonic() + seconds
-        tasks = [asyncio.create_task(self._client()) for _ in range(num_clients)]
-        tasks.append(asyncio.create_task(self._change()))
+        tasks = [asyncio.create_task(self._run_client()) for _ in range(num_clients)]
+        tasks.append(asyncio.create_task(self._change_catalog()))
         if kill_every_s:
-            tasks.append(asyncio.create_task(self._kill(kill_every_s)))
+            tasks.append(asyncio.create_task(self._kill_processes(kill_every_s)))
         await asyncio.gather(*tasks)
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         return time.monotonic() >= self._ends_at
 
-    async def _client(self) -> None:
-        while not self._over():
-            model, prompt = self._random.choice((*ALWAYS, CHANGING)), self._random.choice(PROMPTS)
+    async def _run_client(self) -> None:
+        while not self._is_over():
+            model, prompt = self._random.choice((*STABLE_MODELS, CHANGING_MODEL)), self._random.choice(PROMPTS)
             num_tokens = self._random.choice(LENGTHS)
-            ask = self._random.choice((self._service.http_stream, self._service.grpc_stream, self._whole))
-            stream = Stream()
-            call = ask(model, prompt, stream, **greedy(num_tokens))
-            leaves = self._random.random() < 0.1
+            send = self._random.choice(
+                (self._service.http_stream, self._service.grpc_stream, self._generate_unstreamed)
+            )
+            stream = StreamedResponse()
+            call = send(model, prompt, stream, **greedy(num_tokens))
+            disconnects = self._random.random() < 0.1
             try:
-                await asyncio.wait_for(call, self._random.random() if leaves else TIMEOUT_S)
+                await asyncio.wait_for(call, self._random.random() if disconnects else TIMEOUT_S)
             except TimeoutError:
-                if leaves:
-                    self.tally.left += 1
+                if disconnects:
+                    self.outcomes.num_disconnected += 1
                 else:
-                    self.tally.wrong.append(f"{model} {num_tokens} {ask.__name__}: no end after {TIMEOUT_S:g} s")
+                    self.outcomes.wrong.append(f"{model} {num_tokens} {send.__name__}: no end after {TIMEOUT_S:g} s")
             else:
-                self._judge(model, prompt, num_tokens, stream)
+                self._check_response(model, prompt, num_tokens, stream)
 
-    async def _whole(self, model: str, prompt: str, into: Stream, **parameters: object) -> None:
+    async def _generate_unstreamed(
+        self, model: str, prompt: str, streamed_response: StreamedResponse, **parameters: object
+    ) -> None:
         """HTTP without a stream."""
-        answer = await asyncio.to_thread(
+        response = await asyncio.to_thread(
             self._service.generate, model, prompt, exclude_input_in_output=True, **parameters
         )
-        if answer.status == 200:
-            into.pieces.append(answer.body["text_output"])
+        if response.status == 200:
+            streamed_response.pieces.append(response.body["text_output"])
         else:
-            into.error = str(answer.body["error"] if isinstance(answer.body, dict) else answer.body)
+            streamed_response.error = str(response.body["error"] if isinstance(response.body, dict) else response.body)
 
-    def _judge(self, model: str, prompt: str, num_tokens: int, stream: Stream) -> None:
-        models = [name for name in ALWAYS if name != "tales"] if model == CHANGING else [model]
+    def _check_response(self, model: str, prompt: str, num_tokens: int, stream: StreamedResponse) -> None:
+        models = [name for name in STABLE_MODELS if name != "tales"] if model == CHANGING_MODEL else [model]
         expected = [self._expected[name, prompt, num_tokens] for name in models]
         if stream.error is None and stream.text in expected:
-            self.tally.right += 1
+            self.outcomes.num_right += 1
         elif stream.error is None:
-            self.tally.wrong.append(f"{model} {num_tokens}: {stream.text!r}, expected one of {expected}")
-        elif model == CHANGING and any(words in stream.error for words in ABSENT):
-            self.tally.absent += 1
+            self.outcomes.wrong.append(f"{model} {num_tokens}: {stream.text!r}, expected one of {expected}")
+        elif model == CHANGING_MODEL and any(fragment in stream.error for fragment in ABSENT_ERRORS):
+            self.outcomes.num_absent += 1
         else:
-            self.tally.errors[" ".join(stream.error.split())[:100]] += 1
+            self.outcomes.errors[" ".join(stream.error.split())[:100]] += 1
 
-    async def _change(self) -> None:
+    async def _change_catalog(self) -> None:
         for generation in itertools.count(self._service.status()["generation"] + 1):
-            if self._over():
+            if self._is_over():
                 return
             folder = (None, "pirate", "sql")[generation % 3]
-            await asyncio.to_thread(self._service.put_adapters, catalogue(generation, folder))
+            await asyncio.to_thread(self._service.put_adapters, catalog(generation, folder))
             await asyncio.sleep(0.5)
 
-    async def _kill(self, every_s: float) -> None:
+    async def _kill_processes(self, every_s: float) -> None:
         for name in itertools.cycle(("core", "text", "server", STUB)):
             await asyncio.sleep(every_s)
-            if self._over():
+            if self._is_over():
                 return
             try:
                 psutil.Process(pid(self._service, name)).kill()
@@ -145,21 +149,21 @@ def greedy(num_tokens: int) -> dict[str, object]:
     return {"temperature": 0.0, "ignore_eos": True, "max_tokens": num_tokens}
 
 
-def catalogue(generation: int, changing: str | None) -> dict[str, object]:
+def catalog(generation: int, changing: str | None) -> dict[str, object]:
     """The example's adapters, and the one that changes."""
-    folders = {"pirate": "pirate", "sql": "sql"} | ({CHANGING: changing} if changing else {})
+    folders = {"pirate": "pirate", "sql": "sql"} | ({CHANGING_MODEL: changing} if changing else {})
     adapters = [
         {"name": name, "source": {"path": str(EXAMPLES / "adapters" / folder)}} for name, folder in folders.items()
     ]
     return {"generation": generation, "adapters": adapters}
 
 
-def sizes(service: Service) -> Sizes:
+def process_sizes(service: QuireServeProcess) -> ProcessSizes:
     """As they are now."""
-    return {name: size(service, name) for name in ("supervisor", "core", "text", "server", STUB)}
+    return {name: process_size(service, name) for name in ("supervisor", "core", "text", "server", STUB)}
 
 
-def size(service: Service, name: str) -> tuple[int, int, int]:
+def process_size(service: QuireServeProcess, name: str) -> tuple[int, int, int]:
     """Of one process."""
     try:
         process = psutil.Process(pid(service, name))
@@ -168,32 +172,39 @@ def size(service: Service, name: str) -> tuple[int, int, int]:
         return 0, 0, 0
 
 
-def pid(service: Service, name: str) -> int:
+def pid(service: QuireServeProcess, name: str) -> int:
     """Process id. Raises one of several errors where it is not there."""
     if name == "supervisor":
         return service.process.pid
     return service.stub("tales").pid if name == STUB else service.pid(name)
 
 
-async def watch(soak: Soak, service: Service, seconds: int) -> list[Sizes]:
+async def report_progress(soak: Soak, service: QuireServeProcess, seconds: int) -> list[ProcessSizes]:
     """Show how it goes; sizes after each quarter but the last."""
-    found = []
+    samples = []
     with tqdm(total=seconds, unit="s", dynamic_ncols=True) as bar:
         for second in range(1, seconds + 1):
             await asyncio.sleep(1)
-            tally = soak.tally
-            bar.set_postfix(right=tally.right, left=tally.left, errors=tally.errors.total(), wrong=len(tally.wrong))
+            outcomes = soak.outcomes
+            bar.set_postfix(
+                right=outcomes.num_right,
+                left=outcomes.num_disconnected,
+                errors=outcomes.errors.total(),
+                wrong=len(outcomes.wrong),
+            )
             bar.update()
             if second in (seconds // 4, seconds // 2, seconds * 3 // 4):
-                found.append(await asyncio.to_thread(sizes, service))
-    return found
+                samples.append(await asyncio.to_thread(process_sizes, service))
+    return samples
 
 
-async def both(soak: Soak, service: Service, args: argparse.Namespace) -> list[Sizes]:
+async def soak_and_report(soak: Soak, service: QuireServeProcess, args: argparse.Namespace) -> list[ProcessSizes]:
     """The soak and its watch."""
     seconds = round(args.minutes * 60)
-    found, _ = await asyncio.gather(watch(soak, service, seconds), soak.run(seconds, args.clients, args.kill))
-    return found
+    samples, _ = await asyncio.gather(
+        report_progress(soak, service, seconds), soak.run(seconds, args.clients, args.kill)
+    )
+    return samples
 
 
 def main() -> int:
@@ -204,21 +215,24 @@ def main() -> int:
     parser.add_argument("--kill", type=float, metavar="S", help="kill core, text, server and a stub in turn, every S s")
     parser.add_argument("--seed", type=int, default=0, help="of what is asked")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, serving(example(), Path(folder)) as service:
+    with tempfile.TemporaryDirectory() as folder, running_service(example_document(), Path(folder)) as service:
         soak = Soak(service, args.seed)
-        seen = asyncio.run(both(soak, service, args))
+        samples = asyncio.run(soak_and_report(soak, service, args))
         service.wait_ready()
-        seen.append(sizes(service))
-    tally = soak.tally
-    print(f"right {tally.right}, clients that left {tally.left}, asked for what was not there {tally.absent}")
-    for error, count in tally.errors.most_common():
+        samples.append(process_sizes(service))
+    outcomes = soak.outcomes
+    print(
+        f"right {outcomes.num_right}, clients that left {outcomes.num_disconnected}, asked for what was not there "
+        f"{outcomes.num_absent}"
+    )
+    for error, count in outcomes.errors.most_common():
         print(f"{count:6} x {error}")
     print(f"{'after each quarter':20}{'MB':>24}{'threads':>24}{'open files':>24}")
-    for name in seen[0]:
-        print(f"{name:20}", *(f"{each[name][i]:6}" for i in range(3) for each in seen), sep="")
-    for wrong in tally.wrong:
+    for name in samples[0]:
+        print(f"{name:20}", *(f"{sample[name][i]:6}" for i in range(3) for sample in samples), sep="")
+    for wrong in outcomes.wrong:
         print(f"WRONG: {wrong}")
-    return int(bool(tally.wrong or (tally.errors and not args.kill) or not tally.right))
+    return int(bool(outcomes.wrong or (outcomes.errors and not args.kill) or not outcomes.num_right))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 import child
 
-answers = child.take_stdout()
+answers = child.reserve_stdout()
 
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -31,10 +31,12 @@ class StaticBatches:
         if self._adapters:
             from peft import PeftModel
 
-            first, *others = self._adapters
-            self._model = PeftModel.from_pretrained(self._model, first, adapter_name=_name(first)).eval()
-            for folder in others:
-                self._model.load_adapter(folder, adapter_name=_name(folder))
+            first_folder, *other_folders = self._adapters
+            self._model = PeftModel.from_pretrained(
+                self._model, first_folder, adapter_name=_adapter_name(first_folder)
+            ).eval()
+            for folder in other_folders:
+                self._model.load_adapter(folder, adapter_name=_adapter_name(folder))
 
     def about(self) -> dict[str, Any]:
         """What decides its speed."""
@@ -49,11 +51,11 @@ class StaticBatches:
 
     def adapted(self, requests: list[tuple[list[int], int]], adapters: list[str]) -> list[list[int]]:
         """What each request's adapter generates, not merged, one request at a time."""
-        found = []
+        outputs = []
         for request, folder in zip(requests, adapters, strict=True):
-            self._model.set_adapter(_name(folder))
-            found += self._generate([request])
-        return found
+            self._model.set_adapter(_adapter_name(folder))
+            outputs += self._generate([request])
+        return outputs
 
     @torch.inference_mode()
     def worst_gap(self, prompt: list[int], output: list[int], adapter: str | None = None) -> float:
@@ -61,25 +63,27 @@ class StaticBatches:
         logits at their position: 0 for greedy output of this very model, a little more with another rounding, about 4
         for a token at random."""
         if adapter is not None:
-            self._model.set_adapter(_name(adapter))
+            self._model.set_adapter(_adapter_name(adapter))
         logits = self._model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-        taken = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
-        return float(((logits.amax(-1) - taken) / logits.std(-1)).max())
+        chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+        return float(((logits.amax(-1) - chosen) / logits.std(-1)).max())
 
     @torch.inference_mode()
     def _generate(self, requests: list[tuple[list[int], int]]) -> list[list[int]]:
-        width, longest = (max(sizes) for sizes in zip(*((len(p), num) for p, num in requests), strict=True))
+        width, max_tokens = (max(sizes) for sizes in zip(*((len(p), num) for p, num in requests), strict=True))
         ids = torch.tensor([[0] * (width - len(p)) + p for p, _ in requests])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in requests])
-        out = self._model.generate(ids, attention_mask=mask, max_new_tokens=longest, do_sample=False, pad_token_id=0)
+        out = self._model.generate(ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
         return [row[width : width + num].tolist() for row, (_, num) in zip(out, requests, strict=True)]
 
 
-def _name(folder: str) -> str:
+def _adapter_name(folder: str) -> str:
     """What peft calls an adapter; it takes no dots or slashes."""
     return Path(folder).name
 
 
 if __name__ == "__main__":
     static = StaticBatches(json.loads(sys.argv[1]))
-    child.serve(answers, about=static.about, run=static.run, adapted=static.adapted, worst_gap=static.worst_gap)
+    child.serve_commands(
+        answers, about=static.about, run=static.run, adapted=static.adapted, worst_gap=static.worst_gap
+    )

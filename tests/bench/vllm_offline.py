@@ -13,7 +13,7 @@ from typing import Any
 
 import child
 
-answers = child.take_stdout()
+answers = child.reserve_stdout()
 
 # Its "auto" keeps one core free for its scheduler, of two as well.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
@@ -21,12 +21,12 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import vllm  # noqa: E402
-from record import Record  # noqa: E402
+from token_arrivals import TokenArrivals  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
 
 
-class Offline:
+class OfflineEngine:
     """One loaded model."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -46,19 +46,19 @@ class Offline:
         """See measure.py. `adapters`: each request's folder, None: the base model; not at a rate."""
         ids = {path: 1 + i for i, path in enumerate(dict.fromkeys(filter(None, adapters or [])))}
         loras = adapters and [path and LoRARequest(path, ids[path], path) for path in adapters]
-        fixed: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": self._detokenize}
-        params = [SamplingParams(max_tokens=num, **fixed) for _, num in requests]
+        fixed_params: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": self._detokenize}
+        params = [SamplingParams(max_tokens=num_tokens, **fixed_params) for _, num_tokens in requests]
         prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt, _ in requests]
         if offsets is not None:
-            return self._pace(prompts, params, offsets)
-        record = Record()
+            return self._run_at_rate(prompts, params, offsets)
+        record = TokenArrivals()
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
         token_ids = [list(output.outputs[0].token_ids) for output in outputs]
         return {"seconds": record.now(), "token_ids": token_ids, "events": None}
 
-    def _pace(self, prompts: list[Any], params: list[SamplingParams], offsets: list[float]) -> dict[str, Any]:
+    def _run_at_rate(self, prompts: list[Any], params: list[SamplingParams], offsets: list[float]) -> dict[str, Any]:
         """Requests come at their time, or after the step that runs then."""
-        engine, record, num_added = self._llm.llm_engine, Record(), 0
+        engine, record, num_added = self._llm.llm_engine, TokenArrivals(), 0
         while num_added < len(offsets) or engine.has_unfinished_requests():
             while num_added < len(offsets) and offsets[num_added] <= record.now():
                 params[num_added].output_kind = RequestOutputKind.DELTA
@@ -68,10 +68,10 @@ class Offline:
                 time.sleep(max(0.0, offsets[num_added] - record.now()))
                 continue
             for output in engine.step():
-                record.take(int(output.request_id), list(output.outputs[0].token_ids))
-        return record.reply()
+                record.add(int(output.request_id), list(output.outputs[0].token_ids))
+        return record.to_reply()
 
 
 if __name__ == "__main__":
-    offline = Offline(json.loads(sys.argv[1]))
-    child.serve(answers, about=offline.about, run=offline.run)
+    offline = OfflineEngine(json.loads(sys.argv[1]))
+    child.serve_commands(answers, about=offline.about, run=offline.run)

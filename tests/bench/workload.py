@@ -28,23 +28,21 @@ class Workload:
 
     def requests(self, *key: object) -> list[Request]:
         """The requests of one run; two runs share none."""
-        draw = random.Random(f"{self.seed} requests {key}")
-        sizes = [
-            (draw.randint(*self.prompt_tokens), draw.randint(*self.output_tokens)) for _ in range(self.num_requests)
-        ]
-        return [Request(self._tokens(prompt, draw), output) for prompt, output in sizes]
+        rng = random.Random(f"{self.seed} requests {key}")
+        sizes = [(rng.randint(*self.prompt_tokens), rng.randint(*self.output_tokens)) for _ in range(self.num_requests)]
+        return [Request(self._random_tokens(prompt, rng), output) for prompt, output in sizes]
 
     def offsets(self, rate: float, *key: object) -> list[float]:
         """Seconds from the start at which each request arrives: a Poisson process of `rate` requests a second."""
-        draw = random.Random(f"{self.seed} arrivals {key}")
-        gaps = (draw.expovariate(rate) for _ in range(self.num_requests - 1))
+        rng = random.Random(f"{self.seed} arrivals {key}")
+        gaps = (rng.expovariate(rate) for _ in range(self.num_requests - 1))
         return list(itertools.accumulate(gaps, initial=0.0))
 
     def prefix_pair(self, num_tokens: int, *key: object) -> list[Request]:
         """Two prompts that share their first `num_tokens` tokens and end with 16 of their own; two output tokens."""
-        draw = random.Random(f"{self.seed} prefix {key}")
-        prefix = self._tokens(num_tokens, draw)
-        return [Request(prefix + self._tokens(16, draw), 2) for _ in range(2)]
+        rng = random.Random(f"{self.seed} prefix {key}")
+        prefix = self._random_tokens(num_tokens, rng)
+        return [Request(prefix + self._random_tokens(16, rng), 2) for _ in range(2)]
 
-    def _tokens(self, count: int, draw: random.Random) -> list[int]:
-        return draw.choices(range(self.vocab_size), k=count)
+    def _random_tokens(self, count: int, rng: random.Random) -> list[int]:
+        return rng.choices(range(self.vocab_size), k=count)

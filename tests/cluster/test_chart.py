@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import yaml
-from support.chart import CHART, NAMED, OFF, documents, helm, rendered
-from support.cluster import running
-from support.pod import eventually
+from support.chart import ALL_VALUES, CHART, DISABLED_VALUES, helm, parse_documents, render_chart
+from support.cluster import running_cluster
+from support.engine_processes import wait_for
 
 CRD = "llmservices.quire.dev"
 SYSTEM = "quire-system"
@@ -18,7 +18,7 @@ TALES = {"device": "CPU", "model": {"source": {"pvc": {"claimName": "c"}}}}
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
     """A cluster of its own: the one that other tests share has the definition already."""
-    with running(tmp_path_factory.mktemp("chart-cluster")) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("chart-cluster")) as cluster:
         yield cluster
 
 
@@ -49,7 +49,7 @@ def release(bare, tmp_path_factory):
     """Installed once for all tests here, which run in order."""
     made = Release(bare, tmp_path_factory.mktemp("release"))
     made.helm("install", CHART, more=["--create-namespace"])
-    eventually(made.established, 30, "the definition is served")
+    wait_for(made.established, 30, "the definition is served")
     return made
 
 
@@ -59,7 +59,7 @@ def service(cluster, name="tales", **spec):
 
 
 def test_installing_makes_everything(release, bare):
-    made = documents(helm("template", "quire", CHART, "-n", SYSTEM).stdout)
+    made = parse_documents(helm("template", "quire", CHART, "-n", SYSTEM).stdout)
     assert len(made) > 8
     for thing in made:
         meta = thing["metadata"]
@@ -70,12 +70,12 @@ def test_installing_makes_everything(release, bare):
     assert service(bare)["spec"]["replicas"] == 1
 
 
-@pytest.mark.parametrize("values", [NAMED, OFF], ids=["named", "off"])
+@pytest.mark.parametrize("values", [ALL_VALUES, DISABLED_VALUES], ids=["named", "off"])
 def test_other_values_are_taken_too(release, bare, tmp_path, values):
     """As a dry run: namespaces that are watched are made for it."""
     for namespace in values.get("watchNamespaces", ()):
         bare.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
-    for thing in rendered(tmp_path, values):
+    for thing in render_chart(tmp_path, values):
         if thing["kind"] not in ("PodMonitor", "CustomResourceDefinition"):
             namespace = thing["metadata"].get("namespace")
             assert bare.apply(thing, namespace, dry_run=True)["metadata"]["name"] == thing["metadata"]["name"]
@@ -100,10 +100,10 @@ def test_a_new_field_survives_an_upgrade(release, bare, tmp_path):
     chart = yaml.safe_load((newer / "Chart.yaml").read_text())
     (newer / "Chart.yaml").write_text(yaml.safe_dump(chart | {"version": "0.2.0"}))
     release.helm("upgrade", newer)
-    eventually(lambda: service(bare, future="here")["spec"].get("future") == "here", 30, "the new field")
+    wait_for(lambda: service(bare, future="here")["spec"].get("future") == "here", 30, "the new field")
     # And back: what the older definition does not know goes when the resource is next written; nothing else is lost.
     release.helm("upgrade", CHART)
-    eventually(
+    wait_for(
         lambda: (
             "future"
             not in bare.merge(API, "LLMService", "tales", {"metadata": {"labels": {"a": "b"}}}, "default")["spec"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.cel_cases import CEL_RULE_CASES, CEL_UPDATE_CASES, service_with
 from support.cluster import CRD_FILE, ROOT, ApiError
-from support.rules import RULES, UPDATES, patched
 
 API = ("quire.dev/v1alpha1", "LLMService")
 EXAMPLES = sorted(p for p in (ROOT / "examples").glob("*.yaml") if "kind: LLMService" in p.read_text())
@@ -88,20 +88,22 @@ def test_what_the_schema_refuses(server, namespace, spec, says):
     assert says in refused.value.message
 
 
-@pytest.mark.parametrize(("words", "good", "bad"), [r[:3] for r in RULES], ids=[f"{i}" for i, _ in enumerate(RULES)])
+@pytest.mark.parametrize(
+    ("words", "good", "bad"), [r[:3] for r in CEL_RULE_CASES], ids=[f"{i}" for i, _ in enumerate(CEL_RULE_CASES)]
+)
 def test_what_a_rule_refuses_in_the_servers_own_cel(current, namespace, words, good, bad):
-    current.request("POST", current.path(*API, namespace), patched(good), dryRun="All")
+    current.request("POST", current.path(*API, namespace), service_with(good), dryRun="All")
     with pytest.raises(ApiError) as refused:
-        current.request("POST", current.path(*API, namespace), patched(bad), dryRun="All")
+        current.request("POST", current.path(*API, namespace), service_with(bad), dryRun="All")
     assert refused.value.status == 422
     assert words in refused.value.message
 
 
-@pytest.mark.parametrize(("words", "good", "bad"), UPDATES, ids=[u[0] for u in UPDATES])
+@pytest.mark.parametrize(("words", "good", "bad"), CEL_UPDATE_CASES, ids=[u[0] for u in CEL_UPDATE_CASES])
 def test_what_a_rule_refuses_of_an_update(current, namespace, words, good, bad):
     for i, (old, new) in enumerate([*good, *bad]):
         name = f"update-{i}"
-        current.apply(patched({"metadata.name": name, "spec.cache": old}), namespace)
+        current.apply(service_with({"metadata.name": name, "spec.cache": old}), namespace)
         later = {"spec": {"cache": {**dict.fromkeys(old), **new}}}
         if i < len(good):
             current.merge(*API, name, later, namespace)

@@ -4,13 +4,13 @@
 import pytest
 import yaml
 from support.cluster import ROOT
-from support.documents import DOCS, blocks
+from support.doc_snippets import DOCS, code_blocks
 
 EXAMPLES = [path for folder in ("examples", "examples/kind") for path in sorted((ROOT / folder).glob("*.yaml"))]
 
 
 def objects():
-    texts = [(f"{doc.name}-{i}", text) for doc in DOCS for i, text in enumerate(blocks(doc, "yaml"), 1)]
+    texts = [(f"{doc.name}-{i}", text) for doc in DOCS for i, text in enumerate(code_blocks(doc, "yaml"), 1)]
     texts += [(path.name, path.read_text()) for path in EXAMPLES]
     for name, text in texts:
         for body in yaml.safe_load_all(text):

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that has to be downloaded: what the status says on the way, and that no pod takes a GPU before it is there.
 
-The pods of Jobs end as a test says (support/kubelet.py); what their program does is in tests/server/test_download.py.
+The pods of Jobs end as a test says (support/fake_kubelet.py); what their program does is in
+tests/server/test_download.py.
 """
 
 import asyncio
 from datetime import UTC, datetime
 
 import pytest
-from support.downloads import ended, is_download
-from support.fleet import Fleet
-from support.kubelet import Container, Kubelet
-from support.operating import Operating, llm_service
-from support.place import Place
-from support.pod import eventually
+from support.chaos.downloads import finished_download, is_download
+from support.controller_harness import ControllerHarness, llm_service
+from support.engine_processes import wait_for
+from support.fake_kubelet import FakeContainer, FakeKubelet
+from support.fake_model_server import FakeModelServer
+from support.fake_pods import FakePods
 
 from quire_operator.controller import reconciler
 from quire_operator.controller.status.model_cache import job_succeeded
@@ -28,22 +29,22 @@ COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
 
 @pytest.fixture(scope="module")
 def place():
-    place = Place()
+    place = FakeModelServer()
     yield place
     place.close()
 
 
 @pytest.fixture(scope="module")
 def kubelet(cluster):
-    cluster.needs_controllers()
-    with Kubelet(cluster, "node-downloading") as node, Fleet(node, progress=FAR):
+    cluster.require_controllers()
+    with FakeKubelet(cluster, "node-downloading") as node, FakePods(node, progress=FAR):
         yield node
 
 
 def downloads(kubelet, namespace, container):
     """What the download Job's pods of a namespace do from now on."""
 
-    kubelet.behave(lambda pod: is_of(pod, namespace), container)
+    kubelet.set_behavior(lambda pod: is_of(pod, namespace), container)
 
 
 def is_of(pod, namespace):
@@ -60,14 +61,14 @@ def says(operating, kind, status, reason, seconds=30):
         return (found.get("status"), found.get("reason")) == (status, reason)
 
     try:
-        eventually(so, seconds, f"{kind}={status}/{reason}")
+        wait_for(so, seconds, f"{kind}={status}/{reason}")
     except AssertionError as error:
         raise AssertionError(f"{error}: {operating.status().get('conditions')}") from error
 
 
 def test_no_pod_before_the_model_is_there_and_every_step_is_told(cluster, namespace, kubelet, place):
-    downloads(kubelet, namespace, Container())
-    with Operating(cluster, namespace) as operating:
+    downloads(kubelet, namespace, FakeContainer())
+    with ControllerHarness(cluster, namespace) as operating:
         cluster.apply(llm_service(model={"source": {"http": {"url": place.url}}}), namespace)
         says(operating, "ModelCached", "False", "Downloading")
         assert operating.condition("Ready")["reason"] == "Downloading"
@@ -78,17 +79,17 @@ def test_no_pod_before_the_model_is_there_and_every_step_is_told(cluster, namesp
         assert "25%" in cluster.kubectl("get", "llm", "tales", "--output=wide", namespace=namespace)
         # The token is refused; the Job tries again after 10 s, when somebody has put that right.
         why = "http://models/config.json: HTTP 401; the source's secret is missing, wrong, or lacks access"
-        downloads(kubelet, namespace, ended(DownloadReason.AUTH_FAILED, message=why))
+        downloads(kubelet, namespace, finished_download(DownloadReason.AUTH_FAILED, message=why))
         says(operating, "ModelCached", "False", "AuthFailed")
         assert message(operating, "ModelCached") == (
             f"{why}; no Secret is named; set spec.model.source.http.headersSecretRef; it is tried again"
         )
         assert operating.status()["cache"] == {"state": "Failed", "bytes": "1000"}
-        downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED, bytes=2**20, revision=COMMIT))
+        downloads(kubelet, namespace, finished_download(DownloadReason.DOWNLOADED, bytes=2**20, revision=COMMIT))
         says(operating, "ModelCached", "True", "Downloaded")
         # News of the Job may be here before its pod's.
         there = {"state": "Ready", "bytes": str(2**20), "revision": COMMIT}
-        eventually(lambda: operating.status()["cache"] == there, 30, f"{there}")
+        wait_for(lambda: operating.status()["cache"] == there, 30, f"{there}")
         says(operating, "Ready", "True", "Ready")
         reasons = [e["reason"] for e in cluster.items("events.k8s.io/v1", "Event", namespace)]
         assert {"Downloading", "AuthFailed", "Downloaded"} <= set(reasons)
@@ -96,14 +97,14 @@ def test_no_pod_before_the_model_is_there_and_every_step_is_told(cluster, namesp
 
 
 def test_a_download_that_ends_in_the_middle_of_a_pass_is_not_missed(cluster, namespace, kubelet, place):
-    downloads(kubelet, namespace, Container())
-    with Operating(cluster, namespace) as operating:
+    downloads(kubelet, namespace, FakeContainer())
+    with ControllerHarness(cluster, namespace) as operating:
         parts = operating.controller.reconciler._deps
         apply = parts.applier.apply
 
         async def applied_slowly(key, *arguments):
             outcome = await apply(key, *arguments)
-            downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED))
+            downloads(kubelet, namespace, finished_download(DownloadReason.DOWNLOADED))
             async with asyncio.timeout(20):
                 while not any(
                     job_succeeded(entry.body(), None) for entry in parts.cache.children_of(key, resources.JOB)
@@ -117,8 +118,8 @@ def test_a_download_that_ends_in_the_middle_of_a_pass_is_not_missed(cluster, nam
 
 
 def test_a_download_that_gave_up_is_tried_again(cluster, namespace, kubelet, place, monkeypatch):
-    downloads(kubelet, namespace, Container())
-    with Operating(cluster, namespace) as operating:
+    downloads(kubelet, namespace, FakeContainer())
+    with ControllerHarness(cluster, namespace) as operating:
         cluster.apply(llm_service(model={"source": {"http": {"url": place.url}}}), namespace)
         says(operating, "ModelCached", "False", "Downloading")
         (job,) = cluster.items("batch/v1", "Job", namespace)
@@ -131,25 +132,25 @@ def test_a_download_that_gave_up_is_tried_again(cluster, namespace, kubelet, pla
         for pod in cluster.items("v1", "Pod", namespace, labelSelector=f"job-name={name}"):
             # Pods that are asked how they are would bring about a pass.
             cluster.delete("v1", "Pod", pod["metadata"]["name"], namespace, gracePeriodSeconds=0)
-        operating.settles()
-        operating.touch()
+        operating.wait_settled()
+        operating.requeue()
         uid = job["metadata"]["uid"]
         assert cluster.get("batch/v1", "Job", name, namespace)["metadata"]["uid"] == uid, "not at once"
         # It is due some seconds after it is looked at, of which nobody tells.
         since = datetime.now(UTC) - datetime.fromisoformat(now)
         monkeypatch.setattr(reconciler, "_FAILED_DOWNLOAD_RETRY_S", since.total_seconds() + 3)
-        operating.touch()
+        operating.requeue()
 
         def another():
             found = cluster.get("batch/v1", "Job", name, namespace)
             return found is not None and found["metadata"]["uid"] != uid
 
-        eventually(another, 20, "another Job")
+        wait_for(another, 20, "another Job")
 
 
 def test_a_place_that_refuses_us_is_told_before_there_is_a_plan(cluster, namespace, kubelet, place):
-    place.secret = "s3cr3t-of-the-place"
-    with Operating(cluster, namespace, {"secret_ttl_s": 0.1}) as operating:
+    place.required_key = "s3cr3t-of-the-place"
+    with ControllerHarness(cluster, namespace, {"secret_ttl_s": 0.1}) as operating:
         http = {"url": place.url, "headersSecretRef": {"name": "models"}}
         cluster.apply(llm_service(model={"source": {"http": http}}), namespace)
         says(operating, "ModelCached", "False", "AuthFailed")
@@ -159,19 +160,19 @@ def test_a_place_that_refuses_us_is_told_before_there_is_a_plan(cluster, namespa
             secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "models"}}
             cluster.apply(secret | {"stringData": {"X-Key": value}}, namespace)
             if words:
-                eventually(lambda w=words: w in message(operating, "ModelCached"), 60, words)
+                wait_for(lambda w=words: w in message(operating, "ModelCached"), 60, words)
                 assert "check Secret 'models'" in message(operating, "ModelCached")
         says(operating, "Planned", "True", "Fits", 60)
         text = cluster.kubectl("get", "llm,events", "-o", "yaml", namespace=namespace)
-        assert place.secret not in text and "wrong, or lacks" not in operating.condition("Ready")["message"]
-    place.secret = ""
+        assert place.required_key not in text and "wrong, or lacks" not in operating.condition("Ready")["message"]
+    place.required_key = ""
 
 
 def test_what_is_there_of_one_source_is_not_said_of_another(cluster, namespace, kubelet, place):
     """Also where nothing is applied for the other, and by an operator that has not seen the first."""
-    downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED, bytes=2**20, revision=COMMIT))
+    downloads(kubelet, namespace, finished_download(DownloadReason.DOWNLOADED, bytes=2**20, revision=COMMIT))
     source, other = ({"http": {"url": f"{place.url}{end}"}} for end in ("", "/."))
-    with Operating(cluster, namespace) as operating:
+    with ControllerHarness(cluster, namespace) as operating:
         cluster.apply(llm_service(model={"source": source}), namespace)
         says(operating, "Ready", "True", "Ready")
         cluster.merge(*API, "tales", {"spec": {"model": {"source": other}, "runtime": {"memory": "64Mi"}}}, namespace)
@@ -186,16 +187,16 @@ def test_what_is_there_of_one_source_is_not_said_of_another(cluster, namespace, 
         cluster.merge(*API, "tales", {"spec": {"model": {"source": source}}}, namespace)
         says(operating, "ModelCached", "True", "Downloaded")
         there = operating.status()["conditions"]
-    with Operating(cluster, namespace) as operating:
-        operating.touch()
+    with ControllerHarness(cluster, namespace) as operating:
+        operating.requeue()
         assert operating.status()["conditions"] == there
 
 
 def test_a_claim_that_is_deleted_is_made_again_and_filled_once_no_pod_has_it(cluster, namespace, kubelet, place):
-    downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED))
+    downloads(kubelet, namespace, finished_download(DownloadReason.DOWNLOADED))
     claim = ("v1", "PersistentVolumeClaim", "tales-models")
     tales = llm_service(model={"source": {"http": {"url": place.url}}})
-    with Operating(cluster, namespace) as operating:
+    with ControllerHarness(cluster, namespace) as operating:
         cluster.apply(tales, namespace)
         says(operating, "Ready", "True", "Ready")
         before = cluster.get(*claim, namespace)["metadata"]["uid"]
@@ -204,17 +205,15 @@ def test_a_claim_that_is_deleted_is_made_again_and_filled_once_no_pod_has_it(clu
         assert "claim tales-models is being deleted, which waits for the last pod" in message(operating, "ModelCached")
         assert operating.condition("Available")["status"] == "True"
         # The Job's pod held it too, although it had ended.
-        eventually(
-            lambda: not any(is_of(p, namespace) for p in cluster.items("v1", "Pod", namespace)), 20, "it is gone"
-        )
-        downloads(kubelet, namespace, Container())
+        wait_for(lambda: not any(is_of(p, namespace) for p in cluster.items("v1", "Pod", namespace)), 20, "it is gone")
+        downloads(kubelet, namespace, FakeContainer())
         # All that needs no new pod is done; those that are there would be gone for nothing.
         (pod,) = cluster.items("v1", "Pod", namespace)
         clients = [{"podSelector": {"matchLabels": {"app": "chat"}}}]
         tales["spec"] |= {"engine": {"maxModelLen": 512}, "networking": {"networkPolicy": {"ingressFrom": clients}}}
         cluster.apply(tales, namespace)
         policy = lambda: operating.child("NetworkPolicy")["spec"]["ingress"][0]["from"]  # noqa: E731
-        eventually(lambda: policy() == clients, 20, "the new policy")
+        wait_for(lambda: policy() == clients, 20, "the new policy")
         assert cluster.get(*claim, namespace)["metadata"]["uid"] == before
         assert [p["metadata"]["uid"] for p in cluster.items("v1", "Pod", namespace)] == [pod["metadata"]["uid"]]
         tales["spec"]["replicas"] = 0
@@ -225,30 +224,30 @@ def test_a_claim_that_is_deleted_is_made_again_and_filled_once_no_pod_has_it(clu
         cluster.apply(tales, namespace)
         says(operating, "ModelCached", "False", "Downloading")
         assert operating.child("Deployment")["spec"]["replicas"] == 0
-        downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED))
+        downloads(kubelet, namespace, finished_download(DownloadReason.DOWNLOADED))
         says(operating, "Ready", "True", "Ready")
 
 
 def test_a_claim_that_was_made_again_without_an_operator_is_filled_again(cluster, namespace, kubelet, place):
-    downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED))
+    downloads(kubelet, namespace, finished_download(DownloadReason.DOWNLOADED))
     claim, job = ("v1", "PersistentVolumeClaim", "tales-models"), ("batch/v1", "Job")
-    with Operating(cluster, namespace) as operating:
+    with ControllerHarness(cluster, namespace) as operating:
         cluster.apply(llm_service(model={"source": {"http": {"url": place.url}}}, replicas=0), namespace)
         says(operating, "ModelCached", "True", "Downloaded")
         (before,), (pod,) = cluster.items(*job, namespace), cluster.items("v1", "Pod", namespace)
         made = cluster.get(*claim, namespace)
     # Times of objects are whole seconds.
-    eventually(lambda: datetime.now(UTC).strftime("%FT%TZ") > before["metadata"]["creationTimestamp"], 5, "later")
+    wait_for(lambda: datetime.now(UTC).strftime("%FT%TZ") > before["metadata"]["creationTimestamp"], 5, "later")
     cluster.delete(*claim, namespace)
     cluster.delete("v1", "Pod", pod["metadata"]["name"], namespace)
-    eventually(lambda: not cluster.get(*claim, namespace), 20, "it is gone")
+    wait_for(lambda: not cluster.get(*claim, namespace), 20, "it is gone")
     again = {key: value for key, value in made["metadata"].items() if key in ("name", "labels", "ownerReferences")}
     storage = {key: made["spec"][key] for key in ("accessModes", "resources")}
     cluster.apply({"apiVersion": "v1", "kind": claim[1], "metadata": again, "spec": storage}, namespace)
-    downloads(kubelet, namespace, Container())
-    with Operating(cluster, namespace) as operating:
+    downloads(kubelet, namespace, FakeContainer())
+    with ControllerHarness(cluster, namespace) as operating:
         says(operating, "ModelCached", "False", "Downloading")
         (after,) = cluster.items(*job, namespace)
         assert after["metadata"]["uid"] != before["metadata"]["uid"]
-        downloads(kubelet, namespace, ended(DownloadReason.DOWNLOADED))
+        downloads(kubelet, namespace, finished_download(DownloadReason.DOWNLOADED))
         says(operating, "ModelCached", "True", "Downloaded")

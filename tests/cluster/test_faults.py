@@ -6,10 +6,10 @@ connections. Whatever it was, the same objects come of it.
 import random
 
 import pytest
-from support.api_proxy import ApiProxy, Fault
-from support.kubelet import Kubelet
-from support.operating import Operating, children, claim, llm_service, reads_models
-from support.pod import eventually
+from support.controller_harness import ControllerHarness, answer_model_readers, child_objects, llm_service, make_claim
+from support.engine_processes import wait_for
+from support.fake_kubelet import FakeKubelet
+from support.fault_proxy import Fault, FaultInjectingProxy
 
 from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.reflector import WatchTimeouts
@@ -46,39 +46,39 @@ def dies_at(write: int, sent: bool):
 
 @pytest.fixture(scope="module")
 def kubelet(cluster):
-    cluster.needs_controllers()
-    with Kubelet(cluster, "node-faults") as node:
-        reads_models(node)
+    cluster.require_controllers()
+    with FakeKubelet(cluster, "node-faults") as node:
+        answer_model_readers(node)
         yield node
 
 
 @pytest.fixture(scope="module")
 def reference(cluster, kubelet):
     """What comes of it when nothing goes wrong, and in how many writes, events aside."""
-    with cluster.namespace() as namespace, Operating(cluster, namespace) as operating:
-        cluster.apply(claim(), namespace)
+    with cluster.namespace() as namespace, ControllerHarness(cluster, namespace) as operating:
+        cluster.apply(make_claim(), namespace)
         cluster.apply(llm_service(**SPEC), namespace)
-        operating.settles()
-        eventually(lambda: operating.condition("Available").get("status") == "True", 20, "Available")
-        return children(cluster, namespace), len(operating.writes)
+        operating.wait_settled()
+        wait_for(lambda: operating.condition("Available").get("status") == "True", 20, "Available")
+        return child_objects(cluster, namespace), len(operating.recorded_writes)
 
 
 def test_killed_at_every_write_and_started_again(cluster, namespace, kubelet, reference):
     """Each life makes one write, whose answer it does not live to see; the next goes on from there."""
     wanted, _ = reference
-    cluster.apply(claim(), namespace)
+    cluster.apply(make_claim(), namespace)
     cluster.apply(llm_service(**SPEC), namespace)
     lives = 0
-    while children(cluster, namespace) != wanted:
+    while child_objects(cluster, namespace) != wanted:
         lives += 1
         assert lives < 60, "it makes no way"
-        with Operating(cluster, namespace, make_client=dies_at(1, sent=True)) as operating:
-            eventually(lambda: operating.failure or children(cluster, namespace) == wanted, 30, "end of this life")
+        with ControllerHarness(cluster, namespace, make_client=dies_at(1, sent=True)) as operating:
+            wait_for(lambda: operating.failure or child_objects(cluster, namespace) == wanted, 30, "end of this life")
             assert operating.failure is None or isinstance(operating.failure, Killed)
     assert lives > len(wanted), "each of the objects took a life at least"
-    with Operating(cluster, namespace) as operating:
-        operating.settles()
-    assert children(cluster, namespace) == wanted
+    with ControllerHarness(cluster, namespace) as operating:
+        operating.wait_settled()
+    assert child_objects(cluster, namespace) == wanted
 
 
 def test_killed_at_the_nth_write_for_every_n(cluster, kubelet, reference):
@@ -87,14 +87,14 @@ def test_killed_at_the_nth_write_for_every_n(cluster, kubelet, reference):
     died = 0
     for write in range(1, num_writes + 1):
         with cluster.namespace() as namespace:
-            cluster.apply(claim(), namespace)
+            cluster.apply(make_claim(), namespace)
             cluster.apply(llm_service(**SPEC), namespace)
-            with Operating(cluster, namespace, make_client=dies_at(write, sent=write % 2 == 0)) as first:
-                eventually(lambda: ended(first), 30, "its end")
+            with ControllerHarness(cluster, namespace, make_client=dies_at(write, sent=write % 2 == 0)) as first:
+                wait_for(lambda: ended(first), 30, "its end")
                 died += first.failure is not None
-            with Operating(cluster, namespace) as second:
-                second.settles()
-            assert children(cluster, namespace) == wanted, f"killed at write {write}"
+            with ControllerHarness(cluster, namespace) as second:
+                second.wait_settled()
+            assert child_objects(cluster, namespace) == wanted, f"killed at write {write}"
     assert died > len(wanted)
 
 
@@ -107,50 +107,52 @@ def test_storms_of_errors_pass(cluster, namespace, kubelet, reference, tmp_path)
     """A third of all requests fails, each in one of five ways, while a service is made."""
     wanted, _ = reference
     chance = random.Random(7)
-    ways = [Fault(429, {"Retry-After": "1"}), Fault(500), Fault(503), Fault(504, sent=True)]
+    ways = [Fault(429, {"Retry-After": "1"}), Fault(500), Fault(503), Fault(504, forwarded=True)]
 
     def fault(method, path):
         if chance.random() > 1 / 3:
             return None
         return chance.choice(ways if method == "GET" else [*ways, Fault(409)])
 
-    cluster.apply(claim(), namespace)
+    cluster.apply(make_claim(), namespace)
     with (
-        ApiProxy(cluster, tmp_path) as proxy,
-        Operating(
+        FaultInjectingProxy(cluster, tmp_path) as proxy,
+        ControllerHarness(
             cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"watch_timeouts": WatchTimeouts(max_backoff_s=1)}
         ) as operating,
     ):
-        eventually(operating.controller.started.is_set, 20, "started")
+        wait_for(operating.controller.started.is_set, 20, "started")
         proxy.fault = fault
         cluster.apply(llm_service(**SPEC), namespace)
-        eventually(lambda: children(cluster, namespace) == wanted, 90, "all children")
+        wait_for(lambda: child_objects(cluster, namespace) == wanted, 90, "all children")
         assert proxy.num_faults > len(wanted)
         proxy.fault = lambda method, path: None
-        operating.settles(timeout=90)
-    assert children(cluster, namespace) == wanted
+        operating.wait_settled(timeout=90)
+    assert child_objects(cluster, namespace) == wanted
 
 
 def test_a_dead_connection_is_noticed(cluster, namespace, kubelet, tmp_path):
     """Packets vanish, nothing is closed: watches are cut for their silence, and what was missed is seen."""
-    cluster.apply(claim(), namespace)
+    cluster.apply(make_claim(), namespace)
     patience = WatchTimeouts(inactivity_s=1.0, max_backoff_s=0.5)
     with (
-        ApiProxy(cluster, tmp_path) as proxy,
-        Operating(cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"watch_timeouts": patience}) as operating,
+        FaultInjectingProxy(cluster, tmp_path) as proxy,
+        ControllerHarness(
+            cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"watch_timeouts": patience}
+        ) as operating,
     ):
         cluster.apply(llm_service(), namespace)
-        operating.settles()
+        operating.wait_settled()
         assert operating.controller.unhealthy_reason() == ""
-        proxy.swallow()
+        proxy.blackhole()
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 3}}, namespace)
         cluster.delete("networking.k8s.io/v1", "NetworkPolicy", "tales", namespace)
-        eventually(lambda: "nothing heard of" in operating.controller.unhealthy_reason(), 20, "liveness says so")
+        wait_for(lambda: "nothing heard of" in operating.controller.unhealthy_reason(), 20, "liveness says so")
         assert operating.child("Deployment")["spec"]["replicas"] == 1
-        proxy.let_through()
-        eventually(lambda: operating.child("Deployment")["spec"]["replicas"] == 3, 60, "the edit seen")
-        eventually(lambda: operating.child("NetworkPolicy"), 60, "the policy back")
-        eventually(lambda: operating.controller.unhealthy_reason() == "", 20, "well again")
+        proxy.stop_blackhole()
+        wait_for(lambda: operating.child("Deployment")["spec"]["replicas"] == 3, 60, "the edit seen")
+        wait_for(lambda: operating.child("NetworkPolicy"), 60, "the policy back")
+        wait_for(lambda: operating.controller.unhealthy_reason() == "", 20, "well again")
 
 
 def more_than(found, number):
@@ -166,40 +168,42 @@ def test_kopf_that_hears_nothing_more_is_noticed(cluster, namespace, kubelet, tm
     settings = {"watch_timeouts": patience}
     cluster.apply(llm_service(paused=True), namespace)
     with (
-        ApiProxy(cluster, tmp_path) as proxy,
-        Operating(cluster, namespace, kubeconfig=proxy.kubeconfig, settings=settings, kopf=True) as operating,
+        FaultInjectingProxy(cluster, tmp_path) as proxy,
+        ControllerHarness(cluster, namespace, kubeconfig=proxy.kubeconfig, settings=settings, kopf=True) as operating,
     ):
         proxy.fault = lambda method, asked: begun.append(asked) if path in asked and "watch=true" in asked else None
         known = lambda: operating.controller.cache.get(LLM_SERVICE, namespace, "tales")  # noqa: E731
-        eventually(known, 20, "the service, by kopf")
+        wait_for(known, 20, "the service, by kopf")
         while len(begun) < 5:  # longer than patience lasts
             assert operating.controller.unhealthy_reason() == ""
-            eventually(more_than(begun, len(begun)), 10, "the watch begun anew")
-        proxy.swallow(lambda asked: path in asked)
+            wait_for(more_than(begun, len(begun)), 10, "the watch begun anew")
+        proxy.blackhole(lambda asked: path in asked)
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 3}}, namespace)
-        eventually(
+        wait_for(
             lambda: "nothing heard of llmservices" in operating.controller.unhealthy_reason(), 20, "liveness says so"
         )
         others = [heard for heard in operating.controller.heartbeats if heard.resource is not LLM_SERVICE]
         assert others and all(heard.age_s < patience.stale_after_s for heard in others)
         assert known().body()["spec"].get("replicas", 1) == 1
-        proxy.let_through()
-        eventually(lambda: known().body()["spec"].get("replicas") == 3, 20, "the edit seen")
-        eventually(lambda: operating.controller.unhealthy_reason() == "", 20, "well again")
+        proxy.stop_blackhole()
+        wait_for(lambda: known().body()["spec"].get("replicas") == 3, 20, "the edit seen")
+        wait_for(lambda: operating.controller.unhealthy_reason() == "", 20, "well again")
 
 
 def test_a_watch_that_is_too_old_lists_again(cluster, namespace, kubelet, tmp_path):
-    cluster.apply(claim(), namespace)
+    cluster.apply(make_claim(), namespace)
     patience = WatchTimeouts(inactivity_s=1.0, max_backoff_s=0.5)
     with (
-        ApiProxy(cluster, tmp_path) as proxy,
-        Operating(cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"watch_timeouts": patience}) as operating,
+        FaultInjectingProxy(cluster, tmp_path) as proxy,
+        ControllerHarness(
+            cluster, namespace, kubeconfig=proxy.kubeconfig, settings={"watch_timeouts": patience}
+        ) as operating,
     ):
         cluster.apply(llm_service(), namespace)
-        operating.settles()
+        operating.wait_settled()
         chance = random.Random(3)
         proxy.fault = lambda method, path: Fault(410) if "watch=true" in path and chance.random() < 0.5 else None
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
         cluster.delete("v1", "ConfigMap", "tales-adapters", namespace)
-        eventually(lambda: operating.child("Deployment")["spec"]["replicas"] == 2, 60, "the edit seen")
-        eventually(lambda: operating.child("ConfigMap", "tales-adapters"), 60, "the map back")
+        wait_for(lambda: operating.child("Deployment")["spec"]["replicas"] == 2, 60, "the edit seen")
+        wait_for(lambda: operating.child("ConfigMap", "tales-adapters"), 60, "the map back")

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 import yaml
-from support.cluster import GIVEN, ROOT, ApiError, running
+from support.cluster import KUBECONFIG_VARIABLE, ROOT, ApiError, running_cluster
 
 READ_PODS = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]
 
 
 def test_a_given_kubeconfig_is_used_and_nothing_is_started(cluster, tmp_path, monkeypatch):
-    monkeypatch.setenv(GIVEN, str(cluster.kubeconfig))
-    with running(tmp_path) as given:
+    monkeypatch.setenv(KUBECONFIG_VARIABLE, str(cluster.kubeconfig))
+    with running_cluster(tmp_path) as given:
         assert given.programs is None
         assert given.version == cluster.version
         assert given.access.server == cluster.access.server
@@ -24,7 +24,7 @@ def test_a_given_kubeconfig_is_used_and_nothing_is_started(cluster, tmp_path, mo
 
 def test_without_any_the_tests_say_what_to_run(tmp_path):
     """As people see it: no failure, and no test that passed on nothing."""
-    bare = {k: v for k, v in os.environ.items() if k not in (GIVEN, "KUBEBUILDER_ASSETS")}
+    bare = {k: v for k, v in os.environ.items() if k not in (KUBECONFIG_VARIABLE, "KUBEBUILDER_ASSETS")}
     argv = [sys.executable, "-m", "pytest", "-q", "-rs", "tests/cluster/test_crd.py", "-p", "no:cacheprovider"]
     environment = bare | {"QUIRE_CLUSTER_CACHE": str(tmp_path)}
     done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -41,8 +41,8 @@ def test_a_service_account_may_do_what_its_rules_say_and_no_more(cluster, namesp
     user = yaml.safe_load(kubeconfig.read_text())["users"][0]["user"]
     assert set(user) == {"token"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(GIVEN, str(kubeconfig))
-        with running(tmp_path) as reader:
+        patch.setenv(KUBECONFIG_VARIABLE, str(kubeconfig))
+        with running_cluster(tmp_path) as reader:
             assert reader.items("v1", "Pod", namespace) == []
             with pytest.raises(ApiError, match="403"):
                 reader.items("v1", "Secret", namespace)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node without a kubelet (support/kubelet.py): by what it writes, scheduler and controllers do their part."""
+"""The node without a kubelet (support/fake_kubelet.py): by what it writes, scheduler and controllers do their part."""
 
 import pytest
-from support.kubelet import DONE, Container, Kubelet
-from support.pod import eventually
+from support.engine_processes import wait_for
+from support.fake_kubelet import COMPLETED, FakeContainer, FakeKubelet
 
 LABELS = {"app": "x"}
 
 
 @pytest.fixture(scope="module")
 def node(cluster):
-    cluster.needs_controllers()
-    with Kubelet(cluster, "node-of-two", gpus=2, labels={"pool": "two"}) as kubelet:
+    cluster.require_controllers()
+    with FakeKubelet(cluster, "node-of-two", gpus=2, labels={"pool": "two"}) as kubelet:
         yield kubelet
 
 
@@ -41,48 +41,48 @@ def pods(cluster, namespace):
 
 def test_pods_become_ready_have_addresses_of_their_own_and_go(cluster, namespace, node):
     cluster.apply(deployment(2), namespace)
-    eventually(lambda: status(cluster, namespace).get("readyReplicas") == 2, 30, "ready")
+    wait_for(lambda: status(cluster, namespace).get("readyReplicas") == 2, 30, "ready")
     assert len({pod["status"]["podIP"] for pod in pods(cluster, namespace)}) == 2
     cluster.apply(deployment(0), namespace)
-    eventually(lambda: not pods(cluster, namespace), 30, "gone")
+    wait_for(lambda: not pods(cluster, namespace), 30, "gone")
 
 
 def test_a_third_gpu_is_not_there(cluster, namespace, node):
     cluster.apply(deployment(3, gpus=1), namespace)
-    eventually(lambda: status(cluster, namespace).get("readyReplicas") == 2, 30, "two ready")
+    wait_for(lambda: status(cluster, namespace).get("readyReplicas") == 2, 30, "two ready")
 
     def words():
         conditions = [c for p in pods(cluster, namespace) for c in p["status"].get("conditions", [])]
         return [c["message"] for c in conditions if c.get("reason") == "Unschedulable"]
 
-    (message,) = eventually(words, 30, "unschedulable")
+    (message,) = wait_for(words, 30, "unschedulable")
     assert "Insufficient nvidia.com/gpu" in message
 
 
 def test_a_pod_does_what_a_test_says(cluster, namespace, node):
-    node.behave(
+    node.set_behavior(
         lambda pod: pod["metadata"]["namespace"] == namespace,
-        Container(waiting=("ImagePullBackOff", 'Back-off pulling image "none"')),
+        FakeContainer(waiting=("ImagePullBackOff", 'Back-off pulling image "none"')),
     )
     cluster.apply(deployment(1), namespace)
-    (pod,) = eventually(lambda: [p for p in pods(cluster, namespace) if p["status"].get("containerStatuses")], 30)
+    (pod,) = wait_for(lambda: [p for p in pods(cluster, namespace) if p["status"].get("containerStatuses")], 30)
     assert pod["status"]["containerStatuses"][0]["state"]["waiting"]["reason"] == "ImagePullBackOff"
-    node.behave(lambda pod: pod["metadata"]["namespace"] == namespace, Container())
-    eventually(lambda: status(cluster, namespace).get("readyReplicas") == 1, 30, "ready")
+    node.set_behavior(lambda pod: pod["metadata"]["namespace"] == namespace, FakeContainer())
+    wait_for(lambda: status(cluster, namespace).get("readyReplicas") == 1, 30, "ready")
     node.restart(pod, "it crashed")
 
     def restarted():
         (found,) = pods(cluster, namespace)[0]["status"]["containerStatuses"]
         return found["restartCount"] == 1 and found
 
-    found = eventually(restarted, 30, "restarted")
+    found = wait_for(restarted, 30, "restarted")
     assert found["lastState"]["terminated"]["message"] == "it crashed"
 
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_job_ends_as_its_pod_does(cluster, namespace, node, code):
-    done = DONE if code == 0 else Container(exit_code=1, message='{"result": "NotFound"}')
-    node.behave(lambda pod: pod["metadata"]["namespace"] == namespace, done)
+    done = COMPLETED if code == 0 else FakeContainer(exit_code=1, message='{"result": "NotFound"}')
+    node.set_behavior(lambda pod: pod["metadata"]["namespace"] == namespace, done)
     spec = {"backoffLimit": 0, "template": template(restart="Never")}
     cluster.apply({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec}, namespace)
 
@@ -90,7 +90,7 @@ def test_a_job_ends_as_its_pod_does(cluster, namespace, node, code):
         found = cluster.get("batch/v1", "Job", "x", namespace)["status"].get("conditions", [])
         return [c["type"] for c in found if c["status"] == "True" and c["type"] in ("Complete", "Failed")]
 
-    assert eventually(ended, 30, "ended") == [["Complete"], ["Failed"]][code]
+    assert wait_for(ended, 30, "ended") == [["Complete"], ["Failed"]][code]
 
 
 def test_claims_get_volumes(cluster, namespace, node):
@@ -100,4 +100,4 @@ def test_claims_get_volumes(cluster, namespace, node):
     )
     volumes = [{"name": "v", "persistentVolumeClaim": {"claimName": "c"}}]
     cluster.apply(deployment(1, volumes=volumes), namespace)
-    eventually(lambda: status(cluster, namespace).get("readyReplicas") == 1, 60, "ready")
+    wait_for(lambda: status(cluster, namespace).get("readyReplicas") == 1, 60, "ready")

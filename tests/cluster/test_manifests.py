@@ -40,7 +40,7 @@ def accepted(cluster, manifest, namespace) -> dict:
     manifest = {**manifest, "metadata": {**manifest["metadata"], "namespace": namespace}}
     kind = manifest["kind"]
     if kind in NEWER_FIELDS and NEWER_FIELDS[kind][2] in manifest["spec"]:
-        cluster.needs(*NEWER_FIELDS[kind])
+        cluster.require_version(*NEWER_FIELDS[kind])
     return cluster.apply(manifest, dry_run=True)
 
 

@@ -12,19 +12,19 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
-from support.cluster import running
-from support.kubelet import Kubelet
-from support.operating import CHILDREN, children, claim, llm_service, reads_models
-from support.pod import eventually
+from support.cluster import running_cluster
+from support.controller_harness import CHILDREN, answer_model_readers, child_objects, llm_service, make_claim
+from support.engine_processes import wait_for
+from support.fake_kubelet import FakeKubelet
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 
 
 @pytest.fixture(scope="module")
 def kubelet(cluster):
-    cluster.needs_controllers()
-    with Kubelet(cluster, "node-operate") as node:
-        reads_models(node)
+    cluster.require_controllers()
+    with FakeKubelet(cluster, "node-operate") as node:
+        answer_model_readers(node)
         yield node
 
 
@@ -45,7 +45,7 @@ def operator(cluster, namespace, tmp_path, *flags):
 
 def get(log, path):
     """Status and text of the operator's port."""
-    port = eventually(lambda: re.search(r"port=(\d+)", log.read_text()), 30, "port")[1]
+    port = wait_for(lambda: re.search(r"port=(\d+)", log.read_text()), 30, "port")[1]
     try:
         with urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
             return answer.status, answer.read().decode()
@@ -54,24 +54,24 @@ def get(log, path):
 
 
 def test_killed_in_the_middle_started_again_and_stopped(cluster, namespace, kubelet, tmp_path):
-    cluster.apply(claim(), namespace)
+    cluster.apply(make_claim(), namespace)
     cluster.apply(llm_service(), namespace)
     with operator(cluster, namespace, tmp_path) as (process, _):
-        eventually(lambda: children(cluster, namespace), 60, "the first child")
+        wait_for(lambda: child_objects(cluster, namespace), 60, "the first child")
         process.send_signal(signal.SIGKILL)
         assert process.wait(10) == -signal.SIGKILL
     with operator(cluster, namespace, tmp_path) as (process, log):
-        done = lambda: len(children(cluster, namespace)) >= len(CHILDREN) + 2  # noqa: E731
-        eventually(done, 60, "all children")
-        eventually(lambda: status(cluster, namespace).get("plan"), 30, "a plan in the status")
+        done = lambda: len(child_objects(cluster, namespace)) >= len(CHILDREN) + 2  # noqa: E731
+        wait_for(done, 60, "all children")
+        wait_for(lambda: status(cluster, namespace).get("plan"), 30, "a plan in the status")
         assert get(log, "/health/live")[0] == 200 and get(log, "/health/ready")[0] == 200
         # An edit and a deletion come through kopf.
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
         deployment = lambda: cluster.get("apps/v1", "Deployment", "tales", namespace)  # noqa: E731
-        eventually(lambda: deployment()["spec"]["replicas"] == 2, 30, "the edit")
+        wait_for(lambda: deployment()["spec"]["replicas"] == 2, 30, "the edit")
         # What was made before, the one that was killed may have made.
         counted = 'quire_operator_writes_total{kind="Deployment"'
-        eventually(lambda: counted in get(log, "/metrics")[1], 30, "the edit counted")
+        wait_for(lambda: counted in get(log, "/metrics")[1], 30, "the edit counted")
         meta = cluster.get(API, KIND, "tales", namespace)["metadata"]
         assert "finalizers" not in meta and "annotations" not in meta, "kopf leaves no traces"
         process.send_signal(signal.SIGTERM)
@@ -80,18 +80,18 @@ def test_killed_in_the_middle_started_again_and_stopped(cluster, namespace, kube
 
 
 def test_started_before_the_definition_it_says_so_and_goes_on_once_it_is_there(tmp_path):
-    with running(tmp_path / "cluster") as bare:
+    with running_cluster(tmp_path / "cluster") as bare:
         if bare.programs is None:
             pytest.skip("a cluster that was given has the definition")
         (tmp_path / "logs").mkdir()
         with operator(bare, "default", tmp_path / "logs") as (process, log):
-            eventually(lambda: "definition is missing" in log.read_text(), 30, "what is missing")
+            wait_for(lambda: "definition is missing" in log.read_text(), 30, "what is missing")
             assert "name=llmservices.quire.dev version=v1alpha1; install it: helm upgrade" in log.read_text()
             assert get(log, "/health/ready") == (503, "reading the cluster\n")
             bare.install_crd()
-            eventually(lambda: get(log, "/health/ready")[0] == 200, 15, "ready")
+            wait_for(lambda: get(log, "/health/ready")[0] == 200, 15, "ready")
             bare.apply(llm_service(paused=True), "default")
-            eventually(lambda: status(bare, "default").get("conditions"), 15, "somebody looks after it")
+            wait_for(lambda: status(bare, "default").get("conditions"), 15, "somebody looks after it")
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0, log.read_text()
 

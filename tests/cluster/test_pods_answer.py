@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """From an edit of an LLMService to what its pods hold and its status says: real API server, scheduler and controllers,
-pods that answer on their admin port (support/fleet.py says what is scripted of them)."""
+pods that answer on their admin port (support/fake_pods.py says what is scripted of them)."""
 
 import time
 
 import pytest
-from support.api_proxy import ApiProxy
-from support.fleet import Fleet
-from support.kubelet import Kubelet
-from support.operating import Operating, claim, llm_service, reads_models
-from support.pod import eventually
+from support.controller_harness import ControllerHarness, answer_model_readers, llm_service, make_claim
+from support.engine_processes import wait_for
+from support.fake_kubelet import FakeKubelet
+from support.fake_pods import FakePods
+from support.fault_proxy import FaultInjectingProxy
 
 from quire_operator.kube import resources
 from quire_spec.documents.adapter_catalog import AdapterCatalog
@@ -25,15 +25,15 @@ PIRATE = {"name": "pirate", "source": {"pvc": {"claimName": "models", "path": "p
 
 @pytest.fixture(scope="module")
 def kubelet(cluster):
-    cluster.needs_controllers()
-    with Kubelet(cluster, "node-answering", gpus=2) as node:
-        reads_models(node)
+    cluster.require_controllers()
+    with FakeKubelet(cluster, "node-answering", gpus=2) as node:
+        answer_model_readers(node)
         yield node
 
 
 @pytest.fixture
 def fleet(kubelet):
-    with Fleet(kubelet) as fleet:
+    with FakePods(kubelet) as fleet:
         yield fleet
 
 
@@ -47,7 +47,7 @@ class World:
         return self.cluster.merge(*API, "tales", {"spec": spec}, self.namespace)
 
     def pods(self):
-        return self.fleet.of(self.namespace)
+        return self.fleet.running_in(self.namespace)
 
     def conditions(self):
         return {c["type"]: (c["status"], c["reason"]) for c in self.operating.status().get("conditions", [])}
@@ -67,14 +67,14 @@ class World:
             )
 
         try:
-            eventually(so, seconds, f"{kind}={status}/{reason}")
+            wait_for(so, seconds, f"{kind}={status}/{reason}")
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.last}, {self.conditions()}") from error
         return time.monotonic() - begun
 
     def held(self):
         """Adapters that each pod works on."""
-        return [[a.name for a in m.script.catalogue.adapters] for m in self.pods()]
+        return [[a.name for a in m.fake_pod.catalogue.adapters] for m in self.pods()]
 
     def events(self):
         found = self.cluster.items("events.k8s.io/v1", "Event", self.namespace)
@@ -84,8 +84,8 @@ class World:
 @pytest.fixture
 def world(cluster, namespace, fleet):
     """With a service of two ready pods and one adapter."""
-    cluster.apply(claim(), namespace)
-    with Operating(cluster, namespace) as operating:
+    cluster.apply(make_claim(), namespace)
+    with ControllerHarness(cluster, namespace) as operating:
         cluster.apply(llm_service(replicas=2, adapters=[SQL]), namespace)
         world = World(cluster, namespace, operating, fleet)
         world.until("Ready", "True")
@@ -115,21 +115,21 @@ def test_adapters_reach_every_pod_without_a_restart(world):
     moved = {**SQL, "source": {"pvc": {"claimName": "models", "path": "sql-v2"}}}
     world.edit(adapters=[moved, PIRATE])
     assert world.until("AdaptersReady", "True", seconds=REACHED_S) < REACHED_S
-    assert {m.script.catalogue.adapters[0].source.pvc.path for m in world.pods()} == {"sql-v2"}
+    assert {m.fake_pod.catalogue.adapters[0].source.pvc.path for m in world.pods()} == {"sql-v2"}
     world.edit(adapters=[PIRATE])
     assert world.until("AdaptersReady", "True", seconds=REACHED_S) < REACHED_S
     assert world.held() == [["pirate"]] * 2
     assert world.operating.status()["models"] == ["tales", "pirate"]
     assert {m.pod["metadata"]["uid"] for m in world.pods()} == pods
-    pushes = [len(m.script.pushes) for m in world.pods()]
+    pushes = [len(m.fake_pod.pushes) for m in world.pods()]
     world.edit(rollout={"drainSeconds": 60})
     world.until("Ready", "True")
-    assert [len(m.script.pushes) for m in world.pods()] == pushes, "an edit of something else is not told to pods"
+    assert [len(m.fake_pod.pushes) for m in world.pods()] == pushes, "an edit of something else is not told to pods"
 
 
 def test_one_broken_adapter_blocks_neither_the_others_nor_the_pods(world):
     for member in world.pods()[1:]:
-        member.script.failing["pirate"] = "rank 64 is more than maxRank 16"
+        member.fake_pod.failing["pirate"] = "rank 64 is more than maxRank 16"
     world.edit(adapters=[SQL, PIRATE])
     world.until("AdaptersReady", "False", "LoadFailed", REACHED_S)
     status = world.operating.status()
@@ -144,13 +144,13 @@ def test_one_broken_adapter_blocks_neither_the_others_nor_the_pods(world):
 
 def test_a_container_that_starts_anew_has_its_adapters_again(world, kubelet):
     member = world.pods()[0]
-    before = member.script.started
+    before = member.fake_pod.started
     # The ConfigMap reaches a pod up to two minutes late: it starts from an empty one.
-    member.script.restart(AdapterCatalog())
+    member.fake_pod.restart(AdapterCatalog())
     kubelet.restart(member.pod)
-    eventually(lambda: member.script.started > before + 1, 10, "started anew")
-    member.script.restart(AdapterCatalog())
-    world.operating.touch()
+    wait_for(lambda: member.fake_pod.started > before + 1, 10, "started anew")
+    member.fake_pod.restart(AdapterCatalog())
+    world.operating.requeue()
     world.until("Ready", "True", seconds=15)
     assert world.held() == [["sql"]] * 2
 
@@ -160,8 +160,8 @@ def test_a_service_that_was_restored_from_a_backup_has_its_adapters_and_not_thos
     pirate = AdapterCatalog.from_json({"generation": 99, "adapters": [PIRATE]})
     pods = {m.pod["metadata"]["uid"] for m in world.pods()}
     for member in world.pods():
-        member.script.catalogue = pirate
-    world.operating.touch()
+        member.fake_pod.catalogue = pirate
+    world.operating.requeue()
     assert world.held() == [["sql"]] * 2
     world.until("Ready", "True", seconds=REACHED_S)
     world.edit(adapters=[SQL, PIRATE])
@@ -171,36 +171,36 @@ def test_a_service_that_was_restored_from_a_backup_has_its_adapters_and_not_thos
 
 def test_an_operator_that_is_behind_does_not_take_pods_back(cluster, namespace, fleet, tmp_path):
     """It hears nothing of an edit that another one has told the pods already: it reads the service again."""
-    cluster.apply(claim(), namespace)
+    cluster.apply(make_claim(), namespace)
     with (
-        ApiProxy(cluster, tmp_path) as proxy,
-        Operating(cluster, namespace, kubeconfig=proxy.kubeconfig) as operating,
+        FaultInjectingProxy(cluster, tmp_path) as proxy,
+        ControllerHarness(cluster, namespace, kubeconfig=proxy.kubeconfig) as operating,
     ):
         cluster.apply(llm_service(adapters=[SQL]), namespace)
         world = World(cluster, namespace, operating, fleet)
         world.until("Ready", "True")
         (member,) = world.pods()
-        proxy.swallow(lambda asked: f"/namespaces/{namespace}/llmservices?watch=true" in asked)
+        proxy.blackhole(lambda asked: f"/namespaces/{namespace}/llmservices?watch=true" in asked)
         edited = world.edit(adapters=[PIRATE])
         told = {"generation": edited["metadata"]["generation"], "adapters": [PIRATE]}
-        member.script.catalogue = AdapterCatalog.from_json(told)
-        member.script.pushes.clear()
-        operating.touch()
+        member.fake_pod.catalogue = AdapterCatalog.from_json(told)
+        member.fake_pod.pushes.clear()
+        operating.requeue()
         world.until("Ready", "True")
-        assert world.held() == [["pirate"]] and member.script.pushes == []
+        assert world.held() == [["pirate"]] and member.fake_pod.pushes == []
 
 
 def test_a_pod_that_hangs_keeps_the_others_from_nothing(world):
     hanging, fine = world.pods()
-    hanging.script.hangs = True
-    world.operating.touch()
+    hanging.pod_options.hangs = True
+    world.operating.requeue()
     world.until("Ready", "Unknown", "PodsUnreachable", 20)
     message = {c["type"]: c["message"] for c in world.operating.status()["conditions"]}["Ready"]
     assert f"pod {hanging.pod['metadata']['name']} does not tell how it is: no answer within 4 s" in message
     world.edit(adapters=[SQL, PIRATE])
-    eventually(lambda: len(fine.script.catalogue.adapters) == 2, REACHED_S, "the other one told")
+    wait_for(lambda: len(fine.pod_options.catalogue.adapters) == 2, REACHED_S, "the other one told")
     assert ("Warning", "PodsUnreachable") in world.events()
-    hanging.script.hangs = False
+    hanging.pod_options.hangs = False
     world.until("Ready", "True", seconds=20)
     assert world.held() == [["sql", "pirate"]] * 2
 
@@ -228,12 +228,12 @@ def test_a_service_that_is_made_again_is_not_ready_by_what_was_done_for_the_one_
     cache.remove = lambda kind, body: None if kind is resources.LLM_SERVICE else remove(kind, body)
     cluster.merge(*POLICY, HELD, world.namespace)
     cluster.delete(*POLICY, world.namespace)
-    eventually(lambda: cache.get(resources.NETWORK_POLICY, world.namespace, "tales").deleting, 20, "it is going")
+    wait_for(lambda: cache.get(resources.NETWORK_POLICY, world.namespace, "tales").deleting, 20, "it is going")
     cluster.delete(*API, "tales", world.namespace, propagationPolicy="Orphan")
-    eventually(lambda: not cluster.get(*API, "tales", world.namespace), 20, "it is gone")
+    wait_for(lambda: not cluster.get(*API, "tales", world.namespace), 20, "it is gone")
     cluster.apply(llm_service(replicas=2, adapters=[SQL], engine={"maxModelLen": 512}), world.namespace)
     world.until("Ready", "False", "Updating")
-    world.operating.touch()
+    world.operating.requeue()
     assert world.conditions()["Ready"] == ("False", "Updating")
     cluster.merge(*POLICY, LET_GO, world.namespace)
     world.until("Ready", "True")
@@ -241,19 +241,19 @@ def test_a_service_that_is_made_again_is_not_ready_by_what_was_done_for_the_one_
 
 def test_what_a_pod_says_of_itself_counts_over_what_the_kubelet_says(world, kubelet):
     kubelet.probe = lambda pod: True
-    world.pods()[0].script.reason_ = "core is restarting"
-    world.operating.touch()
+    world.pods()[0].pod_options.reason_ = "core is restarting"
+    world.operating.requeue()
     world.until("Ready", "False", "PodsNotReady", 10)
     assert world.operating.status()["readyReplicas"] == 1
-    world.pods()[0].script.reason_ = ""
+    world.pods()[0].pod_options.reason_ = ""
     world.until("Ready", "True", seconds=10)
 
 
 def test_a_plan_that_was_wrong_is_told(world):
     for member in world.pods():
-        member.script.tokens = 16
-    world.operating.touch()
-    eventually(lambda: ("Warning", "PlanDiffers") in world.events(), 20, "told")
+        member.fake_pod.tokens = 16
+    world.operating.requeue()
+    wait_for(lambda: ("Warning", "PlanDiffers") in world.events(), 20, "told")
     assert (
         "fewer than the plan's" in {c["type"]: c["message"] for c in world.operating.status()["conditions"]}["Planned"]
     )
@@ -261,22 +261,22 @@ def test_a_plan_that_was_wrong_is_told(world):
 
 def test_an_image_is_changed_at_full_occupancy_and_ready_is_never_claimed_meanwhile(cluster, namespace, fleet):
     """Both GPUs of the only node are taken: each new pod needs the one of an old one."""
-    cluster.apply(claim(), namespace)
-    with Operating(cluster, namespace) as operating:
+    cluster.apply(make_claim(), namespace)
+    with ControllerHarness(cluster, namespace) as operating:
         gpu = {"product": "NVIDIA-L4", "count": 1}
         cluster.apply(llm_service(device="GPU", gpu=gpu, replicas=2, runtime={"image": "quire:one"}), namespace)
         world = World(cluster, namespace, operating, fleet)
         world.until("Ready", "True")
         old = {m.pod["metadata"]["uid"] for m in world.pods()}
         # The new pods start and do not come up yet.
-        fleet.script = lambda pod: {"reason_": "core is starting"}
+        fleet.pod_options = lambda pod: {"unready_reason": "core is starting"}
         world.edit(runtime={"image": "quire:two"})
-        eventually(lambda: {m.pod["metadata"]["uid"] for m in world.pods()} - old, 30, "a new pod")
+        wait_for(lambda: {m.pod["metadata"]["uid"] for m in world.pods()} - old, 30, "a new pod")
         world.until("Ready", "False", "PodsNotReady")
         assert world.conditions()["Available"] == ("True", "MinimumReplicas")
-        fleet.script = lambda pod: {}
+        fleet.pod_options = lambda pod: {}
         for member in world.pods():
-            member.script.reason_ = ""
+            member.fake_pod.reason_ = ""
         world.until("Ready", "True", seconds=60)
         images = {m.pod["spec"]["containers"][0]["image"] for m in world.pods()}
         assert images == {"quire:two"} and len(world.pods()) == 2

@@ -10,14 +10,14 @@ import os
 import time
 
 import pytest
-from support.downloads import source_of
-from support.histories import SERVICES, History
-from support.kubelet import Kubelet
-from support.operating import CHILDREN, reads_models
-from support.pod import eventually
-from support.remembering import RememberingFleet, content, is_ready, serves
-from support.witness import API, wanted_digest
-from support.world import World
+from support.chaos.downloads import source_of
+from support.chaos.environment import ChaosEnvironment
+from support.chaos.invariants import LLM_SERVICE_KIND, desired_catalog_digest
+from support.chaos.operations import SERVICES, RandomOperations
+from support.chaos.recorders import RecordingFakePods, is_ready, is_serving_pod_of, source_digest
+from support.controller_harness import CHILDREN, answer_model_readers
+from support.engine_processes import wait_for
+from support.fake_kubelet import FakeKubelet
 
 from quire_operator.controller import reconciler
 from quire_operator.render import object_names
@@ -33,10 +33,10 @@ SEEDS = range(int(first), int(last) + 1) if first else range(int(last))
 @pytest.fixture(scope="module")
 def fleet(cluster):
     """Pods on a node."""
-    cluster.needs_controllers()
-    with Kubelet(cluster, "node-histories") as node:
-        reads_models(node)
-        with RememberingFleet(node) as fleet:
+    cluster.require_controllers()
+    with FakeKubelet(cluster, "node-histories") as node:
+        answer_model_readers(node)
+        with RecordingFakePods(node) as fleet:
             yield fleet
 
 
@@ -54,51 +54,51 @@ def hasty(monkeypatch):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_status_ever_says_what_is_not_so(cluster, namespace, fleet, hasty, tmp_path, seed):
-    with World(cluster, namespace, fleet, tmp_path) as world:
+    with ChaosEnvironment(cluster, namespace, fleet, tmp_path) as world:
         try:
-            history = History(world, seed)
-            history.begin()
+            history = RandomOperations(world, seed)
+            history.start()
             for half in range(2):
                 for _ in range(NUM_EVENTS // 2):
                     history.step()
-                history.let_go()
+                history.unblock()
                 if half:
-                    history.heal()
-                world.say("what comes of it is waited for")
+                    history.restore_all()
+                world.log_step("what comes of it is waited for")
                 settle(world)
             # The scheduler comes back within ten seconds to a pod that it had no node for.
-            eventually(lambda: all_ready(world), SETTLED_S, "all are ready")
+            wait_for(lambda: all_ready(world), SETTLED_S, "all are ready")
             settle(world)
             # A new operator, which has nothing to remember, finds nothing to do.
-            world.stop_all()
-            world.start()
+            world.stop_all_operators()
+            world.start_operator()
             settle(world)
-            assert world.operators[0].writes == []
+            assert world.operators[0].recorded_writes == []
             collected(world)
         except BaseException as error:
             raise AssertionError(f"{error}\n{account(world, seed)}") from error
         finally:
-            wrong = world.witness.wrong()
+            wrong = world.invariants.violations()
         assert not wrong, "\n".join([*wrong, account(world, seed)])
 
 
 def all_ready(world):
-    world.fleet.mount()
-    return all(judged(world.stored(name)["status"])["Ready"]["status"] == "True" for name in SERVICES)
+    world.fake_pods.refresh_secrets()
+    return all(judged(world.get_service(name)["status"])["Ready"]["status"] == "True" for name in SERVICES)
 
 
 def settle(world):
     """Until each status says just what is so, and nobody writes any more."""
     end = time.monotonic() + SETTLED_S
     while True:
-        world.fleet.mount()
+        world.fake_pods.refresh_secrets()
         found = [f"{name}: {words}" for name in SERVICES for words in differences(world, name)]
         if not found:
-            before = world.writes(), versions(world)
+            before = world.num_writes(), versions(world)
             time.sleep(QUIET_S)
-            after = world.writes(), versions(world)
+            after = world.num_writes(), versions(world)
             if before == after and not any(differences(world, name) for name in SERVICES):
-                world.say("it has come")
+                world.log_step("it has come")
                 return
             changed = sorted(dict(after[1].items() ^ before[1].items()))
             found = [f"not quiet: {changed}, {after[0] - before[0]} writes"]
@@ -110,19 +110,21 @@ def versions(world):
     """Of everything that an operator writes."""
     return {
         (kind, body["metadata"]["name"]): body["metadata"]["resourceVersion"]
-        for version, kind in [API, *CHILDREN, ("batch/v1", "Job"), ("events.k8s.io/v1", "Event")]
+        for version, kind in [LLM_SERVICE_KIND, *CHILDREN, ("batch/v1", "Job"), ("events.k8s.io/v1", "Event")]
         for body in world.cluster.items(version, kind, world.namespace)
-        if kind != "Event" or body.get("regarding", {}).get("kind") == API[1]
+        if kind != "Event" or body.get("regarding", {}).get("kind") == LLM_SERVICE_KIND[1]
     }
 
 
 def differences(world, name):
     """What a status says otherwise than it is."""
-    body = world.stored(name)
+    body = world.get_service(name)
     spec, status, generation = body["spec"], body.get("status", {}), body["metadata"]["generation"]
     if status.get("observedGeneration") != generation:
         return [f"observedGeneration {status.get('observedGeneration')}, and it is {generation}"]
-    pods = [Pod(world, pod) for pod in world.cluster.items("v1", "Pod", world.namespace) if serves(pod, name)]
+    pods = [
+        Pod(world, pod) for pod in world.cluster.items("v1", "Pod", world.namespace) if is_serving_pod_of(pod, name)
+    ]
     pods = sorted((pod for pod in pods if pod.alive), key=lambda pod: pod.name)
     ready = [pod for pod in pods if pod.ready]
     said = [pod.said.models if pod.said else [] for pod in ready]
@@ -145,7 +147,7 @@ def differences(world, name):
         plan, length = status["plan"], spec.get("engine", {}).get("maxModelLen")
         if length not in (None, plan["maxModelLen"]["value"]):
             found.append(f"plan of {plan['maxModelLen']}, and the spec says {length}")
-        tokens = min((n for pod in ready if (n := pod.started.script.tokens)), default=None)
+        tokens = min((n for pod in ready if (n := pod.started_pods.fake_pod.tokens)), default=None)
         if tokens not in (None, plan.get("measured", {}).get("kvTokens")):
             found.append(f"plan that measured {plan.get('measured')}, and it is {tokens}")
     return found
@@ -158,13 +160,13 @@ class Pod:
         meta, phase = body["metadata"], body["status"].get("phase")
         self.name = meta["name"]
         self.alive = "deletionTimestamp" not in meta and phase in ("Pending", "Running")
-        self.started = world.fleet.started.get(meta["uid"])
-        self.said = self.started.script.says() if self.started and phase == "Running" else None
+        self.started_pods = world.fake_pods.started_pods.get(meta["uid"])
+        self.said = self.started_pods.fake_pod.current_status() if self.started_pods and phase == "Running" else None
         self.ready = is_ready(body) and (self.said is None or self.said.ready)
 
     def state(self, adapter, spec):
         """State and error of an adapter of a spec."""
-        works = self.said and self.said.catalogue == wanted_digest(spec)
+        works = self.said and self.said.catalogue == desired_catalog_digest(spec)
         found = next((a for a in self.said.adapters if a.name == adapter["name"]), None) if works else None
         return (found.state.value, found.error) if found else ("Pending", "")
 
@@ -177,7 +179,7 @@ def entry_of(adapter, pods, ready, spec):
     state, error, blamed = min(states, key=lambda it: (order.index(it[0]), it[2]), default=("Pending", "", ""))
     num_ready = sum(pod.state(adapter, spec)[0] == "Ready" for pod in ready)
     entry = {"name": adapter["name"], "ready": num_ready, "total": len(ready), "state": state}
-    digest = {"digest": content(adapter["source"])} if any(state == "Ready" for state, *_ in states) else {}
+    digest = {"digest": source_digest(adapter["source"])} if any(state == "Ready" for state, *_ in states) else {}
     return entry | digest | ({"message": f"pod {blamed}: {error}"} if error else {})
 
 
@@ -191,12 +193,12 @@ def ready_of(spec, usable, pods, ready, deployment, wanted):
     kinds = ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")
     numbers = [deployment.get("status", {}).get(kind, 0) for kind in kinds]
     there = len(pods) == len(ready) == count and set(numbers) == {count}
-    if count == 0 or not there or not all(pod.started.fits(spec) for pod in pods):
+    if count == 0 or not there or not all(pod.started_pods.matches_spec(spec) for pod in pods):
         return "False"
     if not all(pod.said for pod in ready):
         return "Unknown"
     on_all = all(entry["ready"] == count for entry in wanted["adapters"])
-    return str(on_all and all(pod.said.catalogue == wanted_digest(spec) for pod in ready))
+    return str(on_all and all(pod.said.catalogue == desired_catalog_digest(spec) for pod in ready))
 
 
 def is_usable(spec, name):
@@ -230,7 +232,7 @@ def collected(world):
 
 def not_owned(world):
     """Objects of ours whose owner is not there. Without any are those of a service that was deleted without them."""
-    owners = {body["metadata"]["uid"] for name in SERVICES if (body := world.stored(name))}
+    owners = {body["metadata"]["uid"] for name in SERVICES if (body := world.get_service(name))}
     found = []
     for version, kind in (*CHILDREN, ("apps/v1", "ReplicaSet"), ("batch/v1", "Job"), ("v1", "Pod")):
         bodies = world.cluster.items(version, kind, world.namespace, labelSelector=MANAGED)
@@ -244,7 +246,7 @@ def not_owned(world):
 def is_of_no_use(world, job):
     """Whether a Job of a service brings what the service has no use for."""
     labels = job["metadata"]["labels"]
-    service = world.stored(labels.get(object_names.INSTANCE, ""))
+    service = world.get_service(labels.get(object_names.INSTANCE, ""))
     download = labels.get(object_names.COMPONENT) == object_names.DOWNLOAD and job["metadata"].get("ownerReferences")
     return (
         bool(service and download) and source_of(job["spec"]["template"]["spec"]) != service["spec"]["model"]["source"]
@@ -258,15 +260,17 @@ def owned(body, owners):
 
 def account(world, seed):
     """The history, and what the services said meanwhile."""
-    lines, wont = list(world.told), ("ModelCached", "Available")
+    lines, wont = list(world.step_log), ("ModelCached", "Available")
     before = {}
-    for version in world.witness.services.seen:
+    for version in world.invariants.services.versions:
         meta, status = version.body["metadata"], version.body.get("status", {})
         if status != before.get(meta["uid"]):
             before[meta["uid"]] = status
             short = [f"{kind}={c['status']}/{c['reason']}" for kind, c in judged(status).items() if kind not in wont]
             short += [c["message"] for c in judged(status).values() if c["reason"] == "PodsUnreachable"][:1]
-            lines.append(f"{version.at:.2f}   {meta['name']} {meta['uid'][:4]} {meta['generation']}: {' '.join(short)}")
+            lines.append(
+                f"{version.seen_at:.2f}   {meta['name']} {meta['uid'][:4]} {meta['generation']}: {' '.join(short)}"
+            )
     return "\n".join([f"seed {seed} (FUZZ_HISTORIES={seed}-{seed}):", *sorted(lines, key=moment)])
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cluster import processes
-from cluster.control_plane import AUDIT_LOG
+from nodocker_cluster import processes
+from nodocker_cluster.control_plane import AUDIT_LOG
 from support.chart import CHART, ROOT, helm
-from support.cluster import running
-from support.kubelet import Kubelet
-from support.operating import claim, llm_service, reads_models
-from support.pod import eventually
+from support.cluster import running_cluster
+from support.controller_harness import answer_model_readers, llm_service, make_claim
+from support.engine_processes import wait_for
+from support.fake_kubelet import FakeKubelet
 
 from quire_operator.kube import rbac
 from quire_operator.kube.api_client import ApiClient
@@ -53,15 +53,15 @@ OPTIONAL = {
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """A cluster with the chart on it, the optional kinds, and a node."""
-    with running(tmp_path_factory.mktemp("rights")) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("rights")) as cluster:
         if cluster.programs is None:
             pytest.skip("reads the API server's audit log, which a cluster that was given does not show")
-        cluster.needs_controllers()
+        cluster.require_controllers()
         for plural, (group, version, kind) in OPTIONAL.items():
             cluster.apply(definition(plural, group, version, kind))
         install(cluster, "install", VALUES)
-        with Kubelet(cluster, "node-rights") as node:
-            reads_models(node)
+        with FakeKubelet(cluster, "node-rights") as node:
+            answer_model_readers(node)
             yield cluster
 
 
@@ -209,7 +209,7 @@ def test_named_namespaces_take_no_right_beyond_them(cluster):
             absent(cluster, None, "rbac.authorization.k8s.io/v1", "ClusterRole", name)
         before = asked(cluster)
         with operating(cluster):
-            cluster.apply(claim(), namespace)
+            cluster.apply(make_claim(), namespace)
             cluster.apply(llm_service(), namespace)
             available(cluster, namespace, "tales")
         refused = {what: codes for what, codes in asked(cluster).items() if codes & {401, 403}}
@@ -226,7 +226,7 @@ def live(cluster, namespace, models):
         "observability": {"podMonitor": "Auto"},
         "networking": {"inferencePool": {"endpointPicker": {"name": "picker"}}},
     }
-    cluster.apply(claim(), namespace)
+    cluster.apply(make_claim(), namespace)
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "web"}, "stringData": {"Authorization": "x"}}
     cluster.apply(secret, namespace)
     cluster.apply(llm_service(**everything), namespace)
@@ -263,7 +263,7 @@ def live(cluster, namespace, models):
     with halted(cluster, "kube-controller-manager"):
         cluster.delete(API, KIND, "on-gpu", namespace)
         cluster.apply(llm_service("on-gpu", **gpu), namespace)
-        eventually(lambda: made_again(cluster, namespace, old), 90, "on-gpu is made again")
+        wait_for(lambda: made_again(cluster, namespace, old), 90, "on-gpu is made again")
 
 
 def made_again(cluster, namespace, old):
@@ -274,7 +274,7 @@ def made_again(cluster, namespace, old):
 @contextlib.contextmanager
 def halted(cluster, program):
     """Without a program of the control plane for a while."""
-    (pid,) = [p.pid for p in processes.running(cluster.folder / "control-plane") if p.name == program]
+    (pid,) = [p.pid for p in processes.running_processes(cluster.folder / "control-plane") if p.name == program]
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -287,11 +287,11 @@ def available(cluster, namespace, name):
         conditions = (cluster.get(API, KIND, name, namespace) or {}).get("status", {}).get("conditions", [])
         return any(c["type"] == "Available" and c["status"] == "True" for c in conditions)
 
-    eventually(found, 90, f"{name} available")
+    wait_for(found, 90, f"{name} available")
 
 
 def absent(cluster, namespace, version, kind, name):
-    eventually(lambda: cluster.get(version, kind, name, namespace) is None, 60, f"{kind} {name} gone")
+    wait_for(lambda: cluster.get(version, kind, name, namespace) is None, 60, f"{kind} {name} gone")
 
 
 def empty_set(cluster, namespace):
@@ -302,4 +302,4 @@ def empty_set(cluster, namespace):
         sets = cluster.items("apps/v1", "ReplicaSet", namespace, labelSelector=selector)
         return next((rs for rs in sets if len(sets) > 1 and not rs["spec"]["replicas"]), None)
 
-    return eventually(found, 60, "pods are replaced")
+    return wait_for(found, 60, "pods are replaced")

@@ -4,19 +4,19 @@
 import re
 
 import pytest
-from support.observing import (
+from support.observed_factories import (
     GENERATION,
     NOW,
     PLAN,
-    VERDICT,
+    PLANNING_RESULT,
     deployment,
-    ended,
-    healthy,
+    desired_service,
+    healthy_state,
     job,
-    pod,
-    report,
-    starting,
-    wanted,
+    pod_report,
+    ready_pod,
+    starting_pod,
+    terminated_container,
     with_adapter,
 )
 
@@ -31,35 +31,38 @@ from quire_spec.documents.download_result import DownloadReason, DownloadResult
 from quire_spec.documents.pod_status import AdapterState
 
 API = ("quire.dev/v1alpha1", "LLMService")
-SERVICE = wanted()
-SAID = report(SERVICE)
-GOOD = pod("s-0", SAID)
-FAILED = pod("s-1", with_adapter(SAID, "sql", AdapterState.FAILED, "HTTP 404: " + "x" * 5000))
-WITHOUT_GPU = starting("s-1", unschedulable="0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
-DOWNLOAD = starting(
+SERVICE = desired_service()
+SAID = pod_report(SERVICE)
+GOOD = ready_pod("s-0", SAID)
+FAILED = ready_pod("s-1", with_adapter(SAID, "sql", AdapterState.FAILED, "HTTP 404: " + "x" * 5000))
+WITHOUT_GPU = starting_pod("s-1", unschedulable="0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
+DOWNLOAD = starting_pod(
     "j",
-    terminated=ended("download", 1, "Error", DownloadResult(DownloadReason.AUTH_FAILED, 1, None, "HTTP 401").dump()),
+    terminated=terminated_container(
+        "download", 1, "Error", DownloadResult(DownloadReason.AUTH_FAILED, 1, None, "HTTP 401").dump()
+    ),
 )
 
 STATUSES = {
-    "well": build_status(SERVICE, GENERATION, VERDICT, healthy(), {}, NOW),
+    "well": build_status(SERVICE, GENERATION, PLANNING_RESULT, healthy_state(), {}, NOW),
     "nothing seen": build_status(SERVICE, GENERATION, PlanningResult(), ObservedState(), {}, NOW),
     "cannot be read": build_status(None, GENERATION, PlanningResult(spec_error="spec.x: y\nspec.z: w"),
     ObservedState(), {}, NOW),
     "does not fit": build_status(
         SERVICE, GENERATION, PlanningResult(PLAN, "", Unplannable(UnplannableReason.DOES_NOT_FIT, "t" * 40_000)),
-        healthy(), {}, NOW
+        healthy_state(), {}, NOW
     ),
-    "adapter failed": build_status(SERVICE, GENERATION, VERDICT, healthy(pods=(GOOD, FAILED)), {}, NOW),
+    "adapter failed": build_status(SERVICE, GENERATION, PLANNING_RESULT, healthy_state(pods=(GOOD, FAILED)), {}, NOW),
     "no GPU": build_status(
         SERVICE,
         GENERATION,
-        VERDICT,
-        healthy(pods=(GOOD, WITHOUT_GPU), deployment=deployment(2, ready=1)),
+        PLANNING_RESULT,
+        healthy_state(pods=(GOOD, WITHOUT_GPU), deployment=deployment(2, ready=1)),
         {},
         NOW,
     ),
-    "refused token": build_status(SERVICE, GENERATION, VERDICT, ObservedState(job=job(), job_pods=(DOWNLOAD,)), {},
+    "refused token": build_status(SERVICE, GENERATION, PLANNING_RESULT, ObservedState(job=job(),
+    job_pods=(DOWNLOAD,)), {},
     NOW),
 }  # fmt: skip
 

@@ -10,10 +10,10 @@ from functools import partial
 
 import pytest
 from support.chart import ROOT
-from support.documents import blocks
-from support.kubelet import DONE, Container, Kubelet
-from support.operating import TINY, Operating, claim, llm_service, reads_models
-from support.pod import eventually
+from support.controller_harness import TINY, ControllerHarness, answer_model_readers, llm_service, make_claim
+from support.doc_snippets import code_blocks
+from support.engine_processes import wait_for
+from support.fake_kubelet import COMPLETED, FakeContainer, FakeKubelet
 
 from quire_operator.cli import main
 from quire_operator.controller.observe import plan_service
@@ -26,9 +26,9 @@ DOWNLOAD = "model-download"
 
 @pytest.fixture(scope="module")
 def kubelet(cluster):
-    cluster.needs_controllers()
-    with Kubelet(cluster, "node-upgrade") as node:
-        reads_models(node)
+    cluster.require_controllers()
+    with FakeKubelet(cluster, "node-upgrade") as node:
+        answer_model_readers(node)
         yield node
 
 
@@ -46,111 +46,111 @@ def new_release(monkeypatch):
 
 
 def test_an_upgrade_of_the_operator_restarts_nobody(cluster, namespace, kubelet, new_release):
-    cluster.apply(claim(), namespace)
-    with Operating(cluster, namespace) as old:
+    cluster.apply(make_claim(), namespace)
+    with ControllerHarness(cluster, namespace) as old:
         cluster.apply(llm_service(), namespace)
-        old.settles()
+        old.wait_settled()
         before = old.child("Deployment")
     settings = new_release()
-    with Operating(cluster, namespace, settings) as new:
-        new.settles()
-        assert [write for write in new.writes if write[0] not in (KIND, "Event")] == []
+    with ControllerHarness(cluster, namespace, settings) as new:
+        new.wait_settled()
+        assert [write for write in new.recorded_writes if write[0] not in (KIND, "Event")] == []
         # Neither when something else of the service changes, nor when somebody edits the pods by hand.
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2, "disruption": {"pdb": "None"}}}, namespace)
-        new.settles()
+        new.wait_settled()
         theirs = {"spec": {"template": {"spec": {"containers": [{"name": "server", "image": "theirs"}]}}}}
         path = cluster.path("apps/v1", "Deployment", namespace, "tales")
         cluster.request("PATCH", path, theirs, "application/strategic-merge-patch+json")
-        eventually(lambda: new.child("Deployment")["spec"]["template"] == before["spec"]["template"], 20, "as it was")
+        wait_for(lambda: new.child("Deployment")["spec"]["template"] == before["spec"]["template"], 20, "as it was")
         assert new.child("Deployment")["spec"]["replicas"] == 2
         assert new.status()["plan"]["plannerVersion"] == 1
         # The first change of the pods brings the new release's.
         cluster.merge(API, KIND, "tales", {"spec": {"engine": {"maxModelLen": 1024}}}, namespace)
-        new.settles()
+        new.wait_settled()
         (server,) = new.child("Deployment")["spec"]["template"]["spec"]["containers"]
         assert (server["image"], server["startupProbe"]["periodSeconds"]) == ("quire:next-cpu", 7)
         assert new.status()["plan"]["plannerVersion"] == 99
 
 
 def test_who_asks_for_it_is_upgraded(cluster, namespace, kubelet, new_release):
-    cluster.apply(claim(), namespace)
-    with Operating(cluster, namespace) as old:
+    cluster.apply(make_claim(), namespace)
+    with ControllerHarness(cluster, namespace) as old:
         cluster.apply(llm_service(rollout={"updatePolicy": "Auto"}), namespace)
-        old.settles()
-    with Operating(cluster, namespace, new_release()) as new:
-        eventually(lambda: image(new) == "quire:next-cpu", 30, "the new release's image")
-        new.settles()
+        old.wait_settled()
+    with ControllerHarness(cluster, namespace, new_release()) as new:
+        wait_for(lambda: image(new) == "quire:next-cpu", 30, "the new release's image")
+        new.wait_settled()
 
 
 def test_pods_wait_for_the_first_model_and_serve_the_old_one_until_the_next_is_there(cluster, namespace, kubelet):
-    slow = Container()
-    kubelet.behave(lambda body: of_download(body, namespace, "/a"), slow)
-    with files() as url, Operating(cluster, namespace) as operating:
+    slow = FakeContainer()
+    kubelet.set_behavior(lambda body: of_download(body, namespace, "/a"), slow)
+    with files() as url, ControllerHarness(cluster, namespace) as operating:
         cluster.apply(llm_service(model={"source": {"http": {"url": f"{url}/a"}}}), namespace)
-        operating.settles()
+        operating.wait_settled()
         deployment = operating.child("Deployment")
         assert deployment["spec"]["replicas"] == 0, "no pod takes a GPU before there is a model"
         assert operating.condition("ModelCached")["status"] == "False"
-        kubelet.behave(lambda body: of_download(body, namespace, "/a"), DONE)
-        eventually(lambda: operating.child("Deployment")["spec"]["replicas"] == 1, 30, "a pod")
-        eventually(lambda: operating.condition("Available").get("status") == "True", 30, "Available")
-        operating.settles()
+        kubelet.set_behavior(lambda body: of_download(body, namespace, "/a"), COMPLETED)
+        wait_for(lambda: operating.child("Deployment")["spec"]["replicas"] == 1, 30, "a pod")
+        wait_for(lambda: operating.condition("Available").get("status") == "True", 30, "Available")
+        operating.wait_settled()
         template = operating.child("Deployment")["spec"]["template"]
 
-        kubelet.behave(lambda body: of_download(body, namespace, "/b"), slow)
+        kubelet.set_behavior(lambda body: of_download(body, namespace, "/b"), slow)
         cluster.merge(API, KIND, "tales", {"spec": {"model": {"source": {"http": {"url": f"{url}/b"}}}}}, namespace)
-        eventually(
+        wait_for(
             lambda: len(jobs(cluster, namespace)) == 1 and not done(jobs(cluster, namespace)[0]), 30, "the second Job"
         )
-        eventually(lambda: operating.status().get("observedGeneration") == 2, 20, "judged")
-        operating.touch()
+        wait_for(lambda: operating.status().get("observedGeneration") == 2, 20, "judged")
+        operating.requeue()
         deployment = operating.child("Deployment")
         assert (deployment["spec"]["replicas"], deployment["spec"]["template"]) == (1, template)
         assert operating.condition("Ready")["status"] != "True"
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
-        eventually(lambda: operating.child("Deployment")["spec"]["replicas"] == 2, 20, "scaled meanwhile")
+        wait_for(lambda: operating.child("Deployment")["spec"]["replicas"] == 2, 20, "scaled meanwhile")
 
-        kubelet.behave(lambda body: of_download(body, namespace, "/b"), DONE)
-        eventually(lambda: operating.child("Deployment")["spec"]["template"] != template, 30, "the new model")
-        operating.settles()
+        kubelet.set_behavior(lambda body: of_download(body, namespace, "/b"), COMPLETED)
+        wait_for(lambda: operating.child("Deployment")["spec"]["template"] != template, 30, "the new model")
+        operating.wait_settled()
 
 
 def test_an_upgrade_downloads_nothing_again(cluster, namespace, kubelet, new_release, monkeypatch):
-    kubelet.behave(lambda body: of_download(body, namespace, "/a"), DONE)
-    kubelet.behave(lambda body: of_download(body, namespace, "/b"), DONE)
+    kubelet.set_behavior(lambda body: of_download(body, namespace, "/a"), COMPLETED)
+    kubelet.set_behavior(lambda body: of_download(body, namespace, "/b"), COMPLETED)
     with files() as url:
-        with Operating(cluster, namespace) as old:
+        with ControllerHarness(cluster, namespace) as old:
             cluster.apply(llm_service(model={"source": {"http": {"url": f"{url}/a"}}}), namespace)
-            eventually(lambda: old.condition("Available").get("status") == "True", 60, "Available")
-            old.settles()
+            wait_for(lambda: old.condition("Available").get("status") == "True", 60, "Available")
+            old.wait_settled()
             said = {kind: old.condition(kind)["reason"] for kind in ("ModelCached", "Available", "Ready")}
         (before,) = jobs(cluster, namespace)
         settings = new_release()
         # Its Jobs look otherwise, too.
         monkeypatch.setattr(model_storage, "PROGRESS_PORT_VARIABLE", "QUIRE_OTHER_PORT")
-        with Operating(cluster, namespace, settings) as new:
-            new.settles()
-            assert [write for write in new.writes if write[0] not in (KIND, "Event")] == []
+        with ControllerHarness(cluster, namespace, settings) as new:
+            new.wait_settled()
+            assert [write for write in new.recorded_writes if write[0] not in (KIND, "Event")] == []
             assert [job["metadata"]["uid"] for job in jobs(cluster, namespace)] == [before["metadata"]["uid"]]
             assert {kind: new.condition(kind)["reason"] for kind in said} == said
             assert new.condition("ModelCached")["status"] == "True"
             # Another model is another matter.
             cluster.merge(API, KIND, "tales", {"spec": {"model": {"source": {"http": {"url": f"{url}/b"}}}}}, namespace)
-            eventually(lambda: names_of(jobs(cluster, namespace)).isdisjoint(names_of([before])), 30, "its own Job")
-            new.settles()
+            wait_for(lambda: names_of(jobs(cluster, namespace)).isdisjoint(names_of([before])), 30, "its own Job")
+            new.wait_settled()
             assert "QUIRE_OTHER_PORT" in str(jobs(cluster, namespace))
 
 
 def test_an_image_is_changed_where_every_gpu_is_taken(cluster, namespace, kubelet):
-    cluster.apply(claim(), namespace)
-    with Kubelet(cluster, "node-full", gpus=2) as full, Operating(cluster, namespace) as operating:
-        reads_models(full)
+    cluster.apply(make_claim(), namespace)
+    with FakeKubelet(cluster, "node-full", gpus=2) as full, ControllerHarness(cluster, namespace) as operating:
+        answer_model_readers(full)
         gpu = {"product": "NVIDIA-L4", "nodeSelector": {"kubernetes.io/hostname": "node-full"}}
         cluster.apply(llm_service(device="GPU", gpu=gpu, replicas=2), namespace)
-        operating.settles()
-        eventually(lambda: ready(cluster, namespace) == ["quire:gpu"] * 2, 40, "two pods on two GPUs")
+        operating.wait_settled()
+        wait_for(lambda: ready(cluster, namespace) == ["quire:gpu"] * 2, 40, "two pods on two GPUs")
         cluster.merge(API, KIND, "tales", {"spec": {"runtime": {"image": "quire:other"}}}, namespace)
-        eventually(lambda: ready(cluster, namespace) == ["quire:other"] * 2, 60, "both replaced")
+        wait_for(lambda: ready(cluster, namespace) == ["quire:other"] * 2, 60, "both replaced")
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the command of the document needs jq")
@@ -158,14 +158,14 @@ def test_the_difference_that_the_documents_show_is_what_a_release_would_change(
     cluster, namespace, kubelet, new_release, tmp_path, capsys
 ):
     """The command of docs/upgrade.md, with the image that the pods have, and with a new release."""
-    shown = next(text for text in blocks(ROOT / "docs/upgrade.md", "sh") if "kubectl diff" in text)
+    shown = next(text for text in code_blocks(ROOT / "docs/upgrade.md", "sh") if "kubectl diff" in text)
     program = re.search(r"jq '([^']+)'", shown)[1]
-    cluster.apply(claim(), namespace)
-    with Operating(cluster, namespace) as old:
+    cluster.apply(make_claim(), namespace)
+    with ControllerHarness(cluster, namespace) as old:
         cluster.apply(llm_service(), namespace)
-        old.settles()
+        old.wait_settled()
         cluster.merge(API, KIND, "tales", {"spec": {"disruption": {"pdb": "None"}}}, namespace)
-        old.settles()
+        old.wait_settled()
     live = tmp_path / "tales.yaml"
     live.write_text(cluster.kubectl("get", "llm", "tales", "-o", "yaml", namespace=namespace))
 

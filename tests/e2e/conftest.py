@@ -2,10 +2,10 @@
 """One running `quire serve` of the example for all tests that leave it as they found it."""
 
 import pytest
-from support.service import example, serving
+from support.quire_serve import example_document, running_service
 
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory):
-    with serving(example(), tmp_path_factory.mktemp("serve")) as service:
+    with running_service(example_document(), tmp_path_factory.mktemp("serve")) as service:
         yield service

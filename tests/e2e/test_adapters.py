@@ -6,7 +6,7 @@ import shutil
 
 import psutil
 import pytest
-from support.service import EXAMPLES, example, run, serving
+from support.quire_serve import EXAMPLES, example_document, run_concurrently, running_service
 
 pytestmark = pytest.mark.server
 
@@ -17,9 +17,9 @@ GREEDY = {"temperature": 0.0, "max_tokens": 40}
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    document = example()
+    document = example_document()
     document["spec"]["lora"]["maxCached"] = 64
-    with serving(document, folder) as service:
+    with running_service(document, folder) as service:
         yield service
 
 
@@ -82,15 +82,15 @@ def test_a_broken_adapter_says_why_and_disturbs_nobody(own, tmp_path):
 def test_fifty_adapter_models_are_ready_within_15_seconds(own):
     """Of a machine's time that others leave: a stub costs 0.14 s of a processor."""
     folders = {f"many-{i}": EXAMPLES / "adapters" / ("pirate", "sql")[i % 2] for i in range(50)}
-    of_all, ours = machine_s(), own.processor_s()
+    of_all, ours = machine_s(), own.cpu_seconds()
     own.put_adapters(catalogue(own.status()["generation"] + 1, **folders))
     wanted = {"tales", *folders}
     took = own.wait(lambda: set(own.status()["models"]) == wanted, 60, "serving 50 adapters")
-    others = (machine_s() - of_all) - (own.processor_s() - ours)
+    others = (machine_s() - of_all) - (own.cpu_seconds() - ours)
     alone = took - others / psutil.cpu_count()
     print(f"\n50 adapter models ready after {took:.1f} s, {alone:.1f} s without what others computed meanwhile")
     assert alone < 15
-    streams = run(*(own.http_stream(name, STORY, **GREEDY) for name in folders), timeout=120)
+    streams = run_concurrently(*(own.http_stream(name, STORY, **GREEDY) for name in folders), timeout=120)
     assert [s.error for s in streams] == [None] * 50
     assert len({s.text for s in streams}) == 2
 

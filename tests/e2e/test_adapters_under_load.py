@@ -4,7 +4,7 @@
 import asyncio
 
 import pytest
-from support.service import EXAMPLES, Stream, example, run, serving
+from support.quire_serve import EXAMPLES, StreamedResponse, example_document, run_concurrently, running_service
 
 pytestmark = pytest.mark.server
 
@@ -15,10 +15,10 @@ PIRATE, SQL = (str(EXAMPLES / "adapters" / name) for name in ("pirate", "sql"))
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    document = example()
+    document = example_document()
     # One slot: every change of adapter among the clients is a change of slot too.
     document["spec"]["lora"] |= {"maxLoaded": 1, "maxCached": 2}
-    with serving(document, tmp_path_factory.mktemp("load")) as service:
+    with running_service(document, tmp_path_factory.mktemp("load")) as service:
         yield service
 
 
@@ -87,7 +87,7 @@ def test_changes_under_load_fail_no_request_and_mix_no_contents(own):
             assert own.text("swapped", STORY, **GREEDY) == expected[folder]
             put(swapped=folder)
 
-    run(clients.run(change), timeout=120)
+    run_concurrently(clients.run(change), timeout=120)
     assert [stream.error for _, stream in clients.answers if stream.error] == []
     assert len(clients.answers) > 20
     for model, stream in clients.answers:
@@ -103,7 +103,7 @@ def test_a_request_that_runs_keeps_the_content_that_it_began_with(own):
     own.wait(lambda: {_ready(a) and a["name"] for a in own.status()["adapters"]} >= {"swapped", "guest"}, 30, "there")
     long = {"temperature": 0.0, "max_tokens": 180, "ignore_eos": True}
     alone = {name: own.text(name, STORY, **long) for name in ("pirate", "sql")}
-    streams = Stream(), Stream()
+    streams = StreamedResponse(), StreamedResponse()
 
     async def both():
         tasks = [
@@ -117,7 +117,7 @@ def test_a_request_that_runs_keeps_the_content_that_it_began_with(own):
         assert (await asyncio.to_thread(*put)).status == 202
         await asyncio.gather(*tasks)
 
-    run(both(), timeout=60)
+    run_concurrently(both(), timeout=60)
     assert [stream.error for stream in streams] == [None, None]
     assert "".join(streams[0].pieces) == alone["pirate"]
     assert "".join(streams[1].pieces) == alone["sql"]

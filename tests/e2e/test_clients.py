@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 import tritonclient.http.aio as httpaio
-from support.service import grpc_flag, grpc_text, run
+from support.quire_serve import grpc_flag, grpc_text, run_concurrently
 
 pytestmark = pytest.mark.server
 
@@ -65,7 +65,7 @@ def test_log_probabilities_of_the_prompt(service):
     assert first is None and len(positions) == int(body["num_input_tokens"]) - 1
     assert all(1 <= len(position) <= 2 for position in positions)
     assert all(entry["logprob"] < 0 and entry["decoded_token"] for p in positions for entry in p.values())
-    (stream,) = run(service.http_stream("tales", STORY, **asked))
+    (stream,) = run_concurrently(service.http_stream("tales", STORY, **asked))
     assert json.loads(stream.events[0]["prompt_logprobs"]) == [first, *positions]
     assert {event["prompt_logprobs"] for event in stream.events[1:]} <= {"null"}
 
@@ -84,7 +84,7 @@ def test_several_outputs_in_one_answer(service):
     assert body["text_output"] == [STORY + text for text in alone]
     assert body["finish_reason"] == ["length"] * 3
     assert (body["num_output_tokens"], len(body["output_ids"])) == ([20] * 3, 60)
-    (stream,) = run(service.http_stream("tales", STORY, seed=3, n=3, **asked))
+    (stream,) = run_concurrently(service.http_stream("tales", STORY, seed=3, n=3, **asked))
     texts = [event["text_output"] for event in stream.events]
     assert ["".join(parts) for parts in zip(*texts, strict=True)] == alone
     best = service.generate("tales", STORY, seed=3, best_of=3, **asked).body
@@ -115,13 +115,13 @@ def test_stop_string_ends_the_text_before_it(service):
 
 def test_http_stream_adds_up_to_the_whole(service):
     whole = service.text("tales", STORY, **GREEDY)
-    (stream,) = run(service.http_stream("tales", STORY, **GREEDY))
+    (stream,) = run_concurrently(service.http_stream("tales", STORY, **GREEDY))
     assert (stream.text, stream.error) == (whole, None)
     assert len(stream.events) > 3
 
 
 def test_grpc_stream_asyncio(service):
-    (stream,) = run(service.grpc_stream("pirate", STORY, **GREEDY))
+    (stream,) = run_concurrently(service.grpc_stream("pirate", STORY, **GREEDY))
     assert (stream.text, stream.error) == (service.text("pirate", STORY, **GREEDY), None)
 
 
@@ -193,7 +193,7 @@ def test_64_streams_at_once_with_mixed_adapters(service):
     models = ["tales", "pirate", "sql"]
     alone = {m: service.text(m, STORY, **GREEDY) for m in models}
     calls = [(service.http_stream if i % 2 else service.grpc_stream)(models[i % 3], STORY, **GREEDY) for i in range(64)]
-    streams = run(*calls, timeout=120)
+    streams = run_concurrently(*calls, timeout=120)
     assert [s.error for s in streams] == [None] * 64
     assert [s.text for s in streams] == [alone[models[i % 3]] for i in range(64)]
 
@@ -205,7 +205,7 @@ def test_a_closed_connection_frees_its_blocks(service):
         async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
             await response.content.readline()
 
-    run(*(leave_early() for _ in range(8)))
+    run_concurrently(*(leave_early() for _ in range(8)))
     service.wait(lambda: "vllm:num_requests_running" in service.metrics(), 5, "metrics")
     service.wait(lambda: gauge(service, "vllm:num_requests_running") == 0, 10, "free of running requests")
     assert gauge(service, "vllm:kv_cache_usage_perc") == 0

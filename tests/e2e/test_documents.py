@@ -7,7 +7,7 @@ import sys
 import urllib.request
 
 import pytest
-from support.documents import ROOT, blocks, commands
+from support.doc_snippets import ROOT, code_blocks, shell_commands
 
 pytestmark = pytest.mark.server
 
@@ -17,7 +17,7 @@ README = ROOT / "README.md"
 
 def requests(text):
     """Path and body of each request that curl is told to send to the HTTP port."""
-    for words in commands(text):
+    for words in shell_commands(text):
         urls = [word for word in words if word.startswith("localhost:8000/")]
         if words[0] == "curl" and urls:
             yield urls[0].removeprefix("localhost:8000"), words[words.index("-d") + 1]
@@ -32,8 +32,8 @@ def answer(service, path, body):
 
 
 def test_requests_by_curl_are_answered(service):
-    shown = [request for text in blocks(PARAMETERS, "sh") for request in requests(text)]
-    ask_it = [text for text in blocks(README, "") if text.startswith("curl localhost:8000")]
+    shown = [request for text in code_blocks(PARAMETERS, "sh") for request in requests(text)]
+    ask_it = [text for text in code_blocks(README, "") if text.startswith("curl localhost:8000")]
     shown += [request for text in ask_it for request in requests(text)]
     assert len(shown) == 8
     for path, body in shown:
@@ -43,8 +43,8 @@ def test_requests_by_curl_are_answered(service):
 
 
 def test_answers_are_as_shown(service):
-    first, second, refused = blocks(PARAMETERS, "json")
-    asked = [next(requests(text)) for text in blocks(PARAMETERS, "sh")[:2]]
+    first, second, refused = code_blocks(PARAMETERS, "json")
+    asked = [next(requests(text)) for text in code_blocks(PARAMETERS, "sh")[:2]]
     for (path, body), text in zip(asked, (first, second), strict=True):
         (found,), wanted = answer(service, path, body), json.loads(text)
         assert found.keys() == wanted.keys()
@@ -55,7 +55,7 @@ def test_answers_are_as_shown(service):
 
 
 def test_the_client_in_python_prints_a_stream(service):
-    (code,) = blocks(PARAMETERS, "python")
+    (code,) = code_blocks(PARAMETERS, "python")
     code = code.replace("localhost:8001", f"127.0.0.1:{service.ports['grpc']}")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.service import run
+from support.quire_serve import run_concurrently
 
 pytestmark = pytest.mark.server
 
@@ -72,7 +72,7 @@ def test_invalid_utf8(service, prompt):
 
 
 def test_invalid_utf8_over_grpc(service):
-    (stream,) = run(service.grpc_stream("tales", b"\xff\xfe", max_tokens=4))
+    (stream,) = run_concurrently(service.grpc_stream("tales", b"\xff\xfe", max_tokens=4))
     assert "INVALID_ARG" in stream.error
     assert "UTF-8" in stream.error
     works(service)
@@ -91,7 +91,7 @@ def test_wrong_input_ids(service, ids):
 
 
 def test_grpc_gets_the_real_status(service):
-    unknown, wrong = run(
+    unknown, wrong = run_concurrently(
         service.grpc_stream("tales", STORY, lora_name="nobody"), service.grpc_stream("tales", STORY, temperature=-1.0)
     )
     assert "NOT_FOUND" in unknown.error
@@ -112,7 +112,7 @@ def test_refusals_are_counted_wherever_they_are_found(service):
     assert service.generate("sql", STORY, lora_name="pirate").status == 400
     assert service.request("http", "/v2/models/pirate/generate", {"input_ids": [-1]}).status == 400
     assert service.generate("tales", STORY, lora_name="nobody").status == 400
-    (stream,) = run(service.grpc_stream("tales", b"\xff"))
+    (stream,) = run_concurrently(service.grpc_stream("tales", b"\xff"))
     assert stream.error
     service.wait(lambda: counted() - before == {"INVALID_ARG": 4, "NOT_FOUND": 1}, 5, "counted")
 
@@ -121,7 +121,7 @@ def test_wrong_requests_among_right_ones_disturb_nobody(service):
     alone = service.text("pirate", STORY, temperature=0.0, max_tokens=60)
     good = [service.http_stream("pirate", STORY, temperature=0.0, max_tokens=60) for _ in range(8)]
     bad = [service.http_stream("tales", STORY, temperature=-1) for _ in range(8)]
-    streams = run(*(s for pair in zip(good, bad, strict=True) for s in pair))
+    streams = run_concurrently(*(s for pair in zip(good, bad, strict=True) for s in pair))
     assert [s.text for s in streams[::2]] == [alone] * 8
     assert all("temperature" in s.error for s in streams[1::2])
 

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.service import EXAMPLES
+from support.quire_serve import EXAMPLES
 
 pytestmark = pytest.mark.server
 

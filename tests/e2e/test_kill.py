@@ -8,8 +8,8 @@ import threading
 import time
 
 import pytest
-from support.ranks import rank_processes
-from support.service import Service, Stream, example, run, serving
+from support.quire_serve import QuireServeProcess, StreamedResponse, example_document, run_concurrently, running_service
+from support.thread_workers import tp_worker_processes
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
 
@@ -19,7 +19,7 @@ LONG = {"max_tokens": 1800, "ignore_eos": True, "temperature": 0.8}
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    with serving(example(), tmp_path_factory.mktemp("kill")) as service:
+    with running_service(example_document(), tmp_path_factory.mktemp("kill")) as service:
         yield service
 
 
@@ -28,7 +28,7 @@ def test_kill(own, victim):
     """Every open stream ends with an error within 2 s; readiness drops; service is back by itself, adapters too."""
     pid = own.stub("pirate").pid if victim == "stub" else own.pid(victim)
     models = ["tales", "pirate", "sql"]
-    streams = [Stream() for _ in range(9)]
+    streams = [StreamedResponse() for _ in range(9)]
     calls = [own.http_stream, own.grpc_stream, own.http_stream]
     seen = HealthWatch(own)
 
@@ -48,7 +48,7 @@ def test_kill(own, victim):
     with seen:
         killed = asyncio.run(scenario())
         touched = streams if victim != "stub" else [s for i, s in enumerate(streams) if i % 3 == 1]
-        late = [round(s.ended - killed, 2) for s in touched]
+        late = [round(s.ended_at - killed, 2) for s in touched]
         assert all(s.error for s in touched), [s.error for s in touched]
         assert max(late) < 2.0, late
         back = own.wait(lambda: answers(own), 60, "serving all three models again")
@@ -62,15 +62,15 @@ def test_kill(own, victim):
 
 def test_kill_a_rank_that_shares_the_layers(tmp_path):
     """The core goes with it, and the supervisor brings both back; adapters too."""
-    document = example()
+    document = example_document()
     document["spec"]["engine"]["tensorParallelSize"] = 2
-    with serving(document, tmp_path) as service:
+    with running_service(document, tmp_path) as service:
         core = service.pid("core")
-        (rank,) = rank_processes(core)
-        stream = Stream()
+        (rank,) = tp_worker_processes(core)
+        stream = StreamedResponse()
 
         async def scenario() -> None:
-            task = asyncio.create_task(service.http_stream("pirate", STORY, into=stream, **LONG))
+            task = asyncio.create_task(service.http_stream("pirate", STORY, streamed_response=stream, **LONG))
             while not stream.pieces:
                 await asyncio.sleep(0.02)
             rank.kill()
@@ -91,24 +91,24 @@ def test_kill_an_idle_stub_heals_that_model_alone(own):
 
 def test_kill_the_supervisor_leaves_nothing(tmp_path):
     with serving_without_stop(tmp_path) as service:
-        service.processes()
+        service.child_processes()
         service.kill()
         service.assert_nothing_left()
 
 
 def test_sigterm_lets_open_requests_finish(tmp_path):
     with serving_without_stop(tmp_path) as service:
-        stream = Stream()
+        stream = StreamedResponse()
 
         async def scenario() -> None:
             task = asyncio.create_task(
                 service.http_stream(
-                    "tales", STORY, into=stream, max_tokens=400, ignore_eos=True, return_finish_reason=True
+                    "tales", STORY, streamed_response=stream, max_tokens=400, ignore_eos=True, return_finish_reason=True
                 )
             )
             while not stream.pieces:
                 await asyncio.sleep(0.02)
-            service.processes()
+            service.child_processes()
             service.process.send_signal(signal.SIGTERM)
             await asyncio.wait_for(task, 40)
 
@@ -125,7 +125,7 @@ def serving_without_stop(folder):
 
     @contextmanager
     def manager():
-        service = Service(example(), folder)
+        service = QuireServeProcess(example_document(), folder)
         try:
             service.wait_ready()
             yield service
@@ -133,7 +133,7 @@ def serving_without_stop(folder):
             if service.process.poll() is None:
                 service.kill()
                 service.assert_nothing_left()
-            service.clear()
+            service.clean_up()
 
     return manager()
 
@@ -166,4 +166,6 @@ def answers(service):
 
 
 def test_requests_after_everything(own):
-    assert [s.error for s in run(*(own.http_stream("pirate", STORY, max_tokens=20) for _ in range(8)))] == [None] * 8
+    assert [
+        s.error for s in run_concurrently(*(own.http_stream("pirate", STORY, max_tokens=20) for _ in range(8)))
+    ] == [None] * 8

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support.service import EXAMPLES
+from support.quire_serve import EXAMPLES
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.service import ROOT
+from support.quire_serve import ROOT
 
 pytestmark = pytest.mark.server
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.service import EXAMPLES, Stream, run
+from support.quire_serve import EXAMPLES, StreamedResponse, run_concurrently
 
 from quire_engine import LLM, LoRARequest, SamplingParams
 from quire_spec.errors import InvalidArgument
@@ -64,7 +64,7 @@ class Case:
     model: str
     prompt: str
     values: dict[str, Any]
-    stream: Stream | None = None
+    stream: StreamedResponse | None = None
     protocol: str = "http"
 
 
@@ -127,7 +127,7 @@ def test_random_requests_end_as_offline(service, offline):
         gate = asyncio.Semaphore(24)
         await asyncio.gather(*(ask(service, case, gate) for case in asked))
 
-    run(storm(), timeout=60)
+    run_concurrently(storm(), timeout=60)
     num_right = num_input = num_output = 0
     for case in asked:
         output, error = expected(offline, case)

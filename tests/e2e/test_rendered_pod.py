@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster.ports import free_ports
-from support.planning import service as parsed
-from support.service import EXAMPLES, PORTS, Service
+from nodocker_cluster.ports import free_ports
+from support.planning import llm_service as parsed
+from support.quire_serve import EXAMPLES, PORTS, QuireServeProcess
 
 from quire_operator.plan.checkpoint_files import FolderReader, read_checkpoint
 from quire_operator.plan.inputs import PlannerInputs
@@ -32,11 +32,11 @@ runtime: {ports: {http: %d, grpc: %d, metrics: %d, health: %d}}
 """
 
 
-class RenderedPod(Service):
+class RenderedPod(QuireServeProcess):
     """The container `server` of a Deployment, with its volumes as folders below `folder`."""
 
     def __init__(self, manifests, folder: Path, ports: dict[str, int]) -> None:
-        self.folder, self.ports, self.family = folder, ports, set()
+        self.folder, self.ports, self.seen_processes = folder, ports, set()
         self.log = folder / "pod.log"
         data = {m["metadata"]["name"]: _content(m) for m in manifests if m["kind"] in ("ConfigMap", "Secret")}
         (template,) = [m["spec"]["template"]["spec"] for m in manifests if m["kind"] == "Deployment"]
@@ -104,7 +104,7 @@ def test_the_rendered_pod_runs(tmp_path):
             assert memory[name] <= counted, (name, memory[name], counted)
         answer = pod.request("http", "/v2/models/pirate/generate", {"text_input": "Hello", "max_tokens": 4})
         assert answer.status == 200, answer
-        used = sum(p.memory_full_info().pss for p in (psutil.Process(pod.process.pid), *pod.processes()))
+        used = sum(p.memory_full_info().pss for p in (psutil.Process(pod.process.pid), *pod.child_processes()))
         assert used < plan.hostBytes.total
     finally:
         assert pod.stop(of.spec.rollout.drainSeconds + 35) == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.emulated import device
-from support.tiny import VOCAB, make_adapter, make_checkpoint
+from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
 from torch.nn.attention import SDPBackend
 
 from quire_engine.api.llm import LLM

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import support.emulated  # noqa: F401  (skips without it)
-from support.tiny import make_checkpoint
+from support.tiny_checkpoints import make_checkpoint
 
 SCRIPT = """
 import json, os, signal, sys, time

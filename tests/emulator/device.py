@@ -22,7 +22,7 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-Work = Callable[[], Any]
+QueuedWork = Callable[[], Any]
 
 DRY = os.environ.get("EMULATOR_DRY", "0") == "1"
 """Nothing is computed: what runs has the shapes, memory and calls of a real device, and every result is 0."""
@@ -36,23 +36,23 @@ _runtime.emulator_finish.argtypes = [ctypes.c_void_p]
 _runtime.emulator_is_capturing.argtypes = [ctypes.c_void_p]
 _runtime.emulator_unknown.restype = ctypes.c_char_p
 _runtime.emulator_waits.restype = ctypes.c_long
-_work: dict[int, Work] = {}
+_queued_work: dict[int, QueuedWork] = {}
 _captured: set[int] = set()
 """Of `_work`, what stays for the next replay."""
-_numbers = itertools.count(1)
+_work_ids = itertools.count(1)
 _num_idle = 0
 _library: torch.library.Library | None = None
 """Takes back what it has put in place when it is collected."""
 _generators: dict[torch.Generator, torch.Generator] = {}
 """The CPU's by CUDA's."""
 
-_REAL = (
+_REAL_OPERATIONS = (
     *("empty", "empty_strided", "_empty_affine_quantized", "_efficientzerotensor", "resize_", "resize_as_", "set_"),
     *("as_strided", "view", "_reshape_alias", "alias", "unfold", "view_as_real", "view_as_complex", "is_set_to"),
     *("_local_scalar_dense", "_pin_memory", "is_pinned", "record_stream", "_record_function", "copy_", "_copy_from"),
 )
 """Operations of PyTorch's that launch no kernel: they are left as they are."""
-_SIZED_BY_DATA = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "histc")
+_DATA_DEPENDENT = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "histc")
 
 
 def install() -> None:
@@ -71,9 +71,9 @@ def install() -> None:
         warnings.simplefilter("ignore")
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
             base, _, overload = name.removeprefix("aten::").partition(".")
-            if name.startswith("aten::") and base not in _REAL:
+            if name.startswith("aten::") and base not in _REAL_OPERATIONS:
                 operation = getattr(getattr(torch.ops.aten, base), overload or "default")
-                _library.impl(name, _Emulated(operation).__call__, "CUDA", allow_override=True)
+                _library.impl(name, _EmulatedOperation(operation).__call__, "CUDA", allow_override=True)
         real_copy = _copy_by(lambda to, source, ahead: copy.call_boxed(keys, to, source, ahead))
         _library.impl("aten::copy_", real_copy, "CUDA", allow_override=True)
     # Fused attention has operations of its own for CUDA, which no other device can do in its place.
@@ -108,7 +108,7 @@ def waits() -> int:
     return int(_runtime.emulator_waits())
 
 
-def enqueue(work: Work) -> None:
+def enqueue(work: QueuedWork) -> None:
     """Queue work on the current stream.
 
     Raises:
@@ -116,12 +116,12 @@ def enqueue(work: Work) -> None:
     """
     if DRY:
         work = _do_nothing
-    number, stream = next(_numbers), _stream()
+    number, stream = next(_work_ids), _stream()
     if _runtime.emulator_is_capturing(stream):
         _captured.add(number)
     elif _num_idle:
         work = _lenient(work)
-    _work[number] = work
+    _queued_work[number] = work
     if error := _runtime.emulator_enqueue(stream, number):
         raise RuntimeError(f"emulated CUDA: error {error} at a launch")
 
@@ -130,7 +130,7 @@ def _do_nothing() -> None:
     """In place of what is not computed."""
 
 
-def _lenient(work: Work) -> Work:
+def _lenient(work: QueuedWork) -> QueuedWork:
     def run() -> None:
         # What kernels left out in `idle` may be an index.
         with contextlib.suppress(IndexError, RuntimeError):
@@ -139,7 +139,7 @@ def _lenient(work: Work) -> Work:
     return run
 
 
-class _Memory:
+class _TensorMemory:
     """A CUDA tensor as a kernel knows it."""
 
     __slots__ = ("address", "dtype", "nbytes", "offset", "size", "stride")
@@ -163,7 +163,7 @@ class _Memory:
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
 def _run(number: int) -> int:
     try:
-        work = _work[number] if number in _captured else _work.pop(number)
+        work = _queued_work[number] if number in _captured else _queued_work.pop(number)
         with torch.inference_mode(), torch._C._DisableTorchDispatch(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             work()
@@ -187,10 +187,10 @@ def _is_cuda(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "cuda"
 
 
-def _freeze(value: Any) -> Any:
+def _capture_argument(value: Any) -> Any:
     """An argument as queued work keeps it."""
     if _is_cuda(value):
-        return _Memory(value)
+        return _TensorMemory(value)
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, torch.device):
@@ -200,11 +200,11 @@ def _freeze(value: Any) -> Any:
     return value
 
 
-def _thaw(value: Any) -> Any:
-    return value.open() if isinstance(value, _Memory) else value
+def _resolve(value: Any) -> Any:
+    return value.open() if isinstance(value, _TensorMemory) else value
 
 
-def _meta(value: Any) -> Any:
+def _to_meta(value: Any) -> Any:
     """An argument without data, to learn the result's size."""
     if _is_cuda(value):
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
@@ -219,7 +219,7 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-class _Emulated:
+class _EmulatedOperation:
     """What stands in for an operation's CUDA kernel."""
 
     def __init__(self, operation: Any) -> None:
@@ -260,7 +260,7 @@ class _Emulated:
     def _is_sized_by_data(self, args: Any) -> bool:
         masks = (torch.bool, torch.uint8)
         masked = self._name == "index" and any(isinstance(each, Tensor) and each.dtype in masks for each in args[1])
-        return masked or self._name in _SIZED_BY_DATA or self._operation.name() == "aten::repeat_interleave.Tensor"
+        return masked or self._name in _DATA_DEPENDENT or self._operation.name() == "aten::repeat_interleave.Tensor"
 
     def _write(self, args: Any, named: Any) -> Any:
         """Into tensors that are given."""
@@ -273,10 +273,10 @@ class _Emulated:
 
     def _make(self, device: torch.device, args: Any, named: Any) -> Any:
         """Tensors that are new."""
-        given, by_name = tree_map(_meta, (args, named))
+        given, by_name = tree_map(_to_meta, (args, named))
         sizes, form = tree_flatten(self._operation(*given, **by_name))
         results = [_empty_like(size, device) if isinstance(size, Tensor) else size for size in sizes]
-        memories = [_Memory(value) if isinstance(value, Tensor) else None for value in results]
+        memories = [_TensorMemory(value) if isinstance(value, Tensor) else None for value in results]
         compute = self._frozen(args, named)
 
         def work() -> None:
@@ -287,12 +287,12 @@ class _Emulated:
         enqueue(work)
         return tree_unflatten(results, form)
 
-    def _frozen(self, args: Any, named: Any) -> Work:
+    def _frozen(self, args: Any, named: Any) -> QueuedWork:
         flat, form = tree_flatten((args, named))
-        kept = [_freeze(value) for value in flat]
+        kept = [_capture_argument(value) for value in flat]
 
         def compute() -> Any:
-            given, by_name = tree_unflatten([_thaw(value) for value in kept], form)
+            given, by_name = tree_unflatten([_resolve(value) for value in kept], form)
             return self._operation(*given, **by_name)
 
         return compute
@@ -300,7 +300,7 @@ class _Emulated:
 
 def _give_sizes(operation: Any, args: Any, named: Any, outs: list[str]) -> None:
     """An operation gives its results their sizes where they are empty."""
-    given, by_name = tree_map(_meta, (args, named))
+    given, by_name = tree_map(_to_meta, (args, named))
     metas = {key: by_name[key] for key in outs}
     operation(*given, **by_name)
     for key, meta in metas.items():
@@ -320,7 +320,7 @@ def _copy_by(real: Callable[[Tensor, Tensor, bool], Tensor]) -> Callable[..., Te
         if to.numel() == 0:
             return to
         if _is_cuda(to) and _is_cuda(source):
-            target, origin = _Memory(to), _Memory(source)
+            target, origin = _TensorMemory(to), _TensorMemory(source)
             enqueue(lambda: target.open().copy_(origin.open()))
             return to
         ordered = to.is_contiguous() and source.is_contiguous() and to.size() == source.size()
@@ -353,19 +353,21 @@ def _launch(self: Any, *args: Any, **named: Any) -> None:
         return
     if _num_idle and not _runtime.emulator_is_capturing(_stream()):
         return
-    kept = [_freeze(value) for value in args]
-    by_name = {key: _freeze(value) for key, value in named.items()}
-    enqueue(lambda: _launch_on_cpu(self, *map(_thaw, kept), **{key: _thaw(value) for key, value in by_name.items()}))
+    kept = [_capture_argument(value) for value in args]
+    by_name = {key: _capture_argument(value) for key, value in named.items()}
+    enqueue(
+        lambda: _launch_on_cpu(self, *map(_resolve, kept), **{key: _resolve(value) for key, value in by_name.items()})
+    )
 
 
-class _Kept:
+class _KeptPatch:
     def restore(self) -> None:
         """What is patched stays so."""
 
 
-def _patch_once(function: Any) -> _Kept:
+def _patch_once(function: Any) -> _KeptPatch:
     """The interpreter patches the language in each call of each function: a fifth of its time."""
     if id(function.__globals__) not in _patched:
         _patched.add(id(function.__globals__))
         _patch(function)
-    return _Kept()
+    return _KeptPatch()

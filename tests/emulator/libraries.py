@@ -55,15 +55,15 @@ def build() -> list[Path]:
         CACHE.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=CACHE))
         try:
-            _make(made, _wanted(torch))
+            _compile_libraries(made, _required_symbols(torch))
             made.rename(folder)
         finally:
             shutil.rmtree(made, ignore_errors=True)
-        sweep(CACHE)
+        remove_stale(CACHE)
     return [folder / name for name in _PREFIXES]
 
 
-def sweep(cache: Path) -> None:
+def remove_stale(cache: Path) -> None:
     """Remove what nobody has used for long: builds of other versions, and what those have left that were killed."""
     oldest = time.time() - KEEP_SECONDS
     for folder in cache.iterdir():
@@ -78,38 +78,40 @@ def _package(name: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def _wanted(folder: Path) -> dict[str, str]:
+def _required_symbols(folder: Path) -> dict[str, str]:
     """Functions that PyTorch's libraries do not bring themselves, each with the version that it must have ("": any)."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for library in folder.glob("*.so"):
         for line in _run("readelf", "-W", "--dyn-syms", str(library)).splitlines():
             words = line.split()
             if len(words) >= 8 and words[6] == "UND":
                 name, _, version = words[7].partition("@")
-                found[name] = version.lstrip("@")
-    if found.get("cudaMalloc") != "libcudart.so.13":
+                versions[name] = version.lstrip("@")
+    if versions.get("cudaMalloc") != "libcudart.so.13":
         raise RuntimeError("torch: not built for CUDA 13; make emulated installs one that is")
-    return found
+    return versions
 
 
-def _make(folder: Path, wanted: dict[str, str]) -> None:
+def _compile_libraries(folder: Path, required: dict[str, str]) -> None:
     headers = [_package("nvidia") / "cu13/include", _package("triton") / "backends/nvidia/include"]
     for library, prefix in _PREFIXES.items():
-        names = sorted(name for name in wanted if re.match(prefix, name))
-        sources, written = [], set()
+        names = sorted(name for name in required if re.match(prefix, name))
+        sources, defined = [], set()
         if library in _OURS:
             sources.append(HERE / _OURS[library])
-            written = set(_DEFINED.findall(sources[0].read_text()))
-        otherwise = _NOT_SUPPORTED if library == "libcudart.so.13" else 0
+            defined = set(_DEFINED.findall(sources[0].read_text()))
+        return_code = _NOT_SUPPORTED if library == "libcudart.so.13" else 0
         empty = folder / f"{library}.cpp"
-        missing = [name for name in names if name not in written]
-        empty.write_text("".join(f'extern "C" long {name}() {{ return {otherwise}; }}\n' for name in missing))
+        missing = [name for name in names if name not in defined]
+        empty.write_text("".join(f'extern "C" long {name}() {{ return {return_code}; }}\n' for name in missing))
         versions = defaultdict(list)
         for name in names:
-            versions[wanted[name]].append(name)
+            versions[required[name]].append(name)
         versions.pop("", None)
         script = folder / f"{library}.map"
-        script.write_text("".join(f"{v} {{ global: {'; '.join(of)}; }};\n" for v, of in versions.items()) or "{};\n")
+        script.write_text(
+            "".join(f"{v} {{ global: {'; '.join(symbols)}; }};\n" for v, symbols in versions.items()) or "{};\n"
+        )
         linked = [folder / "libcudart.so.13"] if library in _OURS and library != "libcudart.so.13" else []
         _run(
             *("g++", "-std=c++20", "-O1", "-g", "-shared", "-fPIC", f"-Wl,-soname,{library}"),

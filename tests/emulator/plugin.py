@@ -26,7 +26,7 @@ EngineConfig.from_json = classmethod(_read_for_cuda)  # type: ignore[method-assi
 
 
 @pytest.fixture(autouse=True)
-def everything_computed() -> Iterator[None]:
+def no_failed_kernels() -> Iterator[None]:
     """No kernel was launched past the emulator, and none failed."""
     before = len(device.errors)
     yield

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.runner import expected_output
-from support.scheduling import ALWAYS_SWAP, CONFIG, Bench
-from support.tiny import VOCAB, make_adapter, make_checkpoint
+from support.fake_runner import expected_output
+from support.scheduler_harness import ALWAYS_SWAP, CONFIG, SchedulerHarness
+from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
 
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.swap_policy import SwapCosts
@@ -205,8 +205,8 @@ def test_an_abort_between_steps_ends_a_sequence_at_once_and_no_other(folder):
 # What the scheduler does ahead, and what not.
 
 
-def _bench(**fields: Any) -> Bench:
-    return Bench(ahead=True, **fields)
+def _bench(**fields: Any) -> SchedulerHarness:
+    return SchedulerHarness(lookahead=True, **fields)
 
 
 def test_a_sequence_of_known_length_has_no_step_in_vain():
@@ -223,10 +223,10 @@ def test_one_that_stops_has_a_token_computed_in_vain_and_keeps_its_blocks_until_
     bench.step()
     bench.step()
     assert sequence.status is SequenceStatus.FINISHED and bench.outputs[0] == output[:2]
-    assert bench.flight is not None and bench.blocks.num_used == 2
+    assert bench.lookahead_step is not None and bench.block_pool.num_used == 2
     assert bench.scheduler.has_work and bench.scheduler.num_running == 0
     assert bench.step() == [(0, 8, 1)]
-    assert bench.outputs[0] == output[:2] and bench.blocks.num_used == 0
+    assert bench.outputs[0] == output[:2] and bench.block_pool.num_used == 0
     assert not bench.scheduler.has_work
 
 
@@ -247,7 +247,7 @@ def test_nobody_is_preempted_ahead():
     bench.add(14, 20)
     waited = []
     while not bench.scheduler.num_preemptions:
-        waited.append(bench.flight is None)
+        waited.append(bench.lookahead_step is None)
         bench.step()
     assert waited[-1] and sum(waited) == 2 and len(waited) > 10
     bench.run()

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import VOCAB, make_checkpoint
-from support.tokenizer import byte_level, save
+from support.tiny_checkpoints import VOCAB, make_checkpoint
+from support.tokenizer import byte_level, save_tokenizer
 from transformers import AutoTokenizer
 
 from quire_engine import LLM, SamplingParams
@@ -45,7 +45,9 @@ TOOLS = [{"type": "function", "function": {"name": "größe", "parameters": {"a"
 
 def _folder(tmp_path: Path, template: Any = None, **files: str) -> Path:
     config = {} if template is None else {"chat_template": template}
-    save(byte_level(), tmp_path, bos_token="<s>", eos_token={"content": "</s>", "__type": "AddedToken"}, **config)
+    save_tokenizer(
+        byte_level(), tmp_path, bos_token="<s>", eos_token={"content": "</s>", "__type": "AddedToken"}, **config
+    )
     for name, text in files.items():
         (tmp_path / f"{name}.jinja").write_text(text, encoding="utf-8")
     return tmp_path
@@ -158,7 +160,7 @@ def test_parts_of_text_are_joined_and_both_endings_exclude_each_other() -> None:
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), "llama")
-    save(byte_level(VOCAB - 1), folder, chat_template="{{ bos_token }}" + CHATML)
+    save_tokenizer(byte_level(VOCAB - 1), folder, chat_template="{{ bos_token }}" + CHATML)
     recommended = {
         "temperature": 0.6,
         "top_p": 0.95,

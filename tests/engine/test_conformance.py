@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peft import LoraConfig
-from support.tiny import load_adapted_oracle, make_adapter, make_checkpoint
+from support.tiny_checkpoints import load_adapted_oracle, make_adapter, make_checkpoint
 
 from quire_engine.core.engine import Engine
 from quire_engine.lora.peft.adapter import CONFIG_FILE

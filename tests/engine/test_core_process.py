@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.llama import greedy, make_adapter, make_llama
-from support.pod import Peer, Pod, eventually, rest
+from support.engine_processes import EngineProcesses, IpcClient, wait_for, wait_quiet
+from support.llama import greedy_output, make_llama, make_llama_adapter
 
 from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.framing import encode_frame
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return [make_adapter(model, tmp_path_factory.mktemp("adapter"), seed) for seed in range(4)]
+    return [make_llama_adapter(model, tmp_path_factory.mktemp("adapter"), seed) for seed in range(4)]
 
 
 def config_of(model: Path, **more: object) -> dict[str, object]:
@@ -38,33 +38,33 @@ def config_of(model: Path, **more: object) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcesses]:
     lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2}
-    with Pod(tmp_path_factory.mktemp("run"), **config_of(model, **lora)) as pod:
+    with EngineProcesses(tmp_path_factory.mktemp("run"), **config_of(model, **lora)) as pod:
         yield pod.start("core")
 
 
 @pytest.fixture
-def pod(shared: Pod) -> Iterator[Pod]:
+def pod(shared: EngineProcesses) -> Iterator[EngineProcesses]:
     yield shared
     shared.wait_idle()
     assert "Traceback" not in shared.log("core")
 
 
 @pytest.fixture
-def text(pod: Pod) -> Iterator[Peer]:
+def text(pod: EngineProcesses) -> Iterator[IpcClient]:
     """A connection in the role of the text process."""
-    with pod.peer("core", "text") as peer:
+    with pod.connect("core", "text") as peer:
         yield peer
 
 
 @pytest.fixture
-def supervisor(pod: Pod) -> Iterator[Peer]:
-    with pod.peer("core", "supervisor") as peer:
+def supervisor(pod: EngineProcesses) -> Iterator[IpcClient]:
+    with pod.connect("core", "supervisor") as peer:
         yield peer
 
 
-def results(peer: Peer, ids: list[int]) -> dict[int, list[SequenceDelta]]:
+def results(peer: IpcClient, ids: list[int]) -> dict[int, list[SequenceDelta]]:
     """Every result of the sequences `ids`, up to their last ones."""
     got: dict[int, list[SequenceDelta]] = {i: [] for i in ids}
     missing, started = set(ids), []
@@ -84,17 +84,17 @@ def tokens(found: list[SequenceDelta]) -> list[int]:
     return [i for result in found for i in result.token_ids]
 
 
-def test_sequences_run_and_their_results_come_step_by_step(text: Peer, model: Path):
+def test_sequences_run_and_their_results_come_step_by_step(text: IpcClient, model: Path):
     prompts = {7: [1, 2, 3], 8: [9] * 40, 9: [5]}
     for id, prompt in prompts.items():
         text.send(SequenceRequest(id, prompt, GREEDY))
     for id, found in results(text, list(prompts)).items():
-        assert tokens(found) == greedy(model, prompts[id], 12)
+        assert tokens(found) == greedy_output(model, prompts[id], 12)
         assert [len(result.token_ids) for result in found] == [1] * 12
         assert found[-1].finish_reason == "length"
 
 
-def test_a_wrong_sequence_fails_alone(pod: Pod, text: Peer):
+def test_a_wrong_sequence_fails_alone(pod: EngineProcesses, text: IpcClient):
     text.send(SequenceRequest(1, [5], GREEDY))
     wrong = {
         2: SequenceRequest(2, [], GREEDY),
@@ -117,7 +117,7 @@ def test_a_wrong_sequence_fails_alone(pod: Pod, text: Peer):
     (pod.folder / "core.log").write_text("")
 
 
-def test_abort_frees_blocks_and_says_so(pod: Pod, text: Peer):
+def test_abort_frees_blocks_and_says_so(pod: EngineProcesses, text: IpcClient):
     text.send(SequenceRequest(1, [5], ENDLESS))
     first = text.receive()
     assert isinstance(first, StepResult)
@@ -132,17 +132,17 @@ def test_abort_frees_blocks_and_says_so(pod: Pod, text: Peer):
     assert (step.stats.num_used_blocks, step.results) == (0, [])
 
 
-def test_what_a_text_process_left_is_aborted(pod: Pod, text: Peer):
+def test_what_a_text_process_left_is_aborted(pod: EngineProcesses, text: IpcClient):
     text.send(SequenceRequest(1, [5], ENDLESS))
-    eventually(lambda: pod.core_stats()["num_running"] == 1)
+    wait_for(lambda: pod.core_stats()["num_running"] == 1)
     text.close()
     pod.wait_idle()
 
 
-def test_a_second_text_process_takes_over(pod: Pod, text: Peer):
+def test_a_second_text_process_takes_over(pod: EngineProcesses, text: IpcClient):
     text.send(SequenceRequest(1, [5], ENDLESS))
-    eventually(lambda: pod.core_stats()["num_running"] == 1)
-    with pod.peer("core", "text") as second:
+    wait_for(lambda: pod.core_stats()["num_running"] == 1)
+    with pod.connect("core", "text") as second:
         # The same id means another sequence here, and nothing of the first one's comes.
         second.send(SequenceRequest(1, [6], GREEDY))
         assert len(tokens(results(second, [1])[1])) == 12
@@ -152,7 +152,7 @@ def test_a_second_text_process_takes_over(pod: Pod, text: Peer):
         assert pod.core_stats()["num_running"] == 0
 
 
-def test_status_and_calls(pod: Pod, supervisor: Peer, model: Path):
+def test_status_and_calls(pod: EngineProcesses, supervisor: IpcClient, model: Path):
     status = supervisor.call("status")
     assert set(status) == {"started_at", "memory", "adapters", "stats"}
     assert status["started_at"].endswith("Z")
@@ -165,7 +165,9 @@ def test_status_and_calls(pod: Pod, supervisor: Peer, model: Path):
         supervisor.call("load_adapter", path="/x")
 
 
-def test_adapters_are_loaded_used_read_again_and_unloaded(pod: Pod, text: Peer, supervisor: Peer, adapters: list[Path]):
+def test_adapters_are_loaded_used_read_again_and_unloaded(
+    pod: EngineProcesses, text: IpcClient, supervisor: IpcClient, adapters: list[Path]
+):
     text.send(SequenceRequest(100, [5, 6], GREEDY))
     base = tokens(results(text, [100])[100])
     digests = [f"sha256:{i}" for i in range(4)]
@@ -187,7 +189,7 @@ def test_adapters_are_loaded_used_read_again_and_unloaded(pod: Pod, text: Peer, 
     assert results(text, [102])[102][0].error_code == "NOT_FOUND"
 
 
-def run_all(text: Peer, digests: list[str], base: int) -> list[list[int]]:
+def run_all(text: IpcClient, digests: list[str], base: int) -> list[list[int]]:
     """Output of one prompt with each adapter, asked for at once."""
     ids = {base + i: digest for i, digest in enumerate(digests)}
     for id, digest in ids.items():
@@ -196,7 +198,7 @@ def run_all(text: Peer, digests: list[str], base: int) -> list[list[int]]:
     return [tokens(got[i]) for i in ids]
 
 
-def test_an_adapter_that_cannot_be_loaded_says_why(supervisor: Peer, adapters: list[Path], tmp_path: Path):
+def test_an_adapter_that_cannot_be_loaded_says_why(supervisor: IpcClient, adapters: list[Path], tmp_path: Path):
     with pytest.raises(InvalidArgument, match="adapter_config"):
         supervisor.call("load_adapter", digest="d", path=str(tmp_path))
     (tmp_path / "adapter_config.json").write_text("{")
@@ -206,10 +208,10 @@ def test_an_adapter_that_cannot_be_loaded_says_why(supervisor: Peer, adapters: l
 
 
 def test_an_adapter_that_vanished_fails_its_own_sequences(
-    pod: Pod, text: Peer, supervisor: Peer, model: Path, adapters: list[Path], tmp_path: Path
+    pod: EngineProcesses, text: IpcClient, supervisor: IpcClient, model: Path, adapters: list[Path], tmp_path: Path
 ):
     paths = [tmp_path / "gone", adapters[1], adapters[2]]
-    make_adapter(model, paths[0], 9)
+    make_llama_adapter(model, paths[0], 9)
     for i, path in enumerate(paths):
         supervisor.call("load_adapter", digest=f"d{i}", path=str(path))
     run_all(text, ["d1", "d2"], 0)
@@ -225,10 +227,10 @@ def test_an_adapter_that_vanished_fails_its_own_sequences(
         supervisor.call("unload_adapter", digest=f"d{i}")
 
 
-def test_an_idle_core_takes_no_processor_time(pod: Pod, text: Peer):
+def test_an_idle_core_takes_no_processor_time(pod: EngineProcesses, text: IpcClient):
     text.send(SequenceRequest(1, [5], GREEDY))
     results(text, [1])
-    rest([psutil.Process(pod.processes["core"].pid)], 0.02)
+    wait_quiet([psutil.Process(pod.processes["core"].pid)], 0.02)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_an_idle_core_takes_no_processor_time(pod: Pod, text: Peer):
     ],
     ids=range(4),
 )
-def test_a_broken_peer_is_cut(pod: Pod, text: Peer, garbage: bytes):
+def test_a_broken_peer_is_cut(pod: EngineProcesses, text: IpcClient, garbage: bytes):
     with socket.socket(socket.AF_UNIX) as raw:
         raw.settimeout(10)
         raw.connect(str(pod.folder / "core.sock"))
@@ -252,12 +254,12 @@ def test_a_broken_peer_is_cut(pod: Pod, text: Peer, garbage: bytes):
 
 
 def test_start_is_logged_and_sigterm_ends_it(model: Path, tmp_path: Path):
-    with Pod(tmp_path, **config_of(model)) as pod:
+    with EngineProcesses(tmp_path, **config_of(model)) as pod:
         pod.start("core")
         log = pod.log("core")
         for said in ("max_num_batched_tokens=2048", "part=weights planned_gib=", "part=kv", "num_blocks="):
             assert said in log
-        with pod.peer("core", "text") as text:
+        with pod.connect("core", "text") as text:
             text.send(SequenceRequest(1, [5], ENDLESS))
             text.receive()
             assert pod.kill("core", signal.SIGTERM) == 0
@@ -283,13 +285,13 @@ process.run_process("core", core_process.main)
 
 def test_failing_steps_fail_their_sequences_and_three_in_a_row_end_the_process(model: Path, tmp_path: Path):
     # A device that fails cannot be had on order: the runner of an otherwise real core raises for one token.
-    pod = Pod(tmp_path, **config_of(model))
+    pod = EngineProcesses(tmp_path, **config_of(model))
     argv = [sys.executable, "-c", FAILING, "--engine", str(tmp_path / "engine.json")]
     argv += ["--served-name", "base", "--run-dir", str(tmp_path)]
     with pod, (tmp_path / "core.log").open("wb") as log:
         pod.processes["core"] = subprocess.Popen(argv, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        eventually(lambda: pod._serves("core"))
-        with pod.peer("core", "text") as text:
+        wait_for(lambda: pod._is_serving("core"))
+        with pod.connect("core", "text") as text:
             for good in (1, 2):
                 for i in range(2):
                     id = 10 * good + i

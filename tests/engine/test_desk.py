@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.tokenizer import byte_level, save
+from support.tokenizer import byte_level, save_tokenizer
 
 from quire_engine.text.admission import AdmissionController, RequestLimits
 from quire_engine.text.metrics import RequestMetrics
@@ -33,7 +33,7 @@ from quire_spec.protocol.messages import (
 
 LIMITS = RequestLimits(max_model_len=32, vocab_size=384, max_num_queued_reqs=4, max_prompt_bytes=2000)
 with tempfile.TemporaryDirectory() as _folder:
-    TOKENIZER = Tokenizer(save(byte_level(), Path(_folder)))
+    TOKENIZER = Tokenizer(save_tokenizer(byte_level(), Path(_folder)))
 
 
 class RecordingFrontend:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runner import VOCAB, TokenRunner, expected_output
+from support.fake_runner import VOCAB, TokenEchoRunner, expected_output
 
 from quire_engine.core.engine import Engine
 from quire_engine.core.engine_loop import EngineLoop
@@ -40,7 +40,7 @@ SHAPE = ModelConfig.from_config(
 PATH = Path("/adapters")
 
 
-class Runner(TokenRunner):
+class Runner(TokenEchoRunner):
     """A token runner during whose steps something else happens."""
 
     during: Callable[[], None] | None = None
@@ -63,7 +63,7 @@ class World:
     ) -> None:
         settings = {"block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 48, "enable_lora": True}
         settings |= {"max_loras": 2, "max_cpu_loras": 4}
-        self.runner = Runner(num_blocks, 8, failures=failures, swap_costs=swap_space)
+        self.runner = Runner(num_blocks, 8, failure_rng=failures, swap_costs=swap_space)
         self.now = 0.0
         checkpoint = Checkpoint(PATH, SHAPE, frozenset({EOS}), "fingerprint")
         memory = MeasuredMemory(0, 0, 0, num_blocks, 8, 96, "float32", "cpu")
@@ -218,12 +218,12 @@ def test_ten_thousand_requests_leave_nothing_behind(
     assert {"stop", "length", "INTERNAL", "UNAVAILABLE"} == set(ends)
     # Aborts and failures are the exception: most of the outputs were compared.
     assert ends.count("length") + ends.count("stop") > 3500
-    assert set(world.runner.host) == {d for d, state in engine.adapter_states().items() if state != "disk"}
+    assert set(world.runner.host_adapters) == {d for d, state in engine.adapter_states().items() if state != "disk"}
     for digest in digests:
         engine.remove_adapter(digest)
-    assert engine.adapter_states() == {} and world.runner.host == {}
+    assert engine.adapter_states() == {} and world.runner.host_adapters == {}
     # The cache that all this left works: what it gives is checked by the runner in every step.
-    world.runner._failures = None
+    world.runner._failure_rng = None
     for _ in range(2):
         before = engine.stats().prefix_cache_hits
         world.add([0] * 40, max_tokens=8)

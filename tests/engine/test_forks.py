@@ -4,8 +4,8 @@
 from dataclasses import replace
 
 import pytest
-from support.runner import expected_output
-from support.scheduling import CONFIG, Bench
+from support.fake_runner import expected_output
+from support.scheduler_harness import CONFIG, SchedulerHarness
 
 from quire_spec.errors import InvalidArgument
 
@@ -13,7 +13,7 @@ from quire_spec.errors import InvalidArgument
 @pytest.mark.parametrize("length", [17, 20, 24])
 @pytest.mark.parametrize("caching", [True, False])
 def test_forks_share_the_prompt_and_copy_the_block_that_it_ends_in(caching: bool, length: int) -> None:
-    bench = Bench(replace(CONFIG, enable_prefix_caching=caching))
+    bench = SchedulerHarness(replace(CONFIG, enable_prefix_caching=caching))
     leader = bench.add(length, 6)
     prompt = leader.prompt_token_ids
     forks = [bench.add(prompt, 6, parent_id=0) for _ in range(3)]
@@ -23,21 +23,21 @@ def test_forks_share_the_prompt_and_copy_the_block_that_it_ends_in(caching: bool
     assert bench.step()[2:] == [(fork.id, length - 1, 1) for fork in forks]
     assert bench.scheduler.block_manager.num_block_copies == (0 if length == 17 else 3)
     # Three blocks of the leader's, two of them shared, one more for each fork, one for the other sequence.
-    assert bench.blocks.num_used == 3 + 3 + 1 + (length == 24)
+    assert bench.block_pool.num_used == 3 + 3 + 1 + (length == 24)
     bench.run()
     assert bench.runner.num_computed == length + 5 + 3 * 6 + 5 + 5
     assert [bench.outputs[i] for i in range(4)] == [expected_output(prompt, 6)] * 4
 
 
 def test_forks_of_a_leader_in_chunks_wait_for_its_last_chunk() -> None:
-    bench = Bench(replace(CONFIG, max_num_batched_tokens=16))
+    bench = SchedulerHarness(replace(CONFIG, max_num_batched_tokens=16))
     prompt = bench.add(30, 2).prompt_token_ids
     bench.add(prompt, 2, parent_id=0)
     assert [bench.step() for _ in range(3)] == [[(0, 0, 16)], [(0, 16, 14)], [(0, 30, 1), (1, 29, 1)]]
 
 
 def test_a_fork_starts_without_a_leader_that_is_gone() -> None:
-    bench = Bench()
+    bench = SchedulerHarness()
     prompt = bench.add(20, 4).prompt_token_ids
     forks = [bench.add(prompt, 4, parent_id=leader) for leader in (0, 1)]
     bench.scheduler.abort([0])
@@ -56,7 +56,7 @@ def test_a_fork_starts_without_a_leader_that_is_gone() -> None:
 
 
 def test_a_fork_of_a_preempted_leader_starts_when_that_is_back() -> None:
-    bench = Bench(num_blocks=8, max_model_len=40)
+    bench = SchedulerHarness(num_blocks=8, max_model_len=40)
     bench.add(7, 33)
     bench.add(7, 33)
     bench.run_until_preempted()
@@ -68,7 +68,7 @@ def test_a_fork_of_a_preempted_leader_starts_when_that_is_back() -> None:
 
 
 def test_a_failed_step_ends_a_leader_and_its_forks_and_nobody_else() -> None:
-    bench = Bench(replace(CONFIG, max_num_seqs=2))
+    bench = SchedulerHarness(replace(CONFIG, max_num_seqs=2))
     prompt = bench.add(20, 9).prompt_token_ids
     for _ in range(2):
         bench.add(prompt, 4, parent_id=0)
@@ -81,7 +81,7 @@ def test_a_failed_step_ends_a_leader_and_its_forks_and_nobody_else() -> None:
 
 
 def test_a_fork_that_differs_from_its_leader_is_refused() -> None:
-    bench = Bench(adapters="ab")
+    bench = SchedulerHarness(adapter_digests="ab")
     bench.add([1, 2, 3], adapter_digest="a", cache_salt="s")
     same = {"prompt": [1, 2, 3], "adapter_digest": "a", "cache_salt": "s", "parent_id": 0}
     for name, value in [("prompt", [1, 2, 4]), ("adapter_digest", "b"), ("cache_salt", None)]:
@@ -93,7 +93,7 @@ def test_a_fork_that_differs_from_its_leader_is_refused() -> None:
 
 
 def test_an_urgent_fork_does_not_preempt_its_leader() -> None:
-    bench = Bench(replace(CONFIG, scheduling_policy="priority"), num_blocks=7, max_model_len=48)
+    bench = SchedulerHarness(replace(CONFIG, scheduling_policy="priority"), num_blocks=7, max_model_len=48)
     prompt = bench.add(20, 20, priority=5).prompt_token_ids
     bench.add(9, 9, priority=4)
     bench.step()
@@ -104,7 +104,7 @@ def test_an_urgent_fork_does_not_preempt_its_leader() -> None:
 
 
 def test_what_forks_share_is_no_favourite_of_others() -> None:
-    bench = Bench(replace(CONFIG, enable_prefix_caching=True), num_blocks=16)
+    bench = SchedulerHarness(replace(CONFIG, enable_prefix_caching=True), num_blocks=16)
     for prompt, fork_of in (([0] * 33, None), ([0] * 33, 0), ([1] * 33, None), ([1] * 33, None)):
         bench.add(prompt, 1, parent_id=fork_of)
         if fork_of is None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ranks import ThreadRank
-from support.tiny import VOCAB, make_adapter, make_checkpoint
-from support.tokenizer import byte_level, save
+from support.thread_workers import ThreadWorker
+from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
+from support.tokenizer import byte_level, save_tokenizer
 
 from quire_engine.api.offline_request import OfflineRequest
 from quire_engine.api.outputs import RequestOutput
@@ -65,7 +65,7 @@ class World:
     def engine(self, **fields: Any) -> Engine:
         config = EngineConfig.from_json({"model": str(self.folder), "dtype": "float32", "max_model_len": 96} | fields)
         checkpoint = Checkpoint.load(self.folder)
-        runner = create_runner(config, checkpoint.shape, self.folder, start_worker=ThreadRank)
+        runner = create_runner(config, checkpoint.shape, self.folder, start_worker=ThreadWorker)
         return Engine(config, checkpoint, runner, runner.memory, lambda: self.now)
 
     def job(self, asked: Asked, first_id: int) -> OfflineRequest:
@@ -182,7 +182,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, di
     made = {}
     for name in NAMES:
         folder = make_checkpoint(tmp_path_factory.mktemp(name), name)
-        save(byte_level(VOCAB - 1), folder)
+        save_tokenizer(byte_level(VOCAB - 1), folder)
         adapters = [make_adapter(folder, tmp_path_factory.mktemp(name), i, **kind) for i, kind in enumerate(ADAPTERS)]
         made[name] = folder, {f"sha256:{i}": path for i, path in enumerate(adapters)}
     return made

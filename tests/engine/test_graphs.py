@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.random_adapter import random_adapter
-from support.tiny import VOCAB, make_checkpoint
+from support.tiny_checkpoints import VOCAB, make_checkpoint
 
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.device_cache import KVCache

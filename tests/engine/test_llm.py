@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import VOCAB, load_adapted_oracle, load_oracle, make_adapter, make_checkpoint
-from support.tokenizer import byte_level, save
+from support.tiny_checkpoints import VOCAB, load_adapted_oracle, load_oracle, make_adapter, make_checkpoint
+from support.tokenizer import byte_level, save_tokenizer
 
 import quire_engine
 from quire_engine import LLM, LoRARequest, SamplingParams, TextPrompt, TokensPrompt
@@ -34,7 +34,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.model = make_checkpoint(folder / "model", "llama")
-        save(byte_level(VOCAB - 1), self.model)
+        save_tokenizer(byte_level(VOCAB - 1), self.model)
         self.paths = {name: make_adapter(self.model, folder / name, seed=i) for i, name in enumerate("ab", 1)}
         self.loras = {name: LoRARequest(name, i, str(path)) for i, (name, path) in enumerate(self.paths.items(), 1)}
         self.oracles = {None: load_oracle(self.model)}

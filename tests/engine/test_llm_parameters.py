@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import VOCAB, load_oracle, make_checkpoint
-from support.tokenizer import byte_level, save
+from support.tiny_checkpoints import VOCAB, load_oracle, make_checkpoint
+from support.tokenizer import byte_level, save_tokenizer
 
 from quire_engine import LLM, RequestOutput, SamplingParams
 from quire_engine.core import engine
@@ -25,7 +25,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.model = make_checkpoint(folder, "llama")
-        save(byte_level(VOCAB - 1), self.model)
+        save_tokenizer(byte_level(VOCAB - 1), self.model)
         self.oracle = load_oracle(self.model)
         self.llm = self.load()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import VOCAB, make_adapter, make_checkpoint
-from support.tokenizer import byte_level, save
+from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
+from support.tokenizer import byte_level, save_tokenizer
 
 from quire_engine.__main__ import main
 from quire_engine.api.benchmark import LatencyStats
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with adapters `a` and `b` beside it."""
     folder = make_checkpoint(tmp_path_factory.mktemp("models") / "m", "llama")
-    save(byte_level(VOCAB - 1), folder)
+    save_tokenizer(byte_level(VOCAB - 1), folder)
     for seed, name in enumerate("ab"):
         make_adapter(folder, folder.parent / name, seed=seed)
     return folder

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.native import needs_native
-from support.tiny import BASE, CHECKPOINTS, LLAMA3_ROPE, VOCAB, YARN_ROPE, load_oracle, make_checkpoint
+from support.native import requires_native_kernels
+from support.tiny_checkpoints import BASE, CHECKPOINTS, LLAMA3_ROPE, VOCAB, YARN_ROPE, load_oracle, make_checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quire_engine.kv_cache.device_cache import KVCache
@@ -114,7 +114,7 @@ TOGETHER = ("llama-biases", "llama-head_dim", "qwen2", "qwen2-windows", "phi3", 
 
 
 @torch.inference_mode()
-@needs_native
+@requires_native_kernels
 @pytest.mark.parametrize("name", [*TOGETHER, "llama-relu", "gemma2"])
 def test_all_layers_in_one_call_give_the_same_bits(name, tmp_path, monkeypatch):
     monkeypatch.setitem(BASE, "intermediate_size", 128)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.tiny import CHECKPOINTS, VOCAB, load_adapted_oracle, load_oracle, make_adapter, make_checkpoint
+from support.tiny_checkpoints import CHECKPOINTS, VOCAB, load_adapted_oracle, load_oracle, make_adapter, make_checkpoint
 
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.swap_policy import SwapCosts

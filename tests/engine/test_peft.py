@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
-from support.tiny import load_adapted_oracle, make_adapter, make_checkpoint
+from support.tiny_checkpoints import load_adapted_oracle, make_adapter, make_checkpoint
 
 from quire_engine.lora.peft import config as engine_config
 from quire_engine.lora.peft.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter

@@ -4,8 +4,8 @@
 from dataclasses import replace
 
 import pytest
-from support.runner import expected_output
-from support.scheduling import CONFIG, Bench
+from support.fake_runner import expected_output
+from support.scheduler_harness import CONFIG, SchedulerHarness
 
 from quire_engine.sequence import SequenceStatus
 from quire_spec.errors import InvalidArgument
@@ -14,17 +14,17 @@ PRIORITY = replace(CONFIG, scheduling_policy="priority")
 
 
 def test_waiting_sequences_start_by_priority_then_arrival() -> None:
-    bench = Bench(replace(PRIORITY, max_num_seqs=1))
+    bench = SchedulerHarness(replace(PRIORITY, max_num_seqs=1))
     bench.add(5, 1)
     for priority in (3, -1, 3, 0):
         bench.add(5, 1, priority=priority)
     assert [bench.step()[0][0] for _ in range(5)] == [2, 0, 4, 1, 3]
     with pytest.raises(InvalidArgument, match="priority: 2, but scheduling_policy is fcfs"):
-        Bench().add(5, priority=2)
+        SchedulerHarness().add(5, priority=2)
 
 
 def test_an_urgent_prompt_goes_before_the_chunks_of_others() -> None:
-    bench = Bench(replace(PRIORITY, max_num_batched_tokens=16))
+    bench = SchedulerHarness(replace(PRIORITY, max_num_batched_tokens=16))
     bench.add(60, 1, priority=1)
     assert bench.step() == [(0, 0, 16)]
     bench.add(10, 3)
@@ -36,7 +36,7 @@ def test_an_urgent_prompt_goes_before_the_chunks_of_others() -> None:
 
 
 def test_growth_preempts_the_least_urgent_and_the_last_of_them() -> None:
-    bench = Bench(PRIORITY, num_blocks=8, max_model_len=24)
+    bench = SchedulerHarness(PRIORITY, num_blocks=8, max_model_len=24)
     for priority in (2, 0, 2, 1):
         bench.add(7, 17, priority=priority)
     bench.run_until_preempted()
@@ -47,7 +47,7 @@ def test_growth_preempts_the_least_urgent_and_the_last_of_them() -> None:
 
 
 def test_an_urgent_arrival_takes_the_seat_of_the_last_in_rank_and_nobody_elses() -> None:
-    bench = Bench(replace(PRIORITY, max_num_seqs=3))
+    bench = SchedulerHarness(replace(PRIORITY, max_num_seqs=3))
     for priority in (1, 0, 1):
         bench.add(5, 9, priority=priority)
     bench.step()
@@ -65,11 +65,11 @@ def test_an_urgent_arrival_takes_the_seat_of_the_last_in_rank_and_nobody_elses()
 
 
 def test_an_urgent_arrival_takes_blocks_of_as_few_as_it_needs_and_of_none_in_vain() -> None:
-    bench = Bench(PRIORITY, num_blocks=17, max_model_len=136)
+    bench = SchedulerHarness(PRIORITY, num_blocks=17, max_model_len=136)
     for priority in (0, 2, 1, 2):
         bench.add(20, 4, priority=priority)
     bench.step()
-    assert bench.blocks.num_free == 5
+    assert bench.block_pool.num_free == 5
     # Eight blocks and three in reserve: two must go, the latest of the least urgent first.
     bench.add([9] * 57, 1, priority=0)
     assert {i for i, _, _ in bench.step()} == {0, 2, 4}

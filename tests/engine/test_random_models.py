@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import CHECKPOINTS, load_adapted_oracle, load_oracle, make_adapter, write_checkpoint
+from support.tiny_checkpoints import CHECKPOINTS, load_adapted_oracle, load_oracle, make_adapter, write_checkpoint
 
 from quire_engine import LLM, LoRARequest, SamplingParams
 

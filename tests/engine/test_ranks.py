@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from support.pod import eventually
-from support.ranks import ThreadRank, engine_of, rank_processes
-from support.tiny import VOCAB, make_adapter, make_checkpoint
+from support.engine_processes import wait_for
+from support.thread_workers import ThreadWorker, engine_with_thread_workers, tp_worker_processes
+from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
 
 from quire_engine.api.llm import LLM
 from quire_engine.api.outputs import LoRARequest
@@ -151,7 +151,7 @@ def test_ranks_give_what_one_gives(folders, name, size, ahead, replayed, monkeyp
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
     expected = _generate(alone := Engine.from_config(_config(folders[name], 1, swap_space=0.0001)))
     recorders = _record_steps(monkeypatch) if replayed else []
-    engine = engine_of(_config(folders[name], size, swap_space=0.0001, async_scheduling=ahead))
+    engine = engine_with_thread_workers(_config(folders[name], size, swap_space=0.0001, async_scheduling=ahead))
     planned, found = _count_ahead(engine), _generate(engine)
     assert (len(planned) > 15) == ahead, len(planned)
     # All ranks replay the same steps in the same order.
@@ -178,13 +178,13 @@ def test_adapters_of_all_kinds_and_none_in_one_batch(folders, adapters, name, si
     lora = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8, "async_scheduling": replayed}
     found = []
     for ranks in (1, size):
-        followers: list[ThreadRank] = []
+        followers: list[ThreadWorker] = []
 
         def start(ends, followers=followers):
-            followers.append(ThreadRank(ends))
+            followers.append(ThreadWorker(ends))
             return followers[-1]
 
-        engine = engine_of(_config(folders[name], ranks, **lora), start_worker=start)
+        engine = engine_with_thread_workers(_config(folders[name], ranks, **lora), start_worker=start)
         for i, path in enumerate(adapters[name]):
             engine.add_adapter(f"d{i}", path, engine.read_adapter(path), pinned=False)
         found.append(_generate(engine, lambda i: None if i % 4 == 3 else f"d{i % 4}")[0])
@@ -196,10 +196,10 @@ def test_adapters_of_all_kinds_and_none_in_one_batch(folders, adapters, name, si
         gc.collect()
         # What rank 0 has forgotten, the others forget a moment later.
         for follower in followers:
-            eventually(lambda follower=follower: len(follower.held) == 2)
+            wait_for(lambda follower=follower: len(follower.stored_adapter_digests) == 2)
     assert found[0] == found[1]
     assert all(one.replayed == recorders[1].replayed != [] for one in recorders[1:])
-    base = _generate(engine_of(_config(folders[name], 1)))[0]
+    base = _generate(engine_with_thread_workers(_config(folders[name], 1)))[0]
     assert {i for i in base if base[i] == found[1][i]} == {3, 7}
     assert slots < lora_slot_bytes(ModelConfig.load(folders[name]), 8, 4) * 2
 
@@ -223,12 +223,12 @@ def test_processes_give_what_one_gives_and_go_with_their_engine(folders, tmp_pat
     adapter = make_adapter(folders["qwen2"], tmp_path)
     expected = _outputs(_llm(folders["qwen2"], 1, enable_lora=True), adapter)
     llm = _llm(folders["qwen2"], 2, enable_lora=True)
-    assert len(rank_processes()) == 1
+    assert len(tp_worker_processes()) == 1
     assert _outputs(llm, adapter) == expected
     assert llm.engine.stats().num_preemptions > 0 and llm.engine.stats().prefix_cache_hits > 0
     del llm
     gc.collect()
-    eventually(lambda: rank_processes() == [])
+    wait_for(lambda: tp_worker_processes() == [])
 
 
 def test_processes_give_what_one_gives_until_one_is_killed(folders):
@@ -236,7 +236,7 @@ def test_processes_give_what_one_gives_until_one_is_killed(folders):
     expected = _outputs(_llm(folders["llama"], 1))
     llm = _llm(folders["llama"], 4, async_scheduling=True)
     assert _outputs(llm) == expected
-    ranks = rank_processes()
+    ranks = tp_worker_processes()
     assert len(ranks) == 3
     handover, in_flight = llm.engine._runner._local_runner._future_tokens, []
     fill = handover.resolve
@@ -262,9 +262,9 @@ def test_processes_give_what_one_gives_until_one_is_killed(folders):
 def test_the_owner_is_told_at_once_when_a_rank_dies(folders):
     why: list[str] = []
     engine = Engine.from_config(_config(folders["llama"], 2), on_lost=why.append)
-    (rank,) = rank_processes()
+    (rank,) = tp_worker_processes()
     rank.send_signal(signal.SIGKILL)
-    eventually(lambda: len(why) == 1 and "rank 1 of 2 ended: killed by SIGKILL" in why[0])
+    wait_for(lambda: len(why) == 1 and "rank 1 of 2 ended: killed by SIGKILL" in why[0])
     assert not engine.has_work
     # Nor is anything on a device waited for that needs it, or taken from one that has stopped waiting.
     group = engine._runner._worker_group
@@ -275,8 +275,8 @@ def test_the_owner_is_told_at_once_when_a_rank_dies(folders):
 
 
 def test_a_rank_that_hangs_is_found_and_killed(folders):
-    engine = engine_of(_config(folders["llama"], 2), start_worker=WorkerProcess, timeout_s=2.0)
-    (rank,) = rank_processes()
+    engine = engine_with_thread_workers(_config(folders["llama"], 2), start_worker=WorkerProcess, timeout_s=2.0)
+    (rank,) = tp_worker_processes()
     engine.add(SequenceRequest(1, [1, 2, 3], GREEDY))
     engine.step()
     rank.suspend()
@@ -292,7 +292,7 @@ def test_what_one_rank_refuses_is_said_and_nothing_is_left(folders, monkeypatch)
         Engine.from_config(dataclasses.replace(_config(folders["llama"], 2), kv_cache_memory_bytes=1000))
     with pytest.raises(ConfigError, match="tensor_parallel_size: 8: 4 attention heads are not a multiple of 8; use 4"):
         Engine.from_config(_config(folders["llama"], 8))
-    assert rank_processes() == []
+    assert tp_worker_processes() == []
 
 
 def test_a_rank_that_cannot_load_says_why(folders, tmp_path):
@@ -303,14 +303,14 @@ def test_a_rank_that_cannot_load_says_why(folders, tmp_path):
         return WorkerProcess(ends)
 
     with pytest.raises(ConfigError, match="found neither"):
-        engine_of(_config(folders["llama"], 2), start_worker=start)
+        engine_with_thread_workers(_config(folders["llama"], 2), start_worker=start)
     (tmp_path / "hidden").rename(folders["llama"] / "model.safetensors")
-    eventually(lambda: rank_processes() == [])
+    wait_for(lambda: tp_worker_processes() == [])
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_control_c_waits_for_the_end_of_a_step(folders, ahead):
-    engine = engine_of(_config(folders["llama"], 2, async_scheduling=ahead))
+    engine = engine_with_thread_workers(_config(folders["llama"], 2, async_scheduling=ahead))
     expected = _generate(engine)
     model = engine._runner._local_runner._model
 
@@ -337,7 +337,7 @@ def test_control_c_waits_for_the_end_of_a_step(folders, ahead):
 
 
 def test_what_a_device_never_ends_is_waited_for_no_longer_than_a_rank(folders):
-    engine = engine_of(_config(folders["llama"], 2), timeout_s=5.0)
+    engine = engine_with_thread_workers(_config(folders["llama"], 2), timeout_s=5.0)
     group = engine._runner._worker_group
     assert group.wait_result(lambda: 1) == 1
     group._timeout_s = 0.05
@@ -362,4 +362,4 @@ def test_nccl_is_ended_once_and_not_under_a_step_that_uses_it(folders):
         ranks.abort(in_use)
         ranks.abort(in_use)
         assert ended == []
-    eventually(lambda: ended == [False])
+    wait_for(lambda: ended == [False])

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny import VOCAB, load_oracle, make_adapter, make_checkpoint
+from support.tiny_checkpoints import VOCAB, load_oracle, make_adapter, make_checkpoint
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.lora.peft.adapter import WEIGHTS_FILE, read_adapter
@@ -338,7 +338,9 @@ def test_before_requests_come_a_prompt_ran_beside_a_decoding_sequence(engine_run
         return forward(work, *others)
 
     def choose(logits, rows):
-        greedy, cut, penalized = {(p.greedy, p.top_p < 1, p.has_penalties) for p in (r.sequence.params for r in rows)}.pop()
+        greedy, cut, penalized = {
+            (p.greedy, p.top_p < 1, p.has_penalties) for p in (r.sequence.params for r in rows)
+        }.pop()
         seen[-1] += (greedy, cut, penalized)
         return sample(logits, rows)
 

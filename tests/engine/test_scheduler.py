@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.runner import expected_output, next_token
-from support.scheduling import ALWAYS_SWAP, CONFIG, NO_SWAP, Bench
+from support.fake_runner import expected_output, next_token
+from support.scheduler_harness import ALWAYS_SWAP, CONFIG, NEVER_SWAP, SchedulerHarness
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.sequence import FinishReason, SequenceStatus
@@ -18,7 +18,7 @@ from quire_spec.errors import ConfigError, Internal, InvalidArgument, NotFound
 
 
 def test_decode_comes_first_then_chunks_then_waiting_ones_in_order() -> None:
-    bench = Bench(replace(CONFIG, max_num_batched_tokens=20))
+    bench = SchedulerHarness(replace(CONFIG, max_num_batched_tokens=20))
     bench.add(12)
     bench.add(30, 2)
     assert bench.step() == [(0, 0, 12), (1, 0, 8)]
@@ -34,7 +34,7 @@ def test_decode_comes_first_then_chunks_then_waiting_ones_in_order() -> None:
 
 
 def test_without_chunking_a_prompt_runs_whole_or_waits() -> None:
-    bench = Bench(replace(CONFIG, max_num_batched_tokens=20, enable_chunked_prefill=False))
+    bench = SchedulerHarness(replace(CONFIG, max_num_batched_tokens=20, enable_chunked_prefill=False))
     bench.add(12, 2)
     bench.add(10)
     bench.add(3)
@@ -46,7 +46,7 @@ def test_without_chunking_a_prompt_runs_whole_or_waits() -> None:
 
 
 def test_max_num_seqs_bounds_the_batch() -> None:
-    bench = Bench(replace(CONFIG, max_num_seqs=2))
+    bench = SchedulerHarness(replace(CONFIG, max_num_seqs=2))
     for _ in range(4):
         bench.add(3, 2)
     assert bench.step() == [(0, 0, 3), (1, 0, 3)]
@@ -56,7 +56,7 @@ def test_max_num_seqs_bounds_the_batch() -> None:
 
 
 def test_started_names_a_sequence_once() -> None:
-    bench = Bench(num_blocks=4, max_model_len=32)
+    bench = SchedulerHarness(num_blocks=4, max_model_len=32)
     for _ in range(2):
         bench.add(8, 20)
     started = []
@@ -68,7 +68,7 @@ def test_started_names_a_sequence_once() -> None:
 
 
 def test_a_cached_prefix_is_skipped_but_never_the_whole_prompt() -> None:
-    bench = Bench(replace(CONFIG, enable_prefix_caching=True))
+    bench = SchedulerHarness(replace(CONFIG, enable_prefix_caching=True))
     prompt = list(range(24))
     bench.add(prompt, 1)
     assert bench.step() == [(0, 0, 24)]
@@ -83,7 +83,7 @@ def test_a_cached_prefix_is_skipped_but_never_the_whole_prompt() -> None:
 
 
 def test_output_blocks_are_cached_too() -> None:
-    bench = Bench(replace(CONFIG, enable_prefix_caching=True))
+    bench = SchedulerHarness(replace(CONFIG, enable_prefix_caching=True))
     bench.add(6, 20)
     [output] = bench.run().values()
     # 25 of 26 tokens were computed: three full blocks.
@@ -92,7 +92,7 @@ def test_output_blocks_are_cached_too() -> None:
 
 
 def test_the_last_free_blocks_are_computed_in_rather_than_copied_to() -> None:
-    bench = Bench(replace(CONFIG, enable_prefix_caching=True), num_blocks=3, max_model_len=24)
+    bench = SchedulerHarness(replace(CONFIG, enable_prefix_caching=True), num_blocks=3, max_model_len=24)
     bench.add([0] * 16, 1)
     bench.run()
     bench.add([0] * 16, 1)
@@ -107,7 +107,7 @@ def test_the_last_free_blocks_are_computed_in_rather_than_copied_to() -> None:
 
 @pytest.mark.parametrize("field", ["adapter_digest", "cache_salt"])
 def test_prefixes_are_not_shared_across_adapters_or_salts(field: str) -> None:
-    bench = Bench(replace(CONFIG, enable_prefix_caching=True), adapters="ab")
+    bench = SchedulerHarness(replace(CONFIG, enable_prefix_caching=True), adapter_digests="ab")
     for value in ("a", "b", None, "a"):
         bench.add([5] * 20, 1, **{field: value})
         bench.step()
@@ -115,7 +115,7 @@ def test_prefixes_are_not_shared_across_adapters_or_salts(field: str) -> None:
 
 
 def test_stop_tokens_length_and_min_tokens() -> None:
-    bench = Bench()
+    bench = SchedulerHarness()
     expected = expected_output([0] * 5, 8)
     stopped = bench.add(5, 8, stop_token_ids=frozenset(expected[2:3]))
     bench.run()
@@ -130,7 +130,7 @@ def test_stop_tokens_length_and_min_tokens() -> None:
 
 
 def test_tokens_behind_the_last_one_do_not_count() -> None:
-    bench = Bench()
+    bench = SchedulerHarness()
     sequence = bench.add(5, 8, stop_token_ids=frozenset([7]))
     plan = bench.scheduler.schedule(0.0)
     assert plan is not None
@@ -142,7 +142,7 @@ def test_tokens_behind_the_last_one_do_not_count() -> None:
 
 def test_the_last_admitted_is_preempted_and_comes_back_when_it_fits_again() -> None:
     # Four blocks: two sequences of one block each, growing to three blocks each.
-    bench = Bench(num_blocks=4, max_model_len=24)
+    bench = SchedulerHarness(num_blocks=4, max_model_len=24)
     bench.add(7, 17)
     bench.add(7, 17)
     bench.add(7, 17)
@@ -161,7 +161,7 @@ def test_the_last_admitted_is_preempted_and_comes_back_when_it_fits_again() -> N
 
 def test_a_preempted_sequence_longer_than_a_step_comes_back_in_chunks_even_without_chunking() -> None:
     config = replace(CONFIG, enable_chunked_prefill=False, max_num_batched_tokens=16)
-    bench = Bench(config, num_blocks=6, max_model_len=48)
+    bench = SchedulerHarness(config, num_blocks=6, max_model_len=48)
     bench.add(14, 30)
     bench.add(14, 30)
     bench.run()
@@ -173,8 +173,8 @@ def test_a_preempted_sequence_longer_than_a_step_comes_back_in_chunks_even_witho
 
 def test_what_can_never_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_model_len: 128 tokens need 16 KV blocks of 8 tokens, the cache has 15"):
-        Bench(num_blocks=15)
-    bench = Bench(num_blocks=16)
+        SchedulerHarness(num_blocks=15)
+    bench = SchedulerHarness(num_blocks=16)
     with pytest.raises(InvalidArgument, match="128 tokens leave no room for output; max_model_len is 128"):
         bench.add(128)
     with pytest.raises(NotFound):
@@ -187,7 +187,7 @@ def test_what_can_never_run_is_refused() -> None:
 
 
 def test_abort_during_a_step_takes_effect_after_it() -> None:
-    bench = Bench(adapters="a")
+    bench = SchedulerHarness(adapter_digests="a")
     bench.fill_slot("a")
     bench.add(20, adapter_digest="a")
     bench.add(5)
@@ -197,18 +197,18 @@ def test_abort_during_a_step_takes_effect_after_it() -> None:
     bench.scheduler.abort([0, 2, 77])
     bench.scheduler.check_integrity()
     # The runner may still write to its blocks and slot.
-    assert bench.blocks.num_used == 5 and bench.registry.running_adapters() == ["a"]
+    assert bench.block_pool.num_used == 5 and bench.registry.running_adapters() == ["a"]
     progress = bench.scheduler.update_from_step(plan, bench.runner.execute(plan))
     bench.scheduler.check_integrity()
     assert [sequence.id for sequence, _ in progress] == [1]
-    assert bench.blocks.num_used == 1 and bench.registry.running_adapters() == []
+    assert bench.block_pool.num_used == 1 and bench.registry.running_adapters() == []
     assert bench.sequences[0].finish_reason is FinishReason.ABORT
     bench.scheduler.abort([1])
-    assert not bench.scheduler.has_work and bench.blocks.num_used == 0
+    assert not bench.scheduler.has_work and bench.block_pool.num_used == 0
 
 
 def test_a_failed_step_ends_its_sequences_only_and_keeps_good_blocks() -> None:
-    bench = Bench(replace(CONFIG, enable_prefix_caching=True, max_num_seqs=2), adapters="a")
+    bench = SchedulerHarness(replace(CONFIG, enable_prefix_caching=True, max_num_seqs=2), adapter_digests="a")
     bench.add([4] * 16, 1)
     bench.run()
     bench.add([4] * 20)
@@ -219,7 +219,7 @@ def test_a_failed_step_ends_its_sequences_only_and_keeps_good_blocks() -> None:
     assert plan is not None
     assert [s.id for s in bench.scheduler.fail_step(plan)] == [1, 2]
     bench.scheduler.check_integrity()
-    assert bench.sequences[1].finish_reason is FinishReason.ERROR and bench.blocks.num_used == 0
+    assert bench.sequences[1].finish_reason is FinishReason.ERROR and bench.block_pool.num_used == 0
     assert bench.step() == [(3, 0, 9)]
     bench.add([4] * 20, 1)
     assert (4, 16, 4) in bench.step()
@@ -229,7 +229,7 @@ def test_a_failed_step_ends_its_sequences_only_and_keeps_good_blocks() -> None:
 
 
 def test_a_sequence_without_a_slot_stops_nobody_and_gets_one_in_time() -> None:
-    bench = Bench(replace(CONFIG, max_num_seqs=4), adapters="ab", max_loras=1)
+    bench = SchedulerHarness(replace(CONFIG, max_num_seqs=4), adapter_digests="ab", max_loras=1)
     bench.fill_slot("a")
     bench.add(3, 9, adapter_digest="a")
     blocked = bench.add(3, 9, adapter_digest="b")
@@ -250,7 +250,7 @@ def test_a_sequence_without_a_slot_stops_nobody_and_gets_one_in_time() -> None:
 
 
 def test_nothing_is_runnable_while_all_wait_for_copies() -> None:
-    bench = Bench(max_loras=1)
+    bench = SchedulerHarness(max_loras=1)
     for digest in "abcdef":
         bench.registry.add(digest, Path(digest), False)
     assert bench.registry.adapter_states()["a"] == "disk"
@@ -275,7 +275,7 @@ def test_nothing_is_runnable_while_all_wait_for_copies() -> None:
 
 
 def test_check_integrity_sees_damage() -> None:
-    bench = Bench()
+    bench = SchedulerHarness()
     sequence = bench.add(20)
     bench.step()
     sequence.block_table.pop()
@@ -305,7 +305,7 @@ def test_output_is_the_same_in_every_mode(mode: str, block_size: int) -> None:
     max_model_len = 256
     num_preemptions = []
     for num_blocks in (16384 // block_size, max_model_len // block_size + 1):
-        bench = Bench(MODES[mode](replace(CONFIG, block_size=block_size)), num_blocks, max_model_len, "ab")
+        bench = SchedulerHarness(MODES[mode](replace(CONFIG, block_size=block_size)), num_blocks, max_model_len, "ab")
         for prompt, num_output, adapter in jobs:
             bench.add(prompt, num_output, adapter_digest=None if adapter == "0" else adapter)
         outputs = bench.run()
@@ -318,12 +318,12 @@ def test_output_is_the_same_in_every_mode(mode: str, block_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("caching", "swap"), [(False, NO_SWAP), (True, NO_SWAP), (False, replace(ALWAYS_SWAP, num_host_blocks=512))]
+    ("caching", "swap"), [(False, NEVER_SWAP), (True, NEVER_SWAP), (False, replace(ALWAYS_SWAP, num_host_blocks=512))]
 )
 def test_an_overloaded_pool_does_not_thrash(caching: bool, swap: SwapCosts) -> None:
     """200 sequences, of which the pool holds five: steps pass between admissions and preemptions, and work is kept."""
     config = replace(CONFIG, max_num_seqs=16, max_num_batched_tokens=256, enable_prefix_caching=caching)
-    bench = Bench(config, num_blocks=48, max_model_len=384, swap=swap)
+    bench = SchedulerHarness(config, num_blocks=48, max_model_len=384, swap_costs=swap)
     draw = random.Random(3)
     needed = 0
     for _ in range(200):

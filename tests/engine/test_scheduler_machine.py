@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.runner import VOCAB, expected_output
-from support.scheduling import Bench
+from support.fake_runner import VOCAB, expected_output
+from support.scheduler_harness import SchedulerHarness
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.sequence import SequenceStatus
@@ -52,7 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             scheduling_policy=policy,
         )
-        self.bench = Bench(config, 48 // block_size + spare, 48, "abc", max_loras, swap, ahead)
+        self.bench = SchedulerHarness(config, 48 // block_size + spare, 48, "abc", max_loras, swap, ahead)
         self.jobs: dict[int, tuple[list[int], int, str | None, frozenset[int]]] = {}
         self.open: set[int] = set()
 
@@ -111,19 +111,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), fails=st.booleans())
     def step_with_aborts(self, data: st.DataObject, fails: bool) -> None:
-        flight = self.bench.depart()
+        flight = self.bench.launch()
         if flight is None:
             assert not self.bench.scheduler.has_work
             return
-        self.bench.follow()
+        self.bench.launch_lookahead()
         self.bench.scheduler.check_integrity()
         ids = sorted(self.open)
         self.drop_open(data.draw(st.lists(st.sampled_from(ids), max_size=2)) if ids else [])
         self.bench.scheduler.check_integrity()
         if fails:
-            self.drop_open([sequence.id for sequence in self.bench.fail(flight)])
+            self.drop_open([sequence.id for sequence in self.bench.fail_step(flight)])
         else:
-            self.bench.finish(flight)
+            self.bench.complete(flight)
         self.collect()
 
     def collect(self) -> None:
@@ -145,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.bench.now += 1.0
             self.bench.step()
             self.collect()
-        assert not self.open and self.bench.blocks.num_used == 0
+        assert not self.open and self.bench.block_pool.num_used == 0
         assert self.bench.scheduler.block_manager.num_used_host_blocks == 0
         self.bench.registry.check_integrity({}, {})
 

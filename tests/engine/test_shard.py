@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from support.tiny import CHECKPOINTS, VOCAB, make_checkpoint
+from support.tiny_checkpoints import CHECKPOINTS, VOCAB, make_checkpoint
 
 from quire_engine.distributed.communicator import Communicator
 from quire_engine.distributed.shm_ring import Doorbell, SharedMemoryRing
@@ -40,7 +40,7 @@ def folder(request, tmp_path_factory):
 
 def _model(folder, ranks=None):
     shape = ModelConfig.load(folder)
-    local = shape if ranks is None else ranks.shard.local
+    local = shape if ranks is None else ranks.shard.local_config
     model = get_model_class(shape.architecture)(local, ParamFactory(torch.float32, CPU, ranks))
     load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name)
     return model

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.live import Live
-from support.tiny import BASE, make_checkpoint
+from support.peak_memory import PeakTensorBytes
+from support.tiny_checkpoints import BASE, make_checkpoint
 
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache import device_cache as of_cache
@@ -79,10 +79,10 @@ def test_no_step_takes_more_than_was_measured(folder, forms, monkeypatch, load, 
     assert isinstance(runner, DeviceModelRunner)
     tiny = KVCache(runner._model.shape, 1, 8, torch.float32, torch.device("cpu"))
     monkeypatch.setattr(runner, "_create_single_block_cache", lambda config: tiny)
-    with Live() as live:
+    with PeakTensorBytes() as live:
         runner._run_dummy_steps(CONFIG, peak_memory_steps(CONFIG, 160, VOCAB))
         runner._run_dummy_steps(CONFIG, compile_steps(CONFIG, 160))
-    measured, live.peak = live.peak, 0
+    measured, live.peak_bytes = live.peak_bytes, 0
     draw = torch.Generator().manual_seed(3)
     params = {"max_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 1} | LOADS[load]
     shared = torch.randint(VOCAB, (21,), generator=draw).tolist()
@@ -98,4 +98,4 @@ def test_no_step_takes_more_than_was_measured(folder, forms, monkeypatch, load, 
                 for result in engine.step().results if engine.has_work else []:
                     assert result.error_code is None, result.error
     assert measured > 4 * VOCAB * 10
-    assert live.peak <= measured
+    assert live.peak_bytes <= measured

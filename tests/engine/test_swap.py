@@ -4,8 +4,8 @@
 from dataclasses import replace
 
 import pytest
-from support.runner import expected_output
-from support.scheduling import ALWAYS_SWAP, CONFIG, Bench
+from support.fake_runner import expected_output
+from support.scheduler_harness import ALWAYS_SWAP, CONFIG, SchedulerHarness
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.sequence import SequenceStatus
@@ -14,7 +14,9 @@ from quire_engine.step.plan import StepPlan
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_swapped_sequence_goes_on_where_it_was(caching: bool) -> None:
-    bench = Bench(replace(CONFIG, enable_prefix_caching=caching), num_blocks=4, max_model_len=24, swap=ALWAYS_SWAP)
+    bench = SchedulerHarness(
+        replace(CONFIG, enable_prefix_caching=caching), num_blocks=4, max_model_len=24, swap_costs=ALWAYS_SWAP
+    )
     bench.add(7, 17)
     bench.add(7, 17)
     bench.run_until_preempted()
@@ -35,7 +37,7 @@ def test_a_swapped_sequence_goes_on_where_it_was(caching: bool) -> None:
 
 def test_what_swapping_brought_back_is_found_by_others() -> None:
     config = replace(CONFIG, enable_prefix_caching=True)
-    bench = Bench(config, num_blocks=6, max_model_len=40, swap=ALWAYS_SWAP)
+    bench = SchedulerHarness(config, num_blocks=6, max_model_len=40, swap_costs=ALWAYS_SWAP)
     bench.add(16, 20)
     bench.add(16, 20)
     while bench.scheduler.has_work:
@@ -50,7 +52,7 @@ def test_swapping_must_pay_and_what_others_hold_is_free_to_compute() -> None:
     # A block for the time of six tokens.
     swap = SwapCosts(64, seconds_per_block=6.0, seconds_per_token=1.0)
     assert swap.is_worthwhile(2, 13) and not swap.is_worthwhile(2, 12) and not swap.is_worthwhile(0, 0)
-    bench = Bench(num_blocks=6, max_model_len=40, swap=swap)
+    bench = SchedulerHarness(num_blocks=6, max_model_len=40, swap_costs=swap)
     prompt = bench.add(17, 23).prompt_token_ids
     bench.add(prompt, 23, parent_id=0)
     bench.run_until_preempted()
@@ -61,7 +63,7 @@ def test_swapping_must_pay_and_what_others_hold_is_free_to_compute() -> None:
 
 
 def test_what_a_swapped_sequence_left_behind_may_be_gone() -> None:
-    bench = Bench(num_blocks=6, max_model_len=40, swap=ALWAYS_SWAP)
+    bench = SchedulerHarness(num_blocks=6, max_model_len=40, swap_costs=ALWAYS_SWAP)
     prompt = bench.add(17, 23).prompt_token_ids
     bench.add(prompt, 23, parent_id=0)
     bench.run_until_preempted()
@@ -74,7 +76,7 @@ def test_what_a_swapped_sequence_left_behind_may_be_gone() -> None:
 @pytest.mark.parametrize(("num_host_blocks", "block_s"), [(1, 0.0), (64, 99.0), (0, 0.0)])
 def test_without_room_or_gain_a_preempted_sequence_is_computed_again(num_host_blocks: int, block_s: float) -> None:
     swap = SwapCosts(num_host_blocks, block_s, seconds_per_token=1.0)
-    bench = Bench(num_blocks=4, max_model_len=24, swap=swap)
+    bench = SchedulerHarness(num_blocks=4, max_model_len=24, swap_costs=swap)
     for _ in range(2):
         bench.add(7, 17)
     bench.run()
@@ -82,9 +84,9 @@ def test_without_room_or_gain_a_preempted_sequence_is_computed_again(num_host_bl
     assert bench.outputs == {i: expected_output([i] * 7, 17) for i in range(2)}
 
 
-def swapping() -> tuple[Bench, StepPlan]:
+def swapping() -> tuple[SchedulerHarness, StepPlan]:
     """A bench with a step in flight that swaps sequence 1 out."""
-    bench = Bench(num_blocks=4, max_model_len=24, swap=ALWAYS_SWAP)
+    bench = SchedulerHarness(num_blocks=4, max_model_len=24, swap_costs=ALWAYS_SWAP)
     for _ in range(2):
         bench.add(7, 17)
     while True:

@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tokenizer import byte_level, make, save
+from support.tokenizer import byte_level, make_tokenizer, save_tokenizer
 from tokenizers import decoders
 from transformers import AutoTokenizer
 
@@ -39,7 +39,7 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
-    return {kind: save(make(kind), root / kind) for kind in KINDS}
+    return {kind: save_tokenizer(make_tokenizer(kind), root / kind) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_encode_as_transformers_does(folders: dict[str, Path], loaded: dict[str,
     ids=str,
 )
 def test_tokenizer_config_is_obeyed_as_transformers_does(tmp_path: Path, config: dict[str, object]):
-    folder = save(byte_level(), tmp_path, **config)
+    folder = save_tokenizer(byte_level(), tmp_path, **config)
     oracle = AutoTokenizer.from_pretrained(folder)
     ours = Tokenizer(folder)
     for text in ("", "the quick brown fox over the lazy dog <|new|>", "<s>the</s>"):
@@ -163,7 +163,7 @@ def test_training_truncation_and_padding_are_dropped(tmp_path: Path):
     tokenizer = byte_level()
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
-    assert len(Tokenizer(save(tokenizer, tmp_path)).encode("x" * 10)) == 11
+    assert len(Tokenizer(save_tokenizer(tokenizer, tmp_path)).encode("x" * 10)) == 11
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -359,8 +359,8 @@ def test_errors_name_the_file_and_the_cause(tmp_path: Path, loaded: dict[str, To
     unknown = byte_level()
     unknown.decoder = decoders.CTC()
     with pytest.raises(ConfigError, match="CTC"):
-        Tokenizer(save(unknown, tmp_path))
-    config = save(byte_level(), tmp_path) / "tokenizer_config.json"
+        Tokenizer(save_tokenizer(unknown, tmp_path))
+    config = save_tokenizer(byte_level(), tmp_path) / "tokenizer_config.json"
     for text in ("[1", "[1]", '{"added_tokens_decoder": {"x": {}}}', '{"bos_token": {"special": true}}'):
         config.write_text(text)
         with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
@@ -381,12 +381,12 @@ def test_decoders_in_an_order_that_no_table_has_are_refused(tmp_path: Path, part
     tokenizer = byte_level()
     tokenizer.decoder = decoders.Sequence(parts)
     with pytest.raises(ConfigError, match=f'decoder {{"type": "{wrong}".* is not supported'):
-        Tokenizer(save(tokenizer, tmp_path))
+        Tokenizer(save_tokenizer(tokenizer, tmp_path))
 
 
 def test_words_of_a_tokenizer_without_decoder_are_joined_by_spaces(tmp_path: Path):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="a"))
-    tokenizer = Tokenizer(save(words, tmp_path))
+    tokenizer = Tokenizer(save_tokenizer(words, tmp_path))
     assert "".join(stream(tokenizer, [2, 3, 2], [1, 2])) == tokenizer.decode([2, 3, 2]) == "a b a"
 
 

@@ -9,27 +9,35 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.llama import greedy, make_llama
-from support.pod import LONG, Pod, config_of, eventually, first_event, only, text_of
+from support.engine_processes import (
+    LONG_CONTEXT,
+    EngineProcesses,
+    engine_config,
+    events_of,
+    first_event,
+    text_of,
+    wait_for,
+)
+from support.llama import greedy_output, make_llama
 
 from quire_spec.protocol.messages import CancelRequests
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("llama"), max_positions=LONG)
+    return make_llama(tmp_path_factory.mktemp("llama"), max_positions=LONG_CONTEXT)
 
 
 def test_a_dead_core_ends_requests_at_once_and_a_new_one_serves(model: Path, tmp_path: Path):
-    with Pod(tmp_path, **config_of(model)) as pod:
+    with EngineProcesses(tmp_path, **engine_config(model)) as pod:
         pod.start("text")
-        with pod.peer("text", "frontend") as client:
+        with pod.connect("text", "frontend") as client:
             (event,) = client.generate("fox")
             assert (event.error_code, event.error) == ("UNAVAILABLE", "engine core is starting; try again")
             pod.start("core")
             before = text_of(client.generate("fox", temperature=0, max_tokens=8))
             asked = [client.submit("fox", max_tokens=100_000, stream=s) for s in (True, False) for _ in range(8)]
-            eventually(lambda: pod.core_stats()["num_running"] == 16)
+            wait_for(lambda: pod.core_stats()["num_running"] == 16)
             start = time.monotonic()
             pod.kill("core")
             for events in client.collect(asked).values():
@@ -42,12 +50,12 @@ def test_a_dead_core_ends_requests_at_once_and_a_new_one_serves(model: Path, tmp
 
 
 def test_a_dead_text_process_leaves_nothing_in_the_core(model: Path, tmp_path: Path):
-    with Pod(tmp_path, **config_of(model)) as pod:
+    with EngineProcesses(tmp_path, **engine_config(model)) as pod:
         pod.start("core", "text")
-        client = pod.peer("text", "frontend")
+        client = pod.connect("text", "frontend")
         for _ in range(8):
             client.submit("fox", max_tokens=100_000)
-        eventually(lambda: pod.core_stats()["num_running"] == 8)
+        wait_for(lambda: pod.core_stats()["num_running"] == 8)
         start = time.monotonic()
         pod.kill("text")
         with pytest.raises(EOFError):
@@ -57,14 +65,14 @@ def test_a_dead_text_process_leaves_nothing_in_the_core(model: Path, tmp_path: P
         pod.wait_idle()
         assert time.monotonic() - start < 2.0
         pod.start("text")
-        with pod.peer("text", "frontend") as client:
+        with pod.connect("text", "frontend") as client:
             assert client.generate("fox", max_tokens=4)[-1].finish_reason == "length"
 
 
 def test_queue_limit_and_drain(model: Path, tmp_path: Path):
-    with Pod(tmp_path, **config_of(model, max_num_seqs=1, max_num_queued_reqs=2)) as pod:
+    with EngineProcesses(tmp_path, **engine_config(model, max_num_seqs=1, max_num_queued_reqs=2)) as pod:
         pod.start("core", "text")
-        with pod.peer("text", "frontend") as client, pod.peer("text", "supervisor") as supervisor:
+        with pod.connect("text", "frontend") as client, pod.connect("text", "supervisor") as supervisor:
             running = client.submit("fox", temperature=0, max_tokens=100_000)
             first_event(client, running)
             queued = [client.submit("fox", max_tokens=4), client.submit("the fox", max_tokens=4)]
@@ -73,13 +81,13 @@ def test_queue_limit_and_drain(model: Path, tmp_path: Path):
                 pass
             assert events[0].id == refused and events[0].error_code == "UNAVAILABLE"
             assert "2 requests are waiting and max_num_queued_reqs is 2" in events[0].error
-            eventually(lambda: supervisor.call("status")["num_queued"] == 2)
+            wait_for(lambda: supervisor.call("status")["num_queued"] == 2)
 
-            with pod.peer("text", "supervisor") as other:
+            with pod.connect("text", "supervisor") as other:
                 other.socket.settimeout(0.3)
                 with pytest.raises(TimeoutError):
                     other.call("drain")
-                (event,) = [e for e in only(client, client.submit("fox")) if e.error_code]
+                (event,) = [e for e in events_of(client, client.submit("fox")) if e.error_code]
                 assert event.error_code == "UNAVAILABLE" and "draining" in event.error
                 client.send(CancelRequests([running]))
                 got: dict[int, str | None] = {}
@@ -92,11 +100,11 @@ def test_queue_limit_and_drain(model: Path, tmp_path: Path):
 
 def test_a_model_without_tokenizer_takes_and_gives_token_ids(tmp_path: Path):
     model = make_llama(tmp_path / "model", tokenizer=False)
-    with Pod(tmp_path / "run", **config_of(model)) as pod:
+    with EngineProcesses(tmp_path / "run", **engine_config(model)) as pod:
         pod.start("core", "text")
-        with pod.peer("text", "frontend") as client:
+        with pod.connect("text", "frontend") as client:
             events = client.generate([5, 6, 7], temperature=0, max_tokens=6, logprobs=0)
-            assert [i for event in events for i in event.token_ids] == greedy(model, [5, 6, 7], 6)
+            assert [i for event in events for i in event.token_ids] == greedy_output(model, [5, 6, 7], 6)
             assert all(event.text == "" for event in events)
             (event,) = client.generate("fox")
             assert event.error_code == "INVALID_ARG" and "tokenizer.json" in event.error
@@ -105,7 +113,7 @@ def test_a_model_without_tokenizer_takes_and_gives_token_ids(tmp_path: Path):
 
 
 def test_text_process_exits_as_it_is_asked(model: Path, tmp_path: Path):
-    with Pod(tmp_path / "run", **config_of(model)) as pod:
+    with EngineProcesses(tmp_path / "run", **engine_config(model)) as pod:
         pod.start("text")
         assert pod.kill("text", signal.SIGTERM) == 0
         # The socket file that is left does not keep the next one from listening.
@@ -130,18 +138,18 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(tmp_path: Path):
 
 
 def test_a_process_dies_with_its_parent(model: Path, tmp_path: Path):
-    pod = Pod(tmp_path / "run", **config_of(model))
+    pod = EngineProcesses(tmp_path / "run", **engine_config(model))
     argv = [sys.executable, "-m", "quire_engine.text", "--engine", str(pod.folder / "engine.json")]
     argv += ["--served-name", "base", "--run-dir", str(pod.folder)]
     code = f"import subprocess; p = subprocess.Popen({argv!r}); print(p.pid, flush=True); p.wait()"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
-    eventually(lambda: (pod.folder / "text.sock").exists())
+    wait_for(lambda: (pod.folder / "text.sock").exists())
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5.0)
+    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5.0)
 
 
 def test_text_process_imports_no_torch():

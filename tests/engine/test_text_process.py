@@ -13,8 +13,17 @@ from typing import Any
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.llama import greedy, make_adapter, make_llama
-from support.pod import LONG, Peer, Pod, config_of, eventually, first_event, only, text_of
+from support.engine_processes import (
+    LONG_CONTEXT,
+    EngineProcesses,
+    IpcClient,
+    engine_config,
+    events_of,
+    first_event,
+    text_of,
+    wait_for,
+)
+from support.llama import greedy_output, make_llama, make_llama_adapter
 from transformers import AutoTokenizer
 
 from quire_engine.text.response_throttle import RESPONSES_PER_S_PER_CORE
@@ -27,7 +36,7 @@ PROMPTS = ["the quick brown fox", "Grüße aus Köln", "naïve café\n", "你好
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("llama"), max_positions=LONG)
+    return make_llama(tmp_path_factory.mktemp("llama"), max_positions=LONG_CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -36,21 +45,21 @@ def expected(model: Path) -> dict[str, tuple[list[int], str]]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = {}
     for prompt in PROMPTS:
-        ids = greedy(model, tokenizer(prompt)["input_ids"], 24)
+        ids = greedy_output(model, tokenizer(prompt)["input_ids"], 24)
         found[prompt] = ids, tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return found
 
 
 @pytest.fixture(scope="module")
-def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcesses]:
     # Steps that wait for each other, which is what a CPU does by default, are what all other pods of the tests have.
     settings = {"enable_lora": True, "max_loras": 2, "async_scheduling": True}
-    with Pod(tmp_path_factory.mktemp("run"), **config_of(model, **settings)) as pod:
+    with EngineProcesses(tmp_path_factory.mktemp("run"), **engine_config(model, **settings)) as pod:
         yield pod.start("core", "text")
 
 
 @pytest.fixture
-def pod(shared: Pod) -> Iterator[Pod]:
+def pod(shared: EngineProcesses) -> Iterator[EngineProcesses]:
     """Both processes; whatever a test did, nothing stays in the engine."""
     yield shared
     shared.wait_idle()
@@ -58,15 +67,15 @@ def pod(shared: Pod) -> Iterator[Pod]:
 
 
 @pytest.fixture
-def client(pod: Pod) -> Iterator[Peer]:
-    with pod.peer("text", "frontend") as peer:
+def client(pod: EngineProcesses) -> Iterator[IpcClient]:
+    with pod.connect("text", "frontend") as peer:
         yield peer
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("as_ids", [True, False])
 def test_greedy_text_equals_transformers(
-    client: Peer, model: Path, expected: dict[str, tuple[list[int], str]], stream: bool, as_ids: bool
+    client: IpcClient, model: Path, expected: dict[str, tuple[list[int], str]], stream: bool, as_ids: bool
 ):
     tokenizer, lengths = AutoTokenizer.from_pretrained(model), []
     for prompt, (ids, text) in expected.items():
@@ -81,7 +90,7 @@ def test_greedy_text_equals_transformers(
     assert 2 < max(lengths) <= 24 if stream else set(lengths) == {1}
 
 
-def test_64_streams_at_once_get_their_own_text(client: Peer, expected: dict[str, tuple[list[int], str]]):
+def test_64_streams_at_once_get_their_own_text(client: IpcClient, expected: dict[str, tuple[list[int], str]]):
     asked = {client.submit(p, temperature=0, max_tokens=24): p for p in PROMPTS * 10 + PROMPTS[:4]}
     assert len(asked) == 64
     for request, events in client.collect(asked).items():
@@ -93,14 +102,14 @@ def test_64_streams_at_once_get_their_own_text(client: Peer, expected: dict[str,
 def test_many_streams_get_several_tokens_at_once_but_not_their_first(model: Path, tmp_path: Path):
     """At the pace of one processor. That of all there are may be faster than this machine makes tokens."""
     processors, num_streams, num_tokens = os.sched_getaffinity(0), 48, 128
-    with Pod(tmp_path, **config_of(model)) as pod:
+    with EngineProcesses(tmp_path, **engine_config(model)) as pod:
         pod.start("core")
         os.sched_setaffinity(0, {min(processors)})
         try:
             pod.start("text")
         finally:
             os.sched_setaffinity(0, processors)
-        with pod.peer("text", "frontend") as client:
+        with pod.connect("text", "frontend") as client:
             started = time.monotonic()
             asked = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True}
             streams = client.collect([client.submit([5, 6, 7], **asked) for _ in range(num_streams)]).values()
@@ -114,7 +123,7 @@ def test_many_streams_get_several_tokens_at_once_but_not_their_first(model: Path
 
 
 def test_stop_string_ends_the_request_here_and_in_the_core(
-    pod: Pod, client: Peer, expected: dict[str, tuple[list[int], str]]
+    pod: EngineProcesses, client: IpcClient, expected: dict[str, tuple[list[int], str]]
 ):
     text = expected["a"][1]
     stop = text[10:13]
@@ -127,7 +136,7 @@ def test_stop_string_ends_the_request_here_and_in_the_core(
 
 
 @pytest.mark.parametrize("as_ids", [True, False])
-def test_parameters_about_text_reach_the_core_as_tokens(client: Peer, model: Path, as_ids: bool):
+def test_parameters_about_text_reach_the_core_as_tokens(client: IpcClient, model: Path, as_ids: bool):
     tokenizer = AutoTokenizer.from_pretrained(model)
     text, long = "the lazy dog ", "the quick brown fox, then " * 200
     ids = tokenizer(text)["input_ids"]
@@ -146,7 +155,7 @@ def test_parameters_about_text_reach_the_core_as_tokens(client: Peer, model: Pat
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_several_outputs_are_those_of_their_seeds(client: Peer, stream: bool):
+def test_several_outputs_are_those_of_their_seeds(client: IpcClient, stream: bool):
     asked = {"temperature": 1.5, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
     alone = [client.generate("the fox", stream=stream, seed=7 + i, **asked) for i in range(3)]
     wanted = [[i for event in events for i in event.token_ids] for events in alone]
@@ -164,14 +173,14 @@ def test_several_outputs_are_those_of_their_seeds(client: Peer, stream: bool):
     assert [(event.index, event.final) for event in best] == [(0, False), (1, True)]
 
 
-def test_cancelling_ends_all_outputs(pod: Pod, client: Peer):
+def test_cancelling_ends_all_outputs(pod: EngineProcesses, client: IpcClient):
     request = client.submit("fox", n=5, max_tokens=100_000, ignore_eos=True)
-    eventually(lambda: pod.core_stats()["num_running"] == 5)
+    wait_for(lambda: pod.core_stats()["num_running"] == 5)
     client.send(CancelRequests([request]))
     pod.wait_idle()
 
 
-def test_stop_token_is_counted_and_not_shown(client: Peer, expected: dict[str, tuple[list[int], str]]):
+def test_stop_token_is_counted_and_not_shown(client: IpcClient, expected: dict[str, tuple[list[int], str]]):
     ids, _ = expected["a"]
     stop = ids[8]
     first = ids.index(stop) + 1
@@ -186,7 +195,7 @@ def test_stop_token_is_counted_and_not_shown(client: Peer, expected: dict[str, t
     assert (events[-1].finish_reason, events[-1].num_output_tokens) == ("stop", first)
 
 
-def test_logprobs_have_the_shape_of_vllm(client: Peer):
+def test_logprobs_have_the_shape_of_vllm(client: IpcClient):
     streamed = client.generate("fox", temperature=0, max_tokens=6, logprobs=2)
     whole = client.generate("fox", temperature=0, max_tokens=6, logprobs=2, stream=False)
     positions = [p for event in streamed for p in event.logprobs or []]
@@ -205,14 +214,14 @@ def test_logprobs_have_the_shape_of_vllm(client: Peer):
     assert client.generate("fox", max_tokens=2)[-1].logprobs is None
 
 
-def test_seeded_sampling_repeats(client: Peer):
+def test_seeded_sampling_repeats(client: IpcClient):
     first, second, other = (
         text_of(client.generate("fox", temperature=1.0, max_tokens=32, seed=seed, top_k=50)) for seed in (1, 1, 2)
     )
     assert first == second != other
 
 
-def test_cancel_frees_blocks_and_ends_events(pod: Pod, client: Peer):
+def test_cancel_frees_blocks_and_ends_events(pod: EngineProcesses, client: IpcClient):
     request = client.submit("fox", temperature=0, max_tokens=100_000)
     first_event(client, request)
     assert pod.core_stats()["num_used_blocks"] > 0
@@ -230,11 +239,11 @@ def test_cancel_frees_blocks_and_ends_events(pod: Pod, client: Peer):
     assert seen.index(next(e for e in seen if e.id == other)) >= len(late)
 
 
-def test_a_frontend_that_goes_is_noticed_and_its_requests_end(pod: Pod):
-    with pod.peer("text", "frontend", "sql") as frontend:
+def test_a_frontend_that_goes_is_noticed_and_its_requests_end(pod: EngineProcesses):
+    with pod.connect("text", "frontend", "sql") as frontend:
         for _ in range(3):
             frontend.submit("fox", max_tokens=100_000)
-        eventually(lambda: pod.core_stats()["num_running"] == 3)
+        wait_for(lambda: pod.core_stats()["num_running"] == 3)
     pod.wait_idle()
     assert f"frontend gone model=sql pid={os.getpid()} num_open=3" in pod.log("text")
 
@@ -254,13 +263,13 @@ def test_a_frontend_that_goes_is_noticed_and_its_requests_end(pod: Pod):
         ("fox", {"bad_words": [" "]}, "'bad_words'"),
         ([384], {}, "384"),
         ([], {}, "empty"),
-        ([5] * LONG, {}, f"{LONG} tokens"),
+        ([5] * LONG_CONTEXT, {}, f"{LONG_CONTEXT} tokens"),
         (None, {}, "either a text prompt or token ids"),
         ("xy " * 150_000, {}, "tokens and max_model_len"),
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_wrong_request_fails_alone(client: Peer, prompt: object, params: dict[str, object], said: str):
+def test_a_wrong_request_fails_alone(client: IpcClient, prompt: object, params: dict[str, object], said: str):
     good = client.submit("fox", temperature=0, max_tokens=8)
     wrong = client.submit(prompt, **params)  # type: ignore[arg-type]
     got = client.collect([good, wrong])
@@ -269,17 +278,17 @@ def test_a_wrong_request_fails_alone(client: Peer, prompt: object, params: dict[
     assert got[good][-1].finish_reason == "length"
 
 
-def test_unknown_model_is_not_found(pod: Pod, client: Peer):
-    with pod.peer("text", "supervisor") as supervisor:
+def test_unknown_model_is_not_found(pod: EngineProcesses, client: IpcClient):
+    with pod.connect("text", "supervisor") as supervisor:
         supervisor.call("set_adapters", adapters={})
     (event,) = client.generate("fox", model="sql")
     assert (event.error_code, event.error) == ("NOT_FOUND", "model 'sql' is not served; served are base")
 
 
-def test_adapters_are_models_by_their_names(pod: Pod, client: Peer, model: Path, tmp_path: Path):
-    with pod.peer("core", "supervisor") as core, pod.peer("text", "supervisor") as supervisor:
+def test_adapters_are_models_by_their_names(pod: EngineProcesses, client: IpcClient, model: Path, tmp_path: Path):
+    with pod.connect("core", "supervisor") as core, pod.connect("text", "supervisor") as supervisor:
         for i in range(2):
-            folder = make_adapter(model, tmp_path / str(i), seed=i)
+            folder = make_llama_adapter(model, tmp_path / str(i), seed=i)
             core.call("load_adapter", digest=f"sha256:{i}", path=str(folder))
         supervisor.call("set_adapters", adapters={"sql": "sha256:0", "chat": "sha256:1", "lost": "sha256:2"})
         asked = {
@@ -300,16 +309,18 @@ def test_adapters_are_models_by_their_names(pod: Pod, client: Peer, model: Path,
         # A name may change its meaning under a running request, which keeps what it began with.
         supervisor.call("set_adapters", adapters={"sql": "sha256:1"})
         client.send(CancelRequests([running]))
-        assert text_of(only(client, client.submit("fox", model="sql", temperature=0, max_tokens=16))) == texts["chat"]
+        assert (
+            text_of(events_of(client, client.submit("fox", model="sql", temperature=0, max_tokens=16))) == texts["chat"]
+        )
         supervisor.call("set_adapters", adapters={})
-        assert only(client, client.submit("fox", model="sql"))[0].error_code == "NOT_FOUND"
+        assert events_of(client, client.submit("fox", model="sql"))[0].error_code == "NOT_FOUND"
         for i in range(2):
             core.call("unload_adapter", digest=f"sha256:{i}")
 
 
-def test_a_prompt_of_50_mb_is_refused_at_once_and_stalls_nobody(pod: Pod, client: Peer):
+def test_a_prompt_of_50_mb_is_refused_at_once_and_stalls_nobody(pod: EngineProcesses, client: IpcClient):
     frame = encode_frame(GenerateRequest(77, "base", "word " * 10_000_000, None, {}, True))
-    with pod.peer("text", "frontend") as other:
+    with pod.connect("text", "frontend") as other:
         stream = other.submit("fox", temperature=0, max_tokens=100_000)
         first_event(other, stream)
         start = time.monotonic()
@@ -322,7 +333,7 @@ def test_a_prompt_of_50_mb_is_refused_at_once_and_stalls_nobody(pod: Pod, client
     assert text_of(client.generate("fox", max_tokens=2)) is not None
 
 
-def longest_gap(client: Peer, for_s: float, over: Future[Any] | None = None) -> float:
+def longest_gap(client: IpcClient, for_s: float, over: Future[Any] | None = None) -> float:
     """The longest time without an event of the streams of `client`, those that wait in the socket included; in these
     seconds and until `over` is done."""
     last = start = time.monotonic()
@@ -333,8 +344,8 @@ def longest_gap(client: Peer, for_s: float, over: Future[Any] | None = None) -> 
     return longest
 
 
-def test_tokenizing_a_long_prompt_does_not_stall_streams(pod: Pod, client: Peer):
-    with pod.peer("text", "frontend") as other:
+def test_tokenizing_a_long_prompt_does_not_stall_streams(pod: EngineProcesses, client: IpcClient):
+    with pod.connect("text", "frontend") as other:
         stream = other.submit("fox", temperature=0, max_tokens=100_000)
         first_event(other, stream)
         with ThreadPoolExecutor(1) as pool:
@@ -351,9 +362,9 @@ def test_tokenizing_a_long_prompt_does_not_stall_streams(pod: Pod, client: Peer)
 
 def test_an_urgent_request_overtakes_and_the_other_goes_on_where_it_was(model: Path, tmp_path: Path):
     settings = {"max_num_seqs": 1, "scheduling_policy": "priority", "swap_space": 0.1, "enable_prefix_caching": False}
-    with Pod(tmp_path, **config_of(model, **settings)) as pod:
+    with EngineProcesses(tmp_path, **engine_config(model, **settings)) as pod:
         pod.start("core", "text")
-        with pod.peer("text", "frontend") as client:
+        with pod.connect("text", "frontend") as client:
             alone = client.generate("fox", temperature=0, max_tokens=600, ignore_eos=True)
             slow = client.submit("fox", temperature=0, max_tokens=600, ignore_eos=True)
             first = first_event(client, slow)
@@ -371,13 +382,13 @@ def test_an_urgent_request_overtakes_and_the_other_goes_on_where_it_was(model: P
         assert stats["num_preemptions"] == 1 and stats["num_used_host_blocks"] == 0
         # A copy of a block is quicker than 16 tokens on any machine.
         assert 0 < stats["num_swapped_in_blocks"] == stats["num_swapped_out_blocks"]
-        with pod.peer("text", "supervisor") as supervisor:
+        with pod.connect("text", "supervisor") as supervisor:
             assert metric(supervisor, "vllm:num_preemptions_total") == 1
             assert metric(supervisor, "quire_swapped_in_blocks_total") == stats["num_swapped_in_blocks"]
 
 
-def test_a_slow_reader_is_cut_and_nobody_else_notices(pod: Pod, client: Peer):
-    with pod.peer("text", "supervisor") as supervisor, pod.peer("text", "frontend", "slow") as slow:
+def test_a_slow_reader_is_cut_and_nobody_else_notices(pod: EngineProcesses, client: IpcClient):
+    with pod.connect("text", "supervisor") as supervisor, pod.connect("text", "frontend", "slow") as slow:
         before = metric(supervisor, "quire_slow_readers_total")
         for _ in range(16):
             slow.submit("fox", temperature=0, max_tokens=100_000, logprobs=20)
@@ -395,24 +406,24 @@ def test_a_slow_reader_is_cut_and_nobody_else_notices(pod: Pod, client: Peer):
         assert re.search("frontend gone model=slow .* num_open=16", pod.log("text"))
 
 
-def metric(supervisor: Peer, name: str) -> float:
+def metric(supervisor: IpcClient, name: str) -> float:
     families = text_string_to_metric_families(supervisor.call("metrics")["text"])
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
-def test_metrics_and_status_of_a_pod_at_work(pod: Pod, client: Peer):
-    with pod.peer("text", "supervisor") as supervisor:
+def test_metrics_and_status_of_a_pod_at_work(pod: EngineProcesses, client: IpcClient):
+    with pod.connect("text", "supervisor") as supervisor:
         before = metric(supervisor, "vllm:generation_tokens_total")
         client.generate("fox", max_tokens=9)
         assert metric(supervisor, "vllm:generation_tokens_total") == before + 9
         request = client.submit("fox", max_tokens=100_000)
         first_event(client, request)
-        eventually(lambda: metric(supervisor, "vllm:num_requests_running") == 1)
+        wait_for(lambda: metric(supervisor, "vllm:num_requests_running") == 1)
         assert metric(supervisor, "vllm:kv_cache_usage_perc") > 0
         status = supervisor.call("status")
         assert (status["core"], status["num_open"], status["num_queued"]) == (True, 1, 0)
         client.send(CancelRequests([request]))
-        eventually(lambda: metric(supervisor, "vllm:num_requests_running") == 0)
+        wait_for(lambda: metric(supervisor, "vllm:num_requests_running") == 0)
         assert metric(supervisor, "vllm:kv_cache_usage_perc") == 0
         with pytest.raises(InvalidArgument, match="'nope' is unknown"):
             supervisor.call("nope")
@@ -432,7 +443,7 @@ def test_metrics_and_status_of_a_pod_at_work(pod: Pod, client: Peer):
     ],
     ids=range(6),
 )
-def test_a_broken_peer_is_cut_and_nothing_else_happens(pod: Pod, client: Peer, garbage: bytes):
+def test_a_broken_peer_is_cut_and_nothing_else_happens(pod: EngineProcesses, client: IpcClient, garbage: bytes):
     with socket.socket(socket.AF_UNIX) as raw:
         raw.settimeout(10)
         raw.connect(str(pod.folder / "text.sock"))

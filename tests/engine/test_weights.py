@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny import make_checkpoint
+from support.tiny_checkpoints import make_checkpoint
 
 from quire_engine.models import get_model_class
 from quire_engine.models.layers.linear import ParamFactory

@@ -20,7 +20,7 @@ def bootstrap():
 
 
 def test_this_machine_lacks_nothing(bootstrap):
-    assert bootstrap.missing() == []
+    assert bootstrap.missing_requirements() == []
 
 
 def test_everything_missing_is_said_at_once_with_its_fix(bootstrap, monkeypatch):
@@ -28,7 +28,7 @@ def test_everything_missing_is_said_at_once_with_its_fix(bootstrap, monkeypatch)
     monkeypatch.setattr(bootstrap.platform, "libc_ver", lambda: ("glibc", "2.31"))
     monkeypatch.setattr(bootstrap.sysconfig, "get_config_var", lambda _: "/nowhere")
     monkeypatch.setattr(bootstrap, "NEEDED_BYTES", 2**60)
-    problems = "\n".join(bootstrap.missing())
+    problems = "\n".join(bootstrap.missing_requirements())
     assert "install python3.11" in problems
     assert "glibc 2.35 or later" in problems
     assert "libpython3.9.so.1.0: not found" in problems

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cluster import ports
-from cluster.ports import free_ports
+from nodocker_cluster import ports
+from nodocker_cluster.ports import free_ports
 
 HACK = Path(ports.__file__).parents[1]
 
@@ -39,7 +39,7 @@ def test_one_that_is_taken_is_left_out(few):
 
 
 def test_processes_at_once_are_given_different_ones():
-    argv = [sys.executable, "-c", "from cluster.ports import *; print(*(free_ports(4) for _ in range(50)))"]
+    argv = [sys.executable, "-c", "from nodocker_cluster.ports import *; print(*(free_ports(4) for _ in range(50)))"]
 
     def run(_):
         return subprocess.run(argv, cwd=HACK, capture_output=True, text=True, check=True, timeout=60).stdout

@@ -7,16 +7,16 @@ import sys
 import time
 from pathlib import Path
 
-from cluster import processes
-from support.pod import eventually
+from nodocker_cluster import processes
+from support.engine_processes import wait_for
 
 HACK = Path(__file__).resolve().parents[2] / "hack"
 STARTER = """
 import sys, time
 from pathlib import Path
-from cluster import processes
+from nodocker_cluster import processes
 for name in ("one", "two"):
-    processes.start(Path(sys.argv[1]), name, ["sleep", "600"], dies_with_us=sys.argv[2] == "dies")
+    processes.start(Path(sys.argv[1]), name, ["sleep", "600"], die_with_parent=sys.argv[2] == "dies")
 time.sleep(600)
 """
 DEAF = """
@@ -28,7 +28,7 @@ time.sleep(600)
 
 
 def names(folder):
-    return sorted(p.name for p in processes.running(folder))
+    return sorted(p.name for p in processes.running_processes(folder))
 
 
 def killed_starter(folder, how):
@@ -36,9 +36,9 @@ def killed_starter(folder, how):
     argv = [sys.executable, "-c", STARTER, str(folder), how]
     with subprocess.Popen(argv, env=os.environ | {"PYTHONPATH": str(HACK)}) as starter:
         try:
-            eventually(lambda: names(folder) == ["one", "two"], 30, "both programs")
+            wait_for(lambda: names(folder) == ["one", "two"], 30, "both programs")
             # Until they are sleep itself they are the program that asks to die with its parent.
-            eventually(lambda: all(_command(p.pid) == "sleep" for p in processes.running(folder)), 30, "sleep")
+            wait_for(lambda: all(_command(p.pid) == "sleep" for p in processes.running_processes(folder)), 30, "sleep")
         finally:
             starter.kill()
 
@@ -49,7 +49,7 @@ def _command(pid):
 
 def test_they_die_with_a_killed_starter(tmp_path):
     killed_starter(tmp_path, "dies")
-    eventually(lambda: names(tmp_path) == [], 10, "their end")
+    wait_for(lambda: names(tmp_path) == [], 10, "their end")
 
 
 def test_what_a_killed_starter_left_is_found_and_ended(tmp_path):
@@ -63,9 +63,9 @@ def test_what_a_killed_starter_left_is_found_and_ended(tmp_path):
 
 
 def test_one_that_does_not_listen_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 0.2)
     processes.start(tmp_path, "deaf", [sys.executable, "-c", DEAF])
-    eventually(lambda: "deaf" in processes.tail(tmp_path, "deaf"), 60, "its first line")
+    wait_for(lambda: "deaf" in processes.tail(tmp_path, "deaf"), 60, "its first line")
     processes.stop(tmp_path)
     assert names(tmp_path) == []
 
@@ -76,7 +76,7 @@ def test_the_names_of_other_processes_are_anything(tmp_path):
     with subprocess.Popen(named, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
         processes.start(tmp_path, "sleep", ["sleep", "600"])
-        eventually(lambda: names(tmp_path) == ["sleep"], 60, "it is found")
+        wait_for(lambda: names(tmp_path) == ["sleep"], 60, "it is found")
         processes.stop(tmp_path)
         other.communicate(b"\n")
 
@@ -84,9 +84,9 @@ def test_the_names_of_other_processes_are_anything(tmp_path):
 def test_another_clusters_programs_are_left_alone(tmp_path):
     (ours := tmp_path / "ours").mkdir()
     (theirs := tmp_path / "theirs").mkdir()
-    started = [processes.start(folder, "sleep", ["sleep", "600"], dies_with_us=True) for folder in (ours, theirs)]
+    started = [processes.start(folder, "sleep", ["sleep", "600"], die_with_parent=True) for folder in (ours, theirs)]
     # Later it shows its environment for good.
-    eventually(lambda: _command(started[1].pid) == "sleep" and names(theirs), 60, "sleep")
+    wait_for(lambda: _command(started[1].pid) == "sleep" and names(theirs), 60, "sleep")
     processes.stop(ours)
     assert (names(ours), names(theirs)) == ([], ["sleep"])
     processes.stop(theirs)
@@ -95,7 +95,7 @@ def test_another_clusters_programs_are_left_alone(tmp_path):
 def test_ours_is_ended_while_it_shows_no_environment(tmp_path):
     """As every program does for an instant at its exec."""
     bare = processes.start(tmp_path, "bare", ["env", "-i", "sleep", "600"])
-    eventually(lambda: _command(bare.pid) == "sleep", 10, "sleep")
+    wait_for(lambda: _command(bare.pid) == "sleep", 10, "sleep")
     assert names(tmp_path) == []
     processes.stop(tmp_path)
     assert bare.returncode is not None

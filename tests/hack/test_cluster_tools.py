@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from cluster import debian, definitions, release, tools, workshop
+from nodocker_cluster import binaries, crd_apiserver, deb_build, debian, release
 
 HACK = Path(__file__).resolve().parents[2] / "hack"
 
@@ -41,12 +41,12 @@ def put(folder: Path, *names: str, says: str = "Kubernetes v1.31.4") -> Path:
 def site(tmp_path, monkeypatch):
     """A release's folders, served."""
     root = tmp_path / "site"
-    version = f"v{release.MINOR}.7"
-    programs = put(root / "release" / version / "bin/linux/amd64", *(n for n in tools.ALL if n != "etcd"))
+    version = f"v{release.MINOR_VERSION}.7"
+    programs = put(root / "release" / version / "bin/linux/amd64", *(n for n in binaries.ALL_PROGRAMS if n != "etcd"))
     for program in sorted(programs.iterdir()):
         digest = hashlib.sha256(program.read_bytes()).hexdigest()
         program.with_name(f"{program.name}.sha256").write_text(digest)
-    (root / f"release/stable-{release.MINOR}.txt").write_text(version)
+    (root / f"release/stable-{release.MINOR_VERSION}.txt").write_text(version)
     etcd = root / "etcd" / release.ETCD_VERSION
     etcd.mkdir(parents=True)
     folder = f"etcd-{release.ETCD_VERSION}-linux-amd64"
@@ -69,8 +69,8 @@ def site(tmp_path, monkeypatch):
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         base = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(release, "KUBERNETES", f"{base}/release")
-        monkeypatch.setattr(release, "ETCD", f"{base}/etcd")
+        monkeypatch.setattr(release, "KUBERNETES_URL", f"{base}/release")
+        monkeypatch.setattr(release, "ETCD_URL", f"{base}/etcd")
         monkeypatch.setattr(release.platform, "machine", lambda: "x86_64")
         yield root
         server.shutdown()
@@ -78,52 +78,52 @@ def site(tmp_path, monkeypatch):
 
 
 def test_nothing_is_found_on_a_fresh_machine():
-    assert tools.find() is None
+    assert binaries.find() is None
 
 
 def test_the_newest_version_in_the_cache_is_found(cache):
-    put(cache / "v1.20.2-debian", *tools.ALL)
-    put(cache / "v1.36.1", *tools.ALL)
+    put(cache / "v1.20.2-debian", *binaries.ALL_PROGRAMS)
+    put(cache / "v1.36.1", *binaries.ALL_PROGRAMS)
     put(cache / "v1.37.0", "kubectl")
-    found = tools.find()
+    found = binaries.find()
     assert (found.version, found.folder.name) == ((1, 36, 1), "v1.36.1")
     assert str(found) == f"Kubernetes 1.36.1 in {found.folder}"
 
 
 def test_kubebuilder_assets_come_first_and_may_lack_controllers(cache, tmp_path, monkeypatch):
-    put(cache / "v1.36.1", *tools.ALL)
+    put(cache / "v1.36.1", *binaries.ALL_PROGRAMS)
     monkeypatch.setenv("KUBEBUILDER_ASSETS", str(put(tmp_path / "assets", "etcd", "kube-apiserver", "kubectl")))
-    found = tools.find()
+    found = binaries.find()
     assert found.version == (1, 31, 4)
     assert not found.has("kube-controller-manager")
     assert "without kube-controller-manager" in str(found)
-    with pytest.raises(tools.Unavailable, match="has no kubelet"):
+    with pytest.raises(binaries.Unavailable, match="has no kubelet"):
         found.path("kubelet")
 
 
 def test_kubebuilder_assets_without_an_api_server_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("KUBEBUILDER_ASSETS", str(put(tmp_path / "assets", "etcd")))
-    with pytest.raises(tools.Unavailable, match=r"KUBEBUILDER_ASSETS is .* etcd or kube-apiserver is not in it"):
-        tools.find()
+    with pytest.raises(binaries.Unavailable, match=r"KUBEBUILDER_ASSETS is .* etcd or kube-apiserver is not in it"):
+        binaries.find()
 
 
 def test_an_official_release_is_downloaded_and_checked(site, cache):
     said = []
-    found = tools.make(said.append)
-    assert found.folder == cache / f"v{release.MINOR}.7"
-    assert found.has(*tools.ALL)
+    found = binaries.find_or_build(said.append)
+    assert found.folder == cache / f"v{release.MINOR_VERSION}.7"
+    assert found.has(*binaries.ALL_PROGRAMS)
     assert subprocess.check_output([found.path("etcd")], text=True) == "etcd\n"
     assert any("downloading kube-apiserver" in line for line in said)
     assert [f.name for f in cache.iterdir()] == [found.folder.name]
     said.clear()
-    assert tools.make(said.append) == found
+    assert binaries.find_or_build(said.append) == found
     assert said == []
 
 
 def test_a_changed_file_is_refused_and_nothing_is_kept(site, cache):
     (program,) = site.glob("release/*/bin/linux/amd64/kubelet")
     program.write_text("#!/bin/sh\necho else\n")
-    with pytest.raises(tools.Unavailable, match=r"kubelet: its SHA-256 is .*, published is"):
+    with pytest.raises(binaries.Unavailable, match=r"kubelet: its SHA-256 is .*, published is"):
         release.download(cache, print)
     assert list(cache.iterdir()) == []
 
@@ -135,44 +135,44 @@ def test_what_cannot_be_had_is_said_with_every_reason(tmp_path):
         "PATH": str(tmp_path),
         "QUIRE_KUBERNETES_RELEASES": "http://127.0.0.1:9/release",
     }
-    argv = [sys.executable, "-m", "cluster", "tools"]
+    argv = [sys.executable, "-m", "nodocker_cluster", "tools"]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "there is no way here to get Kubernetes' programs" in done.stderr
-    assert f"official release: http://127.0.0.1:9/release/stable-{release.MINOR}.txt" in done.stderr
+    assert f"official release: http://127.0.0.1:9/release/stable-{release.MINOR_VERSION}.txt" in done.stderr
     assert "this is no Debian with apt-get" in done.stderr
 
 
 def test_too_little_space_is_said_before_the_build(cache, monkeypatch):
     monkeypatch.setattr(debian, "NEEDED_BYTES", 2**60)
     monkeypatch.setattr(debian, "_COMMANDS", {})
-    monkeypatch.setattr(workshop, "mirror", lambda: "http://127.0.0.1:9")
+    monkeypatch.setattr(deb_build, "debian_mirror", lambda: "http://127.0.0.1:9")
     cache.mkdir()
-    with pytest.raises(tools.Unavailable, match="GiB free at"):
+    with pytest.raises(binaries.Unavailable, match="GiB free at"):
         debian.build(cache, print)
 
 
 def test_the_newest_server_of_definitions_in_the_cache_is_found(cache):
-    assert definitions.find() is None
+    assert crd_apiserver.find() is None
     for version in ("v1.9.1", "v1.36.4", "v1.35.9"):
-        put(cache / f"definitions-{version}", definitions.PROGRAM)
-    found = definitions.make(print)
-    assert found == cache / "definitions-v1.36.4" / definitions.PROGRAM
-    assert tools.find() is None
+        put(cache / f"definitions-{version}", crd_apiserver.PROGRAM)
+    found = crd_apiserver.find_or_build(print)
+    assert found == cache / "definitions-v1.36.4" / crd_apiserver.PROGRAM
+    assert binaries.find() is None
 
 
 def test_a_build_that_failed_is_not_tried_each_time(cache):
     cache.mkdir()
     (cache / "definitions.log").write_text("no space left")
-    with pytest.raises(tools.Unavailable, match=r"the last build failed, see .*definitions\.log; remove it"):
-        definitions.make(print)
+    with pytest.raises(binaries.Unavailable, match=r"the last build failed, see .*definitions\.log; remove it"):
+        crd_apiserver.find_or_build(print)
 
 
 def test_tools_are_there_without_it(cache, tmp_path):
     """An old Kubernetes is better than none."""
-    put(cache / "v1.20.2-debian", *tools.ALL)
+    put(cache / "v1.20.2-debian", *binaries.ALL_PROGRAMS)
     environment = os.environ | {"PYTHONPATH": str(HACK), "PATH": str(tmp_path)}
-    argv = [sys.executable, "-m", "cluster", "tools"]
+    argv = [sys.executable, "-m", "nodocker_cluster", "tools"]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0
     assert "Kubernetes 1.20.2 in" in done.stdout

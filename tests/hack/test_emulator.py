@@ -3,7 +3,7 @@
 
 import os
 
-from emulator.libraries import sweep
+from emulator.libraries import remove_stale
 
 
 def test_builds_that_nobody_has_used_for_a_month_are_removed(tmp_path):
@@ -12,5 +12,5 @@ def test_builds_that_nobody_has_used_for_a_month_are_removed(tmp_path):
         (tmp_path / name / "libcudart.so.13").write_bytes(b"")
         then = (tmp_path / name).stat().st_mtime - age * 24 * 3600
         os.utime(tmp_path / name, (then, then))
-    sweep(tmp_path)
+    remove_stale(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["used"]

@@ -63,7 +63,7 @@ def test_each_peer_is_alone_and_one_that_fails_leaves_the_others(bench_modules, 
             tokens = [[1] * num for _, num in requests]
             return {"seconds": self.num_started, "token_ids": tokens, "events": None}
 
-    monkeypatch.setattr(gpu_peers, "Child", Child)
+    monkeypatch.setattr(gpu_peers, "ChildProcess", Child)
     monkeypatch.setattr(gpu_peers, "_cannot", lambda *_: None)
     monkeypatch.setattr(card.Card, "wait_free", lambda _, num_bytes: waited.append(num_bytes))
     rows = list(gpu_peers.rows(card.Card(torch.device("cpu")), False, sys.executable, 5))
@@ -118,16 +118,16 @@ def test_without_vllm_one_line_says_so(bench_modules, tmp_path):
 
 def test_wrong_tokens_of_an_adapter_are_found(bench_modules, tmp_path):
     """Its last token changed, or its tokens taken for another adapter's."""
-    import adapters
     import gpu_engine
     import gpu_vllm
+    import random_adapters
     import torch
     from card import Card
     from measure import WrongOutput
 
     card = Card(torch.device("cpu"))
     gpu_vllm.write_checkpoint(card, gpu_engine.TINY, tmp_path / "model")
-    folders = adapters.make(tmp_path / "model", tmp_path / "adapters", 2, 8)
+    folders = random_adapters.make(tmp_path / "model", tmp_path / "adapters", 2, 8)
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "model": str(tmp_path / "model")}
     with torch.inference_mode(), gpu_vllm.own_engine(card, gpu_engine.settings(card) | lora, folders) as (engine, run):
         right = gpu_vllm.warm_up(card, run)
@@ -149,8 +149,8 @@ def itl_of(bench_modules, monkeypatch):
             moves += [itl.AdapterEvent("slot", "cold", 0.1)] * num_loaded
             return [core_traffic.Answer(ask, 0.0, [said] * ask.num_tokens, [0.1 + i for i in range(2)]) for ask in asks]
 
-        monkeypatch.setattr(itl, "send", send)
-        monkeypatch.setattr(itl, "gap", lambda *_: far)
+        monkeypatch.setattr(itl, "send_requests", send)
+        monkeypatch.setattr(itl, "logit_gap", lambda *_: far)
         plan = itl.Plan(1, 4.0, 4, 8, 2, 1, 50, deviation=2.0)
         return itl._run(None, plan, itl.Cast(["r"], ["c"], []), (0, kind, 3.0, ["c"]), {"c": [7]}, [])
 
@@ -204,11 +204,11 @@ def test_rounds_of_time_between_tokens_are_kept_as_they_come(bench, monkeypatch)
 
 def test_room_for_adapters_is_looked_for(bench_modules, monkeypatch, tmp_path):
     """On the disk, or in memory, or for fewer of them."""
-    import adapters
     import gpu_engine
     import gpu_itl
+    import random_adapters
 
-    assert adapters.num_bytes(gpu_engine.LLAMA_8B, 16) == 83_886_080
+    assert random_adapters.num_bytes(gpu_engine.LLAMA_8B, 16) == 83_886_080
     monkeypatch.setattr(gpu_itl.tempfile, "gettempdir", lambda: str(tmp_path))
     shm = Path("/dev/shm")
 
@@ -227,8 +227,8 @@ def test_room_for_adapters_is_looked_for(bench_modules, monkeypatch, tmp_path):
 
 
 def test_files_without_a_disk_are_not_said_to_be_read_from_one(bench_modules):
-    import adapters
+    import random_adapters
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         Path(name, "adapter_model.safetensors").write_bytes(b"0" * 5000)
-        assert adapters.leave_memory([Path(name)]) in ("memory", "unknown")
+        assert random_adapters.leave_memory([Path(name)]) in ("memory", "unknown")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.service import Stream
+from support.quire_serve import StreamedResponse
 
 ROOT = Path(__file__).resolve().parents[2]
 # The scripts in tests/bench are run by path and import their neighbours by bare name.
@@ -38,7 +38,7 @@ def test_a_short_soak_finds_nothing_wrong():
 
 @pytest.mark.server
 def test_the_edge_is_measured_by_both_kinds_of_clients():
-    done = run("edge.py", "4", "20")
+    done = run("frontend.py", "4", "20")
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["client", *["http"] * 3, *["grpc"] * 3]
 
@@ -65,7 +65,7 @@ class Alone:
 )
 def test_answers_are_judged_by_what_was_said_alone(model, text, error, found):
     judge = soak.Soak(Alone(), 0)
-    judge._judge(model, soak.PROMPTS[0], 12, Stream([text], error=error))
+    judge._judge(model, soak.PROMPTS[0], 12, StreamedResponse([text], error=error))
     tally = judge.tally
     counted = {"right": tally.right, "absent": tally.absent, "errors": tally.errors.total(), "wrong": len(tally.wrong)}
     assert counted == {name: int(name == found) for name in counted}

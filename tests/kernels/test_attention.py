@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.spans import RAGGED, make_batch
+from support.attention_batches import RAGGED_SPANS, make_batch
 
 from quire_kernels import attention, dispatch, paged_attention, reads_whole_blocks
 
@@ -25,7 +25,7 @@ def _check(queries, cache, batch, tolerance=2e-6, **options):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("spans", RAGGED.values(), ids=RAGGED.keys())
+@pytest.mark.parametrize("spans", RAGGED_SPANS.values(), ids=RAGGED_SPANS.keys())
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_equals_reference(spans, dtype):
     queries, cache, batch = make_batch(spans, dtype=dtype)
@@ -36,7 +36,7 @@ def test_equals_reference(spans, dtype):
 @pytest.mark.parametrize("block_size", [8, 32, 128])
 @pytest.mark.parametrize("head_dim", [16, 80])
 def test_shapes(heads, block_size, head_dim):
-    queries, cache, batch = make_batch(RAGGED["mixed"], heads=heads, block_size=block_size, head_dim=head_dim)
+    queries, cache, batch = make_batch(RAGGED_SPANS["mixed"], heads=heads, block_size=block_size, head_dim=head_dim)
     _check(queries, cache, batch)
 
 
@@ -45,11 +45,11 @@ def test_shapes(heads, block_size, head_dim):
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_windows_and_soft_caps(window, softcap, dtype):
-    queries, cache, batch = make_batch(RAGGED["mixed"], dtype=dtype)
+    queries, cache, batch = make_batch(RAGGED_SPANS["mixed"], dtype=dtype)
     _check(queries, cache, batch, tolerance=TOLERANCE[dtype], window=window, softcap=softcap)
 
 
-@pytest.mark.parametrize("spans", RAGGED.values(), ids=RAGGED.keys())
+@pytest.mark.parametrize("spans", RAGGED_SPANS.values(), ids=RAGGED_SPANS.keys())
 @pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)], ids=str)
 def test_soft_caps(spans, heads):
     queries, cache, batch = make_batch(spans, heads=heads)
@@ -69,7 +69,7 @@ def test_blocks_that_have_left_the_window_are_not_read(spans, softcap):
 
 
 @pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)], ids=str)
-@pytest.mark.parametrize("spans", RAGGED.values(), ids=RAGGED.keys())
+@pytest.mark.parametrize("spans", RAGGED_SPANS.values(), ids=RAGGED_SPANS.keys())
 @pytest.mark.parametrize("window", [None, 20])
 def test_what_lies_past_a_context_is_not_read(spans, heads, window):
     queries, cache, batch = make_batch(spans, dtype=torch.bfloat16, heads=heads)
@@ -86,7 +86,7 @@ def test_what_lies_past_a_context_is_not_read(spans, heads, window):
 
 
 def test_layers_of_different_windows_share_a_plan():
-    queries, cache, batch = make_batch(RAGGED["mixed"])
+    queries, cache, batch = make_batch(RAGGED_SPANS["mixed"])
     for window in (None, 7, 30, None, 7):
         _check(queries, cache, batch, window=window)
 
@@ -106,7 +106,7 @@ def test_reference_is_causal_attention(window, softcap):
 
 
 def test_each_span_is_in_one_group():
-    _, _, batch = make_batch(RAGGED["mixed"])
+    _, _, batch = make_batch(RAGGED_SPANS["mixed"])
     rows = torch.cat([torch.arange(90)[group.rows] for group in batch.groups])
     assert torch.equal(rows.sort().values, torch.arange(int(batch.query_starts[-1])))
 

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from support.native import needs_native
+from support.native import requires_native_kernels
 
 from quire_kernels import (
     AdapterSegment,
@@ -193,7 +193,7 @@ def test_pinned_pieces_make_the_same_adapter(monkeypatch):
     assert torch.equal(slots._entries[:, 0], slots._entries[:, 1])
 
 
-@needs_native
+@requires_native_kernels
 def test_here_they_are_compiled():
     assert _slots(SITES["compiled"], torch.bfloat16)[0].is_panel_packed
     assert not _slots(SITES["odd"], torch.bfloat16)[0].is_panel_packed

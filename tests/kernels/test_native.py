@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.native import needs_native
+from support.native import requires_native_kernels
 from torch import Tensor
 
 from quire_kernels import (
@@ -51,14 +51,14 @@ def _random(*size: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(size) * scale).bfloat16()
 
 
-@needs_native
+@requires_native_kernels
 def test_here_they_are() -> None:
     """On a processor that has what they need they are used; otherwise the tests below would test torch."""
     assert cpu_native.load_library() is not None
     assert pack_weight(_random(64, 32)).shape == (2, 16, 32, 2)
 
 
-@needs_native
+@requires_native_kernels
 @pytest.mark.parametrize("num_tokens", [1, 2, 9, 10, 11, 64, 240, 241, 500])
 @pytest.mark.parametrize(("out_features", "in_features"), [(32, 2), (64, 30), (96, 576), (576, 128)])
 def test_linear(num_tokens: int, out_features: int, in_features: int) -> None:
@@ -76,7 +76,7 @@ def test_linear(num_tokens: int, out_features: int, in_features: int) -> None:
     _close(residual, expected, slack)
 
 
-@needs_native
+@requires_native_kernels
 def test_linear_reads_rows_that_stand_apart() -> None:
     x, weight = _random(7, 100), _random(32, 40)
     wanted = x[:, :40].double() @ weight.double().t()
@@ -89,7 +89,7 @@ def test_what_does_not_fit_into_panels_works_too(out_features: int, in_features:
     _close(linear(x, pack_weight(weight), None), x.double() @ weight.double().t(), 1e-4)
 
 
-@needs_native
+@requires_native_kernels
 def test_where_amx_is_onednn_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_native, "has_fast_gemm", lambda: False)
     x, weight, residual = _random(5, 64), _random(96, 64), _random(5, 96)
@@ -102,14 +102,14 @@ def test_where_amx_is_onednn_multiplies(monkeypatch: pytest.MonkeyPatch) -> None
     _close(linear(x, packed, None, residual), expected, EPS * wanted.abs().max().item() + 1e-4)
 
 
-@needs_native
+@requires_native_kernels
 def test_embedding_reads_packed_rows() -> None:
     table = _random(96, 30)
     token_ids = torch.tensor([0, 95, 31, 32, 31])
     assert torch.equal(embedding(token_ids, pack_weight(table)), table[token_ids])
 
 
-@needs_native
+@requires_native_kernels
 @pytest.mark.parametrize("size", [1, 16, 30, 576])
 def test_rms_norm(size: int) -> None:
     x, weight = _random(5, size, scale=3.0), _random(size)
@@ -118,7 +118,7 @@ def test_rms_norm(size: int) -> None:
     _close(rms_norm(x, weight, 1e-5), wanted, 1e-6)
 
 
-@needs_native
+@requires_native_kernels
 @pytest.mark.parametrize("head_dim", [24, 64])
 def test_norm_heads(head_dim: int) -> None:
     whole = torch.randn(5, 7, head_dim).bfloat16()
@@ -129,7 +129,7 @@ def test_norm_heads(head_dim: int) -> None:
         _close(qkv[:, heads], rms_norm.reference(whole[:, heads].double(), weight.double(), 1e-5), 1e-6)
 
 
-@needs_native
+@requires_native_kernels
 @pytest.mark.parametrize("size", [1, 40, 1536])
 def test_silu_mul(size: int) -> None:
     gate_up = _random(7, 2 * size, scale=20.0)
@@ -138,7 +138,7 @@ def test_silu_mul(size: int) -> None:
     _close(silu_mul(gate_up), wanted, 1e-5 * wanted.abs().max().item())
 
 
-@needs_native
+@requires_native_kernels
 def test_silu_mul_of_extremes() -> None:
     gate = torch.tensor([[-1e30, -200.0, 200.0, 1e30, float("nan")]])
     found = silu_mul(torch.cat((gate, torch.ones(1, 5)), dim=-1).bfloat16())[0]
@@ -147,7 +147,7 @@ def test_silu_mul_of_extremes() -> None:
     assert found[4].isnan()
 
 
-@needs_native
+@requires_native_kernels
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "rotary"), [(9, 3, 64, 64), (2, 2, 80, 32), (4, 1, 16, 16)])
 def test_rotate_and_write(heads: int, kv_heads: int, head_dim: int, rotary: int) -> None:
     num_tokens = 11
@@ -166,7 +166,7 @@ def test_rotate_and_write(heads: int, kv_heads: int, head_dim: int, rotary: int)
     assert torch.equal(found[1].double(), wide[1])
 
 
-@needs_native
+@requires_native_kernels
 @pytest.mark.parametrize("block_size", [8, 16, 128])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "window", "softcap"),
@@ -200,7 +200,7 @@ def test_attention(
     _close(found, wanted, EPS * cache.abs().max().item())
 
 
-@needs_native
+@requires_native_kernels
 def test_attention_reads_nobody_elses_block() -> None:
     """NaN in every block and token that is not a sequence's own leaves its output as it is."""
     cache = torch.full((2, 4, 16, 1, 16), float("nan")).bfloat16()
@@ -209,7 +209,7 @@ def test_attention_reads_nobody_elses_block() -> None:
     assert paged_attention(_random(1, 1, 16), cache, batch, 0.25).isfinite().all()
 
 
-@needs_native
+@requires_native_kernels
 def test_most_likely_is_the_first_of_equals() -> None:
     logits = _random(9, 1000)
     logits[0, [3, 700]] = 50.0
@@ -247,14 +247,14 @@ def test_without_them_torch_does_the_work(tmp_path: Path, environment: dict[str,
     assert "\ntorch" in "\n" + _run(_LINEAR, tmp_path, **environment)
 
 
-@needs_native
+@requires_native_kernels
 def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     assert "only this user can write to" in _run(_LINEAR, tmp_path)
 
 
-@needs_native
+@requires_native_kernels
 def test_a_damaged_library_is_no_crash(tmp_path: Path) -> None:
     assert "\nnative" in "\n" + _run(_LINEAR, tmp_path)
     (library,) = (tmp_path / "cache").glob("*.so")
@@ -262,7 +262,7 @@ def test_a_damaged_library_is_no_crash(tmp_path: Path) -> None:
     assert "torch" in _run(_LINEAR, tmp_path)
 
 
-@needs_native
+@requires_native_kernels
 def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quire_kernels.cpu_native"]
     environment = os.environ | {"QUIRE_NATIVE_CACHE": str(tmp_path)}

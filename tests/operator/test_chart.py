@@ -6,13 +6,13 @@ import re
 import kubernetes_validate
 import pytest
 import yaml
-from support.chart import CHART, NAMED, OFF, ROOT, documents, helm, one, rendered
+from support.chart import ALL_VALUES, CHART, DISABLED_VALUES, ROOT, helm, only_of_kind, parse_documents, render_chart
 from support.openapi import CRD
 
 from quire_operator.api import crd
 from quire_operator.render import object_names
 
-MATRIX = {"defaults": {}, "named": NAMED, "off": OFF}
+MATRIX = {"defaults": {}, "named": ALL_VALUES, "off": DISABLED_VALUES}
 OPTIONAL = {"PodMonitor"}
 GENERATED = "not current: make generated"
 
@@ -24,16 +24,16 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def objects(folder):
-    return rendered(folder)
+    return render_chart(folder)
 
 
 @pytest.fixture(scope="module")
 def named(folder):
-    return rendered(folder, NAMED, "demo")
+    return render_chart(folder, ALL_VALUES, "demo")
 
 
 def container(found):
-    (only,) = one(found, "Deployment")["spec"]["template"]["spec"]["containers"]
+    (only,) = only_of_kind(found, "Deployment")["spec"]["template"]["spec"]["containers"]
     return only
 
 
@@ -58,7 +58,7 @@ def test_it_is_linted_strictly():
 
 @pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
 def test_the_api_servers_schemas_hold(folder, values):
-    found = rendered(folder, values)
+    found = render_chart(folder, values)
     seen = set()
     for thing in found:
         key = (thing["kind"], thing["metadata"].get("namespace"), thing["metadata"]["name"])
@@ -74,9 +74,9 @@ def test_the_api_servers_schemas_hold(folder, values):
 def test_every_value_reaches_an_object(folder):
     """Driven by values.yaml: all of it is changed at once, and each change has to be seen."""
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
-    text = "\n".join(map(str, rendered(folder, NAMED)))
+    text = "\n".join(map(str, render_chart(folder, ALL_VALUES)))
     for path in leaves(defaults):
-        value = reached(NAMED, path)
+        value = reached(ALL_VALUES, path)
         assert value is not None, f"{'.'.join(path)}: NAMED has no other value for it"
         if path[-1] != "tag":  # a digest goes before
             assert all(str(word) in text for word in words(value)), f"{'.'.join(path)}: changes nothing"
@@ -85,8 +85,8 @@ def test_every_value_reaches_an_object(folder):
 def test_every_switch_switches(folder):
     kinds = {"crds": "CustomResourceDefinition", "rbac": "ClusterRole", "serviceAccount": "ServiceAccount"}
     kinds |= {"networkPolicy": "NetworkPolicy"}
-    on = [o["kind"] for o in rendered(folder)]
-    off = [o["kind"] for o in rendered(folder, OFF | {"crds": {"install": False}})]
+    on = [o["kind"] for o in render_chart(folder)]
+    off = [o["kind"] for o in render_chart(folder, DISABLED_VALUES | {"crds": {"install": False}})]
     for value, kind in kinds.items():
         assert kind in on, value
         assert kind not in off, value
@@ -143,16 +143,18 @@ def test_wrong_values_are_refused_by_name(folder, values, path, said):
 
 def test_the_definition_is_the_repositorys_and_outlives_the_release(folder, objects):
     assert (CHART / "files/llmservices.yaml").read_bytes() == (ROOT / "crds/llmservices.yaml").read_bytes(), GENERATED
-    definition = one(objects, "CustomResourceDefinition")
+    definition = only_of_kind(objects, "CustomResourceDefinition")
     assert definition["spec"] == CRD["spec"]
     assert definition["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     assert len(yaml.safe_dump(definition)) < 200_000, "kubectl apply without --server-side carries it in an annotation"
-    assert not one(rendered(folder, OFF), "CustomResourceDefinition")["metadata"].get("annotations")
+    assert not only_of_kind(render_chart(folder, DISABLED_VALUES), "CustomResourceDefinition")["metadata"].get(
+        "annotations"
+    )
     assert not (CHART / "crds").exists(), "Helm never upgrades that folder"
 
 
 def test_one_operator_at_a_time_closed_down(objects):
-    deployment = one(objects, "Deployment")["spec"]
+    deployment = only_of_kind(objects, "Deployment")["spec"]
     assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
     spec = deployment["template"]["spec"]
     assert spec["securityContext"] == {
@@ -182,7 +184,7 @@ def test_images_are_of_the_release(folder, objects, named):
     assert option(objects, "gpu-image") == [f"quire:{version}-gpu"]
     assert option(objects, "cpu-image") == [f"quire:{version}-cpu"]
     assert container(named)["image"] == f"registry.example/team/manager@sha256:{'1' * 64}"
-    tagged = rendered(folder, {"image": {"registry": "registry.example", "cpu": {"tag": "edge"}}})
+    tagged = render_chart(folder, {"image": {"registry": "registry.example", "cpu": {"tag": "edge"}}})
     assert option(tagged, "cpu-image") == ["registry.example/quire:edge"]
 
 
@@ -191,13 +193,13 @@ def test_rbac_names_verbs_and_resources(objects):
     for group, resource, verb in set().union(*map(rules, roles)):
         assert "*" not in (group, resource, verb)
         assert resource not in ("pods/exec", "pods/log", "roles", "rolebindings", "clusterroles", "*")
-    granted = rules(one(objects, "ClusterRole", "quire"))
+    granted = rules(only_of_kind(objects, "ClusterRole", "quire"))
     assert {verb for _, resource, verb in granted if resource == "llmservices"} == {"list", "watch"}
     assert {verb for _, resource, verb in granted if resource == "pods"} == {"list", "watch"}
     assert {verb for _, resource, verb in granted if resource == "secrets"} == {"get", "create", "patch", "delete"}
-    assert rules(one(objects, "ClusterRole", "quire-nodes")) == {("", "nodes", "list")}
-    binding = one(objects, "ClusterRoleBinding", "quire")
-    account = one(objects, "ServiceAccount")["metadata"]
+    assert rules(only_of_kind(objects, "ClusterRole", "quire-nodes")) == {("", "nodes", "list")}
+    binding = only_of_kind(objects, "ClusterRoleBinding", "quire")
+    account = only_of_kind(objects, "ServiceAccount")["metadata"]
     assert binding["subjects"] == [
         {"kind": "ServiceAccount", "name": account["name"], "namespace": account["namespace"]}
     ]
@@ -205,7 +207,7 @@ def test_rbac_names_verbs_and_resources(objects):
 
 
 def test_every_kind_that_is_rendered_may_be_applied(objects):
-    granted = rules(one(objects, "ClusterRole", "quire"))
+    granted = rules(only_of_kind(objects, "ClusterRole", "quire"))
     for file in (ROOT / "tests/operator/golden").glob("*.yaml"):
         for thing in yaml.safe_load_all(file.read_text()):
             if not thing or "kind" not in thing:
@@ -225,7 +227,7 @@ def test_named_namespaces_get_roles_and_nothing_else(named, objects):
     assert not [o for o in named if o["kind"].startswith("Cluster")]
     assert option(named, "namespace") == ["team-a", "team-b"]
     for role in roles:
-        assert rules(role) == rules(one(objects, "ClusterRole", "quire"))
+        assert rules(role) == rules(only_of_kind(objects, "ClusterRole", "quire"))
 
 
 def test_the_lease_value_of_older_releases_is_accepted_and_ignored(named):
@@ -234,7 +236,7 @@ def test_the_lease_value_of_older_releases_is_accepted_and_ignored(named):
 
 
 def test_people_get_at_llmservices_by_their_usual_roles(objects):
-    view, edit = (one(objects, "ClusterRole", f"quire-{role}") for role in ("view", "edit"))
+    view, edit = (only_of_kind(objects, "ClusterRole", f"quire-{role}") for role in ("view", "edit"))
     assert view["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-view"] == "true"
     assert {verb for *_, verb in rules(view)} == {"get", "list", "watch"}
     assert edit["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-edit"] == "true"
@@ -243,33 +245,36 @@ def test_people_get_at_llmservices_by_their_usual_roles(objects):
 
 
 def test_what_finds_the_operator_finds_its_pods(objects):
-    labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    labels = only_of_kind(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
     for selector in (
-        one(objects, "Deployment")["spec"]["selector"]["matchLabels"],
-        one(objects, "Service")["spec"]["selector"],
-        one(objects, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"],
+        only_of_kind(objects, "Deployment")["spec"]["selector"]["matchLabels"],
+        only_of_kind(objects, "Service")["spec"]["selector"],
+        only_of_kind(objects, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"],
     ):
         assert selector.items() <= labels.items()
         assert selector.items() >= {"app.kubernetes.io/name": object_names.MANAGER}.items()
     ports = {port["name"] for port in container(objects)["ports"]}
-    assert {port["targetPort"] for port in one(objects, "Service")["spec"]["ports"]} <= ports
+    assert {port["targetPort"] for port in only_of_kind(objects, "Service")["spec"]["ports"]} <= ports
 
 
 def test_only_prometheus_reaches_the_operator(objects, named):
-    (ingress,) = one(objects, "NetworkPolicy")["spec"]["ingress"]
+    (ingress,) = only_of_kind(objects, "NetworkPolicy")["spec"]["ingress"]
     assert ingress["from"] == [
         {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
     ]
-    (ingress,) = one(named, "NetworkPolicy")["spec"]["ingress"]
-    assert ingress["from"] == NAMED["networkPolicy"]["ingressFrom"]
-    assert one(named, "NetworkPolicy")["spec"]["policyTypes"] == ["Ingress"]
+    (ingress,) = only_of_kind(named, "NetworkPolicy")["spec"]["ingress"]
+    assert ingress["from"] == ALL_VALUES["networkPolicy"]["ingressFrom"]
+    assert only_of_kind(named, "NetworkPolicy")["spec"]["policyTypes"] == ["Ingress"]
 
 
 def test_monitoring_is_found_by_its_labels(named):
-    monitor = one(named, "PodMonitor")
+    monitor = only_of_kind(named, "PodMonitor")
     assert monitor["metadata"]["labels"]["release"] == "monitoring"
     assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "health", "path": "/metrics", "interval": "1m"}]
-    assert one(named, "ConfigMap")["metadata"]["labels"].items() >= {"grafana_dashboard": "1", "folder": "x"}.items()
+    assert (
+        only_of_kind(named, "ConfigMap")["metadata"]["labels"].items()
+        >= {"grafana_dashboard": "1", "folder": "x"}.items()
+    )
 
 
 def test_notes_tell_a_next_command_that_works(folder):
@@ -289,4 +294,4 @@ def test_it_can_be_packaged_and_used_from_its_package(folder, objects):
     helm("package", CHART, "-d", folder)
     (archive,) = folder.glob("quire-*.tgz")
     done = helm("template", "quire", archive, "-n", "quire-system")
-    assert documents(done.stdout) == objects
+    assert parse_documents(done.stdout) == objects

@@ -4,7 +4,7 @@
 import pytest
 from support.planning import (
     LLAMA_8B,
-    checkpoint,
+    checkpoint_info,
 )
 
 from quire_operator.plan.checkpoint import CheckpointInfo, SizeSource
@@ -21,7 +21,7 @@ def test_sizes_come_from_the_index_then_the_header_then_the_shape():
     assert [c.size_source for c in found] == [SizeSource.INDEX, SizeSource.HEADER, SizeSource.SHAPE]
     assert [c.weights_bytes for c in found[:2]] == [16_000_000_000, 100]
     assert found[2].weights_bytes == pytest.approx(16_060_522_496, rel=0.001)
-    assert checkpoint(dict(reversed(LLAMA_8B.items()))).config_digest == found[0].config_digest
+    assert checkpoint_info(dict(reversed(LLAMA_8B.items()))).config_digest == found[0].config_digest
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import base64
 import copy
 
 import pytest
-from support.planning import plan, service
+from support.planning import llm_service, plan_for
 
 from quire_operator.api import crd
 from quire_operator.api.llmservice import LLMService
@@ -115,8 +115,10 @@ def test_what_somebody_changed_by_hand_is_not_pinned(text):
 
 
 def test_what_is_pinned_comes_back_as_it_was():
-    made = plan("qwen-0.5b", "NVIDIA-L4", NO_LORA)
-    manifests = list(render_objects(service(NO_LORA), made, RenderContext(admin_key="k", owner_uid="u-1")).manifests)
+    made = plan_for("qwen-0.5b", "NVIDIA-L4", NO_LORA)
+    manifests = list(
+        render_objects(llm_service(NO_LORA), made, RenderContext(admin_key="k", owner_uid="u-1")).manifests
+    )
     pinned = TemplateRevision.from_manifests("digest", made, manifests)
     rendered = copy.deepcopy(manifests)
     (deployment,) = [m for m in pinned.apply_to(manifests) if m["kind"] == "Deployment"]

@@ -8,8 +8,8 @@ import re
 
 import kubernetes_validate
 import pytest
+from support.cel_cases import CEL_RULE_CASES, CEL_UPDATE_CASES, service_with, validation_problems
 from support.openapi import CRD, OPENAPI, VERSION, walk
-from support.rules import RULES, UPDATES, patched, problems_of
 
 from quire_operator.api import crd, openapi_schema, patterns
 from quire_operator.api.cel_rules import CelRule
@@ -243,25 +243,27 @@ def _cost(path, rule):
 # Each rule, kept and broken. The first words of the message tell which rule is meant.
 
 
-@pytest.mark.parametrize(("words", "good", "bad", "path"), RULES, ids=[f"{r[0]}-{i}" for i, r in enumerate(RULES)])
+@pytest.mark.parametrize(
+    ("words", "good", "bad", "path"), CEL_RULE_CASES, ids=[f"{r[0]}-{i}" for i, r in enumerate(CEL_RULE_CASES)]
+)
 def test_a_rule_keeps_to_what_is_right_and_refuses_what_is_wrong(words, good, bad, path):
-    assert problems_of(good) == []
-    (problem,) = crd.validate(patched(bad)).problems
+    assert validation_problems(good) == []
+    (problem,) = crd.validate(service_with(bad)).problems
     assert format_path(problem.path) == path
     assert problem.rule.startswith(words)
 
 
-@pytest.mark.parametrize(("words", "good", "bad"), UPDATES, ids=[u[0] for u in UPDATES])
+@pytest.mark.parametrize(("words", "good", "bad"), CEL_UPDATE_CASES, ids=[u[0] for u in CEL_UPDATE_CASES])
 def test_rules_about_changes_are_judged_against_the_stored_object(words, good, bad):
     for old, new in good:
-        assert not crd.validate(patched({"spec.cache": new}), patched({"spec.cache": old})).problems
+        assert not crd.validate(service_with({"spec.cache": new}), service_with({"spec.cache": old})).problems
     for old, new in bad:
-        (problem,) = crd.validate(patched({"spec.cache": new}), patched({"spec.cache": old})).problems
+        (problem,) = crd.validate(service_with({"spec.cache": new}), service_with({"spec.cache": old})).problems
         assert problem.rule.startswith(words)
-        assert problems_of({"spec.cache": new}) == []
+        assert validation_problems({"spec.cache": new}) == []
 
 
 def test_every_rule_of_the_crd_has_a_case():
-    words = [case[0] for case in (*RULES, *UPDATES)]
+    words = [case[0] for case in (*CEL_RULE_CASES, *CEL_UPDATE_CASES)]
     for _, _, rule in rules():
         assert any(rule.requirement.startswith(w) for w in words), rule.requirement

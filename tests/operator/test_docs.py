@@ -10,9 +10,9 @@ import kubernetes_validate
 import pytest
 import yaml
 from support.chart import CHART, ROOT
-from support.documents import DOCS, blocks, commands
+from support.doc_snippets import DOCS, code_blocks, shell_commands
 from support.openapi import OPENAPI, walk
-from support.planning import ANY_TP, MODELS
+from support.planning import ANY_TP_SIZE, MODELS
 
 from quire_operator.api import crd
 from quire_operator.api.llmservice import Device, LLMService
@@ -38,7 +38,7 @@ def each(language):
     return [
         pytest.param(text, id=f"{document.name}-{i}")
         for document in DOCS
-        for i, text in enumerate(blocks(document, language), 1)
+        for i, text in enumerate(code_blocks(document, language), 1)
     ]
 
 
@@ -73,7 +73,7 @@ def test_yaml_is_what_an_api_server_takes(text):
 
 
 def test_the_job_that_fills_a_claim_asks_for_a_download_of_the_files_that_services_read():
-    bodies = [body for text in blocks(CLUSTER, "yaml") for body in yaml.safe_load_all(text)]
+    bodies = [body for text in code_blocks(CLUSTER, "yaml") for body in yaml.safe_load_all(text)]
     (job,) = [body["spec"]["template"]["spec"] for body in bodies if body.get("kind") == "Job"]
     (container,) = job["containers"]
     assert container["command"][1:] == ["-m", "quire_server.download"]
@@ -96,7 +96,7 @@ def planned(body):
     mig = wanted is not None and "mig" in wanted.resourceName
     nodes = [{"nvidia.com/mig-3g.40gb.product": "H100", "nvidia.com/mig-3g.40gb.memory": "40320"}] if mig else []
     gpu = None if service.spec.device is Device.CPU else resolve_gpu(wanted, nodes)
-    plan = make_plan(PlannerInputs.from_service(service, MODELS["tiny" if gpu is None else "8b"], gpu, ANY_TP))
+    plan = make_plan(PlannerInputs.from_service(service, MODELS["tiny" if gpu is None else "8b"], gpu, ANY_TP_SIZE))
     return render_objects(service, plan, RenderContext(admin_key="k")).manifests
 
 
@@ -119,7 +119,7 @@ def parents(name):
 @pytest.mark.parametrize("text", each("sh"))
 def test_commands_exist(text, monkeypatch):
     monkeypatch.chdir(ROOT)
-    for words in commands(text):
+    for words in shell_commands(text):
         if words[0] == "quire" and "-" not in words[-1:]:
             monkeypatch.setattr(main, "_serve", lambda given: 0)
             main._build_parser().parse_args([word for word in words[1:] if word != "|"])
@@ -164,11 +164,11 @@ def test_the_operators_metrics_are_all_there():
 
 
 def test_a_migrated_repository_is_the_same_engine(tmp_path):
-    model, loras = (json.loads(text) for text in blocks(MIGRATION, "json"))
-    (text,) = blocks(MIGRATION, "yaml")
+    model, loras = (json.loads(text) for text in code_blocks(MIGRATION, "json"))
+    (text,) = code_blocks(MIGRATION, "yaml")
     service = LLMService.from_body(crd.validate(yaml.safe_load(text)).body)
     before = EngineConfig.from_json({"device": "cuda", **vllm_arguments.from_vllm_arguments(model)})
-    plan = make_plan(PlannerInputs.from_service(service, MODELS["8b"], resolve_gpu(service.spec.gpu), ANY_TP))
+    plan = make_plan(PlannerInputs.from_service(service, MODELS["8b"], resolve_gpu(service.spec.gpu), ANY_TP_SIZE))
     after = engine_config(service, "/weights/backbone/llama-3.1-8b", plan=plan)
     chosen = set(vllm_arguments.from_vllm_arguments(model))
     assert len(chosen) >= 10

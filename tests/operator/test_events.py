@@ -4,20 +4,20 @@
 from dataclasses import replace
 
 import pytest
-from support.observing import (
+from support.observed_factories import (
+    CREATED_LATER,
     GENERATION,
-    LATER,
     NOW,
     PLAN,
-    VERDICT,
+    PLANNING_RESULT,
     deployment,
-    healthy,
+    desired_service,
+    finished_job,
+    healthy_state,
     job,
-    job_done,
-    pod,
-    report,
-    starting,
-    wanted,
+    pod_report,
+    ready_pod,
+    starting_pod,
     with_adapter,
 )  # fmt: skip
 
@@ -27,29 +27,31 @@ from quire_operator.controller.status.status import build_status
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_spec.documents.pod_status import AdapterState
 
-SERVICE = wanted()
-GOOD = pod("s-0", report(SERVICE))
+SERVICE = desired_service()
+GOOD = ready_pod("s-0", pod_report(SERVICE))
 
 
-def after(before, observed, verdict=VERDICT, service=SERVICE):
-    return build_status(service, GENERATION, verdict, observed, before, LATER)
+def after(before, observed, verdict=PLANNING_RESULT, service=SERVICE):
+    return build_status(service, GENERATION, verdict, observed, before, CREATED_LATER)
 
 
-def told(before, observed, verdict=VERDICT):
+def told(before, observed, verdict=PLANNING_RESULT):
     """Type, reason and message of what is told, as lines."""
     return [f"{e.type} {e.reason}: {e.message}" for e in build_events(before, after(before, observed, verdict))]
 
 
-WELL = after({}, healthy())
+WELL = after({}, healthy_state())
 
 
 def test_the_story_of_a_service_that_comes_up():
     nothing = {}
-    downloading = after(nothing, ObservedState(job=job(), job_pods=(starting("j", started_at="x"),)))
+    downloading = after(nothing, ObservedState(job=job(), job_pods=(starting_pod("j", started_at="x"),)))
     assert [e.reason for e in build_events(nothing, downloading)] == ["Fits", "Downloading"]
-    begun = after(downloading, healthy(pods=(starting("s-0"), starting("s-1")), deployment=deployment(2, ready=0)))
+    begun = after(
+        downloading, healthy_state(pods=(starting_pod("s-0"), starting_pod("s-1")), deployment=deployment(2, ready=0))
+    )
     assert [e.reason for e in build_events(downloading, begun)] == ["Downloaded", "PodsNotReady"]
-    lines = told(begun, healthy())
+    lines = told(begun, healthy_state())
     told_of = [line.partition(":")[0].removeprefix("Normal ") for line in lines]
     assert told_of == ["RolloutComplete", "MinimumReplicas", "Ready", "AdapterReady", "AdapterReady"]
     assert lines[3] == f"Normal AdapterReady: adapter sql is on all 2 ready pods, sha256:{'sql':0>64}"
@@ -61,33 +63,36 @@ def test_a_spec_that_cannot_be_used_is_told_once():
 
 
 def test_nothing_is_told_twice():
-    assert build_events(WELL, after(WELL, healthy())) == []
+    assert build_events(WELL, after(WELL, healthy_state())) == []
 
 
 CHANGES = {
     "a pod is lost": (
-        healthy(pods=(GOOD, starting("s-1")), deployment=deployment(2, ready=1)),
+        healthy_state(pods=(GOOD, starting_pod("s-1")), deployment=deployment(2, ready=1)),
         ["Normal PodsNotReady"],
     ),
     "no GPU": (
-        healthy(
-            pods=(GOOD, starting("s-1", unschedulable="Insufficient nvidia.com/gpu")), deployment=deployment(2, ready=1)
+        healthy_state(
+            pods=(GOOD, starting_pod("s-1", unschedulable="Insufficient nvidia.com/gpu")),
+            deployment=deployment(2, ready=1),
         ),
         ["Warning InsufficientGPU"],
     ),
     "all pods are lost": (
-        healthy(pods=(starting("s-0"), starting("s-1")), deployment=deployment(2, ready=0)),
+        healthy_state(pods=(starting_pod("s-0"), starting_pod("s-1")), deployment=deployment(2, ready=0)),
         ["Normal PodsNotReady", "Warning NoReadyPods"],
     ),
-    "a claim of another's": (healthy(conflict="Service s belongs to Helm"), ["Warning Conflict"]),
-    "a kind that is missing": (healthy(unavailable_kinds=("InferencePool",)), ["Warning KindsLeftOut"]),
-    "a field that is missing": (healthy(unknown_fields=("spec.podTemplate.x",)), ["Warning FieldsLeftOut"]),
-    "pods that do not answer": (healthy(pods=(GOOD, pod("s-1", report_error="refused"))), ["Warning PodsUnreachable"]),
+    "a claim of another's": (healthy_state(conflict="Service s belongs to Helm"), ["Warning Conflict"]),
+    "a kind that is missing": (healthy_state(unavailable_kinds=("InferencePool",)), ["Warning KindsLeftOut"]),
+    "a field that is missing": (healthy_state(unknown_fields=("spec.podTemplate.x",)), ["Warning FieldsLeftOut"]),
+    "pods that do not answer": (healthy_state(pods=(GOOD, ready_pod("s-1", report_error="refused"))),
+    ["Warning PodsUnreachable"]),
     "an adapter that failed": (
-        healthy(pods=(GOOD, pod("s-1", with_adapter(report(SERVICE), "sql", AdapterState.FAILED, "HTTP 404")))),
+        healthy_state(pods=(GOOD, ready_pod("s-1", with_adapter(pod_report(SERVICE), "sql", AdapterState.FAILED,
+        "HTTP 404")))),
         ["Warning AdapterFailed"],
     ),
-    "a download that gave up": (healthy(job=job_done("Failed")), ["Warning DownloadFailed"]),
+    "a download that gave up": (healthy_state(job=finished_job("Failed")), ["Warning DownloadFailed"]),
 }  # fmt: skip
 
 
@@ -101,30 +106,32 @@ def test_it_tells_of(case):
 
 def test_a_failure_that_lasts_is_not_told_again_when_its_words_change():
     def failed(words):
-        said = with_adapter(report(SERVICE), "sql", AdapterState.FAILED, words)
-        return healthy(pods=(GOOD, pod("s-1", said)))
+        said = with_adapter(pod_report(SERVICE), "sql", AdapterState.FAILED, words)
+        return healthy_state(pods=(GOOD, ready_pod("s-1", said)))
 
     broken = after(WELL, failed("HTTP 500"))
     assert told(broken, failed("HTTP 502")) == []
-    assert [line.partition(":")[0] for line in told(broken, healthy())] == ["Normal Ready", "Normal AdapterReady"]
+    assert [line.partition(":")[0] for line in told(broken, healthy_state())] == ["Normal Ready", "Normal AdapterReady"]
 
 
 def test_new_content_under_an_old_name_is_told():
-    other = [replace(a, digest="sha256:" + "e" * 64) for a in report(SERVICE).adapters]
-    said = report(SERVICE, adapters=[other[0], report(SERVICE).adapters[1]])
-    lines = told(WELL, healthy(pods=(pod("s-0", said), pod("s-1", said))))
+    other = [replace(a, digest="sha256:" + "e" * 64) for a in pod_report(SERVICE).adapters]
+    said = pod_report(SERVICE, adapters=[other[0], pod_report(SERVICE).adapters[1]])
+    lines = told(WELL, healthy_state(pods=(ready_pod("s-0", said), ready_pod("s-1", said))))
     assert lines == [f"Normal AdapterReady: adapter sql is on all 2 ready pods, sha256:{'e' * 64}"]
 
 
 def test_a_plan_that_was_wrong_is_told_once():
-    few = replace(report(SERVICE), memory=replace(report(SERVICE).memory, num_blocks=PLAN.kvTokens * 8 // 10 // 16))
-    seen = healthy(pods=(pod("s-0", few), pod("s-1", report(SERVICE))))
+    few = replace(
+        pod_report(SERVICE), memory=replace(pod_report(SERVICE).memory, num_blocks=PLAN.kvTokens * 8 // 10 // 16)
+    )
+    seen = healthy_state(pods=(ready_pod("s-0", few), ready_pod("s-1", pod_report(SERVICE))))
     (line,) = told(WELL, seen)
     assert line.startswith("Warning PlanDiffers: the engine has room for") and "20% fewer than the" in line
     wrong = after(WELL, seen)
     assert told(wrong, seen) == []
     less = replace(few, memory=replace(few.memory, num_blocks=few.memory.num_blocks // 2))
-    assert told(wrong, healthy(pods=(pod("s-0", less), GOOD))) == [], "known already"
+    assert told(wrong, healthy_state(pods=(ready_pod("s-0", less), GOOD))) == [], "known already"
 
 
 @pytest.mark.parametrize(("tokens", "words"), [(131072, ""), (262144, ""), (65536, "50% fewer"), (524288, "100% more")])
@@ -137,13 +144,13 @@ def test_on_a_cpu_the_engine_may_take_a_smaller_type_than_was_counted(tokens, wo
 
 def test_another_plan_is_told_with_its_sizes():
     other = replace(PLAN, inputsHash="sha256:" + "1" * 64)
-    lines = told(WELL, healthy(), PlanningResult(plan=other))
+    lines = told(WELL, healthy_state(), PlanningResult(plan=other))
     assert lines[0].startswith("Normal Replanned: the spec, the model or the GPUs changed: tensorParallelSize 1, maxM")
 
 
 def test_a_verdict_is_told_by_its_own_condition_only():
     lines = told(
-        WELL, healthy(), PlanningResult(PLAN, "", Unplannable(UnplannableReason.DOES_NOT_FIT, "short by 3 GiB"))
+        WELL, healthy_state(), PlanningResult(PLAN, "", Unplannable(UnplannableReason.DOES_NOT_FIT, "short by 3 GiB"))
     )
     assert lines == ["Warning DoesNotFit: Planned: short by 3 GiB"]
 
@@ -151,11 +158,13 @@ def test_a_verdict_is_told_by_its_own_condition_only():
 def test_many_adapters_make_few_events():
     names = [f"a{i}" for i in range(50)]
     lines = "".join(f"\n- {{name: {n}, source: {{huggingFace: {{repo: o/{n}}}}}}}" for n in names)
-    service = wanted(f"replicas: 1\nlora: {{maxLoaded: 4, maxRank: 16}}\nadapters:{lines}")
-    said = report(service)
+    service = desired_service(f"replicas: 1\nlora: {{maxLoaded: 4, maxRank: 16}}\nadapters:{lines}")
+    said = pod_report(service)
     for name in names[:5]:
         said = with_adapter(said, name, AdapterState.FAILED, "no")
-    found = build_status(service, GENERATION, VERDICT, healthy(service, pods=(pod("s-0", said),)), {}, NOW)
+    found = build_status(
+        service, GENERATION, PLANNING_RESULT, healthy_state(service, pods=(ready_pod("s-0", said),)), {}, NOW
+    )
     made = [e for e in build_events({}, found) if "dapter" in e.reason]
     assert len(made) == 11
     assert made[-1].reason == "MoreAdapters" and made[-1].message == "40 more adapters changed, 0 of them failed"

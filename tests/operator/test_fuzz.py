@@ -13,7 +13,7 @@ import random
 import re
 
 import pytest
-from support.planning import MODELS, faults
+from support.planning import MODELS, schema_problems
 
 from quire_operator.api import crd, patterns
 from quire_operator.api.llmservice import Device, LLMService
@@ -132,7 +132,7 @@ def rendered(rng, body):
     except Unplannable:
         plan = make_plan(PlannerInputs.from_service(LIGHT, MODELS["tiny"], None))
     assert Plan.from_json(plan.to_json()) == plan
-    assert faults(plan.to_json()) == []
+    assert schema_problems(plan.to_json()) == []
     assert plan.kvTokens < 2**63
     for name in ("maxModelLen", "maxNumSeqs", "maxNumBatchedTokens", "blockSize", "tensorParallelSize", "dtype"):
         pinned = getattr(service.spec.engine, name)

@@ -8,8 +8,8 @@ from support.planning import (
     H100,
     L4,
     T4,
-    inputs,
-    service,
+    llm_service,
+    planner_inputs,
 )
 
 from quire_operator.plan import planner
@@ -23,7 +23,7 @@ def labels(product=L4, memory="23034", **more):
 
 
 def wanted(text):
-    return service(f"gpu: {text}").spec.gpu
+    return llm_service(f"gpu: {text}").spec.gpu
 
 
 def test_nodes_labels_go_before_the_table_and_the_spec_before_both():
@@ -42,7 +42,9 @@ def test_of_several_kinds_the_smallest_is_planned_for():
     found = resolve_gpu(None, nodes)
     assert (found.product, found.larger_products) == (L4, ("NVIDIA-A100-SXM4-40GB", H100))
     assert resolve_gpu(wanted("{nodeSelector: {zone: b}}"), nodes).product == "NVIDIA-A100-SXM4-40GB"
-    made = planner.make_plan(dataclasses.replace(inputs("8b", L4), gpu=dataclasses.replace(found, memory_mib=81559)))
+    made = planner.make_plan(
+        dataclasses.replace(planner_inputs("8b", L4), gpu=dataclasses.replace(found, memory_mib=81559))
+    )
     assert made.fit is FitReason.HETEROGENEOUS_POOL
     assert H100 in made.advice
 
@@ -56,7 +58,7 @@ def test_a_slice_has_its_own_memory_and_a_node_so_many_gpus():
         resolve_gpu(wanted(f"{{product: {H100}, resourceName: nvidia.com/mig-3g.40gb}}"))
     whole = resolve_gpu(None, nodes)
     assert (whole.memory_mib, whole.gpus_per_node) == (81559, 2)
-    given = dataclasses.replace(inputs("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}"), gpu=whole)
+    given = dataclasses.replace(planner_inputs("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}"), gpu=whole)
     assert planner.make_plan(given).tensorParallelSize.value == 2
     pinned = dataclasses.replace(given, engine=dataclasses.replace(given.engine, tensorParallelSize=4))
     with pytest.raises(Unplannable, match="4: nodes with NVIDIA-H100-80GB-HBM3 have 2 GPUs"):
@@ -98,5 +100,5 @@ def test_the_table_of_products_is_in_order():
 def test_a_gpu_of_hardly_any_memory_fits_nothing(memory):
     found = resolve_gpu(wanted(f"{{memory: {memory}}}"))
     with pytest.raises(Unplannable, match="does not fit") as error:
-        planner.make_plan(dataclasses.replace(inputs("8b", L4), gpu=found))
+        planner.make_plan(dataclasses.replace(planner_inputs("8b", L4), gpu=found))
     assert error.value.reason is UnplannableReason.DOES_NOT_FIT

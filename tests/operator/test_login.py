@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 from aiohttp import web
-from cluster.pki import Authority
-from support.sources import Proxy, serve
+from nodocker_cluster.pki import CertificateAuthority
+from support.fake_sources import FakeProxy, start_server
 
 from quire_operator.kube import cluster_config as logins
 from quire_operator.kube import exec_plugin as plugins
@@ -269,11 +269,11 @@ async def test_a_server_under_another_name_and_behind_a_proxy_is_reached(tmp_pat
         lines = b'{"type": "BOOKMARK"}\n' if "watch" in request.query else b'{"items": [], "metadata": {}}'
         return web.Response(body=lines, content_type="application/json")
 
-    authority = Authority(tmp_path)
+    authority = CertificateAuthority(tmp_path)
     authority.issue("api", "api", hosts=["api.example"])
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(tmp_path / "api.crt", tmp_path / "api.key")
-    server, proxy = await serve(answer, tls), Proxy("user:passw0rd")
+    server, proxy = await start_server(answer, tls), FakeProxy("user:passw0rd")
     cluster = {
         "server": str(server.make_url("/")),
         "certificate-authority": "ca.crt",
@@ -285,8 +285,8 @@ async def test_a_server_under_another_name_and_behind_a_proxy_is_reached(tmp_pat
         assert await client.request("GET", "/a") == {"items": [], "metadata": {}}
         async with client.stream("/a", {"watch": "true"}) as lines:
             assert [line async for line in lines] == [b'{"type": "BOOKMARK"}']
-    assert set(proxy.asked) == {f"127.0.0.1:{server.port}"}
-    proxy.who = "user:other"
+    assert set(proxy.targets) == {f"127.0.0.1:{server.port}"}
+    proxy.credentials = "user:other"
     async with ApiClient(ClusterConfig.from_kubeconfig(file)) as client:
         with pytest.raises(ApiServerUnavailable, match="407") as caught:
             await client.request("GET", "/a")

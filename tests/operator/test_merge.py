@@ -5,8 +5,8 @@ import json
 import re
 
 import pytest
-from support.planning import service
-from support.rendering import EVERYTHING, GPU, POD_IP, objects, one
+from support.planning import llm_service
+from support.rendering import FULL_SPEC, GPU, POD_IP, only_of_kind, rendered_objects
 
 from quire_operator.render import strategic_merge
 from quire_spec.errors import ConfigError
@@ -28,7 +28,7 @@ from quire_spec.errors import ConfigError
 )
 def test_an_override_that_leaves_no_pod_of_ours_is_said(override, message):
     with pytest.raises(ConfigError, match=f"^spec.podTemplate.spec.{re.escape(message)}"):
-        objects(service(f"{GPU}podTemplate: {{spec: {{{override}}}}}"))
+        rendered_objects(llm_service(f"{GPU}podTemplate: {{spec: {{{override}}}}}"))
 
 
 @pytest.mark.parametrize("mode", ["PVC", "EmptyDir"])
@@ -48,9 +48,9 @@ podTemplate:
     - {name: authorities, configMap: {name: authorities}}
     - {name: plugins, persistentVolumeClaim: {claimName: plugins}}
 """
-    found = objects(service(f"{GPU}cache: {{mode: {mode}}}{given}"))
-    pod = one(found, "Deployment")["spec"]["template"]["spec"]
-    job = one(found, "Job")["spec"]["template"]["spec"] if mode == "PVC" else pod
+    found = rendered_objects(llm_service(f"{GPU}cache: {{mode: {mode}}}{given}"))
+    pod = only_of_kind(found, "Deployment")["spec"]["template"]["spec"]
+    job = only_of_kind(found, "Job")["spec"]["template"]["spec"] if mode == "PVC" else pod
     (downloads,) = [c for c in job.get("initContainers", job["containers"]) if c["name"] == "download"]
     assert {"name": "authorities", "mountPath": "/etc/quire-ca", "readOnly": True} in downloads["volumeMounts"]
     assert {"name": "authorities", "configMap": {"name": "authorities"}} in job["volumes"]
@@ -60,13 +60,15 @@ podTemplate:
 
 
 def test_an_override_may_take_what_is_not_needed():
-    found = objects(service(f"{GPU}podTemplate: {{spec: {{containers: [{{name: server, securityContext: null}}]}}}}"))
-    assert "securityContext" not in one(found, "Deployment")["spec"]["template"]["spec"]["containers"][0]
-    assert one(found, "Job")["spec"]["template"]["spec"]["containers"][0]["securityContext"] == {}
+    found = rendered_objects(
+        llm_service(f"{GPU}podTemplate: {{spec: {{containers: [{{name: server, securityContext: null}}]}}}}")
+    )
+    assert "securityContext" not in only_of_kind(found, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    assert only_of_kind(found, "Job")["spec"]["template"]["spec"]["containers"][0]["securityContext"] == {}
 
 
 def test_overrides_of_the_pod_are_merged_last():
-    template = one(objects(service(EVERYTHING, "all")), "Deployment")["spec"]["template"]
+    template = only_of_kind(rendered_objects(llm_service(FULL_SPEC, "all")), "Deployment")["spec"]["template"]
     assert template["metadata"]["labels"]["team"] == "a"
     assert template["metadata"]["labels"]["app.kubernetes.io/instance"] == "all"
     container, side = template["spec"]["containers"]

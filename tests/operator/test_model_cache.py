@@ -4,24 +4,24 @@
 from datetime import timedelta
 
 import pytest
-from support.observing import (
+from support.observed_factories import (
+    CREATED_LATER,
     GENERATION,
-    LATER,
     NOW,
     PLAN,
+    checked_status,
     condition,
+    conditions_by_type,
     deployment,
-    ended,
-    healthy,
+    desired_service,
+    finished_job,
+    healthy_state,
     job,
-    job_done,
-    judged,
-    of,
-    ready,
-    starting,
-    wanted,
+    ready_condition,
+    starting_pod,
+    terminated_container,
 )  # fmt: skip
-from support.rendering import objects, one
+from support.rendering import only_of_kind, rendered_objects
 
 from quire_operator.controller.status.observed_state import ObservedState, PlanningResult, parse_pod
 from quire_operator.plan.errors import Unplannable, UnplannableReason
@@ -33,32 +33,35 @@ from quire_spec.documents.download_result import DownloadReason, DownloadResult
 def ended_download(result, revision=None, message="", number=0, **changes):
     said = DownloadResult(result, 3 * 2**30, revision, message).dump()
     code = 0 if result is DownloadReason.DOWNLOADED else 1
-    fields = {"phase": "Failed" if code else "Succeeded", "terminated": ended("download", code, "Error", said)}
-    return starting(f"job-{number}", created_at=f"2026-01-01T00:0{number}:00Z", **fields | changes)
+    fields = {
+        "phase": "Failed" if code else "Succeeded",
+        "terminated": terminated_container("download", code, "Error", said),
+    }
+    return starting_pod(f"job-{number}", created_at=f"2026-01-01T00:0{number}:00Z", **fields | changes)
 
 
 def downloading(number=1, progress=None):
     started = {"started_at": "2026-01-01T00:00:00Z", "downloading": True, "progress": progress}
-    return starting(f"job-{number}", created_at=f"2026-01-01T00:0{number}:00Z", **started)
+    return starting_pod(f"job-{number}", created_at=f"2026-01-01T00:0{number}:00Z", **started)
 
 
 def test_a_model_that_is_there():
-    found = of(healthy(job_pods=(ended_download(DownloadReason.DOWNLOADED, "0e9e39f"),)))
+    found = checked_status(healthy_state(job_pods=(ended_download(DownloadReason.DOWNLOADED, "0e9e39f"),)))
     assert found["cache"] == {"state": "Ready", "bytes": str(3 * 2**30), "revision": "0e9e39f"}
     assert condition(found, "ModelCached")["message"] == "all files are there, 3.00 GiB, revision 0e9e39f"
-    later = of(healthy(), previous=found, now=LATER)
+    later = checked_status(healthy_state(), previous=found, now=CREATED_LATER)
     assert later["cache"] == found["cache"], "the Job's pod is gone, what it said is not"
 
 
 def test_a_model_that_is_there_before_its_pod_has_said_so():
-    found = of(healthy(job_pods=(ended_download(DownloadReason.AUTH_FAILED),)))
+    found = checked_status(healthy_state(job_pods=(ended_download(DownloadReason.AUTH_FAILED),)))
     assert (found["cache"], condition(found, "ModelCached")["message"]) == ({"state": "Ready"}, "all files are there")
 
 
 DOWNLOADS = {
     "the Job is being made": ({"job": None}, "DownloadPending", "Pending", "being made"),
     "its pod has no node": (
-        {"job_pods": (starting("j", phase="Pending", unschedulable="0/1 nodes: unbound claim"),)},
+        {"job_pods": (starting_pod("j", phase="Pending", unschedulable="0/1 nodes: unbound claim"),)},
         "DownloadPending", "Pending", "unbound claim",
     ),
     "its claim is not bound": (
@@ -84,13 +87,15 @@ DOWNLOADS = {
     ),
     **{
         result.value: (
-            {"job": job_done("Failed", "BackoffLimitExceeded"), "job_pods": (ended_download(result, message="why"),)},
+            {"job": finished_job("Failed", "BackoffLimitExceeded"), "job_pods": (ended_download(result,
+            message="why"),)},
             result.value, "Failed", "the Job gave up (BackoffLimitExceeded)",
         )
         for result in DownloadReason if result not in (DownloadReason.DOWNLOADED, DownloadReason.AUTH_FAILED)
     },
     "it ended with no word": (
-        {"job": job_done("Failed"), "job_pods": (starting("j", terminated=ended("download", 137, "OOMKilled")),)},
+        {"job": finished_job("Failed"), "job_pods": (starting_pod("j", terminated=terminated_container("download",
+        137, "OOMKilled")),)},
         "DownloadFailed", "Failed", "OOMKilled (exit code 137)",
     ),
 }  # fmt: skip
@@ -100,9 +105,9 @@ DOWNLOADS = {
 def test_a_model_that_is_not_there(case):
     changes, reason, state, words = DOWNLOADS[case]
     nothing = ObservedState(deployment=deployment(0), applied_generation=GENERATION, **{"job": job()} | changes)
-    found = of(nothing)
-    assert judged(found)["ModelCached"] == ("False", reason)
-    assert ready(found) == ("False", reason), "no pod is blamed: there are none before the model is there"
+    found = checked_status(nothing)
+    assert conditions_by_type(found)["ModelCached"] == ("False", reason)
+    assert ready_condition(found) == ("False", reason), "no pod is blamed: there are none before the model is there"
     assert found["cache"]["state"] == state
     assert words in condition(found, "ModelCached")["message"]
 
@@ -111,7 +116,7 @@ def on_its_way(progress, previous=None, seconds=0, *before):
     """The status of a download `seconds` after NOW, and its words."""
     pods = (*before, downloading(progress=progress))
     seen = ObservedState(deployment=deployment(0), applied_generation=GENERATION, job=job(), job_pods=pods)
-    found = of(seen, previous=previous, now=NOW + timedelta(seconds=seconds))
+    found = checked_status(seen, previous=previous, now=NOW + timedelta(seconds=seconds))
     return found, condition(found, "ModelCached")["message"]
 
 
@@ -153,7 +158,7 @@ def test_progress_is_told_each_5_percent_or_30_s_and_never_twice_in_10_s():
         assert (found == first) == (not again), "nothing is written when nothing is told"
     assert on_its_way(None, first, 119)[0] == first, "it did not answer"
     assert on_its_way(None, first, 120)[0]["cache"] == {"state": "Downloading"}, "nobody knows any more"
-    done = of(healthy(job_pods=(ended_download(DownloadReason.DOWNLOADED),)), previous=first)
+    done = checked_status(healthy_state(job_pods=(ended_download(DownloadReason.DOWNLOADED),)), previous=first)
     assert done["cache"] == {"state": "Ready", "bytes": str(3 * 2**30)}
 
 
@@ -165,9 +170,9 @@ def test_a_status_that_somebody_else_wrote_is_no_trouble():
 
 def test_a_refused_token_names_its_secret():
     spec = "model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hf, key: token}}}}"
-    service = wanted(spec)
+    service = desired_service(spec)
     failed = ended_download(DownloadReason.AUTH_FAILED, message="hub repository 'o/m': HTTP 403")
-    found = of(ObservedState(job=job(), job_pods=(failed,)), service=service)
+    found = checked_status(ObservedState(job=job(), job_pods=(failed,)), service=service)
     assert condition(found, "ModelCached")["message"] == (
         "hub repository 'o/m': HTTP 403; check Secret 'hf', key 'token'; it is tried again"
     )
@@ -177,9 +182,9 @@ def test_a_refused_token_names_its_secret():
 def test_a_model_that_cannot_be_read_for_the_plan(result):
     spec = "model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hf, key: token}}}}"
     verdict = PlanningResult(waiting_for="hub repository 'o/m': why", read_error=result)
-    found = of(ObservedState(), verdict, service=wanted(spec))
-    assert judged(found)["Ready"] == judged(found)["ModelCached"] == ("False", result.value)
-    assert judged(found)["Planned"] == ("Unknown", "Planning")
+    found = checked_status(ObservedState(), verdict, service=desired_service(spec))
+    assert conditions_by_type(found)["Ready"] == conditions_by_type(found)["ModelCached"] == ("False", result.value)
+    assert conditions_by_type(found)["Planned"] == ("Unknown", "Planning")
     message = condition(found, "Ready")["message"]
     assert message.startswith("hub repository 'o/m': why") and message.endswith("it is tried again")
     assert ("check Secret 'hf', key 'token'" in message) == (result is DownloadReason.AUTH_FAILED)
@@ -190,39 +195,39 @@ IN_PODS = "replicas: 2\nlora: {maxLoaded: 0}\ngpu: {product: NVIDIA-L4}\ncache: 
 
 
 def test_a_model_that_each_pod_downloads():
-    service = wanted(IN_PODS)
+    service = desired_service(IN_PODS)
     of_it = {"phase": "Pending", "download_folder": model_storage.folder(service)}
-    found = of(healthy(service, job=None), service=service)
-    assert judged(found)["ModelCached"] == ("True", "InPods")
+    found = checked_status(healthy_state(service, job=None), service=service)
+    assert conditions_by_type(found)["ModelCached"] == ("True", "InPods")
     said = DownloadResult(DownloadReason.NO_SPACE, 5, message="the disk is full").dump()
-    under_way = starting("s-1", downloading=True, progress=DownloadProgress(MIB, 4 * MIB), **of_it)
-    found = of(healthy(service, job=None, pods=(under_way,)), service=service)
-    assert judged(found)["ModelCached"] == ("True", "InPods")
+    under_way = starting_pod("s-1", downloading=True, progress=DownloadProgress(MIB, 4 * MIB), **of_it)
+    found = checked_status(healthy_state(service, job=None, pods=(under_way,)), service=service)
+    assert conditions_by_type(found)["ModelCached"] == ("True", "InPods")
     assert condition(found, "ModelCached")["message"].endswith("; a pod does: 1.0 MiB of 4.0 MiB (25%)")
     assert (found["cache"]["state"], found["cache"]["progress"]) == ("Downloading", "25%")
-    stuck = starting("s-1", terminated=ended("download", 1, message=said), **of_it)
-    found = of(healthy(service, job=None, pods=(stuck,)), service=service)
-    assert judged(found)["ModelCached"] == judged(found)["Ready"] == ("False", "NoSpace")
+    stuck = starting_pod("s-1", terminated=terminated_container("download", 1, message=said), **of_it)
+    found = checked_status(healthy_state(service, job=None, pods=(stuck,)), service=service)
+    assert conditions_by_type(found)["ModelCached"] == conditions_by_type(found)["Ready"] == ("False", "NoSpace")
     assert condition(found, "Ready")["message"] == "pod s-1: the disk is full"
 
 
 def test_what_pods_of_the_source_before_have_is_not_what_is_there():
-    before = wanted(IN_PODS)
-    after = wanted(f"{IN_PODS}\nmodel: {{source: {{huggingFace: {{repo: o/m, revision: v2}}}}}}")
-    template = one(objects(before), "Deployment")["spec"]["template"]
+    before = desired_service(IN_PODS)
+    after = desired_service(f"{IN_PODS}\nmodel: {{source: {{huggingFace: {{repo: o/m, revision: v2}}}}}}")
+    template = only_of_kind(rendered_objects(before), "Deployment")["spec"]["template"]
     done = DownloadResult(DownloadReason.DOWNLOADED, 5, "v1").dump()
     end = {"name": "download", "state": {"terminated": {"exitCode": 0, "message": done}}}
     meta = {"name": "s-1", "uid": "1", "creationTimestamp": "2026-01-01T00:00:00Z", **template["metadata"]}
     there = parse_pod({"metadata": meta, "spec": template["spec"], "status": {"initContainerStatuses": [end]}})
-    cache = lambda service: of(healthy(service, job=None, pods=(there,)), service=service)["cache"]  # noqa: E731
+    cache = lambda service: checked_status(healthy_state(service, job=None, pods=(there,)), service=service)["cache"]  # noqa: E731
     assert cache(before) == {"state": "Ready", "bytes": "5", "revision": "v1"}
     assert cache(after) == {"state": "Pending"}
 
 
 def test_a_model_on_a_claim_of_the_users():
-    service = wanted("model: {source: {pvc: {claimName: models, path: m}}}\nlora: {maxLoaded: 0}")
-    found = of(healthy(service, job=None), service=service)
-    assert judged(found)["ModelCached"] == ("True", "OnClaim")
+    service = desired_service("model: {source: {pvc: {claimName: models, path: m}}}\nlora: {maxLoaded: 0}")
+    found = checked_status(healthy_state(service, job=None), service=service)
+    assert conditions_by_type(found)["ModelCached"] == ("True", "OnClaim")
     assert found["cache"] == {"state": "Ready"}
 
 
@@ -237,17 +242,19 @@ UNPLANNED = {
 def test_nothing_is_claimed_of_a_model_without_a_plan(case):
     verdict = UNPLANNED[case]
     reason = "Invalid" if case == "invalid" else "OnClaim"
-    on_claim = wanted("model: {source: {pvc: {claimName: models, path: m}}}\nlora: {maxLoaded: 0}")
-    found = of(ObservedState(), verdict, service=on_claim)
-    assert judged(found)["ModelCached"] == ("Unknown", reason)
+    on_claim = desired_service("model: {source: {pvc: {claimName: models, path: m}}}\nlora: {maxLoaded: 0}")
+    found = checked_status(ObservedState(), verdict, service=on_claim)
+    assert conditions_by_type(found)["ModelCached"] == ("Unknown", reason)
     assert found["cache"] == {"state": "Pending"}
-    found = of(ObservedState(), verdict)
-    assert judged(found)["ModelCached"] == (
+    found = checked_status(ObservedState(), verdict)
+    assert conditions_by_type(found)["ModelCached"] == (
         ("Unknown", "Invalid") if case == "invalid" else ("False", "DownloadPending")
     )
     message = condition(found, "ModelCached")["message"]
     assert "Job" not in message and message.endswith("see ConfigValid" if case == "invalid" else "see Planned")
     if case == "invalid":
-        kept = of(healthy(), verdict, previous=of(healthy()))
-        assert judged(kept)["ModelCached"] == ("Unknown", "Invalid"), "what is there may be of the source before"
+        kept = checked_status(healthy_state(), verdict, previous=checked_status(healthy_state()))
+        assert conditions_by_type(kept)["ModelCached"] == ("Unknown", "Invalid"), (
+            "what is there may be of the source before"
+        )
         assert kept["cache"] == {"state": "Ready"}

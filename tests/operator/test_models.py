@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 from support.clock import timeless
-from support.operating import TINY, termination_message
-from support.planning import service
-from support.sources import serve
+from support.controller_harness import TINY, termination_message
+from support.fake_sources import start_server
+from support.planning import llm_service
 
 from quire_operator.controller.object_cache import ObjectCache
 from quire_operator.controller.observe.checkpoint_store import CheckpointStore, NotReadYet
@@ -45,7 +45,7 @@ OVER = {"type": "Complete", "status": "True"}
 
 async def _found(pods: Pods, how: dict = OVER):
     """What a Job has found that is known to be over, while none of its pods is known."""
-    asked = service("model: {source: {pvc: {claimName: models, path: tiny}}}")
+    asked = llm_service("model: {source: {pvc: {claimName: models, path: tiny}}}")
     job = model_reader_job.job(asked, asked.spec.model.source.pvc, "image")
     job["metadata"] |= {"uid": "j1", "resourceVersion": "1"}
     job["status"] = {"conditions": [how]}
@@ -95,7 +95,7 @@ def test_what_the_events_of_a_pod_complain_of(case):
 
 @timeless
 async def test_a_pod_that_cannot_mount_its_claim_is_told_of():
-    asked = service("model: {source: {pvc: {claimName: models, path: tiny}}}")
+    asked = llm_service("model: {source: {pvc: {claimName: models, path: tiny}}}")
     job = model_reader_job.job(asked, asked.spec.model.source.pvc, "image")
     job["metadata"] |= {"uid": "j1", "resourceVersion": "1"}
     waits = {"name": "read", "state": {"waiting": {"reason": "ContainerCreating"}}}
@@ -123,7 +123,7 @@ async def test_a_pod_that_cannot_mount_its_claim_is_told_of():
 
 
 async def test_a_source_that_no_pod_has_is_told_as_render_tells_it():
-    asked = service("device: CPU\nmodel: {source: {path: models/tiny}}")
+    asked = llm_service("device: CPU\nmodel: {source: {path: models/tiny}}")
     planning = PlanService(Pods(), CheckpointStore(Pods(), ObjectCache(), PodWarnings(Pods()), None, None), {})  # type: ignore[arg-type]
     verdict = await planning.plan_for(asked, "u1", "digest", None, None, {})
     assert "'models/tiny' is a folder of one machine, and no pod has it" in verdict.spec_error
@@ -162,7 +162,7 @@ async def test_a_place_that_asks_to_be_left_alone_is_asked_no_sooner():
         asked.append(request.path)
         return web.Response(status=429, headers={"Retry-After": "2" if request.path.startswith("/a/") else "0"})
 
-    server = await serve(busy)
+    server = await start_server(busy)
     client = Pods()
     models = CheckpointStore(
         client, ObjectCache(), PodWarnings(client), lambda key, seconds: None, lambda kind, verb: None
@@ -171,7 +171,7 @@ async def test_a_place_that_asks_to_be_left_alone_is_asked_no_sooner():
     async def ask(folder):
         with pytest.raises(Unavailable) as error:
             await models.get(
-                service(f"model: {{source: {{http: {{url: '{server.make_url(folder)}'}}}}}}"), "u", {}, "i"
+                llm_service(f"model: {{source: {{http: {{url: '{server.make_url(folder)}'}}}}}}"), "u", {}, "i"
             )
         return str(error.value)
 

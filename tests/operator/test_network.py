@@ -5,20 +5,20 @@ import dataclasses
 import re
 
 import pytest
-from support.planning import service
-from support.rendering import CLUSTER, GPU, OPERATOR, objects
+from support.planning import llm_service
+from support.rendering import GPU, OPERATOR_PEER, RENDER_CONTEXT, rendered_objects
 
 from quire_spec.errors import ConfigError
 
 
 def test_network_policies():
-    of = service(f"{GPU}adapters: [{{name: a, source: {{http: {{url: http://h:8080/a}}}}}}]")
-    found = objects(of)
+    of = llm_service(f"{GPU}adapters: [{{name: a, source: {{http: {{url: http://h:8080/a}}}}}}]")
+    found = rendered_objects(of)
     ingress = found["NetworkPolicy", "s"]["spec"]["ingress"]
     by_port = {port["port"]: rule["from"] for rule in ingress for port in rule["ports"]}
     assert by_port[8000] == by_port[8001] == [{"podSelector": {}}]
-    assert OPERATOR in by_port[8003] and {"podSelector": {}} not in by_port[8003]
-    assert OPERATOR not in by_port[8000]
+    assert OPERATOR_PEER in by_port[8003] and {"podSelector": {}} not in by_port[8003]
+    assert OPERATOR_PEER not in by_port[8000]
 
     def egress(policy):
         return [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
@@ -26,23 +26,25 @@ def test_network_policies():
     assert egress(found["NetworkPolicy", "s"]) == [53, 53, 443, 8080]
     assert egress(found["NetworkPolicy", "s-model-download"]) == [53, 53, 443]
     (asked,) = found["NetworkPolicy", "s-model-download"]["spec"]["ingress"]
-    assert asked == {"from": [OPERATOR], "ports": [{"port": 8003, "protocol": "TCP"}]}, "how far it is"
-    unknown = objects(of, cluster=dataclasses.replace(CLUSTER, operator_peer=None))
+    assert asked == {"from": [OPERATOR_PEER], "ports": [{"port": 8003, "protocol": "TCP"}]}, "how far it is"
+    unknown = rendered_objects(of, context=dataclasses.replace(RENDER_CONTEXT, operator_peer=None))
     assert unknown["NetworkPolicy", "s-model-download"]["spec"]["ingress"] == []
-    closed = objects(service(f"{GPU}lora: {{maxLoaded: 0}}"))
+    closed = rendered_objects(llm_service(f"{GPU}lora: {{maxLoaded: 0}}"))
     assert egress(closed["NetworkPolicy", "s"]) == [53, 53]
-    mirror = objects(service(f"{GPU}runtime: {{env: [{{name: HF_ENDPOINT, value: 'http://mirror:8090'}}]}}"))
+    mirror = rendered_objects(
+        llm_service(f"{GPU}runtime: {{env: [{{name: HF_ENDPOINT, value: 'http://mirror:8090'}}]}}")
+    )
     assert egress(mirror["NetworkPolicy", "s-model-download"]) == [53, 53, 443, 8090]
     for name in ("https_proxy", "ALL_PROXY"):
-        proxy = objects(service(f"{GPU}runtime: {{env: [{{name: {name}, value: 'proxy.example:3128'}}]}}"))
+        proxy = rendered_objects(llm_service(f"{GPU}runtime: {{env: [{{name: {name}, value: 'proxy.example:3128'}}]}}"))
         assert egress(proxy["NetworkPolicy", "s-model-download"]) == [53, 53, 443, 3128]
-    picked = objects(service(f"{GPU}networking: {{inferencePool: {{endpointPicker: {{name: picker}}}}}}"))
+    picked = rendered_objects(llm_service(f"{GPU}networking: {{inferencePool: {{endpointPicker: {{name: picker}}}}}}"))
     by_port = {
         p["port"]: rule["from"] for rule in picked["NetworkPolicy", "s"]["spec"]["ingress"] for p in rule["ports"]
     }
     assert {"podSelector": {}} in by_port[8003], "the picker reads metrics"
     assert {"podSelector": {}} not in by_port[8002]
-    off = objects(service(f"{GPU}networking: {{networkPolicy: {{enabled: false}}}}"))
+    off = rendered_objects(llm_service(f"{GPU}networking: {{networkPolicy: {{enabled: false}}}}"))
     assert "NetworkPolicy" not in {kind for kind, _ in off}
 
 
@@ -51,4 +53,4 @@ def test_a_url_that_leads_to_no_port_is_said(url):
     for spec in (f"adapters: [{{name: a, source: {{http: {{url: '{url}'}}}}}}]",
                  f"runtime: {{env: [{{name: HF_ENDPOINT, value: '{url}'}}]}}"):  # fmt: skip
         with pytest.raises(ConfigError, match=f"{re.escape(repr(url))} is not a URL"):
-            objects(service(f"{GPU}{spec}"))
+            rendered_objects(llm_service(f"{GPU}{spec}"))

@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from support.openapi import OPENAPI, walk
-from support.planning import ANY_TP, MODELS
+from support.planning import ANY_TP_SIZE, MODELS
 
 from quire_operator.api import crd
 from quire_operator.api.llmservice import Device, LLMService
@@ -106,7 +106,7 @@ def outputs(made):
     service = LLMService.from_body(checked.body)
     try:
         gpu = None if service.spec.device is Device.CPU else resolve_gpu(service.spec.gpu, [], None)
-        inputs = PlannerInputs.from_service(service, MODELS["8b"], gpu, ANY_TP)
+        inputs = PlannerInputs.from_service(service, MODELS["8b"], gpu, ANY_TP_SIZE)
         plan = make_plan(inputs)
         found = render_objects(service, plan, CLUSTER)
         upgraded = reuse_or_make_plan(
@@ -208,11 +208,11 @@ def test_a_field_does_something(path, node, before):
 
 
 def test_what_restarts_pods_is_what_the_reference_says(before):
-    said = generated.restarts
+    said = generated.restart_note
     wrong = {}
     for path, node in LEAVES:
         whole = "spec." + ".".join(path).replace(".[]", "[]").removesuffix(".*")
-        if whole in generated.DEPENDS:
+        if whole in generated.RESTART_EXCEPTIONS:
             continue
         rendered = (
             pod_template(found) != pod_template(text)

@@ -13,7 +13,7 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
-from support.planning import LLAMA_8B, LLAMA_70B, faults
+from support.planning import LLAMA_8B, LLAMA_70B, schema_problems
 
 from quire_operator.plan.plan import Plan
 from quire_operator.plan.report import MemoryRow, memory_bar
@@ -58,7 +58,7 @@ def test_a_plan_that_people_can_read(configs):
 def test_json_is_status_plan(configs):
     done = quire("plan", "-f", LLAMA, "--model-config", configs / "8b.json", "-o", "json")
     body = json.loads(done.stdout)
-    assert (done.returncode, done.stderr, faults(body)) == (0, "", [])
+    assert (done.returncode, done.stderr, schema_problems(body)) == (0, "", [])
     assert Plan.from_json(body).to_json() == body
     other = json.loads(
         quire("plan", "-f", LLAMA, "--model-config", configs / "8b.json", "-o", "json", "--gpu", "NVIDIA-H200").stdout

@@ -5,8 +5,8 @@ import asyncio
 import json
 
 import pytest
+from support.fake_sources import FakeHttpServer, FakeHub, FakeS3, RawServer, start_server
 from support.planning import LLAMA_8B
-from support.sources import Bucket, Files, Hub, Raw, serve
 
 from quire_operator.plan import checkpoint_files as plan_files
 from quire_operator.plan.checkpoint import SizeSource
@@ -40,8 +40,8 @@ def _no_ambient_identity(monkeypatch):
 
 @pytest.fixture
 async def web():
-    files = Files(at("/models/llama", SINGLE) | at("/sharded", SHARDED))
-    server = await serve(files.handle)
+    files = FakeHttpServer(at("/models/llama", SINGLE) | at("/sharded", SHARDED))
+    server = await start_server(files.handle)
     files.url = str(server.make_url("/")).rstrip("/")
     yield files
     await server.close()
@@ -66,12 +66,12 @@ async def test_http_takes_the_index_where_there_is_one(web):
 
 
 async def test_a_server_without_ranges_is_read_no_further_than_needed(web):
-    answer = web.answer
+    answer = web.respond
 
     async def without_ranges(request, data):
         return await answer(request.clone(headers={k: v for k, v in request.headers.items() if k != "Range"}), data)
 
-    web.answer = without_ranges
+    web.respond = without_ranges
     found = await load(http(f"{web.url}/models/llama"))
     assert found.weights_bytes == 5_000_000
 
@@ -85,7 +85,7 @@ async def test_secret_headers_stay_with_their_server(web):
         seen.append(request.headers.get("X-Key"))
         raise aiohttp_web.HTTPFound(f"{web.url.replace('127.0.0.1', 'localhost')}{request.path}")
 
-    first = await serve(redirect)
+    first = await start_server(redirect)
     found = await load(http(str(first.make_url("/models/llama")), **{"X-Key": "s3cr3t"}))
     assert found.weights_bytes == 5_000_000
     assert seen == ["s3cr3t"] * 4
@@ -96,7 +96,7 @@ async def test_secret_headers_stay_with_their_server(web):
 async def test_http_errors_name_the_url_and_no_secret(web):
     with pytest.raises(ConfigError, match=r"/nowhere/config.json: there is none; give the folder"):
         await load(http(f"{web.url}/nowhere?signature=s3cr3t"))
-    web.down = True
+    web.is_down = True
     with pytest.raises(Unavailable, match="HTTP 503") as error:
         await load(http(f"{web.url.replace('http://', 'http://user:s3cr3t@')}/models/llama?signature=s3cr3t"))
     assert "s3cr3t" not in str(error.value)
@@ -106,10 +106,10 @@ async def test_http_errors_name_the_url_and_no_secret(web):
 
 @pytest.fixture
 async def hub():
-    files = Files(at("", SINGLE))
-    cdn = await serve(files.handle)
-    hub = Hub(files, "org/llama", COMMIT, "hf_s3cr3t", f"http://localhost:{cdn.port}")
-    server = await serve(hub.handle)
+    files = FakeHttpServer(at("", SINGLE))
+    cdn = await start_server(files.handle)
+    hub = FakeHub(files, "org/llama", COMMIT, "hf_s3cr3t", f"http://localhost:{cdn.port}")
+    server = await start_server(hub.handle)
     hub.url = str(server.make_url("/")).rstrip("/")
     yield hub
     await server.close()
@@ -124,8 +124,8 @@ async def test_hub(hub):
     for revision in (None, "main", COMMIT):
         found = await load(repo(hub, revision=revision))
         assert (found.weights_bytes, found.size_source) == (5_000_000, SizeSource.HEADER)
-    assert not [r for r in hub.files.requests if "Authorization" in r.headers], "the token is for the hub alone"
-    assert {r.headers["Range"] for r in hub.files.requests} == {"bytes=0-7", f"bytes=8-{8 + len(HEADER) - 1}"}
+    assert not [r for r in hub.http_server.requests if "Authorization" in r.headers], "the token is for the hub alone"
+    assert {r.headers["Range"] for r in hub.http_server.requests} == {"bytes=0-7", f"bytes=8-{8 + len(HEADER) - 1}"}
 
 
 async def test_hub_errors(hub):
@@ -135,15 +135,15 @@ async def test_hub_errors(hub):
         await load(repo(hub, "org/other"))
     with pytest.raises(NotFound, match=r"'v9'.*has no such revision"):
         await load(repo(hub, revision="v9"))
-    del hub.files.content["/config.json"]
+    del hub.http_server.files["/config.json"]
     with pytest.raises(ConfigError, match=r"hub repository 'org/llama' at its default branch, config.json: there is"):
         await load(repo(hub))
 
 
 @pytest.fixture
 async def bucket():
-    bucket = Bucket(Files(at("/models/llama", SINGLE)), "AKIA1", "s3cr3t")
-    server = await serve(bucket.handle)
+    bucket = FakeS3(FakeHttpServer(at("/models/llama", SINGLE)), "AKIA1", "s3cr3t")
+    server = await start_server(bucket.handle)
     bucket.endpoint = str(server.make_url("/")).rstrip("/")
     yield bucket
     await server.close()
@@ -174,7 +174,7 @@ async def test_s3_errors(bucket):
 
 async def test_s3_tells_what_a_bucket_says_and_not_what_it_quotes():
     body = b"<Error><Code>ExpiredToken</Code><Token-0>s3cr3t</Token-0></Error>"
-    raw = Raw(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    raw = RawServer(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
     source = S3Source("s3://models/llama", await raw.start(), None, SecretRef("s3"))
     with pytest.raises(AccessDenied, match="HTTP 400 ExpiredToken; the source's secret is wrong") as caught:
         await load(S3Reader(source, KEYS))
@@ -191,7 +191,7 @@ async def test_nothing_secret_follows_a_bucket_to_another_host(web):
         asked.append(request.query.get("X-Amz-Security-Token"))
         raise aiohttp_web.HTTPTemporaryRedirect(f"{web.url.replace('127.0.0.1', 'localhost')}{request.path}")
 
-    first = await serve(redirect)
+    first = await start_server(redirect)
     source = S3Source("s3://models/llama", str(first.make_url("/")), None, SecretRef("s3"))
     assert (await load(S3Reader(source, KEYS | {"AWS_SESSION_TOKEN": "t0ken"}))).weights_bytes == 5_000_000
     assert set(asked) == {"t0ken"} and len(web.requests) == len(asked)
@@ -201,7 +201,9 @@ async def test_nothing_secret_follows_a_bucket_to_another_host(web):
 
 
 async def test_every_place_may_say_how_long_it_wants_to_be_left_alone():
-    raw = Raw(b"HTTP/1.1 503 Slow\r\nRetry-After: 7\r\nContent-Length: 31\r\n\r\n<Error><Code>SlowDown</Code></E>")
+    raw = RawServer(
+        b"HTTP/1.1 503 Slow\r\nRetry-After: 7\r\nContent-Length: 31\r\n\r\n<Error><Code>SlowDown</Code></E>"
+    )
     url = await raw.start()
     of_hub, of_s3 = HubReader(HuggingFaceSource("org/llama"), None, url), S3Reader(S3Source("s3://models/a", url), {})
     for files, code in ((http(url), ""), (of_hub, ""), (of_s3, " SlowDown")):
@@ -259,7 +261,7 @@ def test_a_url_that_is_none_is_said():
 
 async def test_bytes_that_trickle_hold_no_thread(monkeypatch):
     monkeypatch.setattr("quire_operator.plan.remote_readers._READ_TIMEOUT_S", 0.2)
-    raw = Raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + b" " * 10_000, pause_s=0.01)
+    raw = RawServer(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + b" " * 10_000, pause_s=0.01)
     with pytest.raises(Unavailable, match=r"only \d+ bytes came in 0.2 s"):
         await load(http(await raw.start()))
     await raw.close()

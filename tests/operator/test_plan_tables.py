@@ -8,7 +8,7 @@ engine: the point is that the formulas hold within a few per cent and never prom
 from pathlib import Path
 
 import pytest
-from support.planning import ANY_TP, GIB, MODELS, inputs, plan, service
+from support.planning import ANY_TP_SIZE, GIB, MODELS, llm_service, plan_for, planner_inputs
 
 from quire_operator.plan import candidates, device_memory
 from quire_operator.plan.errors import Unplannable, UnplannableReason
@@ -61,7 +61,7 @@ ONE_GPU = [
 @pytest.mark.parametrize("row", ONE_GPU, ids=[row[0] for row in ONE_GPU])
 def test_llama_8b_on_one_gpu(row):
     gpu, visible, share, tokens, seqs, step, kv, kv_tokens, length, lora_tokens, lora_length = row
-    found = plan("8b", gpu)
+    found = plan_for("8b", gpu)
     assert found.gpu.visibleMiB / 1024 == pytest.approx(visible, abs=0.006)
     assert found.gpuMemoryUtilization.value == share
     assert (found.maxNumBatchedTokens.value, found.maxNumSeqs.value) == (tokens, seqs)
@@ -70,18 +70,18 @@ def test_llama_8b_on_one_gpu(row):
     assert found.bytes.kv / GIB == pytest.approx(kv, abs=0.01)
     assert found.kvTokens == pytest.approx(kv_tokens, abs=2)
     assert found.maxModelLen.value == length
-    slots = plan("8b", gpu, "lora: {maxLoaded: 8, maxRank: 16}")
+    slots = plan_for("8b", gpu, "lora: {maxLoaded: 8, maxRank: 16}")
     assert slots.bytes.lora == -(-8 * SLOT // 2**20) * 2**20
     assert slots.kvTokens == pytest.approx(lora_tokens, abs=2)
     assert slots.maxModelLen.value == lora_length
 
 
 def test_24_gb_are_tight_for_8b_and_two_gpus_are_the_advice():
-    found = plan("8b", L4)
+    found = plan_for("8b", L4)
     assert found.fit is FitReason.LOW_CONCURRENCY
     assert "spec.gpu.count 2 gives 179" in found.advice
     assert "context of 32768" in found.advice
-    two = plan("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 2}")
+    two = plan_for("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 2}")
     assert (two.tensorParallelSize.value, two.maxModelLen.value, two.fit) == (2, 32_768, FitReason.FITS)
     assert two.kvTokens == pytest.approx(179_000, rel=0.005)
 
@@ -115,7 +115,7 @@ def budget(gpu):
 def test_llama_70b_on_many_gpus(row):
     gpu, count, model, share, weights, kv, kv_tokens, length = row
     spec = f"lora: {{maxLoaded: 0}}\nengine: {{tensorParallelSize: {count}, maxNumBatchedTokens: {budget(gpu)}}}"
-    given = inputs(model, gpu, spec)
+    given = planner_inputs(model, gpu, spec)
     if model == "70b-fp8":
         assert candidates.limits.loaded_weights_bytes(given) == MODELS[model].weights_bytes
     tried = list(candidates.generate_candidates(given))
@@ -130,7 +130,7 @@ def test_llama_70b_on_many_gpus(row):
 
 @pytest.mark.parametrize(("gpu", "kv_tokens", "length"), [(A100_80, 38_413, 18_432), (H100, 36_288, 17_408)])
 def test_a_smaller_step_is_planned_where_it_makes_the_context_longer(gpu, kv_tokens, length):
-    found = plan("70b", gpu, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 2}")
+    found = plan_for("70b", gpu, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 2}")
     assert found.maxNumBatchedTokens.value == 2048
     assert found.kvTokens == pytest.approx(kv_tokens, abs=5)
     assert found.maxModelLen.value == length
@@ -139,24 +139,24 @@ def test_a_smaller_step_is_planned_where_it_makes_the_context_longer(gpu, kv_tok
 def test_numbers_of_gpus_are_those_that_the_model_divides_by():
     """70B in bfloat16 needs the memory of 9 L4, 5 A100 of 40 GB, 3 of 80 GB: none of them is a number that works."""
     for gpu, expected in ((L4, 8), (A100_40, 8), (A100_80, 4), (H100, 4), (H200, 2)):
-        assert plan("70b", gpu, "lora: {maxLoaded: 0}\ngpu: {count: 8}").tensorParallelSize.value == expected
+        assert plan_for("70b", gpu, "lora: {maxLoaded: 0}\ngpu: {count: 8}").tensorParallelSize.value == expected
     assert [tp for tp in (1, 2, 4, 8, 16) if not unsupported_reason(MODELS["8b"].shape, tp)] == [1, 2, 4, 8, 16]
     assert [tp for tp in (1, 2, 4, 8) if not unsupported_reason(MODELS["qwen"].shape, tp)] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("gpu", [A100_80, H100])
 def test_adapters_on_70b_leave_too_little_on_two_gpus_of_80_gb(gpu):
-    slots = inputs("70b", gpu, "lora: {maxLoaded: 8, maxRank: 16}\ngpu: {count: 2}", ANY_TP)
+    slots = planner_inputs("70b", gpu, "lora: {maxLoaded: 8, maxRank: 16}\ngpu: {count: 2}", ANY_TP_SIZE)
     assert candidates.evaluate(slots, 2, 8192, 16).costs.lora / GIB == pytest.approx(3.15, abs=0.05)
     assert candidates.evaluate(slots, 2, 8192, 16).max_model_len < 6_000
     with pytest.raises(Unplannable) as error:
-        plan("70b", A100_40, "lora: {maxLoaded: 8, maxRank: 16}\ngpu: {count: 4}")
+        plan_for("70b", A100_40, "lora: {maxLoaded: 8, maxRank: 16}\ngpu: {count: 4}")
     assert error.value.reason is UnplannableReason.DOES_NOT_FIT
 
 
 def test_the_documentation_shows_real_output():
     shown = (ROOT / "docs/planning.md").read_text().partition("```")[2].partition("```")[0].strip().splitlines()[1:]
     spec = "gpu: {product: NVIDIA-L4}\nlora: {maxLoaded: 8, maxRank: 16}"
-    printed = list(render_lines(service(spec), MODELS["8b"], plan("8b", L4, spec), 100, use_color=False))
+    printed = list(render_lines(llm_service(spec), MODELS["8b"], plan_for("8b", L4, spec), 100, use_color=False))
     assert len(shown) == 9
     assert shown == printed[3:12]

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.planning import (
-    ANY_TP,
+    ANY_TP_SIZE,
     GIB,
     H100,
     L4,
     MODELS,
     NO_LORA,
     T4,
-    faults,
-    inputs,
-    plan,
+    plan_for,
+    planner_inputs,
+    schema_problems,
 )
 
 from quire_operator.api.llmservice import LoraSpec
@@ -48,7 +48,7 @@ loras = st.fixed_dictionaries(
 
 def planned(model, memory, engine, lora, count=1):
     """Inputs, the best way or None, and the plan or None; `memory` is MiB of a GPU, or negative, of a CPU."""
-    base = inputs(model, 10_000 if memory > 0 else None)
+    base = planner_inputs(model, 10_000 if memory > 0 else None)
     if "maxModelLen" in engine:
         engine["maxModelLen"] = min(engine["maxModelLen"], base.model.shape.max_position_embeddings)
     made = dataclasses.replace(
@@ -111,7 +111,7 @@ def check(given, made):
     assert made.kvTokens >= made.maxModelLen.value
     assert made.maxNumBatchedTokens.value >= made.maxNumSeqs.value
     assert made.blockSize.value in capabilities.BLOCK_SIZES
-    assert faults(made.to_json()) == []
+    assert schema_problems(made.to_json()) == []
     pinned = {k: v for k, v in dataclasses.asdict(given.engine).items() if v is not None}
     for name, value in pinned.items():
         if hasattr(made, name):
@@ -142,7 +142,7 @@ def test_more_or_larger_adapter_slots_never_plan_better(less, more):
 
 
 def test_a_plan_says_where_each_value_comes_from():
-    made = plan(
+    made = plan_for(
         "8b", L4, "lora: {maxLoaded: 4, maxRank: 32}\nengine: {maxModelLen: 8192, gpuMemoryUtilization: '0.91'}"
     )
     body = made.to_json()
@@ -151,29 +151,29 @@ def test_a_plan_says_where_each_value_comes_from():
     assert body["maxNumSeqs"]["from"] == "Computed"
     assert "KV tokens at about 2048" in body["maxNumSeqs"]["why"]
     assert body["gpu"] == {"product": L4, "visibleMiB": 22394, "count": 1, "from": "ProductTable"}
-    assert faults(body) == []
+    assert schema_problems(body) == []
 
 
 def test_the_digest_stays_what_it_was_written_as():
     """Plans of running services carry it: if this fails, an upgrade would plan them all anew and restart them."""
-    given = inputs("8b", L4, "lora: {maxLoaded: 8}\nengine: {maxModelLen: 8192}")
+    given = planner_inputs("8b", L4, "lora: {maxLoaded: 8}\nengine: {maxModelLen: 8192}")
     assert given.digest == "sha256:1cd7f8c70d5618eaf0635b14750afc06b853860bdb6eb649b66162018c87b0e3"
     assert dataclasses.replace(given, capabilities=EngineCapabilities()).digest == given.digest
 
 
 def test_a_stored_plan_is_kept_until_its_inputs_change():
-    given = inputs("8b", L4)
+    given = planner_inputs("8b", L4)
     stored = dataclasses.replace(planner.make_plan(given), plannerVersion=0, kvTokens=1)
     assert planner.reuse_or_make_plan(stored, given) is stored
     assert planner.reuse_or_make_plan(stored, given, replan=True).kvTokens > 1
-    other = inputs("8b", L4, "lora: {maxLoaded: 0}\nengine: {maxModelLen: 4096}")
+    other = planner_inputs("8b", L4, "lora: {maxLoaded: 0}\nengine: {maxModelLen: 4096}")
     assert planner.reuse_or_make_plan(stored, other).maxModelLen.value == 4096
     assert planner.reuse_or_make_plan(None, given) == planner.make_plan(given)
 
 
 @pytest.mark.parametrize("text", ["engine: {prefixCaching: false}", "replicas: 4", "adapters: []", "paused: true"])
 def test_what_the_plan_does_not_follow_from_is_not_in_the_digest(text):
-    assert inputs("8b", L4, f"lora: {{maxLoaded: 0}}\n{text}").digest == inputs("8b", L4).digest
+    assert planner_inputs("8b", L4, f"lora: {{maxLoaded: 0}}\n{text}").digest == planner_inputs("8b", L4).digest
 
 
 @pytest.mark.parametrize(
@@ -185,12 +185,12 @@ def test_what_the_plan_does_not_follow_from_is_not_in_the_digest(text):
 )  # fmt: skip
 def test_what_the_plan_follows_from_is_in_the_digest(text):
     base = "" if text.startswith("lora") else "lora: {maxLoaded: 0}\n"
-    assert inputs("8b", L4, base + text).digest != inputs("8b", L4).digest
+    assert planner_inputs("8b", L4, base + text).digest != planner_inputs("8b", L4).digest
 
 
-def refused(model, gpu, text, abilities=ANY_TP):
+def refused(model, gpu, text, abilities=ANY_TP_SIZE):
     with pytest.raises(Unplannable) as error:
-        plan(model, gpu, text, abilities)
+        plan_for(model, gpu, text, abilities)
     return error.value.reason, str(error.value)
 
 
@@ -210,7 +210,7 @@ def test_what_does_not_fit_has_a_table_and_the_smallest_gpu_that_would_do():
     )
     for offer in would.removesuffix(".").partition(": ")[2].split(", or "):
         count, _, product = offer.partition(" x ")
-        assert plan("70b", product, f"lora: {{maxLoaded: 0}}\ngpu: {{count: {count}}}")
+        assert plan_for("70b", product, f"lora: {{maxLoaded: 0}}\ngpu: {{count: {count}}}")
 
 
 def test_what_the_engine_cannot_do_is_neither_planned_nor_recommended():
@@ -222,7 +222,7 @@ def test_what_the_engine_cannot_do_is_neither_planned_nor_recommended():
     why, text = refused("70b", H100, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 4}", only_one)
     assert why is UnplannableReason.UNSUPPORTED_BY_ENGINE
     assert text.startswith("spec.engine.tensorParallelSize: 4: the engine of this release knows 1")
-    tight = plan("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 4}", only_one)
+    tight = plan_for("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 4}", only_one)
     assert tight.tensorParallelSize.value == 1
     assert "spec.gpu.count" not in tight.advice
     assert "NVIDIA-A100-PCIE-40GB gives" in tight.advice or "NVIDIA-GeForce" in tight.advice
@@ -264,7 +264,7 @@ def test_a_context_longer_than_the_models_is_refused_before_the_engine_does():
 
 
 def test_a_plan_that_is_none_is_not_read():
-    body = plan("8b", L4).to_json()
+    body = plan_for("8b", L4).to_json()
     for name in body:
         if name not in ("advice", "gpu", "gpuMemoryUtilization", "kvCacheMemory"):
             with pytest.raises(ConfigError, match=r"status.plan: not a plan of this operator"):
@@ -275,40 +275,40 @@ def test_a_plan_that_is_none_is_not_read():
 
 
 def test_a_pinned_share_that_leaves_too_little_is_flagged():
-    made = plan("8b", H100, "lora: {maxLoaded: 0}\nengine: {gpuMemoryUtilization: '0.995'}")
+    made = plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {gpuMemoryUtilization: '0.995'}")
     assert made.fit is FitReason.UTILIZATION_RISK
     assert made.advice.startswith("spec.engine.gpuMemoryUtilization 0.995 leaves 0.4 GiB")
 
 
 def test_a_pinned_kv_cache_is_taken_as_it_is_or_refused():
-    made = plan("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 4Gi}")
+    made = plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 4Gi}")
     assert (made.bytes.kv, made.kvTokens, made.kvCacheMemory.value) == (4 * GIB, 32768, "4Gi")
     assert made.maxModelLen.value == 16384
     assert refused("8b", L4, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 8Gi}")[0] is UnplannableReason.DOES_NOT_FIT
 
 
 def test_sizes_that_nobody_has_stay_numbers_that_a_status_can_hold():
-    made = plan("tiny", None, f"{NO_LORA}\nengine: {{kvCacheMemory: 9999999999999Ti, swapSpace: 9999999999999Ti}}")
+    made = plan_for("tiny", None, f"{NO_LORA}\nengine: {{kvCacheMemory: 9999999999999Ti, swapSpace: 9999999999999Ti}}")
     assert made.kvTokens < 2**63
-    assert faults(made.to_json()) == []
+    assert schema_problems(made.to_json()) == []
 
 
 def test_an_fp8_cache_holds_twice_the_tokens():
     whole, half = (
-        plan("8b", H100, f"lora: {{maxLoaded: 0}}\nengine: {{kvCacheMemory: 4Gi, kvCacheDtype: {kind}}}")
+        plan_for("8b", H100, f"lora: {{maxLoaded: 0}}\nengine: {{kvCacheMemory: 4Gi, kvCacheDtype: {kind}}}")
         for kind in ("auto", "fp8")
     )
     assert (half.bytes.kv, half.kvTokens) == (whole.bytes.kv, 2 * whole.kvTokens)
     assert half.inputsHash != whole.inputsHash
     # Named or not, what is there anyway is no other input: nothing is planned anew.
-    assert whole.inputsHash == plan("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 4Gi}").inputsHash
+    assert whole.inputsHash == plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 4Gi}").inputsHash
 
 
 # CPU.
 
 
 def test_a_cpu_without_a_limit_gets_the_memory_that_it_needs():
-    made = plan("tiny", None, "lora: {maxLoaded: 4}")
+    made = plan_for("tiny", None, "lora: {maxLoaded: 4}")
     assert (made.gpu, made.gpuMemoryUtilization, made.dtype.value) == (None, None, "auto")
     assert (made.maxModelLen.value, made.maxNumSeqs.value, made.maxNumBatchedTokens.value) == (512, 64, 512)
     assert made.hostBytes.total == made.hostBytes.model + sum(
@@ -316,11 +316,11 @@ def test_a_cpu_without_a_limit_gets_the_memory_that_it_needs():
     )
     # 64 sequences of 512 tokens, 2 x 6 layers x 2 heads x 32 numbers of 4 bytes each.
     assert made.bytes.kv == 64 * 512 * 3072
-    assert faults(made.to_json()) == []
+    assert schema_problems(made.to_json()) == []
 
 
 def test_a_cpu_with_a_limit_has_what_it_leaves():
-    small, large = (plan("qwen", None, f"runtime: {{memory: {n}Gi}}\nlora: {{maxLoaded: 0}}") for n in (40, 60))
+    small, large = (plan_for("qwen", None, f"runtime: {{memory: {n}Gi}}\nlora: {{maxLoaded: 0}}") for n in (40, 60))
     assert large.bytes.kv + large.bytes.activations - small.bytes.kv - small.bytes.activations == 20 * GIB
     assert large.hostBytes.total == 60 * GIB
     assert large.bytes.weights == pytest.approx(2 * MODELS["qwen"].weights_bytes * 1.01, rel=1e-3)
@@ -330,7 +330,7 @@ def test_a_cpu_with_a_limit_has_what_it_leaves():
         "spec.runtime.memory: 8192Mi: the model does not fit with a context of 4096 tokens; raise it"
     )
     needed = int(text.partition("raise it to ")[2].partition("Mi")[0])
-    assert plan("qwen", None, f"runtime: {{memory: {needed}Mi}}\nlora: {{maxLoaded: 0}}").maxModelLen.value >= 4096
+    assert plan_for("qwen", None, f"runtime: {{memory: {needed}Mi}}\nlora: {{maxLoaded: 0}}").maxModelLen.value >= 4096
 
 
 def test_a_kv_cache_on_a_cpu_that_is_too_small_is_said():
@@ -338,7 +338,7 @@ def test_a_kv_cache_on_a_cpu_that_is_too_small_is_said():
     assert why is UnplannableReason.DOES_NOT_FIT
     assert text.startswith("spec.engine.kvCacheMemory: 1Mi: a context of 4096 tokens takes ")
     needed = int(text.partition(" takes ")[2].partition("Mi")[0])
-    assert plan("qwen", None, f"engine: {{kvCacheMemory: {needed}Mi}}\nlora: {{maxLoaded: 0}}")
+    assert plan_for("qwen", None, f"engine: {{kvCacheMemory: {needed}Mi}}\nlora: {{maxLoaded: 0}}")
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_a_kv_cache_on_a_cpu_that_is_too_small_is_said():
 def test_the_memory_that_a_refusal_on_a_cpu_names_is_enough_and_the_least(text):
     spec = f"lora: {{maxLoaded: 4}}\nengine: {{{text}}}\nruntime: {{memory: %dMi}}"
     needed = int(refused("qwen", None, spec % 8192)[1].partition("raise it to ")[2].partition("Mi")[0])
-    assert plan("qwen", None, spec % needed).hostBytes.required <= needed * 2**20
+    assert plan_for("qwen", None, spec % needed).hostBytes.required <= needed * 2**20
     assert refused("qwen", None, spec % (needed - 2))[0] is UnplannableReason.DOES_NOT_FIT
 
 
@@ -369,7 +369,7 @@ def test_a_pinned_field_that_is_why_it_does_not_fit_is_named(gpu, field):
     text = refused("8b", gpu, f"{rest}\nengine: {{{field}}}")[1]
     name, value = field.replace("'", "").split(": ")
     assert f"omit spec.engine.{name} ({value})" in text.splitlines()[0]
-    assert plan("8b", gpu, rest)
+    assert plan_for("8b", gpu, rest)
 
 
 def test_a_table_says_by_how_much_a_pinned_kv_cache_is_too_large():
@@ -380,23 +380,23 @@ def test_a_table_says_by_how_much_a_pinned_kv_cache_is_too_large():
 @pytest.mark.parametrize("pinned", [{"maxModelLen": 32768}, {"minConcurrency": 2}, {"tensorParallelSize": 1}])
 def test_what_is_said_to_hold_more_requests_does(pinned):
     """Each option by itself, as it stands there."""
-    advice = plan("qwen", L4, f"{NO_LORA}\nengine: {json.dumps(pinned)}").advice
+    advice = plan_for("qwen", L4, f"{NO_LORA}\nengine: {json.dumps(pinned)}").advice
     gpus, larger, *shorter = advice.partition("To hold more: ")[2].split("; ")
     assert gpus.startswith("spec.gpu.count 2 with spec.engine.tensorParallelSize 2 gives ")
     shared = json.dumps(pinned | {"tensorParallelSize": 2})
-    tried = [plan("qwen", L4, f"{NO_LORA}\nengine: {shared}\ngpu: {{count: 2}}")]
-    tried += [plan("qwen", larger.partition(" gives ")[0], f"{NO_LORA}\nengine: {json.dumps(pinned)}")]
+    tried = [plan_for("qwen", L4, f"{NO_LORA}\nengine: {shared}\ngpu: {{count: 2}}")]
+    tried += [plan_for("qwen", larger.partition(" gives ")[0], f"{NO_LORA}\nengine: {json.dumps(pinned)}")]
     for made, option in zip(tried, (gpus, larger), strict=True):
         assert f" gives {made.kvTokens} KV tokens and a context of {made.maxModelLen.value}" in option
     for option in shorter:
         length = re.fullmatch(r"lower spec.engine.maxModelLen to (\d+).", option)[1]
-        tried.append(plan("qwen", L4, f"{NO_LORA}\nengine: {{maxModelLen: {length}}}"))
+        tried.append(plan_for("qwen", L4, f"{NO_LORA}\nengine: {{maxModelLen: {length}}}"))
     assert len(tried) == 2 + ("maxModelLen" in pinned)
     assert all(made.kvTokens >= 4 * made.maxModelLen.value for made in tried)
 
 
 def test_a_shorter_context_is_no_advice_where_the_kv_cache_shrinks_with_it():
-    advice = plan("70b", None, f"{NO_LORA}\nengine: {{maxModelLen: 65536}}").advice
+    advice = plan_for("70b", None, f"{NO_LORA}\nengine: {{maxModelLen: 65536}}").advice
     assert advice.endswith("To hold more: raise spec.runtime.memory or spec.engine.kvCacheMemory.")
 
 
@@ -405,47 +405,47 @@ SLOT = 80 * 2**20 + 2 * 16 * 2 * (MODELS["8b"].shape.vocab_size + 4096)
 
 
 def test_stubs_copies_and_shared_memory_are_counted():
-    none, some = plan("8b", H100), plan("8b", H100, "lora: {maxLoaded: 8, maxRank: 16, maxCached: 32}")
+    none, some = plan_for("8b", H100), plan_for("8b", H100, "lora: {maxLoaded: 8, maxRank: 16, maxCached: 32}")
     assert none.hostBytes.loraCopies == 0
     assert some.hostBytes.loraCopies == -(-32 * SLOT // 2**20) * 2**20
     assert some.hostBytes.stubs == 65 * none.hostBytes.stubs
     assert some.sharedMemory.value == "1024Mi"
-    two = plan("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 2}")
+    two = plan_for("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 2}")
     assert two.sharedMemory.value == "2048Mi"
     assert two.hostBytes.sharedMemory == 2 * GIB
-    small = plan("8b", H100, "runtime: {memory: 2Gi}\nlora: {maxLoaded: 0}")
+    small = plan_for("8b", H100, "runtime: {memory: 2Gi}\nlora: {maxLoaded: 0}")
     assert "spec.runtime.memory is less than" in small.advice
 
 
 def test_a_bound_in_bytes_of_adapters_copies_is_what_is_asked_for():
     by_number, by_bytes = "lora: {maxCached: 32}", "lora: {maxCachedMemory: 1Gi}"
-    assert plan("8b", H100, by_number).hostBytes.loraCopies == -(-32 * SLOT // 2**20) * 2**20
-    assert plan("8b", H100, by_bytes).hostBytes.loraCopies == GIB
+    assert plan_for("8b", H100, by_number).hostBytes.loraCopies == -(-32 * SLOT // 2**20) * 2**20
+    assert plan_for("8b", H100, by_bytes).hostBytes.loraCopies == GIB
     assert (
-        plan("8b", H100, "lora: {maxCached: 32, maxCachedMemory: 9Gi}").hostBytes.loraCopies
+        plan_for("8b", H100, "lora: {maxCached: 32, maxCachedMemory: 9Gi}").hostBytes.loraCopies
         == -(-32 * SLOT // 2**20) * 2**20
     )
-    assert plan("8b", H100, "lora: {maxCached: 32, maxCachedMemory: 1Gi}").hostBytes.loraCopies == GIB
+    assert plan_for("8b", H100, "lora: {maxCached: 32, maxCachedMemory: 1Gi}").hostBytes.loraCopies == GIB
     why, text = refused("8b", H100, "lora: {maxCachedMemory: 704Mi}")
     assert why is UnplannableReason.DOES_NOT_FIT
     assert text.startswith("spec.lora.maxCachedMemory: 704Mi: 8 adapters of rank 16 take 705Mi; raise it, or lower ")
 
 
 def test_swap_space_is_asked_for_and_taken_from_a_limit():
-    none, some = plan("8b", H100), plan("8b", H100, "lora: {maxLoaded: 0}\nengine: {swapSpace: 4Gi}")
+    none, some = plan_for("8b", H100), plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {swapSpace: 4Gi}")
     assert "swap" not in none.to_json()["hostBytes"], "plans of before it are as they were"
     assert some.to_json()["hostBytes"]["swap"] == "4096Mi"
     assert some.hostBytes.total - none.hostBytes.total == 4 * GIB
     assert Plan.from_json(some.to_json()) == some
-    assert faults(some.to_json()) == []
+    assert schema_problems(some.to_json()) == []
     limit = "runtime: {memory: 40Gi}\nlora: {maxLoaded: 0}"
-    without, with_it = plan("qwen", None, limit), plan("qwen", None, f"{limit}\nengine: {{swapSpace: 2Gi}}")
+    without, with_it = plan_for("qwen", None, limit), plan_for("qwen", None, f"{limit}\nengine: {{swapSpace: 2Gi}}")
     assert without.bytes.kv - with_it.bytes.kv == 2 * GIB
 
 
 def test_processes_that_share_the_layers_on_a_cpu_share_its_memory():
     spec = "lora: {maxLoaded: 0}\nruntime: {memory: 8Gi}\nengine: {tensorParallelSize: %d}"
-    one, two = (plan("qwen-0.5b", None, spec % size) for size in (1, 2))
+    one, two = (plan_for("qwen-0.5b", None, spec % size) for size in (1, 2))
     assert (one.tensorParallelSize.value, two.tensorParallelSize.value) == (1, 2)
     assert two.bytes.weights == pytest.approx(one.bytes.weights / 2, abs=2**20)
     assert two.hostBytes.model == 2 * two.bytes.total
@@ -453,4 +453,4 @@ def test_processes_that_share_the_layers_on_a_cpu_share_its_memory():
     # Each part of each process is rounded up to MiB.
     assert two.hostBytes.required <= two.hostBytes.total + 6 * 2**20
     with pytest.raises(Unplannable, match="Size: 4: 14 attention heads are not a multiple of 4; use 1 or 2"):
-        plan("qwen-0.5b", None, spec % 4)
+        plan_for("qwen-0.5b", None, spec % 4)

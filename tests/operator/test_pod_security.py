@@ -7,7 +7,7 @@ the API servers that tests can have are older than the admission plugin.
 
 import pytest
 import yaml
-from support.chart import ROOT, documents, rendered
+from support.chart import ROOT, parse_documents, render_chart
 
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
 GOLDEN = sorted((ROOT / "tests/operator/golden").glob("*.yaml"))
@@ -35,7 +35,7 @@ def faults(spec):
 
 
 def test_the_operator_is_restricted(tmp_path):
-    (deployment,) = [o for o in rendered(tmp_path) if o["kind"] == "Deployment"]
+    (deployment,) = [o for o in render_chart(tmp_path) if o["kind"] == "Deployment"]
     assert faults(deployment["spec"]["template"]["spec"]) == []
 
 
@@ -43,7 +43,7 @@ def test_the_operator_is_restricted(tmp_path):
 def test_pods_that_it_makes_are_restricted(file):
     specs = {
         (thing["kind"], thing["metadata"]["name"]): thing["spec"]["template"]["spec"]
-        for thing in documents(file.read_text())
+        for thing in parse_documents(file.read_text())
         if thing["kind"] in ("Deployment", "Job")
     }
     assert specs

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator's side of the admin port: who is told what, and that no pod holds up the others or learns the key's way.
 
-The ports are scripted ones (support/admin_port.py says why); real supervisors are in test_adapter_push.py.
+The ports are scripted ones (support/fake_admin_api.py says why); real supervisors are in test_adapter_push.py.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 from aiohttp import web
-from support.admin_port import AdminPorts, ScriptedPod
-from support.observing import pod, starting, wanted
+from support.fake_admin_api import FakeAdminServers, FakePod
+from support.observed_factories import desired_service, ready_pod, starting_pod
 
 from quire_operator.controller.observe import pod_admin_client
 from quire_operator.controller.observe.pod_admin_client import PodAdminClient, VisitResult
@@ -20,13 +20,13 @@ from quire_spec.dataclass_json import to_json
 from quire_spec.documents.download_progress import DownloadProgress
 
 KEY = "s3cret-key-of-the-admin-port"
-SERVICE = wanted()
+SERVICE = desired_service()
 CATALOGUE = SERVICE.build_catalog()
 
 
 @pytest.fixture(scope="module")
 def ports():
-    with AdminPorts() as ports:
+    with FakeAdminServers() as ports:
         yield ports
 
 
@@ -54,10 +54,10 @@ def serve(ports, key_file):
     opened = []
 
     def open_(name="s-0", host="127.0.0.1", **script):
-        scripted = ScriptedPod(**script)
+        scripted = FakePod(**script)
         port = ports.open(scripted, host, key_file)
         opened.append((host, port, scripted))
-        return scripted, pod(name, ip=host, health_port=port)
+        return scripted, ready_pod(name, ip=host, health_port=port)
 
     yield open_
     for host, port, scripted in opened:
@@ -74,35 +74,35 @@ async def one(pusher, seen, catalogue=CATALOGUE, key=KEY):
 async def test_a_pod_is_asked_told_and_asked_again(pusher, serve):
     scripted, seen = serve()
     found = await one(pusher, seen)
-    assert scripted.pushes == [CATALOGUE]
+    assert scripted.pushed_catalogs == [CATALOGUE]
     assert found.report.catalogue == CATALOGUE.version.digest
     assert [a.name for a in found.report.adapters] == ["sql", "support"]
     assert (found.report_error, pusher.told) == ("", [VisitResult.PUSHED])
     again = await one(pusher, seen)
-    assert scripted.pushes == [CATALOGUE], "who works on it is not told again"
+    assert scripted.pushed_catalogs == [CATALOGUE], "who works on it is not told again"
     assert again.report == found.report and pusher.told[-1] is VisitResult.ASKED
 
 
 async def test_another_generation_of_the_same_adapters_is_told_to_nobody(pusher, serve):
-    scripted, seen = serve(catalogue=CATALOGUE)
+    scripted, seen = serve(catalog=CATALOGUE)
     await one(pusher, seen, replace(CATALOGUE, generation=CATALOGUE.generation + 1))
-    assert scripted.pushes == []
+    assert scripted.pushed_catalogs == []
 
 
 async def test_a_changed_source_under_the_same_name_is_told(pusher, serve):
-    scripted, seen = serve(catalogue=CATALOGUE)
+    scripted, seen = serve(catalog=CATALOGUE)
     first = CATALOGUE.adapters[0]
     moved = replace(first, source=replace(first.source, huggingFace=replace(first.source.huggingFace, revision="v2")))
     changed = replace(CATALOGUE, generation=8, adapters=(moved, *CATALOGUE.adapters[1:]))
     await one(pusher, seen, changed)
-    assert scripted.pushes == [changed]
+    assert scripted.pushed_catalogs == [changed]
 
 
 async def test_a_stale_catalogue_is_not_told_and_the_pods_word_stands(pusher, serve):
     newer = replace(CATALOGUE, generation=9, adapters=())
-    scripted, seen = serve(catalogue=newer)
+    scripted, seen = serve(catalog=newer)
     found = await one(pusher, seen)
-    assert scripted.pushes == [] and found.report.generation == 9 and found.report_error == ""
+    assert scripted.pushed_catalogs == [] and found.report.generation == 9 and found.report_error == ""
 
 
 async def test_a_pod_that_was_told_something_newer_in_between_is_no_failure(pusher, serve):
@@ -110,7 +110,7 @@ async def test_a_pod_that_was_told_something_newer_in_between_is_no_failure(push
     told = scripted.set_catalog
 
     def set_catalog(catalogue, replaces):
-        scripted.catalogue = replace(CATALOGUE, generation=9, adapters=())
+        scripted.catalog = replace(CATALOGUE, generation=9, adapters=())
         told(catalogue, replaces)
 
     scripted.set_catalog = set_catalog
@@ -119,26 +119,26 @@ async def test_a_pod_that_was_told_something_newer_in_between_is_no_failure(push
 
 
 async def test_a_newer_catalogue_is_replaced_by_one_that_is_known_to_be_the_newest_there_is(pusher, serve):
-    scripted, seen = serve(catalogue=replace(CATALOGUE, generation=9, adapters=()))
+    scripted, seen = serve(catalog=replace(CATALOGUE, generation=9, adapters=()))
     (found,) = await pusher.refresh([seen], CATALOGUE, KEY, replace_newer=True)
-    assert found.report.generation == CATALOGUE.generation and scripted.catalogue == CATALOGUE
+    assert found.report.generation == CATALOGUE.generation and scripted.catalog == CATALOGUE
     assert pusher.told == [VisitResult.PUSHED]
     await pusher.refresh([seen], CATALOGUE, KEY, replace_newer=True)
-    assert len(scripted.pushes) == 1
+    assert len(scripted.pushed_catalogs) == 1
 
 
 async def test_one_that_comes_in_between_is_not_replaced(pusher, serve):
     """The pod goes by the digest that it had when it was asked."""
-    scripted, seen = serve(catalogue=replace(CATALOGUE, generation=9, adapters=()))
+    scripted, seen = serve(catalog=replace(CATALOGUE, generation=9, adapters=()))
     told, other = scripted.set_catalog, replace(CATALOGUE, generation=10, adapters=CATALOGUE.adapters[1:])
 
     def set_catalog(catalogue, replaces):
-        scripted.catalogue = other
+        scripted.catalog = other
         told(catalogue, replaces)
 
     scripted.set_catalog = set_catalog
     (found,) = await pusher.refresh([seen], CATALOGUE, KEY, replace_newer=True)
-    assert scripted.catalogue == other and found.report.generation == 10 and pusher.told == [VisitResult.AHEAD]
+    assert scripted.catalog == other and found.report.generation == 10 and pusher.told == [VisitResult.AHEAD]
 
 
 async def test_a_container_that_starts_anew_is_told_again(pusher, serve):
@@ -146,27 +146,27 @@ async def test_a_container_that_starts_anew_is_told_again(pusher, serve):
     before = await one(pusher, seen)
     scripted.restart()
     after = await one(pusher, seen)
-    assert len(scripted.pushes) == 2
+    assert len(scripted.pushed_catalogs) == 2
     assert after.core_started_at != before.core_started_at
     assert after.report.catalogue == CATALOGUE.version.digest
 
 
 async def test_a_pod_that_forgets_what_it_takes_is_told_once_a_visit_and_never_believed(pusher, serve):
-    scripted, seen = serve(lies=True)
+    scripted, seen = serve(drops_catalog=True)
     for visits in (1, 2):
         found = await one(pusher, seen)
-        assert len(scripted.pushes) == visits
+        assert len(scripted.pushed_catalogs) == visits
         assert found.report.catalogue != CATALOGUE.version.digest
 
 
 async def test_nobody_is_told_anything_without_a_catalogue(pusher, serve):
     scripted, seen = serve()
     found = await one(pusher, seen, None)
-    assert scripted.pushes == [] and found.report is not None
+    assert scripted.pushed_catalogs == [] and found.report is not None
 
 
 async def test_a_refused_catalogue_is_told_beside_the_report(pusher, serve):
-    _, seen = serve(refuses=True)
+    _, seen = serve(put_fails=True)
     found = await one(pusher, seen)
     assert found.report is not None and "PUT /adapters: HTTP 500: internal error" in found.report_error
     assert pusher.told == [VisitResult.REFUSED]
@@ -182,13 +182,13 @@ async def test_a_wrong_key_is_named_and_not_shown(pusher, serve, caplog):
 
 
 async def test_a_broken_pod_says_so(pusher, serve):
-    _, seen = serve(breaks=True)
+    _, seen = serve(status_fails=True)
     found = await one(pusher, seen)
     assert found.report is None and "GET /status: HTTP 500" in found.report_error
 
 
 async def test_nobody_listens(pusher):
-    found = await one(pusher, pod("s-0", ip="127.0.0.1", health_port=9))
+    found = await one(pusher, ready_pod("s-0", ip="127.0.0.1", health_port=9))
     assert found.report is None and "127.0.0.1:9" in found.report_error
     assert pusher.told == [VisitResult.FAILED]
 
@@ -232,14 +232,14 @@ async def test_a_pod_that_is_slow_and_not_hung_is_heard_again(serve, monkeypatch
 async def test_pods_that_cannot_answer_are_not_asked(pusher, serve):
     scripted, seen = serve()
     away = [
-        starting("pending"),
+        starting_pod("pending"),
         replace(seen, deleting=True),
         replace(seen, ip=""),
         replace(seen, phase="Failed"),
         replace(seen, started_at=""),
     ]
     found = await pusher.refresh(away, CATALOGUE, KEY)
-    assert scripted.asked == 0 and pusher.told == []
+    assert scripted.num_status_requests == 0 and pusher.told == []
     assert all(p.report is None and p.report_error == "" for p in found)
 
 
@@ -251,7 +251,7 @@ async def strange(answer):
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    return runner, pod("s-0", ip="127.0.0.1", health_port=runner.addresses[0][1])
+    return runner, ready_pod("s-0", ip="127.0.0.1", health_port=runner.addresses[0][1])
 
 
 async def _echo(request):

@@ -15,8 +15,19 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
-from support.planning import service
-from support.rendering import CLUSTER, EVERYTHING, GPU, POD_IP, ROOT, example, objects, one, planned, server
+from support.planning import llm_service
+from support.rendering import (
+    FULL_SPEC,
+    GPU,
+    POD_IP,
+    RENDER_CONTEXT,
+    ROOT,
+    example_service,
+    only_of_kind,
+    plan_of_service,
+    rendered_objects,
+    server_container,
+)
 
 import quire_server.__main__
 from quire_operator.api import crd
@@ -35,17 +46,22 @@ GOLDEN = Path(__file__).with_name("golden")
 
 
 SERVICES = {
-    "gpu-llama-3.1-8b": lambda: (example("gpu-llama-3.1-8b.yaml"), "8b"),
-    "pvc-qwen2.5-7b": lambda: (example("pvc-qwen2.5-7b.yaml"), "qwen"),
-    "cpu-cluster": lambda: (example("cpu-cluster.yaml"), "qwen-0.5b"),
-    "everything": lambda: (service(EVERYTHING, "all"), "8b"),
+    "gpu-llama-3.1-8b": lambda: (example_service("gpu-llama-3.1-8b.yaml"), "8b"),
+    "pvc-qwen2.5-7b": lambda: (example_service("pvc-qwen2.5-7b.yaml"), "qwen"),
+    "cpu-cluster": lambda: (example_service("cpu-cluster.yaml"), "qwen-0.5b"),
+    "everything": lambda: (llm_service(FULL_SPEC, "all"), "8b"),
 }
 
 
 @pytest.fixture(params=list(SERVICES))
 def rendered(request):
     of, model = SERVICES[request.param]()
-    return request.param, of, planned(of, model), render_objects(of, planned(of, model), CLUSTER).manifests
+    return (
+        request.param,
+        of,
+        plan_of_service(of, model),
+        render_objects(of, plan_of_service(of, model), RENDER_CONTEXT).manifests,
+    )
 
 
 def test_golden(rendered):
@@ -56,7 +72,7 @@ def test_golden(rendered):
         file.write_text(text)
     assert text == file.read_text(), f"UPDATE_GOLDEN=1 writes {file.name} anew, where the change is meant"
     assert list(yaml.safe_load_all(text)) == json.loads(json.dumps(manifests))
-    assert render_objects(of, plan, CLUSTER).manifests == manifests
+    assert render_objects(of, plan, RENDER_CONTEXT).manifests == manifests
 
 
 def test_the_api_servers_schemas_hold(rendered):
@@ -70,7 +86,7 @@ def test_the_api_servers_schemas_hold(rendered):
 
 
 def test_a_wrong_object_would_not_pass():
-    manifest = one(objects(example("cpu-cluster.yaml"), "qwen-0.5b"), "Deployment")
+    manifest = only_of_kind(rendered_objects(example_service("cpu-cluster.yaml"), "qwen-0.5b"), "Deployment")
     manifest["spec"]["template"]["spec"]["activeDeadlineSecond"] = 3
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(manifest, "1.37", strict=True)
@@ -78,7 +94,7 @@ def test_a_wrong_object_would_not_pass():
 
 def test_the_pod_runs_what_the_server_takes(rendered):
     _, of, plan, manifests = rendered
-    template, container = server(manifests)
+    template, container = server_container(manifests)
     args = quire_server.__main__._parse_args(container["args"])
     settings = quire_server.__main__._settings(args)
     assert settings.served_name == of.served_name
@@ -108,7 +124,7 @@ def test_the_pod_runs_what_the_server_takes(rendered):
 
 def test_everything_written_to_is_a_volume_and_nothing_is_privileged(rendered):
     name, _, _, manifests = rendered
-    template, container = server(manifests)
+    template, container = server_container(manifests)
     writable = {m["mountPath"] for m in container["volumeMounts"] if not m.get("readOnly")}
     # The folders of backend/Dockerfile, and those of every program.
     dockerfile = (ROOT / "backend/Dockerfile").read_text()
@@ -124,7 +140,7 @@ def test_everything_written_to_is_a_volume_and_nothing_is_privileged(rendered):
 
 def test_probes_ask_the_supervisor_and_a_large_model_has_time_to_load(rendered):
     _, _, _, manifests = rendered
-    _, container = server(manifests)
+    _, container = server_container(manifests)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["port"] == "health"
     assert container["livenessProbe"]["httpGet"]["path"] == "/health/live"
@@ -151,8 +167,8 @@ def test_names_and_selectors_fit(rendered):
 
 
 def test_the_longest_name_still_fits():
-    of = dataclasses.replace(example("gpu-llama-3.1-8b.yaml"), name="a" * 48)
-    assert max(len(name) for _, name in objects(of)) <= 63
+    of = dataclasses.replace(example_service("gpu-llama-3.1-8b.yaml"), name="a" * 48)
+    assert max(len(name) for _, name in rendered_objects(of)) <= 63
 
 
 # What changes what.
@@ -160,9 +176,11 @@ def test_the_longest_name_still_fits():
 
 def changed(text, other, model="8b"):
     """Names of objects that differ between two specs, and whether the pods would be replaced."""
-    left, right = objects(service(text), model), objects(service(other), model)
+    left, right = rendered_objects(llm_service(text), model), rendered_objects(llm_service(other), model)
     differ = {key for key in left.keys() | right.keys() if left.get(key) != right.get(key)}
-    return differ, one(left, "Deployment")["spec"]["template"] != one(right, "Deployment")["spec"]["template"]
+    return differ, only_of_kind(left, "Deployment")["spec"]["template"] != only_of_kind(right, "Deployment")["spec"][
+        "template"
+    ]
 
 
 def test_adapters_never_restart_pods():
@@ -193,7 +211,7 @@ def test_replicas_and_scaling_do_not():
 
 
 def test_pinning_what_was_planned_replaces_no_pod():
-    plan = planned(service(GPU))
+    plan = plan_of_service(llm_service(GPU))
     pinned = f"engine: {{maxModelLen: {plan.maxModelLen.value}, maxNumSeqs: {plan.maxNumSeqs.value}, blockSize: 16}}"
     differ, restarted = changed(GPU, GPU + pinned)
     assert not restarted
@@ -202,40 +220,44 @@ def test_pinning_what_was_planned_replaces_no_pod():
 
 def test_an_upgrade_of_the_operator_changes_nothing_that_was_planned():
     """Neither new defaults of the engine's configuration nor a new image reach pods whose plan is kept."""
-    of = service(GPU)
-    found = objects(of)
+    of = llm_service(GPU)
+    found = rendered_objects(of)
     config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
     assert set(config) < {field.name for field in dataclasses.fields(EngineConfig)}
     assert "seed" not in config and "swap_space" not in config
-    template, _ = server(found.values())
-    assert template["containers"][0]["image"] == planned(of).image.value
+    template, _ = server_container(found.values())
+    assert template["containers"][0]["image"] == plan_of_service(of).image.value
 
 
 # Single objects.
 
 
 def test_the_deployment_never_surges():
-    spec = one(objects(service(f"{GPU}replicas: 2")), "Deployment")["spec"]
+    spec = only_of_kind(rendered_objects(llm_service(f"{GPU}replicas: 2")), "Deployment")["spec"]
     assert spec["replicas"] == 2
     assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
 def test_memory_and_gpus_of_the_container():
-    _, container = server(objects(service(GPU)).values())
-    plan = planned(service(GPU))
+    _, container = server_container(rendered_objects(llm_service(GPU)).values())
+    plan = plan_of_service(llm_service(GPU))
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
     assert container["resources"]["requests"] == {"cpu": "3", "memory": f"{plan.hostBytes.total // 2**20}Mi"}
-    _, container = server(objects(service("device: CPU\nruntime: {cpu: '4', memory: 60Gi}"), "qwen").values())
+    _, container = server_container(
+        rendered_objects(llm_service("device: CPU\nruntime: {cpu: '4', memory: 60Gi}"), "qwen").values()
+    )
     assert container["resources"] == {"requests": {"cpu": "4", "memory": "60Gi"}, "limits": {"memory": "60Gi"}}
-    _, container = server(
-        objects(service("gpu: {product: NVIDIA-L4, memory: 40Gi, resourceName: nvidia.com/mig-3g.40gb}")).values()
+    _, container = server_container(
+        rendered_objects(
+            llm_service("gpu: {product: NVIDIA-L4, memory: 40Gi, resourceName: nvidia.com/mig-3g.40gb}")
+        ).values()
     )
     assert container["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": "1"}
 
 
 def test_limits_of_adapters_and_their_host_memory_reach_the_pod():
     adapters = "[{name: a, source: {huggingFace: {repo: o/a}}, limits: {maxTokensPerSecond: 500}}]"
-    found = objects(service(f"{GPU}adapters: {adapters}\nlora: {{maxCachedMemory: 2Gi}}"))
+    found = rendered_objects(llm_service(f"{GPU}adapters: {adapters}\nlora: {{maxCachedMemory: 2Gi}}"))
     config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
     made = EngineConfig.from_json(config)
     assert (made.cpu_lora_memory_bytes, made.max_cpu_loras) == (2 * 2**30, None)
@@ -244,35 +266,37 @@ def test_limits_of_adapters_and_their_host_memory_reach_the_pod():
 
 
 def test_order_swap_and_log_probabilities_reach_the_engine():
-    found = objects(service(f"{GPU}engine: {{schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5}}"))
+    found = rendered_objects(
+        llm_service(f"{GPU}engine: {{schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5}}")
+    )
     config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
     made = EngineConfig.from_json(config)
     assert (made.scheduling_policy, made.swap_space, made.max_logprobs) == ("priority", 1.5, 5)
 
 
 def test_where_the_model_is():
-    found = objects(service(GPU))
-    job = one(found, "Job")["spec"]["template"]["spec"]
+    found = rendered_objects(llm_service(GPU))
+    job = only_of_kind(found, "Job")["spec"]["template"]["spec"]
     (args,) = [c["args"] for c in job["containers"]]
     into = next(a for a in args if a.startswith("--into=")).removeprefix("--into=")
     config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
     assert config["model"] == into
-    assert one(found, "PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"] == "19913Mi"
+    assert only_of_kind(found, "PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"] == "19913Mi"
     # On the node's disk, by an init container; in place, by nobody.
-    found = objects(service(f"{GPU}cache: {{mode: EmptyDir}}"))
-    template, _ = server(found.values())
+    found = rendered_objects(llm_service(f"{GPU}cache: {{mode: EmptyDir}}"))
+    template, _ = server_container(found.values())
     assert [c["args"] for c in template["initContainers"]] == [args]
     assert not {"Job", "PersistentVolumeClaim"} & {kind for kind, _ in found}
-    found = objects(service(f"{GPU}model: {{source: {{pvc: {{claimName: c, path: m/n}}}}}}"))
-    template, _ = server(found.values())
+    found = rendered_objects(llm_service(f"{GPU}model: {{source: {{pvc: {{claimName: c, path: m/n}}}}}}"))
+    template, _ = server_container(found.values())
     assert "initContainers" not in template
     config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
     assert config["model"] == "/mnt/claims/c/m/n"
 
 
 def test_the_job_runs_what_the_download_takes(monkeypatch):
-    of = service(f"{GPU}model: {{source: {{s3: {{uri: s3://bucket/m, credentialsSecretRef: {{name: store}}}}}}}}")
-    (container,) = one(objects(of), "Job")["spec"]["template"]["spec"]["containers"]
+    of = llm_service(f"{GPU}model: {{source: {{s3: {{uri: s3://bucket/m, credentialsSecretRef: {{name: store}}}}}}}}")
+    (container,) = only_of_kind(rendered_objects(of), "Job")["spec"]["template"]["spec"]["containers"]
     assert container["command"][:4] == ["tini", "--", "python3", "-m"]
     assert importlib.util.find_spec(container["command"][4]) is not None
     pod_ip, port = container["env"]
@@ -284,77 +308,100 @@ def test_the_job_runs_what_the_download_takes(monkeypatch):
     mounts = {m["mountPath"]: m.get("readOnly", False) for m in container["volumeMounts"]}
     assert mounts[str(args.into.parent)] is False
     assert mounts[str(args.secrets_dir)] is True
-    failing = one(objects(of), "Job")["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]
+    failing = only_of_kind(rendered_objects(of), "Job")["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]
     assert failing["values"] == [model_download.EXIT_PERMANENT_FAILURE]
 
 
 def test_the_claim_is_kept_or_goes_with_the_service():
-    assert "ownerReferences" not in one(objects(service(GPU)), "PersistentVolumeClaim")["metadata"]
-    deleted = objects(service(f"{GPU}cache: {{deletionPolicy: Delete}}"))
+    assert (
+        "ownerReferences" not in only_of_kind(rendered_objects(llm_service(GPU)), "PersistentVolumeClaim")["metadata"]
+    )
+    deleted = rendered_objects(llm_service(f"{GPU}cache: {{deletionPolicy: Delete}}"))
     assert all(m["metadata"]["ownerReferences"][0]["uid"] == "u-1" for m in deleted.values())
-    alone = objects(service(GPU), cluster=dataclasses.replace(CLUSTER, owner_uid=None))
+    alone = rendered_objects(llm_service(GPU), context=dataclasses.replace(RENDER_CONTEXT, owner_uid=None))
     assert not any("ownerReferences" in m["metadata"] for m in alone.values())
 
 
 def test_credentials_are_copied_and_never_in_arguments():
-    of = example("gpu-llama-3.1-8b.yaml")
-    found = objects(of)
+    of = example_service("gpu-llama-3.1-8b.yaml")
+    found = rendered_objects(of)
     data = found["Secret", "support-credentials"]["data"]
     assert {name: json.loads(base64.b64decode(value)) for name, value in data.items()} == {
         "adapter-store": {"AWS_ACCESS_KEY_ID": "a"}, "hf-token": {"token": "hf"}
     }  # fmt: skip
     assert '"hf"' not in json.dumps([m for m in found.values() if m["kind"] != "Secret"])
-    none = objects(of, cluster=dataclasses.replace(CLUSTER, credentials={}))
-    assert one(none, "Deployment") == one(found, "Deployment")
+    none = rendered_objects(of, context=dataclasses.replace(RENDER_CONTEXT, credentials={}))
+    assert only_of_kind(none, "Deployment") == only_of_kind(found, "Deployment")
     assert ("Secret", "support-credentials") not in none
 
 
 def test_labels_that_the_operator_finds_its_objects_by_are_its_own():
     stolen = "{app.kubernetes.io/managed-by: helm, app.kubernetes.io/instance: other, team: a}"
-    found = objects(
-        service(f"{GPU}observability: {{metricsLabels: {stolen}}}\npodTemplate: {{metadata: {{labels: {stolen}}}}}")
+    found = rendered_objects(
+        llm_service(f"{GPU}observability: {{metricsLabels: {stolen}}}\npodTemplate: {{metadata: {{labels: {stolen}}}}}")
     )
-    for meta in (one(found, "PodMonitor")["metadata"], one(found, "Deployment")["spec"]["template"]["metadata"]):
+    for meta in (
+        only_of_kind(found, "PodMonitor")["metadata"],
+        only_of_kind(found, "Deployment")["spec"]["template"]["metadata"],
+    ):
         labels = meta["labels"]
         assert labels["app.kubernetes.io/managed-by"] == "quire-operator"
         assert (labels["app.kubernetes.io/instance"], labels["team"]) == ("s", "a")
 
 
 def test_a_budget_only_for_several_pods():
-    assert ("PodDisruptionBudget", "s") not in objects(service(GPU))
-    assert one(objects(service(f"{GPU}replicas: 2")), "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
-    assert ("PodDisruptionBudget", "s") in objects(service(f"{GPU}autoscaling: {{minReplicas: 2, maxReplicas: 3}}"))
-    assert ("PodDisruptionBudget", "s") not in objects(service(f"{GPU}replicas: 2\ndisruption: {{pdb: None}}"))
+    assert ("PodDisruptionBudget", "s") not in rendered_objects(llm_service(GPU))
+    assert (
+        only_of_kind(rendered_objects(llm_service(f"{GPU}replicas: 2")), "PodDisruptionBudget")["spec"][
+            "maxUnavailable"
+        ]
+        == 1
+    )
+    assert ("PodDisruptionBudget", "s") in rendered_objects(
+        llm_service(f"{GPU}autoscaling: {{minReplicas: 2, maxReplicas: 3}}")
+    )
+    assert ("PodDisruptionBudget", "s") not in rendered_objects(
+        llm_service(f"{GPU}replicas: 2\ndisruption: {{pdb: None}}")
+    )
 
 
 def test_autoscalers_write_to_the_service_and_not_to_the_deployment():
-    hpa = one(objects(service(f"{GPU}autoscaling: {{maxReplicas: 4}}")), "HorizontalPodAutoscaler")["spec"]
+    hpa = only_of_kind(
+        rendered_objects(llm_service(f"{GPU}autoscaling: {{maxReplicas: 4}}")), "HorizontalPodAutoscaler"
+    )["spec"]
     target = {"apiVersion": crd.GROUP_VERSION, "kind": "LLMService", "name": "s"}
     assert hpa["scaleTargetRef"] == target
     averages = [m["pods"]["target"]["averageValue"] for m in hpa["metrics"]]
-    assert averages == [str(planned(service(GPU)).maxNumSeqs.value), "2"]
-    scaled = one(objects(service(EVERYTHING)), "ScaledObject")["spec"]
+    assert averages == [str(plan_of_service(llm_service(GPU)).maxNumSeqs.value), "2"]
+    scaled = only_of_kind(rendered_objects(llm_service(FULL_SPEC)), "ScaledObject")["spec"]
     assert scaled["scaleTargetRef"] == target
     assert scaled["triggers"][0]["metadata"]["serverAddress"] == "http://prometheus:9090"
 
 
 def test_optional_kinds_only_where_the_cluster_has_them():
-    bare = dataclasses.replace(CLUSTER, available_kinds=frozenset())
-    found = render_objects(service(EVERYTHING), planned(service(EVERYTHING)), bare)
+    bare = dataclasses.replace(RENDER_CONTEXT, available_kinds=frozenset())
+    found = render_objects(llm_service(FULL_SPEC), plan_of_service(llm_service(FULL_SPEC)), bare)
     assert found.unavailable_kinds == OPTIONAL_KINDS
     assert not {m["kind"] for m in found.manifests} & set(OPTIONAL_KINDS)
-    assert render_objects(service(EVERYTHING), planned(service(EVERYTHING)), CLUSTER).unavailable_kinds == ()
-    quiet = service(f"{GPU}observability: {{podMonitor: None}}")
-    assert render_objects(quiet, planned(quiet), bare).unavailable_kinds == ()
+    assert (
+        render_objects(
+            llm_service(FULL_SPEC), plan_of_service(llm_service(FULL_SPEC)), RENDER_CONTEXT
+        ).unavailable_kinds
+        == ()
+    )
+    quiet = llm_service(f"{GPU}observability: {{podMonitor: None}}")
+    assert render_objects(quiet, plan_of_service(quiet), bare).unavailable_kinds == ()
 
 
 def test_a_kind_that_nobody_asked_for_is_not_missed():
     around = ChildContext("u1", "key", {}, frozenset())
-    two = service(f"{GPU}replicas: 2")
-    quiet = build_child_objects(two, "digest", planned(two), around, LiveObjects())
+    two = llm_service(f"{GPU}replicas: 2")
+    quiet = build_child_objects(two, "digest", plan_of_service(two), around, LiveObjects())
     assert quiet.unavailable_kinds == ()
     assert not {m["kind"] for m in quiet.manifests} & {"PodMonitor", "PodDisruptionBudget"}
-    asked = build_child_objects(service(EVERYTHING), "digest", planned(service(EVERYTHING)), around, LiveObjects())
+    asked = build_child_objects(
+        llm_service(FULL_SPEC), "digest", plan_of_service(llm_service(FULL_SPEC)), around, LiveObjects()
+    )
     assert asked.unavailable_kinds == ("ScaledObject", "InferencePool")
 
 
@@ -374,6 +421,6 @@ MANY = [f"{{name: a{i}, source: {{http: {{url: 'http://h/{'x' * 2000}'}}}}}}" fo
     ],
 )  # fmt: skip
 def test_what_no_cluster_could_run_is_refused(text, words):
-    of = service(GPU + text)
+    of = llm_service(GPU + text)
     with pytest.raises(ConfigError, match=words):
-        render_objects(of, planned(of), CLUSTER)
+        render_objects(of, plan_of_service(of), RENDER_CONTEXT)

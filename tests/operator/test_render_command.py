@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.planning import LLAMA_8B
-from support.rendering import ROOT, server
+from support.rendering import ROOT, server_container
 
 
 def quire(*arguments):
@@ -43,7 +43,7 @@ def test_quire_render(config, tmp_path):
     assert manifests[-1]["kind"] == "PodMonitor"
     (secret,) = [m for m in manifests if m["metadata"]["name"] == "support-credentials"]
     assert json.loads(base64.b64decode(secret["data"]["adapter-store"])) == {"AWS_ACCESS_KEY_ID": "s3cr3t"}
-    assert server(manifests)[1]["image"] == "i:1"
+    assert server_container(manifests)[1]["image"] == "i:1"
 
 
 def test_quire_render_refuses_in_words(config):

@@ -5,8 +5,8 @@ import copy
 import time
 
 import pytest
+from support.cel_cases import ADAPTER, REMOVE, service_with, validation_problems
 from support.openapi import OPENAPI, ROOT
-from support.rules import ADAPTER, REMOVE, patched, problems_of
 
 from quire_operator.api import crd
 from quire_operator.api.validation_errors import format_path
@@ -173,7 +173,7 @@ INVALID = [
 
 @pytest.mark.parametrize(("changes", "message"), INVALID, ids=[m.partition(":")[0] for _, m in INVALID])
 def test_exact_path_and_message(changes, message):
-    assert problems_of(changes) == [message]
+    assert validation_problems(changes) == [message]
 
 
 @pytest.mark.parametrize("name", sorted(set(FIELDS_OF_ARGUMENTS) - {"model", "device"}))
@@ -182,7 +182,7 @@ def test_an_engine_argument_of_vllm_leads_to_its_field(name):
     meant = field if group == ["engine"] else f"spec.{group[0]}.{field}"
     camel = "".join(word if i == 0 else word.title() for i, word in enumerate(name.split("_")))
     for written in {name, camel} - {field}:
-        (message,) = problems_of({f"spec.engine.{written}": 1})
+        (message,) = validation_problems({f"spec.engine.{written}": 1})
         assert f": unknown field; did you mean {meant}? There are " in message
 
 
@@ -198,20 +198,22 @@ def test_all_problems_are_told_at_once_sorted_by_path_with_entries_by_number():
     paths = [
         format_path(p.path)
         for p in crd.validate(
-            patched({"spec.lora.maxRank": 3, "spec.devise": "CPU", "spec.adapters": adapters})
+            service_with({"spec.lora.maxRank": 3, "spec.devise": "CPU", "spec.adapters": adapters})
         ).problems
     ]
     assert paths == [*(f"spec.adapters[{i}].source" for i in range(11)), "spec.devise", "spec.lora.maxRank"]
 
 
 def test_a_rule_about_a_field_that_is_wrong_already_is_not_judged_too():
-    assert problems_of({"spec.lora": {"maxLoaded": 4, "maxCached": "3"}}) == [
+    assert validation_problems({"spec.lora": {"maxLoaded": 4, "maxCached": "3"}}) == [
         'spec.lora.maxCached: "3": must be a whole number; write a whole number, without quotes'
     ]
 
 
 def test_defaults_are_filled_in_and_nulls_dropped_as_by_an_api_server():
-    body = crd.validate(patched({"spec.lora": None, "spec.rollout": {"maxSurge": None}, "spec.cache.size": None})).body
+    body = crd.validate(
+        service_with({"spec.lora": None, "spec.rollout": {"maxSurge": None}, "spec.cache.size": None})
+    ).body
     assert body["spec"]["lora"] == {"maxLoaded": 8, "maxRank": 16}
     assert body["spec"]["rollout"]["maxSurge"] == 0
     assert body["spec"]["device"] == "GPU"
@@ -220,14 +222,14 @@ def test_defaults_are_filled_in_and_nulls_dropped_as_by_an_api_server():
 
 
 def test_checking_changes_nothing_in_the_document():
-    body = patched({"spec.lora": None})
+    body = service_with({"spec.lora": None})
     before = copy.deepcopy(body)
     crd.validate(body)
     assert body == before
 
 
 def test_what_an_api_server_added_is_no_problem():
-    stored = patched(
+    stored = service_with(
         {
             "metadata.uid": "x",
             "metadata.managedFields": [{"manager": "kubectl"}],
@@ -239,7 +241,7 @@ def test_what_an_api_server_added_is_no_problem():
 
 
 def test_a_pod_template_is_left_to_the_api_server():
-    assert problems_of({"spec.podTemplate.spec": {"affinity": {"nodeAffinity": None}, "anything": [1]}}) == []
+    assert validation_problems({"spec.podTemplate.spec": {"affinity": {"nodeAffinity": None}, "anything": [1]}}) == []
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
@@ -252,20 +254,20 @@ def test_examples_are_valid(example):
 
 def test_the_widest_service_allowed_is_checked_in_reasonable_time():
     adapters = [{"name": f"a{i}", "source": {"pvc": {"claimName": "c", "path": f"p/{i}"}}} for i in range(1024)]
-    assert problems_of({"spec.adapters": adapters}) == []
-    assert problems_of({"spec.adapters": [*adapters, {"name": "one-more", "source": {"path": "p"}}]})
+    assert validation_problems({"spec.adapters": adapters}) == []
+    assert validation_problems({"spec.adapters": [*adapters, {"name": "one-more", "source": {"path": "p"}}]})
 
 
 def test_lists_that_are_far_too_long_are_refused_in_reasonable_time():
     begun = time.process_time()
-    broken = crd.validate(patched({"spec.adapters": [f"a{i}" for i in range(30_000)]})).problems
+    broken = crd.validate(service_with({"spec.adapters": [f"a{i}" for i in range(30_000)]})).problems
     assert time.process_time() - begun < 30, "2 s; each problem against each other took minutes"
     assert len(broken) == 30_001
 
 
 def test_of_very_many_unknown_fields_fifty_are_told_and_the_others_counted():
     begun = time.process_time()
-    broken = problems_of({f"spec.zzz{i:05}": 1 for i in range(90_000)})
+    broken = validation_problems({f"spec.zzz{i:05}": 1 for i in range(90_000)})
     assert time.process_time() - begun < 5, "0.5 s; to look for what each of them meant took 10"
     assert len(broken) == 51
     assert broken[0] == "spec: has 89950 more unknown fields; remove them"

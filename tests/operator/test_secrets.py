@@ -4,7 +4,7 @@
 import asyncio
 import base64
 
-from support.rules import patched
+from support.cel_cases import service_with
 
 from quire_operator.api import crd
 from quire_operator.api.llmservice import LLMService
@@ -43,7 +43,7 @@ async def test_secrets_that_nobody_asks_for_any_more_are_forgotten():
 async def test_a_secret_that_is_missing_is_looked_for_again_soon(monkeypatch):
     """Whoever is told to make it should not wait for as long as one that is there is remembered."""
     hub = {"repo": "org/model", "tokenSecretRef": {"name": "hub"}}
-    service = LLMService.from_body(crd.validate(patched({"spec.model.source": {"huggingFace": hub}})).body)
+    service = LLMService.from_body(crd.validate(service_with({"spec.model.source": {"huggingFace": hub}})).body)
     now = [1000.0]
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
     api = Api()

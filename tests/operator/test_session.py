@@ -5,7 +5,7 @@ import asyncio
 import ssl
 
 import psutil
-from cluster.pki import Authority
+from nodocker_cluster.pki import CertificateAuthority
 
 from quire_operator.kube.api_session import ApiSession
 from quire_operator.kube.cluster_config import ClusterConfig
@@ -22,7 +22,7 @@ async def test_connections_that_were_cut_in_a_request_are_closed_with_the_sessio
         await over.wait()
         writer.transport.abort()
 
-    authority = Authority(tmp_path)
+    authority = CertificateAuthority(tmp_path)
     authority.issue("api", "api", hosts=["127.0.0.1"])
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(tmp_path / "api.crt", tmp_path / "api.key")

@@ -5,30 +5,30 @@ import re
 from dataclasses import replace
 
 import pytest
-from support.observing import (
+from support.observed_factories import (
+    CREATED_LATER,
     GENERATION,
-    LATER,
     NOW,
     PLAN,
+    PLANNING_RESULT,
     SERVICE,
-    VERDICT,
+    checked_status,
     condition,
+    conditions_by_type,
     deployment,
-    ended,
-    good,
-    healthy,
-    job_done,
-    judged,
-    of,
-    pod,
-    ready,
-    report,
-    starting,
-    wanted,
+    desired_service,
+    finished_job,
+    healthy_state,
+    pod_report,
+    ready_condition,
+    ready_pod,
+    serving_pod,
+    starting_pod,
+    state_with_pods,
+    terminated_container,
     with_adapter,
-    with_pods,
 )  # fmt: skip
-from support.planning import plan
+from support.planning import plan_for
 
 from quire_operator.controller.status.observed_state import ObservedState, PlanningResult
 from quire_operator.plan.errors import Unplannable, UnplannableReason
@@ -36,8 +36,8 @@ from quire_spec.documents.pod_status import AdapterState
 
 
 def test_all_is_well():
-    found = of(healthy())
-    assert judged(found) == {
+    found = checked_status(healthy_state())
+    assert conditions_by_type(found) == {
         "Ready": ("True", "Ready"),
         "ConfigValid": ("True", "Accepted"),
         "Planned": ("True", "Fits"),
@@ -67,50 +67,64 @@ def test_all_is_well():
 
 
 def test_an_unchanged_service_has_an_unchanged_status():
-    first = of(healthy())
-    assert of(healthy(), previous=first, now=LATER) == first
+    first = checked_status(healthy_state())
+    assert checked_status(healthy_state(), previous=first, now=CREATED_LATER) == first
 
 
 def test_a_condition_keeps_its_time_while_its_status_stays():
-    first = of(healthy())
-    broken = of(with_pods(good(), starting("s-1"), deployment=deployment(2, ready=1)), previous=first, now=LATER)
+    first = checked_status(healthy_state())
+    broken = checked_status(
+        state_with_pods(serving_pod(), starting_pod("s-1"), deployment=deployment(2, ready=1)),
+        previous=first,
+        now=CREATED_LATER,
+    )
     assert condition(broken, "Ready")["lastTransitionTime"] == "2026-01-02T03:05:00Z"
     assert condition(broken, "Available")["lastTransitionTime"] == "2026-01-02T03:04:05Z"
     # Another reason under the same status is no transition.
-    other = of(healthy(applied_generation=GENERATION - 1), previous=broken, now=NOW)
-    assert ready(other) == ("False", "Updating")
+    other = checked_status(healthy_state(applied_generation=GENERATION - 1), previous=broken, now=NOW)
+    assert ready_condition(other) == ("False", "Updating")
     assert condition(other, "Ready")["lastTransitionTime"] == "2026-01-02T03:05:00Z"
 
 
 NOT_READY = {
-    "nothing was applied yet": (ObservedState(job=job_done()), "Updating"),
-    "objects are of an older generation": (healthy(applied_generation=GENERATION - 1), "Updating"),
+    "nothing was applied yet": (ObservedState(job=finished_job()), "Updating"),
+    "objects are of an older generation": (healthy_state(applied_generation=GENERATION - 1), "Updating"),
     "the controller has not seen the Deployment": (
-        healthy(deployment=deployment(2, observedGeneration=3)),
+        healthy_state(deployment=deployment(2, observedGeneration=3)),
         "Updating",
     ),
-    "old pods make up the count": (healthy(deployment=deployment(2, updated=1)), "Updating"),
-    "an old pod is still there": (healthy(deployment=deployment(2, replicas=3)), "Updating"),
-    "pods of two templates": (with_pods(good(), replace(good("s-1"), template_hash="old")), "PodsNotReady"),
-    "the Deployment says ready, the pods do not": (with_pods(good(), starting("s-1")), "PodsNotReady"),
-    "the pods say ready, the Deployment does not": (healthy(deployment=deployment(2, ready=1)), "PodsNotReady"),
-    "a pod is missing from what was seen": (with_pods(good()), "PodsNotReady"),
-    "a pod is on its way out": (with_pods(good(), replace(good("s-1"), deleting=True)), "PodsNotReady"),
-    "the kubelet says ready, the pod does not": (
-        with_pods(good(), pod("s-1", report(SERVICE, ready=False, reason="core is restarting"))),
+    "old pods make up the count": (healthy_state(deployment=deployment(2, updated=1)), "Updating"),
+    "an old pod is still there": (healthy_state(deployment=deployment(2, replicas=3)), "Updating"),
+    "pods of two templates": (
+        state_with_pods(serving_pod(), replace(serving_pod("s-1"), template_hash="old")),
         "PodsNotReady",
     ),
-    "the Deployment has another number": (healthy(deployment=deployment(3)), "Updating"),
+    "the Deployment says ready, the pods do not": (state_with_pods(serving_pod(), starting_pod("s-1")), "PodsNotReady"),
+    "the pods say ready, the Deployment does not": (healthy_state(deployment=deployment(2, ready=1)), "PodsNotReady"),
+    "a pod is missing from what was seen": (state_with_pods(serving_pod()), "PodsNotReady"),
+    "a pod is on its way out": (
+        state_with_pods(serving_pod(), replace(serving_pod("s-1"), deleting=True)),
+        "PodsNotReady",
+    ),
+    "the kubelet says ready, the pod does not": (
+        state_with_pods(serving_pod(), ready_pod("s-1", pod_report(SERVICE, ready=False, reason="core is restarting"))),
+        "PodsNotReady",
+    ),
+    "the Deployment has another number": (healthy_state(deployment=deployment(3)), "Updating"),
     "an adapter is on one pod only": (
-        with_pods(good(), pod("s-1", with_adapter(report(SERVICE), "sql", AdapterState.LOADING))),
+        state_with_pods(
+            serving_pod(), ready_pod("s-1", with_adapter(pod_report(SERVICE), "sql", AdapterState.LOADING))
+        ),
         "Loading",
     ),
     "an adapter has failed on one pod": (
-        with_pods(good(), pod("s-1", with_adapter(report(SERVICE), "sql", AdapterState.FAILED, "HTTP 404"))),
+        state_with_pods(
+            serving_pod(), ready_pod("s-1", with_adapter(pod_report(SERVICE), "sql", AdapterState.FAILED, "HTTP 404"))
+        ),
         "LoadFailed",
     ),
     "a pod works on other adapters": (
-        with_pods(good(), pod("s-1", report(SERVICE, generation=6, catalogue="sha256:0"))),
+        state_with_pods(serving_pod(), ready_pod("s-1", pod_report(SERVICE, generation=6, catalogue="sha256:0"))),
         "Loading",
     ),
 }
@@ -119,23 +133,27 @@ NOT_READY = {
 @pytest.mark.parametrize("case", NOT_READY)
 def test_it_is_not_ready_when(case):
     observed, reason = NOT_READY[case]
-    assert ready(of(observed)) == ("False", reason)
+    assert ready_condition(checked_status(observed)) == ("False", reason)
 
 
 def test_unreachable_pods_are_not_called_ready():
-    silent = pod("s-1", report_error="connection refused")
-    found = of(with_pods(good(), silent))
-    assert judged(found)["Ready"] == judged(found)["AdaptersReady"] == ("Unknown", "PodsUnreachable")
+    silent = ready_pod("s-1", report_error="connection refused")
+    found = checked_status(state_with_pods(serving_pod(), silent))
+    assert (
+        conditions_by_type(found)["Ready"]
+        == conditions_by_type(found)["AdaptersReady"]
+        == ("Unknown", "PodsUnreachable")
+    )
     assert "pod s-1 does not tell how it is: connection refused" in condition(found, "Ready")["message"]
-    assert judged(found)["Available"] == ("True", "MinimumReplicas")
+    assert conditions_by_type(found)["Available"] == ("True", "MinimumReplicas")
     assert found["models"] == []
 
 
 def test_scaled_to_zero():
-    service = wanted("replicas: 0\nlora: {maxLoaded: 0}")
-    found = of(healthy(service), service=service)
-    assert judged(found)["Ready"] == judged(found)["Available"] == ("False", "ScaledToZero")
-    assert judged(found)["Progressing"] == ("False", "RolloutComplete")
+    service = desired_service("replicas: 0\nlora: {maxLoaded: 0}")
+    found = checked_status(healthy_state(service), service=service)
+    assert conditions_by_type(found)["Ready"] == conditions_by_type(found)["Available"] == ("False", "ScaledToZero")
+    assert conditions_by_type(found)["Progressing"] == ("False", "RolloutComplete")
 
 
 # What pods wait for
@@ -153,19 +171,25 @@ PODS = {
     "it crashes": (
         {
             "waiting": "CrashLoopBackOff: back-off 5m0s restarting failed container",
-            "terminated": ended("server", 1, message="Traceback\nquire: engine.json: blockSize: 3: must be 16\n"),
+            "terminated": terminated_container(
+                "server", 1, message="Traceback\nquire: engine.json: blockSize: 3: must be 16\n"
+            ),
             "restarts": 4,
         },
         "PodsNotReady",
         "CrashLoopBackOff; server ended with Error (exit code 1, 4 restarts): quire: engine.json: blockSize: 3: must",
     ),
     "it ran out of memory": (
-        {"started_at": "2026-01-01T00:00:00Z", "terminated": ended("server", 137, "OOMKilled"), "restarts": 1},
+        {
+            "started_at": "2026-01-01T00:00:00Z",
+            "terminated": terminated_container("server", 137, "OOMKilled"),
+            "restarts": 1,
+        },
         "PodsNotReady",
         "starting again after server ended with OOMKilled (exit code 137, 1 restarts)",
     ),
     "it says why itself": (
-        {"started_at": "2026-01-01T00:00:00Z", "report": report(SERVICE, ready=False, reason="core is starting")},
+        {"started_at": "2026-01-01T00:00:00Z", "report": pod_report(SERVICE, ready=False, reason="core is starting")},
         "PodsNotReady",
         "pod s-1: core is starting",
     ),
@@ -176,40 +200,49 @@ PODS = {
 @pytest.mark.parametrize("case", PODS)
 def test_a_pod_waits_because(case):
     changes, reason, words = PODS[case]
-    found = of(with_pods(good(), starting("s-1", **changes), deployment=deployment(2, ready=1)))
-    assert judged(found)["Ready"] == ("False", reason)
-    assert judged(found)["Progressing"] == ("True", reason)
+    found = checked_status(
+        state_with_pods(serving_pod(), starting_pod("s-1", **changes), deployment=deployment(2, ready=1))
+    )
+    assert conditions_by_type(found)["Ready"] == ("False", reason)
+    assert conditions_by_type(found)["Progressing"] == ("True", reason)
     assert words in condition(found, "Ready")["message"]
-    assert judged(found)["Available"] == ("True", "MinimumReplicas"), "the other one serves"
+    assert conditions_by_type(found)["Available"] == ("True", "MinimumReplicas"), "the other one serves"
 
 
 def test_the_scheduler_is_blamed_before_pods_that_just_start():
-    pods = (starting("a", waiting="ImagePullBackOff: x"), starting("b", unschedulable=UNSCHEDULABLE))
-    found = of(with_pods(*pods, deployment=deployment(2, ready=0)))
-    assert ready(found) == ("False", "InsufficientGPU")
+    pods = (starting_pod("a", waiting="ImagePullBackOff: x"), starting_pod("b", unschedulable=UNSCHEDULABLE))
+    found = checked_status(state_with_pods(*pods, deployment=deployment(2, ready=0)))
+    assert ready_condition(found) == ("False", "InsufficientGPU")
     assert "(and 1 more)" in condition(found, "Ready")["message"]
-    assert judged(found)["Available"] == ("False", "NoReadyPods")
-    assert judged(found)["AdaptersReady"] == ("Unknown", "NoReadyPods")
+    assert conditions_by_type(found)["Available"] == ("False", "NoReadyPods")
+    assert conditions_by_type(found)["AdaptersReady"] == ("Unknown", "NoReadyPods")
 
 
 def test_the_deadline_names_its_cause():
     late = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}]
-    pods = (good(), starting("s-1", unschedulable=UNSCHEDULABLE))
-    found = of(with_pods(*pods, deployment=deployment(2, ready=1, conditions=late)))
-    assert judged(found)["Ready"] == judged(found)["Progressing"] == ("False", "DeadlineExceeded")
+    pods = (serving_pod(), starting_pod("s-1", unschedulable=UNSCHEDULABLE))
+    found = checked_status(state_with_pods(*pods, deployment=deployment(2, ready=1, conditions=late)))
+    assert (
+        conditions_by_type(found)["Ready"] == conditions_by_type(found)["Progressing"] == ("False", "DeadlineExceeded")
+    )
     message = condition(found, "Progressing")["message"]
     assert "600 s" in message and UNSCHEDULABLE in message
     # Of an older Deployment it says nothing.
     old = deployment(2, ready=1, conditions=late, observedGeneration=3)
-    assert judged(of(with_pods(*pods, deployment=old)))["Progressing"] == ("True", "InsufficientGPU")
+    assert conditions_by_type(checked_status(state_with_pods(*pods, deployment=old)))["Progressing"] == (
+        "True",
+        "InsufficientGPU",
+    )
 
 
 def test_a_quota_that_refuses_pods_is_named():
     refused = [
         {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "exceeded quota: gpus"}
     ]
-    found = of(with_pods(good(), deployment=deployment(2, updated=1, ready=1, replicas=1, conditions=refused)))
-    assert ready(found) == ("False", "PodsRefused")
+    found = checked_status(
+        state_with_pods(serving_pod(), deployment=deployment(2, updated=1, ready=1, replicas=1, conditions=refused))
+    )
+    assert ready_condition(found) == ("False", "PodsRefused")
     assert "FailedCreate: exceeded quota: gpus" in condition(found, "Ready")["message"]
 
 
@@ -217,10 +250,10 @@ def test_a_quota_that_refuses_pods_is_named():
 
 
 def test_a_spec_that_cannot_be_read():
-    before = of(healthy())
+    before = checked_status(healthy_state())
     invalid = PlanningResult(spec_error="spec.model.source: exactly one is needed\nspec.replicas: must be 0 or more")
-    found = of(healthy(applied_generation=GENERATION - 1), invalid, None, before, LATER)
-    assert judged(found) == {
+    found = checked_status(healthy_state(applied_generation=GENERATION - 1), invalid, None, before, CREATED_LATER)
+    assert conditions_by_type(found) == {
         "Ready": ("False", "Invalid"),
         "ConfigValid": ("False", "Invalid"),
         "Planned": ("Unknown", "Invalid"),
@@ -240,8 +273,8 @@ def test_a_spec_that_cannot_be_read():
 
 VERDICTS = {
     "invalid": (PlanningResult(spec_error="spec.engine: no", plan=PLAN), {}, "Invalid", "ConfigValid"),
-    "conflict": (VERDICT, {"conflict": "Service s belongs to Helm"}, "Conflict", "ConfigValid"),
-    "rejected": (VERDICT, {"apply_error": "Deployment s: 422"}, "ApplyRejected", "ConfigValid"),
+    "conflict": (PLANNING_RESULT, {"conflict": "Service s belongs to Helm"}, "Conflict", "ConfigValid"),
+    "rejected": (PLANNING_RESULT, {"apply_error": "Deployment s: 422"}, "ApplyRejected", "ConfigValid"),
     "pending": (PlanningResult(waiting_for="reading config.json"), {}, "Planning", "Planned"),
     **{
         why.value: (PlanningResult(unplannable=Unplannable(why, "too large"), plan=PLAN), {}, why.value, "Planned")
@@ -253,45 +286,47 @@ VERDICTS = {
 @pytest.mark.parametrize("case", VERDICTS)
 def test_a_verdict_that_stops_the_rollout(case):
     verdict, changes, reason, kind = VERDICTS[case]
-    before = of(healthy())
-    found = of(healthy(applied_generation=GENERATION - 1, **changes), verdict, previous=before)
-    assert ready(found) == ("False", reason)
+    before = checked_status(healthy_state())
+    found = checked_status(healthy_state(applied_generation=GENERATION - 1, **changes), verdict, previous=before)
+    assert ready_condition(found) == ("False", reason)
     assert condition(found, kind)["status"] in ("False", "Unknown")
     assert condition(found, kind)["reason"] == reason
     assert condition(found, "Progressing")["status"] == ("True" if case == "pending" else "False")
-    assert judged(found)["Available"] == ("True", "MinimumReplicas")
+    assert conditions_by_type(found)["Available"] == ("True", "MinimumReplicas")
     assert found["plan"] == before["plan"], "the last good one stays"
 
 
 def test_kinds_that_the_cluster_lacks_are_named_and_stop_nothing():
-    found = of(healthy(unavailable_kinds=("InferencePool",)))
-    assert judged(found)["ConfigValid"] == ("True", "KindsLeftOut")
+    found = checked_status(healthy_state(unavailable_kinds=("InferencePool",)))
+    assert conditions_by_type(found)["ConfigValid"] == ("True", "KindsLeftOut")
     assert "no InferencePool" in condition(found, "ConfigValid")["message"]
-    assert ready(found) == ("True", "Ready")
+    assert ready_condition(found) == ("True", "Ready")
 
 
 def test_fields_that_the_cluster_lacks_are_named_and_stop_nothing():
-    found = of(healthy(unknown_fields=("spec.podTemplate.spec.nodeSelektor",), unavailable_kinds=("InferencePool",)))
-    assert judged(found)["ConfigValid"] == ("True", "FieldsLeftOut")
+    found = checked_status(
+        healthy_state(unknown_fields=("spec.podTemplate.spec.nodeSelektor",), unavailable_kinds=("InferencePool",))
+    )
+    assert conditions_by_type(found)["ConfigValid"] == ("True", "FieldsLeftOut")
     message = condition(found, "ConfigValid")["message"]
     assert "no spec.podTemplate.spec.nodeSelektor, so" in message and "no InferencePool, so" in message
-    assert ready(found) == ("True", "Ready")
+    assert ready_condition(found) == ("True", "Ready")
 
 
 def test_paused():
-    service = wanted("paused: true\nreplicas: 2\nlora: {maxLoaded: 0}")
-    found = of(healthy(service), service=service)
-    assert ready(found) == ("Unknown", "Paused")
-    assert judged(found)["Progressing"] == ("False", "Paused")
-    assert judged(found)["Available"] == ("True", "MinimumReplicas")
+    service = desired_service("paused: true\nreplicas: 2\nlora: {maxLoaded: 0}")
+    found = checked_status(healthy_state(service), service=service)
+    assert ready_condition(found) == ("Unknown", "Paused")
+    assert conditions_by_type(found)["Progressing"] == ("False", "Paused")
+    assert conditions_by_type(found)["Available"] == ("True", "MinimumReplicas")
 
 
 # Adapters
 
 
 def test_the_pod_farthest_behind_counts():
-    failed = with_adapter(report(SERVICE), "support", AdapterState.FAILED, "rank 64 > maxRank 16")
-    found = of(with_pods(good(), pod("s-1", failed)))
+    failed = with_adapter(pod_report(SERVICE), "support", AdapterState.FAILED, "rank 64 > maxRank 16")
+    found = checked_status(state_with_pods(serving_pod(), ready_pod("s-1", failed)))
     assert found["adapters"][1] == {
         "name": "support", "ready": 1, "total": 2, "state": "Failed", "digest": f"sha256:{'support':0>64}",
         "message": "pod s-1: rank 64 > maxRank 16",
@@ -304,43 +339,52 @@ def test_the_pod_farthest_behind_counts():
 def test_errors_are_told_of_ten_adapters_and_counted_of_all():
     names = [f"a{i}" for i in range(100)]
     lines = "".join(f"\n- {{name: {n}, source: {{huggingFace: {{repo: o/{n}}}}}}}" for n in names)
-    service = wanted(f"replicas: 1\nlora: {{maxLoaded: 4, maxRank: 16}}\nadapters:{lines}")
-    said = report(service)
+    service = desired_service(f"replicas: 1\nlora: {{maxLoaded: 4, maxRank: 16}}\nadapters:{lines}")
+    said = pod_report(service)
     for name in names:
         said = with_adapter(said, name, AdapterState.FAILED, "x" * 5000)
-    found = of(healthy(service, pods=(pod("s-0", said),)), service=service)
+    found = checked_status(healthy_state(service, pods=(ready_pod("s-0", said),)), service=service)
     assert sum("message" in entry for entry in found["adapters"]) == 10
     assert found["adaptersReady"] == "0/100"
     assert len(condition(found, "AdaptersReady")["message"]) <= 1024
 
 
 def test_a_starting_pod_does_not_count_and_shows_how_far_it_is_while_it_is_alone():
-    loading = with_adapter(report(SERVICE, ready=False, reason="loading"), "sql", AdapterState.FETCHING)
-    alone = of(healthy(pods=(pod("s-0", loading, ready=False),), deployment=deployment(2, ready=0)))
+    loading = with_adapter(pod_report(SERVICE, ready=False, reason="loading"), "sql", AdapterState.FETCHING)
+    alone = checked_status(
+        healthy_state(pods=(ready_pod("s-0", loading, ready=False),), deployment=deployment(2, ready=0))
+    )
     assert [(e["state"], e["ready"], e["total"]) for e in alone["adapters"]] == [("Fetching", 0, 0), ("Ready", 0, 0)]
     assert alone["adaptersReady"] == "0/2"
-    beside = of(healthy(pods=(good(), pod("s-1", loading, ready=False)), deployment=deployment(2, ready=1)))
+    beside = checked_status(
+        healthy_state(pods=(serving_pod(), ready_pod("s-1", loading, ready=False)), deployment=deployment(2, ready=1))
+    )
     assert [(e["state"], e["ready"], e["total"]) for e in beside["adapters"]] == [("Ready", 1, 1)] * 2
 
 
 def test_a_pod_with_a_newer_catalogue_is_told_from_one_behind():
-    ahead = pod("s-1", report(SERVICE, generation=9, catalogue="sha256:0"))
-    assert "works on generation 9, which is newer than 7" in condition(of(with_pods(good(), ahead)), "Ready")["message"]
-    behind = pod("s-1", report(SERVICE, generation=5, catalogue="sha256:0"), report_error="PUT /adapters: HTTP 500")
-    message = condition(of(with_pods(good(), behind)), "Ready")["message"]
+    ahead = ready_pod("s-1", pod_report(SERVICE, generation=9, catalogue="sha256:0"))
+    assert (
+        "works on generation 9, which is newer than 7"
+        in condition(checked_status(state_with_pods(serving_pod(), ahead)), "Ready")["message"]
+    )
+    behind = ready_pod(
+        "s-1", pod_report(SERVICE, generation=5, catalogue="sha256:0"), report_error="PUT /adapters: HTTP 500"
+    )
+    message = condition(checked_status(state_with_pods(serving_pod(), behind)), "Ready")["message"]
     assert "pod s-1 is at 5: PUT /adapters: HTTP 500" in message
 
 
 def test_an_edit_of_something_else_leaves_the_adapters_ready():
     # The pods were told an older generation with just these adapters.
-    pods = [pod(f"s-{i}", report(SERVICE, generation=3)) for i in range(2)]
-    assert ready(of(with_pods(*pods))) == ("True", "Ready")
+    pods = [ready_pod(f"s-{i}", pod_report(SERVICE, generation=3)) for i in range(2)]
+    assert ready_condition(checked_status(state_with_pods(*pods))) == ("True", "Ready")
 
 
 def test_no_adapters():
-    service = wanted("replicas: 2\nlora: {maxLoaded: 0}")
-    found = of(healthy(service), service=service)
-    assert judged(found)["AdaptersReady"] == ("True", "NoAdapters")
+    service = desired_service("replicas: 2\nlora: {maxLoaded: 0}")
+    found = checked_status(healthy_state(service), service=service)
+    assert conditions_by_type(found)["AdaptersReady"] == ("True", "NoAdapters")
     assert (found["adaptersReady"], found["adapters"]) == ("0/0", [])
 
 
@@ -348,35 +392,37 @@ def test_no_adapters():
 
 
 def measured(tokens):
-    said = report(SERVICE)
-    return pod("s-0", replace(said, memory=replace(said.memory, num_blocks=tokens // 16)))
+    said = pod_report(SERVICE)
+    return ready_pod("s-0", replace(said, memory=replace(said.memory, num_blocks=tokens // 16)))
 
 
 def test_the_pod_with_the_least_room_is_measured_and_a_difference_is_told():
     few = PLAN.kvTokens * 8 // 10
-    found = of(with_pods(measured(few), good("s-1")))
+    found = checked_status(state_with_pods(measured(few), serving_pod("s-1")))
     assert found["plan"]["measured"]["kvTokens"] == few // 16 * 16
     assert "20% fewer than the plan's" in condition(found, "Planned")["message"]
-    fine = of(with_pods(measured(PLAN.kvTokens * 95 // 100), good("s-1")))
+    fine = checked_status(state_with_pods(measured(PLAN.kvTokens * 95 // 100), serving_pod("s-1")))
     assert "fewer" not in condition(fine, "Planned")["message"]
 
 
 def test_pods_of_an_older_plan_measure_nothing():
-    before = of(healthy())
-    rolling = of(healthy(deployment=deployment(2, updated=1), pods=(measured(16), good("s-1"))), previous=before)
+    before = checked_status(healthy_state())
+    rolling = checked_status(
+        healthy_state(deployment=deployment(2, updated=1), pods=(measured(16), serving_pod("s-1"))), previous=before
+    )
     assert rolling["plan"]["measured"] == before["plan"]["measured"], "kept, of the same plan"
     other = before | {"plan": before["plan"] | {"inputsHash": "sha256:0"}}
-    assert "measured" not in of(healthy(deployment=deployment(2, updated=1)), previous=other)["plan"]
+    assert "measured" not in checked_status(healthy_state(deployment=deployment(2, updated=1)), previous=other)["plan"]
 
 
 def test_a_pods_nonsense_does_not_break_the_status():
-    odd = report(SERVICE, core_started_at="yesterday", models=["s", "s" * 63])
-    found = of(with_pods(pod("s-0", odd), pod("s-1", odd)))
+    odd = pod_report(SERVICE, core_started_at="yesterday", models=["s", "s" * 63])
+    found = checked_status(state_with_pods(ready_pod("s-0", odd), ready_pod("s-1", odd)))
     assert "at" not in found["plan"]["measured"]
 
 
 def test_long_words_are_cut():
-    found = of(healthy(apply_error="y" * 100_000))
+    found = checked_status(healthy_state(apply_error="y" * 100_000))
     for kind, limit in (("Ready", 1024), ("ConfigValid", 4096)):
         message = condition(found, kind)["message"]
         assert len(message) == limit and message.endswith("…")
@@ -384,8 +430,8 @@ def test_long_words_are_cut():
 
 def test_a_table_stays_one_where_it_belongs_and_is_left_out_elsewhere():
     with pytest.raises(Unplannable) as why:
-        plan("70b", "NVIDIA-L4", "gpu: {count: 4}\nlora: {maxLoaded: 0}")
-    found = of(healthy(applied_generation=0), PlanningResult(unplannable=why.value))
+        plan_for("70b", "NVIDIA-L4", "gpu: {count: 4}\nlora: {maxLoaded: 0}")
+    found = checked_status(healthy_state(applied_generation=0), PlanningResult(unplannable=why.value))
     assert condition(found, "Planned")["message"] == str(why.value)
     assert re.fullmatch(
         r"spec.gpu: NVIDIA-L4: the model does not fit [^;]*; take a larger GPU, or a smaller model; The smallest .*",

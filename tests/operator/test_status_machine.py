@@ -7,21 +7,21 @@ from datetime import timedelta
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.observing import (
+from support.observed_factories import (
     GENERATION,
     NOW,
     PLAN,
     condition,
+    conditions_by_type,
     deployment,
-    ended,
-    faults,
-    healthy,
+    desired_service,
+    finished_job,
+    healthy_state,
     job,
-    job_done,
-    judged,
-    pod,
-    report,
-    wanted,
+    pod_report,
+    ready_pod,
+    schema_problems,
+    terminated_container,
     with_adapter,
 )
 
@@ -33,7 +33,7 @@ from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.plan import FitReason
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus, MeasuredMemory
 
-SERVICE = wanted()
+SERVICE = desired_service()
 WANTED = SERVICE.spec.replicas
 DIGEST = SERVICE.build_catalog().version.digest
 REASONS = {str(reason) for group in (ConditionReason, FitReason, UnplannableReason) for reason in group}
@@ -66,7 +66,7 @@ POD_FAULTS = [
     lambda p: replace(p, phase="Failed"),
     lambda p: replace(p, template_hash="old"),
     lambda p: replace(p, report=None, report_error="no answer within 10 s"),
-    lambda p: replace(p, terminated=ended("server", 137, "OOMKilled", "a\nb")),
+    lambda p: replace(p, terminated=terminated_container("server", 137, "OOMKilled", "a\nb")),
     pending(phase="Pending"),
     pending(unschedulable="0/1 nodes: 1 Insufficient nvidia.com/gpu."),
     pending(unschedulable="x" * 3000),
@@ -103,11 +103,11 @@ FAULTS = [
     lambda o: replace(o, deployment=deployment(0)),
     lambda o: replace(o, deployment=deployment(WANTED + 1)),
     lambda o: replace(o, pods=o.pods[1:]),
-    lambda o: replace(o, pods=(*o.pods, pod("s-9", report(SERVICE)))),
-    lambda o: replace(o, pods=(*o.pods, pod("s-9", report(SERVICE), deleting=True))),
+    lambda o: replace(o, pods=(*o.pods, ready_pod("s-9", pod_report(SERVICE)))),
+    lambda o: replace(o, pods=(*o.pods, ready_pod("s-9", pod_report(SERVICE), deleting=True))),
     lambda o: replace(o, job=None),
     lambda o: replace(o, job=job()),
-    lambda o: replace(o, job=job_done("Failed")),
+    lambda o: replace(o, job=finished_job("Failed")),
     lambda o: replace(o, applied_generation=GENERATION - 1),
     lambda o: replace(o, applied_generation=0),
     lambda o: replace(o, unavailable_kinds=("PodMonitor",)),
@@ -119,7 +119,7 @@ FAULTS = [
 @st.composite
 def observations(draw):
     """A healthy service, and up to four things wrong with it."""
-    seen = healthy(SERVICE)
+    seen = healthy_state(SERVICE)
     for fault in draw(st.lists(st.sampled_from(FAULTS), max_size=4)):
         seen = fault(seen)
     return seen
@@ -147,7 +147,7 @@ def truly_ready(verdict, seen):
         verdict != good
         or seen.apply_error
         or seen.conflict
-        or seen.job != job_done()
+        or seen.job != finished_job()
         or seen.applied_generation != GENERATION
     ):
         return False
@@ -172,7 +172,7 @@ def holds(seen, name):
 
 def test_ready_is_claimed_when_it_is_so_and_never_else():
     """Every pair of things that can be wrong, since one often hides behind another."""
-    once = [healthy(SERVICE), *(fault(healthy(SERVICE)) for fault in FAULTS)]
+    once = [healthy_state(SERVICE), *(fault(healthy_state(SERVICE)) for fault in FAULTS)]
     truths = []
     for seen in [*once, *(fault(seen) for seen in once for fault in FAULTS)]:
         truths.append(truly_ready(good, seen))
@@ -198,7 +198,7 @@ def test_ready_is_not_claimed_against_a_verdict(verdict, seen):
 def test_every_status_is_whole_and_stable(verdict, seen, verdict_before, seen_before):
     before = build_status(SERVICE, GENERATION - 1, verdict_before, seen_before, {}, NOW - timedelta(hours=1))
     found = build_status(SERVICE, GENERATION, verdict, seen, before, NOW)
-    assert faults(found) == []
+    assert schema_problems(found) == []
     assert len({c["type"] for c in found["conditions"]}) == len(found["conditions"]) == 7
     assert {c["observedGeneration"] for c in found["conditions"]} == {GENERATION}
     for c in found["conditions"]:
@@ -212,7 +212,7 @@ def test_every_status_is_whole_and_stable(verdict, seen, verdict_before, seen_be
         assert event.type in ("Normal", "Warning") and event.message
         assert len(event.reason) <= 128 and len(event.message) <= 1024
     # Ready sums up: what another condition denies it does not claim.
-    told = judged(found)
+    told = conditions_by_type(found)
     if told["Ready"][0] == "True":
         assert all(told[kind][0] == "True" for kind in ("ConfigValid", "Planned", "ModelCached", "Available"))
         assert told["AdaptersReady"][0] == "True" and told["Progressing"] == ("False", "RolloutComplete")
@@ -232,7 +232,7 @@ def test_a_pod_that_says_anything_at_all_does_not_break_the_status(data):
         for name in ("sql", "support", data.draw(odd_text))
     ]
     memory = MeasuredMemory(1, 1, 1, data.draw(odd_number), data.draw(odd_number), 1, "", "")
-    said = report(
+    said = pod_report(
         SERVICE,
         reason=data.draw(odd_text),
         ready=data.draw(st.booleans()),
@@ -241,19 +241,22 @@ def test_a_pod_that_says_anything_at_all_does_not_break_the_status(data):
         adapters=adapters,
         models=data.draw(st.lists(odd_text, max_size=5)) * data.draw(st.sampled_from([1, 500])),
     )
-    pods = (pod("s-0", said), pod("s-1", said, report_error=data.draw(odd_text), ready=data.draw(st.booleans())))
-    found = build_status(SERVICE, GENERATION, good, healthy(SERVICE, pods=pods), {}, NOW)
-    assert faults(found) == []
+    pods = (
+        ready_pod("s-0", said),
+        ready_pod("s-1", said, report_error=data.draw(odd_text), ready=data.draw(st.booleans())),
+    )
+    found = build_status(SERVICE, GENERATION, good, healthy_state(SERVICE, pods=pods), {}, NOW)
+    assert schema_problems(found) == []
     text = json.dumps(found, ensure_ascii=False)
     assert text.encode().decode() == text
     plan = found["plan"].get("measured", {})
     assert all(value < 2**63 for key, value in plan.items() if key != "at")
-    assert build_status(SERVICE, GENERATION, good, healthy(SERVICE, pods=pods), found, NOW) == found
+    assert build_status(SERVICE, GENERATION, good, healthy_state(SERVICE, pods=pods), found, NOW) == found
 
 
 @settings(max_examples=30)
 @given(observations())
 def test_a_spec_that_cannot_be_read_claims_nothing(seen):
     found = build_status(None, GENERATION, PlanningResult(spec_error="spec.x: unknown"), seen, {}, NOW)
-    assert faults(found) == []
-    assert judged(found)["Ready"] == judged(found)["ConfigValid"] == ("False", "Invalid")
+    assert schema_problems(found) == []
+    assert conditions_by_type(found)["Ready"] == conditions_by_type(found)["ConfigValid"] == ("False", "Invalid")

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cluster import images
+from nodocker_cluster import images
 from support.chart import CHART, helm
-from support.pods import SYSTEM, story, with_node
+from support.pod_cluster import OPERATOR_NAMESPACE, cluster_with_node, diagnostics
 
 HERE = Path(__file__).parent
-WANTED = "QUIRE_PODS"
+ENABLE_VARIABLE = "QUIRE_PODS"
 
 
 def pytest_collection_modifyitems(items):
     """Everything in this folder runs real pods."""
     marks = [pytest.mark.pods, pytest.mark.timeout(600)]
-    if not os.environ.get(WANTED):
+    if not os.environ.get(ENABLE_VARIABLE):
         marks.append(pytest.mark.skip(reason="runs real pods on a node, which takes minutes: make e2e"))
     for item in items:
         if item.path.is_relative_to(HERE):
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
     """A cluster whose node has the images of this checkout."""
-    with with_node(tmp_path_factory.mktemp("pods")) as cluster:
+    with cluster_with_node(tmp_path_factory.mktemp("pods")) as cluster:
         yield cluster
 
 
@@ -42,15 +42,15 @@ def image(name):
 @pytest.fixture(scope="module")
 def operator(cluster, tmp_path_factory):
     """The chart, installed; the namespace of its Deployment `quire`."""
-    registry, operator = image(images.OPERATOR)
-    values = {"image": {"registry": registry, "operator": operator, "cpu": image(images.SERVER)[1]}}
+    registry, operator = image(images.OPERATOR_IMAGE)
+    values = {"image": {"registry": registry, "operator": operator, "cpu": image(images.SERVER_IMAGE)[1]}}
     file = tmp_path_factory.mktemp("chart") / "values.yaml"
     file.write_text(yaml.safe_dump(values))
-    where = ["-n", SYSTEM, "--kubeconfig", cluster.kubeconfig]
+    where = ["-n", OPERATOR_NAMESPACE, "--kubeconfig", cluster.kubeconfig]
     helm("install", "quire", CHART, "--create-namespace", "-f", file, *where)
     try:
-        cluster.kubectl("rollout", "status", "deployment/quire", "--timeout=55s", namespace=SYSTEM)
+        cluster.kubectl("rollout", "status", "deployment/quire", "--timeout=55s", namespace=OPERATOR_NAMESPACE)
     except AssertionError as error:
-        raise AssertionError(story(cluster, SYSTEM)) from error
-    yield SYSTEM
+        raise AssertionError(diagnostics(cluster, OPERATOR_NAMESPACE)) from error
+    yield OPERATOR_NAMESPACE
     helm("uninstall", "quire", *where)

@@ -11,18 +11,18 @@ import sys
 
 import pytest
 import yaml
-from cluster import archive, cgroups, local, network, processes, tools
-from cluster.control_plane import NODE_NAME
-from support.cluster import GIVEN, ROOT
-from support.pod import eventually
-from support.pods import nothing_left
+from nodocker_cluster import archive, binaries, cgroups, local, network, processes
+from nodocker_cluster.control_plane import NODE_NAME
+from support.cluster import KUBECONFIG_VARIABLE, ROOT
+from support.engine_processes import wait_for
+from support.pod_cluster import assert_nothing_left
 
 STARTER = """
 import sys, time
 from pathlib import Path
-from cluster import archive, control_plane, network, node, tools
+from nodocker_cluster import archive, binaries, control_plane, network, node
 folder = Path(sys.argv[1])
-plane = control_plane.start(folder, tools.find(), network.HERE.host, dies_with_us=True)
+plane = control_plane.start(folder, binaries.find(), network.NETWORK.host, dies_with_us=True)
 node.start(plane, archive.pause(folder / "pause.tar"), dies_with_us=True)
 print("started", flush=True)
 time.sleep(600)
@@ -34,7 +34,7 @@ metadata: {{name: hello}}
 spec:
   containers:
   - name: hello
-    image: {archive.BUSYBOX}
+    image: {archive.BUSYBOX_IMAGE}
     command: [/bin/busybox, sh, -c, "echo hello; /bin/busybox sleep 600"]
 """
 
@@ -42,9 +42,9 @@ spec:
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache of its own, with the programs that were found: the cluster of whoever works here is left alone."""
-    if os.environ.get(GIVEN):
-        pytest.skip(f"{GIVEN} is set: tests run on that cluster and start none")
-    found = tools.find()
+    if os.environ.get(KUBECONFIG_VARIABLE):
+        pytest.skip(f"{KUBECONFIG_VARIABLE} is set: tests run on that cluster and start none")
+    found = binaries.find()
     assert found is not None, "make e2e brings them"
     (tmp_path / found.folder.name).symlink_to(found.folder)
     monkeypatch.setenv("QUIRE_CLUSTER_CACHE", str(tmp_path))
@@ -57,7 +57,7 @@ def environment():
 
 
 def run(*arguments):
-    argv = [sys.executable, "-m", "cluster", *map(str, arguments)]
+    argv = [sys.executable, "-m", "nodocker_cluster", *map(str, arguments)]
     return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=240, check=False)
 
 
@@ -72,9 +72,9 @@ def test_a_killed_test_run_leaves_nothing_that_the_next_one_trips_over(cache, tm
             assert run.stdout.readline() == b"started\n"
         finally:
             run.kill()
-    eventually(lambda: not [*processes.running(folder)] and not network.connected(), 20, "their end")
-    cgroups.sweep()
-    nothing_left(folder)
+    wait_for(lambda: not [*processes.running_processes(folder)] and not network.is_connected(), 20, "their end")
+    cgroups.remove_stale()
+    assert_nothing_left(folder)
 
 
 def test_up_a_pod_and_down_after_a_crash(cache):
@@ -88,24 +88,24 @@ def test_up_a_pod_and_down_after_a_crash(cache):
     assert again.returncode == 1
     assert "make cluster-down ends it" in again.stderr
 
-    loaded = run("load", archive.busybox(cache / "busybox.tar"))
+    loaded = run("load", archive.write_busybox_archive(cache / "busybox.tar"))
     assert loaded.returncode == 0, loaded.stderr
 
     def kubectl(*arguments, stdin=None):
-        argv = [tools.find().path("kubectl"), f"--kubeconfig={kubeconfig}", *arguments]
+        argv = [binaries.find().path("kubectl"), f"--kubeconfig={kubeconfig}", *arguments]
         return subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=60, check=False).stdout
 
     assert NODE_NAME in kubectl("get", "nodes")
     # A namespace's ServiceAccount comes some time after it, and pods are refused until then.
-    eventually(lambda: "default" in kubectl("get", "serviceaccounts"), 30, "the ServiceAccount")
+    wait_for(lambda: "default" in kubectl("get", "serviceaccounts"), 30, "the ServiceAccount")
     assert kubectl("create", "--filename=-", stdin=yaml.safe_dump(yaml.safe_load(POD)))
-    eventually(lambda: kubectl("logs", "hello") == "hello\n", 60, "the pod's word")
+    wait_for(lambda: kubectl("logs", "hello") == "hello\n", 60, "the pod's word")
 
-    for process in processes.running(folder):
+    for process in processes.running_processes(folder):
         if process.name == "kube-apiserver":
             os.kill(process.pid, signal.SIGKILL)
     down = run("down")
     assert down.returncode == 0, down.stderr
-    nothing_left(folder)
+    assert_nothing_left(folder)
     assert not folder.exists()
     assert "there was none" in run("down").stdout

@@ -2,7 +2,7 @@
 """A model that the real Job downloads in a real pod: wrong bytes are refused, progress is told, a pod that goes in the
 middle is followed by one that goes on where it was, and the model serves.
 
-The place is a pod that runs tests/support/sources.py. The tests are one story and run in order, on one service.
+The place is a pod that runs tests/support/fake_sources.py. The tests are one story and run in order, on one service.
 """
 
 import hashlib
@@ -11,11 +11,20 @@ import re
 from pathlib import Path
 
 import pytest
-from cluster import images
-from support import sources
+from nodocker_cluster import images
+from support import fake_sources
 from support.cluster import ROOT
-from support.pod import eventually
-from support.pods import API, SYSTEM, condition, door, examples_volume, llm, story, tales
+from support.engine_processes import wait_for
+from support.pod_cluster import (
+    LLM_SERVICE_KIND,
+    OPERATOR_NAMESPACE,
+    create_examples_volume,
+    current_condition,
+    diagnostics,
+    example_service,
+    get_service,
+    service_endpoint,
+)
 
 from quire_spec.net.addresses import format_for_url
 
@@ -65,7 +74,7 @@ def place(namespace):
     ]
     container = {
         "name": "place",
-        "image": images.SERVER,
+        "image": images.SERVER_IMAGE,
         "command": ["python3", "/place/place.py"],
         "readinessProbe": {"httpGet": {"path": "/config.json", "port": PORT}, "periodSeconds": 1},
         "volumeMounts": [
@@ -74,7 +83,7 @@ def place(namespace):
             {"name": "tmp", "mountPath": "/tmp"},
         ],
     }
-    program = {"place.py": PLACE, "sources.py": Path(sources.__file__).read_text()}
+    program = {"place.py": PLACE, "sources.py": Path(fake_sources.__file__).read_text()}
     meta = {"name": "place", "namespace": namespace}
     pod = {
         "automountServiceAccountToken": False,
@@ -112,27 +121,27 @@ def models_volume(cluster, namespace, folder):
 def namespace(cluster, operator, tmp_path_factory):
     """With the place, and an LLMService whose digest is wrong."""
     with cluster.namespace("download") as name:
-        examples_volume(cluster, name)
+        create_examples_volume(cluster, name)
         models_volume(cluster, name, tmp_path_factory.mktemp("models") / "volume")
         # A namespace's ServiceAccount comes some time after it, and pods are refused until then.
-        eventually(lambda: cluster.get("v1", "ServiceAccount", "default", name), 30, "the ServiceAccount")
+        wait_for(lambda: cluster.get("v1", "ServiceAccount", "default", name), 30, "the ServiceAccount")
         for thing in place(name):
             cluster.apply(thing, name)
         wait = ["wait", "pod/place", "--for=condition=Ready", "--timeout=50s"]
         cluster.kubectl(*wait, namespace=name)
         host = cluster.get("v1", "Service", "place", name)["spec"]["clusterIP"]
         http = {"url": f"http://{format_for_url(host)}:{PORT}/", "sha256": "0" * 64}
-        cluster.apply(tales(model={"source": {"http": http}}, adapters=[]), name)
+        cluster.apply(example_service(model={"source": {"http": http}}, adapters=[]), name)
         yield name
 
 
 def until(cluster, namespace, check, seconds, what):
     """Wait for it; when it does not come, tell the story of all pods."""
     try:
-        return eventually(check, seconds, what)
+        return wait_for(check, seconds, what)
     except AssertionError as error:
-        status = json.dumps(llm(cluster, namespace).get("status", {}), indent=1)
-        stories = "\n".join(story(cluster, name) for name in (namespace, SYSTEM))
+        status = json.dumps(get_service(cluster, namespace).get("status", {}), indent=1)
+        stories = "\n".join(diagnostics(cluster, name) for name in (namespace, OPERATOR_NAMESPACE))
         raise AssertionError(f"{error}\n{status}\n{stories}") from error
 
 
@@ -149,28 +158,28 @@ def downloading(cluster, namespace):
 
 def test_other_bytes_than_the_digest_says_are_refused(cluster, namespace):
     def refused():
-        return condition(cluster, namespace, "ModelCached").get("reason") == "DigestMismatch"
+        return current_condition(cluster, namespace, "ModelCached").get("reason") == "DigestMismatch"
 
     until(cluster, namespace, refused, 120, "DigestMismatch")
     right = hashlib.sha256(WEIGHTS.read_bytes()).hexdigest()
-    message = condition(cluster, namespace, "ModelCached")["message"]
+    message = current_condition(cluster, namespace, "ModelCached")["message"]
     assert f"its sha256 is {right}, not {'0' * 64}" in message
-    assert condition(cluster, namespace, "Ready")["reason"] == "DigestMismatch"
+    assert current_condition(cluster, namespace, "Ready")["reason"] == "DigestMismatch"
 
 
 def test_progress_is_told_while_it_downloads(cluster, namespace):
     cluster.kubectl("exec", "place", "--", "touch", HOLD, namespace=namespace)
     right = hashlib.sha256(WEIGHTS.read_bytes()).hexdigest()
-    cluster.merge(*API, "tales", {"spec": {"model": {"source": {"http": {"sha256": right}}}}}, namespace)
+    cluster.merge(*LLM_SERVICE_KIND, "tales", {"spec": {"model": {"source": {"http": {"sha256": right}}}}}, namespace)
 
     def told():
         """Five eighths of the weights, and the tokenizer."""
-        cache = llm(cluster, namespace).get("status", {}).get("cache", {})
+        cache = get_service(cluster, namespace).get("status", {}).get("cache", {})
         percent = int(cache.get("progress", "0%").removesuffix("%"))
         return 60 <= percent <= 66 and percent
 
     percent = until(cluster, namespace, told, 90, "progress")
-    assert f"({percent}%)" in condition(cluster, namespace, "ModelCached")["message"]
+    assert f"({percent}%)" in current_condition(cluster, namespace, "ModelCached")["message"]
     # Not by its short name: kubectl looks that up in what it knew of the API server some minutes ago.
     assert f"{percent}%" in cluster.kubectl("get", "llmservices", "tales", "--output=wide", namespace=namespace)
     (name,) = downloading(cluster, namespace)
@@ -192,9 +201,11 @@ def test_a_download_goes_on_where_its_pod_was_when_it_went(cluster, namespace):
     start = int(until(cluster, namespace, goes_on, 120, "a request for the rest")[1])
     assert start > WEIGHTS.stat().st_size // 2
     cluster.kubectl("exec", "place", "--", "rm", HOLD, namespace=namespace)
-    until(cluster, namespace, lambda: condition(cluster, namespace, "Ready").get("status") == "True", 240, "Ready")
-    assert condition(cluster, namespace, "ModelCached")["reason"] == "Downloaded"
-    cache = llm(cluster, namespace)["status"]["cache"]
+    until(
+        cluster, namespace, lambda: current_condition(cluster, namespace, "Ready").get("status") == "True", 240, "Ready"
+    )
+    assert current_condition(cluster, namespace, "ModelCached")["reason"] == "Downloaded"
+    cache = get_service(cluster, namespace)["status"]["cache"]
     assert (cache["state"], set(cache)) == ("Ready", {"state", "bytes"})
-    with door(cluster, namespace) as clients:
+    with service_endpoint(cluster, namespace) as clients:
         assert clients.text("tales", "Once upon a time", max_tokens=1)

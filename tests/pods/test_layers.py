@@ -4,7 +4,7 @@
 import shutil
 
 import pytest
-from cluster import images, layers, tools
+from nodocker_cluster import binaries, images, layers
 
 DOCKERFILE = """
 FROM scratch AS made
@@ -19,7 +19,7 @@ COPY third /third
 @pytest.fixture
 def buildah(tmp_path):
     """With a storage of its own."""
-    tools.install(images.PACKAGES, print)
+    binaries.install_packages(images.PACKAGES, print)
     folder = tmp_path / "images"
     folder.mkdir()
     made = images._Buildah(folder, print)
@@ -29,7 +29,7 @@ def buildah(tmp_path):
 
 
 def test_layers_go_that_the_newest_builds_do_not_use(buildah, tmp_path, monkeypatch):
-    monkeypatch.setattr(layers, "BUILDS", 2)
+    monkeypatch.setattr(layers, "NUM_KEPT_BUILDS", 2)
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "Dockerfile").write_text(DOCKERFILE)
@@ -39,7 +39,7 @@ def test_layers_go_that_the_newest_builds_do_not_use(buildah, tmp_path, monkeypa
         for name, content in (("first", "1"), ("second", second), ("third", "3")):
             (sources / name).write_text(content)
         said = buildah.run("build", "--isolation=chroot", "--layers", "--tag=localhost/layers:test", str(sources))
-        return said, layers.used(said), layers.prune(buildah.run, file, layers.used(said))
+        return said, layers.parse_layer_ids(said), layers.prune(buildah.run, file, layers.parse_layer_ids(said))
 
     def there():
         return {

@@ -9,10 +9,22 @@ import re
 import time
 
 import pytest
-from cluster.network import HERE
+from nodocker_cluster.network import NETWORK
 from support.cluster import ROOT
-from support.pod import eventually
-from support.pods import API, SYSTEM, Door, condition, container, door, examples_volume, llm, pods, ready, story
+from support.engine_processes import wait_for
+from support.pod_cluster import (
+    LLM_SERVICE_KIND,
+    OPERATOR_NAMESPACE,
+    ServiceEndpoint,
+    create_examples_volume,
+    current_condition,
+    diagnostics,
+    get_service,
+    is_ready,
+    server_container,
+    service_endpoint,
+    serving_pods,
+)
 
 from quire_spec.net.addresses import is_ipv6
 
@@ -35,25 +47,27 @@ CHILDREN = (
 def namespace(cluster, operator):
     """With examples/kind/tales.yaml, applied by kubectl and Ready."""
     with cluster.namespace("tales") as name:
-        examples_volume(cluster, name)
+        create_examples_volume(cluster, name)
         cluster.kubectl("apply", f"--filename={ROOT}/examples/kind/tales.yaml", namespace=name)
         try:
-            eventually(lambda: condition(cluster, name, "Ready").get("status") == "True", 300, "Ready")
+            wait_for(lambda: current_condition(cluster, name, "Ready").get("status") == "True", 300, "Ready")
         except AssertionError as error:
-            status = json.dumps(llm(cluster, name).get("status", {}), indent=1)
-            raise AssertionError(f"{status}\n{story(cluster, name)}\n{story(cluster, SYSTEM)}") from error
+            status = json.dumps(get_service(cluster, name).get("status", {}), indent=1)
+            raise AssertionError(
+                f"{status}\n{diagnostics(cluster, name)}\n{diagnostics(cluster, OPERATOR_NAMESPACE)}"
+            ) from error
         yield name
 
 
 def answers(cluster, namespace, model, prompt):
     """What each pod answers by itself; None for one that does not have the model."""
-    return [answer(pod, model, prompt) for pod in pods(cluster, namespace)]
+    return [answer(pod, model, prompt) for pod in serving_pods(cluster, namespace)]
 
 
 def answer(pod, model, prompt):
     ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
     try:
-        return Door(pod["status"]["podIP"], ports).text(model, prompt)
+        return ServiceEndpoint(pod["status"]["podIP"], ports).text(model, prompt)
     except Exception as error:  # the client's errors have no common type that says which
         if "unknown model" in str(error) or "not found" in str(error) or "UNAVAILABLE" in str(error):
             return None
@@ -62,16 +76,16 @@ def answer(pod, model, prompt):
 
 def runs(cluster, namespace):
     """Which containers run: a restart or another pod changes it."""
-    return sorted((p["metadata"]["uid"], container(p)["restartCount"]) for p in pods(cluster, namespace))
+    return sorted((p["metadata"]["uid"], server_container(p)["restartCount"]) for p in serving_pods(cluster, namespace))
 
 
 def test_base_and_adapter_answer_through_the_service(cluster, namespace):
-    with door(cluster, namespace) as clients:
+    with service_endpoint(cluster, namespace) as clients:
         plain, pirate = clients.text("tales", STORY), clients.text("pirate", STORY)
     assert plain
     assert pirate
     assert plain != pirate
-    status = llm(cluster, namespace)["status"]
+    status = get_service(cluster, namespace)["status"]
     assert sorted(status["models"]) == ["pirate", "tales"]
     assert status["replicas"] == 1
     assert status["plan"]
@@ -80,9 +94,11 @@ def test_base_and_adapter_answer_through_the_service(cluster, namespace):
 def test_pods_have_the_clusters_family_of_addresses(cluster, namespace):
     if not cluster.programs:
         pytest.skip("a cluster that is given has the addresses that it has")
-    found = [pod["status"]["podIP"] for where in (namespace, SYSTEM) for pod in cluster.items("v1", "Pod", where)]
+    found = [
+        pod["status"]["podIP"] for where in (namespace, OPERATOR_NAMESPACE) for pod in cluster.items("v1", "Pod", where)
+    ]
     assert len(found) >= 2
-    assert {is_ipv6(ip) for ip in found} == {is_ipv6(HERE.host)}
+    assert {is_ipv6(ip) for ip in found} == {is_ipv6(NETWORK.host)}
 
 
 def test_kubectl_shows_it(cluster, namespace):
@@ -96,10 +112,12 @@ def test_an_adapter_is_added_by_an_edit_within_5_s_and_nothing_restarts(cluster,
     patch = json.dumps([{"op": "add", "path": "/spec/adapters/-", "value": SQL}])
     cluster.kubectl("patch", "llm", "tales", "--type=json", f"--patch={patch}", namespace=namespace)
     edited = time.monotonic()
-    eventually(lambda: all(answers(cluster, namespace, "sql", QUESTION)), 30, "every pod answers as sql")
+    wait_for(lambda: all(answers(cluster, namespace, "sql", QUESTION)), 30, "every pod answers as sql")
     took = time.monotonic() - edited
-    eventually(lambda: condition(cluster, namespace, "AdaptersReady").get("status") == "True", 10, "AdaptersReady")
-    assert "sql" in llm(cluster, namespace)["status"]["models"]
+    wait_for(
+        lambda: current_condition(cluster, namespace, "AdaptersReady").get("status") == "True", 10, "AdaptersReady"
+    )
+    assert "sql" in get_service(cluster, namespace)["status"]["models"]
     assert runs(cluster, namespace) == before
     assert took < 5
 
@@ -107,20 +125,20 @@ def test_an_adapter_is_added_by_an_edit_within_5_s_and_nothing_restarts(cluster,
 def test_kubectl_scale_brings_a_second_pod_with_every_adapter(cluster, namespace):
     first = runs(cluster, namespace)
     cluster.kubectl("scale", "llm/tales", "--replicas=2", namespace=namespace)
-    eventually(lambda: sum(map(ready, pods(cluster, namespace))) == 2, 240, "two ready pods")
-    eventually(lambda: condition(cluster, namespace, "Ready").get("status") == "True", 30, "Ready")
+    wait_for(lambda: sum(map(is_ready, serving_pods(cluster, namespace))) == 2, 240, "two ready pods")
+    wait_for(lambda: current_condition(cluster, namespace, "Ready").get("status") == "True", 30, "Ready")
     assert first[0] in runs(cluster, namespace)
     assert len(set(answers(cluster, namespace, "sql", QUESTION))) == 1
     assert None not in answers(cluster, namespace, "pirate", STORY)
-    scale = cluster.request("GET", cluster.path(*API, namespace, "tales") + "/scale")
+    scale = cluster.request("GET", cluster.path(*LLM_SERVICE_KIND, namespace, "tales") + "/scale")
     assert (scale["spec"]["replicas"], scale["status"]["replicas"]) == (2, 2)
     assert cluster.items("v1", "Pod", namespace, labelSelector=scale["status"]["selector"])
 
 
 def test_adapters_are_back_after_the_container_is_killed(cluster, namespace):
     """The supervisor is killed, as the kernel does for memory; tini ends too, and the kubelet starts the container."""
-    victim = pods(cluster, namespace)[0]
-    name, count = victim["metadata"]["name"], container(victim)["restartCount"]
+    victim = serving_pods(cluster, namespace)[0]
+    name, count = victim["metadata"]["name"], server_container(victim)["restartCount"]
     try:
         cluster.kubectl("exec", name, "--", "python3", "-c", KILL, namespace=namespace)
     except AssertionError as ended:
@@ -129,15 +147,15 @@ def test_adapters_are_back_after_the_container_is_killed(cluster, namespace):
 
     def again():
         pod = cluster.get("v1", "Pod", name, namespace)
-        return container(pod)["restartCount"] == count + 1 and ready(pod) and pod
+        return server_container(pod)["restartCount"] == count + 1 and is_ready(pod) and pod
 
-    pod = eventually(again, 240, "the container runs again")
-    eventually(lambda: answer(pod, "sql", QUESTION) and answer(pod, "pirate", STORY), 10, "its adapters")
-    eventually(lambda: condition(cluster, namespace, "Ready").get("status") == "True", 40, "Ready")
+    pod = wait_for(again, 240, "the container runs again")
+    wait_for(lambda: answer(pod, "sql", QUESTION) and answer(pod, "pirate", STORY), 10, "its adapters")
+    wait_for(lambda: current_condition(cluster, namespace, "Ready").get("status") == "True", 40, "Ready")
 
 
 def test_everything_goes_with_the_service_while_the_operator_is_down(cluster, namespace, operator):
-    cluster.needs_controllers()
+    cluster.require_controllers()
     owner = "app.kubernetes.io/instance=tales"
 
     def left():
@@ -147,9 +165,9 @@ def test_everything_goes_with_the_service_while_the_operator_is_down(cluster, na
     assert {"Deployment", "Service", "ConfigMap", "Secret", "Pod"} <= {kind for kind, _ in left()}
     cluster.kubectl("scale", "deployment/quire", "--replicas=0", namespace=operator)
     # Its grace is 30 s, and what comes before and after is the kubelet's, on two busy cores.
-    eventually(lambda: not cluster.items("v1", "Pod", operator), 120, "the operator's end")
+    wait_for(lambda: not cluster.items("v1", "Pod", operator), 120, "the operator's end")
     cluster.kubectl("delete", "llm", "tales", "--wait=true", namespace=namespace)
     # A pod drains for a minute at most; the collector of 1.20 looks every 30 s.
-    eventually(lambda: left() == [], 200, f"the end of {left()}")
+    wait_for(lambda: left() == [], 200, f"the end of {left()}")
     claims = [c["metadata"]["name"] for c in cluster.items("v1", "PersistentVolumeClaim", namespace)]
     assert claims == ["examples"]

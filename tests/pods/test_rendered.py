@@ -6,10 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import images
+from nodocker_cluster import images
 from support.cluster import ROOT
-from support.pod import eventually
-from support.pods import KIND, door, examples_volume, pods, ready, story
+from support.engine_processes import wait_for
+from support.pod_cluster import (
+    KIND_EXAMPLES,
+    create_examples_volume,
+    diagnostics,
+    is_ready,
+    service_endpoint,
+    serving_pods,
+)
 
 
 @pytest.fixture(scope="module")
@@ -19,18 +26,18 @@ def namespace(cluster):
     argv = [
         quire,
         "render",
-        f"--file={KIND}/tales.yaml",
+        f"--file={KIND_EXAMPLES}/tales.yaml",
         f"--volume=examples={ROOT}/examples",
-        f"--image={images.SERVER}",
+        f"--image={images.SERVER_IMAGE}",
     ]
     rendered = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     with cluster.namespace("rendered") as name:
-        examples_volume(cluster, name)
+        create_examples_volume(cluster, name)
         cluster.kubectl("apply", "--filename=-", namespace=name, stdin=rendered)
         try:
-            eventually(lambda: any(map(ready, pods(cluster, name))), 300, "a ready pod")
+            wait_for(lambda: any(map(is_ready, serving_pods(cluster, name))), 300, "a ready pod")
         except AssertionError as error:
-            raise AssertionError(story(cluster, name)) from error
+            raise AssertionError(diagnostics(cluster, name)) from error
         yield name
 
 
@@ -47,7 +54,7 @@ def test_the_pod_is_as_restricted_as_rendered(cluster, namespace):
 
 
 def test_base_and_adapter_answer_through_the_service(cluster, namespace):
-    with door(cluster, namespace) as service:
+    with service_endpoint(cluster, namespace) as service:
         plain = service.text("tales", "Once upon a time")
         pirate = service.text("pirate", "Once upon a time")
     assert plain

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters from the operator to two real supervisors with servers: each pod has them in 5 s, and still after deaths.
 
-Text and core are stand-ins (support/stand_in.py says why); the way from an LLMService to tokens is tested end to end.
+Text and core are stand-ins (support/fake_engine.py says why); the way from an LLMService to tokens is tested end to
+end.
 """
 
 import asyncio
@@ -11,8 +12,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from support.observing import pod
-from support.supervised import adapter_folder, started, supervised
+from support.observed_factories import ready_pod
+from support.supervisor_harness import adapter_folder, running_supervisor, started_supervisor
 
 from quire_operator.controller.observe.pod_admin_client import PodAdminClient
 from quire_operator.controller.status.adapters import evaluate_adapters
@@ -69,8 +70,8 @@ async def test_adapters_reach_every_pod_and_come_back(tmp_path):
     (tmp_path / "key").write_text(KEY)
     flags = (f"--admin-key-file={tmp_path / 'key'}",)
     empty = {"generation": 0, "adapters": []}
-    with supervised(tmp_path / "a", empty, *flags) as a, supervised(tmp_path / "b", empty, *flags) as b:
-        pods = [pod(n, ip="127.0.0.1", health_port=s.ports["health"]) for n, s in (("a", a), ("b", b))]
+    with running_supervisor(tmp_path / "a", empty, *flags) as a, running_supervisor(tmp_path / "b", empty, *flags) as b:
+        pods = [ready_pod(n, ip="127.0.0.1", health_port=s.ports["health"]) for n, s in (("a", a), ("b", b))]
         operator = Operator(pods)
         try:
             # Added.
@@ -101,13 +102,13 @@ async def test_adapters_reach_every_pod_and_come_back(tmp_path):
             # The core of one dies: it has started anew, and holds everything again.
             started = {p.name: p.core_started_at for p in operator.seen}
             # It takes its time, so that it can be seen on its way.
-            a.behave(load_s=2.0)
+            a.set_behaviour(load_s=2.0)
             os.kill(operator.seen[0].report.processes["core"].pid, signal.SIGKILL)
             a.wait(lambda: a.health()[0] != 200, 5, "noticed")
             assert (await operator.look(fourth)).entries[0]["total"] == 1
             await operator.until(fourth, True, 30)
             assert {p.name for p in operator.seen if p.core_started_at != started[p.name]} == {"a"}
-            assert set(await asyncio.to_thread(a.core_adapters)) == {new[0]}
+            assert set(await asyncio.to_thread(a.core_adapter_digests)) == {new[0]}
             # An older catalogue, from an operator that is behind, changes nothing.
             await operator.look(catalogue(2, sql=one))
             assert [p.report.generation for p in operator.seen] == [4, 4]
@@ -132,8 +133,8 @@ async def test_a_container_that_starts_anew_is_told_what_its_file_does_not_say(t
     stale = {"generation": 1, "adapters": []}
     wanted = catalogue(2, sql=one)
     for name in ("first", "second"):
-        with supervised(tmp_path / name, stale, *flags, load_s=2.0) as container:
-            operator = Operator([pod("s-0", ip="127.0.0.1", health_port=container.ports["health"])])
+        with running_supervisor(tmp_path / name, stale, *flags, load_s=2.0) as container:
+            operator = Operator([ready_pod("s-0", ip="127.0.0.1", health_port=container.ports["health"])])
             try:
                 assert (await operator.look(wanted)).condition.is_true is False
                 await operator.until(wanted, True, REACHED_S)
@@ -144,7 +145,7 @@ async def test_a_container_that_starts_anew_is_told_what_its_file_does_not_say(t
 def test_a_pod_is_not_ready_before_it_holds_its_adapters_nor_after_its_core_died(tmp_path):
     one = adapter_folder(tmp_path / "one")
     first = to_json(catalogue(1, sql=one))
-    with started(tmp_path / "pod", first, load_s=1.0) as container:
+    with started_supervisor(tmp_path / "pod", first, load_s=1.0) as container:
         for _ in range(2):
             container.wait(lambda: "adapters are being loaded: sql" in str(container.health()[1]), 30, "holding")
             assert container.adapter("sql")["state"] == "Loading"

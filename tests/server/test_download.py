@@ -15,8 +15,8 @@ import sys
 import aiohttp
 import pytest
 from aiohttp import web as web_answers
-from cluster.ports import free_ports
-from support.sources import Bucket, Files, Hub, serve
+from nodocker_cluster.ports import free_ports
+from support.fake_sources import FakeHttpServer, FakeHub, FakeS3, start_server
 
 from quire_server.sources import model_download as program
 from quire_server.sources.factory import SourceOptions
@@ -52,8 +52,8 @@ def _quick(monkeypatch):
 
 @pytest.fixture
 async def web():
-    files = Files(at("/sharded", SHARDED | CODE) | at("/single", SINGLE))
-    server = await serve(files.handle)
+    files = FakeHttpServer(at("/sharded", SHARDED | CODE) | at("/single", SINGLE))
+    server = await start_server(files.handle)
     files.url = str(server.make_url("/")).rstrip("/")
     yield files
     await server.close()
@@ -75,7 +75,7 @@ async def test_http(tmp_path, web):
 
 async def test_cuts_are_resumed(tmp_path, web):
     # Four small files come whole.
-    web.cuts = [*[10_000_000] * 4, 1_000_000, 500_000, 2_000_000]
+    web.cut_after_bytes = [*[10_000_000] * 4, 1_000_000, 500_000, 2_000_000]
     await download(http(web), tmp_path / "m", SourceOptions())
     assert found(tmp_path / "m") == SHARDED
     assert [r for r in web.ranges() if r and r != "bytes=0-"], "only what was missing was asked for"
@@ -86,7 +86,7 @@ async def test_a_later_run_goes_on_where_an_earlier_one_was_killed(tmp_path, web
     monkeypatch.setattr(program, "_MAX_CONCURRENT_FILES", 1)
     # config.json, two optional files and the index come whole, the first file of weights is cut.
     sizes = [len(SMALL[name]) for name in ("config.json", "generation_config.json", "tokenizer.json")]
-    web.cuts = [*sizes, 10_000_000, 1_234_567]
+    web.cut_after_bytes = [*sizes, 10_000_000, 1_234_567]
     with pytest.raises(Unavailable):
         await download(http(web), tmp_path / "m", SourceOptions())
     assert not (tmp_path / "m").exists(), "complete or not there"
@@ -103,11 +103,11 @@ async def test_a_later_run_goes_on_where_an_earlier_one_was_killed(tmp_path, web
 async def test_a_model_that_changed_in_between_is_not_mixed(tmp_path, web, monkeypatch):
     monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
     monkeypatch.setattr(program, "_MAX_CONCURRENT_FILES", 1)
-    web.cuts = [*[len(data) for data in SMALL.values()], 10_000_000, 10_000_000, 500]
+    web.cut_after_bytes = [*[len(data) for data in SMALL.values()], 10_000_000, 10_000_000, 500]
     with pytest.raises(Unavailable):
         await download(http(web), tmp_path / "m", SourceOptions())
     new = {f"/sharded/{name}": bytes([9]) * 3_000_000 for name in SHARDS}
-    web.content |= new
+    web.files |= new
     monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 3)
     await download(http(web), tmp_path / "m", SourceOptions())
     assert {data for name, data in found(tmp_path / "m").items() if name in SHARDS} == {bytes([9]) * 3_000_000}
@@ -137,13 +137,13 @@ async def test_digests_are_checked(tmp_path, web):
     ],
 )
 async def test_an_index_names_weights_beside_it_and_nothing_else(tmp_path, web, weight_map, words):
-    web.content["/sharded/model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    web.files["/sharded/model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
     with pytest.raises(InvalidArgument, match=words):
         await download(http(web), tmp_path / "m", SourceOptions())
 
 
 async def test_an_index_that_is_nested_too_deeply_is_none(tmp_path, web):
-    web.content["/sharded/model.safetensors.index.json"] = b"[" * 100_000
+    web.files["/sharded/model.safetensors.index.json"] = b"[" * 100_000
     with pytest.raises(InvalidArgument, match="has no weight_map"):
         await download(http(web), tmp_path / "m", SourceOptions())
 
@@ -151,7 +151,7 @@ async def test_an_index_that_is_nested_too_deeply_is_none(tmp_path, web):
 async def test_what_is_no_model_is_refused(tmp_path, web):
     with pytest.raises(NotFound, match=r"/nowhere/config.json: HTTP 404"):
         await download(http(web, "nowhere"), tmp_path / "m", SourceOptions())
-    del web.content["/single/model.safetensors"]
+    del web.files["/single/model.safetensors"]
     with pytest.raises(NotFound, match=r"/single/model.safetensors: HTTP 404"):
         await download(http(web, "single"), tmp_path / "m", SourceOptions())
 
@@ -160,16 +160,16 @@ async def test_what_was_whole_once_is_not_whole_for_ever(tmp_path, web, monkeypa
     """A model that is replaced, and then put back, while a download of it is killed each time."""
     monkeypatch.setattr(program, "_MAX_CONCURRENT_FILES", 1)
     monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
-    old, new = dict(web.content), {"/single/model.safetensors": b"v" * 2_000_000}
+    old, new = dict(web.files), {"/single/model.safetensors": b"v" * 2_000_000}
     # All files are whole, and that is as far as it comes.
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="scripted"):
         patch.setattr(program, "_commit", interrupted)
         await download(http(web, "single"), tmp_path / "m", SourceOptions())
-    web.content |= new
-    web.cuts = [1_000_000]
+    web.files |= new
+    web.cut_after_bytes = [1_000_000]
     with pytest.raises(Unavailable):
         await download(http(web, "single"), tmp_path / "m", SourceOptions())
-    web.content |= old
+    web.files |= old
     await download(http(web, "single"), tmp_path / "m", SourceOptions())
     assert found(tmp_path / "m") == SINGLE
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
@@ -186,10 +186,10 @@ async def test_a_model_that_changes_while_it_is_read_is_read_again(tmp_path, web
     async def changing(request):
         answer = await handle(request)
         if request.path == "/single/config.json" and request.method == "GET":
-            web.content |= at("/single", new)
+            web.files |= at("/single", new)
         return answer
 
-    server = await serve(changing)
+    server = await start_server(changing)
     source = Source(http=HttpSource(str(server.make_url("/single"))))
     await download(source, tmp_path / "m", SourceOptions())
     assert found(tmp_path / "m") == SINGLE | new
@@ -200,10 +200,10 @@ async def test_a_model_that_never_rests_is_refused_with_what_to_do(tmp_path, web
     handle, versions = web.handle, iter(range(100))
 
     async def changing(request):
-        web.content["/single/config.json"] = b"%d" % next(versions)
+        web.files["/single/config.json"] = b"%d" % next(versions)
         return await handle(request)
 
-    server = await serve(changing)
+    server = await start_server(changing)
     source = Source(http=HttpSource(str(server.make_url("/single"))))
     with pytest.raises(Unavailable, match="it changed while the model was read, 3 times; write a new model beside"):
         await download(source, tmp_path / "m", SourceOptions())
@@ -213,7 +213,7 @@ async def test_a_model_that_never_rests_is_refused_with_what_to_do(tmp_path, web
 async def test_folders_with_dots_in_their_names_share_nothing(tmp_path, web, monkeypatch):
     monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
     # Everything but the weights comes whole.
-    web.cuts = [*[10_000_000] * 3, 1_000_000]
+    web.cut_after_bytes = [*[10_000_000] * 3, 1_000_000]
     with pytest.raises(Unavailable):
         await download(http(web, "single"), tmp_path / "llama-3.1", SourceOptions())
     await download(http(web, "sharded"), tmp_path / "llama-3.2", SourceOptions())
@@ -251,10 +251,10 @@ async def test_weights_that_end_too_soon_are_refused(tmp_path, web, cut):
     """What is served while it is still being written has a length that is right, and is not whole."""
     header = json.dumps({"w": {"dtype": "U8", "shape": [900], "data_offsets": [0, 900]}}).ljust(92).encode()
     whole = len(header).to_bytes(8, "little") + header + b"w" * 900
-    web.content["/single/model.safetensors"] = whole[:cut]
+    web.files["/single/model.safetensors"] = whole[:cut]
     with pytest.raises(InvalidArgument, match=f"has {cut} bytes, and by its header"):
         await download(http(web, "single"), tmp_path / "m", SourceOptions())
-    web.content["/single/model.safetensors"] = whole
+    web.files["/single/model.safetensors"] = whole
     await download(http(web, "single"), tmp_path / "m", SourceOptions())
     assert (tmp_path / "m/model.safetensors").read_bytes() == whole
 
@@ -276,7 +276,7 @@ async def test_how_far_it_is_can_be_asked_and_is_logged_while_it_lasts(tmp_path,
     monkeypatch.setattr("quire_server.sources.download_progress.LOG_INTERVAL_S", 0.05)
     caplog.set_level(logging.INFO)
     (port,) = free_ports(1)
-    web.more = asyncio.Event()
+    web.send_rest = asyncio.Event()
     under_way = asyncio.create_task(download(http(web), tmp_path / "m", SourceOptions(), port))
     total = sum(map(len, SHARDED.values()))
     async with asyncio.timeout(20):
@@ -287,7 +287,7 @@ async def test_how_far_it_is_can_be_asked_and_is_logged_while_it_lasts(tmp_path,
         while "percent=62" not in caplog.text:
             await asyncio.sleep(0.01)
         assert re.search(r"download goes on done='5\.[34] MiB' total='8\.6 MiB' percent=62 rate='.+/s'", caplog.text)
-        web.more.set()
+        web.send_rest.set()
         await under_way
     assert await asked(port) is None
     assert found(tmp_path / "m") == SHARDED
@@ -318,10 +318,10 @@ async def test_two_downloads_do_not_mix(tmp_path, web):
 
 
 async def test_hub(tmp_path):
-    files = Files(at("", SHARDED))
-    cdn = await serve(files.handle)
-    hub = Hub(files, "org/llama", COMMIT, "hf_s3cr3t", f"http://localhost:{cdn.port}")
-    server = await serve(hub.handle)
+    files = FakeHttpServer(at("", SHARDED))
+    cdn = await start_server(files.handle)
+    hub = FakeHub(files, "org/llama", COMMIT, "hf_s3cr3t", f"http://localhost:{cdn.port}")
+    server = await start_server(hub.handle)
     (tmp_path / "secrets").mkdir()
     # As the operator bundles it.
     (tmp_path / "secrets/hf").write_text(json.dumps({"token": "hf_s3cr3t\n"}))
@@ -337,8 +337,8 @@ async def test_hub(tmp_path):
 
 
 async def test_a_file_that_the_hub_has_and_its_storage_has_not_is_not_left_out(tmp_path):
-    files = Files(at("", SINGLE))
-    hub = Hub(files, "org/llama", COMMIT, None, "http://127.0.0.1:9")
+    files = FakeHttpServer(at("", SINGLE))
+    hub = FakeHub(files, "org/llama", COMMIT, None, "http://127.0.0.1:9")
     handle = hub.handle
 
     async def lost(request):
@@ -347,7 +347,7 @@ async def test_a_file_that_the_hub_has_and_its_storage_has_not_is_not_left_out(t
             return web_answers.Response(status=404)
         return answer
 
-    server = await serve(lost)
+    server = await start_server(lost)
     options = SourceOptions(hub_endpoint=str(server.make_url("/")).rstrip("/"))
     with pytest.raises(Unavailable, match=r"tokenizer\.json: HTTP 404"):
         await download(Source(huggingFace=HuggingFaceSource("org/llama")), tmp_path / "m", options)
@@ -356,8 +356,8 @@ async def test_a_file_that_the_hub_has_and_its_storage_has_not_is_not_left_out(t
 
 @pytest.mark.parametrize("bundled", [True, False])
 async def test_s3(tmp_path, bundled):
-    bucket = Bucket(Files(at("/models/llama", SHARDED)), "AKIA1", "s3cr3t")
-    server = await serve(bucket.handle)
+    bucket = FakeS3(FakeHttpServer(at("/models/llama", SHARDED)), "AKIA1", "s3cr3t")
+    server = await start_server(bucket.handle)
     keys = {"AWS_ACCESS_KEY_ID": "AKIA1", "AWS_SECRET_ACCESS_KEY": "s3cr3t"}
     secret = tmp_path / "secrets/s3"
     secret.parent.mkdir()
@@ -408,14 +408,14 @@ async def test_a_report_says_what_came_and_what_went_wrong(tmp_path, web):
     assert "its sha256 is" in wrong.message
     assert (await told(tmp_path, *source(url=f"{web.url}/nowhere"), *into)).result is DownloadReason.NOT_FOUND
     assert (await told(tmp_path, *source(url="ftp://x"), *into)).result is DownloadReason.SOURCE_INVALID
-    web.down = True
+    web.is_down = True
     down = await told(tmp_path, *source(), *into)
     assert (down.result, "HTTP 503" in down.message) == (DownloadReason.UNREACHABLE, True)
 
 
 async def test_a_report_tells_a_refused_token_from_a_full_disk(tmp_path, web, monkeypatch):
-    hub = Hub(Files(at("", SINGLE)), "org/llama", COMMIT, "hf_s3cr3t", web.url + "/single")
-    server = await serve(hub.handle)
+    hub = FakeHub(FakeHttpServer(at("", SINGLE)), "org/llama", COMMIT, "hf_s3cr3t", web.url + "/single")
+    server = await start_server(hub.handle)
     endpoint = "--hub-endpoint", str(server.make_url("/")).rstrip("/")
     source = "--source", json.dumps({"huggingFace": {"repo": "org/llama"}})
     refused = await told(tmp_path, *source, *endpoint, "--into", tmp_path / "m")
@@ -470,6 +470,6 @@ async def test_exit_codes_say_whether_to_try_again(tmp_path, web):
         assert (await run("--source", wrong, "--into", tmp_path / "n"))[0] == 2, wrong
     assert (await run("--source", source("single"), "--into", "/", "--report", tmp_path / "report"))[0] == 2
     assert (await run("--source", source("single"), "--into", tmp_path / ("n" * 300)))[0] == 1
-    web.down = True
+    web.is_down = True
     code, errors = await run("--source", source("sharded"), "--into", tmp_path / "n")
     assert (code, "HTTP 503" in errors) == (1, True)

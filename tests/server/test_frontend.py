@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as grpcaio
-from support.edge import BASE, edge, wait_until, words
-from support.service import Stream, grpc_flag, grpc_text, run
+from support.frontend_harness import BASE, running_frontend, scripted_text, wait_until
+from support.quire_serve import StreamedResponse, grpc_flag, grpc_text, run_concurrently
 
 from quire_server.model_server import repository
 
@@ -29,7 +29,7 @@ EVERYTHING = {f"return_{name}": True for name in RETURNS}
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    with edge(tmp_path_factory.mktemp("frontend")) as running:
+    with running_frontend(tmp_path_factory.mktemp("frontend")) as running:
         running.add_model("sql")
         yield running
 
@@ -38,7 +38,7 @@ def running(tmp_path_factory):
 def nothing_stays_open(running):
     """Every test leaves the text process without open requests, or it has lost one."""
     yield
-    wait_until(lambda: not running.num_open(), 20, "free of open requests")
+    wait_until(lambda: not running.num_open_requests(), 20, "free of open requests")
 
 
 def submitted(answer):
@@ -91,7 +91,7 @@ class TestAnswers:
         assert running.text(BASE, "Hi ", max_tokens=3) == "t0 t1 t2 "
 
     def test_http_stream_has_one_event_per_token_when_there_is_time(self, running):
-        (stream,) = run(running.http_stream(BASE, "step=0.2", max_tokens=5))
+        (stream,) = run_concurrently(running.http_stream(BASE, "step=0.2", max_tokens=5))
         assert stream.pieces == [f"t{i} " for i in range(5)]
 
     def test_additional_outputs(self, running):
@@ -110,7 +110,7 @@ class TestAnswers:
         }
 
     def test_additional_outputs_of_a_stream_are_of_its_new_tokens(self, running):
-        (stream,) = run(running.http_stream(BASE, "step=0.2", max_tokens=3, logprobs=0, **EVERYTHING))
+        (stream,) = run_concurrently(running.http_stream(BASE, "step=0.2", max_tokens=3, logprobs=0, **EVERYTHING))
         assert [event["finish_reason"] for event in stream.events] == ["None", "None", "length"]
         assert [event["num_output_tokens"] for event in stream.events] == [1, 1, 1]
         assert [list(json.loads(event["logprobs"])[0]) for event in stream.events] == [["0"], ["1"], ["2"]]
@@ -168,8 +168,8 @@ class TestAnswers:
         assert running.text(BASE, "x" * 5_000_000, max_tokens=1) == "t0 "
 
     def test_a_flood_is_coalesced_and_complete(self, running):
-        (stream,) = run(running.http_stream(BASE, "flood", max_tokens=5000, **EVERYTHING))
-        assert stream.text == words(5000)
+        (stream,) = run_concurrently(running.http_stream(BASE, "flood", max_tokens=5000, **EVERYTHING))
+        assert stream.text == scripted_text(5000)
         assert sum(event["num_output_tokens"] for event in stream.events) == 5000
         assert len(stream.events) < 2000
 
@@ -179,7 +179,7 @@ class TestErrors:
     def test_http_says_400_with_the_code_in_the_body(self, running, code):
         answer = running.generate(BASE, f"error={code}")
         assert (answer.status, answer.body) == (400, {"error": f"{code}: as asked"})
-        (stream,) = run(running.http_stream(BASE, f"error={code}"))
+        (stream,) = run_concurrently(running.http_stream(BASE, f"error={code}"))
         assert stream.error == f"{code}: as asked"
 
     @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ class TestErrors:
         """Else the server may abort, too; see FAIL_AFTER_S."""
         call = running.http_stream if protocol == "http" else running.grpc_stream
         before = time.monotonic()
-        (stream,) = run(call(BASE, "flood fail=INTERNAL", max_tokens=5))
-        assert (stream.text, "as asked" in (stream.error or "")) == (words(4), True)
+        (stream,) = run_concurrently(call(BASE, "flood fail=INTERNAL", max_tokens=5))
+        assert (stream.text, "as asked" in (stream.error or "")) == (scripted_text(4), True)
         assert stream.ended - before >= 0.1
 
 
@@ -273,11 +273,13 @@ class TestCancellation:
     @pytest.fixture
     def cancelled(self, running):
         """Waits until the text process is told to stop `count` requests that were open; the seconds it took."""
-        before = sum(len(note["was_open"]) for note in running.notes("cancel"))
+        before = sum(len(note["was_open"]) for note in running.journal_entries("cancel"))
 
         def wait(count=1, timeout=10):
             return wait_until(
-                lambda: sum(len(n["was_open"]) for n in running.notes("cancel")) == before + count, timeout, "cancelled"
+                lambda: sum(len(n["was_open"]) for n in running.journal_entries("cancel")) == before + count,
+                timeout,
+                "cancelled",
             )
 
         return wait
@@ -289,20 +291,20 @@ class TestCancellation:
             async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
                 await response.content.readline()
 
-        run(*(leave() for _ in range(4)))
+        run_concurrently(*(leave() for _ in range(4)))
         assert cancelled(4) < 1
 
     def test_http_disconnect_while_silent_is_found_out_at_the_first_token(self, running, cancelled):
         """Release 24.10 looks at a paused connection only when it writes to it."""
         body = json.dumps({"text_input": "step=0.01 wait=60", "stream": True, "max_tokens": 100_000}).encode()
-        before = len(running.notes("submit"))
+        before = len(running.journal_entries("submit"))
         with socket.create_connection(("127.0.0.1", running.ports["http"])) as connection:
             connection.sendall(
                 f"POST /v2/models/{BASE}/generate_stream HTTP/1.1\r\nHost: x\r\n"
                 f"Content-Length: {len(body)}\r\n\r\n".encode()
                 + body
             )
-            wait_until(lambda: len(running.notes("submit")) > before, 20, "submitted")
+            wait_until(lambda: len(running.journal_entries("submit")) > before, 20, "submitted")
         cancelled()
 
     @pytest.mark.parametrize("prompt", ["step=0.01", "silent"])
@@ -314,12 +316,12 @@ class TestCancellation:
                 yield {"model_name": BASE, "inputs": inputs, "parameters": {"max_tokens": 100_000}}
                 await asyncio.Event().wait()
 
-            before = len(running.notes("submit"))
+            before = len(running.journal_entries("submit"))
             async with grpcaio.InferenceServerClient(f"127.0.0.1:{running.ports['grpc']}") as client:
                 answers = client.stream_infer(requests())
                 if prompt == "silent" or not stream:
                     reading = asyncio.ensure_future(anext(answers))
-                    while len(running.notes("submit")) == before:
+                    while len(running.journal_entries("submit")) == before:
                         await asyncio.sleep(0.01)
                     answers.cancel()
                     with pytest.raises(
@@ -335,7 +337,7 @@ class TestCancellation:
 
     def test_kill_of_the_client(self, running, cancelled):
         code = (
-            "import sys, time, tritonclient.grpc as g; from support.service import grpc_text, grpc_flag\n"
+            "import sys, time, tritonclient.grpc as g; from support.quire_serve import grpc_text, grpc_flag\n"
             "client = g.InferenceServerClient(sys.argv[1])\n"
             "client.start_stream(lambda result, error: print('token', flush=True))\n"
             "for prompt in ('step=0.01', 'silent'):\n"
@@ -347,7 +349,7 @@ class TestCancellation:
         arguments = [sys.executable, "-c", code, f"127.0.0.1:{running.ports['grpc']}"]
         with subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE) as client:
             client.stdout.readline()
-            wait_until(lambda: running.num_open() == 2, 20, "open twice")
+            wait_until(lambda: running.num_open_requests() == 2, 20, "open twice")
             client.kill()
         assert cancelled(2) < 1
 
@@ -355,7 +357,7 @@ class TestCancellation:
         with GrpcStream(running) as stream:
             for _ in range(64):
                 stream.send(BASE, [grpc_text("silent"), grpc_flag("stream", True)])
-            wait_until(lambda: running.num_open() == 64, 10, "open")
+            wait_until(lambda: running.num_open_requests() == 64, 10, "open")
             stream.client.stop_stream(cancel_requests=True)
         assert cancelled(64) < 1.5
 
@@ -367,14 +369,14 @@ def test_64_streams_at_once(running):
         )
         for i in range(64)
     ]
-    streams = run(*calls, timeout=60)
+    streams = run_concurrently(*calls, timeout=60)
     assert [s.error for s in streams] == [None] * 64
-    assert [s.text for s in streams] == [words(100 + i) for i in range(64)]
+    assert [s.text for s in streams] == [scripted_text(100 + i) for i in range(64)]
 
 
 def test_streams_go_on_while_models_load(running):
     """Adapters come and go in the middle of everybody's answers."""
-    streams, loads = [Stream() for _ in range(8)], []
+    streams, loads = [StreamedResponse() for _ in range(8)], []
 
     async def scenario() -> None:
         tasks = [
@@ -401,13 +403,13 @@ def test_streams_go_on_while_models_load(running):
     # A stub that lingers would connect in tests to come.
     for name in ("first", "second", "third"):
         running.remove_model(name)
-    assert all(words(100_000).startswith(stream.text) for stream in streams), "nothing lost, nothing twice"
+    assert all(scripted_text(100_000).startswith(stream.text) for stream in streams), "nothing lost, nothing twice"
     # A load takes 200 ms and more, and a token comes every 5.
     assert all(num > 5 for of_a_load in loads for num in of_a_load), loads
 
 
 def test_a_killed_text_process_ends_every_stream_and_it_works_after_its_restart(running):
-    streams = [Stream() for _ in range(32)]
+    streams = [StreamedResponse() for _ in range(32)]
 
     async def scenario() -> float:
         tasks = [
@@ -428,18 +430,20 @@ def test_a_killed_text_process_ends_every_stream_and_it_works_after_its_restart(
     killed = asyncio.run(scenario())
     running.journal.write_text("")
     assert all("UNAVAILABLE" in (stream.error or "") for stream in streams), [s.error for s in streams]
-    assert max(stream.ended for stream in streams) - killed < 2
+    assert max(stream.ended_at for stream in streams) - killed < 2
     answer = running.generate(BASE, "x")
     assert (answer.status, "UNAVAILABLE: text process is restarting" in answer.body["error"]) == (400, True)
     running.start_text()
-    wait_until(lambda: {note["model"] for note in running.notes("hello")} >= {BASE, "sql"}, 20, "connected by itself")
+    wait_until(
+        lambda: {note["model"] for note in running.journal_entries("hello")} >= {BASE, "sql"}, 20, "connected by itself"
+    )
     assert running.text(BASE, "x", max_tokens=2) == running.text("sql", "x", max_tokens=2) == "t0 t1 "
 
 
 def test_unload_lets_open_requests_finish_and_ends_the_stub(running):
     running.add_model("late")
     stub = running.stub("late")
-    into = Stream()
+    into = StreamedResponse()
 
     async def scenario() -> None:
         task = asyncio.create_task(running.http_stream("late", "step=0.01", into=into, max_tokens=100))
@@ -451,7 +455,7 @@ def test_unload_lets_open_requests_finish_and_ends_the_stub(running):
         await task
 
     asyncio.run(scenario())
-    assert (into.text, into.error) == (words(100), None)
+    assert (into.text, into.error) == (scripted_text(100), None)
     wait_until(lambda: not stub.is_running(), 20, "rid of the stub")
 
 

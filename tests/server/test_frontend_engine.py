@@ -6,10 +6,10 @@ import json
 import time
 
 import pytest
-from support.edge import BASE, Edge
-from support.llama import greedy, make_adapter, make_llama
-from support.pod import Pod
-from support.service import Stream, run
+from support.engine_processes import EngineProcesses
+from support.frontend_harness import BASE, FrontendHarness
+from support.llama import greedy_output, make_llama, make_llama_adapter
+from support.quire_serve import StreamedResponse, run_concurrently
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.server
@@ -28,10 +28,10 @@ def model(tmp_path_factory):
 def pod(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     config = {"model": str(model), "dtype": "float32", "kv_cache_memory_bytes": 96 * 2**20, "enable_lora": True}
-    with Pod(folder, **config, max_loras=2) as pod:
+    with EngineProcesses(folder, **config, max_loras=2) as pod:
         pod.start("core", "text")
-        adapter = make_adapter(model, folder / "adapter", seed=1)
-        with pod.peer("core", "supervisor") as core, pod.peer("text", "supervisor") as text:
+        adapter = make_llama_adapter(model, folder / "adapter", seed=1)
+        with pod.connect("core", "supervisor") as core, pod.connect("text", "supervisor") as text:
             core.call("load_adapter", digest="sha256:1", path=str(adapter), pinned=False)
             text.call("set_adapters", adapters={"sql": "sha256:1"})
         yield pod
@@ -39,14 +39,14 @@ def pod(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(pod):
-    server = Edge(pod.folder)
+    server = FrontendHarness(pod.folder)
     try:
         server.start()
         server.add_model("sql")
         yield server
         server.stop()
     finally:
-        server.end()
+        server.terminate()
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def nothing_stays_in_the_engine(pod, running):
 def expected(model):
     """Ids and text that transformers generates."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    ids = greedy(model, tokenizer(PROMPT)["input_ids"], 24)
+    ids = greedy_output(model, tokenizer(PROMPT)["input_ids"], 24)
     return ids, tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -68,7 +68,9 @@ def test_generate_is_the_oracles_text(running, expected):
 
 
 def test_streams_add_up_to_it(running, expected):
-    http, grpc = run(running.http_stream(BASE, PROMPT, **GREEDY), running.grpc_stream(BASE, PROMPT, **GREEDY))
+    http, grpc = run_concurrently(
+        running.http_stream(BASE, PROMPT, **GREEDY), running.grpc_stream(BASE, PROMPT, **GREEDY)
+    )
     assert (http.text, grpc.text, http.error, grpc.error) == (expected[1], expected[1], None, None)
 
 
@@ -115,7 +117,7 @@ def test_clients_that_leave_free_their_blocks(running, pod):
     """The fixture waits until the engine holds none."""
 
     async def leave() -> None:
-        streams = [Stream() for _ in range(8)]
+        streams = [StreamedResponse() for _ in range(8)]
         calls = [running.http_stream, running.grpc_stream]
         tasks = [
             asyncio.create_task(calls[i % 2]((BASE, "sql")[i // 2 % 2], PROMPT, into=stream, **LONG))
@@ -133,7 +135,7 @@ def test_clients_that_leave_free_their_blocks(running, pod):
 
 @pytest.mark.parametrize("victim", ["text", "core"])
 def test_a_killed_process_ends_every_stream_and_service_returns(running, pod, expected, victim):
-    streams = [Stream() for _ in range(8)]
+    streams = [StreamedResponse() for _ in range(8)]
 
     async def scenario() -> float:
         calls = [running.http_stream, running.grpc_stream]
@@ -149,9 +151,9 @@ def test_a_killed_process_ends_every_stream_and_service_returns(running, pod, ex
 
     killed = asyncio.run(scenario())
     assert all("UNAVAILABLE" in (stream.error or "") for stream in streams), [s.error for s in streams]
-    assert max(stream.ended for stream in streams) - killed < 2
+    assert max(stream.ended_at for stream in streams) - killed < 2
     answer = running.generate(BASE, PROMPT)
     assert (answer.status, answer.body["error"].startswith("UNAVAILABLE: ")) == (400, True)
     pod.start(victim)
-    pod.wait_core(True)
+    pod.wait_core_connected(True)
     assert running.text(BASE, PROMPT, **GREEDY) == expected[1]

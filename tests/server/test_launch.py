@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
-from support.edge import BASE, edge, wait_until
+from support.frontend_harness import BASE, running_frontend, wait_until
 
 from quire_server.model_server import launch, repository
 from quire_server.model_server.client import ModelServerClient
@@ -138,7 +138,7 @@ def test_keys_and_prefixes_are_fresh():
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    with edge(tmp_path_factory.mktemp("launch")) as running:
+    with running_frontend(tmp_path_factory.mktemp("launch")) as running:
         yield running
 
 
@@ -238,9 +238,9 @@ async def test_no_server_is_unavailable(unused_tcp_port):
 
 @pytest.mark.server
 def test_a_killed_server_takes_its_stubs_along(tmp_path):
-    with edge(tmp_path) as own:
+    with running_frontend(tmp_path) as own:
         own.add_model("sql")
-        stubs = own.processes()
+        stubs = own.child_processes()
         assert len(stubs) == 2
         os.kill(own.process.pid, signal.SIGKILL)
         wait_until(lambda: not any(alive(stub) for stub in stubs), 20, "rid of stubs")

@@ -12,8 +12,8 @@ import sys
 
 import aiohttp
 import pytest
-from support.edge import BASE, edge, words
-from support.service import Stream
+from support.frontend_harness import BASE, running_frontend, scripted_text
+from support.quire_serve import StreamedResponse
 
 from quire_server.model_server import launch, repository
 from quire_server.model_server.preload import preload
@@ -103,14 +103,14 @@ def test_ahead_needs_a_place(monkeypatch, caplog):
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    with edge(tmp_path_factory.mktemp("preload")) as running:
+    with running_frontend(tmp_path_factory.mktemp("preload")) as running:
         yield running
 
 
 @pytest.mark.server
 def test_a_stream_loses_nothing_when_its_thread_in_the_server_is_held_up(running):
     """Here by a load over HTTP, which is done on such a thread; several times what its queue holds waits for it."""
-    streams = [Stream() for _ in range(16)]
+    streams = [StreamedResponse() for _ in range(16)]
     files = {f"file:{path}": base64.b64encode(data).decode() for path, data in repository.model_files().items()}
     config = json.dumps(repository.model_config("held", BASE, running.socket))
     url = f"http://127.0.0.1:{running.ports['http']}/v2"
@@ -133,7 +133,7 @@ def test_a_stream_loses_nothing_when_its_thread_in_the_server_is_held_up(running
             await asyncio.wait_for(asyncio.gather(*tasks), 30)
 
     asyncio.run(scenario())
-    assert [(s.text, s.error) for s in streams] == [(words(200), None)] * 16
+    assert [(s.text, s.error) for s in streams] == [(scripted_text(200), None)] * 16
     running.remove_model("held")
 
 

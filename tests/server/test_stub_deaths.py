@@ -7,7 +7,7 @@ import sys
 
 import psutil
 import pytest
-from support.edge import edge, wait_until
+from support.frontend_harness import running_frontend, wait_until
 
 pytestmark = pytest.mark.server
 
@@ -35,10 +35,10 @@ def test_a_stub_whose_server_ended_before_it_had_begun_ends_too():
 
 
 def test_a_killed_stub_frees_its_requests_and_its_model_loads_again(tmp_path):
-    with edge(tmp_path) as own:
+    with running_frontend(tmp_path) as own:
         own.add_model("sql")
         own.stub("sql").kill()
-        wait_until(lambda: own.notes("lost"), 20, "noticed by the text process")
+        wait_until(lambda: own.journal_entries("lost"), 20, "noticed by the text process")
 
         async def heal() -> None:
             async with own.client() as client:

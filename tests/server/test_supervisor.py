@@ -11,8 +11,8 @@ import urllib.request
 
 import pytest
 import tritonclient.grpc.aio as grpcaio
-from support.service import Stream, alive, grpc_flag, grpc_text
-from support.supervised import adapter_folder, catalogue, started, supervised
+from support.quire_serve import StreamedResponse, grpc_flag, grpc_text, is_alive
+from support.supervisor_harness import adapter_folder, catalog, running_supervisor, started_supervisor
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
 
@@ -37,8 +37,8 @@ def pod(tmp_path_factory, folders):
     folder = tmp_path_factory.mktemp("pod")
     hidden = {"source": {"path": str(folders["b"])}, "expose": "Parameter", "pinned": True}
     absent = {"source": {"path": str(folder / "absent")}}
-    document = catalogue(7, a=folders["a"], b=folders["b"], hidden=hidden, wrong=folders["wrong"], absent=absent)
-    with supervised(folder, document) as pod:
+    document = catalog(7, a=folders["a"], b=folders["b"], hidden=hidden, wrong=folders["wrong"], absent=absent)
+    with running_supervisor(folder, document) as pod:
         pod.first = document
         yield pod
 
@@ -52,8 +52,8 @@ def digest(pod, name):
 
 
 def test_it_says_when_it_is_ready_and_with_what(pod):
-    pod.wait(lambda: "Quire" in pod.out.read_text(), 5, "announced")
-    out = pod.out.read_text()
+    pod.wait(lambda: "Quire" in pod.stdout.read_text(), 5, "announced")
+    out = pod.stdout.read_text()
     assert f"HTTP      http://127.0.0.1:{pod.ports['http']}/v2/models/tales/generate\n" in out
     assert "models    tales, a, b\n" in out
     assert "adapters  hidden (lora_name on tales)\n" in out
@@ -77,7 +77,7 @@ def test_status_names_where_each_adapter_is(pod, folders):
     }
     assert status["memory"]["dtype"] == "float32"
     assert digest(pod, "b") == digest(pod, "hidden") != digest(pod, "a")
-    assert pod.core_adapters() == {digest(pod, "a"): "host", digest(pod, "b"): "slot"}
+    assert pod.core_adapter_digests() == {digest(pod, "a"): "host", digest(pod, "b"): "slot"}
 
 
 def test_every_name_answers(pod):
@@ -127,7 +127,7 @@ def num_restarts(pod, name):
 
 async def open_streams(pod, models):
     """A stream of HTTP and one of gRPC per model, each with a piece arrived."""
-    streams = [Stream() for _ in range(2 * len(models))]
+    streams = [StreamedResponse() for _ in range(2 * len(models))]
     tasks = [
         asyncio.create_task((pod.http_stream if i % 2 else pod.grpc_stream)(models[i // 2], "x", into=stream, **LONG))
         for i, stream in enumerate(streams)
@@ -157,7 +157,7 @@ def test_a_death_under_load(pod, victim):
         streams, killed = asyncio.run(scenario())
         pod.wait(lambda: serves(pod), 30, "serving again")
         back = time.monotonic() - killed
-    late = max(s.ended for s in streams) - killed
+    late = max(s.ended_at for s in streams) - killed
     print(f"\n{victim}: streams ended after {late:.2f} s, all models back after {back:.2f} s")
     assert all(s.error for s in streams), [s.error for s in streams]
     assert late < KILL_S
@@ -167,7 +167,7 @@ def test_a_death_under_load(pod, victim):
     after = {name: pod.pid(name) for name in before}
     assert {name for name in before if before[name] != after[name]} == {died}
     assert pod.status()["processes"][died]["restarts"] >= 1
-    assert digest(pod, "a") in pod.core_adapters()
+    assert digest(pod, "a") in pod.core_adapter_digests()
     assert {a["name"]: a["state"] for a in pod.status()["adapters"]}["hidden"] == "Ready"
 
 
@@ -194,7 +194,7 @@ def test_an_idle_stub_is_replaced_alone_and_nobody_else_notices(pod):
 
 
 def test_an_idle_stub_of_the_base_is_replaced_too(pod):
-    pod.wait(lambda: pod.open_requests() == 0, 5, "idle")
+    pod.wait(lambda: pod.num_open_requests() == 0, 5, "idle")
     server = pod.pid("server")
     with Watch(pod) as watch:
         pod.stub("tales").kill()
@@ -207,7 +207,7 @@ def test_an_idle_stub_of_the_base_is_replaced_too(pod):
 def test_a_stub_that_dies_with_an_answer_in_hand_leaves_no_client_waiting(pod):
     """Text has no request open any more, and the client has not got the end yet."""
     stub, server = pod.stub("a"), pod.pid("server")
-    streams = [Stream(), Stream()]
+    streams = [StreamedResponse(), StreamedResponse()]
 
     async def scenario():
         calls = (pod.http_stream, pod.grpc_stream)
@@ -217,7 +217,7 @@ def test_a_stub_that_dies_with_an_answer_in_hand_leaves_no_client_waiting(pod):
         while not all(s.pieces for s in streams):
             await asyncio.sleep(0.01)
         stub.suspend()
-        while await asyncio.to_thread(pod.open_requests):
+        while await asyncio.to_thread(pod.num_open_requests):
             await asyncio.sleep(0.02)
         assert not any(task.done() for task in tasks)
         stub.kill()
@@ -227,7 +227,7 @@ def test_a_stub_that_dies_with_an_answer_in_hand_leaves_no_client_waiting(pod):
 
     killed = asyncio.run(scenario())
     assert all(s.error for s in streams), [s.error for s in streams]
-    assert max(s.ended for s in streams) - killed < KILL_S
+    assert max(s.ended_at for s in streams) - killed < KILL_S
     pod.wait(lambda: serves(pod), 30, "serving again")
     assert pod.pid("server") != server
 
@@ -244,7 +244,7 @@ def test_replacing_and_removing_adapters_fails_no_request(pod, folders, tmp_path
     asking = threading.Thread(target=ask)
     asking.start()
     try:
-        assert pod.put_adapters(catalogue(8, a=changed, b=folders["b"])).status == 202
+        assert pod.put_adapters(catalog(8, a=changed, b=folders["b"])).status == 202
         took = pod.wait(lambda: digest(pod, "a") != old and pod.adapter("a")["state"] == "Ready", 10, "replaced")
         new = digest(pod, "a")
         pod.wait(lambda: answers[-1].body["text_output"].startswith(new[-8:]), 5, "answered by the new one")
@@ -255,15 +255,15 @@ def test_replacing_and_removing_adapters_fails_no_request(pod, folders, tmp_path
     seen = [a.body["text_output"].split()[0] for a in answers]
     assert seen == sorted(seen, key=lambda word: word == new[-8:]), "never back to the old one"
     print(f"\nreplaced after {took:.2f} s, {len(answers)} requests meanwhile")
-    pod.wait(lambda: old not in pod.core_adapters(), 5, "old content unloaded")
+    pod.wait(lambda: old not in pod.core_adapter_digests(), 5, "old content unloaded")
     assert not pod.adapter("hidden") and not pod.adapter("wrong")
-    assert pod.put_adapters(catalogue(7, a=changed)).status == 409
+    assert pod.put_adapters(catalog(7, a=changed)).status == 409
     assert pod.status()["generation"] == 8
 
-    assert pod.put_adapters(catalogue(9, a=changed)).status == 202
+    assert pod.put_adapters(catalog(9, a=changed)).status == 202
     pod.wait(lambda: not pod.adapter("b") and pod.status()["models"] == ["tales", "a"], 10, "removed")
     pod.wait(lambda: pod.generate("b", "x").status in (400, 404), 5, "refused")
-    pod.wait(lambda: list(pod.core_adapters()) == [new], 5, "unloaded")
+    pod.wait(lambda: list(pod.core_adapter_digests()) == [new], 5, "unloaded")
     assert pod.put_adapters(pod.first | {"generation": 10}).status == 202
     pod.wait(lambda: serves(pod), 10, "as before")
     assert pod.pid("server") == server
@@ -274,7 +274,7 @@ def test_a_request_in_flight_outlives_its_adapters_removal(pod, folders):
 
     async def scenario():
         (stream,), (task,) = await one_stream(pod, "b")
-        await asyncio.to_thread(pod.put_adapters, catalogue(generation + 1, a=folders["a"]))
+        await asyncio.to_thread(pod.put_adapters, catalog(generation + 1, a=folders["a"]))
         pod.wait(lambda: pod.status()["models"] == ["tales", "a"], 10, "removed")
         count = len(stream.pieces)
         await asyncio.sleep(0.5)
@@ -283,7 +283,7 @@ def test_a_request_in_flight_outlives_its_adapters_removal(pod, folders):
         await asyncio.wait([task])
 
     async def one_stream(pod, model):
-        stream = Stream()
+        stream = StreamedResponse()
         task = asyncio.create_task(pod.http_stream(model, "x", into=stream, **LONG))
         while not stream.pieces:
             await asyncio.sleep(0.01)
@@ -297,7 +297,7 @@ def test_a_request_in_flight_outlives_its_adapters_removal(pod, folders):
 def test_exposing_and_hiding_an_adapter(pod, folders):
     generation = pod.status()["generation"]
     shown = {"source": {"path": str(folders["b"])}, "expose": "Model"}
-    pod.put_adapters(catalogue(generation + 1, a=folders["a"], hidden=shown))
+    pod.put_adapters(catalog(generation + 1, a=folders["a"], hidden=shown))
     pod.wait(lambda: "hidden" in pod.status()["models"], 10, "a model")
     assert words(pod, "hidden") == {digest(pod, "hidden")[-8:]}
     pod.put_adapters(pod.first | {"generation": generation + 2})
@@ -306,7 +306,7 @@ def test_exposing_and_hiding_an_adapter(pod, folders):
 
 def test_a_bad_replacement_leaves_the_one_before_serving(pod, folders):
     generation, before = pod.status()["generation"], digest(pod, "a")
-    pod.put_adapters(catalogue(generation + 1, a=folders["wrong"], b=folders["b"]))
+    pod.put_adapters(catalog(generation + 1, a=folders["wrong"], b=folders["b"]))
     pod.wait(lambda: pod.adapter("a")["state"] == "Failed", 10, "refused")
     assert pod.adapter("a")["error"] == f"rank 0 is not a rank (still serving {before})"
     assert words(pod, "a") == {before[-8:]}
@@ -319,14 +319,14 @@ def test_a_bad_replacement_leaves_the_one_before_serving(pod, folders):
 
 
 def test_an_adapter_cannot_take_the_bases_name(pod, folders):
-    answer = pod.put_adapters(catalogue(99, tales=folders["a"]))
+    answer = pod.put_adapters(catalog(99, tales=folders["a"]))
     assert answer.status == 400
     assert "'tales' is the base model's name" in answer.body["error"]
 
 
 def test_twenty_adapters_side_by_side(tmp_path):
     many = {f"m{i}": adapter_folder(tmp_path / f"adapters/{i}", weights=os.urandom(100_000)) for i in range(20)}
-    with started(tmp_path / "pod", catalogue(1, **many)) as pod:
+    with started_supervisor(tmp_path / "pod", catalog(1, **many)) as pod:
         begun = time.monotonic()
         pod.wait_ready(40)
         took = time.monotonic() - begun
@@ -340,12 +340,12 @@ def test_twenty_adapters_side_by_side(tmp_path):
 
 
 def test_sigterm_lets_open_requests_finish_and_refuses_new_ones(tmp_path, folders):
-    with supervised(tmp_path / "pod", catalogue(1, a=folders["a"])) as pod:
-        pod.processes()
+    with running_supervisor(tmp_path / "pod", catalog(1, a=folders["a"])) as pod:
+        pod.child_processes()
 
         async def scenario():
-            stream = Stream()
-            task = asyncio.create_task(pod.http_stream("a", "x", into=stream, max_tokens=60))
+            stream = StreamedResponse()
+            task = asyncio.create_task(pod.http_stream("a", "x", streamed_response=stream, max_tokens=60))
             while not stream.pieces:
                 await asyncio.sleep(0.01)
             pod.process.send_signal(signal.SIGTERM)
@@ -363,8 +363,8 @@ def test_sigterm_lets_open_requests_finish_and_refuses_new_ones(tmp_path, folder
 
 
 def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path):
-    with supervised(tmp_path / "pod", catalogue(1), "--drain-timeout=0.5") as pod:
-        pod.processes()
+    with running_supervisor(tmp_path / "pod", catalog(1), "--drain-timeout=0.5") as pod:
+        pod.child_processes()
 
         async def scenario():
             streams, tasks = await open_streams(pod, ["tales"])
@@ -378,10 +378,10 @@ def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path):
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path):
-    with started(tmp_path / "pod", catalogue(1)) as pod:
+    with started_supervisor(tmp_path / "pod", catalog(1)) as pod:
         pod.wait_ready(30)
         prefix = pod.shm_prefix()
-        assert pod.shm()
+        assert pod.shared_memory_regions()
 
         async def scenario():
             _, tasks = await open_streams(pod, ["tales"])
@@ -403,40 +403,40 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
 
 
 def test_nothing_outlives_a_killed_supervisor_and_the_next_one_clears_up(tmp_path, folders):
-    with started(tmp_path / "pod", catalogue(1, a=folders["a"])) as pod:
+    with started_supervisor(tmp_path / "pod", catalog(1, a=folders["a"])) as pod:
         pod.wait_ready(30)
-        left, copies = pod.shm(), pod.copies()
+        left, copies = pod.shared_memory_regions(), pod.model_copies()
         pod.kill()
         pod.assert_nothing_left()
-        assert left <= set(os.listdir("/dev/shm")) and copies and copies == pod.copies()
-        with supervised(tmp_path / "next", catalogue(1), f"--run-dir={pod.run_dir}") as following:
+        assert left <= set(os.listdir("/dev/shm")) and copies and copies == pod.model_copies()
+        with running_supervisor(tmp_path / "next", catalog(1), f"--run-dir={pod.run_dir}") as following:
             following.run_dir = tmp_path / "next/run"
-            assert not left & set(os.listdir("/dev/shm")) and not pod.copies()
+            assert not left & set(os.listdir("/dev/shm")) and not pod.model_copies()
         assert list(pod.run_dir.iterdir()) == []
 
 
 def test_killed_servers_leave_neither_shared_memory_nor_copies_of_models(tmp_path, folders):
-    with supervised(tmp_path / "pod", catalogue(1, a=folders["a"])) as pod:
-        first, copies = pod.shm(), pod.copies()
+    with running_supervisor(tmp_path / "pod", catalog(1, a=folders["a"])) as pod:
+        first, copies = pod.shared_memory_regions(), pod.model_copies()
         os.kill(pod.pid("server"), signal.SIGKILL)
         pod.wait(lambda: num_restarts(pod, "server") > 0, 20, "noticed")
         pod.wait_ready(20)
-        assert first and not first & pod.shm()
-        pod.wait(lambda: pod.copies() and "a" in pod.status()["models"], 20, "serving the adapter again")
-        assert len(copies) == len(pod.copies()) == 1 and copies != pod.copies()
+        assert first and not first & pod.shared_memory_regions()
+        pod.wait(lambda: pod.model_copies() and "a" in pod.status()["models"], 20, "serving the adapter again")
+        assert len(copies) == len(pod.model_copies()) == 1 and copies != pod.model_copies()
         prefix = pod.shm_prefix()
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
-    assert not pod.copies()
+    assert not pod.model_copies()
 
 
 @pytest.mark.parametrize(("host", "shown"), [("::1", "::1"), ("0.0.0.0", "::")])
 def test_ipv6(host, shown, tmp_path, folders, monkeypatch):
     """Asked for, or that of the pod."""
     monkeypatch.setenv("POD_IP", "fd00::7")
-    with started(tmp_path / "pod", catalogue(1, a=folders["a"]), f"--host={host}") as pod:
-        pod.wait(lambda: "is ready" in pod.out.read_text(), 30, "ready")
-        pod.processes()
-        assert f"gRPC      [{shown}]:{pod.ports['grpc']}\n" in pod.out.read_text()
+    with started_supervisor(tmp_path / "pod", catalog(1, a=folders["a"]), f"--host={host}") as pod:
+        pod.wait(lambda: "is ready" in pod.stdout.read_text(), 30, "ready")
+        pod.child_processes()
+        assert f"gRPC      [{shown}]:{pod.ports['grpc']}\n" in pod.stdout.read_text()
         with urllib.request.urlopen(f"http://[::1]:{pod.ports['health']}/metrics", timeout=5) as answer:
             assert b"nv_inference" in answer.read()
         for port in ("http", "grpc"):
@@ -446,7 +446,7 @@ def test_ipv6(host, shown, tmp_path, folders, monkeypatch):
 
 def test_a_lost_request_does_not_keep_the_stub_of_a_removed_adapter(tmp_path, folders):
     """Release 24.10 loses some requests whose gRPC streams are cancelled on their last response, and waits for them."""
-    with supervised(tmp_path / "pod", catalogue(1, a=folders["a"], b=folders["b"])) as pod:
+    with running_supervisor(tmp_path / "pod", catalog(1, a=folders["a"], b=folders["b"])) as pod:
 
         async def leave_on_the_last_word():
             asked = {"model_name": "b", "inputs": [grpc_text("x"), grpc_flag("stream", True)]}
@@ -469,10 +469,10 @@ def test_a_lost_request_does_not_keep_the_stub_of_a_removed_adapter(tmp_path, fo
 
         stub, server = pod.stub("b"), pod.pid("server")
         asyncio.run(scenario())
-        pod.wait(lambda: pod.open_requests() == 0, 5, "free of requests")
-        assert pod.put_adapters(catalogue(2, a=folders["a"])).status == 202
-        pod.wait(lambda: not alive(stub), 10, "gone")
+        pod.wait(lambda: pod.num_open_requests() == 0, 5, "free of requests")
+        assert pod.put_adapters(catalog(2, a=folders["a"])).status == 202
+        pod.wait(lambda: not is_alive(stub), 10, "gone")
         print("\nthe server had lost a request:", "the server keeps it" in pod.log.read_text())
-        assert pod.put_adapters(catalogue(3, a=folders["a"], b=folders["b"])).status == 202
+        assert pod.put_adapters(catalog(3, a=folders["a"], b=folders["b"])).status == 202
         pod.wait(lambda: serves(pod), 10, "serving again")
         assert pod.pid("server") == server

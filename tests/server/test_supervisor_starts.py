@@ -8,7 +8,7 @@ import socket
 from types import SimpleNamespace
 
 import pytest
-from support.supervised import ENGINE, catalogue, started
+from support.supervisor_harness import ENGINE, catalog, started_supervisor
 
 from quire_server.__main__ import main
 from quire_server.supervisor.supervisor import Supervisor
@@ -25,7 +25,7 @@ def ended(pod, timeout=30):
 
 
 def test_a_configuration_that_the_core_refuses_ends_it_with_the_cores_words(tmp_path):
-    with started(tmp_path / "pod", catalogue(1), core_refuses="model: 'none' is not a folder") as pod:
+    with started_supervisor(tmp_path / "pod", catalog(1), core_refuses="model: 'none' is not a folder") as pod:
         code, log = ended(pod)
     assert code == 2
     assert "quire: core ended with exit_code=2 before it was ready; its last lines:\n  model: 'none' is not" in log
@@ -33,7 +33,7 @@ def test_a_configuration_that_the_core_refuses_ends_it_with_the_cores_words(tmp_
 
 
 def test_a_core_that_always_crashes_at_the_start_ends_it(tmp_path):
-    with started(tmp_path / "pod", catalogue(1), core_refuses="no memory", exit_code=70) as pod:
+    with started_supervisor(tmp_path / "pod", catalog(1), core_refuses="no memory", exit_code=70) as pod:
         code, log = ended(pod)
     assert code == 1
     assert "core ended 3 times with exit_code=70" in log
@@ -42,14 +42,14 @@ def test_a_core_that_always_crashes_at_the_start_ends_it(tmp_path):
 @pytest.mark.parametrize(
     ("engine", "adapters", "message"),
     [
-        ('{"model": "m", "max_lora": 3}', catalogue(1), "max_lora: unknown field"),
-        ("{", catalogue(1), "engine.json: Expecting"),
-        (ENGINE, catalogue(1, tales="/a"), "'tales' is the base model's name"),
+        ('{"model": "m", "max_lora": 3}', catalog(1), "max_lora: unknown field"),
+        ("{", catalog(1), "engine.json: Expecting"),
+        (ENGINE, catalog(1, tales="/a"), "'tales' is the base model's name"),
         (ENGINE, {"adapter": []}, "adapter: unknown field"),
     ],
 )
 def test_a_wrong_file_ends_it_before_anything_starts(tmp_path, engine, adapters, message):
-    with started(tmp_path / "pod", adapters, engine=engine) as pod:
+    with started_supervisor(tmp_path / "pod", adapters, engine=engine) as pod:
         code, log = ended(pod)
     assert code == 2
     assert message in log
@@ -65,7 +65,7 @@ def test_all_ports_that_are_taken_are_named(tmp_path, ports):
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             flags.append(f"--{port}-port={taken.getsockname()[1]}")
-        code, log = ended(stack.enter_context(started(tmp_path / "pod", catalogue(1), *flags)))
+        code, log = ended(stack.enter_context(started_supervisor(tmp_path / "pod", catalog(1), *flags)))
     assert code == 2
     named = ", ".join(f"{flag.replace('=', ' ')} (Address already in use)" for flag in flags)
     assert f"{named}: cannot listen on 127.0.0.1 there" in log
@@ -73,7 +73,7 @@ def test_all_ports_that_are_taken_are_named(tmp_path, ports):
 
 @pytest.mark.parametrize(("one", "other"), [("http", "grpc"), ("grpc", "health"), ("metrics", "health")])
 def test_ports_must_differ(tmp_path, one, other):
-    with started(tmp_path / "pod", catalogue(1), f"--{one}-port=9000", f"--{other}-port=9000") as pod:
+    with started_supervisor(tmp_path / "pod", catalog(1), f"--{one}-port=9000", f"--{other}-port=9000") as pod:
         code, log = ended(pod)
     assert code == 2
     assert f"--{one}-port 9000 and --{other}-port 9000: ports must differ; give each its own number" in log
@@ -82,16 +82,16 @@ def test_ports_must_differ(tmp_path, one, other):
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-name.invalid"])
 def test_an_address_that_is_another_machines_is_named(tmp_path, host):
-    with started(tmp_path / "pod", catalogue(1), f"--host={host}") as pod:
+    with started_supervisor(tmp_path / "pod", catalog(1), f"--host={host}") as pod:
         code, log = ended(pod)
     assert code == 2
     assert f"--host {host}: not an address of this machine" in log and "port" not in log
 
 
 def test_a_run_folder_has_one_owner(tmp_path):
-    with started(tmp_path / "first", catalogue(1)) as first:
+    with started_supervisor(tmp_path / "first", catalog(1)) as first:
         first.wait(first.run_dir.exists, 10, "up")
-        with started(tmp_path / "second", catalogue(1), f"--run-dir={first.run_dir}") as second:
+        with started_supervisor(tmp_path / "second", catalog(1), f"--run-dir={first.run_dir}") as second:
             code, log = ended(second)
         assert (code, first.process.poll()) == (2, None)
         assert "another supervisor uses it" in log

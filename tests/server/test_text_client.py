@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from support.edge import wait_until
+from support.frontend_harness import wait_until
 
 from quire_server.frontend.text_client import TextClient
 from quire_spec.protocol.framing import FrameDecoder, encode_frame

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from cluster.pki import Authority
-from support import readers
-from support.readers import READERS
-from support.sources import Files, Proxy, Raw, serve
+from nodocker_cluster.pki import CertificateAuthority
+from support import reader_process
+from support.fake_sources import FakeHttpServer, FakeProxy, RawServer, start_server
+from support.reader_process import READERS
 
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
 
@@ -36,11 +36,11 @@ MINUTE = datetime.timedelta(minutes=1)
 def pki(tmp_path_factory) -> Path:
     """Certificates of servers, by an authority whose own is ca.crt, and by another one."""
     folder = tmp_path_factory.mktemp("pki")
-    authority = Authority(folder)
+    authority = CertificateAuthority(folder)
     authority.issue("good", "files", hosts=[HOST])
     authority.issue("elsewhere", "files", hosts=["files.example"])
-    authority.issue("expired", "files", hosts=[HOST], life=-MINUTE)
-    Authority(folder / "other").issue("unknown", "files", hosts=[HOST])
+    authority.issue("expired", "files", hosts=[HOST], lifetime=-MINUTE)
+    CertificateAuthority(folder / "other").issue("unknown", "files", hosts=[HOST])
     (folder / "no.crt").write_text("no certificate\n")
     return folder
 
@@ -74,7 +74,7 @@ async def ask(asked: list[tuple[str, str]], **environment: str) -> list[str]:
     kept = {name: value for name, value in os.environ.items() if name.upper() not in FOREIGN and name[:4] != "AWS_"}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        readers.__file__,
+        reader_process.__file__,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -91,7 +91,7 @@ async def tls(pki):
     servers = []
 
     async def start(made: ssl.SSLContext | None) -> str:
-        servers.append(await serve(Files(FILES).handle, made))
+        servers.append(await start_server(FakeHttpServer(FILES).handle, made))
         return str(servers[-1].make_url("/")).rstrip("/")
 
     yield start
@@ -153,7 +153,7 @@ async def test_a_certificate_behind_a_redirect_names_the_host_behind_it(pki, tls
     async def moved(request):
         return web.Response(status=302, headers={"Location": f"{url}/secret?signature=s3cr3t", "ETag": '"a"'})
 
-    server = await serve(moved, context(pki, "good"))
+    server = await start_server(moved, context(pki, "good"))
     asked = [(reader, str(server.make_url("/"))) for reader in ("pod http", "plan http", "plan hub")]
     for said in await ask(asked, SSL_CERT_FILE=str(pki / "ca.crt")):
         assert f"it redirects to {url}" in said and "CERTIFICATE_VERIFY_FAILED" in said
@@ -163,7 +163,7 @@ async def test_a_certificate_behind_a_redirect_names_the_host_behind_it(pki, tls
 
 async def test_nobody_there_is_said_by_every_reader():
     """obstore's own words are the same for all that keeps it from an answer."""
-    raw = Raw(b"")
+    raw = RawServer(b"")
     url = await raw.start()
     await raw.close()
     for said in await ask([(reader, url) for reader in READERS]):
@@ -174,20 +174,20 @@ async def test_nobody_there_is_said_by_every_reader():
 async def test_every_reader_goes_by_the_proxy_and_past_it_where_it_is_told_to(pki, tls, form):
     made = context(pki, "good")
     asked = [(reader, await tls(made)) for reader in READERS]
-    proxy = Proxy("user:passw0rd")
+    proxy = FakeProxy("user:passw0rd")
     port = await proxy.start(made if form.startswith("https:") else None)
-    environment = {"SSL_CERT_FILE": str(pki / "ca.crt"), "HTTPS_PROXY": form % (proxy.who, f"{HOST}:{port}")}
+    environment = {"SSL_CERT_FILE": str(pki / "ca.crt"), "HTTPS_PROXY": form % (proxy.credentials, f"{HOST}:{port}")}
     assert await ask(asked, **environment) == ['{"r": 8}'] * 6
-    assert set(proxy.asked) == {url.removeprefix("https://") for _, url in asked}
-    proxy.asked.clear()
+    assert set(proxy.targets) == {url.removeprefix("https://") for _, url in asked}
+    proxy.targets.clear()
     assert await ask(asked, **environment, NO_PROXY=HOST) == ['{"r": 8}'] * 6
-    assert proxy.asked == []
+    assert proxy.targets == []
     await proxy.close()
 
 
 @pytest.mark.parametrize("refuses", [True, False])
 async def test_a_proxy_that_refuses_is_not_taken_for_the_place_and_its_password_is_not_told(refuses):
-    proxy = Proxy("user:other", refuses)
+    proxy = FakeProxy("user:other", refuses)
     environment = {"HTTPS_PROXY": f"http://user:passw0rd@{HOST}:{await proxy.start()}"}
     for said in await ask([(reader, "https://files.example") for reader in READERS], **environment):
         assert "the proxy" in said and "passw0rd" not in said
@@ -196,7 +196,7 @@ async def test_a_proxy_that_refuses_is_not_taken_for_the_place_and_its_password_
 
 
 async def test_a_proxy_that_does_not_answer_is_an_error_without_its_password():
-    raw = Raw(b"")
+    raw = RawServer(b"")
     gone = (await raw.start()).removeprefix("http://")
     await raw.close()
     environment = {"HTTPS_PROXY": f"http://user:passw0rd@{gone}"}

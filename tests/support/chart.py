@@ -11,7 +11,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/quire"
 
-NAMED: dict[str, Any] = {
+ALL_VALUES: dict[str, Any] = {
     "image": {
         "registry": "registry.example/team/",
         "pullPolicy": "Always",
@@ -48,7 +48,7 @@ NAMED: dict[str, Any] = {
     },
 }
 """Everything that can be set, with another value than the default."""
-OFF: dict[str, Any] = {
+DISABLED_VALUES: dict[str, Any] = {
     "crds": {"keep": False},
     "rbac": {"create": False},
     "serviceAccount": {"create": False},
@@ -64,19 +64,19 @@ def helm(*arguments: str | Path, check: bool = True, timeout_s: float = 120) -> 
     return done
 
 
-def rendered(folder: Path, values: dict[str, Any] | None = None, name: str = "quire") -> list[dict[str, Any]]:
+def render_chart(folder: Path, values: dict[str, Any] | None = None, name: str = "quire") -> list[dict[str, Any]]:
     """Every object of the chart with these values, for the namespace quire-system."""
     file = folder / "values.yaml"
     file.write_text(yaml.safe_dump(values or {}))
-    return documents(helm("template", name, CHART, "-n", "quire-system", "-f", file).stdout)
+    return parse_documents(helm("template", name, CHART, "-n", "quire-system", "-f", file).stdout)
 
 
-def documents(text: str) -> list[dict[str, Any]]:
+def parse_documents(text: str) -> list[dict[str, Any]]:
     """The objects of a text, by libyaml: the definition alone takes the parser in Python a second."""
-    return [found for found in yaml.load_all(text, yaml.CSafeLoader) if found]
+    return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 
-def one(objects: list[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:
+def only_of_kind(objects: list[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:
     """The only object of a kind."""
-    (found,) = [o for o in objects if o["kind"] == kind and name in (None, o["metadata"]["name"])]
-    return found
+    (matching,) = [o for o in objects if o["kind"] == kind and name in (None, o["metadata"]["name"])]
+    return matching

@@ -2,7 +2,8 @@
 """A real API server for tests, and a small blocking client of it.
 
 `running` gives the cluster that QUIRE_TEST_KUBECONFIG names (never the default kubeconfig), or starts a control plane
-of its own; hack/cluster has the programs. What is told here is what the API server answered: nothing is imitated.
+of its own; hack/nodocker_cluster has the programs. What is told here is what the API server answered: nothing is
+imitated.
 """
 
 import contextlib
@@ -19,14 +20,14 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from cluster import control_plane, definitions, tools
-from cluster.kubeconfig import Access
-from support.pod import eventually
+from nodocker_cluster import binaries, control_plane, crd_apiserver
+from nodocker_cluster.kubeconfig import ClusterAccess
+from support.engine_processes import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 CRD_FILE = ROOT / "crds/llmservices.yaml"
-GIVEN = "QUIRE_TEST_KUBECONFIG"
-ABSENT = "no Kubernetes on this machine: run make cluster-tools (minutes, once)"
+KUBECONFIG_VARIABLE = "QUIRE_TEST_KUBECONFIG"
+NO_CLUSTER_REASON = "no Kubernetes on this machine: run make cluster-tools (minutes, once)"
 FIELD_MANAGER = "quire-tests"
 
 Manifest = dict[str, Any]
@@ -57,12 +58,12 @@ class UnknownKind(AssertionError):
 class Cluster:
     """An API server, reached as somebody who may do everything."""
 
-    access: Access
+    access: ClusterAccess
     kubeconfig: Path
     """For programs: kubectl, the operator."""
     folder: Path
     """For files of this session."""
-    programs: tools.Tools | None = None
+    programs: binaries.KubeBinaries | None = None
     """None: the cluster was given."""
     _kinds: dict[str, dict[str, Manifest]] = field(default_factory=dict)
 
@@ -76,21 +77,21 @@ class Cluster:
         )
         # Nodes ask in threads of their own. Of two that share a client, one may take a connection for idle that the
         # other has just begun to use, and close it: httpcore looks at what a connection does, and then at its socket.
-        self._asking = threading.Lock()
+        self._request_lock = threading.Lock()
 
     @functools.cached_property
     def version(self) -> tuple[int, int]:
         """Of the API server."""
-        said = self.request("GET", "/version")
-        return int(said["major"]), int(said["minor"].rstrip("+"))
+        document = self.request("GET", "/version")
+        return int(document["major"]), int(document["minor"].rstrip("+"))
 
-    def needs(self, major: int, minor: int, what: str) -> None:
+    def require_version(self, major: int, minor: int, feature: str) -> None:
         """Skip the test where the server is older than what it tests."""
         if self.version < (major, minor):
-            here = ".".join(map(str, self.version))
-            pytest.skip(f"needs Kubernetes {major}.{minor} for {what}; this one is {here}")
+            version = ".".join(map(str, self.version))
+            pytest.skip(f"needs Kubernetes {major}.{minor} for {feature}; this one is {version}")
 
-    def needs_controllers(self) -> None:
+    def require_controllers(self) -> None:
         """Skip the test where nothing makes pods of Deployments and collects garbage (KUBEBUILDER_ASSETS alone)."""
         if self.programs and not self.programs.has("kube-controller-manager"):
             pytest.skip(f"needs a controller-manager, and {self.programs.folder} has none; run make cluster-tools")
@@ -100,7 +101,7 @@ class Cluster:
     def request(self, method: str, path: str, body: Any = None, content_type: str = "", **params: Any) -> Any:
         """The answer's document; raises ApiError for a status of 400 and above."""
         headers = {"Content-Type": content_type or "application/json"} if body is not None else {}
-        with self._asking:
+        with self._request_lock:
             response = self.http.request(method, path, json=body, headers=headers, params=params)
         if response.status_code >= 400:
             raise ApiError(response)
@@ -192,9 +193,13 @@ class Cluster:
     def token_kubeconfig(self, namespace: str, name: str) -> Path:
         """Kubeconfig of a ServiceAccount that is there, with a token of its own."""
         path = self.path("v1", "ServiceAccount", namespace, name) + "/token"
-        wanted = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 3600}}
-        token = self.request("POST", path, wanted)["status"]["token"]
-        access = Access(self.access.server, self.access.ca, token=token)
+        token_request = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {"expirationSeconds": 3600},
+        }
+        token = self.request("POST", path, token_request)["status"]["token"]
+        access = ClusterAccess(self.access.server, self.access.ca, token=token)
         return access.write(self.folder / f"{namespace}-{name}.kubeconfig")
 
     @contextlib.contextmanager
@@ -219,16 +224,16 @@ class Cluster:
             if error.status != 409:
                 raise
             self.request("PATCH", f"{path}/{name}", {"spec": manifest["spec"]}, "application/merge-patch+json")
-        eventually(lambda: self._established(name), 30, f"{name} established")
+        wait_for(lambda: self._is_established(name), 30, f"{name} established")
 
-    def _established(self, name: str) -> bool:
+    def _is_established(self, name: str) -> bool:
         crd = self.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", name) or {}
         conditions = {c["type"]: c["status"] for c in crd.get("status", {}).get("conditions") or []}
         return conditions.get("Established") == "True"
 
     def _resource(self, api_version: str, kind: str) -> Manifest:
-        known = self._kinds.get(api_version, {})
-        if kind not in known:
+        resources = self._kinds.get(api_version, {})
+        if kind not in resources:
             root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
             try:
                 listed = self.request("GET", root)["resources"]
@@ -236,31 +241,31 @@ class Cluster:
                 if error.status != 404:
                     raise
                 listed = []
-            known = self._kinds[api_version] = {r["kind"]: r for r in listed if "/" not in r["name"]}
-        if kind not in known:
+            resources = self._kinds[api_version] = {r["kind"]: r for r in listed if "/" not in r["name"]}
+        if kind not in resources:
             raise UnknownKind(f"the API server has no {api_version} {kind}")
-        return known[kind]
+        return resources[kind]
 
 
-def available() -> bool:
+def is_available() -> bool:
     """Whether a cluster is given or can be started."""
-    return bool(os.environ.get(GIVEN)) or tools.find() is not None
+    return bool(os.environ.get(KUBECONFIG_VARIABLE)) or binaries.find() is not None
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[Cluster]:
+def running_cluster(folder: Path) -> Iterator[Cluster]:
     """The cluster that was given, or a control plane of our own; skips the test where there is neither."""
-    if given := os.environ.get(GIVEN):
-        cluster = Cluster(Access.read(Path(given)), Path(given), folder)
+    if kubeconfig := os.environ.get(KUBECONFIG_VARIABLE):
+        cluster = Cluster(ClusterAccess.read(Path(kubeconfig)), Path(kubeconfig), folder)
         with cluster.http:
             yield cluster
         return
-    found = tools.find()
-    if found is None:
-        pytest.skip(ABSENT)
-    plane = control_plane.start(folder / "control-plane", found, dies_with_us=True)
+    programs = binaries.find()
+    if programs is None:
+        pytest.skip(NO_CLUSTER_REASON)
+    plane = control_plane.start(folder / "control-plane", programs, dies_with_us=True)
     try:
-        cluster = Cluster(plane.access, plane.kubeconfig, folder, found)
+        cluster = Cluster(plane.access, plane.kubeconfig, folder, programs)
         with cluster.http:
             yield cluster
     finally:
@@ -268,20 +273,20 @@ def running(folder: Path) -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def current_definitions(cluster: Cluster, folder: Path) -> Iterator[Cluster]:
+def current_crd_server(cluster: Cluster, folder: Path) -> Iterator[Cluster]:
     """The cluster itself where it is current, or else an API server of definitions alone; skips the test where there is
     neither. It has custom resources only, in the cluster's namespaces."""
-    if cluster.version >= definitions.CURRENT[:2]:
+    if cluster.version >= crd_apiserver.MIN_CURRENT_VERSION[:2]:
         yield cluster
         return
-    program, programs = definitions.find(), tools.find()
+    program, programs = crd_apiserver.find(), binaries.find()
     if program is None or programs is None:
-        here = ".".join(map(str, cluster.version))
-        pytest.skip(f"needs a current Kubernetes, and this one is {here}: run make cluster-tools (minutes, once)")
-    plane = control_plane.start_definitions(folder / "control-plane", programs, program, cluster.kubeconfig)
+        version = ".".join(map(str, cluster.version))
+        pytest.skip(f"needs a current Kubernetes, and this one is {version}: run make cluster-tools (minutes, once)")
+    plane = control_plane.start_crd_apiserver(folder / "control-plane", programs, program, cluster.kubeconfig)
     try:
-        current = Cluster(plane.access, plane.kubeconfig, folder, programs)
-        with current.http:
-            yield current
+        crd_cluster = Cluster(plane.access, plane.kubeconfig, folder, programs)
+        with crd_cluster.http:
+            yield crd_cluster
     finally:
         plane.stop()

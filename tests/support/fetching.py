@@ -11,23 +11,23 @@ from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
 
 CONFIG = b'{"r": 8}'
 WEIGHTS = os.urandom(3 * 2**20)
-BOTH = {CONFIG_FILE: CONFIG, WEIGHTS_FILE: WEIGHTS}
+ADAPTER_FILES = {CONFIG_FILE: CONFIG, WEIGHTS_FILE: WEIGHTS}
 
 
-def at(prefix: str = "") -> dict[str, bytes]:
-    return {f"{prefix}/{name}": data for name, data in BOTH.items()}
+def files_under(prefix: str = "") -> dict[str, bytes]:
+    return {f"{prefix}/{name}": data for name, data in ADAPTER_FILES.items()}
 
 
-def folder_with(folder: Path, config: bytes = CONFIG, weights: bytes = WEIGHTS) -> Path:
+def write_adapter_folder(folder: Path, config: bytes = CONFIG, weights: bytes = WEIGHTS) -> Path:
     folder.mkdir(parents=True)
     (folder / CONFIG_FILE).write_bytes(config)
     (folder / WEIGHTS_FILE).write_bytes(weights)
     return folder
 
 
-def fetcher(tmp_path: Path, **options) -> AdapterFetcher:
+def make_fetcher(tmp_path: Path, **options) -> AdapterFetcher:
     return AdapterFetcher(AdapterCache(tmp_path / "cache"), SourceOptions(**options))
 
 
-def content(fetched):
-    return {p.name: p.read_bytes() for p in fetched.folder.iterdir()}
+def folder_content(cached_adapter):
+    return {p.name: p.read_bytes() for p in cached_adapter.folder.iterdir()}

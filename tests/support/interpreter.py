@@ -15,6 +15,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are compiled here: tests/bench/gpu.py checks them on the GPU", allow_module_level=True)
 
 
-def own(op: Op[..., Any]) -> Callable[..., Any]:
+def interpreted_kernel(op: Op[..., Any]) -> Callable[..., Any]:
     """The operation's form in the kernel language."""
     return op.get("cuda", "own")

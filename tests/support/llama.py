@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
-from support.tokenizer import byte_level, save
+from support.tokenizer import byte_level, save_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 
@@ -28,11 +28,11 @@ def make_llama(folder: Path, seed: int = 0, tokenizer: bool = True, max_position
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     if tokenizer:
-        save(byte_level(), folder)
+        save_tokenizer(byte_level(), folder)
     return folder
 
 
-def make_adapter(model: Path, folder: Path, seed: int) -> Path:
+def make_llama_adapter(model: Path, folder: Path, seed: int) -> Path:
     """A random PEFT adapter that changes the output."""
     torch.manual_seed(seed)
     config = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
@@ -44,9 +44,9 @@ def make_adapter(model: Path, folder: Path, seed: int) -> Path:
     return folder
 
 
-def greedy(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:
+def greedy_output(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:
     """What transformers generates, without sampling."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
-    return out[0, len(prompt) :].tolist()
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+    return output[0, len(prompt) :].tolist()

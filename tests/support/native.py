@@ -5,7 +5,7 @@ import pytest
 
 from quire_kernels import cpu_native
 
-needs_native = pytest.mark.skipif(
+requires_native_kernels = pytest.mark.skipif(
     not cpu_native._cpu_flags() >= cpu_native._REQUIRED_CPU_FLAGS,
     reason="compiled forms are for processors with AVX-512 BF16",
 )

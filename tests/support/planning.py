@@ -18,7 +18,7 @@ from quire_operator.plan.planner import make_plan
 GIB = 2**30
 NO_LORA = "lora: {maxLoaded: 0}"
 L4, H100, T4 = "NVIDIA-L4", "NVIDIA-H100-80GB-HBM3", "Tesla-T4"
-ANY_TP = EngineCapabilities(tensor_parallel_sizes=(1, 2, 4, 8))
+ANY_TP_SIZE = EngineCapabilities(tensor_parallel_sizes=(1, 2, 4, 8))
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -70,25 +70,25 @@ TINY = {
     "torch_dtype": "float32",
 }
 # metadata.total_size of the models' safetensors indexes.
-BYTES = {"8b": 16_060_522_496, "70b": 141_107_412_992, "70b-fp8": int(67.7 * GIB)}
+WEIGHT_BYTES = {"8b": 16_060_522_496, "70b": 141_107_412_992, "70b-fp8": int(67.7 * GIB)}
 
 
-def checkpoint(config: dict[str, Any], size: int | None = None) -> CheckpointInfo:
+def checkpoint_info(config: dict[str, Any], size: int | None = None) -> CheckpointInfo:
     return CheckpointInfo.from_files(config, None if size is None else {"metadata": {"total_size": size}})
 
 
 MODELS = {
-    "8b": checkpoint(LLAMA_8B, BYTES["8b"]),
-    "70b": checkpoint(LLAMA_70B, BYTES["70b"]),
-    "70b-fp8": checkpoint(LLAMA_70B, BYTES["70b-fp8"]),
-    "qwen": checkpoint(QWEN_7B),
-    "qwen-0.5b": checkpoint(QWEN_05B),
-    "tiny": checkpoint(TINY),
+    "8b": checkpoint_info(LLAMA_8B, WEIGHT_BYTES["8b"]),
+    "70b": checkpoint_info(LLAMA_70B, WEIGHT_BYTES["70b"]),
+    "70b-fp8": checkpoint_info(LLAMA_70B, WEIGHT_BYTES["70b-fp8"]),
+    "qwen": checkpoint_info(QWEN_7B),
+    "qwen-0.5b": checkpoint_info(QWEN_05B),
+    "tiny": checkpoint_info(TINY),
 }
 
 
 @functools.cache
-def service(spec: str, name: str = "s") -> LLMService:
+def llm_service(spec: str, name: str = "s") -> LLMService:
     """From the YAML of a spec without its model."""
     head = f"apiVersion: quire.dev/v1alpha1\nkind: LLMService\nmetadata: {{name: {name}, namespace: team}}\n"
     text = spec if "model:" in spec else f"model: {{source: {{huggingFace: {{repo: o/m}}}}}}\n{spec}"
@@ -97,18 +97,22 @@ def service(spec: str, name: str = "s") -> LLMService:
     return LLMService.from_body(crd.require_valid(document))
 
 
-def inputs(
-    model: str, gpu: str | int | None, spec: str = NO_LORA, abilities: EngineCapabilities = ANY_TP
+def planner_inputs(
+    model: str, gpu: str | int | None, spec: str = NO_LORA, abilities: EngineCapabilities = ANY_TP_SIZE
 ) -> PlannerInputs:
     """`gpu` is a product, MiB of the label, or None for a CPU."""
-    found = GpuInfo("", gpu, MemorySource.SPEC) if isinstance(gpu, int) else GpuInfo.from_product(gpu) if gpu else None
-    assert gpu is None or found is not None, gpu
+    gpu_info = (
+        GpuInfo("", gpu, MemorySource.SPEC) if isinstance(gpu, int) else GpuInfo.from_product(gpu) if gpu else None
+    )
+    assert gpu is None or gpu_info is not None, gpu
     text = spec if gpu is not None else f"device: CPU\n{spec}"
-    return PlannerInputs.from_service(service(text), MODELS[model], found, abilities)
+    return PlannerInputs.from_service(llm_service(text), MODELS[model], gpu_info, abilities)
 
 
-def plan(model: str, gpu: str | int | None, spec: str = NO_LORA, abilities: EngineCapabilities = ANY_TP) -> Plan:
-    return make_plan(inputs(model, gpu, spec, abilities))
+def plan_for(
+    model: str, gpu: str | int | None, spec: str = NO_LORA, abilities: EngineCapabilities = ANY_TP_SIZE
+) -> Plan:
+    return make_plan(planner_inputs(model, gpu, spec, abilities))
 
 
 @functools.cache
@@ -119,6 +123,6 @@ def status_schema() -> dict[str, Any]:
     return root["properties"]["status"]["properties"]["plan"]
 
 
-def faults(body: Any) -> list[str]:
+def schema_problems(body: Any) -> list[str]:
     """What an API server would find wrong with a status.plan."""
     return [str(problem) for problem in openapi_schema.iter_problems(status_schema(), body)]

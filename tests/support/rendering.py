@@ -21,13 +21,13 @@ Manifest = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[2]
 POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-OPERATOR = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "quire"}}}
-CLUSTER = RenderContext(
-    admin_key="k", available_kinds=frozenset(OPTIONAL_KINDS), operator_peer=OPERATOR, owner_uid="u-1",
+OPERATOR_PEER = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "quire"}}}
+RENDER_CONTEXT = RenderContext(
+    admin_key="k", available_kinds=frozenset(OPTIONAL_KINDS), operator_peer=OPERATOR_PEER, owner_uid="u-1",
     credentials={"hf-token": {"token": "hf"}, "adapter-store": {"AWS_ACCESS_KEY_ID": "a"}, "unused": {"x": "y"}},
 )  # fmt: skip
 
-EVERYTHING = """
+FULL_SPEC = """
 model: {source: {s3: {uri: s3://models/llama, endpoint: http://minio:9000, credentialsSecretRef: {name: store}}}}
 adapters:
 - {name: a, source: {http: {url: https://h:8443/a, headersSecretRef: {name: web}}}}
@@ -61,33 +61,39 @@ podTemplate:
 """
 
 
-def planned(of: LLMService, model: str = "8b") -> Plan:
+def plan_of_service(llm_service: LLMService, model: str = "8b") -> Plan:
     """The plan of a service, whose GPUs are NVIDIA-L4 where it does not say which."""
-    gpu = None if of.spec.device is Device.CPU else resolve_gpu(of.spec.gpu, [], None if of.spec.gpu else "NVIDIA-L4")
-    return make_plan(PlannerInputs.from_service(of, MODELS[model], gpu))
+    gpu = (
+        None
+        if llm_service.spec.device is Device.CPU
+        else resolve_gpu(llm_service.spec.gpu, [], None if llm_service.spec.gpu else "NVIDIA-L4")
+    )
+    return make_plan(PlannerInputs.from_service(llm_service, MODELS[model], gpu))
 
 
-def example(file: str) -> LLMService:
+def example_service(file: str) -> LLMService:
     """The service of a file of examples/."""
     (document,) = read_manifests(str(ROOT / "examples" / file))
     return LLMService.from_body(crd.require_valid(document))
 
 
-def objects(of: LLMService, model: str = "8b", cluster: RenderContext = CLUSTER) -> dict[tuple[str, str], Manifest]:
+def rendered_objects(
+    llm_service: LLMService, model: str = "8b", context: RenderContext = RENDER_CONTEXT
+) -> dict[tuple[str, str], Manifest]:
     """Objects by kind and name."""
-    found = render_objects(of, planned(of, model), cluster).manifests
-    keyed = {(m["kind"], m["metadata"]["name"]): m for m in found}
-    assert len(keyed) == len(found)
-    return keyed
+    manifests = render_objects(llm_service, plan_of_service(llm_service, model), context).manifests
+    by_name = {(m["kind"], m["metadata"]["name"]): m for m in manifests}
+    assert len(by_name) == len(manifests)
+    return by_name
 
 
-def one(found: Mapping[tuple[str, str], Manifest], kind: str) -> Manifest:
+def only_of_kind(manifests: Mapping[tuple[str, str], Manifest], kind: str) -> Manifest:
     """The only object of a kind."""
-    (manifest,) = [m for (k, _), m in found.items() if k == kind]
+    (manifest,) = [m for (k, _), m in manifests.items() if k == kind]
     return manifest
 
 
-def server(manifests: Iterable[Manifest]) -> tuple[Manifest, Manifest]:
+def server_container(manifests: Iterable[Manifest]) -> tuple[Manifest, Manifest]:
     """The pods' spec, and their container that serves."""
     template = next(m for m in manifests if m["kind"] == "Deployment")["spec"]["template"]["spec"]
     return template, next(c for c in template["containers"] if c["name"] == "server")

@@ -15,13 +15,13 @@ _LABEL = re.compile(r"\s*(\.L_\w+):")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _REGISTER = re.compile(r"R(\d+)")
 _PREDICATE = re.compile(r"!?U?P[T\d]")
-_LEFT = 4
+_LEFT_OPERAND_REGISTERS = 4
 """Registers of a left factor: 64 rows of 32 bytes, in 128 threads."""
-_MOST_BATCHES = 8
+_MAX_BATCHES = 8
 """Those before are taken for one, so that a loop without a wait is followed to an end."""
 _WITHOUT_RESULT = re.compile(r"\w*SETP|\w*CHK|R2P|PLOP3|RET|CALL|BRA|BRX|JMP")
 
-Batch = frozenset[int]
+RegisterSet = frozenset[int]
 """Registers that products which are waited for together read."""
 
 
@@ -30,7 +30,7 @@ class Instruction:
     """One line of a listing."""
 
     text: str
-    guarded: bool
+    is_predicated: bool
     """Whether a predicate decides."""
     name: str
     operands: tuple[str, ...]
@@ -38,28 +38,28 @@ class Instruction:
     @property
     def target(self) -> str | None:
         """Of a branch: the label."""
-        found = _TARGET.search(self.operands[-1]) if self.name.startswith(("BRA", "JMP")) else None
-        return found[1] if found else None
+        match = _TARGET.search(self.operands[-1]) if self.name.startswith(("BRA", "JMP")) else None
+        return match[1] if match else None
 
     @property
-    def goes_on(self) -> bool:
+    def falls_through(self) -> bool:
         """Whether the next one may come after it. A branch can have its condition among its operands."""
-        return self.guarded or len(self.operands) > 1 or self.name not in ("BRA", "JMP", "EXIT")
+        return self.is_predicated or len(self.operands) > 1 or self.name not in ("BRA", "JMP", "EXIT")
 
     @property
-    def left(self) -> Batch:
+    def async_read_registers(self) -> RegisterSet:
         """Registers that are read beyond the instruction."""
-        found = _REGISTER.match(self.operands[1]) if self.name.startswith("HGMMA") else None
-        return frozenset(range(int(found[1]), int(found[1]) + _LEFT)) if found else frozenset()
+        match = _REGISTER.match(self.operands[1]) if self.name.startswith("HGMMA") else None
+        return frozenset(range(int(match[1]), int(match[1]) + _LEFT_OPERAND_REGISTERS)) if match else frozenset()
 
     @property
-    def written(self) -> Batch:
+    def written_registers(self) -> RegisterSet:
         """Registers of the result."""
         if _WITHOUT_RESULT.match(self.name):
             return frozenset()
         result = next((operand for operand in self.operands if not _PREDICATE.match(operand)), "")
-        found = _REGISTER.match(result)
-        return frozenset(range(int(found[1]), int(found[1]) + self._width)) if found else frozenset()
+        match = _REGISTER.match(result)
+        return frozenset(range(int(match[1]), int(match[1]) + self._width)) if match else frozenset()
 
     @property
     def _width(self) -> int:
@@ -86,36 +86,36 @@ def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:
     return code, labels
 
 
-def overwritten(listing: str) -> list[str]:
+def hazards(listing: str) -> list[str]:
     """Instructions that write to registers which a product before them may still read."""
     code, labels = parse(listing)
-    found: dict[int, str] = {}
-    reached: set[tuple[int, tuple[Batch, ...]]] = set()
-    ahead: list[tuple[int, tuple[Batch, ...]]] = [(0, (frozenset(),))]
-    while ahead:
-        at, batches = state = ahead.pop()
-        if at >= len(code) or state in reached:
+    hazards_by_index: dict[int, str] = {}
+    visited: set[tuple[int, tuple[RegisterSet, ...]]] = set()
+    pending: list[tuple[int, tuple[RegisterSet, ...]]] = [(0, (frozenset(),))]
+    while pending:
+        index, batches = state = pending.pop()
+        if index >= len(code) or state in visited:
             continue
-        reached.add(state)
-        each = code[at]
-        if each.written & frozenset().union(*batches):
-            found[at] = each.text
-        if each.target is not None:
-            ahead.append((labels[each.target], batches))
-        if each.goes_on:
-            ahead.append((at + 1, _after(each, batches)))
-    return [found[at] for at in sorted(found)]
+        visited.add(state)
+        instruction = code[index]
+        if instruction.written_registers & frozenset().union(*batches):
+            hazards_by_index[index] = instruction.text
+        if instruction.target is not None:
+            pending.append((labels[instruction.target], batches))
+        if instruction.falls_through:
+            pending.append((index + 1, _batches_after(instruction, batches)))
+    return [hazards_by_index[at] for at in sorted(hazards_by_index)]
 
 
-def _after(each: Instruction, batches: tuple[Batch, ...]) -> tuple[Batch, ...]:
+def _batches_after(instruction: Instruction, batches: tuple[RegisterSet, ...]) -> tuple[RegisterSet, ...]:
     """Batches that are read after an instruction; the last one is not closed yet."""
     *closed, last = batches
-    if each.name.startswith("HGMMA"):
-        last |= each.left
-        if any("gsb" in operand for operand in each.operands):
+    if instruction.name.startswith("HGMMA"):
+        last |= instruction.async_read_registers
+        if any("gsb" in operand for operand in instruction.operands):
             closed, last = [*closed, last], frozenset()
-        if len(closed) > _MOST_BATCHES:
+        if len(closed) > _MAX_BATCHES:
             closed = [closed[0] | closed[1], *closed[2:]]
-    elif each.name.startswith("WARPGROUP.DEPBAR"):
-        closed = closed[max(len(closed) - int(each.operands[-1], 16), 0) :]
+    elif instruction.name.startswith("WARPGROUP.DEPBAR"):
+        closed = closed[max(len(closed) - int(instruction.operands[-1], 16), 0) :]
     return (*closed, last)

@@ -11,11 +11,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 CORPUS = ["the quick brown fox jumps over the lazy dog, then sleeps. ", "Grüße aus Köln, 你好世界 🙂 naïve café\n"] * 8
 
 
-def make(kind: str) -> tokenizers.Tokenizer:
+def make_tokenizer(kind: str) -> tokenizers.Tokenizer:
     """A tokenizer of a kind: byte_level, gpt2, llama, gemma, metaspace, unigram or words."""
     if kind in ("byte_level", "gpt2"):
         return byte_level(prefix_space=kind == "gpt2")
-    return {"unigram": unigram, "words": words}[kind]() if kind in ("unigram", "words") else sentence_piece(kind)
+    return {"unigram": unigram, "words": word_level}[kind]() if kind in ("unigram", "words") else sentencepiece(kind)
 
 
 def byte_level(vocab_size: int = 384, prefix_space: bool = False) -> tokenizers.Tokenizer:
@@ -34,7 +34,7 @@ def byte_level(vocab_size: int = 384, prefix_space: bool = False) -> tokenizers.
     return tokenizer
 
 
-def sentence_piece(kind: str) -> tokenizers.Tokenizer:
+def sentencepiece(kind: str) -> tokenizers.Tokenizer:
     """As SentencePiece models are converted: `kind` llama (Replace, ByteFallback, Fuse, Strip), gemma (no Strip),
     or metaspace (Metaspace alone)."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -45,8 +45,8 @@ def sentence_piece(kind: str) -> tokenizers.Tokenizer:
     trained.train_from_iterator(CORPUS, trainer)
     # The trainer writes no byte tokens: give the trained model a vocabulary that begins with them.
     model: dict[str, Any] = json.loads(trained.to_str())["model"]
-    words = special + bytes_ + [w for w in sorted(model["vocab"], key=model["vocab"].get) if w not in special]
-    vocab = {word: i for i, word in enumerate(words)}
+    tokens = special + bytes_ + [w for w in sorted(model["vocab"], key=model["vocab"].get) if w not in special]
+    vocab = {word: i for i, word in enumerate(tokens)}
     merges = [tuple(merge) for merge in model["merges"]]
     tokenizer = tokenizers.Tokenizer(
         models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
@@ -84,7 +84,7 @@ def unigram() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def words() -> tokenizers.Tokenizer:
+def word_level() -> tokenizers.Tokenizer:
     """Whole words, and no decoder: the library joins tokens by spaces."""
     vocab = {word: i for i, word in enumerate(["<s>", "</s>", "the", "quick", "brown", "fox", "é", "🙂"])}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="the"))
@@ -93,10 +93,10 @@ def words() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def save(tokenizer: tokenizers.Tokenizer, folder: Path, **config: Any) -> Path:
+def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, **config: Any) -> Path:
     """Write the files of a tokenizer into `folder`, with `config` added to tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named | config), encoding="utf-8")
+    defaults = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(defaults | config), encoding="utf-8")
     return folder

@@ -3,7 +3,7 @@
 
 A family is one file here, with a class of the architecture's name; its row in quire_spec/model/architectures.py, which
 names that
-file; and a row in tests/support/tiny.py, which holds it to transformers and peft.
+file; and a row in tests/support/tiny_checkpoints.py, which holds it to transformers and peft.
 """
 
 import importlib

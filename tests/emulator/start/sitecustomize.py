@@ -13,9 +13,9 @@ device.install()
 _make = DeviceModelRunner.__init__
 
 
-def _make_idly(self: DeviceModelRunner, *args: Any, **how: Any) -> None:
+def _init_idle(self: DeviceModelRunner, *args: Any, **options: Any) -> None:
     with device.idle():
-        _make(self, *args, **how)
+        _make(self, *args, **options)
 
 
-DeviceModelRunner.__init__ = _make_idly  # type: ignore[method-assign]
+DeviceModelRunner.__init__ = _init_idle  # type: ignore[method-assign]

@@ -3,8 +3,8 @@
 
 import pytest
 import torch
-from support.interpreter import own
-from support.spans import RAGGED, make_batch
+from support.attention_batches import RAGGED_SPANS, make_batch
+from support.interpreter import interpreted_kernel
 
 from quire_kernels import paged_attention
 from quire_kernels.gpu import attention as gpu
@@ -19,19 +19,19 @@ def seed() -> None:
 
 
 def _check(queries, cache, batch, **options):
-    found = own(paged_attention)(queries, cache, batch, SCALE, **options)
+    found = interpreted_kernel(paged_attention)(queries, cache, batch, SCALE, **options)
     expected = paged_attention.reference(queries, cache, batch, SCALE, **options)
     tolerance = TOLERANCE[queries.dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("spans", RAGGED.values(), ids=RAGGED.keys())
+@pytest.mark.parametrize("spans", RAGGED_SPANS.values(), ids=RAGGED_SPANS.keys())
 def test_equals_reference(spans):
     _check(*make_batch(spans))
 
 
 def test_float16():
-    _check(*make_batch(RAGGED["mixed"], dtype=torch.float16))
+    _check(*make_batch(RAGGED_SPANS["mixed"], dtype=torch.float16))
 
 
 @pytest.mark.parametrize("head_dim", [16, 80, 96, 128, 256])
@@ -52,12 +52,12 @@ def test_groups_of_heads(heads):
 
 @pytest.mark.parametrize("window", [1, 5, 40, 299])
 def test_windows(window):
-    _check(*make_batch(RAGGED["mixed"], heads=(4, 2)), window=window)
+    _check(*make_batch(RAGGED_SPANS["mixed"], heads=(4, 2)), window=window)
 
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_soft_caps(window):
-    queries, cache, batch = make_batch(RAGGED["mixed"], heads=(4, 2))
+    queries, cache, batch = make_batch(RAGGED_SPANS["mixed"], heads=(4, 2))
     _check(4 * queries, cache, batch, window=window, softcap=2.0)
 
 
@@ -83,7 +83,7 @@ def test_short_spans_of_several_tokens():
 
 
 def test_queries_may_be_a_part_of_a_wider_tensor():
-    queries, cache, batch = make_batch(RAGGED["mixed"], heads=(4, 2))
+    queries, cache, batch = make_batch(RAGGED_SPANS["mixed"], heads=(4, 2))
     wide = torch.full((queries.shape[0], 8, 64), float("nan"))
     wide[:, :4] = queries
     _check(wide[:, :4], cache, batch)
@@ -93,7 +93,7 @@ def test_blocks_that_have_left_the_window_are_not_read():
     queries, cache, batch = make_batch([(700, 1), (690, 20)], heads=(4, 2))
     expected = paged_attention.reference(queries, cache, batch, SCALE, 100)
     cache[:, batch.block_tables[:, : (690 - 100 + 1) // 64 * 4]] = float("nan")
-    found = own(paged_attention)(queries, cache, batch, SCALE, 100)
+    found = interpreted_kernel(paged_attention)(queries, cache, batch, SCALE, 100)
     torch.testing.assert_close(found, expected, rtol=3e-6, atol=3e-6)
 
 
@@ -103,7 +103,7 @@ def test_what_lies_past_a_context_is_not_read():
     expected = paged_attention.reference(queries, cache, batch, SCALE)
     for table, context in zip(batch.block_tables, batch.context_lengths, strict=True):
         cache[:, table[(context - 1) // 16], (context - 1) % 16 + 1 :] = float("nan")
-    found = own(paged_attention)(queries, cache, batch, SCALE)
+    found = interpreted_kernel(paged_attention)(queries, cache, batch, SCALE)
     torch.testing.assert_close(found, expected, rtol=3e-6, atol=3e-6)
 
 
@@ -124,5 +124,5 @@ def test_the_plan_counts_the_work():
 
 
 def test_eight_bit_cache():
-    queries, cache, batch = make_batch(RAGGED["mixed"], heads=(4, 2), cache_dtype=torch.float8_e4m3fn)
+    queries, cache, batch = make_batch(RAGGED_SPANS["mixed"], heads=(4, 2), cache_dtype=torch.float8_e4m3fn)
     _check(queries, cache, batch)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import sass
 
-SCRIPT = Path(__file__).parents[2] / "support/compiled.py"
+SCRIPT = Path(__file__).parents[2] / "support/compile_all_kernels.py"
 MAX_SHARED = 227 << 10
 REGISTERS = 64 << 10
 MAX_STACK = 64
@@ -98,7 +98,7 @@ LISTING = """
 )
 def test_registers_that_are_still_read_are_found(free, later, expected):
     """Of a product that is waited for on both sides of a branch, in R40 to R43."""
-    found = sass.overwritten(LISTING.format(free=free, later=later))
+    found = sass.hazards(LISTING.format(free=free, later=later))
     assert [re.split(r"\s+", text)[1] for text in found] == expected
 
 

@@ -3,8 +3,8 @@
 
 import pytest
 import torch
-from support.interpreter import own
-from support.spans import make_batch
+from support.attention_batches import make_batch
+from support.interpreter import interpreted_kernel
 
 from quire_kernels import paged_attention
 from quire_kernels.gpu import fused_attention
@@ -88,7 +88,7 @@ def test_the_kernel_leaves_them_out():
     apart = fused_attention.replace(batch, separate_prefill_min_tokens=32)
     assert (batch.max_query_len, apart.max_query_len) == (33, 1)
     queries[1:] = float("nan")
-    found = own(paged_attention)(queries, cache, apart, SCALE)
+    found = interpreted_kernel(paged_attention)(queries, cache, apart, SCALE)
     expected = paged_attention.reference(queries, cache, batch, SCALE)
     torch.testing.assert_close(found[:1], expected[:1], rtol=3e-6, atol=3e-6)
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.interpreter import own
+from support.interpreter import interpreted_kernel
 
 from quire_kernels import (
     AdapterSegment,
@@ -45,7 +45,7 @@ def _shuffled():
 def _batch(slots):
     """As it is on a GPU: nothing is known on the host."""
     routing = TokenRouting.empty(len(slots), 4, CPU)
-    own(route_tokens)(slots, routing)
+    interpreted_kernel(route_tokens)(slots, routing)
     return LoRABatch(slots, routing=routing)
 
 
@@ -72,7 +72,7 @@ def test_routing(num_tokens, num_slots):
     for routing in (found, expected):
         routing.tile_slots.fill_(-7)
         routing.tile_rows.fill_(-7)
-    own(route_tokens)(slots, found)
+    interpreted_kernel(route_tokens)(slots, found)
     route_tokens.reference(slots, expected)
     used = expected.tile_slots >= 0
     assert torch.equal(found.slot_counts, expected.slot_counts)
@@ -106,13 +106,13 @@ def test_deltas(site, ranks, dtype):
     batch, num_tokens = _batch(slots), len(slots)
     x, base = (torch.randn(num_tokens, n).to(dtype) for n in (site.in_features, sum(site.widths)))
     found, expected = base.clone(), base.clone()
-    own(add_lora)(found, x, module, batch)
+    interpreted_kernel(add_lora)(found, x, module, batch)
     add_lora.reference(expected, x, module, batch)
     assert torch.equal(found[slots < 0], base[slots < 0])
     assert not torch.equal(found[slots == 0], base[slots == 0])
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     again = base.clone()
-    own(add_lora)(again, x, module, batch)
+    interpreted_kernel(add_lora)(again, x, module, batch)
     assert torch.equal(again, found)
 
 
@@ -191,7 +191,7 @@ def test_a_capture_finds_its_kernels_compiled(monkeypatch):
     found = adapted_linear.get("cuda", "side")(x, weight, None, None, module, batch)
     assert early == [False, False]
     torch.testing.assert_close(found, adapted_linear.reference(x, weight, None, None, module, batch))
-    own(add_lora)(found, x, module, batch)
+    interpreted_kernel(add_lora)(found, x, module, batch)
     assert early[2:] == [True, True]
 
 
@@ -208,7 +208,7 @@ def test_deltas_of_another_adapter_in_the_same_slot():
         ]
         slots.write(0, slots.pack([pairs]))
         out, expected = torch.zeros(5, 136), torch.zeros(5, 136)
-        own(add_lora)(out, x, slots.modules[0], batch)
+        interpreted_kernel(add_lora)(out, x, slots.modules[0], batch)
         add_lora.reference(expected, x, slots.modules[0], batch)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
         found.append(out)
@@ -222,7 +222,7 @@ def test_rows_of_an_embedding(dtype):
     slots = _shuffled()
     ids, base = torch.randint(50, (len(slots),)), torch.randn(len(slots), 33).to(dtype)
     found, expected = base.clone(), base.clone()
-    own(add_lora_embedding)(found, ids, module, _batch(slots))
+    interpreted_kernel(add_lora_embedding)(found, ids, module, _batch(slots))
     add_lora_embedding.reference(expected, ids, module, _batch(slots))
     assert not torch.equal(found, base)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -246,14 +246,14 @@ def test_a_step_that_is_planned_for_a_gpu(monkeypatch):
     monkeypatch.setattr(lora, "to_device_async", lambda tensor, device: tensor)
     empty = TokenRouting.empty
     monkeypatch.setattr(TokenRouting, "empty", lambda num_tokens, num_slots, device: empty(num_tokens, num_slots, CPU))
-    monkeypatch.setitem(route_tokens.dispatch_table, "cpu", own(route_tokens))
+    monkeypatch.setitem(route_tokens.dispatch_table, "cpu", interpreted_kernel(route_tokens))
     module = _filled([LoRATarget(40, (70, 33, 33))], 0, SITES["q, k and v"][1], torch.float32)
     segments = [AdapterSegment(3, 2, 20), AdapterSegment(0, 20, 22), AdapterSegment(3, 30, 35)]
     batch = build_lora_batch(segments, 35, torch.device("cuda"))
     assert batch.active_slots == {0, 3}
     x, base = torch.randn(35, 40), torch.randn(35, 136)
     found, expected = base.clone(), base.clone()
-    own(add_lora)(found, x, module, batch)
+    interpreted_kernel(add_lora)(found, x, module, batch)
     add_lora.reference(expected, x, module, build_lora_batch(segments, 35, CPU))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert not torch.equal(found[2:22], base[2:22])

@@ -5,9 +5,9 @@ import dataclasses
 
 import pytest
 import torch
-from support.interpreter import own
+from support.interpreter import interpreted_kernel
 from support.random_adapter import random_adapter
-from support.tiny import VOCAB, make_checkpoint
+from support.tiny_checkpoints import VOCAB, make_checkpoint
 
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.sequence import Sequence
@@ -71,7 +71,7 @@ def test_equals_the_forms_for_cpus(name, tmp_path, monkeypatch):
     folder = make_checkpoint(tmp_path, name)
     expected = _run(folder)
     for op in FORMS:
-        monkeypatch.setitem(op.dispatch_table, "cpu", own(op))
+        monkeypatch.setitem(op.dispatch_table, "cpu", interpreted_kernel(op))
     tokens, logprobs = _run(folder)
     assert tokens == expected[0]
     torch.testing.assert_close(logprobs, expected[1], rtol=1e-4, atol=1e-4)
@@ -100,7 +100,7 @@ def test_a_step_of_a_graph_with_adapters(tmp_path, monkeypatch):
         expected = _logits(runner, spans)
         with monkeypatch.context() as patched:
             for op in ADAPTER_FORMS:
-                patched.setitem(op.dispatch_table, "cpu", own(op))
+                patched.setitem(op.dispatch_table, "cpu", interpreted_kernel(op))
             found = graphs.run(graphs.build_input(StepPlan(spans)))
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         for span, logits in zip(spans, expected, strict=True):

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from support.interpreter import own
+from support.interpreter import interpreted_kernel
 
 from quire_kernels import add_rms_norm, get_gated_op, rms_norm, rope_and_cache, write_kv
 
@@ -26,20 +26,20 @@ def _close(found, expected):
 @pytest.mark.parametrize("shape", [(1, 64), (7, 63), (5, 3000)], ids=str)
 def test_rms_norm(shape, dtype):
     x, weight = torch.randn(shape, dtype=dtype), torch.randn(shape[1], dtype=dtype)
-    _close(own(rms_norm)(x, weight, 1e-5), rms_norm.reference(x, weight, 1e-5))
+    _close(interpreted_kernel(rms_norm)(x, weight, 1e-5), rms_norm.reference(x, weight, 1e-5))
 
 
 def test_rms_norm_of_heads():
     """Queries and keys are a strided part of a merged projection."""
     x, weight = torch.randn(9, 7, 24)[:, 1:6], torch.randn(24)
-    _close(own(rms_norm)(x, weight, 1e-5), rms_norm.reference(x, weight, 1e-5))
+    _close(interpreted_kernel(rms_norm)(x, weight, 1e-5), rms_norm.reference(x, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_add_rms_norm(dtype):
     x, residual, weight = torch.randn(7, 63, dtype=dtype), torch.randn(7, 63, dtype=dtype), torch.randn(63, dtype=dtype)
     stream = residual.clone()
-    _close(own(add_rms_norm)(x, stream, weight, 1e-5), add_rms_norm.reference(x, residual, weight, 1e-5))
+    _close(interpreted_kernel(add_rms_norm)(x, stream, weight, 1e-5), add_rms_norm.reference(x, residual, weight, 1e-5))
     _close(stream, residual)
 
 
@@ -49,7 +49,7 @@ def test_add_rms_norm(dtype):
 @pytest.mark.parametrize("name", ["silu", "relu", "gelu", "gelu_new"])
 def test_gated(name, dtype):
     gate_up = 3 * torch.randn(3, 2 * 1300, dtype=dtype)
-    _close(own(get_gated_op(name))(gate_up), get_gated_op(name).reference(gate_up))
+    _close(interpreted_kernel(get_gated_op(name))(gate_up), get_gated_op(name).reference(gate_up))
 
 
 def _cache(like, blocks=5, block_size=8):
@@ -67,7 +67,7 @@ def test_write_kv(heads, cache_dtype):
     keys, values = merged[:, : heads[0]], merged[:, heads[0] :]
     addresses = torch.tensor([9, 0, 31, 16, 10])
     found, expected = (_cache(keys).to(cache_dtype) for _ in range(2))
-    own(write_kv)(keys, values, found, addresses)
+    interpreted_kernel(write_kv)(keys, values, found, addresses)
     write_kv.reference(keys, values, expected, addresses)
     torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
     assert expected.float().isnan().sum() == 4 * heads[0]
@@ -91,7 +91,7 @@ def test_rotate_and_write(sizes, dtype, cache_dtype):
     addresses = torch.tensor([9, 0, 31, 16, 10, 39])
     like = qkv[:, num_heads : num_heads + num_kv_heads]
     found, expected = (_cache(like).to(cache_dtype or dtype) for _ in range(2))
-    q = own(rope_and_cache)(qkv.clone(), cos.to(dtype), sin.to(dtype), found, addresses, num_heads)
+    q = interpreted_kernel(rope_and_cache)(qkv.clone(), cos.to(dtype), sin.to(dtype), found, addresses, num_heads)
     _close(q, rope_and_cache.reference(qkv, cos.to(dtype), sin.to(dtype), expected, addresses, num_heads))
     _close(found.to(dtype), expected.to(dtype))
 
@@ -103,7 +103,7 @@ def test_what_is_no_number_is_none_in_a_cache_of_eight_bits(dtype):
     qkv[0, 2, 3], qkv[1, 3, 5], qkv[1, 2, 20], qkv[2, 3, 1] = (float(x) for x in ("nan", "nan", "nan", "6e4"))
     cos, sin = torch.ones(3, 16, dtype=dtype), torch.zeros(3, 16, dtype=dtype)
     found, expected = (_cache(qkv[:, 2:3]).to(E4M3) for _ in range(2))
-    for form, cache in ((own(rope_and_cache), found), (rope_and_cache.reference, expected)):
+    for form, cache in ((interpreted_kernel(rope_and_cache), found), (rope_and_cache.reference, expected)):
         form(qkv.clone(), cos, sin, cache, torch.tensor([0, 9, 39]), 2)
     rows = found.float().view(2, -1, 24)
     assert torch.equal(rows.isnan(), expected.float().view(2, -1, 24).isnan())

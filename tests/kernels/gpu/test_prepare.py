@@ -2,7 +2,7 @@
 """A step's inputs from what the device keeps: the reference equals the formulas, the kernel the reference."""
 
 import torch
-from support.interpreter import own
+from support.interpreter import interpreted_kernel
 
 from quire_kernels import SequenceState, StepInputs, prepare_inputs
 
@@ -37,6 +37,8 @@ def test_reference():
 def test_own_form_equals_reference():
     # More tokens than a program takes in a round, and rows in any order.
     lengths = [1, 300 - 190, 1, 16]
-    found, expected = (_run(form, [4, 0, 3, 2], lengths) for form in (own(prepare_inputs), prepare_inputs.reference))
+    found, expected = (
+        _run(form, [4, 0, 3, 2], lengths) for form in (interpreted_kernel(prepare_inputs), prepare_inputs.reference)
+    )
     for name in StepInputs.__slots__:
         assert torch.equal(getattr(found, name), getattr(expected, name)), name

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from support.interpreter import own
+from support.interpreter import interpreted_kernel
 
 from quire_kernels import apply_penalties, argmax_first, sample, uniform
 from quire_kernels.gpu import sampling as gpu
@@ -27,13 +27,13 @@ def test_most_likely_takes_the_first_of_equals(dtype):
     logits[2] = 1.0
     logits[3] = float("-inf")
     logits[3, 699] = -5.0
-    assert torch.equal(own(argmax_first)(logits), argmax_first.reference(logits))
+    assert torch.equal(interpreted_kernel(argmax_first)(logits), argmax_first.reference(logits))
 
 
 def test_uniforms_are_the_same_numbers():
     seeds = torch.tensor([0, 1, 2**63 - 1, 123456789, -7] * 30)
     positions = torch.arange(150) ** 3
-    assert torch.equal(own(uniform)(seeds, positions), uniform.reference(seeds, positions))
+    assert torch.equal(interpreted_kernel(uniform)(seeds, positions), uniform.reference(seeds, positions))
 
 
 # temperature, top_k, top_p, min_p
@@ -53,14 +53,14 @@ def _columns(params, repeats):
 def test_the_same_choices_from_the_same_seeds():
     logits = torch.randn(len(PARAMS), 300) * 3.0
     arguments = logits, *_columns(PARAMS, 1), torch.arange(len(logits)) // 3, torch.arange(len(logits)) % 7
-    assert torch.equal(own(sample)(*arguments), sample.reference(*arguments))
+    assert torch.equal(interpreted_kernel(sample)(*arguments), sample.reference(*arguments))
 
 
 def test_without_cuts():
     logits = torch.randn(12, 900) * 2
     arguments = logits, *_columns([(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0)], 4)
     arguments = *arguments, torch.arange(12), torch.full((12,), 5)
-    assert torch.equal(own(sample)(*arguments, False), sample.reference(*arguments, False))
+    assert torch.equal(interpreted_kernel(sample)(*arguments, False), sample.reference(*arguments, False))
 
 
 def test_ties_are_kept_together():
@@ -72,7 +72,7 @@ def test_ties_are_kept_together():
         torch.arange(6),
         torch.zeros(6).long(),
     )
-    found = own(sample)(*arguments)
+    found = interpreted_kernel(sample)(*arguments)
     assert torch.equal(found, sample.reference(*arguments))
     assert set(found.tolist()) <= {0, 1, 2, 3}
 
@@ -81,7 +81,7 @@ def test_forbidden_tokens_are_never_taken():
     logits = torch.full((6, 300), float("-inf"))
     logits[:, [129, 280]] = torch.tensor([0.0, -3.0])
     arguments = logits, *_columns([(1.0, 0, 1.0, 0.0), (1.0, 5, 0.99, 0.0), (1.0, 0, 1.0, 0.01)], 2)
-    found = own(sample)(*arguments, torch.arange(6), torch.zeros(6).long())
+    found = interpreted_kernel(sample)(*arguments, torch.arange(6), torch.zeros(6).long())
     assert set(found.tolist()) <= {129, 280}
 
 
@@ -95,7 +95,7 @@ def test_penalties_of_rows_anywhere_in_the_tally():
     params = torch.tensor([0.5, 0.0, -1.0]), torch.tensor([0.1, 0.0, 2.0]), torch.tensor([1.2, 0.5, 1.0])
     expected = logits.clone()
     apply_penalties.reference(expected, rows, in_prompt, counts, tallied, *params)
-    own(apply_penalties)(logits, rows, in_prompt, counts, tallied, *params)
+    interpreted_kernel(apply_penalties)(logits, rows, in_prompt, counts, tallied, *params)
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
     had = (counts > 0) | in_prompt
     listed = torch.stack([torch.cat((row.nonzero()[:, 0], torch.arange(500)))[:500] for row in had[tallied]])

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 
 import pytest
-from support.supervised import adapter_folder, catalogue
+from support.supervisor_harness import adapter_folder, catalog
 
 from quire_server.adapters import manager
 from quire_server.adapters.fetcher import AdapterFetcher, SourceOptions
@@ -77,7 +77,7 @@ class World:
         self.board.resync()
 
     def want(self, generation, **folders):
-        self.board.set_catalog(AdapterCatalog.from_json(catalogue(generation, **folders)))
+        self.board.set_catalog(AdapterCatalog.from_json(catalog(generation, **folders)))
 
     def states(self):
         return {s.name: s.state.value for s in self.board.statuses()}

@@ -5,7 +5,7 @@ import asyncio
 import json
 
 import pytest
-from support.supervised import adapter_folder, catalogue
+from support.supervisor_harness import adapter_folder, catalog
 
 from quire_server.adapters import manager
 from quire_server.adapters.manager import StaleCatalog
@@ -109,7 +109,7 @@ async def test_the_digest_tells_catalogues_apart_and_generations_not(world, one,
     world.want(1, a=one)
     first = world.board.catalog_version.digest
     world.want(2, a=one)
-    assert world.board.catalog_version.digest == first == AdapterCatalog.from_json(catalogue(9, a=one)).version.digest
+    assert world.board.catalog_version.digest == first == AdapterCatalog.from_json(catalog(9, a=one)).version.digest
     world.want(3, a=two)
     assert world.board.catalog_version.digest != first
 

@@ -4,8 +4,8 @@
 import asyncio
 import json
 
-from support.sources import Files, serve
-from support.supervised import adapter_folder
+from support.fake_sources import FakeHttpServer, start_server
+from support.supervisor_harness import adapter_folder
 
 from quire_server.adapters import manager
 from quire_server.clients.handles import CoreHandle
@@ -117,7 +117,7 @@ async def test_unloading_that_fails_is_not_forgotten(world, one, two):
 
 
 async def test_a_change_that_is_taken_back_at_once_is_no_end_of_the_adapter(world, one):
-    files = Files({"/a/adapter_config.json": b'{"r": 8}', "/a/adapter_model.safetensors": b"w"})
+    files = FakeHttpServer({"/a/adapter_config.json": b'{"r": 8}', "/a/adapter_model.safetensors": b"w"})
     asked, hung = asyncio.Event(), asyncio.Event()
 
     async def slow(request):
@@ -125,7 +125,7 @@ async def test_a_change_that_is_taken_back_at_once_is_no_end_of_the_adapter(worl
         await hung.wait()
         return await files.handle(request)
 
-    server = await serve(slow)
+    server = await start_server(slow)
     there = {"source": {"http": {"url": str(server.make_url("/a"))}}}
     world.want(1, a=there)
     await asked.wait()

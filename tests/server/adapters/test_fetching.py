@@ -7,7 +7,7 @@ import time
 
 import pytest
 from aiohttp import web
-from support.sources import Files, serve
+from support.fake_sources import FakeHttpServer, start_server
 
 from quire_server.adapters import manager
 from quire_server.adapters.fetcher import AdapterFetcher, SourceOptions
@@ -26,7 +26,7 @@ async def test_a_place_that_hangs_keeps_no_adapter_of_another_place_waiting(worl
         await over.wait()
         return web.Response(status=503)
 
-    server = await serve(hang)
+    server = await start_server(hang)
     hung = {f"hung-{i}": {"source": {"http": {"url": str(server.make_url(f"/{i}"))}}} for i in range(20)}
     world.want(1, **hung, a=one)
     await world.until(lambda: world.one("a").state.value == "Ready" and len(asked) == manager._MAX_FETCHES_PER_HOST)
@@ -68,12 +68,12 @@ async def test_what_may_pass_is_tried_again_after_growing_pauses(world, one, mon
 
 async def test_a_source_that_comes_back_is_fetched_then(world, monkeypatch):
     monkeypatch.setattr(manager, "_FIRST_RETRY_S", 0.02)
-    files = Files({"/a/adapter_config.json": b'{"r": 8}', "/a/adapter_model.safetensors": b"w"}, down=True)
-    server = await serve(files.handle)
+    files = FakeHttpServer({"/a/adapter_config.json": b'{"r": 8}', "/a/adapter_model.safetensors": b"w"}, is_down=True)
+    server = await start_server(files.handle)
     world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
     await world.until_states(a="Failed")
     assert "503" in world.one("a").error
-    files.down = False
+    files.is_down = False
     await world.until_states(a="Ready")
     await server.close()
 
@@ -92,7 +92,7 @@ async def test_a_secret_that_is_made_or_mended_is_used_within_seconds(world_of, 
             return web.Response(status=401)
         return web.Response(body=b'{"r": 8}' if request.path.endswith(".json") else b"w")
 
-    server = await serve(guarded)
+    server = await start_server(guarded)
     secret = tmp_path / "secrets" / "keys"
     secret.parent.mkdir()
     if before:
@@ -121,7 +121,7 @@ async def test_a_source_is_left_alone_as_long_as_it_asks_for_within_bounds(world
         asked.append(time.monotonic())
         return web.Response(status=503, headers={"Retry-After": "1000000"})
 
-    server = await serve(busy)
+    server = await start_server(busy)
     world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
     # Said between two tries: while one is made, the state is Fetching.
     await world.until(lambda: "it asks for 86400 s of patience" in world.one("a").error)
@@ -146,7 +146,7 @@ async def test_a_change_ends_a_fetch_that_nobody_wants_any_more(world, one):
         asked.set()
         await hung.wait()
 
-    server = await serve(hang)
+    server = await start_server(hang)
     world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
     await asked.wait()
     assert world.states() == {"a": "Fetching"}

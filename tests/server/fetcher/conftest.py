@@ -2,8 +2,8 @@
 """What holds for every fetch, and the servers that more than one protocol needs."""
 
 import pytest
-from support.fetching import at
-from support.sources import Files, Raw, serve
+from support.fake_sources import FakeHttpServer, RawServer, start_server
+from support.fetching import files_under
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +19,8 @@ def _quick_retries(monkeypatch):
 
 @pytest.fixture
 async def web():
-    files = Files(at("/loras/sql"))
-    server = await serve(files.handle)
+    files = FakeHttpServer(files_under("/loras/sql"))
+    server = await start_server(files.handle)
     files.url = str(server.make_url("/loras/sql"))
     yield files
     await server.close()
@@ -31,7 +31,7 @@ async def raw():
     servers = []
 
     async def start(answer, pause_s=0.0):
-        servers.append(Raw(answer, pause_s))
+        servers.append(RawServer(answer, pause_s))
         return servers[-1], await servers[-1].start()
 
     yield start

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.fetching import BOTH, CONFIG, content, fetcher, folder_with
-from support.sources import serve
+from support.fake_sources import start_server
+from support.fetching import ADAPTER_FILES, CONFIG, folder_content, make_fetcher, write_adapter_folder
 
 from quire_server.adapters.fetcher import AdapterFetcher
 from quire_server.sources.adapter_cache import AdapterCache
@@ -20,8 +20,8 @@ from quire_spec.errors import Unavailable
 
 
 async def test_a_sweep_that_is_killed_leaves_no_half_adapter_under_its_name(tmp_path, monkeypatch):
-    source = Source(path=str(folder_with(tmp_path / "a")))
-    async with fetcher(tmp_path, allow_paths=True) as f:
+    source = Source(path=str(write_adapter_folder(tmp_path / "a")))
+    async with make_fetcher(tmp_path, allow_paths=True) as f:
         fetched = await f.fetch(source)
         os.utime(fetched.folder, (1, 1))
 
@@ -32,8 +32,8 @@ async def test_a_sweep_that_is_killed_leaves_no_half_adapter_under_its_name(tmp_
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr("shutil.rmtree", killed)
             f.prune_cache(set())
-    async with fetcher(tmp_path, allow_paths=True) as f:
-        assert content(await f.fetch(source)) == BOTH
+    async with make_fetcher(tmp_path, allow_paths=True) as f:
+        assert folder_content(await f.fetch(source)) == ADAPTER_FILES
         for path in (tmp_path / "cache/partial").iterdir():
             os.utime(path, (1, 1))
         f.prune_cache({fetched.digest})
@@ -42,7 +42,7 @@ async def test_a_sweep_that_is_killed_leaves_no_half_adapter_under_its_name(tmp_
 
 async def test_an_adapter_that_another_owner_sweeps_meanwhile_is_fetched_again(tmp_path, web, monkeypatch):
     source, sweeping = Source(http=HttpSource(web.url)), []
-    async with fetcher(tmp_path) as f:
+    async with make_fetcher(tmp_path) as f:
         fetched = await f.fetch(source)
         handle = web.handle
 
@@ -52,17 +52,19 @@ async def test_an_adapter_that_another_owner_sweeps_meanwhile_is_fetched_again(t
                 sweeping.extend(AdapterCache(tmp_path / "cache").prune(set()))
             return await handle(request)
 
-        server = await serve(swept)
+        server = await start_server(swept)
         monkeypatch.setattr("quire_server.adapters.fetcher.source_key", lambda source: "one")
         await f.fetch(source)
-        assert content(await f.fetch(Source(http=HttpSource(str(server.make_url("/loras/sql")))))) == BOTH
+        assert (
+            folder_content(await f.fetch(Source(http=HttpSource(str(server.make_url("/loras/sql")))))) == ADAPTER_FILES
+        )
         assert sweeping == [fetched.digest]
         await server.close()
 
 
 def test_an_adapter_that_is_taken_in_use_while_it_is_swept_stays(tmp_path, monkeypatch):
     cache = AdapterCache(tmp_path / "cache")
-    folder_with(cache.folder("sha256:0"))
+    write_adapter_folder(cache.folder("sha256:0"))
     os.utime(cache.folder("sha256:0"), (1, 1))
     rename = Path.rename
 
@@ -78,7 +80,7 @@ def test_an_adapter_that_is_taken_in_use_while_it_is_swept_stays(tmp_path, monke
 
 
 async def test_a_sweep_removes_what_fetches_have_left_and_nothing_that_is_fetched_now(tmp_path):
-    cache, folder = AdapterCache(tmp_path / "cache"), folder_with(tmp_path / "a")
+    cache, folder = AdapterCache(tmp_path / "cache"), write_adapter_folder(tmp_path / "a")
     async with AdapterFetcher(cache, SourceOptions(allow_paths=True)) as f:
         fetched = await f.fetch(Source(path=str(folder)))
     shutil.rmtree(fetched.folder)
@@ -96,12 +98,12 @@ async def test_a_sweep_removes_what_fetches_have_left_and_nothing_that_is_fetche
 
 
 async def test_a_full_disk_says_what_to_do(tmp_path, monkeypatch):
-    folder = folder_with(tmp_path / "a")
+    folder = write_adapter_folder(tmp_path / "a")
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    async with fetcher(tmp_path, allow_paths=True) as f:
+    async with make_fetcher(tmp_path, allow_paths=True) as f:
         monkeypatch.setattr("quire_server.sources.adapter_cache.PartialDownload.record_version", full)
         with pytest.raises(Unavailable, match=r"No space left.*--cache-dir"):
             await f.fetch(Source(path=str(folder)))
@@ -111,28 +113,30 @@ async def test_what_is_in_a_cache_that_became_read_only_is_used(tmp_path, monkey
     def read_only(*_, **__):
         raise OSError(30, "Read-only file system")
 
-    source = Source(path=str(folder_with(tmp_path / "a")))
-    async with fetcher(tmp_path, allow_paths=True) as f:
+    source = Source(path=str(write_adapter_folder(tmp_path / "a")))
+    async with make_fetcher(tmp_path, allow_paths=True) as f:
         fetched = await f.fetch(source)
         monkeypatch.setattr("os.utime", read_only)
         monkeypatch.setattr("quire_server.sources.adapter_cache.AdapterCache.partial", read_only)
         assert await f.fetch(source) == fetched
         with pytest.raises(Unavailable, match=r"cache: .*Read-only file system; make room, or give another --cache"):
-            await f.fetch(Source(path=str(folder_with(tmp_path / "b"))))
+            await f.fetch(Source(path=str(write_adapter_folder(tmp_path / "b"))))
 
 
 async def test_two_supervisors_share_a_cache(tmp_path):
-    folder = folder_with(tmp_path / "a")
-    async with fetcher(tmp_path, allow_paths=True) as one, fetcher(tmp_path, allow_paths=True) as two:
+    folder = write_adapter_folder(tmp_path / "a")
+    async with make_fetcher(tmp_path, allow_paths=True) as one, make_fetcher(tmp_path, allow_paths=True) as two:
         fetched = await asyncio.gather(*(f.fetch(Source(path=str(folder))) for f in (one, two)))
     assert fetched[0] == fetched[1]
-    assert content(fetched[0]) == BOTH
+    assert folder_content(fetched[0]) == ADAPTER_FILES
 
 
 async def test_the_sweep_removes_only_what_is_old_and_unused(tmp_path):
     cache = AdapterCache(tmp_path / "cache")
     async with AdapterFetcher(cache, SourceOptions(allow_paths=True)) as f:
-        fetched = [await f.fetch(Source(path=str(folder_with(tmp_path / str(i), config=b"%d" % i)))) for i in range(3)]
+        fetched = [
+            await f.fetch(Source(path=str(write_adapter_folder(tmp_path / str(i), config=b"%d" % i)))) for i in range(3)
+        ]
     used, old, young = (x.digest for x in fetched)
     for digest in (used, old):
         os.utime(cache.folder(digest), (1, 1))

@@ -6,7 +6,7 @@ import os
 import threading
 
 import pytest
-from support.fetching import BOTH, CONFIG, WEIGHTS, content, fetcher, folder_with
+from support.fetching import ADAPTER_FILES, CONFIG, WEIGHTS, folder_content, make_fetcher, write_adapter_folder
 
 from quire_server.sources.resumable_download import ResumableDownload
 from quire_spec.documents.adapter_catalog import PvcSource, Source
@@ -26,8 +26,8 @@ async def test_what_is_being_hashed_is_not_written_to_by_the_next_fetch(tmp_path
         return digest
 
     monkeypatch.setattr("quire_server.sources.adapter_cache.adapter_digest", slowly)
-    folder = folder_with(tmp_path / "a")
-    async with fetcher(tmp_path, allow_paths=True) as f:
+    folder = write_adapter_folder(tmp_path / "a")
+    async with make_fetcher(tmp_path, allow_paths=True) as f:
         first = asyncio.create_task(f.fetch(Source(path=str(folder))))
         while not begun.is_set():
             await asyncio.sleep(0.01)
@@ -39,28 +39,28 @@ async def test_what_is_being_hashed_is_not_written_to_by_the_next_fetch(tmp_path
         await asyncio.sleep(0.3)
         assert (partial / CONFIG_FILE).read_bytes() == CONFIG
         go_on.set()
-        assert content(await second)[CONFIG_FILE] == b'{"r": 16}'
+        assert folder_content(await second)[CONFIG_FILE] == b'{"r": 16}'
     for made in (tmp_path / "cache/adapters").iterdir():
         assert adapter_digest(made) == made.name
 
 
 async def test_a_folder_is_copied_so_that_later_changes_cannot_reach_what_was_hashed(tmp_path):
-    folder = folder_with(tmp_path / "a")
+    folder = write_adapter_folder(tmp_path / "a")
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
-    async with fetcher(tmp_path, allow_paths=True) as f:
+    async with make_fetcher(tmp_path, allow_paths=True) as f:
         first = await f.fetch(Source(path=str(folder)))
-        assert content(first) == BOTH
+        assert folder_content(first) == ADAPTER_FILES
         assert first.digest == adapter_digest(folder)
         (folder / CONFIG_FILE).write_bytes(b'{"r": 16}')
         second = await f.fetch(Source(path=str(folder)))
     assert second.digest != first.digest
-    assert content(first) == BOTH
-    assert content(second)[CONFIG_FILE] == b'{"r": 16}'
+    assert folder_content(first) == ADAPTER_FILES
+    assert folder_content(second)[CONFIG_FILE] == b'{"r": 16}'
 
 
 async def test_equal_content_from_two_places_is_one_adapter(tmp_path):
-    one, two = folder_with(tmp_path / "a"), folder_with(tmp_path / "b")
-    async with fetcher(tmp_path, allow_paths=True) as f:
+    one, two = write_adapter_folder(tmp_path / "a"), write_adapter_folder(tmp_path / "b")
+    async with make_fetcher(tmp_path, allow_paths=True) as f:
         fetched = await asyncio.gather(*(f.fetch(Source(path=str(p))) for p in (one, two, one, two)))
     assert len({x.digest for x in fetched}) == 1
     assert os.listdir(tmp_path / "cache/adapters") == [fetched[0].digest]
@@ -68,8 +68,8 @@ async def test_equal_content_from_two_places_is_one_adapter(tmp_path):
 
 
 async def test_path_sources_must_be_allowed(tmp_path):
-    folder = folder_with(tmp_path / "a")
-    async with fetcher(tmp_path) as f:
+    folder = write_adapter_folder(tmp_path / "a")
+    async with make_fetcher(tmp_path) as f:
         with pytest.raises(InvalidArgument, match="quire serve"):
             await f.fetch(Source(path=str(folder)))
 
@@ -82,8 +82,8 @@ async def test_a_file_system_that_hangs_holds_up_nobody_else(tmp_path, monkeypat
         found.append(threading.current_thread())
         return look(path, **options)
 
-    folder_with(tmp_path / "claim/a")
-    async with fetcher(tmp_path, pvcs={"loras": tmp_path / "claim"}) as f:
+    write_adapter_folder(tmp_path / "claim/a")
+    async with make_fetcher(tmp_path, pvcs={"loras": tmp_path / "claim"}) as f:
         monkeypatch.setattr("os.path.realpath", looked)
         await f.fetch(Source(pvc=PvcSource("loras", "a")))
     assert found and threading.main_thread() not in found
@@ -91,7 +91,7 @@ async def test_a_file_system_that_hangs_holds_up_nobody_else(tmp_path, monkeypat
 
 async def test_a_file_system_that_hangs_for_long_has_so_many_threads_and_no_more(tmp_path, monkeypatch):
     monkeypatch.setattr("quire_server.sources.resumable_download.NO_ANSWER_TIMEOUT_S", 0.01)
-    folder_with(tmp_path / "claim/a")
+    write_adapter_folder(tmp_path / "claim/a")
     begun, back, open_file = [], threading.Event(), os.open
 
     def hangs(path, *args, **options):
@@ -101,7 +101,7 @@ async def test_a_file_system_that_hangs_for_long_has_so_many_threads_and_no_more
         return open_file(path, *args, **options)
 
     source = Source(pvc=PvcSource("loras", "a"))
-    async with fetcher(tmp_path, pvcs={"loras": tmp_path / "claim"}) as f:
+    async with make_fetcher(tmp_path, pvcs={"loras": tmp_path / "claim"}) as f:
         with monkeypatch.context() as patch:
             patch.setattr("os.open", hangs)
             for _ in range(5):
@@ -118,33 +118,33 @@ async def test_a_file_system_that_hangs_for_long_has_so_many_threads_and_no_more
 
 async def came_back(f, source):
     try:
-        return content(await f.fetch(source)) == BOTH
+        return folder_content(await f.fetch(source)) == ADAPTER_FILES
     except Unavailable:
         return False
 
 
 @pytest.mark.parametrize("path", ["/a\0b", "/\ud800"])
 async def test_what_is_no_path_is_said(tmp_path, path):
-    async with fetcher(tmp_path, allow_paths=True) as f:
+    async with make_fetcher(tmp_path, allow_paths=True) as f:
         with pytest.raises(InvalidArgument, match="is no path"):
             await f.fetch(Source(path=path))
 
 
 @pytest.mark.parametrize("path", ["relative/a", "/tmp/../etc"])
 async def test_path_sources_are_absolute_without_dots(tmp_path, path):
-    async with fetcher(tmp_path, allow_paths=True) as f:
+    async with make_fetcher(tmp_path, allow_paths=True) as f:
         with pytest.raises(InvalidArgument, match="absolute"):
             await f.fetch(Source(path=path))
 
 
 async def test_a_claim_is_read_below_its_folder_only(tmp_path):
-    folder_with(tmp_path / "claim/loras/a")
-    outside = folder_with(tmp_path / "outside")
+    write_adapter_folder(tmp_path / "claim/loras/a")
+    outside = write_adapter_folder(tmp_path / "outside")
     (tmp_path / "claim/link").symlink_to(outside)
     (tmp_path / "claim/inner").symlink_to("loras/a")
-    async with fetcher(tmp_path, pvcs={"loras": tmp_path / "claim"}) as f:
-        assert content(await f.fetch(Source(pvc=PvcSource("loras", "loras/a")))) == BOTH
-        assert content(await f.fetch(Source(pvc=PvcSource("loras", "inner")))) == BOTH
+    async with make_fetcher(tmp_path, pvcs={"loras": tmp_path / "claim"}) as f:
+        assert folder_content(await f.fetch(Source(pvc=PvcSource("loras", "loras/a")))) == ADAPTER_FILES
+        assert folder_content(await f.fetch(Source(pvc=PvcSource("loras", "inner")))) == ADAPTER_FILES
         with pytest.raises(InvalidArgument, match="leads out of"):
             await f.fetch(Source(pvc=PvcSource("loras", "link")))
         for path in ("../outside", "/etc", "loras/../../outside"):
@@ -155,10 +155,10 @@ async def test_a_claim_is_read_below_its_folder_only(tmp_path):
 
 
 async def test_a_file_that_links_out_of_its_folder_is_refused(tmp_path):
-    folder = folder_with(tmp_path / "a")
+    folder = write_adapter_folder(tmp_path / "a")
     (folder / WEIGHTS_FILE).unlink()
     (folder / WEIGHTS_FILE).symlink_to("/etc/hostname")
-    async with fetcher(tmp_path, allow_paths=True) as f:
+    async with make_fetcher(tmp_path, allow_paths=True) as f:
         with pytest.raises(InvalidArgument, match="leads out of"):
             await f.fetch(Source(path=str(folder)))
 
@@ -166,7 +166,7 @@ async def test_a_file_that_links_out_of_its_folder_is_refused(tmp_path):
 @pytest.mark.parametrize("in_place", [True, False], ids=["written over", "renamed"])
 async def test_a_folder_that_changes_while_it_is_read_is_read_again(tmp_path, monkeypatch, in_place):
     """The config of one adapter and the weights of another may fit by form, and be an adapter that nobody made."""
-    folder = folder_with(tmp_path / "a")
+    folder = write_adapter_folder(tmp_path / "a")
     new = {CONFIG_FILE: b'{"r": 8, "lora_alpha": 1}', WEIGHTS_FILE: WEIGHTS[::-1]}
     bring, num_changes = ResumableDownload.download, iter([1] if in_place else [1, 1])
 
@@ -179,37 +179,37 @@ async def test_a_folder_that_changes_while_it_is_read_is_read_again(tmp_path, mo
                 target.rename(folder / file)
 
     monkeypatch.setattr(ResumableDownload, "download", changed_between)
-    async with fetcher(tmp_path, allow_paths=True) as f:
-        assert content(await f.fetch(Source(path=str(folder)))) == new
+    async with make_fetcher(tmp_path, allow_paths=True) as f:
+        assert folder_content(await f.fetch(Source(path=str(folder)))) == new
 
 
 async def test_a_folder_that_never_rests_is_refused_with_what_to_do(tmp_path, monkeypatch):
-    folder, bring = folder_with(tmp_path / "a"), ResumableDownload.download
+    folder, bring = write_adapter_folder(tmp_path / "a"), ResumableDownload.download
 
     async def changed_after(self, place, partial, name):
         await bring(self, place, partial, name)
         (folder / name).write_bytes((folder / name).read_bytes() + b" ")
 
     monkeypatch.setattr(ResumableDownload, "download", changed_after)
-    async with fetcher(tmp_path, allow_paths=True) as f:
+    async with make_fetcher(tmp_path, allow_paths=True) as f:
         with pytest.raises(Unavailable, match="it changed while it was read, 3 times; write a new adapter beside"):
             await f.fetch(Source(path=str(folder)))
     assert not list((tmp_path / "cache/adapters").iterdir())
 
 
 async def test_a_fifo_is_refused_and_hangs_nobody(tmp_path):
-    folder = folder_with(tmp_path / "a")
+    folder = write_adapter_folder(tmp_path / "a")
     (folder / WEIGHTS_FILE).unlink()
     os.mkfifo(folder / WEIGHTS_FILE)
-    async with fetcher(tmp_path, allow_paths=True) as f, asyncio.timeout(5):
+    async with make_fetcher(tmp_path, allow_paths=True) as f, asyncio.timeout(5):
         with pytest.raises(InvalidArgument, match="not a regular file"):
             await f.fetch(Source(path=str(folder)))
 
 
 async def test_missing_files_and_folders_are_named(tmp_path):
-    folder = folder_with(tmp_path / "a")
+    folder = write_adapter_folder(tmp_path / "a")
     (folder / WEIGHTS_FILE).unlink()
-    async with fetcher(tmp_path, allow_paths=True) as f:
+    async with make_fetcher(tmp_path, allow_paths=True) as f:
         with pytest.raises(NotFound, match=rf"a/{WEIGHTS_FILE}.*does not exist"):
             await f.fetch(Source(path=str(folder)))
         with pytest.raises(NotFound, match="absent"):
@@ -217,10 +217,10 @@ async def test_missing_files_and_folders_are_named(tmp_path):
 
 
 async def test_sizes_are_capped(tmp_path):
-    folder = folder_with(tmp_path / "a")
-    async with fetcher(tmp_path, allow_paths=True, max_weights_bytes=len(WEIGHTS) - 1) as f:
+    folder = write_adapter_folder(tmp_path / "a")
+    async with make_fetcher(tmp_path, allow_paths=True, max_weights_bytes=len(WEIGHTS) - 1) as f:
         with pytest.raises(InvalidArgument, match="--max-adapter-bytes"):
             await f.fetch(Source(path=str(folder)))
-    async with fetcher(tmp_path, allow_paths=True, max_config_bytes=4) as f:
+    async with make_fetcher(tmp_path, allow_paths=True, max_config_bytes=4) as f:
         with pytest.raises(InvalidArgument, match=rf"{CONFIG_FILE}.*the limit is 4"):
             await f.fetch(Source(path=str(folder)))

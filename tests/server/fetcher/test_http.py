@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 import pytest
 from aiohttp import web as aio
 from aiohttp.test_utils import TestServer
-from support.fetching import BOTH, WEIGHTS, content, fetcher
-from support.sources import serve
+from support.fake_sources import start_server
+from support.fetching import ADAPTER_FILES, WEIGHTS, folder_content, make_fetcher
 
 from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
@@ -21,22 +21,22 @@ from quire_spec.net.http_errors import parse_retry_after
 
 
 async def test_http(tmp_path, web):
-    async with fetcher(tmp_path) as f:
+    async with make_fetcher(tmp_path) as f:
         fetched = await f.fetch(Source(http=HttpSource(web.url + "/", hashlib.sha256(WEIGHTS).hexdigest())))
-        assert content(fetched) == BOTH
-        assert web.paths() == [f"/loras/sql/{name}" for name in BOTH]
+        assert folder_content(fetched) == ADAPTER_FILES
+        assert web.paths() == [f"/loras/sql/{name}" for name in ADAPTER_FILES]
         assert await f.fetch(Source(http=HttpSource(web.url))) == fetched
         assert len(web.paths()) == 4, "another description of the source"
         assert await f.fetch(Source(http=HttpSource(web.url))) == fetched
         assert len(web.paths()) == 4, "unchanged: asked by HEAD, not read again"
-        web.content["/loras/sql/" + CONFIG_FILE] = b'{"r": 16}'
+        web.files["/loras/sql/" + CONFIG_FILE] = b'{"r": 16}'
         assert (await f.fetch(Source(http=HttpSource(web.url)))).digest != fetched.digest
 
 
 async def test_http_resumes_after_cut_connections(tmp_path, web):
-    web.cuts = [10**9, 2**20, 5, 2**20]
-    async with fetcher(tmp_path) as f:
-        assert content(await f.fetch(Source(http=HttpSource(web.url)))) == BOTH
+    web.cut_after_bytes = [10**9, 2**20, 5, 2**20]
+    async with make_fetcher(tmp_path) as f:
+        assert folder_content(await f.fetch(Source(http=HttpSource(web.url)))) == ADAPTER_FILES
     starts = [int(r.removeprefix("bytes=").removesuffix("-")) for r in web.ranges()[2:]]
     assert len(starts) == 3
     assert 0 < starts[0] <= 2**20 and starts == sorted(starts)
@@ -44,12 +44,12 @@ async def test_http_resumes_after_cut_connections(tmp_path, web):
 
 async def test_a_fetch_resumes_what_an_earlier_process_left(tmp_path, web, monkeypatch):
     monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
-    web.cuts = [10**9, 2**20]
-    async with fetcher(tmp_path) as f:
+    web.cut_after_bytes = [10**9, 2**20]
+    async with make_fetcher(tmp_path) as f:
         with pytest.raises(Unavailable, match="was cut"):
             await f.fetch(Source(http=HttpSource(web.url)))
-    async with fetcher(tmp_path) as f:
-        assert content(await f.fetch(Source(http=HttpSource(web.url)))) == BOTH
+    async with make_fetcher(tmp_path) as f:
+        assert folder_content(await f.fetch(Source(http=HttpSource(web.url)))) == ADAPTER_FILES
     assert web.ranges()[-1].startswith("bytes=") and web.ranges()[-1] != "bytes=0-"
 
 
@@ -57,23 +57,27 @@ async def test_a_fetch_resumes_what_an_earlier_process_left(tmp_path, web, monke
 async def test_bytes_of_two_versions_are_never_mixed(tmp_path, web, conditions):
     """Of servers that know Range alone, the rest of a new file is not put where the old one was cut."""
     changed = os.urandom(len(WEIGHTS))
-    web.conditions, web.cuts, web.changed = conditions, [10**9, 2**20], {"/loras/sql/" + WEIGHTS_FILE: changed}
-    async with fetcher(tmp_path) as f:
-        assert content(await f.fetch(Source(http=HttpSource(web.url))))[WEIGHTS_FILE] == changed
+    web.honor_conditions, web.cut_after_bytes, web.files_after_cuts = (
+        conditions,
+        [10**9, 2**20],
+        {"/loras/sql/" + WEIGHTS_FILE: changed},
+    )
+    async with make_fetcher(tmp_path) as f:
+        assert folder_content(await f.fetch(Source(http=HttpSource(web.url))))[WEIGHTS_FILE] == changed
     assert any(web.ranges()[2:]), "it did ask for the rest"
 
 
 async def test_without_versions_nothing_is_resumed(tmp_path, web):
-    web.etags = False
-    web.cuts = [10**9, 2**20]
-    async with fetcher(tmp_path) as f:
-        assert content(await f.fetch(Source(http=HttpSource(web.url)))) == BOTH
+    web.send_etags = False
+    web.cut_after_bytes = [10**9, 2**20]
+    async with make_fetcher(tmp_path) as f:
+        assert folder_content(await f.fetch(Source(http=HttpSource(web.url)))) == ADAPTER_FILES
     assert web.ranges() == ["", "", ""]
 
 
 async def test_a_wrong_sha256_is_refused_and_not_kept(tmp_path, web):
     wrong = "sha256:" + "0" * 64
-    async with fetcher(tmp_path) as f:
+    async with make_fetcher(tmp_path) as f:
         with pytest.raises(InvalidArgument, match=hashlib.sha256(WEIGHTS).hexdigest()):
             await f.fetch(Source(http=HttpSource(web.url, wrong)))
         with pytest.raises(InvalidArgument, match="64 hexadecimal"):
@@ -82,7 +86,7 @@ async def test_a_wrong_sha256_is_refused_and_not_kept(tmp_path, web):
 
 
 async def test_http_sizes_are_capped_before_and_during_reading(tmp_path, web):
-    async with fetcher(tmp_path, max_weights_bytes=2**20) as f:
+    async with make_fetcher(tmp_path, max_weights_bytes=2**20) as f:
         with pytest.raises(InvalidArgument, match=str(len(WEIGHTS))):
             await f.fetch(Source(http=HttpSource(web.url)))
         web.chunked = True
@@ -94,7 +98,7 @@ async def test_http_sizes_are_capped_before_and_during_reading(tmp_path, web):
 
 async def test_http_404_names_the_url_and_no_secret(tmp_path, web):
     url = web.url.replace("http://", "http://user:passw0rd@") + "/absent?signature=s3cr3t"
-    async with fetcher(tmp_path) as f:
+    async with make_fetcher(tmp_path) as f:
         with pytest.raises(NotFound) as caught:
             await f.fetch(Source(http=HttpSource(url)))
     assert f"/loras/sql/absent/{CONFIG_FILE}: HTTP 404" in str(caught.value)
@@ -103,16 +107,16 @@ async def test_http_404_names_the_url_and_no_secret(tmp_path, web):
 
 @pytest.mark.parametrize("url", ["ftp://a/b", "file:///etc/passwd", "no url", "http://"])
 async def test_only_http_urls(tmp_path, url):
-    async with fetcher(tmp_path) as f:
+    async with make_fetcher(tmp_path) as f:
         with pytest.raises(InvalidArgument, match=r"http\(s\)://host/folder"):
             await f.fetch(Source(http=HttpSource(url)))
 
 
 async def test_a_source_that_is_down_is_answered_from_the_cache(tmp_path, web, caplog):
     source = Source(http=HttpSource(web.url))
-    async with fetcher(tmp_path) as f:
+    async with make_fetcher(tmp_path) as f:
         fetched = await f.fetch(source)
-        web.down = True
+        web.is_down = True
         assert await f.fetch(source) == fetched
         assert "cannot be reached" in caplog.text
         with pytest.raises(Unavailable, match="503"):
@@ -120,14 +124,14 @@ async def test_a_source_that_is_down_is_answered_from_the_cache(tmp_path, web, c
 
 
 async def test_nobody_there(tmp_path):
-    async with fetcher(tmp_path) as f:
+    async with make_fetcher(tmp_path) as f:
         with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9/a"):
             await f.fetch(Source(http=HttpSource("http://127.0.0.1:9/a")))
 
 
 async def test_a_server_that_gives_next_to_nothing_is_given_up(tmp_path, web):
-    web.cuts = [10**9, *[1] * 100]
-    async with fetcher(tmp_path) as f:
+    web.cut_after_bytes = [10**9, *[1] * 100]
+    async with make_fetcher(tmp_path) as f:
         with pytest.raises(Unavailable, match="was cut"):
             await f.fetch(Source(http=HttpSource(web.url)))
     assert len(web.paths()) == 4
@@ -135,7 +139,7 @@ async def test_a_server_that_gives_next_to_nothing_is_given_up(tmp_path, web):
 
 async def refused(tmp_path, url, kind=Unavailable):
     """The error of a fetch from `url`, which has a signature in its query."""
-    async with fetcher(tmp_path) as f, asyncio.timeout(20):
+    async with make_fetcher(tmp_path) as f, asyncio.timeout(20):
         with pytest.raises(kind) as caught:
             await f.fetch(Source(http=HttpSource(f"{url}/a?signature=s3cr3t")))
     return str(caught.value)
@@ -197,9 +201,11 @@ async def test_a_question_that_is_not_answered_once_does_not_cost_what_was_read(
             return aio.Response(status=503)
         return await handle(request)
 
-    server = await serve(once_down)
-    async with fetcher(tmp_path) as f:
-        assert content(await f.fetch(Source(http=HttpSource(str(server.make_url("/loras/sql")))))) == BOTH
+    server = await start_server(once_down)
+    async with make_fetcher(tmp_path) as f:
+        assert (
+            folder_content(await f.fetch(Source(http=HttpSource(str(server.make_url("/loras/sql")))))) == ADAPTER_FILES
+        )
     assert len(web.paths()) == 2 and failed
     await server.close()
 
@@ -229,9 +235,11 @@ async def test_a_place_is_left_alone_as_long_as_it_asks_for(tmp_path, web):
             return aio.Response(status=429, headers={"Retry-After": "1"})
         return await web.handle(request)
 
-    server = await serve(busy)
-    async with fetcher(tmp_path) as f:
-        assert content(await f.fetch(Source(http=HttpSource(str(server.make_url("/loras/sql")))))) == BOTH
+    server = await start_server(busy)
+    async with make_fetcher(tmp_path) as f:
+        assert (
+            folder_content(await f.fetch(Source(http=HttpSource(str(server.make_url("/loras/sql")))))) == ADAPTER_FILES
+        )
     assert asked[1] - asked[0] >= 1
     await server.close()
 
@@ -244,9 +252,9 @@ async def test_a_place_that_asks_for_long_is_asked_later(tmp_path):
         return aio.Response(status=503, headers={"Retry-After": "100"})
 
     refused = []
-    server = await serve(busy)
+    server = await start_server(busy)
     url = str(server.make_url("/")).rstrip("/")
-    async with fetcher(tmp_path, hub_endpoint=url) as f:
+    async with make_fetcher(tmp_path, hub_endpoint=url) as f:
         of_s3, of_hub = S3Source("s3://models/a", url), HuggingFaceSource("org/sql-lora")
         for source in (Source(http=HttpSource(url)), Source(huggingFace=of_hub), Source(s3=of_s3)):
             refused.clear()
@@ -270,8 +278,8 @@ async def test_cookies_are_nobodys(tmp_path, web):
     await server.start_server()
     # By name: nobody keeps cookies of an address.
     url = f"http://localhost:{server.port}/loras/sql"
-    async with fetcher(tmp_path) as f:
-        assert content(await f.fetch(Source(http=HttpSource(url)))) == BOTH
+    async with make_fetcher(tmp_path) as f:
+        assert folder_content(await f.fetch(Source(http=HttpSource(url)))) == ADAPTER_FILES
     assert [r for r in web.requests if "Cookie" in r.headers] == []
     await server.close()
 
@@ -289,7 +297,7 @@ async def test_a_secret_that_cannot_be_sent_is_named_and_not_quoted(tmp_path, we
         for key, text in keys.items():
             (secret / key).write_text(text)
     mine = SecretRef("mine")
-    async with fetcher(tmp_path, secrets_dir=tmp_path / "secrets", hub_endpoint=web.url) as f:
+    async with make_fetcher(tmp_path, secrets_dir=tmp_path / "secrets", hub_endpoint=web.url) as f:
         for source in (
             Source(http=HttpSource(web.url, headersSecretRef=mine)),
             Source(huggingFace=HuggingFaceSource("org/sql-lora", None, mine)),
@@ -305,7 +313,7 @@ async def test_a_user_in_the_url_beside_a_secret_header_is_said(tmp_path, web):
     (tmp_path / "secrets/mine").mkdir(parents=True)
     (tmp_path / "secrets/mine/Authorization").write_text("Bearer s3cr3t")
     source = HttpSource(web.url.replace("//", "//user:passw0rd@"), headersSecretRef=SecretRef("mine"))
-    async with fetcher(tmp_path, secrets_dir=tmp_path / "secrets") as f:
+    async with make_fetcher(tmp_path, secrets_dir=tmp_path / "secrets") as f:
         with pytest.raises(Unavailable, match="AUTHORIZATION") as caught:
             await f.fetch(Source(http=source))
     assert "s3cr3t" not in str(caught.value) and "passw0rd" not in str(caught.value)
@@ -318,13 +326,13 @@ async def test_secret_headers_go_to_the_first_origin_only(tmp_path, web):
         seen.append(request.headers.get("X-Key"))
         return aio.Response(status=302, headers={"Location": f"{web.url}/{request.path.rsplit('/', 1)[1]}"})
 
-    front = await serve(redirect)
+    front = await start_server(redirect)
     secret = tmp_path / "secrets/mine"
     secret.mkdir(parents=True)
     (secret / "X-Key").write_text("s3cr3t\n")
     source = HttpSource(str(front.make_url("/a")), headersSecretRef=SecretRef("mine"))
-    async with fetcher(tmp_path, secrets_dir=tmp_path / "secrets") as f:
-        assert content(await f.fetch(Source(http=source))) == BOTH
+    async with make_fetcher(tmp_path, secrets_dir=tmp_path / "secrets") as f:
+        assert folder_content(await f.fetch(Source(http=source))) == ADAPTER_FILES
         with pytest.raises(InvalidArgument, match="not a name of a Secret"):
             await f.fetch(Source(http=HttpSource(web.url, headersSecretRef=SecretRef("../mine"))))
         with pytest.raises(Unavailable, match="make the Secret"):

@@ -5,8 +5,8 @@ import os
 
 import huggingface_hub
 import pytest
-from support.fetching import BOTH, WEIGHTS, at, content, fetcher
-from support.sources import Files, Hub, serve
+from support.fake_sources import FakeHttpServer, FakeHub, start_server
+from support.fetching import ADAPTER_FILES, WEIGHTS, files_under, folder_content, make_fetcher
 
 from quire_spec.documents.adapter_catalog import HuggingFaceSource, SecretRef, Source
 from quire_spec.documents.adapter_digest import WEIGHTS_FILE
@@ -17,10 +17,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 async def hub(tmp_path):
-    files = Files(at())
-    cdn = await serve(files.handle)
-    hub = Hub(files, "org/sql-lora", COMMIT, "hf_s3cr3t", f"http://localhost:{cdn.port}")
-    server = await serve(hub.handle)
+    files = FakeHttpServer(files_under())
+    cdn = await start_server(files.handle)
+    hub = FakeHub(files, "org/sql-lora", COMMIT, "hf_s3cr3t", f"http://localhost:{cdn.port}")
+    server = await start_server(hub.handle)
     hub.url = str(server.make_url("/")).rstrip("/")
     secret = tmp_path / "secrets/hf"
     secret.mkdir(parents=True)
@@ -34,29 +34,29 @@ async def hub(tmp_path):
 async def test_hub(tmp_path, hub):
     by_branch = Source(huggingFace=HuggingFaceSource("org/sql-lora", tokenSecretRef=SecretRef("hf")))
     by_commit = Source(huggingFace=HuggingFaceSource("org/sql-lora", COMMIT, SecretRef("hf", "token")))
-    async with fetcher(tmp_path, **hub.options) as f:
+    async with make_fetcher(tmp_path, **hub.options) as f:
         fetched = await f.fetch(by_branch)
-        assert content(fetched) == BOTH
+        assert folder_content(fetched) == ADAPTER_FILES
         assert await f.fetch(by_commit) == fetched
         asked = len(hub.requests)
         assert await f.fetch(by_commit) == fetched
         assert len(hub.requests) == asked, "a commit never changes"
         assert await f.fetch(by_branch) == fetched
         assert {r.method for r in hub.requests[asked:]} == {"HEAD"}
-    assert all("Authorization" not in r.headers for r in hub.files.requests), "the token left the hub"
+    assert all("Authorization" not in r.headers for r in hub.http_server.requests), "the token left the hub"
 
 
 async def test_hub_resumes_and_checks_the_hubs_sha256(tmp_path, hub):
-    hub.files.cuts = [2**20]
+    hub.http_server.cut_after_bytes = [2**20]
     source = Source(huggingFace=HuggingFaceSource("org/sql-lora", tokenSecretRef=SecretRef("hf")))
-    async with fetcher(tmp_path, **hub.options) as f:
-        assert content(await f.fetch(source)) == BOTH
-    assert hub.files.ranges()[1].startswith("bytes=")
+    async with make_fetcher(tmp_path, **hub.options) as f:
+        assert folder_content(await f.fetch(source)) == ADAPTER_FILES
+    assert hub.http_server.ranges()[1].startswith("bytes=")
     hub.commit = "f" * 40
-    lied = Files({f"/{WEIGHTS_FILE}": os.urandom(len(WEIGHTS))})
-    cdn = await serve(lied.handle)
+    lied = FakeHttpServer({f"/{WEIGHTS_FILE}": os.urandom(len(WEIGHTS))})
+    cdn = await start_server(lied.handle)
     hub.cdn = f"http://localhost:{cdn.port}"
-    async with fetcher(tmp_path, **hub.options) as f:
+    async with make_fetcher(tmp_path, **hub.options) as f:
         with pytest.raises(InvalidArgument, match="its sha256 is"):
             await f.fetch(source)
     await cdn.close()
@@ -67,7 +67,7 @@ async def test_hub_errors(tmp_path, hub):
         return Source(huggingFace=HuggingFaceSource(repo, revision, secret))
 
     mine = SecretRef("hf")
-    async with fetcher(tmp_path, **hub.options) as f:
+    async with make_fetcher(tmp_path, **hub.options) as f:
         with pytest.raises(Unavailable, match="private and the source's token"):
             await f.fetch(source())
         with pytest.raises(Unavailable, match="no such repository"):
@@ -76,7 +76,7 @@ async def test_hub_errors(tmp_path, hub):
             await f.fetch(source("org/sql-lora", "v9", mine))
         with pytest.raises(InvalidArgument, match="a b"):
             await f.fetch(source("a b", None, mine))
-        del hub.files.content[f"/{WEIGHTS_FILE}"]
+        del hub.http_server.files[f"/{WEIGHTS_FILE}"]
         with pytest.raises(NotFound, match=f"{WEIGHTS_FILE}.*safetensors"):
             await f.fetch(source("org/sql-lora", None, mine))
 
@@ -90,7 +90,7 @@ async def test_a_proxy_that_the_hubs_library_cannot_use_is_said(tmp_path, hub, m
     huggingface_hub.close_session()
     source = Source(huggingFace=HuggingFaceSource("org/sql-lora", tokenSecretRef=SecretRef("hf")))
     try:
-        async with fetcher(tmp_path, **hub.options) as f:
+        async with make_fetcher(tmp_path, **hub.options) as f:
             with pytest.raises(Unavailable, match="hub repository 'org/sql-lora'") as caught:
                 await f.fetch(source)
     finally:

@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from aiohttp import web as aio
-from support.fetching import BOTH, WEIGHTS, at, content, fetcher
-from support.sources import Bucket, Files, serve
+from support.fake_sources import FakeHttpServer, FakeS3, start_server
+from support.fetching import ADAPTER_FILES, WEIGHTS, files_under, folder_content, make_fetcher
 
 from quire_spec.documents.adapter_catalog import S3Source, SecretRef, Source
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
@@ -16,8 +16,8 @@ from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFou
 
 @pytest.fixture
 async def bucket(tmp_path):
-    bucket = Bucket(Files(at("/models/loras/sql")), "AKIA1", "s3cr3t")
-    server = await serve(bucket.handle)
+    bucket = FakeS3(FakeHttpServer(files_under("/models/loras/sql")), "AKIA1", "s3cr3t")
+    server = await start_server(bucket.handle)
     secret = tmp_path / "secrets/s3"
     secret.mkdir(parents=True)
     (secret / "AWS_ACCESS_KEY_ID").write_text("AKIA1")
@@ -33,46 +33,46 @@ def s3(bucket, uri="s3://models/loras/sql", secret="s3"):
 
 
 async def test_s3(tmp_path, bucket):
-    async with fetcher(tmp_path, **bucket.options) as f:
+    async with make_fetcher(tmp_path, **bucket.options) as f:
         fetched = await f.fetch(s3(bucket))
-        assert content(fetched) == BOTH
+        assert folder_content(fetched) == ADAPTER_FILES
         assert await f.fetch(s3(bucket)) == fetched
-        assert len(bucket.files.paths()) == 2, "unchanged: asked by HEAD"
+        assert len(bucket.http_server.paths()) == 2, "unchanged: asked by HEAD"
 
 
 async def test_s3_resumes(tmp_path, bucket):
-    bucket.files.cuts = [10**9, 2**20]
-    async with fetcher(tmp_path, **bucket.options) as f:
-        assert content(await f.fetch(s3(bucket))) == BOTH
-    assert any(r.startswith("bytes=") and r != "bytes=0-" for r in bucket.files.ranges())
+    bucket.http_server.cut_after_bytes = [10**9, 2**20]
+    async with make_fetcher(tmp_path, **bucket.options) as f:
+        assert folder_content(await f.fetch(s3(bucket))) == ADAPTER_FILES
+    assert any(r.startswith("bytes=") and r != "bytes=0-" for r in bucket.http_server.ranges())
 
 
 async def test_s3_goes_on_where_a_file_was_whole(tmp_path, bucket, monkeypatch):
     """No range begins at a file's end: config.json was whole when an earlier process was ended."""
     monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
-    bucket.files.cuts = [10**9, 2**20]
-    async with fetcher(tmp_path, **bucket.options) as f:
+    bucket.http_server.cut_after_bytes = [10**9, 2**20]
+    async with make_fetcher(tmp_path, **bucket.options) as f:
         with pytest.raises(Unavailable):
             await f.fetch(s3(bucket))
     monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 1)
-    async with fetcher(tmp_path, **bucket.options) as f:
-        assert content(await f.fetch(s3(bucket))) == BOTH
+    async with make_fetcher(tmp_path, **bucket.options) as f:
+        assert folder_content(await f.fetch(s3(bucket))) == ADAPTER_FILES
 
 
 async def test_s3_never_mixes_two_versions(tmp_path, bucket):
     changed = os.urandom(len(WEIGHTS))
-    bucket.files.conditions, bucket.files.cuts = False, [10**9, 2**20]
-    bucket.files.changed = {f"/models/loras/sql/{WEIGHTS_FILE}": changed}
-    async with fetcher(tmp_path, **bucket.options) as f:
-        assert content(await f.fetch(s3(bucket)))[WEIGHTS_FILE] == changed
-    assert any(bucket.files.ranges()[2:]), "it did ask for the rest"
+    bucket.http_server.honor_conditions, bucket.http_server.cut_after_bytes = False, [10**9, 2**20]
+    bucket.http_server.files_after_cuts = {f"/models/loras/sql/{WEIGHTS_FILE}": changed}
+    async with make_fetcher(tmp_path, **bucket.options) as f:
+        assert folder_content(await f.fetch(s3(bucket)))[WEIGHTS_FILE] == changed
+    assert any(bucket.http_server.ranges()[2:]), "it did ask for the rest"
 
 
 async def test_a_public_bucket_needs_no_secret(tmp_path, bucket):
     bucket.key_id = None
-    async with fetcher(tmp_path) as f:
-        assert content(await f.fetch(s3(bucket, secret=None))) == BOTH
-    assert all("Authorization" not in r.headers and not r.query for r in bucket.files.requests)
+    async with make_fetcher(tmp_path) as f:
+        assert folder_content(await f.fetch(s3(bucket, secret=None))) == ADAPTER_FILES
+    assert all("Authorization" not in r.headers and not r.query for r in bucket.http_server.requests)
 
 
 async def test_a_platform_is_asked_once_for_an_identity(tmp_path, bucket, monkeypatch):
@@ -84,13 +84,13 @@ async def test_a_platform_is_asked_once_for_an_identity(tmp_path, bucket, monkey
         keys = {"AccessKeyId": "AKIA1", "SecretAccessKey": "s3cr3t", "Token": "t0ken", "Expiration": until}
         return aio.json_response(keys)
 
-    platform = await serve(identity)
+    platform = await start_server(identity)
     (tmp_path / "pod").write_text("me")
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", str(platform.make_url("/")))
     monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "pod"))
-    async with fetcher(tmp_path) as f:
-        assert content(await f.fetch(s3(bucket, secret=None))) == BOTH
-    assert {r.query["X-Amz-Security-Token"] for r in bucket.files.requests} == {"t0ken"}
+    async with make_fetcher(tmp_path) as f:
+        assert folder_content(await f.fetch(s3(bucket, secret=None))) == ADAPTER_FILES
+    assert {r.query["X-Amz-Security-Token"] for r in bucket.http_server.requests} == {"t0ken"}
     assert asked == ["me"]
     await platform.close()
 
@@ -104,10 +104,10 @@ async def test_nothing_secret_follows_a_redirect_to_another_host(tmp_path, bucke
         asked.append(request.query.get("X-Amz-Security-Token"))
         raise aio.HTTPTemporaryRedirect(f"{web.url}/{request.path.rsplit('/', 1)[1]}")
 
-    first = await serve(elsewhere)
+    first = await start_server(elsewhere)
     source = S3Source("s3://models/loras/sql", f"http://localhost:{first.port}", None, SecretRef("s3"))
-    async with fetcher(tmp_path, **bucket.options) as f:
-        assert content(await f.fetch(Source(s3=source))) == BOTH
+    async with make_fetcher(tmp_path, **bucket.options) as f:
+        assert folder_content(await f.fetch(Source(s3=source))) == ADAPTER_FILES
     assert set(asked) == {"t0ken"}
     assert len(web.requests) == 4
     for request in web.requests:
@@ -118,20 +118,20 @@ async def test_nothing_secret_follows_a_redirect_to_another_host(tmp_path, bucke
 async def test_a_bucket_that_is_in_another_region_is_said_to_be(tmp_path, raw):
     body = b"<Error><Code>PermanentRedirect</Code></Error>"
     _, url = await raw(b"HTTP/1.1 301 Moved\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-    async with fetcher(tmp_path) as f:
+    async with make_fetcher(tmp_path) as f:
         with pytest.raises(Unavailable, match="HTTP 301 PermanentRedirect; the bucket is in another region; correct"):
             await f.fetch(Source(s3=S3Source("s3://models/loras/sql", url)))
 
 
 async def test_s3_errors(tmp_path, bucket):
-    async with fetcher(tmp_path, **bucket.options) as f:
+    async with make_fetcher(tmp_path, **bucket.options) as f:
         with pytest.raises(NotFound, match=rf"s3://models/absent/{CONFIG_FILE}"):
             await f.fetch(s3(bucket, "s3://models/absent"))
         with pytest.raises(Unavailable, match="access denied"):
             await f.fetch(s3(bucket, secret=None))
         with pytest.raises(InvalidArgument, match="s3://bucket/prefix"):
             await f.fetch(s3(bucket, "https://models/loras"))
-    async with fetcher(tmp_path, **bucket.options, max_weights_bytes=2**20) as f:
+    async with make_fetcher(tmp_path, **bucket.options, max_weights_bytes=2**20) as f:
         with pytest.raises(InvalidArgument, match="--max-adapter-bytes"):
             await f.fetch(s3(bucket))
 
@@ -139,7 +139,7 @@ async def test_s3_errors(tmp_path, bucket):
 async def test_s3_tells_what_a_bucket_says_and_not_what_it_quotes(tmp_path, bucket, raw):
     body = b"<Error><Code>ExpiredToken</Code><Token-0>s3cr3t</Token-0></Error>"
     _, url = await raw(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-    async with fetcher(tmp_path, **bucket.options) as f:
+    async with make_fetcher(tmp_path, **bucket.options) as f:
         with pytest.raises(AccessDenied, match="HTTP 400 ExpiredToken; the source's secret is wrong or no") as caught:
             await f.fetch(Source(s3=S3Source("s3://models/loras/sql", url, None, SecretRef("s3"))))
         assert "s3cr3t" not in str(caught.value)
@@ -149,7 +149,7 @@ async def test_s3_tells_what_a_bucket_says_and_not_what_it_quotes(tmp_path, buck
 
 async def test_s3_files_that_are_stored_compressed_are_refused(tmp_path, raw):
     _, url = await raw(b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}")
-    async with fetcher(tmp_path) as f:
+    async with make_fetcher(tmp_path) as f:
         with pytest.raises(Unavailable, match="comes as gzip; store the files as they are"):
             await f.fetch(Source(s3=S3Source("s3://models/loras/sql", url)))
 
@@ -160,7 +160,7 @@ async def test_s3_files_that_are_stored_compressed_are_refused(tmp_path, raw):
 )
 async def test_an_endpoint_is_a_url_without_secrets(tmp_path, endpoint):
     """obstore panics on some of these, and so does whoever waits for it."""
-    async with fetcher(tmp_path) as f:
+    async with make_fetcher(tmp_path) as f:
         with pytest.raises(ConfigError, match=r"s3 source: the endpoint is not http\(s\)://host") as caught:
             await f.fetch(Source(s3=S3Source("s3://models/a", endpoint)))
         assert "s3cr3t" not in str(caught.value)

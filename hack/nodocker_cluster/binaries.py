@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the programs of Kubernetes are on this machine, and how they get there. `find` looks, `make` makes.
+
+    KUBEBUILDER_ASSETS   a folder with etcd and kube-apiserver at least
+    the cache            $QUIRE_CLUSTER_CACHE, by default ~/.cache/quire/cluster; one folder a version
+    release.py           an official release, where it can be reached
+    debian.py            a build from Debian's own source package
+    definitions.py       beside that one, which is old: a current Kubernetes' API server of definitions
+
+A cluster that exists already needs none of them: QUIRE_TEST_KUBECONFIG names its kubeconfig for the tests.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+CONTROL_PLANE_PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
+NODE_PROGRAMS = ("kubelet", "kube-proxy")
+ALL_PROGRAMS = (*CONTROL_PLANE_PROGRAMS, *NODE_PROGRAMS, "kubectl")
+_REQUIRED_PROGRAMS = ("etcd", "kube-apiserver")
+
+ProgressCallback = Callable[[str], None]
+
+
+class Unavailable(Exception):
+    """A source cannot give the programs here; the message says why and what would help."""
+
+
+@dataclass(frozen=True, slots=True)
+class KubeBinaries:
+    """The programs of one version of Kubernetes."""
+
+    folder: Path
+    version: tuple[int, int, int]
+    """Of kube-apiserver."""
+
+    def has(self, *names: str) -> bool:
+        """Whether these programs are there."""
+        return all((self.folder / name).exists() for name in names)
+
+    def path(self, name: str) -> str:
+        """The program; kubectl may be the machine's own."""
+        if self.has(name):
+            return str(self.folder / name)
+        if name == "kubectl" and (found := shutil.which(name)):
+            return found
+        raise Unavailable(f"{self.folder} has no {name}; run make cluster-tools without KUBEBUILDER_ASSETS")
+
+    def __str__(self) -> str:
+        missing = [name for name in ALL_PROGRAMS if not self.has(name)]
+        return f"Kubernetes {'.'.join(map(str, self.version))} in {self.folder}" + (
+            f" (without {', '.join(missing)})" if missing else ""
+        )
+
+
+def cache_folder() -> Path:
+    """Folder of what was downloaded or built."""
+    return Path(os.environ.get("QUIRE_CLUSTER_CACHE") or Path.home() / ".cache/quire/cluster").resolve()
+
+
+def find() -> KubeBinaries | None:
+    """The programs that are there already: those of KUBEBUILDER_ASSETS, or the newest in the cache."""
+    if assets := os.environ.get("KUBEBUILDER_ASSETS"):
+        folder = Path(assets).resolve()
+        if not all((folder / name).exists() for name in _REQUIRED_PROGRAMS):
+            raise Unavailable(f"KUBEBUILDER_ASSETS is {assets}, and {' or '.join(_REQUIRED_PROGRAMS)} is not in it")
+        return KubeBinaries(folder, _binary_version(folder))
+    cached = [
+        KubeBinaries(version_folder, parse_version(version_folder.name))
+        for version_folder in cache_folder().glob("v*")
+        if all((version_folder / name).exists() for name in _REQUIRED_PROGRAMS)
+    ]
+    return max(cached, key=lambda tools: tools.version, default=None)
+
+
+def find_or_build(report_progress: ProgressCallback) -> KubeBinaries:
+    """The programs that are there, or else the first that a source gives.
+
+    Raises:
+        Unavailable: no source can; the message has each one's reason.
+    """
+    from nodocker_cluster import debian, release
+
+    if programs := find():
+        return programs
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    reasons = []
+    for source in (release.download, debian.build):
+        try:
+            source(cache_folder(), report_progress)
+            break
+        except Unavailable as error:
+            reasons.append(str(error))
+            report_progress(f"no: {error}")
+    if programs := find():
+        return programs
+    raise Unavailable("\n  - ".join(["there is no way here to get Kubernetes' programs", *reasons]))
+
+
+def install_packages(programs: Mapping[str, str], report_progress: ProgressCallback) -> None:
+    """Install the Debian packages of those programs (program: package) that are not there.
+
+    Raises:
+        Unavailable: they cannot be installed here; the message names them.
+    """
+    missing = _packages(programs)
+    if not missing:
+        return
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        raise Unavailable(f"missing: {', '.join(missing)}; install these packages of Debian, or run this as root there")
+    report_progress(f"installing {', '.join(missing)}")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    subprocess.run(["apt-get", "-qq", "update"], env=environment, check=False)
+    command = ["apt-get", "-qq", "install", "--yes", "--no-install-recommends", *missing]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if remaining := _packages(programs):
+        raise Unavailable(f"apt-get could not install {', '.join(remaining)}: {done.stderr[-500:]}")
+
+
+def _packages(programs: Mapping[str, str]) -> list[str]:
+    return sorted({package for program, package in programs.items() if shutil.which(program) is None})
+
+
+def publish_to_cache(work: Path, name: str) -> None:
+    """Move a finished folder into the cache under its version; a half-made one is never seen there."""
+    target = cache_folder() / name
+    shutil.rmtree(target, ignore_errors=True)
+    work.rename(target)
+
+
+def _binary_version(folder: Path) -> tuple[int, int, int]:
+    output = subprocess.run([folder / "kube-apiserver", "--version"], capture_output=True, text=True, check=True).stdout
+    return parse_version(output)
+
+
+def parse_version(text: str) -> tuple[int, int, int]:
+    match = re.search(r"v(\d+)\.(\d+)\.(\d+)", text)
+    if not match:
+        raise Unavailable(f"{text!r} names no version")
+    major, minor, patch = map(int, match.groups())
+    return major, minor, patch

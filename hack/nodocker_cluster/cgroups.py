@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control groups of a cluster's pods: one tree of our own, so that all of it can be found and taken away."""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+_PREFIX = "quire-"
+_REMOVE_TIMEOUT_S = 10.0
+
+
+def tree_name(folder: Path) -> str:
+    """Of the tree of the cluster in `folder`."""
+    return f"{_PREFIX}{hashlib.sha256(str(folder).encode()).hexdigest()[:10]}"
+
+
+def create(folder: Path) -> None:
+    """Make the tree in every hierarchy that this machine has."""
+    for tree in _trees(folder):
+        tree.mkdir(exist_ok=True)
+        if (tree / "cgroup.controllers").exists() and tree.parent == _ROOT:  # version 2: children get what is named
+            controllers = (tree / "cgroup.controllers").read_text().split()
+            (tree / "cgroup.subtree_control").write_text(" ".join(f"+{controller}" for controller in controllers))
+
+
+def remove_stale() -> None:
+    """Take away the trees of clusters that were killed and never taken down; call it where no node runs."""
+    for hierarchy in _hierarchies():
+        for tree in hierarchy.glob(f"{_PREFIX}*"):
+            _try_remove_tree(tree)
+
+
+def exists(folder: Path) -> bool:
+    """Whether the tree is there."""
+    return any(tree.exists() for tree in _trees(folder))
+
+
+def remove(folder: Path) -> None:
+    """Take the tree away; its processes have ended, and the kernel may still be busy with them."""
+    deadline = time.monotonic() + _REMOVE_TIMEOUT_S
+    while remaining := [tree for tree in _trees(folder) if tree.exists()]:
+        for tree in remaining:
+            _try_remove_tree(tree)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"control groups are still in use: {', '.join(map(str, remaining))}")
+        time.sleep(0.02)
+
+
+def _trees(folder: Path) -> Iterator[Path]:
+    for hierarchy in _hierarchies():
+        yield hierarchy / tree_name(folder)
+
+
+def _hierarchies() -> Iterator[Path]:
+    """The one of version 2, or those of version 1."""
+    if not _ROOT.is_dir():
+        return
+    if (_ROOT / "cgroup.controllers").exists():
+        yield _ROOT
+        return
+    for hierarchy in sorted(_ROOT.iterdir()):
+        if hierarchy.is_dir() and not hierarchy.is_symlink() and (hierarchy / "cgroup.procs").exists():
+            yield hierarchy
+
+
+def _try_remove_tree(tree: Path) -> None:
+    """Children first; what is busy stays for the next time."""
+    for group in [*sorted((g for g in tree.rglob("*") if g.is_dir()), reverse=True), tree]:
+        try:
+            group.rmdir()
+        except OSError:
+            pass

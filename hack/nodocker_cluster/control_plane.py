@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A control plane on this machine: etcd, API server and, where they are there, controller-manager and scheduler.
+
+Certificates, kubeconfigs, data and logs are in one folder. Pods need a node beside it (node.py).
+"""
+
+import json
+import ssl
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nodocker_cluster import crd_apiserver, processes
+from nodocker_cluster.binaries import KubeBinaries
+from nodocker_cluster.kubeconfig import ClusterAccess
+from nodocker_cluster.network import NETWORK, format_for_url
+from nodocker_cluster.pki import CertificateAuthority
+from nodocker_cluster.ports import free_ports
+
+NODE_NAME = "quire-node"
+START_TIMEOUT_S = 60.0
+AUDIT_LOG = "audit.log"
+"""One JSON object a line: what service accounts asked the API server for."""
+_STOP_ORDER = ("kube-scheduler", "kube-controller-manager", "kube-apiserver", crd_apiserver.PROGRAM, "etcd")
+_API_NAMES = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
+
+
+class StartError(Exception):
+    """A program of the cluster did not start; the message has the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlane:
+    """A running control plane."""
+
+    folder: Path
+    programs: KubeBinaries
+    address: str
+    """Of this machine; pods reach the API server there."""
+    access: ClusterAccess
+    """Everything is allowed."""
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Of the administrator."""
+        return self.folder / "admin.kubeconfig"
+
+    def stop(self) -> None:
+        """End its programs; data and logs stay."""
+        stop(self.folder)
+
+
+def stop(folder: Path) -> None:
+    """End the control plane in `folder`, whoever started it."""
+    for name in _STOP_ORDER:
+        processes.stop(folder, name)
+
+
+def start(folder: Path, programs: KubeBinaries, address: str = "127.0.0.1", dies_with_us: bool = False) -> ControlPlane:
+    """Start it on free ports and wait until it answers: 4 s on an idle machine.
+
+    Raises:
+        StartError: a program ended or did not answer in time.
+    """
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_certificates(folder / "pki", address)
+    api, client, peer, controllers, scheduler = free_ports(5)
+    plane = ControlPlane(folder, programs, address, _write_kubeconfigs(folder, api, address))
+    starter = _Starter(folder, programs, dies_with_us)
+    try:
+        starter.start("etcd", *_etcd_flags(folder, client, peer))
+        starter.wait_ready("etcd", lambda: _is_healthy(f"http://127.0.0.1:{client}/health"))
+        starter.start("kube-apiserver", *_api_server_flags(folder, api, f"http://127.0.0.1:{client}", address))
+        starter.wait_ready(
+            "kube-apiserver", lambda: _is_healthy(f"{plane.access.server}/readyz", plane.access.ssl_context())
+        )
+        if programs.has("kube-controller-manager", "kube-scheduler"):
+            starter.start("kube-controller-manager", *_controller_manager_flags(folder, controllers, programs))
+            starter.start("kube-scheduler", *_scheduler_flags(folder, scheduler, programs))
+    except BaseException:
+        plane.stop()
+        raise
+    return plane
+
+
+def start_crd_apiserver(folder: Path, programs: KubeBinaries, program: Path, kubeconfig: Path) -> ControlPlane:
+    """Start the API server of definitions (definitions.py) on an etcd of `tools` and wait until it answers: 2 s.
+
+    It ends with this thread.
+
+    Args:
+        folder: of its own.
+        tools: they have etcd.
+        program: what is to be started.
+        cluster: kubeconfig of the cluster that has the namespaces, and all else that it asks for.
+
+    Raises:
+        StartError: a program ended or did not answer in time.
+    """
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_certificates(folder / "pki", "127.0.0.1")
+    api, client, peer = free_ports(3)
+    plane = ControlPlane(folder, programs, "127.0.0.1", _write_kubeconfigs(folder, api, "127.0.0.1"))
+    starter = _Starter(folder, programs, dies_with_us=True)
+    try:
+        starter.start("etcd", *_etcd_flags(folder, client, peer))
+        starter.wait_ready("etcd", lambda: _is_healthy(f"http://127.0.0.1:{client}/health"))
+        flags = _crd_apiserver_flags(folder, api, f"http://127.0.0.1:{client}", kubeconfig)
+        starter.start(program.name, *flags, program=str(program))
+        starter.wait_ready(
+            program.name, lambda: _is_healthy(f"{plane.access.server}/readyz", plane.access.ssl_context())
+        )
+    except BaseException:
+        plane.stop()
+        raise
+    return plane
+
+
+class _Starter:
+    """Starts programs one after another, and fails with the log of the one that does not come up."""
+
+    def __init__(self, folder: Path, programs: KubeBinaries, dies_with_us: bool) -> None:
+        self.folder, self.programs, self.dies_with_us = folder, programs, dies_with_us
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *flags: str, program: str = "") -> None:
+        argv = [program or self.programs.path(name), *flags]
+        self.started[name] = processes.start(self.folder, name, argv, die_with_parent=self.dies_with_us)
+
+    def wait_ready(self, name: str, is_ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not is_ready():
+            ended = self.started[name].poll()
+            if ended is not None or time.monotonic() > deadline:
+                reason = f"ended with {ended}" if ended is not None else f"did not answer in {START_TIMEOUT_S:.0f} s"
+                raise StartError(f"{name} {reason}:\n{processes.tail(self.folder, name)}")
+            time.sleep(0.05)
+
+
+def _write_certificates(folder: Path, address: str) -> None:
+    if (folder / "ca.crt").exists():
+        return
+    authority = CertificateAuthority(folder)
+    hosts = [*_API_NAMES, *sorted({"127.0.0.1", NETWORK.api_service, address})]
+    authority.issue("apiserver", "kube-apiserver", hosts=hosts, client=False)
+    authority.issue("admin", "admin", "system:masters")
+    authority.issue("controllers", "system:kube-controller-manager")
+    authority.issue("scheduler", "system:kube-scheduler")
+    authority.issue("proxy", "system:kube-proxy")
+    authority.issue("kubelet", f"system:node:{NODE_NAME}", "system:nodes", [NODE_NAME, NETWORK.node])
+    authority.issue("apiserver-kubelet", "apiserver-kubelet", "system:masters")
+    authority.issue("front-proxy", "front-proxy")
+    authority.write_service_account_keys()
+
+
+def _write_kubeconfigs(folder: Path, port: int, address: str) -> ClusterAccess:
+    """One for each of its clients; the administrator's access."""
+    pki = folder / "pki"
+    ca = (pki / "ca.crt").read_text()
+    accesses = {}
+    loopback = "127.0.0.1"
+    for name, host in (
+        ("controllers", loopback),
+        ("scheduler", loopback),
+        ("admin", loopback),
+        ("kubelet", address),
+        ("proxy", address),
+    ):
+        certificate, key = (pki / f"{name}.crt").read_text(), (pki / f"{name}.key").read_text()
+        accesses[name] = ClusterAccess(f"https://{format_for_url(host)}:{port}", ca, certificate, key)
+        accesses[name].write(folder / f"{name}.kubeconfig")
+    return accesses["admin"]
+
+
+def _etcd_flags(folder: Path, client: int, peer: int) -> list[str]:
+    client_url, peer_url = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+    return [
+        f"--data-dir={folder / 'etcd'}",
+        f"--listen-client-urls={client_url}",
+        f"--advertise-client-urls={client_url}",
+        f"--listen-peer-urls={peer_url}",
+        f"--initial-advertise-peer-urls={peer_url}",
+        f"--initial-cluster=default={peer_url}",
+        "--unsafe-no-fsync",  # the data is for tests, and a disk that syncs is most of a write's time
+    ]
+
+
+def _api_server_flags(folder: Path, port: int, etcd: str, address: str) -> list[str]:
+    pki = folder / "pki"
+    return [
+        f"--etcd-servers={etcd}",
+        f"--bind-address={'127.0.0.1' if address == '127.0.0.1' else NETWORK.any_address}",
+        # Loopback is refused as the address of the service `kubernetes`. With no node, nobody goes there.
+        f"--advertise-address={'192.0.2.1' if address == '127.0.0.1' else address}",
+        f"--secure-port={port}",
+        f"--tls-cert-file={pki}/apiserver.crt",
+        f"--tls-private-key-file={pki}/apiserver.key",
+        f"--client-ca-file={pki}/ca.crt",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        f"--service-cluster-ip-range={NETWORK.services}",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--service-account-signing-key-file={pki}/sa.key",
+        f"--service-account-key-file={pki}/sa.pub",
+        f"--kubelet-client-certificate={pki}/apiserver-kubelet.crt",
+        f"--kubelet-client-key={pki}/apiserver-kubelet.key",
+        "--kubelet-preferred-address-types=InternalIP",
+        f"--requestheader-client-ca-file={pki}/ca.crt",
+        "--requestheader-allowed-names=front-proxy",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+        "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-username-headers=X-Remote-User",
+        f"--proxy-client-cert-file={pki}/front-proxy.crt",
+        f"--proxy-client-key-file={pki}/front-proxy.key",
+        "--allow-privileged=true",
+        f"--audit-policy-file={_write_audit_policy(folder)}",
+        f"--audit-log-path={folder / AUDIT_LOG}",
+    ]
+
+
+def _crd_apiserver_flags(folder: Path, port: int, etcd: str, kubeconfig: Path) -> list[str]:
+    pki = folder / "pki"
+    return [
+        f"--etcd-servers={etcd}",
+        "--bind-address=127.0.0.1",
+        f"--secure-port={port}",
+        f"--tls-cert-file={pki}/apiserver.crt",
+        f"--tls-private-key-file={pki}/apiserver.key",
+        f"--client-ca-file={pki}/ca.crt",
+        f"--kubeconfig={kubeconfig}",
+        f"--authentication-kubeconfig={kubeconfig}",
+        f"--authorization-kubeconfig={kubeconfig}",
+        # Who the administrator is, the certificate says by this authority; nobody else asks.
+        "--authentication-skip-lookup",
+        # What an older cluster does not have, it would wait for.
+        "--enable-priority-and-fairness=false",
+        "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
+    ]
+
+
+def _write_audit_policy(folder: Path) -> Path:
+    """What service accounts ask for, without bodies, so that granted rights can be compared with used ones."""
+    logged = {"level": "Metadata", "userGroups": ["system:serviceaccounts"], "omitStages": ["RequestReceived"]}
+    # Kubernetes' own controllers are service accounts too, and busy.
+    ignored = {"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]}
+    policy = {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": [ignored, logged, {"level": "None"}]}
+    path = folder / "audit-policy.json"
+    path.write_text(json.dumps(policy))
+    return path
+
+
+def _controller_manager_flags(folder: Path, port: int, programs: KubeBinaries) -> list[str]:
+    pki = folder / "pki"
+    return [
+        *_client_flags(folder, "controllers", port, programs),
+        f"--service-account-private-key-file={pki}/sa.key",
+        f"--root-ca-file={pki}/ca.crt",
+        f"--cluster-signing-cert-file={pki}/ca.crt",
+        f"--cluster-signing-key-file={pki}/ca.key",
+        "--use-service-account-credentials=true",
+        "--allocate-node-cidrs=false",
+        f"--service-cluster-ip-range={NETWORK.services}",
+        # Many tests share it; what it may send by default, 20 requests a second, would be what they wait for.
+        "--kube-api-qps=200",
+        "--kube-api-burst=400",
+    ]
+
+
+def _scheduler_flags(folder: Path, port: int, programs: KubeBinaries) -> list[str]:
+    return _client_flags(folder, "scheduler", port, programs)
+
+
+def _client_flags(folder: Path, name: str, port: int, programs: KubeBinaries) -> list[str]:
+    kubeconfig = folder / f"{name}.kubeconfig"
+    return [
+        f"--kubeconfig={kubeconfig}",
+        f"--authentication-kubeconfig={kubeconfig}",
+        f"--authorization-kubeconfig={kubeconfig}",
+        "--bind-address=127.0.0.1",
+        f"--secure-port={port}",
+        "--leader-elect=false",
+        *(
+            ["--port=0"] if programs.version < (1, 23, 0) else []
+        ),  # a second port, without TLS, which later releases lack
+    ]
+
+
+def _is_healthy(url: str, context: ssl.SSLContext | None = None) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    try:
+        with opener.open(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:  # URLError and HTTPError are
+        return False

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder in which programs are built from Debian's packages, which are unpacked there: nothing is installed."""
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from nodocker_cluster import binaries
+
+DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+_KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
+
+
+class DebBuild:
+    """Its folders, and steps that are a line of progress each; what they print goes to the log."""
+
+    def __init__(self, work: Path, log: Path, report_progress: binaries.ProgressCallback) -> None:
+        """`work` is emptied; `log` outlives it."""
+        self.work, self.log, self.report_progress = work, log, report_progress
+        self.packages, self.root, self.out = work / "packages", work / "root", work / "out"
+        shutil.rmtree(work, ignore_errors=True)
+        log.unlink(missing_ok=True)
+        for folder in (self.packages / "partial", self.root, self.out, work / "home"):
+            folder.mkdir(parents=True)
+
+    def configure_apt(self, suite: str) -> None:
+        """Make `apt_get` know one suite of the mirror that this machine uses anyway, and nothing of this machine.
+
+        Raises:
+            Unavailable: there is no mirror, or it does not answer.
+        """
+        apt, site = self.work / "apt", debian_mirror()
+        for folder in ("etc", "state/lists/partial", "cache"):
+            (apt / folder).mkdir(parents=True)
+        (apt / "status").touch()
+        lines = [f"{kind} [signed-by={_KEYS}] {site} {suite} main\n" for kind in ("deb", "deb-src")]
+        (apt / "etc/sources.list").write_text("".join(lines))
+        (apt / "conf").write_text(
+            f'Dir::Etc "{apt}/etc"; Dir::State "{apt}/state"; Dir::State::status "{apt}/status";\n'
+            f'Dir::Cache "{apt}/cache"; Dir::Cache::archives "{self.packages}";\n'
+            f'Acquire::Languages "none"; APT::Sandbox::User "root"; Debug::NoLocking "true";\n'
+            # Of unstable a list is good for a week only, and mirrors may be behind.
+            'Acquire::Check-Valid-Until "false";\n'
+        )
+        self.apt_get("reading the list of packages", "update")
+
+    def apt_get(self, description: str, *arguments: str) -> None:
+        """Packages come to `packages`."""
+        self.run_step(
+            description, ["apt-get", "-qq", *arguments], self.packages, {"APT_CONFIG": str(self.work / "apt/conf")}
+        )
+
+    def unpack_packages(self) -> None:
+        """All packages, into `root`."""
+        for package in sorted(self.packages.glob("*.deb")):
+            self.run_step("", ["dpkg", "-x", str(package), str(self.root)], self.packages)
+
+    def go_environment(self, gopath: Path) -> dict[str, str]:
+        """The environment of the only Go in `root`."""
+        (go,) = (self.root / "usr/lib").glob("go-*")
+        return {
+            "PATH": f"{go}/bin:{self.root}/usr/bin:{os.environ['PATH']}",
+            "LD_LIBRARY_PATH": f"{self.root}/usr/lib/{platform.machine()}-linux-gnu",
+            "GOROOT": str(go),
+            "GOPATH": str(gopath),
+            "GOCACHE": str(self.work / "gocache"),
+            "CGO_ENABLED": "0",
+            "GOFLAGS": "",
+            "GOPROXY": "off",
+            "GOTOOLCHAIN": "local",
+            "HOME": str(self.work / "home"),
+        }
+
+    def run_step(self, description: str, argv: Sequence[str], folder: Path, env: dict[str, str] | None = None) -> None:
+        """One step, in `folder`; `what` is said unless it is empty.
+
+        Raises:
+            Unavailable: it failed; the message names the log.
+        """
+        if description:
+            self.report_progress(description)
+        with self.log.open("ab") as log:
+            done = subprocess.run(
+                argv, cwd=folder, env={**os.environ, **(env or {})}, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        if done.returncode:
+            raise binaries.Unavailable(f"build from Debian's packages: {' '.join(argv)[:80]} failed; see {self.log}")
+
+    def remove(self) -> None:
+        """All but the log. Go leaves folders without write permission."""
+        for path in self.work.rglob("*"):
+            if path.is_dir() and not path.is_symlink():
+                path.chmod(0o755)
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+def debian_mirror() -> str:
+    """The mirror that apt uses for Debian; raises Unavailable."""
+    if shutil.which("apt-get") is None or platform.machine() not in DEBIAN_ARCHITECTURES:
+        raise binaries.Unavailable("build from Debian's packages: this is no Debian with apt-get on x86_64 or aarch64")
+    command = ["apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages", "Origin: Debian"]
+    sites = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    if not sites:
+        raise binaries.Unavailable("build from Debian's packages: apt lists no mirror of Debian; run apt-get update")
+    return sites[0]
+
+
+def check_requirements(
+    folder: Path, commands: dict[str, str], num_bytes: int, report_progress: binaries.ProgressCallback
+) -> None:
+    """See that commands (command: its package) and space are there; what is missing is installed where that is allowed.
+
+    Raises:
+        Unavailable: something is not there.
+    """
+    debian_mirror()
+    binaries.install_packages(commands, report_progress)
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise binaries.Unavailable(
+            f"build from Debian's packages: {free / 2**30:.1f} GiB free at {folder}, {num_bytes / 2**30:.0f} needed"
+        )

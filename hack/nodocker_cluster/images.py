@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The images of this checkout, built from its Dockerfiles by buildah, without a registry and without Docker.
+
+The base image that the Dockerfiles want, Python on Debian, is made by mmdebstrap from the mirror that apt uses. It also
+gets what this machine's pip is told: index, folders of wheels, certificates, and the CPU build of torch where there is
+one. The Dockerfiles themselves are unchanged. Layers are kept in the cache: the second build takes what changed. Those
+that the newest builds do not use are removed.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nodocker_cluster import binaries, deb_build, debian, layers
+
+ROOT = Path(__file__).resolve().parents[2]
+OPERATOR_IMAGE = "localhost/quire-operator:e2e"
+SERVER_IMAGE = "localhost/quire:e2e"
+_BUILDS = {
+    OPERATOR_IMAGE: ["--file=operator/Dockerfile"],
+    SERVER_IMAGE: ["--file=backend/Dockerfile", "--target=cpu"],
+}
+PACKAGES = {"buildah": "buildah", "mmdebstrap": "mmdebstrap"}
+_BASE_PACKAGES = (
+    "ca-certificates", "python3", "python3-pip", "python3-venv", "python-is-python3", "libpython3.11",
+)  # fmt: skip
+_DIGITS = 12
+"""Of an image's digest, in the name of its archive."""
+_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(frozen=True, slots=True)
+class PipConfig:
+    """What pip has to be told in the base image."""
+
+    pip_conf: str
+    """Content of pip.conf."""
+    constraints: str
+    volumes: tuple[str, ...]
+    """Folders of this machine that it names: buildah's --volume."""
+
+
+def build(report_progress: binaries.ProgressCallback) -> list[Path]:
+    """Build both images; their archives, for Node.load.
+
+    Raises:
+        Unavailable: no Debian, not root, or a build failed; the log is named.
+    """
+    binaries.install_packages(PACKAGES, report_progress)
+    folder = binaries.cache_folder() / "images"
+    folder.mkdir(parents=True, exist_ok=True)
+    with _build_lock(folder, report_progress):
+        return _build_images(_Buildah(folder, report_progress), pip_config(), report_progress)
+
+
+@contextlib.contextmanager
+def _build_lock(folder: Path, report_progress: binaries.ProgressCallback) -> Iterator[None]:
+    """One build at a time: another one's layers must not be taken for old ones while it uses them."""
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report_progress("waiting for another build of images")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build_images(buildah: "_Buildah", pip: "PipConfig", report_progress: binaries.ProgressCallback) -> list[Path]:
+    base = _build_base_image(buildah, pip)
+    archives, layer_ids = [], {buildah.image_id(base)[: layers.ID_DIGITS]}
+    for name, flags in _BUILDS.items():
+        report_progress(f"building {name}")
+        build_output = buildah.run(
+            *("build", "--isolation=chroot", "--network=host", "--layers", "--pull-never"),
+            *(f"--volume={volume}" for volume in pip.volumes),
+            *(f"--build-arg=PYTHON_IMAGE={base}", f"--tag={name}", *flags, str(ROOT)),
+        )
+        layer_ids |= layers.parse_layer_ids(build_output)
+        archives.append(_write_archive(buildah, name))
+    _prune_layers(buildah, layer_ids)
+    return archives
+
+
+def built_archives() -> list[Path]:
+    """The archives that `build` made last.
+
+    Raises:
+        Unavailable: there are none.
+    """
+    folder = binaries.cache_folder() / "images"
+    archives = [file for name in _BUILDS for file in folder.glob(f"{_stem(name)}-{'?' * _DIGITS}.tar")]
+    if len(archives) < len(_BUILDS):
+        raise binaries.Unavailable("the images are not built: make cluster-images")
+    return archives
+
+
+def pip_config() -> PipConfig:
+    """What this machine's pip is told, for use in an image: folders it names become mounts."""
+    from bootstrap import torch_requirement
+
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    output = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=True).stdout
+    copied_keys = {"index-url", "extra-index-url", "find-links", "trusted-host", "timeout", "proxy"}
+    settings = dict(re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", output, re.MULTILINE))
+    lines, volumes = ["[global]", "break-system-packages = true", "constraint = /etc/pip-constraints.txt"], []
+    if _CERTIFICATES.exists():
+        lines.append(f"cert = {_CERTIFICATES}")
+    for key, value in sorted(settings.items()):
+        if key not in copied_keys:
+            continue
+        words = value.replace("\\n", " ").split()
+        for i, word in enumerate(words):
+            path = Path(word.removeprefix("file://"))
+            if path.is_absolute() and path.exists():
+                # A simple index refers to files beside it: mount the folder above.
+                mounted = path.parent if word.startswith("file://") else path
+                mount_path = f"/run/pip/{key}-{i}"
+                volumes.append(f"{mounted}:{mount_path}:ro")
+                words[i] = word.replace(str(mounted), mount_path)
+        lines.append(f"{key} = {' '.join(words)}")
+    return PipConfig("\n".join(lines) + "\n", f"{torch_requirement(pip) or ''}\n", tuple(volumes))
+
+
+class _Buildah:
+    """buildah with a storage of our own, apart from whatever else this machine builds."""
+
+    def __init__(self, folder: Path, report_progress: binaries.ProgressCallback) -> None:
+        self.folder, self.report_progress, self.log = folder, report_progress, folder / "build.log"
+        self.log.unlink(missing_ok=True)
+        # In a mount namespace of its own: a build leaves dozens of mounts when it is killed.
+        self._argv = ["unshare", "--mount", "--", "buildah"]
+        self._argv += [f"--root={folder}/store", f"--runroot={folder}/run", "--storage-driver=overlay"]
+
+    def run(self, command: str, *arguments: str) -> str:
+        """What a command prints; its progress goes to the log."""
+        return self.run_logged(f"buildah {command}", [*self._argv, command, *arguments])
+
+    def run_logged(self, description: str, argv: list[str]) -> str:
+        """What a program prints, which also goes to the log; raises Unavailable with the log's end."""
+        with self.log.open("ab") as log:
+            done = subprocess.run(
+                argv, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True, check=False
+            )
+            log.write(done.stdout.encode())
+        if done.returncode:
+            log_tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+            raise binaries.Unavailable(f"{description} failed; {self.log} ends with:\n{log_tail}")
+        return done.stdout.strip()
+
+    def image_id(self, name: str) -> str:
+        """Of an image, in hexadecimal digits; empty when it is not there."""
+        return self.run("images", "--quiet", "--no-trunc", "--filter", f"reference={name}").removeprefix("sha256:")
+
+
+def _prune_layers(buildah: _Buildah, used: set[str]) -> None:
+    """Remove old layers; what keeps them from going must not keep the images from being used."""
+    if not all(buildah.image_id(name)[: layers.ID_DIGITS] in used for name in _BUILDS):
+        buildah.report_progress(f"old layers are kept: buildah did not say which are new; see {buildah.log}")
+        return
+    try:
+        if removed := layers.prune(buildah.run, buildah.folder / "builds.json", used):
+            buildah.report_progress(f"removed {removed} layers of older builds")
+    except binaries.Unavailable as error:
+        buildah.report_progress(f"old layers are kept: {error}")
+
+
+def _build_base_image(buildah: _Buildah, pip: PipConfig) -> str:
+    """The image that stands in for python:3.11-slim-bookworm."""
+    certificates = _CERTIFICATES.read_bytes() if _CERTIFICATES.exists() else b""
+    key = repr((_BASE_PACKAGES, pip.pip_conf, pip.constraints)).encode() + certificates
+    name = f"localhost/quire-base:{hashlib.sha256(key).hexdigest()[:12]}"
+    if buildah.image_id(name):
+        return name
+    buildah.report_progress("making the base image from Debian's packages")
+    with tempfile.TemporaryDirectory(dir=buildah.folder) as temporary:
+        work = Path(temporary)
+        debootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(_BASE_PACKAGES)}"]
+        buildah.run_logged(
+            "mmdebstrap", [*debootstrap, debian.SUITE, str(work / "base.tar"), deb_build.debian_mirror()]
+        )
+        (work / "pip.conf").write_text(pip.pip_conf)
+        (work / "constraints").write_text(pip.constraints)
+        container = buildah.run("from", "scratch")
+        buildah.run("add", "--quiet", container, str(work / "base.tar"), "/")
+        buildah.run("copy", "--quiet", container, str(work / "pip.conf"), "/etc/pip.conf")
+        buildah.run("copy", "--quiet", container, str(work / "constraints"), "/etc/pip-constraints.txt")
+        if certificates:
+            buildah.run("copy", "--quiet", container, str(_CERTIFICATES), str(_CERTIFICATES))
+        buildah.run("config", f"--env=PATH={_PATH}", container)
+        buildah.run("commit", "--quiet", "--rm", container, name)
+    return name
+
+
+def _write_archive(buildah: _Buildah, name: str) -> Path:
+    """The image as a file, which is made anew when the image has changed."""
+    image_id = buildah.image_id(name)
+    stem = _stem(name)
+    file = buildah.folder / f"{stem}-{image_id[:_DIGITS]}.tar"
+    if not file.exists():
+        for stale in buildah.folder.glob(f"{stem}-{'?' * _DIGITS}.tar"):
+            stale.unlink()
+        partial = file.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        buildah.run("push", "--quiet", name, f"docker-archive:{partial}:{name}")
+        partial.rename(file)
+    return file
+
+
+def _stem(name: str) -> str:
+    return name.rpartition("/")[2].partition(":")[0]

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kubeconfig files, as far as tests need them: written for a control plane of ours, read from whoever gives one."""
+
+import base64
+import ssl
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterAccess:
+    """How an API server is reached, and as whom."""
+
+    server: str
+    """Its URL."""
+    ca: str
+    """PEM of the authority that signed the server's certificate."""
+    certificate: str = ""
+    """PEM of the client's certificate; empty where a token is used."""
+    key: str = ""
+    """PEM of that certificate's private key."""
+    token: str = ""
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """Trusts that authority only, and shows the client's certificate."""
+        context = ssl.create_default_context(cadata=self.ca)
+        if self.certificate:
+            with tempfile.NamedTemporaryFile("w") as file:  # the ssl module reads keys from files only
+                file.write(self.certificate + self.key)
+                file.flush()
+                context.load_cert_chain(file.name)
+        return context
+
+    def headers(self) -> dict[str, str]:
+        """What a request carries to be authenticated."""
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def document(self) -> dict[str, Any]:
+        """As a kubeconfig with everything in it, no file beside it."""
+        user = {"token": self.token} if self.token else {}
+        if self.certificate:
+            user |= {"client-certificate-data": _encoded(self.certificate), "client-key-data": _encoded(self.key)}
+        return {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [
+                {
+                    "name": "quire",
+                    "cluster": {"server": self.server, "certificate-authority-data": _encoded(self.ca)},
+                }
+            ],
+            "users": [{"name": "quire", "user": user}],
+            "contexts": [{"name": "quire", "context": {"cluster": "quire", "user": "quire"}}],
+            "current-context": "quire",
+        }
+
+    def write(self, file: Path) -> Path:
+        """Write it as a kubeconfig that only its owner reads."""
+        file.touch(mode=0o600)
+        file.write_text(yaml.safe_dump(self.document(), sort_keys=False))
+        return file
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """The current context of a kubeconfig.
+
+        Raises:
+            ValueError: it names a way to log in that is not certificate or token.
+        """
+        document = yaml.safe_load(file.read_text())
+        context = _entry_named(document["contexts"], document["current-context"])["context"]
+        cluster = _entry_named(document["clusters"], context["cluster"])["cluster"]
+        user = _entry_named(document["users"], context["user"])["user"]
+        token = user.get("token") or (Path(user["tokenFile"]).read_text() if "tokenFile" in user else "")
+        certificate, key = _pem(user, "client-certificate", file), _pem(user, "client-key", file)
+        if not token and not certificate:
+            raise ValueError(f"{file}: user {context['user']!r} logs in by {sorted(user)}; certificate or token needed")
+        return cls(cluster["server"], _pem(cluster, "certificate-authority", file), certificate, key, token.strip())
+
+
+def _entry_named(entries: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    return next(e for e in entries if e["name"] == name)
+
+
+def _pem(holder: dict[str, Any], key: str, file: Path) -> str:
+    if data := holder.get(f"{key}-data"):
+        return base64.b64decode(data).decode()
+    return (file.parent / holder[key]).read_text() if key in holder else ""
+
+
+def _encoded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster for people: up until it is taken down, whatever ends in between. One for each user of this machine."""
+
+import os
+import shutil
+from pathlib import Path
+
+from nodocker_cluster import archive, binaries, cgroups, control_plane, network, node
+from nodocker_cluster.kubeconfig import ClusterAccess
+
+
+def cluster_folder() -> Path:
+    """Where it is: certificates, kubeconfigs, data, logs."""
+    return binaries.cache_folder() / "up"
+
+
+def up(report_progress: binaries.ProgressCallback) -> Path:
+    """Start a control plane, and a node where this is root; the kubeconfig.
+
+    Raises:
+        Unavailable: one is up already, or the programs are not there and cannot be had.
+        StartError: a program did not start.
+    """
+    cluster_dir = cluster_folder()
+    if cluster_dir.exists():
+        raise binaries.Unavailable(f"a cluster is up, or was not taken down: {cluster_dir}; make cluster-down ends it")
+    with_node = _can_have_node(report_progress)
+    programs = binaries.find_or_build(report_progress)
+    cluster_dir.mkdir(parents=True, mode=0o700)
+    try:
+        report_progress("starting the control plane")
+        plane = control_plane.start(cluster_dir, programs, network.NETWORK.host if with_node else "127.0.0.1")
+        if with_node:
+            report_progress("starting the node")
+            node.start(plane, archive.write_pause_archive(cluster_dir / "pause.tar"))
+    except BaseException:
+        down()
+        raise
+    return plane.kubeconfig
+
+
+def down() -> bool:
+    """End all of it and remove its folder; False where there was none."""
+    cluster_dir = cluster_folder()
+    if not cluster_dir.exists():
+        return False
+    if cgroups.exists(cluster_dir) or (cluster_dir / "pause.tar").exists():
+        node.stop(cluster_dir)
+    control_plane.stop(cluster_dir)
+    shutil.rmtree(cluster_dir)
+    return True
+
+
+def load(archive: Path) -> None:
+    """Put the images of an archive on the node of the cluster that is up.
+
+    Raises:
+        Unavailable: no cluster with a node is up.
+    """
+    cluster_dir = cluster_folder()
+    node_pid = node.first_process(cluster_dir)
+    if node_pid is None:
+        raise binaries.Unavailable("no cluster with a node is up; make cluster-up as root starts one")
+    programs = binaries.find()
+    if programs is None:
+        raise binaries.Unavailable("the programs of Kubernetes have gone; make cluster-tools")
+    access = ClusterAccess.read(cluster_dir / "admin.kubeconfig")
+    node.Node(control_plane.ControlPlane(cluster_dir, programs, network.NETWORK.host, access), node_pid).load(archive)
+
+
+def _can_have_node(report_progress: binaries.ProgressCallback) -> bool:
+    if os.geteuid() != 0:
+        report_progress("not root: a control plane without a node, where pods stay Pending")
+        return False
+    node.install_packages(report_progress)
+    return True

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One node for a control plane on this machine: containerd, kubelet and kube-proxy in namespaces of their own.
+
+Mounts, network and processes of the node are in private namespaces whose first process is node_init.py. When that one
+ends, however it ends, the kernel ends the others, unmounts what they mounted and removes their network: nothing can be
+left but empty control groups, which `stop` takes away. Needs root, and Debian's packages, which `prepare` installs.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from nodocker_cluster import binaries, cgroups, network, processes
+from nodocker_cluster.binaries import NODE_PROGRAMS, ProgressCallback, Unavailable
+from nodocker_cluster.control_plane import NODE_NAME, ControlPlane, StartError
+
+PROCESS_NAME = "node"
+READY_TIMEOUT_S = 90.0
+PACKAGES = {
+    "containerd": "containerd",
+    "runc": "runc",
+    "iptables": "iptables",
+    "ip": "iproute2",
+    "conntrack": "conntrack",
+    "mount": "mount",
+    "unshare": "util-linux",
+    "busybox": "busybox-static",
+    "/usr/lib/cni/bridge": "containernetworking-plugins",
+}
+"""Debian's packages, each by a program of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A running node."""
+
+    plane: ControlPlane
+    pid: int
+    """Of its first process, which has its namespaces."""
+
+    def run(self, *argv: str, timeout_s: float = 300) -> str:
+        """What a program prints that is run on the node, such as ctr.
+
+        Raises:
+            subprocess.CalledProcessError: it failed; its standard error is in there.
+        """
+        enter = ["nsenter", f"--target={self.pid}", "--mount", "--net", "--pid", "--"]
+        done = subprocess.run([*enter, *argv], capture_output=True, text=True, timeout=timeout_s, check=True)
+        return done.stdout
+
+    def load(self, archive: Path) -> None:
+        """Have the images of an archive (of docker or of the Open Container Initiative) on the node."""
+        self.run("ctr", "--namespace=k8s.io", "images", "import", str(archive))
+
+
+def install_packages(report_progress: ProgressCallback) -> None:
+    """Install what is missing.
+
+    Raises:
+        Unavailable: not root, or packages are missing and cannot be installed.
+    """
+    if os.geteuid() != 0:
+        raise Unavailable("a node needs root: mounts, network and control groups")
+    binaries.install_packages(PACKAGES, report_progress)
+
+
+def start(plane: ControlPlane, pause: Path, dies_with_us: bool = False) -> Node:
+    """Start a node and wait until it is Ready; `pause` is the archive of the image that holds a pod together.
+
+    Raises:
+        StartError: a program of it ended; the message has the end of the log.
+        Unavailable: the control plane's tools have no kubelet, or another cluster has a node.
+    """
+    for name in NODE_PROGRAMS:
+        plane.programs.path(name)
+    if network.is_connected():
+        raise Unavailable("another cluster has a node on this machine; stop it first (make cluster-down)")
+    cgroups.remove_stale()
+    cgroups.create(plane.folder)
+    unshare = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
+    version_arguments = [str(plane.programs.folder), "v" + ".".join(map(str, plane.programs.version))]
+    init = [sys.executable, "-m", "nodocker_cluster.node_init", str(plane.folder), *version_arguments, str(pause)]
+    environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    process = processes.start(plane.folder, PROCESS_NAME, [*unshare, *init], environment, dies_with_us)
+    try:
+        node = Node(plane, _first_process(process))
+        network.connect(node.pid)
+        _wait_ready(plane, process)
+    except BaseException:
+        stop(plane.folder)
+        raise
+    return node
+
+
+def stop(folder: Path) -> None:
+    """End the node of the cluster in `folder`, whoever started it, with everything that runs on it."""
+    for process in processes.running_processes(folder):
+        if process.name == PROCESS_NAME:
+            try:
+                os.kill(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+    processes.stop(folder, PROCESS_NAME)
+    cgroups.remove(folder)
+    deadline = time.monotonic() + processes.STOP_TIMEOUT_S
+    while network.is_connected() and time.monotonic() < deadline:
+        time.sleep(0.02)  # the kernel removes a network namespace some time after its last process
+
+
+def first_process(folder: Path) -> int | None:
+    """Of the node of the cluster in `folder`; None where it has none."""
+    for process in processes.running_processes(folder):
+        if process.name == PROCESS_NAME and os.readlink(f"/proc/{process.pid}/ns/net") != os.readlink(
+            "/proc/self/ns/net"
+        ):
+            return process.pid
+    return None
+
+
+def _first_process(unshare: subprocess.Popen[bytes]) -> int:
+    """The child of `unshare`, once its namespaces are there."""
+    deadline = time.monotonic() + 10
+    while unshare.poll() is None and time.monotonic() < deadline:
+        children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text().split()
+        if children and os.readlink(f"/proc/{children[0]}/ns/net") != os.readlink("/proc/self/ns/net"):
+            return int(children[0])
+        time.sleep(0.01)
+    raise StartError("unshare made no namespaces; a node needs root and a kernel that allows them")
+
+
+def _wait_ready(plane: ControlPlane, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    kubectl = [plane.programs.path("kubectl"), f"--kubeconfig={plane.kubeconfig}", "get", "node", NODE_NAME, "--output"]
+    kubectl.append('jsonpath={.status.conditions[?(@.type=="Ready")].status}')
+    while subprocess.run(kubectl, capture_output=True, text=True, check=False).stdout != "True":
+        if process.poll() is not None or time.monotonic() > deadline:
+            logs = "\n".join(processes.tail(plane.folder, n) for n in (PROCESS_NAME, "containerd", "kubelet"))
+            raise StartError(f"the node did not become ready:\n{logs}")
+        time.sleep(0.1)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of a cluster, started in the background and found again by a mark in their environment.
+
+The mark and not a file of process ids: a recycled id cannot wear it, and what a killed starter left behind is found all
+the same.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER_VARIABLE = "QUIRE_CLUSTER_FOLDER"
+NAME_VARIABLE = "QUIRE_CLUSTER_PROCESS"
+STOP_TIMEOUT_S = 15.0
+"""For a program to end by itself; then it is killed."""
+_DIE_WITH_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: kept across exec
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Runs before the program itself, and not between fork and exec: the tests' process has threads."""
+_started: dict[subprocess.Popen[bytes], tuple[Path, str]] = {}
+"""By this process, and not waited for yet; with folder and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterProcess:
+    """A running program of a cluster."""
+
+    pid: int
+    name: str
+    """As it was started with; what it starts itself has the same."""
+
+
+def start(
+    folder: Path, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None, die_with_parent: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start a program that writes to FOLDER/NAME.log; with `dies_with_us` the kernel ends it when this thread ends,
+    however it ends."""
+    environment = {**os.environ, **(env or {}), FOLDER_VARIABLE: str(folder), NAME_VARIABLE: name}
+    if die_with_parent:
+        argv = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv]
+    with (folder / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [*argv],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    _started[process] = folder, name
+    return process
+
+
+def running_processes(folder: Path) -> Iterator[ClusterProcess]:
+    """What runs of the cluster in `folder`."""
+    folder_entry = f"{FOLDER_VARIABLE}={folder}"
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            is_zombie = (entry / "stat").read_bytes().rpartition(b") ")[2].startswith(b"Z")
+        except OSError:
+            continue  # gone since, or somebody else's
+        if folder_entry in variables and not is_zombie:
+            name = next((v.partition("=")[2] for v in variables if v.startswith(f"{NAME_VARIABLE}=")), "")
+            yield ClusterProcess(int(entry.name), name)
+
+
+def stop(folder: Path, name: str | None = None) -> None:
+    """End what runs under `name`, or everything; returns when it is gone."""
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    signal_number = signal.SIGTERM
+    signaled: set[int] = set()
+    while pids := _find_pids(folder, name):
+        if time.monotonic() > deadline:
+            signal_number, deadline, signaled = signal.SIGKILL, time.monotonic() + STOP_TIMEOUT_S, set()
+        for pid in pids - signaled:
+            _send_signal(pid, signal_number)
+        signaled |= pids
+        time.sleep(0.02)
+
+
+def tail(folder: Path, name: str, lines: int = 15) -> str:
+    """The end of a program's log."""
+    file = folder / f"{name}.log"
+    return "\n".join(file.read_text(errors="replace").splitlines()[-lines:]) if file.exists() else "(no log)"
+
+
+def _find_pids(folder: Path, name: str | None) -> set[int]:
+    """Ids of what runs under `name`, or of everything. Ours also by their handles: between two programs, at its exec, a
+    process shows no environment, and it loses its own some time before it can be waited for."""
+    for process in [*_started]:
+        if process.poll() is not None:  # waited for with that: a child of ours stays a zombie until it is
+            del _started[process]
+    ours = {
+        p.pid
+        for p, (process_folder, process_name) in _started.items()
+        if process_folder == folder and name in (None, process_name)
+    }
+    return ours | {p.pid for p in running_processes(folder) if name in (None, p.name)}
+
+
+def _send_signal(pid: int, signal_number: int) -> None:
+    try:
+        os.kill(pid, signal_number)
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random LoRA adapters on every linear of a checkpoint, in PEFT's format, written without building the model.
+
+What they add is small beside the base, as a trained one's is, but enough to change what is generated.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ALPHA = 2
+"""A multiple of the rank: the scale of B A."""
+
+
+def make_adapters(checkpoint: Path, folder: Path, count: int, rank: int, device: str = "cpu") -> list[Path]:
+    """`count` adapters of `rank` for a Llama checkpoint, each in a folder of its own under `folder`; those that are
+    there already are taken as they are. `device`: draws the numbers, which takes a CPU a second for a large model."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    return [_make_adapter(config, folder / f"rank{rank}-{seed}", rank, seed, device) for seed in range(count)]
+
+
+def num_bytes(shape: dict[str, Any], rank: int) -> int:
+    """Of the tensors of one."""
+    return 2 * rank * shape["num_hidden_layers"] * sum(sum(sizes) for sizes in linear_shapes(shape).values())
+
+
+def evict_from_page_cache(folders: Iterable[Path]) -> str:
+    """Have the system drop what it keeps of the files in memory, so that they are read from the disk again. Where they
+    are then: "disk"; "memory", where it kept some; or "unknown", where their file system does not tell."""
+    storage = "disk"
+    for folder in folders:
+        with (folder / "adapter_model.safetensors").open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            try:
+                # Only gets what needs no wait for a disk.
+                os.preadv(file.fileno(), [bytearray(1)], os.fstat(file.fileno()).st_size - 1, os.RWF_NOWAIT)
+            except BlockingIOError:
+                continue
+            except OSError:
+                return "unknown"
+            storage = "memory"
+    return storage
+
+
+def _make_adapter(shape: dict[str, Any], folder: Path, rank: int, seed: int, device: str) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    if (folder / "adapter_config.json").exists():  # the last file that is written
+        return folder
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = {}
+    for layer in range(shape["num_hidden_layers"]):
+        for path, (d_in, d_out) in linear_shapes(shape).items():
+            name = f"base_model.model.model.layers.{layer}.{path}"
+            for matrix, size in (("A", (rank, d_in)), ("B", (d_out, rank))):
+                spread = size[1] ** -0.5 / (1 if matrix == "A" else 4)
+                values = torch.randn(size, generator=generator, device=device) * spread
+                tensors[f"{name}.lora_{matrix}.weight"] = values.to(torch.bfloat16).cpu()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({path.rpartition(".")[2] for path in linear_shapes(shape)})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": ALPHA * rank, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": targets}))
+    return folder
+
+
+def linear_shapes(shape: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of every linear of a layer, by its path there."""
+    hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    q, kv = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
+    attention = {"q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden)}
+    mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+    return {f"self_attn.{n}": s for n, s in attention.items()} | {f"mlp.{n}": s for n, s in mlp.items()}

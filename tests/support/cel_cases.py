@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rule of the CRD, kept and broken, as changes to a small LLMService. A message's first words tell which one
+is meant. Tried with a CEL library everywhere, and by the API server where it knows rules."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from quire_operator.api import crd
+
+BASE = {
+    "apiVersion": "quire.dev/v1alpha1",
+    "kind": "LLMService",
+    "metadata": {"name": "tales"},
+    "spec": {"model": {"source": {"huggingFace": {"repo": "org/model"}}}},
+}
+ADAPTER = {"name": "sql", "source": {"path": "a"}}
+REMOVE = object()
+
+
+def service_with(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """BASE with dotted paths set, or taken away."""
+    body = copy.deepcopy(BASE)
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        node = body
+        for key in parents:
+            node = node.setdefault(key, {})
+        if value is REMOVE:
+            del node[last]
+        else:
+            node[last] = value
+    return body
+
+
+def validation_problems(changes: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a service that is changed so."""
+    return [str(problem) for problem in crd.validate(service_with(changes)).problems]
+
+
+ONE_ADAPTER = [ADAPTER]
+PINNED_ADAPTERS = [{**ADAPTER, "name": name, "pinned": True} for name in ("a", "b")]
+PVC_SOURCE = {"pvc": {"claimName": "c"}}
+
+CEL_RULE_CASES = [
+    ("metadata.name must be at most 48", {"metadata.name": "a" * 48}, {"metadata.name": "a" * 49}, "metadata.name"),
+    ("metadata.name must begin with a letter", {"metadata.name": "a-1"}, {"metadata.name": "1.5"}, "metadata.name"),
+    (
+        "spec.adapters must not hold an adapter named like the service",
+        {"spec.adapters": [{**ADAPTER, "name": "tales"}], "spec.model.servedName": "base"},
+        {"spec.adapters": [{**ADAPTER, "name": "tales"}]},
+        "spec.adapters",
+    ),
+    ("gpu must be absent", {"spec.gpu": {}}, {"spec.gpu": {}, "spec.device": "CPU"}, "spec.gpu"),
+    (
+        "engine.gpuMemoryUtilization must be absent",
+        {"spec.engine.gpuMemoryUtilization": "0.9"},
+        {"spec.engine.gpuMemoryUtilization": "0.9", "spec.device": "CPU"},
+        "spec.engine.gpuMemoryUtilization",
+    ),
+    (
+        "engine.tensorParallelSize must not exceed gpu.count",
+        {"spec.engine.tensorParallelSize": 2, "spec.gpu.count": 2},
+        {"spec.engine.tensorParallelSize": 4, "spec.gpu.count": 2},
+        "spec.engine.tensorParallelSize",
+    ),
+    (
+        "adapters must be empty while lora.maxLoaded is 0",
+        {"spec.adapters": [], "spec.lora.maxLoaded": 0},
+        {"spec.adapters": ONE_ADAPTER, "spec.lora.maxLoaded": 0},
+        "spec.adapters",
+    ),
+    (
+        "adapters must not have more pinned entries",
+        {"spec.adapters": PINNED_ADAPTERS, "spec.lora.maxLoaded": 2},
+        {"spec.adapters": PINNED_ADAPTERS, "spec.lora.maxLoaded": 1},
+        "spec.adapters",
+    ),
+    (
+        "adapters must not hold a name that equals model.servedName",
+        {"spec.adapters": ONE_ADAPTER, "spec.model.servedName": "base"},
+        {"spec.adapters": ONE_ADAPTER, "spec.model.servedName": "sql"},
+        "spec.adapters",
+    ),
+    (
+        "cache.mode must be None for a model source of kind pvc or path",
+        {"spec.cache.mode": "None", "spec.model.source": PVC_SOURCE},
+        {"spec.cache.mode": "PVC", "spec.model.source": PVC_SOURCE},
+        "spec.cache.mode",
+    ),
+    (
+        "cache.mode must be None for a model source of kind pvc or path",
+        {"spec.cache.mode": "EmptyDir"},
+        {"spec.cache.mode": "None"},
+        "spec.cache.mode",
+    ),
+    ("source must have exactly one", {}, {"spec.model.source": {}}, "spec.model.source"),
+    (
+        "source must have exactly one",
+        {"spec.adapters": ONE_ADAPTER},
+        {"spec.adapters": [{"name": "sql", "source": {"path": "a", "pvc": {"claimName": "c"}}}]},
+        "spec.adapters[0].source",
+    ),
+    (
+        "path must stay inside the volume",
+        {"spec.model.source": {"pvc": {"claimName": "c", "path": "a/..b/c..d"}}},
+        {"spec.model.source": {"pvc": {"claimName": "c", "path": "a/../../b"}}},
+        "spec.model.source.pvc.path",
+    ),
+    (
+        "path must stay inside the volume",
+        {"spec.model.source": PVC_SOURCE},
+        {"spec.model.source": {"pvc": {"claimName": "c", "path": "/etc"}}},
+        "spec.model.source.pvc.path",
+    ),
+    (
+        "maxCached must be at least maxLoaded",
+        {"spec.lora": {"maxLoaded": 4, "maxCached": 4}},
+        {"spec.lora": {"maxLoaded": 4, "maxCached": 3}},
+        "spec.lora.maxCached",
+    ),
+    (
+        "maxNumBatchedTokens must be at least maxNumSeqs",
+        {"spec.engine": {"maxNumSeqs": 64, "maxNumBatchedTokens": 64}},
+        {"spec.engine": {"maxNumSeqs": 64, "maxNumBatchedTokens": 63}},
+        "spec.engine.maxNumBatchedTokens",
+    ),
+    (
+        "kvCacheMemory and gpuMemoryUtilization must not both be set",
+        {"spec.engine": {"kvCacheMemory": "4Gi"}},
+        {"spec.engine": {"kvCacheMemory": "4Gi", "gpuMemoryUtilization": "0.90"}},
+        "spec.engine.kvCacheMemory",
+    ),
+    (
+        "value must be absent when operator is Exists",
+        {"spec.gpu.tolerations": [{"key": "k", "operator": "Equal", "value": "v"}]},
+        {"spec.gpu.tolerations": [{"key": "k", "operator": "Exists", "value": "v"}]},
+        "spec.gpu.tolerations[0].value",
+    ),
+    (
+        "storageClassName and accessModes must be absent unless mode is PVC",
+        {"spec.cache": {"mode": "PVC", "storageClassName": "fast"}},
+        {"spec.cache": {"mode": "EmptyDir", "storageClassName": "fast"}},
+        "spec.cache.storageClassName",
+    ),
+    (
+        "minReplicas must not exceed maxReplicas",
+        {"spec.autoscaling": {"minReplicas": 2, "maxReplicas": 2}},
+        {"spec.autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
+        "spec.autoscaling.minReplicas",
+    ),
+    (
+        "prometheusAddress must be set for kind ScaledObject",
+        {"spec.autoscaling": {"maxReplicas": 2, "kind": "ScaledObject", "prometheusAddress": "http://p:9090"}},
+        {"spec.autoscaling": {"maxReplicas": 2, "kind": "ScaledObject"}},
+        "spec.autoscaling.prometheusAddress",
+    ),
+    (
+        "prometheusAddress must be set for kind ScaledObject",
+        {"spec.autoscaling": {"maxReplicas": 2}},
+        {"spec.autoscaling": {"maxReplicas": 2, "prometheusAddress": "http://p:9090"}},
+        "spec.autoscaling.prometheusAddress",
+    ),
+    (
+        "ports must differ from each other",
+        {"spec.runtime.ports.http": 9000},
+        {"spec.runtime.ports.http": 8003},
+        "spec.runtime.ports",
+    ),
+    (
+        "maxSurge and maxUnavailable must not both be 0",
+        {"spec.rollout": {"maxSurge": 1, "maxUnavailable": 0}},
+        {"spec.rollout": {"maxUnavailable": 0}},
+        "spec.rollout.maxSurge",
+    ),
+    (
+        "ingressFrom must have either an ipBlock or selectors",
+        {"spec.networking.networkPolicy.ingressFrom": [{"podSelector": {}}, {"ipBlock": {"cidr": "10.0.0.0/8"}}]},
+        {"spec.networking.networkPolicy.ingressFrom": [{"podSelector": {}, "ipBlock": {"cidr": "10.0.0.0/8"}}]},
+        "spec.networking.networkPolicy.ingressFrom[0]",
+    ),
+]
+
+CEL_UPDATE_CASES = [
+    (
+        "storageClassName must stay as it is",
+        [({"storageClassName": "a"}, {"storageClassName": "a"}), ({}, {})],
+        [({"storageClassName": "a"}, {"storageClassName": "b"}), ({"storageClassName": "a"}, {})],
+    ),
+    (
+        "size must not shrink",
+        [({"size": "10Gi"}, {"size": "10240Mi"}), ({"size": "900Mi"}, {"size": "1Gi"}), ({"size": "1Gi"}, {})],
+        [({"size": "1Gi"}, {"size": "1000Mi"}), ({"size": "2G"}, {"size": "1.5G"})],
+    ),
+]

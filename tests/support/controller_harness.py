@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's controller beside a test: in a thread with an event loop, against a real API server.
+
+LLMServices come from a Watch of ours instead of kopf's, so that a test can have many and end each in a moment, unless
+it asks for kopf; kopf's part is also tested with the operator as a process (tests/cluster/test_operate.py).
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from support.cluster import Cluster
+from support.engine_processes import wait_for
+from support.fake_kubelet import FakeContainer, FakeKubelet
+
+from quire_operator.controller import kopf_handlers
+from quire_operator.controller.controller import Controller, ControllerSettings
+from quire_operator.kube import resources
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.kube.cluster_config import ClusterConfig
+from quire_operator.kube.reflector import Reflector
+from quire_operator.kube.watch_heartbeat import WatchHeartbeat
+from quire_operator.render.model_reader_job import READER_COMPONENT
+from quire_server.sources.inspect_model import termination_message
+
+Manifest = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "examples/models/tiny"
+CLAIM = {"pvc": {"claimName": "models", "path": "tiny"}}
+COMPONENT_LABEL = "app.kubernetes.io/component"
+
+CHILDREN = {
+    ("v1", "ServiceAccount"): "tales",
+    ("v1", "Secret"): "tales-admin",
+    ("v1", "ConfigMap"): "tales-adapters",
+    ("networking.k8s.io/v1", "NetworkPolicy"): "tales",
+    ("v1", "Service"): "tales",
+    ("apps/v1", "Deployment"): "tales",
+}
+"""One of each kind that an API server of any age has."""
+
+
+def llm_service(name: str = "tales", /, **spec: Any) -> Manifest:
+    """An LLMService on a CPU whose model is on a claim."""
+    fields = {"device": "CPU", "model": {"source": CLAIM}, "observability": {"podMonitor": "None"}, **spec}
+    return {"apiVersion": "quire.dev/v1alpha1", "kind": "LLMService", "metadata": {"name": name}, "spec": fields}
+
+
+def make_claim(name: str = "models") -> Manifest:
+    """The claim that models are on."""
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": spec}
+
+
+def answer_model_readers(kubelet: FakeKubelet, model: Path = TINY) -> None:
+    """Have pods of the Jobs that read a claim find this model."""
+    completed = FakeContainer(exit_code=0, reason="Completed", message=termination_message(model))
+    kubelet.set_behavior(lambda pod: pod["metadata"]["labels"].get(COMPONENT_LABEL) == READER_COMPONENT, completed)
+
+
+@dataclass
+class ControllerHarness:
+    """A controller for one namespace. A context manager; leaving it is as abrupt as a kill."""
+
+    cluster: Cluster
+    namespace: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Settings."""
+    kubeconfig: Path | None = None
+    make_client: Callable[[ClusterConfig], ApiClient] = ApiClient
+    kopf: bool = False
+    """LLMServices come from kopf, as in an operator."""
+    recorded_writes: list[tuple[str, str]] = field(default_factory=list)
+    """Kind and verb of each write."""
+    failure: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        self._ready, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="operator", daemon=True)
+        self._thread.start()
+        assert self._ready.wait(30) and self.failure is None, self.failure
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it; whatever it is doing stays half done."""
+        self._stop.set()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    async def _run(self) -> None:
+        try:
+            async with self.make_client(
+                ClusterConfig.from_environment(str(self.kubeconfig or self.cluster.kubeconfig))
+            ) as client:
+                settings = ControllerSettings(namespaces=(self.namespace,), **{"resync_s": 3600.0, **self.settings})
+                self.controller = controller = Controller(client, settings)
+                record_write = controller.metrics.record_write
+
+                def record_harness_write(kind: resources.Resource, verb: str) -> None:
+                    self.recorded_writes.append((kind.kind, verb))
+                    record_write(kind, verb)
+
+                controller.metrics.record_write = record_harness_write  # type: ignore[method-assign]
+                controller.reconciler._deps.record_write = record_harness_write
+                controller.reconciler._deps.applier._record_write = record_harness_write
+                service_watch = (
+                    self._watch_services_with_kopf(client.cluster_config, settings)
+                    if self.kopf
+                    else self._watch_services(client, settings)
+                )
+                async with service_watch, controller.run() as failure:
+                    self._ready.set()
+                    while not self._stop.is_set() and not failure.done():
+                        await asyncio.sleep(0.02)
+                    if failure.done():
+                        self.failure = failure.exception()
+        except BaseException as error:
+            self.failure = error
+            raise
+        finally:
+            self._ready.set()
+
+    @asynccontextmanager
+    async def _watch_services(self, client: ApiClient, settings: ControllerSettings) -> AsyncIterator[None]:
+        cache = self.controller.cache
+        reflector = Reflector(client, resources.LLM_SERVICE, cache, self.namespace, "", settings.watch_timeouts)
+        self.controller.heartbeats.append(reflector.heartbeat)
+        watch_task = asyncio.create_task(reflector.run())
+        try:
+            yield
+        finally:
+            watch_task.cancel()
+            # A connection that it is about to make is closed with the others.
+            await asyncio.gather(watch_task, return_exceptions=True)
+
+    @asynccontextmanager
+    async def _watch_services_with_kopf(
+        self, cluster_config: ClusterConfig, settings: ControllerSettings
+    ) -> AsyncIterator[None]:
+        heartbeat, stop = WatchHeartbeat(resources.LLM_SERVICE, self.namespace), asyncio.Event()
+        self.controller.heartbeats.append(heartbeat)
+        cache, patience = self.controller.cache, settings.watch_timeouts
+        watch_task = asyncio.create_task(
+            kopf_handlers.watch_services(cluster_config, cache, [heartbeat], patience, stop)
+        )
+        try:
+            yield
+        finally:
+            stop.set()
+            await watch_task
+
+    # What tests ask
+
+    def status(self, name: str = "tales") -> Manifest:
+        """The status of a service; empty while there is none."""
+        body = self.cluster.get("quire.dev/v1alpha1", "LLMService", name, self.namespace) or {}
+        return dict(body.get("status", {}))
+
+    def condition(self, kind: str, name: str = "tales") -> Manifest:
+        """A condition; empty while there is none."""
+        return next((c for c in self.status(name).get("conditions", []) if c["type"] == kind), {})
+
+    def child(self, kind: str, name: str = "tales") -> Manifest | None:
+        """A child by kind."""
+        version = next((v for v, k in CHILDREN if k == kind), "v1")
+        return self.cluster.get(version, kind, name, self.namespace)
+
+    def wait_settled(self, name: str = "tales", timeout: float = 30) -> None:
+        """Wait until the newest spec is applied, judged and written down, and nothing is left to be done."""
+
+        def is_settled() -> bool:
+            body = self.cluster.get("quire.dev/v1alpha1", "LLMService", name, self.namespace)
+            assert body is not None
+            status = body.get("status", {})
+            state = self.controller.reconciler._states.get((self.namespace, name))
+            return (
+                status.get("observedGeneration") == body["metadata"]["generation"]
+                and state is not None
+                and state.applied_generation == body["metadata"]["generation"]
+                and self.is_idle()
+            )
+
+        try:
+            wait_for(is_settled, timeout, f"{name} settled")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.status(name).get('conditions')}") from error
+
+    def is_idle(self) -> bool:
+        """Whether nothing is due or being worked on."""
+        queue = self.controller.queue
+        now = queue._clock()
+        return not queue._running and all(due > now + 0.5 for due in list(queue._due_at.values()))
+
+    def requeue(self, name: str = "tales") -> None:
+        """Have a service looked at now, as a resync does."""
+        controller = self.controller
+        asyncio.run_coroutine_threadsafe(self._add_to_queue((self.namespace, name)), self._loop()).result(20)
+        wait_for(self.is_idle, 30, "the resync to be over")
+        assert controller is self.controller
+
+    async def _add_to_queue(self, key: tuple[str, str]) -> None:
+        self.controller.queue.add(key)
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return self.controller._tasks[0].get_loop()
+
+
+def normalized(body: Manifest) -> Manifest:
+    """An object less what no two runs have in common: uids, versions, times, addresses, the random key."""
+    meta = {k: v for k, v in body["metadata"].items() if k in ("name", "labels", "annotations")}
+    owners = [{k: v for k, v in o.items() if k != "uid"} for o in body["metadata"].get("ownerReferences", [])]
+    content = {k: v for k, v in body.items() if k not in ("metadata", "status", "secrets")}
+    if body["kind"] == "Secret":
+        content["data"] = sorted(content["data"])
+    if body["kind"] == "Service":
+        content["spec"] = {k: v for k, v in content["spec"].items() if not k.startswith("clusterIP")}
+    if body["kind"] == "Deployment":
+        meta["annotations"] = {k: v for k, v in meta["annotations"].items() if not k.startswith("deployment.k")}
+    meta.get("annotations", {}).pop("quire.dev/applied", None)  # the namespace is in it
+    return {**content, "metadata": {**meta, "ownerReferences": owners}}
+
+
+def child_objects(cluster: Cluster, namespace: str, service: str = "tales") -> list[Manifest]:
+    """All children of a service, in order, without traces."""
+    selector = f"app.kubernetes.io/managed-by=quire-operator,app.kubernetes.io/instance={service}"
+    bodies = []
+    for version, kind in (*CHILDREN, ("batch/v1", "Job"), ("v1", "PersistentVolumeClaim")):
+        for body in cluster.items(version, kind, namespace, labelSelector=selector):
+            bodies.append(normalized({**body, "kind": kind, "apiVersion": version}))
+    return sorted(bodies, key=lambda body: (body["kind"], body["metadata"]["name"]))

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text and the core process of a pod, started for real, and a small blocking client of their sockets."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from quire_spec.errors import error_from_code
+from quire_spec.protocol.framing import FrameDecoder, encode_frame
+from quire_spec.protocol.messages import (
+    ControlRequest,
+    ControlResponse,
+    GenerateRequest,
+    Hello,
+    IpcMessage,
+    OutputDelta,
+    OutputDeltas,
+)
+
+DEADLINE_S = 60.0
+
+
+def wait_for(check: Any, timeout_s: float = DEADLINE_S, what: str = "it") -> Any:
+    """The first true value of `check()`, polled; fails the test after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := check()):
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.02)
+    return value
+
+
+def wait_quiet(processes: Sequence[psutil.Process], max_cpu_s: float) -> None:
+    """Wait for a second in which they take together no more processor time than this; fails the test if none comes."""
+
+    def is_quiet() -> bool:
+        before = [process.cpu_times() for process in processes]
+        time.sleep(1.0)
+        after = [process.cpu_times() for process in processes]
+        return sum(a.user + a.system - b.user - b.system for a, b in zip(after, before, strict=True)) <= max_cpu_s
+
+    wait_for(is_quiet, 30, f"a second with no more than {max_cpu_s} s of processor time")
+
+
+class IpcClient:
+    """A connection to one of the processes."""
+
+    def __init__(self, path: Path, role: str, model: str = "base", timeout_s: float = DEADLINE_S) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(timeout_s)
+        try:
+            self.socket.connect(str(path))
+        except OSError:
+            self.socket.close()
+            raise
+        self._decoder = FrameDecoder()
+        self._messages: list[IpcMessage] = []
+        self._ids = count(1)
+        self.send(Hello(role, model, os.getpid()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection."""
+        self.socket.close()
+
+    def send(self, message: IpcMessage) -> None:
+        """Send a message."""
+        self.socket.sendall(encode_frame(message))
+
+    def receive(self) -> IpcMessage:
+        """The next message; EOFError when the other side has ended the connection."""
+        while not self._messages:
+            try:
+                data = self.socket.recv(2**18)
+            except ConnectionError as error:
+                raise EOFError from error
+            if not data:
+                raise EOFError
+            self._messages += self._decoder.feed(data)
+        return self._messages.pop(0)
+
+    def call(self, method: str, **args: Any) -> Any:
+        """The result of a call; raises the error that was answered."""
+        call_id = next(self._ids)
+        self.send(ControlRequest(call_id, method, args))
+        reply = self.receive()
+        assert isinstance(reply, ControlResponse) and reply.id == call_id
+        if reply.error_code:
+            raise error_from_code(reply.error_code, reply.error)
+        return reply.result
+
+    def submit(
+        self, prompt: str | list[int] | None, stream: bool = True, model: str = "base", priority: int = 0, **params: Any
+    ) -> int:
+        """Send a request; returns its id."""
+        request_id = next(self._ids)
+        text, ids = (None, prompt) if isinstance(prompt, list) else (prompt, None)
+        self.send(GenerateRequest(request_id, model, text, ids, params, stream, priority=priority))
+        return request_id
+
+    def collect(self, ids: Iterable[int]) -> dict[int, list[OutputDelta]]:
+        """Every event of the requests `ids`, up to their final ones."""
+        events_by_id: dict[int, list[OutputDelta]] = {i: [] for i in ids}
+        unfinished = set(events_by_id)
+        while unfinished:
+            message = self.receive()
+            assert isinstance(message, OutputDeltas)
+            for event in message.deltas:
+                assert event.id in unfinished, f"unexpected {event}"
+                events_by_id[event.id].append(event)
+                if event.final:
+                    unfinished.discard(event.id)
+        return events_by_id
+
+    def generate(self, prompt: str | list[int] | None, **options: Any) -> list[OutputDelta]:
+        """Every event of one request."""
+        request_id = self.submit(prompt, **options)
+        return self.collect([request_id])[request_id]
+
+
+def text_of(events: list[OutputDelta]) -> str:
+    """The text of a request, which must have ended well."""
+    assert events[-1].error_code is None, events[-1].error
+    return "".join(event.text for event in events)
+
+
+class EngineProcesses:
+    """Both processes in one run folder. Ends what is left of them on exit."""
+
+    def __init__(
+        self,
+        folder: Path,
+        num_threads: int | None = 1,
+        core: Sequence[str] = ("-m", "quire_engine.core"),
+        **config: Any,
+    ) -> None:
+        """`num_threads`: that compute; None: as many as by itself. `core`: what Python runs as the core."""
+        self.folder = folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (folder / "engine.json").write_text(json.dumps(config))
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._programs = {"text": ("-m", "quire_engine.text"), "core": tuple(core)}
+        self._env = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    def start(self, *names: str, timeout_s: float = DEADLINE_S) -> Self:
+        """Start `text`, `core` or both, and wait until they serve."""
+        for name in names:
+            with (self.folder / f"{name}.log").open("ab") as log:
+                argv = [sys.executable, *self._programs[name], "--engine"]
+                argv += [str(self.folder / "engine.json"), "--served-name", "base", "--run-dir", str(self.folder)]
+                self.processes[name] = subprocess.Popen(argv, stderr=log, env=os.environ | self._env)
+        for name in names:
+            wait_for(lambda name=name: self._is_serving(name), timeout_s, what=f"{name}:\n{self.log(name)}")
+        if "text" in self.processes and "core" in self.processes:
+            self.wait_core_connected(True)
+        return self
+
+    def wait_core_connected(self, connected: bool) -> None:
+        """Wait until the text process sees the core, or sees that it has gone."""
+        with self.connect("text", "supervisor") as supervisor:
+            wait_for(lambda: supervisor.call("status")["core"] is connected, what=f"core={connected}")
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> int:
+        """Send a signal to a process and wait for its end; returns its exit code."""
+        self.processes[name].send_signal(number)
+        return self.processes[name].wait(DEADLINE_S)
+
+    def connect(self, name: str, role: str, model: str = "base", timeout_s: float = DEADLINE_S) -> IpcClient:
+        """A new connection to `text` or `core`."""
+        return IpcClient(self.folder / f"{name}.sock", role, model, timeout_s)
+
+    def core_stats(self) -> dict[str, Any]:
+        """The engine's numbers now."""
+        with self.connect("core", "supervisor") as supervisor:
+            stats: dict[str, Any] = supervisor.call("status")["stats"]
+            return stats
+
+    def wait_idle(self) -> None:
+        """Wait until the engine holds no block and no sequence."""
+        wait_for(lambda: self._idle(), what=f"an idle engine, last {self.core_stats()}")
+        with self.connect("core", "supervisor") as supervisor:
+            assert supervisor.call("check") == {}
+
+    def log(self, name: str) -> str:
+        """What a process wrote."""
+        return (self.folder / f"{name}.log").read_text()
+
+    def _idle(self) -> bool:
+        stats = self.core_stats()
+        return not (stats["num_running"] or stats["num_waiting"] or stats["num_used_blocks"])
+
+    def _is_serving(self, name: str) -> bool:
+        assert self.processes[name].poll() is None, f"{name} ended:\n{self.log(name)}"
+        try:
+            self.connect(name, "supervisor").close()
+        except OSError:
+            return False
+        return True
+
+
+LONG_CONTEXT = 131072
+"""Positions of a model in which prompts of megabytes and outputs of minutes fit."""
+
+
+def engine_config(model: Path, **overrides: object) -> dict[str, object]:
+    """What engine.json says of a model for tests, and more."""
+    return {"model": str(model), "dtype": "float32", "kv_cache_memory_bytes": 96 * 2**20, **overrides}
+
+
+def first_event(client: IpcClient, request_id: int) -> OutputDelta:
+    """The next event, which is of this request."""
+    message = client.receive()
+    assert isinstance(message, OutputDeltas) and message.deltas[0].id == request_id
+    return message.deltas[0]
+
+
+def events_of(client: IpcClient, request_id: int) -> list[OutputDelta]:
+    """Events of one request among those of others."""
+    events: list[OutputDelta] = []
+    while not (events and events[-1].final):
+        message = client.receive()
+        assert isinstance(message, OutputDeltas)
+        events += [event for event in message.deltas if event.id == request_id]
+    return events

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A runner whose KV blocks hold the tokens themselves, so that a wrong block shows at once."""
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.sequence import PLACEHOLDER_TOKEN, Sequence
+from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan
+from quire_spec.documents.pod_status import MeasuredMemory
+
+VOCAB = 997
+
+
+class TokenEchoRunner:
+    """Stands for the device in tests of policy, as a fake because real keys and values cannot be compared to tokens:
+
+    each cell of a block keeps (token, position, adapter) of what was written to it, the next token is a hash of all
+    that the block table shows, and showing anything but the sequence's own tokens is an error. Aliased, stale,
+    unloaded or overwritten blocks and slots thus fail the test in the step where they happen.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        failure_rng: random.Random | None = None,
+        swap_costs: SwapCosts | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.memory = MeasuredMemory(0, 0, 0, num_blocks, block_size, 0, "float32", "cpu")
+        self.cells: list[list[tuple[int, int, str | None] | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.swap_costs = swap_costs or SwapCosts()
+        self.host_cells: dict[int, list[tuple[int, int, str | None] | None]] = {}
+        self.host_adapters: dict[str, object] = {}
+        self.digest_by_adapter_slot: dict[int, str] = {}
+        self.num_computed = 0
+        """Tokens computed so far, those of failed steps included."""
+        self.batches: list[list[tuple[int, int, int]]] = []
+        """Per step, its spans: (sequence id, start, length)."""
+        self._failure_rng = failure_rng
+        self._last_tokens: dict[Sequence, int] = {}
+        """The tokens of the last step, for those of the next one that are pending."""
+
+    def read_adapter(self, path: Path) -> object:
+        return path
+
+    def host_bytes(self, packed_adapter: object) -> int:
+        # Some are larger than others; tests that count copies only set no bound.
+        return 10 + 5 * (ord(str(packed_adapter)[-1]) % 3)
+
+    def store_adapter(self, adapter_digest: str, packed_adapter: object) -> None:
+        self.host_adapters[adapter_digest] = packed_adapter
+
+    def discard_adapter(self, adapter_digest: str) -> None:
+        del self.host_adapters[adapter_digest]
+
+    def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
+        assert slot_load.adapter_digest in self.host_adapters, "load without a host copy"
+        # Until it is done, whoever uses the slot finds neither adapter in it.
+        self.digest_by_adapter_slot.pop(slot_load.adapter_slot, None)
+        return lambda: self.digest_by_adapter_slot.update({slot_load.adapter_slot: slot_load.adapter_digest})
+
+    def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
+        """As a device does: what fails shows when the outcome is taken, and spoils the steps begun meanwhile."""
+        try:
+            outputs = self.execute(plan)
+        except RuntimeError as error:
+            self._last_tokens, failure = {}, error
+
+            def fail() -> list[SpanOutput]:
+                raise failure
+
+            return fail
+        return lambda: outputs
+
+    def execute(self, plan: StepPlan) -> list[SpanOutput]:
+        assert plan.spans
+        if any(PLACEHOLDER_TOKEN in self._last_token(s) and s.sequence not in self._last_tokens for s in plan.spans):
+            raise RuntimeError("the device failed")
+        self.batches.append([(s.sequence.id, s.start, s.length) for s in plan.spans])
+        # A device fails before, in the midst of or after its writes.
+        fail_at = self._random_failure_index(len(plan.spans))
+        for move in plan.swap_outs:
+            self.host_cells[move.host_block] = list(self.cells[move.block])
+        for move in plan.swap_ins:
+            self.cells[move.block] = list(self.host_cells[move.host_block])
+        assert not {c.source for c in plan.copies} & {c.destination for c in plan.copies}
+        for copy in plan.copies:
+            self.cells[copy.destination] = list(self.cells[copy.source])
+        for index, span in enumerate(plan.spans):
+            if index == fail_at:
+                raise RuntimeError("the device failed")
+            self._write(span)
+        if fail_at == len(plan.spans):
+            raise RuntimeError("the device failed")
+        outputs = [SpanOutput([self._next_token(span)] if span.samples else []) for span in plan.spans]
+        self._last_tokens = {
+            span.sequence: s.token_ids[0] for span, s in zip(plan.spans, outputs, strict=True) if s.token_ids
+        }
+        return outputs
+
+    def _random_failure_index(self, num_spans: int) -> int | None:
+        if self._failure_rng is None or self._failure_rng.random() >= 0.005:
+            return None
+        return self._failure_rng.randint(0, num_spans)
+
+    def _write(self, span: ScheduledSpan) -> None:
+        sequence = span.sequence
+        assert span.start == sequence.num_computed_tokens and span.length > 0
+        adapter_digest = None if span.adapter_slot is None else self.digest_by_adapter_slot[span.adapter_slot]
+        assert adapter_digest == sequence.adapter_digest, "the slot holds another adapter"
+        self.num_computed += span.length
+        size = self.block_size
+        for position, token in enumerate(self._tokens(sequence, span.start, span.end), span.start):
+            self.cells[sequence.block_table[position // size]][position % size] = (token, position, adapter_digest)
+
+    def _next_token(self, span: ScheduledSpan) -> int:
+        sequence = span.sequence
+        visible = [cell for block in sequence.block_table for cell in self.cells[block]][: span.end]
+        tokens = self._tokens(sequence, 0, span.end)
+        expected = [(token, i, sequence.adapter_digest) for i, token in enumerate(tokens)]
+        assert visible == expected, f"sequence {sequence.id}: its blocks hold something else"
+        return next_token(tokens, sequence.adapter_digest)
+
+    def _tokens(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """A span's tokens, the pending one too."""
+        tokens = sequence.tokens(start, end)
+        assert PLACEHOLDER_TOKEN not in tokens[:-1]
+        return [self._last_tokens[sequence] if token == PLACEHOLDER_TOKEN else token for token in tokens]
+
+    @staticmethod
+    def _last_token(span: ScheduledSpan) -> list[int]:
+        return span.sequence.tokens(span.end - 1, span.end)
+
+
+def next_token(tokens: list[int], adapter_digest: str | None) -> int:
+    """What TokenRunner continues `tokens` with."""
+    digest = hashlib.blake2b(repr((adapter_digest, tokens)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB
+
+
+def expected_output(
+    prompt: list[int],
+    num_tokens: int,
+    adapter_digest: str | None = None,
+    stop_token_ids: Mapping[int, object] | frozenset[int] = frozenset(),
+) -> list[int]:
+    """The output of an engine on TokenRunner: `num_tokens` tokens, or up to the first of `stops`."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < num_tokens:
+        tokens.append(next_token(tokens, adapter_digest))
+        if tokens[-1] in stop_token_ids:
+            break
+    return tokens[len(prompt) :]

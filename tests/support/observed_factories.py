@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reconciler would have seen of a service: Deployments, pods, Jobs and pods' reports, made for tests."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from support.openapi import OPENAPI
+from support.planning import llm_service, plan_for
+
+from quire_operator.api.llmservice import LLMService
+from quire_operator.api.openapi_schema import iter_problems
+from quire_operator.controller.status.observed_state import ObservedState, PlanningResult, PodState, TerminatedContainer
+from quire_operator.controller.status.status import build_status
+from quire_operator.plan.plan import Plan
+from quire_spec.documents.pod_status import (
+    AdapterState,
+    AdapterStatus,
+    MeasuredMemory,
+    PodStatus,
+    ProcessState,
+    ProcessStatus,
+)
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+CREATED_LATER = datetime(2026, 1, 2, 3, 5, 0, tzinfo=UTC)
+ADAPTERS = """
+replicas: 2
+lora: {maxLoaded: 4, maxRank: 16}
+adapters:
+- {name: sql, source: {huggingFace: {repo: o/sql}}}
+- {name: support, source: {huggingFace: {repo: o/support}}}
+"""
+GENERATION = 7
+PLAN: Plan = plan_for("qwen-0.5b", "NVIDIA-L4", "lora: {maxLoaded: 4, maxRank: 16}")
+
+
+def desired_service(spec: str = ADAPTERS, generation: int = GENERATION) -> LLMService:
+    """A service with two adapters on two pods, unless the spec says otherwise."""
+    return replace(llm_service(spec), generation=generation)
+
+
+def pod_report(llm_service: LLMService, /, **changes: Any) -> PodStatus:
+    """What a pod says that has all of a service's adapters; changes are fields of the document."""
+    catalog = llm_service.build_catalog()
+    adapters = [
+        AdapterStatus(a.name, AdapterState.READY, "2026-01-01T00:00:00Z", f"sha256:{a.name:0>64}", a.name)
+        for a in catalog.adapters
+    ]
+    process = ProcessStatus(ProcessState.READY, 7, "2026-01-01T00:00:00Z")
+    tokens = PLAN.kvTokens
+    memory = MeasuredMemory(1, 1, 1, tokens // 16, 16, 4096, "bfloat16", "cuda:0")
+    document = PodStatus(
+        version="0.1.0",
+        served_name=llm_service.served_name,
+        ready=True,
+        reason="",
+        core_started_at="2026-01-01T00:00:00.123Z",
+        generation=catalog.generation,
+        processes={"core": process},
+        memory=memory,
+        models=[llm_service.served_name, *(a.name for a in catalog.adapters)],
+        adapters=adapters,
+        catalogue=catalog.version.digest,
+    )
+    return replace(document, **changes)
+
+
+def with_adapter(document: PodStatus, name: str, state: AdapterState, error: str = "") -> PodStatus:
+    """A report with one adapter in another state."""
+    adapters = [replace(a, state=state, error=error) if a.name == name else a for a in document.adapters]
+    models = [m for m in document.models if m != name]
+    return replace(document, adapters=adapters, models=models)
+
+
+def ready_pod(name: str, report: PodStatus | None = None, /, **changes: Any) -> PodState:
+    """A ready pod of the newest template."""
+    state = PodState(
+        name=name,
+        uid=f"uid-{name}",
+        ip="10.0.0.1",
+        phase="Running",
+        ready=True,
+        deleting=False,
+        started_at="2026-01-01T00:00:00Z",
+        restarts=0,
+        template_hash="new",
+        health_port=8003,
+        created_at="2026-01-01T00:00:00Z",
+        report=report,
+    )
+    return replace(state, **changes)
+
+
+def starting_pod(name: str, /, **changes: Any) -> PodState:
+    """A pod that is not ready."""
+    return ready_pod(name, None, **{"ready": False, "started_at": ""} | changes)
+
+
+def deployment(
+    desired_replicas: int,
+    updated: int | None = None,
+    ready: int | None = None,
+    replicas: int | None = None,
+    **status: Any,
+) -> dict[str, Any]:
+    """A Deployment; numbers that are not given are those of a complete one."""
+    updated = desired_replicas if updated is None else updated
+    ready = desired_replicas if ready is None else ready
+    return {
+        "metadata": {"name": "s", "generation": 4},
+        "spec": {"replicas": desired_replicas, "progressDeadlineSeconds": 600},
+        "status": {
+            "observedGeneration": 4,
+            "replicas": desired_replicas if replicas is None else replicas,
+            "updatedReplicas": updated,
+            "readyReplicas": ready,
+            "availableReplicas": ready,
+            **status,
+        },
+    }
+
+
+def job(**status: Any) -> dict[str, Any]:
+    """The download Job."""
+    return {"metadata": {"name": "s-model-1234567", "uid": "job"}, "spec": {}, "status": status}
+
+
+def finished_job(condition_type: str = "Complete", reason: str = "") -> dict[str, Any]:
+    """A Job that has ended."""
+    return job(conditions=[{"type": condition_type, "status": "True", "reason": reason}])
+
+
+def terminated_container(
+    container: str, exit_code: int, reason: str = "Error", message: str = ""
+) -> TerminatedContainer:
+    """The end of a container."""
+    return TerminatedContainer(container, exit_code, reason, message)
+
+
+def healthy_state(llm_service: LLMService | None = None, **changes: Any) -> ObservedState:
+    """Everything as it should be."""
+    llm_service = llm_service or desired_service()
+    count = llm_service.spec.replicas
+    pods = tuple(ready_pod(f"s-{i}", pod_report(llm_service)) for i in range(count))
+    state = ObservedState(
+        deployment=deployment(count), pods=pods, job=finished_job(), applied_generation=llm_service.generation
+    )
+    return replace(state, **changes)
+
+
+PLANNING_RESULT = PlanningResult(plan=PLAN)
+
+
+def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
+    """One condition of a status."""
+    (matching,) = [c for c in status["conditions"] if c["type"] == kind]
+    return matching
+
+
+def conditions_by_type(status: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Status and reason of every condition."""
+    return {c["type"]: (c["status"], c["reason"]) for c in status["conditions"]}
+
+
+def schema_problems(status: dict[str, Any]) -> list[str]:
+    """What an API server would find wrong with a status, or drop from it."""
+    return [str(problem) for problem in iter_problems(OPENAPI["properties"]["status"], status)]
+
+
+SERVICE = desired_service()
+CONDITION_TYPES = ["Ready", "ConfigValid", "Planned", "ModelCached", "Available", "Progressing", "AdaptersReady"]
+
+
+def checked_status(
+    observed: ObservedState,
+    planning_result: PlanningResult = PLANNING_RESULT,
+    service: LLMService | None = SERVICE,
+    previous: Mapping[str, Any] | None = None,
+    now: datetime = NOW,
+) -> dict[str, Any]:
+    """The status, which must always be one that an API server takes."""
+    new_status = build_status(service, GENERATION, planning_result, observed, previous or {}, now)
+    assert schema_problems(new_status) == []
+    assert [c["type"] for c in new_status["conditions"]] == CONDITION_TYPES
+    assert (
+        {c["observedGeneration"] for c in new_status["conditions"]}
+        == {GENERATION}
+        == {new_status["observedGeneration"]}
+    )
+    return new_status
+
+
+def ready_condition(status: dict[str, Any]) -> tuple[str, str]:
+    """Status and reason of the condition Ready."""
+    return conditions_by_type(status)["Ready"]
+
+
+def state_with_pods(*pods: PodState, **changes: Any) -> ObservedState:
+    """Everything as it should be, but for these pods."""
+    return healthy_state(pods=pods, **changes)
+
+
+def serving_pod(name: str = "s-0") -> PodState:
+    """A pod that serves all of the service's adapters."""
+    return ready_pod(name, pod_report(SERVICE))

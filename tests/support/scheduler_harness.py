@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scheduler on a token runner, to be stepped by hand."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.fake_runner import TokenEchoRunner
+
+from quire_engine.kv_cache.block_pool import BlockHasher, BlockPool
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.lora.registry import AdapterRegistry
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.sequence import Sequence
+from quire_engine.step.plan import InFlightStep, StepPlan
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
+
+CONFIG = EngineConfig("m", block_size=8, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False)
+
+NEVER_SWAP = SwapCosts()
+ALWAYS_SWAP = SwapCosts(64, seconds_per_block=0.0, seconds_per_token=1.0)
+
+
+@dataclass
+class SchedulerHarness:
+    """A scheduler with a token runner; `blocks` small enough that tests can count them."""
+
+    config: EngineConfig = CONFIG
+    num_blocks: int = 32
+    max_model_len: int = 128
+    adapter_digests: str = ""
+    max_loras: int = 2
+    swap_costs: SwapCosts = NEVER_SWAP
+    lookahead: bool = False
+    """Begin each step, where that can be, while the one before it is in flight."""
+    now: float = 0.0
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.block_pool = BlockPool(self.num_blocks)
+        self.registry = AdapterRegistry(self.max_loras, 4 * self.max_loras)
+        self.runner = TokenEchoRunner(self.num_blocks, self.config.block_size, swap_costs=self.swap_costs)
+        for digest in self.adapter_digests:
+            self.registry.add(digest, Path(digest), False)
+            self.runner.store_adapter(digest, digest)
+        block_hasher = BlockHasher("m", "float32", self.config.block_size)
+        self.scheduler = Scheduler(
+            self.config, self.block_pool, self.registry, block_hasher, self.max_model_len, self.swap_costs
+        )
+        self.sequences: dict[int, Sequence] = {}
+        self.lookahead_step: InFlightStep | None = None
+        """Begun ahead."""
+
+    def add(self, prompt: list[int] | int, num_output: int = 4, **fields: Any) -> Sequence:
+        """Queue a sequence; a number stands for that many prompt tokens of its own."""
+        sequence_id = len(self.sequences)
+        if isinstance(prompt, int):
+            prompt = [sequence_id] * prompt
+        params = SamplingParams(max_tokens=num_output, min_tokens=fields.pop("min_tokens", 0))
+        sequence = Sequence(sequence_id, prompt, params, 0, num_output, **fields)
+        self.scheduler.add(sequence)
+        self.sequences[sequence_id] = sequence
+        return sequence
+
+    def step(self) -> list[tuple[int, int, int]]:
+        """One step; returns its batch as (id, start, length), empty when nothing can run."""
+        in_flight = self.launch()
+        if in_flight is None:
+            return []
+        batch = self.runner.batches[-1]
+        self.launch_lookahead()
+        self.complete(in_flight)
+        return batch
+
+    def launch(self) -> InFlightStep | None:
+        """The step that was begun ahead, or else one that is begun now; None when nothing can run."""
+        in_flight, self.lookahead_step = self.lookahead_step, None
+        if in_flight is None and (plan := self.schedule()):
+            in_flight = InFlightStep(plan, self.runner.execute_async(plan))
+        return in_flight
+
+    def launch_lookahead(self) -> None:
+        """Begin the next step."""
+        if self.lookahead and (plan := self.scheduler.schedule_ahead(self.now)):
+            self.scheduler.check_integrity()
+            self.lookahead_step = InFlightStep(plan, self.runner.execute_async(plan))
+        self._load_slots()
+
+    def complete(self, in_flight: InFlightStep) -> None:
+        """Take what a step computed."""
+        for sequence, sampled in self.scheduler.update_from_step(in_flight.plan, in_flight.get_outputs()):
+            self.outputs.setdefault(sequence.id, []).extend(sampled.token_ids)
+        self.scheduler.check_integrity()
+
+    def fail_step(self, in_flight: InFlightStep) -> list[Sequence]:
+        """Have a step fail, and the one that was begun on top of it; the sequences that end."""
+        failed = self.scheduler.fail_step(in_flight.plan)
+        self.scheduler.check_integrity()
+        lookahead_step, self.lookahead_step = self.lookahead_step, None
+        return failed + (self.scheduler.fail_step(lookahead_step.plan) if lookahead_step else [])
+
+    def schedule(self) -> StepPlan | None:
+        """Plan a step; loads of slots are done at once, before it if nothing could run without them."""
+        plan = self.scheduler.schedule(self.now)
+        self.scheduler.check_integrity()
+        if self._load_slots() and plan is None:
+            plan = self.scheduler.schedule(self.now)
+            self.scheduler.check_integrity()
+        return plan
+
+    def fill_slot(self, digest: str) -> None:
+        """Have an adapter in a slot before anyone asks for it."""
+        self.registry.slot_table.assign_pinned(digest)
+        assert self._load_slots() == 1
+
+    def _load_slots(self) -> int:
+        loads = self.registry.slot_table.pop_loads()
+        for load in loads:
+            self.runner.load_adapter_slot(load)()
+            self.registry.slot_table.on_loaded(load)
+            self.scheduler.on_adapter_ready()
+        return len(loads)
+
+    def run_until_preempted(self) -> list[tuple[int, int, int]]:
+        """Steps until one preempts a sequence; returns its batch."""
+        while self.scheduler.has_work:
+            batch = self.step()
+            if self.scheduler.num_preemptions:
+                return batch
+        raise AssertionError("nobody was preempted")
+
+    def run(self) -> dict[int, list[int]]:
+        """Steps until everything is over; every step has work."""
+        while self.scheduler.has_work:
+            assert self.step()
+        assert self.block_pool.num_used == 0 and self.scheduler.block_manager.num_used_host_blocks == 0
+        return self.outputs

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real supervisor and a real server, with stand-ins for text and core (stand_in.py says why)."""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from nodocker_cluster.ports import free_ports
+from support import fake_engine
+from support.quire_serve import PORTS, QuireServeProcess, command_line
+
+from quire_server.clients.control_client import ControlClient
+
+ENGINE = '{"model": "none"}'
+
+
+def adapter_folder(folder: Path, rank: int = 8, weights: bytes = b"w" * 1000) -> Path:
+    """An adapter that the stand-in core takes; refused with rank 0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return folder
+
+
+def catalog(generation: int, **folders: Any) -> dict[str, Any]:
+    """A catalogue of path sources; a dict in place of a folder is the adapter's whole entry but for its name."""
+    adapters = [
+        {"name": name, **(entry if isinstance(entry, dict) else {"source": {"path": str(entry)}})}
+        for name, entry in folders.items()
+    ]
+    return {"generation": generation, "adapters": adapters}
+
+
+class SupervisorHarness(QuireServeProcess):
+    """One running `python -m quire_server`."""
+
+    def __init__(
+        self, folder: Path, adapters: dict[str, Any], *flags: str, engine: str = ENGINE, **behaviour: Any
+    ) -> None:
+        self.folder = folder
+        self.ports = dict(zip(PORTS, free_ports(4), strict=True))
+        self.run_dir = folder / "run"
+        self.log, self.stdout = folder / "log", folder / "out"
+        (folder / "engine.json").write_text(engine)
+        (folder / "adapters.json").write_text(json.dumps(adapters))
+        command = [sys.executable, "-m", "quire_server", "--served-name=tales", "--allow-path-sources"]
+        command += [f"--engine={folder / 'engine.json'}", f"--adapters={folder / 'adapters.json'}"]
+        command += [f"--run-dir={self.run_dir}", f"--cache-dir={folder / 'cache'}"]
+        command += [f"--{name}-port={port}" for name, port in self.ports.items()]
+        command += flags
+        env = fake_engine.install(folder / "stand-in", **behaviour)
+        with self.log.open("wb") as log, self.stdout.open("wb") as stdout:
+            self.process = subprocess.Popen(command, stdout=stdout, stderr=log, env=env, start_new_session=True)
+        self.seen_processes: set[psutil.Process] = set()
+
+    def set_behaviour(self, **behaviour: Any) -> None:
+        """What the stand-ins do from their next start on."""
+        fake_engine.set_behaviour(self.folder / "stand-in", **behaviour)
+
+    def core_adapter_digests(self) -> dict[str, str]:
+        """Digests that the core holds, asked of the core itself."""
+        return dict(asyncio.run(self._status_of("core"))["adapters"])
+
+    def num_open_requests(self) -> int:
+        """Requests that text has open."""
+        return int(asyncio.run(self._status_of("text"))["num_open"])
+
+    async def _status_of(self, name: str) -> Any:
+        client = await ControlClient.connect(name, self.run_dir / f"{name}.sock")
+        try:
+            return await client.call("status", timeout_s=5)
+        finally:
+            await client.close()
+
+    def shared_memory_regions(self) -> set[str]:
+        """Shared memory regions that its server made: their names hold its prefix, which its command line shows."""
+        return {name for name in os.listdir("/dev/shm") if name.startswith(self.shm_prefix())}
+
+    def shm_prefix(self) -> str:
+        for process in self.child_processes():
+            for word in command_line(process):
+                if "shm-region-prefix-name=" in word:
+                    return word.rpartition("=")[2]
+        raise AssertionError("no server is running")
+
+
+@contextlib.contextmanager
+def running_supervisor(
+    folder: Path, adapters: dict[str, Any], *flags: str, **behaviour: Any
+) -> Iterator[SupervisorHarness]:
+    """A ready one, stopped afterwards with the check that nothing is left."""
+    with started_supervisor(folder, adapters, *flags, **behaviour) as harness:
+        harness.wait_ready(30)
+        yield harness
+        assert harness.stop() == 0
+        assert not harness.run_dir.exists()
+
+
+@contextlib.contextmanager
+def started_supervisor(
+    folder: Path, adapters: dict[str, Any], *flags: str, **behaviour: Any
+) -> Iterator[SupervisorHarness]:
+    """One that has just been started; how it ends is the test's business."""
+    folder.mkdir(exist_ok=True)
+    harness = SupervisorHarness(folder, adapters, *flags, **behaviour)
+    try:
+        yield harness
+    finally:
+        if harness.process.poll() is None:
+            harness.kill()
+            harness.assert_nothing_left()
+        harness.clean_up()

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks for tests: as threads, which start at once, with the same ring, sockets and gloo; and as processes, to find."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from quire_engine.core.engine import Engine
+from quire_engine.distributed.worker_handle import WorkerChannels
+from quire_engine.executor.tensor_parallel import create_runner
+from quire_engine.executor.tp_worker import TensorParallelWorker
+from quire_engine.weights.checkpoint import Checkpoint
+from quire_spec.engine.config import EngineConfig
+
+
+class ThreadWorker:
+    """A Member that is a thread. What ends a process's step with it, gloo's error, ends its step too."""
+
+    def __init__(self, channels: WorkerChannels) -> None:
+        own_channels = WorkerChannels(
+            *(os.dup(fd) for fd in (channels.control_fd, channels.memory_fd, channels.doorbell_fd))
+        )
+        self._worker = TensorParallelWorker(own_channels, on_disconnected=self.kill)
+        self._outcome = "returned"
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def stored_adapter_digests(self) -> set[str]:
+        """Keys of the adapters in host memory."""
+        runner = self._worker._runner
+        assert runner is not None and runner._slots is not None
+        return set(runner._slots._host_copies)
+
+    def _run(self) -> None:
+        try:
+            self._worker.run()
+        except Exception as error:
+            self._outcome = repr(error)
+        self._worker.close_control()
+
+    def kill(self) -> None:
+        self._worker.stop()
+
+    def join(self) -> str:
+        self._thread.join()
+        return self._outcome
+
+
+def engine_with_thread_workers(config: EngineConfig, **runner_options: Any) -> Engine:
+    """An engine whose ranks are threads; `how` goes to open_runner."""
+    checkpoint = Checkpoint.load(Path(config.model))
+    runner = create_runner(
+        config, checkpoint.shape, checkpoint.folder, **({"start_worker": ThreadWorker} | runner_options)
+    )
+    return Engine(config, checkpoint, runner, runner.memory)
+
+
+def tp_worker_processes(pid: int | None = None) -> list[psutil.Process]:
+    """The ranks that a process, by default this one, has started."""
+    children = psutil.Process(pid).children()
+    return [child for child in children if any("tp_worker_process" in word for word in _command_line(child))]
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # gone since, or dead and not waited for
+        return []
