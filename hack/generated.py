@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write what is not written by hand: the chart's copy of crds/llmservices.yaml, its reference in docs/crd.md, and the
+"""Write what is not written by hand: the chart's copy of crds/llmservices.yaml, its reference in docs/llmservice-
+reference.md, and the
 chart's dashboard (hack/dashboard.py).
 
     python hack/generated.py [--check]        --check writes nothing and says what is not current
@@ -59,7 +60,7 @@ def restart_note(path: str) -> str:
 
 
 def reference(crd: dict[str, Any]) -> str:
-    """docs/crd.md"""
+    """docs/llmservice-reference.md"""
     version = crd["spec"]["versions"][0]
     spec, status = (version["schema"]["openAPIV3Schema"]["properties"][name] for name in ("spec", "status"))
     source = spec["properties"]["model"]["properties"]["source"]
@@ -203,7 +204,7 @@ def generated_files() -> dict[Path, str]:
     text = CRD.read_text()
     return {
         ROOT / "charts/quire/files/llmservices.yaml": text,
-        ROOT / "docs/crd.md": reference(yaml.safe_load(text)),
+        ROOT / "docs/llmservice-reference.md": reference(yaml.safe_load(text)),
         ROOT / "charts/quire/files/dashboard.json": dashboard.text(),
     }
 

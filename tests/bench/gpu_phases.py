@@ -11,7 +11,7 @@ class Phase:
 
     what: str
     seconds: int
-    """Expected on an H100, by bytes and operations (docs/performance.md) and counted starts; none was measured."""
+    """Expected on an H100, by bytes and operations (docs/gpu-design.md) and counted starts; none was measured."""
 
 
 # In this order without --phases. The engine's ends with traces, after which its process may be slower: what is compared

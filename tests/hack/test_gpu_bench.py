@@ -101,7 +101,7 @@ def test_help_needs_no_torch_and_knows_every_phase(bench_modules):
     commands = re.findall(r"python3 tests/bench/gpu.py .*?(?=  |$)", done.stdout, re.MULTILINE)
     assert len(commands) == 7
     for command in commands[:-1]:
-        assert command in (DOCS / "performance.md").read_text()
+        assert command in (DOCS / "gpu-design.md").read_text()
         for asked in re.findall("--phases (\\S+)", command):
             assert set(asked.split(",")) <= set(phases)
 

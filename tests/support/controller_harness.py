@@ -2,7 +2,7 @@
 """The operator's controller beside a test: in a thread with an event loop, against a real API server.
 
 LLMServices come from a Watch of ours instead of kopf's, so that a test can have many and end each in a moment, unless
-it asks for kopf; kopf's part is also tested with the operator as a process (tests/cluster/test_operate.py).
+it asks for kopf; kopf's part is also tested with the operator as a process (tests/cluster/test_operator_process.py).
 """
 
 import asyncio

@@ -3,7 +3,7 @@
 
 Written as engine.json by `quire render` and the operator, read by every process of a pod. Field names are vLLM's
 engine arguments wherever the meaning is the same. Nothing changes it later, and the environment has switches for
-narrowing down a fault only (docs/performance.md).
+narrowing down a fault only (docs/gpu-design.md).
 """
 
 import math

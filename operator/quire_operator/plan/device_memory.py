@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic of one device's memory: what weights, a step, adapters and a token cost, and what is left for KV.
 
-Formulas and constants are fitted to start logs of vLLM with Llama 3.1 8B (tests/operator/test_plan_tables.py has the
+Formulas and constants are fitted to start logs of vLLM with Llama 3.1 8B (tests/operator/plan/test_plan_tables.py has
+the
 five points), so they are estimates for this engine: it measures at its start, and status.plan.measured compares.
 Integers in, bytes out; planner.py decides with them.
 """

@@ -16,7 +16,7 @@ from quire_operator.plan.plan import FitReason
 from quire_operator.plan.report import render_lines
 from quire_spec.model.tensor_parallel import unsupported_reason
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 # Card, GiB that CUDA reports, gpu_memory_utilization, token budget, sequences: vLLM's defaults. Logged, predicted.
 PUBLISHED = [

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/crd.md is generated, current and complete. What it says of restarts is tested in test_no_dead_fields.py."""
+"""docs/llmservice-reference.md is generated, current and complete. What it says of restarts is tested in
+test_no_dead_fields.py."""
 
 import re
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import generated
 from support.openapi import CRD, OPENAPI, ROOT, walk
 
-REFERENCE = (ROOT / "docs/crd.md").read_text()
+REFERENCE = (ROOT / "docs/llmservice-reference.md").read_text()
 
 
 def test_generated_files_are_current():

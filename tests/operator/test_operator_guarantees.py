@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/pains.md names twenty pains, and only tests that are there."""
+"""docs/operator-guarantees.md names twenty pains, and only tests that are there."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs/pains.md").read_text()
+TEXT = (ROOT / "docs/operator-guarantees.md").read_text()
 ROWS = re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", TEXT, re.MULTILINE)
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rendered objects: golden files, the API server's schemas, and that the pods would run what is there.
 
-After a change that is meant: UPDATE_GOLDEN=1 python -m pytest tests/operator/test_render.py, and read the difference.
+After a change that is meant: UPDATE_GOLDEN=1 python -m pytest tests/operator/render/test_objects.py, and read the
+difference.
 """
 
 import base64
@@ -42,7 +43,7 @@ from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
-GOLDEN = Path(__file__).with_name("golden")
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 SERVICES = {

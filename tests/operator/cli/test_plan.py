@@ -18,7 +18,7 @@ from support.planning import LLAMA_8B, LLAMA_70B, schema_problems
 from quire_operator.plan.plan import Plan
 from quire_operator.plan.report import MemoryRow, memory_bar
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 QUIRE = Path(sys.executable).with_name("quire")
 LLAMA = "examples/gpu-llama-3.1-8b.yaml"
 

@@ -399,7 +399,7 @@ def test_text_costs_no_torch():
 
 def test_a_bad_word_is_one_at_the_start_of_a_text_and_after_a_space() -> None:
     """Also where it has fewer tokens there."""
-    tokenizer = Tokenizer(Path(__file__).resolve().parents[2] / "examples/models/tiny")
+    tokenizer = Tokenizer(Path(__file__).resolve().parents[3] / "examples/models/tiny")
     runs = tokenizer.bad_word_ids(["there", " Zoe"])
     assert [tokenizer.decode(run) for run in runs] == ["there", " there", "Zoe", " Zoe"]
     assert len(runs[0]) > len(runs[1])

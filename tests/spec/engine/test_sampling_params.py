@@ -226,6 +226,6 @@ def test_how_much_of_a_prompt_is_kept():
 
 
 def test_the_documentation_lists_every_parameter():
-    text = (Path(__file__).parents[2] / "docs/parameters.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/parameters.md").read_text()
     listed = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert sorted(listed) == sorted(f.name for f in dataclasses.fields(SamplingParams))

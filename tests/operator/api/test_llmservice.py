@@ -13,7 +13,7 @@ from quire_operator.api.llmservice import Device, LLMService, LLMServiceSpec
 from quire_operator.api.yaml_manifest import parse_manifests, read_manifests
 from quire_spec.documents.adapter_catalog import AdapterCatalog, Expose
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 HEAD = "apiVersion: quire.dev/v1alpha1\nkind: LLMService\nmetadata: {name: tales, namespace: team, generation: 7}\n"
 

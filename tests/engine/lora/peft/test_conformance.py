@@ -21,7 +21,7 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.messages import SequenceRequest
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs/adapters.md"
+DOCUMENT = Path(__file__).resolve().parents[4] / "docs/adapters.md"
 PROMPT = [(7 * i + 3) % 320 for i in range(24)]
 
 
