@@ -18,9 +18,10 @@ from quire_engine.kv_cache.block_pool import BlockHasher, BlockPool
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.sequence import Sequence
-from quire_engine.step.plan import ModelRunner, SlotLoad
+from quire_engine.step.plan import SlotLoad
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_engine.weights.hub import resolve_model
+from quire_engine.worker.interface import ModelRunner
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams

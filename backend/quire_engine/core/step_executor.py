@@ -12,7 +12,8 @@ from typing import NoReturn
 
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.sequence import Logprob, Sequence
-from quire_engine.step.plan import InFlightStep, ModelRunner, RunnerLost, SpanOutput, StepPlan
+from quire_engine.step.plan import InFlightStep, RunnerLost, SpanOutput, StepPlan
+from quire_engine.worker.interface import ModelRunner
 from quire_spec.errors import Code, Internal
 from quire_spec.protocol.messages import SequenceDelta
 

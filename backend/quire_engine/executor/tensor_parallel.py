@@ -11,7 +11,8 @@ from quire_engine.distributed.communicator import TIMEOUT_S
 from quire_engine.distributed.worker_group import WorkerGroup
 from quire_engine.distributed.worker_handle import WorkerChannels, WorkerHandle, WorkerProcess
 from quire_engine.step.input import max_elements
-from quire_engine.step.plan import ModelRunner, SlotLoad, SpanOutput, StepPlan
+from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
+from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig

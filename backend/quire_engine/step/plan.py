@@ -7,10 +7,7 @@ spans of a step are flattened into one batch.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
 
-from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.sequence import PLACEHOLDER_TOKEN, BlockId, Logprob, Sequence, SlotId
 from quire_spec.errors import Unavailable
 
@@ -116,54 +113,3 @@ class InFlightStep:
 
 class RunnerLost(Unavailable):
     """What the runner computes with is gone for good: no step can run any more."""
-
-
-class ModelRunner(Protocol):
-    """Carries out steps, on one device or on several that share the model's layers."""
-
-    swap_costs: SwapCosts
-    """Host memory for blocks of preempted sequences."""
-
-    def read_adapter(self, path: Path) -> object:
-        """Read an adapter's folder, to the form that `hold` keeps. Slow, and for any thread.
-
-        Raises:
-            InvalidArgument: it is not an adapter for this model, or one that cannot be served; the message says why.
-        """
-        ...
-
-    def host_bytes(self, packed_adapter: object) -> int:
-        """Bytes of what `read` made."""
-        ...
-
-    def store_adapter(self, adapter_digest: str, packed_adapter: object) -> None:
-        """Keep what `read` made in host memory, under the adapter's content digest."""
-        ...
-
-    def discard_adapter(self, adapter_digest: str) -> None:
-        """Forget the host copy of an adapter; a slot that holds it stays as it is until it is loaded anew."""
-        ...
-
-    def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
-        """The work of filling a slot, from the host copy as it is now.
-
-        To be done once, in any thread and beside steps: none of those that begin before it is done may use the slot.
-        """
-        ...
-
-    def execute(self, plan: StepPlan) -> list[SpanOutput]:
-        """Run `plan`; one result per span, in order.
-
-        Raises:
-            RunnerLost: neither this step nor any other can run; whoever owns the engine starts again.
-            RuntimeError: the device failed; nothing of this step can be used.
-        """
-        ...
-
-    def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
-        """Have `plan` run after those that were begun before; returns what waits for it, and then returns or raises as
-        `execute`.
-
-        A token that is PENDING is the one that the step begun last chooses for the sequence.
-        """
-        ...

@@ -30,7 +30,7 @@ from quire_engine.models.forward_batch import ForwardBatch, build_forward_batch
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.sequence import BlockId, Logprob
 from quire_engine.step.input import GraphStepInput, StepInput, build_step_input, sort_spans
-from quire_engine.step.plan import BlockCopy, ModelRunner, ScheduledSpan, SlotLoad, SpanOutput, StepPlan
+from quire_engine.step.plan import BlockCopy, ScheduledSpan, SlotLoad, SpanOutput, StepPlan
 from quire_engine.weights.loader import load_weights
 from quire_engine.weights.param_shard import unsharded
 from quire_engine.worker import cuda_graphs
@@ -45,6 +45,7 @@ from quire_engine.worker.device import (
     trim_heap,
 )
 from quire_engine.worker.future_tokens import FutureTokens
+from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.memory_budget import (
     MemoryBudget,
     check_model_fits,
