@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from quire_engine.models.forward_batch import ForwardBatch
-from quire_engine.models.layers.linear import ParamFactory, RMSNorm
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.layers.norm import RMSNorm
 from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import rms_norm

@@ -9,7 +9,10 @@ from torch import Tensor
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.models.base import CausalLM
 from quire_engine.models.forward_batch import ForwardBatch
-from quire_engine.models.layers.linear import MLP, Linear, ParamFactory, RMSNorm, RotaryAttention
+from quire_engine.models.layers.attention import RotaryAttention
+from quire_engine.models.layers.linear import Linear, ParamFactory
+from quire_engine.models.layers.mlp import MLP
+from quire_engine.models.layers.norm import RMSNorm
 from quire_engine.models.layers.rotary import RotaryEmbedding
 from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import AttentionShape, FusedDecoder, LayerWeights, build_fused_decoder, silu_mul

@@ -12,7 +12,8 @@ from torch import Tensor
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.models.base import CausalLM
 from quire_engine.models.forward_batch import ForwardBatch
-from quire_engine.models.layers.linear import Attention, Linear, ParamFactory, build_linear
+from quire_engine.models.layers.attention import Attention
+from quire_engine.models.layers.linear import Linear, ParamFactory, build_linear
 from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import ACTIVATIONS, write_kv
 from quire_spec.model.model_config import ModelConfig

@@ -2,7 +2,8 @@
 """Phi-3 and Phi-4-mini: Llama whose checkpoints have q, k, v and gate, up fused, so that adapters change them as one.
 Windows, ropes of long contexts and partly rotated heads come with the shape."""
 
-from quire_engine.models.layers.linear import MLP, RotaryAttention
+from quire_engine.models.layers.attention import RotaryAttention
+from quire_engine.models.layers.mlp import MLP
 from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 

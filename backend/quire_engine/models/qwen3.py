@@ -7,7 +7,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from quire_engine.models.forward_batch import ForwardBatch
-from quire_engine.models.layers.linear import ParamFactory, RMSNorm, RotaryAttention
+from quire_engine.models.layers.attention import RotaryAttention
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.layers.norm import RMSNorm
 from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import LayerWeights, qk_norm

@@ -25,9 +25,9 @@ from quire_engine.kv_cache.host_swap import HostSwap
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.lora.device_slots import create_slots
 from quire_engine.lora.peft.adapter import HostAdapter, read_adapter
-from quire_engine.models import get_model_class
 from quire_engine.models.forward_batch import ForwardBatch, build_forward_batch
 from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.registry import get_model_class
 from quire_engine.sequence import BlockId, Logprob
 from quire_engine.step.input import GraphStepInput, StepInput, build_step_input, sort_spans
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, SlotLoad, SpanOutput, StepPlan

@@ -41,7 +41,7 @@ class Architecture:
     """A row of the table; what it leaves out is as in Llama."""
 
     module: str
-    """File in quire_engine/models whose class has the architecture's name."""
+    """Module of quire_engine/models that defines the model class, see `quire_engine.models.registry`."""
 
     linears: Mapping[str, tuple[str, str]] = field(default_factory=lambda: LLAMA_LINEARS)
     """Each linear of a layer by its path there: size of its input and output, see `sizing.linears`. Adapters can
@@ -107,12 +107,12 @@ def _is_sliding_even_layer(config: HFConfigReader, index: int) -> bool:
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture("llama", biases=("attention_bias", "attention_bias", "mlp_bias")),
     "MistralForCausalLM": Architecture(
-        "mistral",
+        "llama",
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         uses_sliding_window=_is_sliding_unless_listed,
     ),
     "Qwen2ForCausalLM": Architecture(
-        "qwen2",
+        "llama",
         defaults={
             "num_key_value_heads": 32,
             "use_sliding_window": False,

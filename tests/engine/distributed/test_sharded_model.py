@@ -15,9 +15,9 @@ from support.tiny_checkpoints import CHECKPOINTS, VOCAB, make_checkpoint
 from quire_engine.distributed.communicator import Communicator
 from quire_engine.distributed.shm_ring import Doorbell, SharedMemoryRing
 from quire_engine.kv_cache.device_cache import KVCache
-from quire_engine.models import get_model_class
 from quire_engine.models.forward_batch import build_forward_batch
 from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.registry import get_model_class
 from quire_engine.sequence import BlockId, Sequence, SlotId
 from quire_engine.step.input import GraphStepInput, StepInput, build_step_input, decode, encode, max_elements
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, SwapCopy

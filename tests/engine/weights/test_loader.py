@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_checkpoints import make_checkpoint
 
-from quire_engine.models import get_model_class
 from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.registry import get_model_class
 from quire_engine.weights import loader
 from quire_engine.weights.loader import load_weights
 from quire_spec.errors import ConfigError

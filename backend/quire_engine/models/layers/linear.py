@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers that model definitions are made of: holders of weights over quire_kernels, unaware of requests.
+"""Linear layers with merged outputs, LoRA adapter slots and tensor-parallel shards.
 
-Plain classes, not torch modules: nothing here trains, moves or is saved, and calls are typed and cheap.
+The classes of `models/layers` hold weights and call `quire_kernels`. They know no requests. They are plain classes and
+not torch modules, because nothing is trained, moved or saved; so calls are typed and cheap.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +21,8 @@ from quire_kernels import (
     LinearWeights,
     ModuleSlots,
     adapted_linear,
-    get_gated_op,
     linear,
     pack_weight,
-    paged_attention,
-    rms_norm,
-    rope_and_cache,
 )
 from quire_spec.model.memory_sizing import linear_sizes
 from quire_spec.model.model_config import ModelConfig
@@ -154,99 +151,3 @@ def build_linear(shape: ModelConfig, paths: Sequence[str], factory: ParamFactory
 
 def _last_component(path: str) -> str:
     return path.rpartition(".")[2]
-
-
-class RMSNorm:
-    """Root-mean-square normalisation with a learnt scale."""
-
-    def __init__(self, size: int, eps: float, factory: ParamFactory) -> None:
-        self.eps = eps
-        self.weight = factory.empty(size)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., size] to the same."""
-        return rms_norm(x, self.weight, self.eps)
-
-    def tensors(self, name: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The checkpoint's tensors of the module `name`."""
-        yield f"{name}.weight", self.weight
-
-
-class Attention:
-    """Grouped-query attention over the paged cache. Families vary it by subclasses: how positions come in, the names of
-    its linears, and `project`."""
-
-    QKV: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
-    """The linears that make queries, keys and values; one where a checkpoint has them fused."""
-    OUTPUT: ClassVar[str] = "o_proj"
-
-    def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
-        self.num_heads = shape.num_heads
-        self.num_rotated = shape.num_heads + shape.num_kv_heads
-        self.head_dim = shape.head_dim
-        self.scale = shape.attention_scale
-        self.window = shape.sliding_windows[index]
-        self.softcap = shape.attention_softcap
-        self.qkv_proj = build_linear(shape, [f"self_attn.{name}" for name in self.QKV], factory, shape.attention_bias)
-        self.o_proj = build_linear(shape, [f"self_attn.{self.OUTPUT}"], factory, shape.output_bias)
-
-    def project_qkv(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """[num_tokens, hidden_size] to queries, keys and values, [num_tokens, all heads of them, head_dim]."""
-        return self.qkv_proj(x, batch).view(x.shape[0], -1, self.head_dim)
-
-    def attend(self, queries: Tensor, kv_cache: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
-        """[num_tokens, num_heads, head_dim] to [num_tokens, hidden_size], or that added to a residual stream."""
-        attention_output = paged_attention(queries, kv_cache, batch.attention, self.scale, self.window, self.softcap)
-        return self.o_proj(attention_output.view(queries.shape[0], -1), batch, residual)
-
-    def linears(self) -> tuple[Linear, ...]:
-        """The linears that adapters can change."""
-        return (self.qkv_proj, self.o_proj)
-
-    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The checkpoint's tensors under `prefix`."""
-        for module in self.linears():
-            yield from module.tensors(prefix)
-
-
-class RotaryAttention(Attention):
-    """Attention with rotary positions."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        kv_cache: Tensor,
-        batch: ForwardBatch,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """[num_tokens, hidden_size] to the same, or that added to a residual stream; writes the tokens' keys and values
-        to `cache`, one layer's."""
-        qkv = self.project_qkv(x, batch)
-        queries = rope_and_cache(qkv, *rope, kv_cache, batch.addresses, self.num_heads)
-        return self.attend(queries, kv_cache, batch, residual)
-
-
-class MLP:
-    """Gated feed-forward layer. Families vary the names of its linears."""
-
-    GATE_UP: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
-    """One name where a checkpoint has them fused."""
-
-    def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
-        self.gate_up_proj = build_linear(shape, [f"mlp.{name}" for name in self.GATE_UP], factory, shape.mlp_bias)
-        self.down_proj = build_linear(shape, ["mlp.down_proj"], factory, shape.mlp_bias)
-        self.activate = get_gated_op(shape.activation)
-
-    def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
-        """[num_tokens, hidden_size] to the same, or that added to a residual stream."""
-        return self.down_proj(self.activate(self.gate_up_proj(x, batch)), batch, residual)
-
-    def linears(self) -> tuple[Linear, ...]:
-        """The linears that adapters can change."""
-        return (self.gate_up_proj, self.down_proj)
-
-    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The checkpoint's tensors under `prefix`."""
-        for module in self.linears():
-            yield from module.tensors(prefix)

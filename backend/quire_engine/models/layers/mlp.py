@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated feed-forward layers."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from torch import Tensor
+
+from quire_engine.models.forward_batch import ForwardBatch
+from quire_engine.models.layers.linear import Linear, ParamFactory, build_linear
+from quire_engine.weights.param_shard import LoadTarget
+from quire_kernels import get_gated_op
+from quire_spec.model.model_config import ModelConfig
+
+
+class MLP:
+    """Gated feed-forward layer. Families vary the names of its linears."""
+
+    GATE_UP: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
+    """One name where a checkpoint has them fused."""
+
+    def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
+        self.gate_up_proj = build_linear(shape, [f"mlp.{name}" for name in self.GATE_UP], factory, shape.mlp_bias)
+        self.down_proj = build_linear(shape, ["mlp.down_proj"], factory, shape.mlp_bias)
+        self.activate = get_gated_op(shape.activation)
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
+        """[num_tokens, hidden_size] to the same, or that added to a residual stream."""
+        return self.down_proj(self.activate(self.gate_up_proj(x, batch)), batch, residual)
+
+    def linears(self) -> tuple[Linear, ...]:
+        """The linears that adapters can change."""
+        return (self.gate_up_proj, self.down_proj)
+
+    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """The checkpoint's tensors under `prefix`."""
+        for module in self.linears():
+            yield from module.tensors(prefix)
