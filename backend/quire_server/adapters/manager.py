@@ -23,6 +23,7 @@ from quire_server.blocking import run_in_daemon_thread
 from quire_server.clients.control_client import ConnectionLost
 from quire_server.clients.handles import ProcessHandles
 from quire_server.sources.factory import concurrency_key
+from quire_spec.backoff import backoff
 from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterLimits, AdapterSpec, CatalogVersion, Source
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus
 from quire_spec.errors import AccessDenied, ConfigError, Internal, InvalidArgument, QuireError, Unavailable
@@ -243,7 +244,7 @@ class AdapterManager:
             return None if reactivated else _CONNECTION_RETRY_S
         adapter.failures += 1
         retry_after_s = error.retry_after_s if isinstance(error, Unavailable) else None
-        return min(max(_FIRST_RETRY_S * 2.0 ** (adapter.failures - 1), retry_after_s or 0.0), _MAX_RETRY_S)
+        return min(max(backoff(adapter.failures - 1, _FIRST_RETRY_S, _MAX_RETRY_S), retry_after_s or 0.0), _MAX_RETRY_S)
 
     async def _reactivate_previous(self, adapter: ManagedAdapter) -> bool:
         """Keep the one before in its place, while its replacement fails; False when that has failed, too."""

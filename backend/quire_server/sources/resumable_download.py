@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from quire_server.blocking import run_in_daemon_thread
 from quire_server.sources.adapter_cache import PartialDownload
 from quire_server.sources.reader import OpenFile, SourceReader
+from quire_spec.backoff import backoff
 from quire_spec.documents.adapter_digest import file_sha256
 from quire_spec.errors import InvalidArgument, Unavailable
 
@@ -73,7 +74,7 @@ class ResumableDownload:
         retry_after_s = error.retry_after_s or 0.0
         if retry_after_s > self._max_retry_after_s:
             raise error
-        return max(_FIRST_RETRY_S * 2.0**stalled_attempts, retry_after_s)
+        return max(backoff(stalled_attempts, _FIRST_RETRY_S, self._max_retry_after_s), retry_after_s)
 
     async def _read_file(self, reader: SourceReader, partial: PartialDownload, name: str) -> None:
         recorded_version = partial.versions().get(name)

@@ -15,6 +15,7 @@ from typing import Any
 from quire_server.logs import is_noise
 from quire_server.supervisor.child_process import ChildProcess
 from quire_spec import constants
+from quire_spec.backoff import backoff
 from quire_spec.documents.pod_status import ProcessState, ProcessStatus
 from quire_spec.errors import QuireError
 
@@ -49,7 +50,7 @@ class RestartBackoff:
         if uptime_s >= _STABLE_UPTIME_S:
             self.failures = 0
         self.failures += 1
-        return 0.0 if self.failures == 1 else min(_FIRST_DELAY_S * 2.0 ** (self.failures - 2), _MAX_DELAY_S)
+        return 0.0 if self.failures == 1 else backoff(self.failures - 2, _FIRST_DELAY_S, _MAX_DELAY_S)
 
 
 class ManagedProcess:
