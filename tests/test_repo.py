@@ -60,7 +60,7 @@ def test_nothing_of_ours_is_named_after_the_kernel_language():
     ("module", "absent"),
     [
         ("quire_spec.engine.config", {"torch", "numpy", "yaml"}),
-        ("quire_engine.tokenization.tokenizer", {"torch", "transformers"}),
+        ("quire_engine.text.process", {"torch", "transformers", "numpy"}),
         ("quire_engine.scheduling.scheduler", {"torch"}),
         ("quire_server.supervisor.supervisor", {"torch", "tokenizers", "quire_engine"}),
         ("quire_operator.cli.main", {"torch", "numpy", "quire_engine", "quire_server"}),

@@ -119,7 +119,7 @@ def _bench(args: argparse.Namespace) -> None:
 
 
 def _profile_steps(llm: LLM, args: argparse.Namespace) -> AbstractContextManager[None]:
-    from quire_engine.worker.profiling import profile_steps  # imports torch, which --help does not need
+    from quire_engine.api.profiler import profile_steps  # imports torch, which --help does not need
 
     return profile_steps(llm.engine, args.profile)
 

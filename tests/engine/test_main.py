@@ -158,7 +158,7 @@ def test_help_teaches_with_examples(command: str) -> None:
 def test_profile_writes_a_trace_that_names_what_steps_do(
     command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire_engine.worker.profiling.MAX_PROFILED_STEPS", 3)
+    monkeypatch.setattr("quire_engine.api.profiler.MAX_PROFILED_STEPS", 3)
     options = {
         "bench": ["--num-prompts=2", "--input-len=5", "--output-len=6", "--no-warmup"],
         "generate": ["--prompt=the fox", "--max-tokens=6"],

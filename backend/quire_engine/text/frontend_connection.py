@@ -10,7 +10,7 @@ import logging
 from quire_engine.ipc.connection import Connection
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.output_delta_buffer import OutputDeltaBuffer
-from quire_engine.text.response_throttle import ResponseThrottle
+from quire_engine.text.result_coalescer import ResponseThrottle
 from quire_spec.protocol.messages import Hello, OutputDelta, OutputDeltas
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from quire_engine.text.admission import AdmissionController, RequestLimits
 from quire_engine.text.core_client import CoreClient
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.request_manager import RequestManager
-from quire_engine.text.response_throttle import RESPONSES_PER_S_PER_CORE, ResponseThrottle
-from quire_engine.text.result_coalescer import ResultCoalescer
+from quire_engine.text.result_coalescer import RESPONSES_PER_S_PER_CORE, ResponseThrottle, ResultCoalescer
 from quire_engine.text.server import TextServer
 from quire_engine.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from quire_engine.weights.hub import resolve_model

@@ -18,7 +18,7 @@ from quire_engine.text.frontend_connection import FrontendConnection
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.request_manager import RequestManager
 from quire_engine.text.request_state import RequestState
-from quire_engine.text.response_throttle import ResponseThrottle
+from quire_engine.text.result_coalescer import ResponseThrottle
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.dataclass_json import from_json
 from quire_spec.documents.adapter_catalog import AdapterLimits

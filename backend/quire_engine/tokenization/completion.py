@@ -7,7 +7,8 @@ Knows no socket and no client's format. The text process and the offline LLM bot
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from quire_engine.tokenization.tokenizer import IncrementalDetokenizer, Tokenizer
+from quire_engine.tokenization.detokenizer import IncrementalDetokenizer
+from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
 

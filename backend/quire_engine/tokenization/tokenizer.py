@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizer and Detokenizer: text to token ids, and a growing list of token ids to a growing text.
+"""The tokenizer of a checkpoint: text to token ids, and token ids to text as a whole.
 
-Owns stop strings and everything about characters; knows no request, no socket and no torch. The text process and the
-offline LLM call it. Only the `tokenizers` library is used: a model's tokenizer is what its tokenizer.json says.
+Contains the rules of tokenizer.json and tokenizer_config.json; has no knowledge of requests, sockets or torch. The
+request manager of the text process and the offline LLM call it. Only the `tokenizers` library is used.
 """
 
-import codecs
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,17 +13,11 @@ import tokenizers
 
 from quire_engine.tokenization.token_bytes import TokenBytesTable
 from quire_spec.dataclass_json import read_json_object
-from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError, InvalidArgument
 
 TOKENIZER_FILE = "tokenizer.json"
 
 SPECIAL_TOKENS_ATTRIBUTES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SURROGATES_TO_REPLACEMENT = {0xDC00 + byte: "�" for byte in range(0x80, 0x100)}
-"""What the codec's "surrogateescape" makes of invalid bytes, to U+FFFD."""
-
-_MAX_INCOMPLETE_CHARACTER_TOKENS = 8
-"""Tokens at the end of a prompt in which a character may begin that they do not complete, special ones included."""
 
 
 class Tokenizer:
@@ -128,132 +120,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """What one token stands for, inside a text; U+FFFD for the bytes of an incomplete character."""
         return self.token_bytes.bytes_of(token_id).decode(errors="replace")
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """What some tokens added to an output."""
-
-    text: str
-    """Text that no later token can change."""
-    num_tokens: int
-    """How many of the tokens belong to the output; fewer than were pushed when a stop string was found before."""
-    stopped: bool
-    """A stop string was found: the request is over, with finish reason "stop"."""
-    stop_string: str | None = None
-    """The stop string that was found."""
-
-
-class IncrementalDetokenizer:
-    """Turns the output tokens of one request into text, piece by piece; the pieces together are the output.
-
-    The output goes on with its prompt, so that the space before its first word is kept; `prompt_token_ids` serve only
-    to see whether there is text before it. Invalid bytes become U+FFFD, but never the bytes of a character that later
-    tokens may complete. Costs time linear in the output.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int] | None = None
-    ) -> None:
-        """`tokenizer` None gives no text; `prompt_token_ids` None stands for a prompt with some text."""
-        tokenizer = tokenizer if params.detokenize else None
-        self._token_bytes = tokenizer.token_bytes if tokenizer else None
-        self._skipped_token_ids = (
-            tokenizer.special_token_ids if tokenizer and params.skip_special_tokens else frozenset()
-        )
-        adds_spaces = tokenizer is None or params.skip_special_tokens or params.spaces_between_special_tokens
-        self._unspaced_tokens: Mapping[int, str] = {} if adds_spaces or tokenizer is None else tokenizer.added_tokens
-        """Tokens that stand beside each other without a space."""
-        self._last_was_unspaced = False
-        self._at_text_start = prompt_token_ids is not None and not self._has_text(prompt_token_ids)
-        self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(
-            self._token_bytes.decode_errors if self._token_bytes else "replace"
-        )
-        self._stop_strings = params.stop
-        self._min_tokens = params.min_tokens
-        self._include_stop_string = params.include_stop_str_in_output
-        self._stop_buffer_length = max((len(stop) for stop in params.stop), default=1) - 1
-        """Characters at the end of the text that may be the beginning of a stop string."""
-        self._text_window = ""
-        """The end of the text: what was not handed out, and `_overlap` characters at least."""
-        self._num_emitted_chars = 0
-        """Characters at the start of `_window` that were handed out."""
-        self._num_tokens = 0
-        if not self._at_text_start and prompt_token_ids is not None:
-            # The output may complete a character that the prompt's last tokens begin: a byte each, at most three.
-            self._decode_tokens(prompt_token_ids[-_MAX_INCOMPLETE_CHARACTER_TOKENS:], final=False)
-
-    def update(self, token_ids: Sequence[int], finished: bool, stop_terminated: bool = False) -> TextDelta:
-        """Take the next tokens. `finished` says that they are the last, so that nothing is held back.
-
-        `stop_token` says that the last of them is what ended the output (finish reason "stop"): it is not part of the
-        text unless include_stop_str_in_output.
-        """
-        end = len(token_ids) - (1 if stop_terminated and not self._include_stop_string else 0)
-        if not self._stop_strings:
-            self._text_window += self._decode_tokens(token_ids[:end], finished)
-            return TextDelta(self._emit_text(finished), len(token_ids), stopped=False)
-        for i, token_id in enumerate(token_ids):
-            start = len(self._text_window)
-            self._text_window += self._decode_tokens(
-                [token_id] if i < end else [], finished and i == len(token_ids) - 1
-            )
-            self._num_tokens += 1
-            if self._num_tokens > self._min_tokens and (stop_match := self._match_stop_string(start)) is not None:
-                end_offset, stop_string = stop_match
-                self._text_window = self._text_window[:end_offset]
-                return TextDelta(self._emit_text(True), i + 1, stopped=True, stop_string=stop_string)
-        return TextDelta(self._emit_text(finished), len(token_ids), stopped=False)
-
-    def _decode_tokens(self, token_ids: Sequence[int], final: bool) -> str:
-        if self._token_bytes is None:
-            return ""
-        chunks = []
-        for token_id in token_ids:
-            if token_id not in self._skipped_token_ids and (chunk := self._token_bytes.bytes_of(token_id)):
-                if self._at_text_start:
-                    self._at_text_start, chunk = False, self._token_bytes.first_bytes_of(token_id)
-                if self._unspaced_tokens:
-                    is_unspaced = token_id in self._unspaced_tokens
-                    chunk = (
-                        self._unspaced_tokens[token_id].encode() if is_unspaced and self._last_was_unspaced else chunk
-                    )
-                    self._last_was_unspaced = is_unspaced
-                chunks.append(chunk)
-        text = self._utf8_decoder.decode(b"".join(chunks), final)
-        return (
-            text
-            if self._token_bytes.decode_errors == "replace" or text.isascii()
-            else text.translate(_SURROGATES_TO_REPLACEMENT)
-        )
-
-    def _match_stop_string(self, new_text_start: int) -> tuple[int, str] | None:
-        """Where to cut the window, and the stop string that ends first after `start`, the first given if several do."""
-        matches = []
-        for stop_string in self._stop_strings:
-            if (
-                start_offset := self._text_window.find(stop_string, max(0, new_text_start - len(stop_string) + 1))
-            ) >= 0:
-                matches.append((start_offset + len(stop_string), start_offset, stop_string))
-        if not matches:
-            return None
-        end_offset, start_offset, stop_string = min(matches, key=lambda entry: entry[0])
-        return end_offset if self._include_stop_string else start_offset, stop_string
-
-    def _emit_text(self, flush: bool) -> str:
-        window_length = len(self._text_window)
-        num_held_back = 0 if flush or self._include_stop_string else self._stop_buffer_length
-        end = max(self._num_emitted_chars, window_length - num_held_back)
-        text = self._text_window[self._num_emitted_chars : end]
-        window_start = max(0, window_length - self._stop_buffer_length)
-        self._text_window, self._num_emitted_chars = self._text_window[window_start:], end - window_start
-        return text
-
-    def _has_text(self, token_ids: Sequence[int]) -> bool:
-        token_bytes = self._token_bytes
-        return token_bytes is not None and any(
-            i not in self._skipped_token_ids and token_bytes.bytes_of(i) for i in token_ids
-        )
 
 
 def _apply_tokenizer_config(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:

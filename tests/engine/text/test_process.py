@@ -26,7 +26,7 @@ from support.engine_processes import (
 from support.llama import greedy_output, make_llama, make_llama_adapter
 from transformers import AutoTokenizer
 
-from quire_engine.text.response_throttle import RESPONSES_PER_S_PER_CORE
+from quire_engine.text.result_coalescer import RESPONSES_PER_S_PER_CORE
 from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.framing import encode_frame
 from quire_spec.protocol.messages import CancelRequests, GenerateRequest, Hello, OutputDelta, OutputDeltas

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiler traces of an engine's steps, as files for chrome://tracing or https://ui.perfetto.dev.
+
+The CLI calls it: `python -m quire_engine generate|bench --profile FILE`.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from quire_engine.core.engine import Engine
+from quire_engine.worker.profiling import set_annotations_enabled
+from quire_spec.errors import InvalidArgument
+from quire_spec.protocol.messages import StepResult
+
+MAX_PROFILED_STEPS = 100
+"""Of an 8B model these are about 30 MB; trace viewers fail at a few hundred MB."""
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def profile_steps(engine: Engine, path: Path | None) -> Iterator[None]:
+    """Trace the engine's next steps, 100 at most, and write them to `path` at the end; None does nothing.
+
+    Raises:
+        InvalidArgument: the file cannot be written, which is found out first.
+    """
+    if path is None:
+        yield
+        return
+    try:
+        path.touch()
+    except OSError as error:
+        raise InvalidArgument(f"--profile: {path}: {error}; name a file that can be written") from error
+    device_activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    profiler = profile(activities=[ProfilerActivity.CPU, *device_activities])
+    num_steps, original_step = 0, engine.step
+
+    def step() -> StepResult:
+        nonlocal num_steps
+        if num_steps == MAX_PROFILED_STEPS:
+            profiler.stop()
+        num_steps += 1
+        return original_step()
+
+    engine.step = step  # type: ignore[method-assign]
+    profiler.start()
+    set_annotations_enabled(True)
+    try:
+        yield
+    finally:
+        set_annotations_enabled(False)
+        del engine.step
+        if num_steps <= MAX_PROFILED_STEPS:
+            profiler.stop()
+        profiler.export_chrome_trace(str(path))
+        logger.info("trace written path=%s num_steps=%d", path, min(num_steps, MAX_PROFILED_STEPS))
