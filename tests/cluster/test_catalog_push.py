@@ -74,7 +74,7 @@ class World:
 
     def held(self):
         """Adapters that each pod works on."""
-        return [[a.name for a in m.fake_pod.catalogue.adapters] for m in self.pods()]
+        return [[a.name for a in m.fake_pod.catalog.adapters] for m in self.pods()]
 
     def events(self):
         found = self.cluster.items("events.k8s.io/v1", "Event", self.namespace)
@@ -115,21 +115,21 @@ def test_adapters_reach_every_pod_without_a_restart(world):
     moved = {**SQL, "source": {"pvc": {"claimName": "models", "path": "sql-v2"}}}
     world.edit(adapters=[moved, PIRATE])
     assert world.until("AdaptersReady", "True", seconds=REACHED_S) < REACHED_S
-    assert {m.fake_pod.catalogue.adapters[0].source.pvc.path for m in world.pods()} == {"sql-v2"}
+    assert {m.fake_pod.catalog.adapters[0].source.pvc.path for m in world.pods()} == {"sql-v2"}
     world.edit(adapters=[PIRATE])
     assert world.until("AdaptersReady", "True", seconds=REACHED_S) < REACHED_S
     assert world.held() == [["pirate"]] * 2
     assert world.operating.status()["models"] == ["tales", "pirate"]
     assert {m.pod["metadata"]["uid"] for m in world.pods()} == pods
-    pushes = [len(m.fake_pod.pushes) for m in world.pods()]
+    pushes = [len(m.fake_pod.pushed_catalogs) for m in world.pods()]
     world.edit(rollout={"drainSeconds": 60})
     world.until("Ready", "True")
-    assert [len(m.fake_pod.pushes) for m in world.pods()] == pushes, "an edit of something else is not told to pods"
+    assert [len(m.fake_pod.pushed_catalogs) for m in world.pods()] == pushes, "an edit of something else is not told to pods"
 
 
 def test_one_broken_adapter_blocks_neither_the_others_nor_the_pods(world):
     for member in world.pods()[1:]:
-        member.fake_pod.failing["pirate"] = "rank 64 is more than maxRank 16"
+        member.fake_pod.failing_adapters["pirate"] = "rank 64 is more than maxRank 16"
     world.edit(adapters=[SQL, PIRATE])
     world.until("AdaptersReady", "False", "LoadFailed", REACHED_S)
     status = world.operating.status()
@@ -144,11 +144,11 @@ def test_one_broken_adapter_blocks_neither_the_others_nor_the_pods(world):
 
 def test_a_container_that_starts_anew_has_its_adapters_again(world, kubelet):
     member = world.pods()[0]
-    before = member.fake_pod.started
+    before = member.fake_pod.num_restarts
     # The ConfigMap reaches a pod up to two minutes late: it starts from an empty one.
     member.fake_pod.restart(AdapterCatalog())
     kubelet.restart(member.pod)
-    wait_for(lambda: member.fake_pod.started > before + 1, 10, "started anew")
+    wait_for(lambda: member.fake_pod.num_restarts > before + 1, 10, "started anew")
     member.fake_pod.restart(AdapterCatalog())
     world.operating.requeue()
     world.until("Ready", "True", seconds=15)
@@ -160,7 +160,7 @@ def test_a_service_that_was_restored_from_a_backup_has_its_adapters_and_not_thos
     pirate = AdapterCatalog.from_json({"generation": 99, "adapters": [PIRATE]})
     pods = {m.pod["metadata"]["uid"] for m in world.pods()}
     for member in world.pods():
-        member.fake_pod.catalogue = pirate
+        member.fake_pod.catalog = pirate
     world.operating.requeue()
     assert world.held() == [["sql"]] * 2
     world.until("Ready", "True", seconds=REACHED_S)
@@ -183,24 +183,24 @@ def test_an_operator_that_is_behind_does_not_take_pods_back(cluster, namespace, 
         proxy.blackhole(lambda asked: f"/namespaces/{namespace}/llmservices?watch=true" in asked)
         edited = world.edit(adapters=[PIRATE])
         told = {"generation": edited["metadata"]["generation"], "adapters": [PIRATE]}
-        member.fake_pod.catalogue = AdapterCatalog.from_json(told)
-        member.fake_pod.pushes.clear()
+        member.fake_pod.catalog = AdapterCatalog.from_json(told)
+        member.fake_pod.pushed_catalogs.clear()
         operating.requeue()
         world.until("Ready", "True")
-        assert world.held() == [["pirate"]] and member.fake_pod.pushes == []
+        assert world.held() == [["pirate"]] and member.fake_pod.pushed_catalogs == []
 
 
 def test_a_pod_that_hangs_keeps_the_others_from_nothing(world):
     hanging, fine = world.pods()
-    hanging.pod_options.hangs = True
+    hanging.fake_pod.hangs = True
     world.operating.requeue()
     world.until("Ready", "Unknown", "PodsUnreachable", 20)
     message = {c["type"]: c["message"] for c in world.operating.status()["conditions"]}["Ready"]
     assert f"pod {hanging.pod['metadata']['name']} does not tell how it is: no answer within 4 s" in message
     world.edit(adapters=[SQL, PIRATE])
-    wait_for(lambda: len(fine.pod_options.catalogue.adapters) == 2, REACHED_S, "the other one told")
+    wait_for(lambda: len(fine.fake_pod.catalog.adapters) == 2, REACHED_S, "the other one told")
     assert ("Warning", "PodsUnreachable") in world.events()
-    hanging.pod_options.hangs = False
+    hanging.fake_pod.hangs = False
     world.until("Ready", "True", seconds=20)
     assert world.held() == [["sql", "pirate"]] * 2
 
@@ -241,17 +241,17 @@ def test_a_service_that_is_made_again_is_not_ready_by_what_was_done_for_the_one_
 
 def test_what_a_pod_says_of_itself_counts_over_what_the_kubelet_says(world, kubelet):
     kubelet.probe = lambda pod: True
-    world.pods()[0].pod_options.reason_ = "core is restarting"
+    world.pods()[0].fake_pod.unready_reason = "core is restarting"
     world.operating.requeue()
     world.until("Ready", "False", "PodsNotReady", 10)
     assert world.operating.status()["readyReplicas"] == 1
-    world.pods()[0].pod_options.reason_ = ""
+    world.pods()[0].fake_pod.unready_reason = ""
     world.until("Ready", "True", seconds=10)
 
 
 def test_a_plan_that_was_wrong_is_told(world):
     for member in world.pods():
-        member.fake_pod.tokens = 16
+        member.fake_pod.kv_tokens = 16
     world.operating.requeue()
     wait_for(lambda: ("Warning", "PlanDiffers") in world.events(), 20, "told")
     assert (
@@ -276,7 +276,7 @@ def test_an_image_is_changed_at_full_occupancy_and_ready_is_never_claimed_meanwh
         assert world.conditions()["Available"] == ("True", "MinimumReplicas")
         fleet.pod_options = lambda pod: {}
         for member in world.pods():
-            member.fake_pod.reason_ = ""
+            member.fake_pod.unready_reason = ""
         world.until("Ready", "True", seconds=60)
         images = {m.pod["spec"]["containers"][0]["image"] for m in world.pods()}
         assert images == {"quire:two"} and len(world.pods()) == 2

@@ -147,7 +147,7 @@ def differences(world, name):
         plan, length = status["plan"], spec.get("engine", {}).get("maxModelLen")
         if length not in (None, plan["maxModelLen"]["value"]):
             found.append(f"plan of {plan['maxModelLen']}, and the spec says {length}")
-        tokens = min((n for pod in ready if (n := pod.started_pods.fake_pod.tokens)), default=None)
+        tokens = min((n for pod in ready if (n := pod.started_pods.fake_pod.kv_tokens)), default=None)
         if tokens not in (None, plan.get("measured", {}).get("kvTokens")):
             found.append(f"plan that measured {plan.get('measured')}, and it is {tokens}")
     return found

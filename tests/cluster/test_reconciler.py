@@ -474,8 +474,8 @@ def engine_maps(cluster, namespace):
 
 def quiet(*operators):
     """Whether nobody writes while each looks twice."""
-    before = [len(o.writes) for o in operators]
+    before = [len(o.recorded_writes) for o in operators]
     for _ in range(2):
         for operating in operators:
             operating.touch()
-    return [len(o.writes) for o in operators] == before
+    return [len(o.recorded_writes) for o in operators] == before

@@ -34,7 +34,7 @@ def test_kill(own, victim):
 
     async def scenario() -> float:
         tasks = [
-            asyncio.create_task(calls[i // 3](models[i % 3], STORY, into=stream, **LONG))
+            asyncio.create_task(calls[i // 3](models[i % 3], STORY, streamed_response=stream, **LONG))
             for i, stream in enumerate(streams)
         ]
         while not all(s.pieces for s in streams):

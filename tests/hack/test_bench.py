@@ -21,7 +21,7 @@ import engines  # noqa: E402
 import measure  # noqa: E402
 import plot  # noqa: E402
 import report  # noqa: E402
-from child import Child  # noqa: E402
+from child import ChildProcess  # noqa: E402
 from workload import Request, Workload  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)
@@ -173,8 +173,8 @@ def test_wrong_output_is_refused(model, tmp_path):
     stranger = make_llama(tmp_path / "stranger", seed=1)
     settings = {"dtype": "float32", "batch": 2}
     with (
-        Child("oracle", "static_batches.py", {"model": str(model), **settings}, tmp_path) as oracle,
-        Child("wrong", "static_batches.py", {"model": str(stranger), **settings}, tmp_path) as wrong,
+        ChildProcess("oracle", "static_batches.py", {"model": str(model), **settings}, tmp_path) as oracle,
+        ChildProcess("wrong", "static_batches.py", {"model": str(stranger), **settings}, tmp_path) as wrong,
     ):
         right, others = (child.call("run", requests=requests, offsets=None)["token_ids"] for child in (oracle, wrong))
         assert engines.check_gap("right", requests, right, oracle) == pytest.approx(0, abs=1e-4)
