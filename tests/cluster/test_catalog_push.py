@@ -124,7 +124,7 @@ def test_adapters_reach_every_pod_without_a_restart(world):
     pushes = [len(m.fake_pod.pushed_catalogs) for m in world.pods()]
     world.edit(rollout={"drainSeconds": 60})
     world.until("Ready", "True")
-    assert [len(m.fake_pod.pushed_catalogs) for m in world.pods()] == pushes, "an edit of something else is not told to pods"
+    assert [len(m.fake_pod.pushed_catalogs) for m in world.pods()] == pushes, "no push"
 
 
 def test_one_broken_adapter_blocks_neither_the_others_nor_the_pods(world):
