@@ -15,7 +15,7 @@ import re
 import pytest
 from support.planning import MODELS, schema_problems
 
-from quire_operator.api import crd, patterns
+from quire_operator.api import crd, schema_messages
 from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.plan.errors import Unplannable
 from quire_operator.plan.gpu import GpuInfo
@@ -99,7 +99,7 @@ def valid(body):
 
 
 def test_every_pattern_has_texts_to_draw():
-    for pattern in patterns.PATTERN_MESSAGES:
+    for pattern in schema_messages.PATTERN_MESSAGES:
         assert texts(pattern, 1, 64), pattern
 
 

@@ -11,7 +11,7 @@ import pytest
 from support.cel_cases import CEL_RULE_CASES, CEL_UPDATE_CASES, service_with, validation_problems
 from support.openapi import CRD, OPENAPI, VERSION, walk
 
-from quire_operator.api import crd, openapi_schema, patterns
+from quire_operator.api import crd, openapi_schema, schema_messages
 from quire_operator.api.cel_rules import CelRule
 from quire_operator.api.cel_rules import iter_problems as evaluate
 from quire_operator.api.validation_errors import format_path
@@ -157,7 +157,7 @@ def test_small_enough_for_the_annotation_of_kubectl_apply():
 
 def test_patterns_have_words():
     used = {node["pattern"] for _, node in walk(crd.load_schema()) if "pattern" in node}
-    assert used == set(patterns.PATTERN_MESSAGES)
+    assert used == set(schema_messages.PATTERN_MESSAGES)
 
 
 def test_sources_are_those_of_the_catalogue():
