@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quire_operator.api import crd, pod_template_fields, yaml_manifest
-from quire_operator.api.validation_errors import ABSENT, Problem, sorted_unique
+from quire_operator.api import crd, yaml_manifest
+from quire_operator.api.validation_errors import ABSENT, Problem
 from quire_operator.api.yaml_manifest import Manifest, ManifestError
 from quire_spec import constants
 
@@ -70,9 +70,7 @@ def validate_file(file: str) -> ValidationReport:
 
 
 def _iter_findings(document: Manifest) -> Iterator[tuple[str, Problem]]:
-    for problem in sorted_unique(
-        [*crd.validate(document.body).problems, *pod_template_fields.iter_problems(document.body)]
-    ):
+    for problem in crd.validate(document.body).problems:
         yield document.location(problem.path), problem
 
 
