@@ -70,7 +70,7 @@ contracts: dev-env ## import-linter: who may import whom
 format: dev-env ## format and fix what ruff can
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
-generated: dev-env ## write what is generated: from the CRD the chart's copy, docs/llmservice-reference.md; and the dashboard
+generated: dev-env ## write docs/llmservice-reference.md from crds/llmservices.yaml
 	@$(BIN)/python hack/generated.py
 
 doctor: ## say what this machine lacks, and install nothing

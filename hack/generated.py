@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write what is not written by hand: the chart's copy of crds/llmservices.yaml, its reference in docs/llmservice-
-reference.md, and the
-chart's dashboard (hack/dashboard.py).
+"""Generate docs/llmservice-reference.md from crds/llmservices.yaml.
 
-    python hack/generated.py [--check]        --check writes nothing and says what is not current
-
-A copy and not a link, because tools that fetch a chart from a repository leave links out.
+python hack/generated.py [--check]        --check writes nothing and fails when the file is not current
 """
 
 import argparse
@@ -15,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import dashboard
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CRD = ROOT / "crds/llmservices.yaml"
+REFERENCE = ROOT / "docs/llmservice-reference.md"
 
 FIELDS_WITHOUT_RESTART = (
     *("spec.replicas", "spec.autoscaling", "spec.paused", "spec.disruption", "spec.observability", "spec.networking"),
@@ -60,7 +56,7 @@ def restart_note(path: str) -> str:
 
 
 def reference(crd: dict[str, Any]) -> str:
-    """docs/llmservice-reference.md"""
+    """Return the text of docs/llmservice-reference.md."""
     version = crd["spec"]["versions"][0]
     spec, status = (version["schema"]["openAPIV3Schema"]["properties"][name] for name in ("spec", "status"))
     source = spec["properties"]["model"]["properties"]["source"]
@@ -199,27 +195,18 @@ def _escape_cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def generated_files() -> dict[Path, str]:
-    """Every generated file with its content."""
-    text = CRD.read_text()
-    return {
-        ROOT / "charts/quire/files/llmservices.yaml": text,
-        ROOT / "docs/llmservice-reference.md": reference(yaml.safe_load(text)),
-        ROOT / "charts/quire/files/dashboard.json": dashboard.text(),
-    }
-
-
 def main() -> None:
     """Write or check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is not current")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when the file is not current")
     check = parser.parse_args().check
-    stale = [path for path, text in generated_files().items() if not path.exists() or path.read_text() != text]
-    if check and stale:
-        sys.exit(f"not current, run make generated: {', '.join(str(path.relative_to(ROOT)) for path in stale)}")
-    for path in stale:
-        path.write_text(generated_files()[path])
-        print(f"wrote {path.relative_to(ROOT)}")
+    text = reference(yaml.safe_load(CRD.read_text()))
+    if REFERENCE.read_text() == text:
+        return
+    if check:
+        sys.exit(f"{REFERENCE.relative_to(ROOT)}: is not current; run `make generated`")
+    REFERENCE.write_text(text)
+    print(f"wrote {REFERENCE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
