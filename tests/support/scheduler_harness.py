@@ -7,7 +7,8 @@ from typing import Any
 
 from support.fake_runner import TokenEchoRunner
 
-from quire_engine.kv_cache.block_pool import BlockHasher, BlockPool
+from quire_engine.kv_cache.block_hash import BlockHasher
+from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.scheduler import Scheduler

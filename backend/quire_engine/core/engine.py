@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Self
 
 from quire_engine.core.step_executor import StepExecutor, error_result
-from quire_engine.kv_cache.block_pool import BlockHasher, BlockPool
+from quire_engine.kv_cache.block_hash import BlockHasher
+from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.sequence import Sequence

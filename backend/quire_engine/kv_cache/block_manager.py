@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BlockTables: gives sequences their blocks and takes them back. Who gets them, and when, is the scheduler's to say."""
+"""Block tables: allocates KV blocks to sequences and frees them, on the device and in host memory.
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+The scheduler decides which sequence gets blocks, and when."""
 
-from quire_engine import sequence as engine_sequence
+from collections import Counter, abc
+from collections.abc import Iterable
+
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.prefix_cache import PrefixHit
 from quire_engine.kv_cache.swap_policy import SwapCosts
-from quire_engine.sequence import BlockId
+from quire_engine.sequence import BlockId, Sequence
 from quire_engine.step.builder import StepPlanBuilder
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan, SwapCopy
 from quire_spec.errors import Internal
@@ -17,8 +18,8 @@ from quire_spec.errors import Internal
 class BlockManager:
     """The block tables of all running sequences.
 
-    A table never has more blocks than its sequence's tokens fill, the last one in part, and a block that is shared or
-    cached is never written: a sequence that would, because what it shares ends within a block, starts with a copy.
+    A table has only as many blocks as the tokens of its sequence need. A shared or cached block is never written: if
+    the shared prefix of a sequence ends within a block, the sequence starts with a copy of that block.
     """
 
     def __init__(self, block_pool: BlockPool, block_size: int, swap_costs: SwapCosts) -> None:
@@ -26,29 +27,29 @@ class BlockManager:
         self._block_size = block_size
         self._swap_costs = swap_costs
         self._host_pool = BlockPool(swap_costs.num_host_blocks)
-        # What the step in flight reads or writes in host memory; one that is planned ahead does neither.
+        # Host blocks that the step in flight reads or writes. A step that is planned ahead does neither.
         self._swap_in_host_blocks: list[BlockId] = []
-        self._swapping_out: list[engine_sequence.Sequence] = []
+        self._swapping_out: list[Sequence] = []
         self.num_block_copies = 0
         self.num_swapped_out_blocks = 0
         self.num_swapped_in_blocks = 0
 
     @property
     def num_host_blocks(self) -> int:
-        """Places in host memory."""
+        """Blocks that fit in host memory."""
         return self._host_pool.num_blocks
 
     @property
     def num_used_host_blocks(self) -> int:
-        """Places in host memory that are taken."""
+        """Blocks in host memory that are in use."""
         return self._host_pool.num_used
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Return the number of blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self._block_size)
 
-    def num_blocks_needed(self, sequence: engine_sequence.Sequence, prefix: PrefixHit) -> int:
-        """Free blocks that `start` takes."""
+    def num_blocks_needed(self, sequence: Sequence, prefix: PrefixHit) -> int:
+        """Return by how many blocks `allocate` would reduce the free ones."""
         num_new_blocks = self.num_blocks(sequence.num_tokens) - len(prefix.blocks)
         return (
             num_new_blocks
@@ -56,9 +57,9 @@ class BlockManager:
             + self._block_pool.num_evictable(prefix.copy_sources)
         )
 
-    def allocate(self, sequence: engine_sequence.Sequence, prefix: PrefixHit, builder: StepPlanBuilder) -> None:
-        """Give a sequence blocks for all its tokens, and have those filled that others or host memory hold."""
-        # Shared before anything is allocated, which might evict them; what is copied, until the step is over.
+    def allocate(self, sequence: Sequence, prefix: PrefixHit, builder: StepPlanBuilder) -> None:
+        """Give a sequence blocks for all its tokens, and plan the copies that fill them from shared and host blocks."""
+        # Acquire first: the allocation below could evict them. Copy sources stay acquired until the step is complete.
         self._block_pool.acquire(prefix.blocks + prefix.copy_sources)
         new_blocks = self._block_pool.allocate(self.num_blocks(sequence.num_tokens) - len(prefix.blocks))
         sequence.block_table = prefix.blocks + new_blocks
@@ -70,32 +71,33 @@ class BlockManager:
         builder.swap_ins += [SwapCopy(block, host) for block, host in zip(new_blocks, prefix.host_blocks, strict=False)]
         self.num_block_copies += len(prefix.copy_sources)
         self.num_swapped_in_blocks += len(prefix.host_blocks)
-        # They are read in the step.
+        # The step reads them, so they are freed only when it is complete.
         self._swap_in_host_blocks += sequence.host_blocks
         sequence.host_blocks, sequence.num_swapped_tokens = [], 0
 
-    def needs_block(self, sequence: engine_sequence.Sequence) -> bool:
-        """Whether a sequence has no block for its next token."""
+    def needs_block(self, sequence: Sequence) -> bool:
+        """Return whether the sequence lacks a block for its next token."""
         return sequence.num_computed_tokens == len(sequence.block_table) * self._block_size
 
-    def append_block(self, sequence: engine_sequence.Sequence) -> bool:
-        """Make sure that a sequence has a block for its next token; False if there is none."""
+    def append_block(self, sequence: Sequence) -> bool:
+        """Ensure that the sequence has a block for its next token. Return False if no block is free."""
         if self.needs_block(sequence):
             if self._block_pool.num_free == 0:
                 return False
             sequence.block_table += self._block_pool.allocate(1)
         return True
 
-    def free(self, sequence: engine_sequence.Sequence) -> None:
-        """Take a sequence's blocks."""
+    def free(self, sequence: Sequence) -> None:
+        """Free the blocks of a sequence."""
         self._block_pool.free(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed_tokens = 0
 
-    def swap_out(self, sequence: engine_sequence.Sequence, builder: StepPlanBuilder) -> None:
-        """Keep what a sequence has computed in host memory, if that pays and there is room; then `stop` it.
+    def swap_out(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
+        """Plan copies of a sequence's computed blocks to host memory, if that is worthwhile and they fit.
 
-        Blocks that others hold too are left: they will most likely be found again. What is not kept is computed again.
+        Call `free` afterwards. Blocks that other sequences share are not copied, because they will most likely still be
+        cached. Blocks that are not kept are computed again.
         """
         num_shared_blocks = 0
         blocks_to_swap = sequence.block_table[: self.num_blocks(sequence.num_computed_tokens)]
@@ -121,13 +123,13 @@ class BlockManager:
         self.num_swapped_out_blocks += len(blocks_to_swap)
         self._swapping_out.append(sequence)
 
-    def drop_swapped(self, sequence: engine_sequence.Sequence) -> None:
-        """Give up what is kept of a sequence in host memory."""
+    def drop_swapped(self, sequence: Sequence) -> None:
+        """Free the host blocks of a sequence."""
         self._host_pool.free(sequence.host_blocks)
         sequence.host_blocks, sequence.num_swapped_tokens = [], 0
 
     def complete_step(self, plan: StepPlan, step_failed: bool) -> None:
-        """A step is over: its copies are made, or nobody knows."""
+        """Release what a step needed. If the step failed, its copies to host memory are invalid and dropped."""
         self._block_pool.free([copy.source for copy in plan.copies])
         self._host_pool.free(self._swap_in_host_blocks)
         self._swap_in_host_blocks = []
@@ -135,8 +137,8 @@ class BlockManager:
             self.drop_swapped(sequence)
         self._swapping_out = []
 
-    def num_blocks_freed_by(self, sequences: Iterable[engine_sequence.Sequence], prefix: PrefixHit) -> list[int]:
-        """How many blocks, those of `prefix` excepted, become free if the first one, two, ... of `sequences` stop."""
+    def num_blocks_freed_by(self, sequences: Iterable[Sequence], prefix: PrefixHit) -> list[int]:
+        """Return how many blocks besides those of `prefix` become free if the first 1, 2, ... of `sequences` stop."""
         excluded_blocks, num_freed_refs = {*prefix.blocks, *prefix.copy_sources}, Counter[BlockId]()
         total, totals = 0, []
         for sequence in sequences:
@@ -151,13 +153,13 @@ class BlockManager:
 
     def check_integrity(
         self,
-        block_holders: Sequence[engine_sequence.Sequence],
-        waiting: Iterable[engine_sequence.Sequence],
-        plans: Sequence[StepPlan],
+        block_holders: abc.Sequence[Sequence],
+        waiting: Iterable[Sequence],
+        plans: abc.Sequence[StepPlan],
     ) -> None:
-        """Raise Internal unless the pools are held by exactly these sequences and the steps in flight.
+        """Raise Internal unless exactly these sequences and the steps in flight use the pools.
 
-        `holders` may have blocks, `waiting` may have places in host memory.
+        Only `block_holders` can have blocks, and only `waiting` can have host blocks.
         """
         ids_lacking_blocks = [
             s.id for s in block_holders if len(s.block_table) < self.num_blocks(s.num_computed_tokens)
@@ -167,15 +169,15 @@ class BlockManager:
         self._host_pool.check_integrity([*(s.host_blocks for s in waiting), self._swap_in_host_blocks])
         copy_sources = [copy.source for plan in plans for copy in plan.copies]
         self._block_pool.check_integrity([*(s.block_table for s in block_holders), copy_sources])
-        # What an earlier one writes may be read by the last one, which runs after it.
+        # Only the last one: it runs after the others and can read what they write.
         if plans:
             self._check_writes(plans[-1].spans, Counter(block for s in block_holders for block in s.block_table))
 
     def _check_writes(self, spans: list[ScheduledSpan], ref_counts: Counter[BlockId]) -> None:
-        """Raise Internal if a span writes a block that anybody else reads, or may find in the cache."""
+        """Raise Internal if a span writes a block that is shared or cached."""
         for span in spans:
             written_blocks = span.sequence.block_table[span.start // self._block_size : self.num_blocks(span.end)]
             if shared_blocks := [
                 b for b in written_blocks if ref_counts[b] > 1 or self._block_pool.get_hash(b) is not None
             ]:
-                raise Internal(f"block tables: {span.sequence.id} writes blocks {shared_blocks}, which others may read")
+                raise Internal(f"block tables: sequence {span.sequence.id} writes the shared blocks {shared_blocks}")

@@ -1,75 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BlockPool: who holds which KV block, and which contents can be shared. ContentKey: the identity of those contents.
+"""Pool of KV blocks: reference counts, cached contents and eviction.
 
-Knows ids, reference counts and hashes; never an address, a tensor or a sequence. The scheduler calls it. Offload and
-transfer of blocks use the same surface: `hash_of` names what a block holds, `allocate` + `publish` + `release` take
-contents in, `find` + `share` give them out.
+It contains block ids, reference counts and hashes, but no addresses, tensors or sequences. The block manager and the
+prefix cache call it. KV offload and KV transfer can use the same methods: `get_hash` identifies the contents of a
+block, `allocate` + `cache_block` + `free` add contents, `lookup` + `acquire` give access to them.
 """
 
-import hashlib
-import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from quire_engine.sequence import BlockId
 from quire_spec.errors import Internal
-
-LAYOUT_VERSION = 1
-"""Raise it with any change to the bytes of a KV block, so that blocks of two versions never meet."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockHasher:
-    """Everything besides the tokens that decides the bytes of a block, hashed over a fixed binary encoding.
-
-    Block i of a sequence is named by sha256(name of block i - 1, its tokens as little-endian uint32); the name before
-    block 0 is `root`. Equal names mean equal bytes on every replica, whatever the language or run that computed them.
-    """
-
-    model_digest: str
-    """Digest of the checkpoint."""
-    kv_dtype: str
-    block_size: int
-    long_rope_threshold: int | None = None
-    """Tokens beyond which all of a sequence's keys are rotated otherwise, see ModelShape; None: never."""
-
-    def uses_long_rope(self, num_tokens: int) -> bool:
-        """Whether the keys of a sequence of so many tokens are rotated as those of long ones."""
-        return self.long_rope_threshold is not None and num_tokens > self.long_rope_threshold
-
-    def root(self, adapter_digest: str | None, cache_salt: str | None, *, long_rope: bool = False) -> bytes:
-        """Name of the empty prefix, 32 bytes. Each field carries its presence and length, so none runs into another."""
-        fields = [
-            str(LAYOUT_VERSION),
-            self.model_digest,
-            self.kv_dtype,
-            str(self.block_size),
-            adapter_digest,
-            cache_salt,
-        ]
-        if long_rope:
-            fields.append("beyond switch")
-        return hashlib.sha256(b"".join(_encode_field(field) for field in fields)).digest()
-
-    def extend(self, parent_hash: bytes, token_ids: Sequence[int]) -> bytes:
-        """Name of the full block `token_ids` [block_size] that follows `parent`, 32 bytes."""
-        assert len(token_ids) == self.block_size
-        return hashlib.sha256(parent_hash + struct.pack(f"<{self.block_size}I", *token_ids)).digest()
 
 
 class BlockPool:
     """A fixed number of blocks, each in one of three states.
 
-    held   reference count > 0: some sequence's table has it
-    idle   count 0, contents published: found by hash until the block is needed for something else
-    empty  count 0, no contents
+    used       reference count > 0: the block is in the table of at least one sequence
+    evictable  count 0, contents cached: `lookup` returns the block until it is evicted
+    empty      count 0, no contents
 
-    Idle blocks go least recently released first, those that were found again by another sequence (`praise`) after all
-    others: so a prompt that many begin with outlives any number of prompts that come once. Praised ones fill at most
-    `praised_share` of the pool while idle; beyond, the oldest of them line up with the others as if just released, so
-    that what was popular once goes too. Source: segmented LRU (Karedla, Love, Wherry: "Caching strategies to improve
-    disk system performance", IEEE Computer 27(3), 1994).
+    Eviction is segmented LRU. The least recently freed block goes first. Protected blocks, which another sequence has
+    reused (`protect`), go after all others, so a shared prompt prefix outlives any number of prompts that occur once.
+    Evictable protected blocks occupy at most `protected_ratio` of the pool. Beyond that the oldest of them are demoted
+    as if they had just been freed, so formerly popular contents are evicted too.
+
+    Source: Karedla, Love, Wherry: "Caching strategies to improve disk system performance", IEEE Computer 27(3), 1994
     """
 
     def __init__(self, num_blocks: int, protected_ratio: float = 0.5) -> None:
@@ -79,63 +35,63 @@ class BlockPool:
         self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._block_by_hash: dict[bytes, BlockId] = {}
         self._empty = [BlockId(i) for i in reversed(range(num_blocks))]
-        # Both ordered from the block to give up first to the one released last; a block is idle in one of them.
+        # Both are in order of eviction: the block freed last is at the end. An evictable block is in exactly one.
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()
         self._evictable_protected: OrderedDict[BlockId, None] = OrderedDict()
         self._is_protected = [False] * num_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give: empty and idle ones."""
+        """Blocks that `allocate` can return: empty and evictable ones."""
         return len(self._empty) + len(self._evictable) + len(self._evictable_protected)
 
     @property
     def num_used(self) -> int:
-        """Blocks that a sequence holds."""
+        """Blocks in the table of at least one sequence."""
         return self.num_blocks - self.num_free
 
     def lookup(self, block_hash: bytes) -> BlockId | None:
-        """The block that holds `content`, held or idle."""
+        """Return the block whose contents have this hash, used or evictable."""
         return self._block_by_hash.get(block_hash)
 
     def get_hash(self, block: BlockId) -> bytes | None:
-        """What `block` is published as."""
+        """Return the hash under which `block` is cached."""
         return self._block_hashes[block]
 
     def ref_count(self, block: BlockId) -> int:
-        """How often `block` is held."""
+        """Return the reference count of `block`."""
         return self._ref_counts[block]
 
     def num_evictable(self, blocks: Iterable[BlockId]) -> int:
-        """How many of `blocks` nobody holds: sharing them takes them from the free ones."""
+        """Return how many of `blocks` no sequence uses: `acquire` would reduce `num_free` by that many."""
         return sum(1 for block in blocks if self._ref_counts[block] == 0)
 
     def acquire(self, blocks: Iterable[BlockId]) -> None:
-        """Hold blocks that `find` returned. Their contents are not to be written."""
+        """Take a reference to blocks that `lookup` returned. Their contents must not be written."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 del (self._evictable_protected if self._is_protected[block] else self._evictable)[block]
             self._ref_counts[block] += 1
 
     def protect(self, blocks: Iterable[BlockId]) -> None:
-        """Held blocks turned out to be of use to others than those who computed them."""
+        """Mark used blocks as protected: another sequence than the one that computed them has reused them."""
         for block in blocks:
             assert self._ref_counts[block] > 0
             self._is_protected[block] = self._max_protected > 0
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
-        """Hold `num` blocks for new contents; when there are no empty ones, idle ones lose theirs."""
-        assert num_blocks <= self.num_free, f"{num_blocks} blocks asked, {self.num_free} free"
+        """Take a reference to `num_blocks` blocks for new contents; evict blocks if too few are empty."""
+        assert num_blocks <= self.num_free, f"{num_blocks} blocks requested, {self.num_free} free"
         blocks = [self._pop_free_block() for _ in range(num_blocks)]
         for block in blocks:
             self._ref_counts[block] = 1
         return blocks
 
     def cache_block(self, block: BlockId, block_hash: bytes) -> None:
-        """Say what a held, fully computed block holds.
+        """Cache a used, fully computed block under the hash of its contents.
 
-        A twin with the same content stays the one that is found: tables never change under a running sequence, so
-        the later block just stays anonymous.
+        If another block is already cached under this hash, that one stays, and this block is not cached. The table of
+        a running sequence never changes, so a duplicate is never replaced.
         """
         assert self._ref_counts[block] > 0 and self._block_hashes[block] is None
         if block_hash not in self._block_by_hash:
@@ -143,16 +99,15 @@ class BlockPool:
             self._block_hashes[block] = block_hash
 
     def free(self, block_table: Sequence[BlockId]) -> None:
-        """Let go of a sequence's blocks, given in order.
+        """Release a reference to each block of a sequence's table, given in order.
 
-        The tail goes first, so that it is evicted first: a prefix is of use without its tail, a tail is not without
-        its prefix.
+        The last block is freed first, and so evicted first: a prefix is useful without its tail, but not the reverse.
         """
         for block in reversed(block_table):
             self._ref_counts[block] -= 1
             if self._ref_counts[block] > 0:
                 continue
-            assert self._ref_counts[block] == 0, f"block {block} was released more often than held"
+            assert self._ref_counts[block] == 0, f"block {block} was freed more often than acquired"
             if self._block_hashes[block] is None:
                 self._empty.append(block)
             elif self._is_protected[block]:
@@ -165,7 +120,7 @@ class BlockPool:
             self._evictable[oldest] = None
 
     def check_integrity(self, block_tables: Iterable[Sequence[BlockId]]) -> None:
-        """Raise Internal, with the counts, unless the pool is whole and held by exactly `tables`."""
+        """Raise Internal, with the counts, unless every block has one state and `block_tables` are all references."""
         expected_counts = Counter(block for table in block_tables for block in table)
         mismatched = [b for b in range(self.num_blocks) if self._ref_counts[b] != expected_counts[BlockId(b)]]
         evictable = [*self._evictable, *self._evictable_protected]
@@ -175,21 +130,23 @@ class BlockPool:
         violations = {
             "reference counts differ from the tables": bool(mismatched),
             "a block is free twice": len(set(free_blocks)) != len(free_blocks),
-            "a free block is held": any(self._ref_counts[b] for b in free_blocks),
-            "blocks are lost": len(free_blocks) + num_referenced != self.num_blocks,
-            "an empty block is published": any(b in cached for b in self._empty),
-            "an idle block has no contents": any(b not in cached for b in evictable),
-            "praise is not where the blocks are": any(self._is_protected[b] for b in (*self._empty, *self._evictable))
+            "a free block has references": any(self._ref_counts[b] for b in free_blocks),
+            "blocks are missing": len(free_blocks) + num_referenced != self.num_blocks,
+            "an empty block is cached": any(b in cached for b in self._empty),
+            "an evictable block has no contents": any(b not in cached for b in evictable),
+            "a block is in the wrong eviction queue": any(
+                self._is_protected[b] for b in (*self._empty, *self._evictable)
+            )
             or not all(self._is_protected[b] for b in self._evictable_protected),
-            "too many are praised": len(self._evictable_protected) > self._max_protected,
+            "too many blocks are protected": len(self._evictable_protected) > self._max_protected,
             "hashes and blocks do not match": cached != set(self._block_by_hash.values())
-            or any(self._block_hashes[b] != content for content, b in self._block_by_hash.items()),
+            or any(self._block_hashes[b] != block_hash for block_hash, b in self._block_by_hash.items()),
         }
         if present_violations := [violation for violation, is_violated in violations.items() if is_violated]:
             raise Internal(
-                f"block pool: {'; '.join(present_violations)}: {self.num_blocks} blocks, {num_referenced} held, "
-                f"{len(evictable)} idle, "
-                f"{len(self._empty)} empty, {len(cached)} published; wrong counts at {mismatched[:8]}"
+                f"block pool: {'; '.join(present_violations)}: {self.num_blocks} blocks, {num_referenced} used, "
+                f"{len(evictable)} evictable, {len(self._empty)} empty, {len(cached)} cached; "
+                f"wrong counts at {mismatched[:8]}"
             )
 
     def _pop_free_block(self) -> BlockId:
@@ -202,11 +159,3 @@ class BlockPool:
         del self._block_by_hash[block_hash]
         self._block_hashes[block] = None
         return block
-
-
-def _encode_field(field: str | None) -> bytes:
-    if field is None:
-        return b"\0"
-    # A salt comes from a client's JSON and may hold half a surrogate pair, which plain UTF-8 refuses.
-    data = field.encode("utf-8", "surrogatepass")
-    return b"\1" + struct.pack("<I", len(data)) + data

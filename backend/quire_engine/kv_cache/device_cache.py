@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVCache: the memory of keys and values, and the only place that knows their type, layout and addresses.
+"""KV cache: device memory for keys and values, and the only module that depends on their dtype, layout and addresses.
 
-Blocks are ids from the scheduler; the runner asks for addresses, the layers hand each layer's tensor to the kernels.
+The scheduler assigns block ids. The runner converts them to addresses (vLLM: `slot_mapping`), and each layer passes its
+own tensor to the kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,20 +15,20 @@ from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 
 _MAX_COPY_BYTES = 32 * 2**20
-"""Blocks that are copied at a time, at most: the cache leaves a GPU little more."""
+"""Upper bound of a temporary buffer for block copies: the cache leaves little more of a GPU's memory."""
 
 
 def block_bytes(shape: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
+    """Return the bytes of one block over all layers."""
     return kv_block_bytes(shape, block_size, dtype.itemsize)
 
 
 class KVCache:
     """Keys and values of `num_blocks` blocks.
 
-    Isolation: where attention reads whole blocks, a block is cleared when its first token is written, and padding of a
-    block table repeats a block of the same sequence. So no sequence reads what another one left, not even under a mask,
-    where NaN would still spread.
+    Isolation: no sequence reads the remains of another one, not even under a mask, where NaN would still spread. If the
+    attention kernels read whole blocks, a block is zeroed when its first token is written, and the padding of a block
+    table repeats a block of the same sequence.
     """
 
     def __init__(
@@ -39,14 +40,14 @@ class KVCache:
         device: torch.device,
         num_spare_blocks: int = 0,
     ) -> None:
-        """`num_spare`: blocks more, from number `num_blocks` on, that no sequence is given."""
+        """Allocate the memory, with `num_spare_blocks` extra blocks after `num_blocks` that no sequence gets."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # Not cleared here: on a CPU, pages cost memory only once they are written.
+        # Not zeroed here: on a CPU, pages use memory only after the first write.
         size = (shape.num_layers, 2, num_blocks + num_spare_blocks, block_size, shape.num_kv_heads, shape.head_dim)
         on_cpu = device.type == "cpu"
         typed_data = HugePageArena().empty(size, dtype) if on_cpu else torch.empty(size, dtype=dtype, device=device)
-        # The same memory: torch moves 8-bit floats on no device.
+        # A view of the same memory as an indexable dtype: torch cannot index 8-bit floats on any device.
         self._data = as_indexable(typed_data)
         self.layers: tuple[Tensor, ...] = tuple(typed_data)
         """Per layer [2, num_blocks, block_size, num_kv_heads, head_dim]: keys at 0, values at 1."""
@@ -63,11 +64,11 @@ class KVCache:
         return max(1, _MAX_COPY_BYTES // (self.num_bytes // self._data.shape[2]))
 
     def pad_tables(self, blocks: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Block tables side by side: [num_spans, max_blocks] int64 on the CPU, padded with a block of the same row.
+        """Return block tables [num_spans, max_blocks], int64 on the CPU, padded with a block of the same row.
 
         Args:
-            blocks: [num_blocks] int64 on the CPU, those of each sequence in turn.
-            lengths: tokens of each sequence that they hold.
+            blocks: [num_blocks] int64 on the CPU, the tables of all sequences concatenated.
+            lengths: number of tokens in the blocks of each sequence.
         """
         block_counts = [-(-length // self.block_size) for length in lengths]
         num_blocks = torch.tensor(block_counts)
@@ -76,35 +77,35 @@ class KVCache:
         return blocks[(num_blocks.cumsum(0) - num_blocks)[:, None] + column_indices]
 
     def addresses(self, tables: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Where tokens' keys and values go: [num_tokens] int64, block * block_size + offset, as `write_kv` takes them.
+        """Return the addresses of tokens: [num_tokens] int64, block * block_size + offset, as `write_kv` takes them.
 
         Args:
-            tables: what `tables` returned.
-            rows: [num_tokens], each token's row in `tables`.
-            positions: [num_tokens], each token's position in its sequence.
+            tables: result of `pad_tables`.
+            rows: [num_tokens], the row of each token in `tables`.
+            positions: [num_tokens], the position of each token in its sequence.
         """
         return tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy blocks of all layers; no destination is a source."""
+        """Copy blocks of all layers. No destination is also a source."""
         for source_ids, batch_destinations in self._batches(sources, destinations):
             destination_ids = to_device_async(batch_destinations, self._data.device)
             self._data.index_copy_(2, destination_ids, self._data.index_select(2, source_ids))
 
     def allocate_host_blocks(self, num_blocks: int) -> Tensor:
-        """Host memory for the contents of `num` blocks: [num, num_layers, 2, block_size, num_kv_heads, head_dim].
+        """Allocate host memory for blocks: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
 
-        A block's contents lie together in it, for all layers, so that one can be sent or kept without the others; in
-        pinned memory if the cache is on a GPU.
+        The contents of a block are contiguous over all layers, so each block can be sent or kept alone. The memory is
+        pinned if the cache is on a GPU.
         """
         layers, num_kv, _, *block = self._data.shape
         shape, dtype = (num_blocks, layers, num_kv, *block), self._data.dtype
         return pinned_empty(shape, dtype) if self._data.device.type == "cuda" else torch.empty(shape, dtype=dtype)
 
     def store_blocks(self, blocks: Sequence[int], host: Tensor, rows: Sequence[int]) -> None:
-        """Copy the contents of `blocks` into `rows` of what `host_blocks` made.
+        """Copy the contents of `blocks` into `rows` of `host`, a result of `allocate_host_blocks`.
 
-        On a GPU this returns before they are there: synchronize, or use them in work of the same stream.
+        On a GPU the copy is asynchronous: synchronize, or read the result in the same stream.
         """
         for block_ids, host_rows in self._batches(blocks, rows):
             contents = self._data.movedim(2, 0).index_select(0, block_ids)
@@ -113,11 +114,11 @@ class KVCache:
                     host[host_row].copy_(content, non_blocking=True)
             else:
                 host[host_rows] = contents.to("cpu")
-            # Or it would live beside the next part's.
+            # Otherwise the buffers of two batches would exist at the same time.
             del contents
 
     def load_blocks(self, blocks: Sequence[int], host: Tensor, rows: Sequence[int]) -> None:
-        """Undo `export`: fill `blocks` from `rows`, which must not change until a GPU has read them."""
+        """Copy `rows` of `host` into `blocks`. The rows must not change until a GPU has read them."""
         for block_ids, host_rows in self._batches(blocks, rows):
             if host.is_pinned():
                 contents = torch.empty((len(host_rows), *host.shape[1:]), dtype=host.dtype, device=self._data.device)
@@ -129,15 +130,17 @@ class KVCache:
             del contents
 
     def _batches(self, blocks: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[Tensor, Sequence[int]]]:
-        """Block ids on the device, and their rows, as many at a time as the device has memory to gather."""
+        """Yield block ids on the device with their rows, in batches that fit the temporary buffer."""
         assert len(blocks) == len(rows)
         for start in range(0, len(blocks), self.max_blocks_per_copy):
             end = start + self.max_blocks_per_copy
             yield to_device_async(blocks[start:end], self._data.device), rows[start:end]
 
     def zero_new_blocks(self, addresses: Tensor) -> None:
-        """Clear the blocks whose first token is among `addresses` (on the CPU), before a step writes to them, unless
-        nobody reads further than was written."""
+        """Zero the blocks whose first token is among `addresses` (on the CPU), before a step writes to them.
+
+        Does nothing if attention reads only the tokens that were written.
+        """
         if not self._zeroes_new_blocks:
             return
         new_blocks = addresses[addresses % self.block_size == 0] // self.block_size

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Swapper: carries KV blocks between the device and host memory, as plans say, and measures what that costs."""
+"""Copies of KV blocks between the device and host memory.
+
+The runner calls it with the swaps of a step plan. It also measures what swapping costs, once at startup."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +16,7 @@ _MEASUREMENT_BLOCKS = 64
 
 
 class HostSwap:
-    """Host memory for `num_blocks` blocks of `kv`; on a GPU it is pinned, and copies run beside the host."""
+    """Host memory for `num_blocks` blocks of `kv_cache`. With a GPU it is pinned, and copies are asynchronous."""
 
     def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
         self._kv_cache = kv_cache
@@ -22,11 +24,11 @@ class HostSwap:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory."""
+        """Bytes of host memory that it occupies."""
         return self._host_blocks.nbytes
 
     def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
-        """Copy blocks out, then blocks in."""
+        """Copy blocks to host memory, then blocks from host memory."""
         if swap_outs:
             self._kv_cache.store_blocks(
                 [copy.block for copy in swap_outs], self._host_blocks, [copy.host_block for copy in swap_outs]
@@ -37,7 +39,11 @@ class HostSwap:
             )
 
     def measure(self, compute: Callable[[], int]) -> SwapCosts:
-        """What the scheduler weighs. `compute` runs a step and returns its tokens; blocks lose their contents."""
+        """Measure the costs that the scheduler compares. Overwrites the contents of blocks.
+
+        Args:
+            compute: runs a step and returns its number of tokens.
+        """
         num_blocks = min(_MEASUREMENT_BLOCKS, len(self._host_blocks), self._kv_cache.num_blocks)
         block_ids = list(range(num_blocks))
 
@@ -50,7 +56,7 @@ class HostSwap:
 
 
 def _seconds_per_unit(function: Callable[[], int]) -> float:
-    """Seconds for each unit of `work`, the best of three runs after one to warm up."""
+    """Return the seconds per unit of `function`: the best of three runs, after a warm-up run."""
     best_s = float("inf")
     for attempt in range(4):
         _synchronize()

@@ -1,47 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PrefixCache: finds blocks that hold what a sequence begins with, and offers new ones. Which go is the pool's.
+"""Prefix cache: finds KV blocks that already contain the beginning of a sequence, and caches newly computed blocks.
 
-The scheduler calls it; it knows tokens and hashes, no tensor and no order of sequences.
+The scheduler calls it. It works on tokens and hashes, and depends on neither tensors nor the order of sequences. The
+block pool decides which blocks are evicted.
 """
 
 from dataclasses import dataclass, field
 
-from quire_engine.kv_cache.block_pool import BlockHasher, BlockPool
+from quire_engine.kv_cache.block_hash import BlockHasher
+from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.sequence import BlockId, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Tokens [0, num_tokens) of a sequence, and the blocks that hold them already."""
+    """Tokens [0, num_tokens) of a sequence, and the blocks that already contain them."""
 
     num_tokens: int
     blocks: list[BlockId]
-    """Those that the prefix fills, in order: to be shared."""
+    """Blocks that the prefix fills, in order. The sequence shares them."""
     copy_sources: list[BlockId]
-    """The one that it ends in, if it does not end with a block: the sequence writes the rest of it in a copy."""
+    """The block in which the prefix ends, if it ends within one. The sequence continues in a copy of it."""
     host_blocks: list[BlockId] = field(default_factory=list)
-    """Places in host memory of those that follow `blocks` instead, when the sequence was swapped out."""
+    """For a swapped sequence, instead of `copy_sources`: host blocks that follow `blocks`."""
 
 
 class PrefixCache:
-    """Blocks of equal prefixes: the same tokens from the start, adapter and salt."""
+    """Shares blocks between sequences with the same first tokens, adapter and salt."""
 
     def __init__(self, block_pool: BlockPool, block_hasher: BlockHasher, enabled: bool) -> None:
-        """Disabled, it finds nothing but what a fork shares with its leader."""
+        """Create the cache. If it is not enabled, only forks share blocks, with their parents."""
         self._block_pool = block_pool
         self._block_hasher = block_hasher
         self._enabled = enabled
         self.num_queries = 0
-        """Tokens looked up for sequences that start."""
+        """Tokens of all sequences that started."""
         self.num_hits = 0
-        """Tokens found of them."""
+        """Tokens of them that a prefix contained."""
 
     def match(self, sequence: Sequence) -> PrefixHit:
-        """The longest prefix that is cached, that its leader holds or that was swapped out.
+        """Return the longest prefix that is cached, shared with the parent or swapped out.
 
-        At least one token stays to be computed.
-
-        None of a prompt whose logits are wanted: all of it is computed.
+        The prefix leaves at least one token to compute. It is empty while the request needs prompt log probabilities,
+        because these require the logits of every prompt token.
         """
         if sequence.needs_prompt_logprobs:
             return PrefixHit(0, [], [])
@@ -62,11 +63,14 @@ class PrefixCache:
         return self._extend_with_swapped(sequence, hit)
 
     def full_blocks_only(self, hit: PrefixHit) -> PrefixHit:
-        """`prefix` up to its last full block, which needs no copy."""
+        """Return `hit` up to its last full block, which needs no copy."""
         return self._make_hit(hit.blocks, len(hit.blocks) * self._block_hasher.block_size)
 
     def invalidate_if_rope_switched(self, sequence: Sequence) -> bool:
-        """Whether what a sequence has in its blocks became useless with its last token; its hashes are then gone."""
+        """Drop the hashes of a sequence whose last token took it beyond the long-rope threshold, and return True.
+
+        All its keys must then be computed again. Return False otherwise.
+        """
         uses_long_rope = self._block_hasher.uses_long_rope
         if uses_long_rope(sequence.num_computed_tokens) or not uses_long_rope(sequence.num_tokens):
             return False
@@ -74,15 +78,15 @@ class PrefixCache:
         return True
 
     def record_hit(self, sequence: Sequence, hit: PrefixHit) -> None:
-        """A sequence starts for the first time, with what was found of it."""
+        """Count the hit of a sequence that starts for the first time, and protect its blocks."""
         self.num_queries += sequence.num_tokens
         self.num_hits += hit.num_tokens
-        # What the outputs of one request share with each other says nothing about the next request.
+        # Forks are not counted: outputs of one request share a prompt, which predicts nothing about other requests.
         if sequence.parent_id is None:
             self._block_pool.protect(hit.blocks + hit.copy_sources)
 
     def cache_full_blocks(self, sequence: Sequence) -> None:
-        """Offer the blocks that a sequence's computed tokens fill."""
+        """Cache the blocks that the computed tokens of a sequence fill."""
         num_full = sequence.num_computed_tokens // self._block_hasher.block_size
         if self._enabled and num_full > sequence.num_cached_blocks:
             for index in range(sequence.num_cached_blocks, num_full):
@@ -98,7 +102,7 @@ class PrefixCache:
         )
 
     def _extend_with_swapped(self, sequence: Sequence, hit: PrefixHit) -> PrefixHit:
-        """The longer prefix that a swapped sequence has, if what it left behind is still there."""
+        """Extend `hit` by the host blocks of a swapped sequence, if the blocks before them are still cached."""
         num_matched_blocks, num_shared_blocks = len(hit.blocks), sequence.num_shared_blocks
         if hit.num_tokens >= sequence.num_swapped_tokens or num_matched_blocks < num_shared_blocks:
             return hit
@@ -107,7 +111,7 @@ class PrefixCache:
         )
 
     def _cached_blocks(self, sequence: Sequence) -> list[BlockId]:
-        """The longest run of full blocks from the start that are cached."""
+        """Return the longest run of cached full blocks from the start."""
         blocks: list[BlockId] = []
         for index in range(sequence.num_tokens // self._block_hasher.block_size):
             block = self._block_pool.lookup(self._block_hash(sequence, index))
@@ -124,9 +128,9 @@ class PrefixCache:
         return self._block_hasher.root(sequence.adapter_digest, sequence.cache_salt, long_rope=long_rope)
 
     def _block_hash(self, sequence: Sequence, index: int) -> bytes:
-        """Content hash of full block `index`."""
+        """Return the content hash of full block `index`."""
         hashes = sequence.block_hashes
-        # Those before it have theirs, but for those that a fork shares with a leader whose step is in flight.
+        # Earlier hashes are missing only if a fork shares blocks with a parent whose step is in flight.
         while index >= len(hashes):
             parent_hash = hashes[-1] if hashes else self._root_hash(sequence)
             start = len(hashes) * self._block_hasher.block_size

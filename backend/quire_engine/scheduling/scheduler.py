@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 
+from quire_engine.kv_cache.block_hash import BlockHasher
 from quire_engine.kv_cache.block_manager import BlockManager
-from quire_engine.kv_cache.block_pool import BlockHasher, BlockPool
+from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.prefix_cache import PrefixCache, PrefixHit
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.lora.registry import AdapterRegistry

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block pool keeps every block exactly once, whatever is asked of it, and finds contents only where they are."""
+"""The block pool keeps every block in exactly one state, and its lookups return only blocks with the contents."""
 
 import random
-import struct
 from collections.abc import Iterator
-from hashlib import sha256
 from itertools import takewhile
 
 import pytest
@@ -12,135 +10,114 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire_engine.kv_cache.block_pool import BlockHasher, BlockPool
+from quire_engine.kv_cache.block_hash import BlockHasher
+from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.sequence import BlockId
 from quire_spec.errors import Internal
 
-KEY = BlockHasher("sha256:model", "float32", 4)
+HASHER = BlockHasher("sha256:model", "float32", 4)
 
 
-def name(*contents: int) -> bytes:
-    """Hash of the last of some blocks, each filled with one number."""
-    parent = KEY.root(None, None)
+def hash_of(*contents: int) -> bytes:
+    """Return the hash of the last of several blocks, each filled with one number."""
+    block_hash = HASHER.root(None, None)
     for content in contents:
-        parent = KEY.extend(parent, [content] * 4)
-    return parent
+        block_hash = HASHER.extend(block_hash, [content] * 4)
+    return block_hash
 
 
-def published(pool: BlockPool, num: int) -> list[BlockId]:
-    """A sequence's table of `num` blocks: contents 0, 1, 2, ..."""
-    table = pool.allocate(num)
+def allocate_cached(pool: BlockPool, num_blocks: int) -> list[BlockId]:
+    """Return a table of `num_blocks` cached blocks with the contents 0, 1, 2, ..."""
+    table = pool.allocate(num_blocks)
     for i, block in enumerate(table):
-        pool.cache_block(block, name(*range(i + 1)))
+        pool.cache_block(block, hash_of(*range(i + 1)))
     return table
 
 
-def test_the_hash_is_over_a_fixed_binary_encoding() -> None:
-    parent = bytes(range(32))
-    assert KEY.extend(parent, [1, 2, 3, 2**32 - 1]) == sha256(parent + struct.pack("<4I", 1, 2, 3, 2**32 - 1)).digest()
-    fields = [b"1", b"sha256:model", b"float32", b"4"]
-    root = b"".join(b"\1" + struct.pack("<I", len(f)) + f for f in fields) + b"\0" + b"\1\4\0\0\0salt"
-    assert KEY.root(None, "salt") == sha256(root).digest()
-
-
-def test_every_field_of_the_key_makes_another_root() -> None:
-    keys = [
-        KEY,
-        BlockHasher("sha256:other", "float32", 4),
-        BlockHasher("sha256:model", "bfloat16", 4),
-        BlockHasher("sha256:model", "float32", 8),
-    ]
-    roots = {key.root(adapter, salt) for key in keys for adapter in (None, "", "a", "b") for salt in (None, "", "a")}
-    assert len(roots) == 4 * 4 * 3
-    # No field runs into the next, and half a surrogate pair, which JSON can carry, is a salt like any other.
-    assert KEY.root("ab", "c") != KEY.root("a", "bc")
-    assert KEY.root(None, "\ud800") != KEY.root(None, "\ud801")
-
-
-def test_the_tail_of_a_released_sequence_is_evicted_first() -> None:
+def test_tail_of_a_freed_sequence_is_evicted_first() -> None:
     pool = BlockPool(4)
-    table = published(pool, 4)
+    table = allocate_cached(pool, 4)
     pool.free(table)
     assert pool.num_free == 4
-    assert [pool.lookup(name(*range(i + 1))) for i in range(4)] == table
+    assert [pool.lookup(hash_of(*range(i + 1))) for i in range(4)] == table
     pool.allocate(2)
-    assert [pool.lookup(name(*range(i + 1))) for i in range(4)] == [*table[:2], None, None]
+    assert [pool.lookup(hash_of(*range(i + 1))) for i in range(4)] == [*table[:2], None, None]
 
 
-def test_blocks_without_contents_are_used_before_cached_ones_and_old_before_new() -> None:
+def test_empty_blocks_are_allocated_first_then_least_recently_freed() -> None:
     pool = BlockPool(4)
-    [old] = published(pool, 1)
+    [old] = allocate_cached(pool, 1)
     [new] = pool.allocate(1)
-    pool.cache_block(new, name(7))
+    pool.cache_block(new, hash_of(7))
     pool.free([old])
     pool.free([new])
     pool.free(pool.allocate(2))
-    assert (pool.lookup(name(0)), pool.lookup(name(7))) == (old, new)
+    assert (pool.lookup(hash_of(0)), pool.lookup(hash_of(7))) == (old, new)
     pool.allocate(3)
-    assert (pool.lookup(name(0)), pool.lookup(name(7))) == (None, new)
+    assert (pool.lookup(hash_of(0)), pool.lookup(hash_of(7))) == (None, new)
 
 
-def use(pool: BlockPool, *contents: int) -> int:
-    """A sequence of full blocks comes and goes; returns how many of them were found."""
-    names = [name(*contents[: i + 1]) for i in range(len(contents))]
-    found = list(takewhile(lambda block: block is not None, map(pool.lookup, names)))
-    pool.acquire(found)
-    pool.protect(found)
-    table = found + pool.allocate(len(contents) - len(found))
-    for block, content in list(zip(table, names, strict=True))[len(found) :]:
-        pool.cache_block(block, content)
+def run_sequence(pool: BlockPool, *contents: int) -> int:
+    """Allocate and free a sequence of full blocks; return how many of them were cached."""
+    hashes = [hash_of(*contents[: i + 1]) for i in range(len(contents))]
+    cached_blocks = list(takewhile(lambda block: block is not None, map(pool.lookup, hashes)))
+    pool.acquire(cached_blocks)
+    pool.protect(cached_blocks)
+    table = cached_blocks + pool.allocate(len(contents) - len(cached_blocks))
+    for block, block_hash in list(zip(table, hashes, strict=True))[len(cached_blocks) :]:
+        pool.cache_block(block, block_hash)
     pool.free(table)
     pool.check_integrity([])
-    return len(found)
+    return len(cached_blocks)
 
 
-def test_a_prefix_that_was_found_again_outlives_a_scan() -> None:
+def test_reused_prefix_survives_a_scan() -> None:
     pool = BlockPool(8)
-    assert [use(pool, 0, 1, 2), use(pool, 0, 1, 3)] == [0, 2]
+    assert [run_sequence(pool, 0, 1, 2), run_sequence(pool, 0, 1, 3)] == [0, 2]
     for one_off in range(100, 150):
-        assert use(pool, one_off, one_off + 1, one_off + 2) == 0
-    assert use(pool, 0, 1, 4) == 2
-    # In its chain, too, the tail goes first.
-    assert use(pool, 0, 1, 4, 5, 6, 7, 8) == 3
+        assert run_sequence(pool, one_off, one_off + 1, one_off + 2) == 0
+    assert run_sequence(pool, 0, 1, 4) == 2
+    # The tail of the protected chain is evicted first, too.
+    assert run_sequence(pool, 0, 1, 4, 5, 6, 7, 8) == 3
     table = pool.allocate(6)
-    assert (pool.lookup(name(0)) is not None, pool.lookup(name(0, 1)) is not None) == (True, True)
-    assert pool.lookup(name(0, 1, 4)) is None
+    assert (pool.lookup(hash_of(0)) is not None, pool.lookup(hash_of(0, 1)) is not None) == (True, True)
+    assert pool.lookup(hash_of(0, 1, 4)) is None
     pool.free(table)
 
 
-def test_what_is_praised_no_more_makes_room() -> None:
+def test_formerly_protected_blocks_are_evicted() -> None:
     pool = BlockPool(8)
     for old in range(4):
-        use(pool, 10 * old), use(pool, 10 * old)
-    # Half of the pool is praised; new favourites take it over, the oldest first.
+        run_sequence(pool, 10 * old), run_sequence(pool, 10 * old)
+    # Half of the pool is protected. New protected blocks replace the oldest ones.
     for new in range(100, 103):
-        assert [use(pool, new), use(pool, new)] == [0, 1]
+        assert [run_sequence(pool, new), run_sequence(pool, new)] == [0, 1]
     for one_off in range(200, 210):
-        use(pool, one_off)
-    assert [use(pool, content) for content in (100, 101, 102, 30, 20, 10, 0)] == [1, 1, 1, 1, 0, 0, 0]
+        run_sequence(pool, one_off)
+    assert [run_sequence(pool, content) for content in (100, 101, 102, 30, 20, 10, 0)] == [1, 1, 1, 1, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("praised_share", "expected"), [(0.0, 2 * 12 * 50), (0.5, 3 * 12 * 50 - 12)])
-def test_hits_on_a_trace_with_a_system_prompt(praised_share: float, expected: int) -> None:
-    """Three chats that begin alike, then a batch job of prompts that come once and fill the pool; fifty times.
+@pytest.mark.parametrize(("protected_ratio", "expected"), [(0.0, 2 * 12 * 50), (0.5, 3 * 12 * 50 - 12)])
+def test_hits_on_a_trace_with_a_system_prompt(protected_ratio: float, expected: int) -> None:
+    """Fifty times: three chats with one system prompt, then a batch of unique prompts that fills the pool.
 
-    Plain LRU (no praise) loses the system prompt to every job and finds 21.1 % of all blocks; with praise only the
-    first chat of all misses it: 31.4 %, which is all that can be found.
+    Plain LRU (nothing protected) loses the system prompt to every batch and hits 21.1 % of all blocks. With protection
+    only the very first chat misses it: 31.4 %, which is the maximum.
     """
-    draw, pool = random.Random(5), BlockPool(64, praised_share)
-    num_asked = num_found = 0
+    draw, pool = random.Random(5), BlockPool(64, protected_ratio)
+    num_queries = num_hits = 0
     for hour in range(50):
         chats = [[*range(12), 1000 + 10 * hour + i, 0] for i in range(3)]
-        job = [[draw.randrange(10**6) for _ in range(8)] for _ in range(9)]
-        for contents in chats + job:
-            num_asked += len(contents)
-            num_found += use(pool, *contents)
-    assert (num_asked, num_found) == (50 * (3 * 14 + 9 * 8), expected)
+        batch = [[draw.randrange(10**6) for _ in range(8)] for _ in range(9)]
+        for contents in chats + batch:
+            num_queries += len(contents)
+            num_hits += run_sequence(pool, *contents)
+    assert (num_queries, num_hits) == (50 * (3 * 14 + 9 * 8), expected)
 
 
-def test_a_shared_block_outlives_its_first_holder() -> None:
+def test_shared_block_stays_used_after_its_first_user() -> None:
     pool = BlockPool(2)
-    table = published(pool, 1)
+    table = allocate_cached(pool, 1)
     pool.acquire(table)
     pool.free(table)
     assert (pool.num_used, pool.num_evictable(table)) == (1, 0)
@@ -148,20 +125,20 @@ def test_a_shared_block_outlives_its_first_holder() -> None:
     assert (pool.num_used, pool.num_evictable(table)) == (0, 1)
 
 
-def test_twins_do_not_replace_each_other() -> None:
+def test_duplicate_block_does_not_replace_the_cached_one() -> None:
     pool = BlockPool(2)
-    [first] = published(pool, 1)
-    [second] = published(pool, 1)
-    assert pool.lookup(name(0)) == first and pool.get_hash(second) is None
+    [first] = allocate_cached(pool, 1)
+    [second] = allocate_cached(pool, 1)
+    assert pool.lookup(hash_of(0)) == first and pool.get_hash(second) is None
     pool.free([second])
     pool.free([first])
     pool.check_integrity([])
 
 
 @pytest.mark.parametrize("damage", ["count", "lost", "twice", "hash"])
-def test_check_integrity_sees_damage(damage: str) -> None:
+def test_check_integrity_detects_damage(damage: str) -> None:
     pool = BlockPool(4)
-    table = published(pool, 2)
+    table = allocate_cached(pool, 2)
     pool.free(table[1:])
     pool.check_integrity([table[:1]])
     if damage == "count":
@@ -171,13 +148,13 @@ def test_check_integrity_sees_damage(damage: str) -> None:
     elif damage == "twice":
         pool._empty.append(pool._empty[0])
     else:
-        pool._block_hashes[table[1]] = name(9)
-    with pytest.raises(Internal, match="4 blocks, 1 held, 1 idle"):
+        pool._block_hashes[table[1]] = hash_of(9)
+    with pytest.raises(Internal, match="4 blocks, 1 used, 1 evictable"):
         pool.check_integrity([table[:1]])
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences over three kinds of blocks, so that prefixes are often equal; a model says what each block holds."""
+    """Sequences over three kinds of blocks, so that prefixes are often equal. A model tracks all contents."""
 
     @initialize(num_blocks=st.integers(1, 12))
     def start(self, num_blocks: int) -> None:
@@ -185,27 +162,27 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[list[BlockId]] = []
         self.contents: dict[BlockId, bytes] = {}
 
-    @rule(word=st.lists(st.integers(0, 2), max_size=6), num_partial=st.integers(0, 1), praise=st.booleans())
-    def open_sequence(self, word: list[int], num_partial: int, praise: bool) -> None:
-        names = [name(*word[: i + 1]) for i in range(len(word))]
-        prefix = list(self._find(names))
-        for block, content in zip(prefix, names, strict=False):
-            assert self.contents[block] == content
-        needed = len(names) + num_partial - len(prefix)
+    @rule(word=st.lists(st.integers(0, 2), max_size=6), num_partial=st.integers(0, 1), protect=st.booleans())
+    def open_sequence(self, word: list[int], num_partial: int, protect: bool) -> None:
+        hashes = [hash_of(*word[: i + 1]) for i in range(len(word))]
+        prefix = list(self._cached_prefix(hashes))
+        for block, block_hash in zip(prefix, hashes, strict=False):
+            assert self.contents[block] == block_hash
+        needed = len(hashes) + num_partial - len(prefix)
         if needed + self.pool.num_evictable(prefix) > self.pool.num_free:
             return
         self.pool.acquire(prefix)
-        fresh = self.pool.allocate(needed)
-        held = {block for table in self.tables for block in table}
-        assert not held & set(fresh) and not set(prefix) & set(fresh)
-        for block in fresh:
+        new_blocks = self.pool.allocate(needed)
+        used_blocks = {block for table in self.tables for block in table}
+        assert not used_blocks & set(new_blocks) and not set(prefix) & set(new_blocks)
+        for block in new_blocks:
             self.contents.pop(block, None)
-        for block, content in zip(fresh, names[len(prefix) :], strict=False):
-            self.contents[block] = content
-            self.pool.cache_block(block, content)
-        if praise:
+        for block, block_hash in zip(new_blocks, hashes[len(prefix) :], strict=False):
+            self.contents[block] = block_hash
+            self.pool.cache_block(block, block_hash)
+        if protect:
             self.pool.protect(prefix)
-        self.tables.append(prefix + fresh)
+        self.tables.append(prefix + new_blocks)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -213,13 +190,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.free(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
 
     @invariant()
-    def is_whole(self) -> None:
+    def pool_is_consistent(self) -> None:
         self.pool.check_integrity(self.tables)
         assert self.pool.num_used == len({block for table in self.tables for block in table})
 
-    def _find(self, names: list[bytes]) -> Iterator[BlockId]:
-        for content in names:
-            block = self.pool.lookup(content)
+    def _cached_prefix(self, hashes: list[bytes]) -> Iterator[BlockId]:
+        for block_hash in hashes:
+            block = self.pool.lookup(block_hash)
             if block is None:
                 return
             yield block

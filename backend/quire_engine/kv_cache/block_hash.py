@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Content hashes of KV blocks: the identity under which sequences share a block.
+
+The prefix cache computes the hashes and the block pool stores them. Equal hashes mean equal bytes on every replica,
+independent of the language or the run that computed the block.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LAYOUT_VERSION = 1
+"""Increment this with every change to the bytes of a KV block: blocks of two versions must not get equal hashes."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHasher:
+    """Everything besides the tokens that determines the bytes of a block.
+
+    The hash of block i is sha256(hash of block i - 1, its tokens as little-endian uint32). `root` returns the hash
+    before block 0. Both use a fixed binary encoding.
+    """
+
+    model_digest: str
+    """Digest of the checkpoint."""
+    kv_dtype: str
+    block_size: int
+    long_rope_threshold: int | None = None
+    """Sequences with more tokens than this rotate all their keys differently, see ModelConfig; None: no such limit."""
+
+    def uses_long_rope(self, num_tokens: int) -> bool:
+        """Return whether a sequence of `num_tokens` tokens rotates its keys as long sequences do."""
+        return self.long_rope_threshold is not None and num_tokens > self.long_rope_threshold
+
+    def root(self, adapter_digest: str | None, cache_salt: str | None, *, long_rope: bool = False) -> bytes:
+        """Return the hash of the empty prefix, 32 bytes.
+
+        Each field is encoded with its presence and its length, so that the fields cannot run into each other.
+        """
+        fields = [
+            str(LAYOUT_VERSION),
+            self.model_digest,
+            self.kv_dtype,
+            str(self.block_size),
+            adapter_digest,
+            cache_salt,
+        ]
+        if long_rope:
+            # A part of the hash: do not change the words.
+            fields.append("beyond switch")
+        return hashlib.sha256(b"".join(_encode_field(field) for field in fields)).digest()
+
+    def extend(self, parent_hash: bytes, token_ids: Sequence[int]) -> bytes:
+        """Return the hash of the full block `token_ids` [block_size] that follows `parent_hash`, 32 bytes."""
+        assert len(token_ids) == self.block_size
+        return hashlib.sha256(parent_hash + struct.pack(f"<{self.block_size}I", *token_ids)).digest()
+
+
+def _encode_field(field: str | None) -> bytes:
+    if field is None:
+        return b"\0"
+    # A salt comes from a client's JSON and can contain half of a surrogate pair, which plain UTF-8 rejects.
+    data = field.encode("utf-8", "surrogatepass")
+    return b"\1" + struct.pack("<I", len(data)) + data
