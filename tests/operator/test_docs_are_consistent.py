@@ -170,7 +170,7 @@ def test_reference_contains_every_field_and_rule():
 def test_reference_shows_bounds_defaults_and_restarts():
     rows = {row[0]: row[1:] for row in re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (yes|no) \|", REFERENCE, re.M)}
     assert rows["maxLoaded"][0::2] == ("0 to 256", "yes")
-    assert rows["maxLoaded"][1].startswith("8, whatever")
+    assert rows["maxLoaded"][1].startswith("8, even")
     assert rows["maxSurge"][2] == "no"
     assert rows["kvCacheMemory"][0] == "quantity"
     assert "| `huggingFace.repo` | text, 1 to 192 | required |" in REFERENCE

@@ -46,14 +46,14 @@ CEL_RULE_CASES = [
     ("metadata.name must be at most 48", {"metadata.name": "a" * 48}, {"metadata.name": "a" * 49}, "metadata.name"),
     ("metadata.name must begin with a letter", {"metadata.name": "a-1"}, {"metadata.name": "1.5"}, "metadata.name"),
     (
-        "spec.adapters must not hold an adapter named like the service",
+        "spec.adapters must not contain an adapter with the name of the service",
         {"spec.adapters": [{**ADAPTER, "name": "tales"}], "spec.model.servedName": "base"},
         {"spec.adapters": [{**ADAPTER, "name": "tales"}]},
         "spec.adapters",
     ),
-    ("gpu must be absent", {"spec.gpu": {}}, {"spec.gpu": {}, "spec.device": "CPU"}, "spec.gpu"),
+    ("gpu must not be set", {"spec.gpu": {}}, {"spec.gpu": {}, "spec.device": "CPU"}, "spec.gpu"),
     (
-        "engine.gpuMemoryUtilization must be absent",
+        "engine.gpuMemoryUtilization must not be set",
         {"spec.engine.gpuMemoryUtilization": "0.9"},
         {"spec.engine.gpuMemoryUtilization": "0.9", "spec.device": "CPU"},
         "spec.engine.gpuMemoryUtilization",
@@ -65,7 +65,7 @@ CEL_RULE_CASES = [
         "spec.engine.tensorParallelSize",
     ),
     (
-        "adapters must be empty while lora.maxLoaded is 0",
+        "adapters must be empty when lora.maxLoaded is 0",
         {"spec.adapters": [], "spec.lora.maxLoaded": 0},
         {"spec.adapters": ONE_ADAPTER, "spec.lora.maxLoaded": 0},
         "spec.adapters",
@@ -77,7 +77,7 @@ CEL_RULE_CASES = [
         "spec.adapters",
     ),
     (
-        "adapters must not hold a name that equals model.servedName",
+        "adapters must not contain a name that equals model.servedName",
         {"spec.adapters": ONE_ADAPTER, "spec.model.servedName": "base"},
         {"spec.adapters": ONE_ADAPTER, "spec.model.servedName": "sql"},
         "spec.adapters",
@@ -132,13 +132,13 @@ CEL_RULE_CASES = [
         "spec.engine.kvCacheMemory",
     ),
     (
-        "value must be absent when operator is Exists",
+        "value must not be set when operator is Exists",
         {"spec.gpu.tolerations": [{"key": "k", "operator": "Equal", "value": "v"}]},
         {"spec.gpu.tolerations": [{"key": "k", "operator": "Exists", "value": "v"}]},
         "spec.gpu.tolerations[0].value",
     ),
     (
-        "storageClassName and accessModes must be absent unless mode is PVC",
+        "storageClassName and accessModes must not be set unless mode is PVC",
         {"spec.cache": {"mode": "PVC", "storageClassName": "fast"}},
         {"spec.cache": {"mode": "EmptyDir", "storageClassName": "fast"}},
         "spec.cache.storageClassName",
@@ -150,19 +150,19 @@ CEL_RULE_CASES = [
         "spec.autoscaling.minReplicas",
     ),
     (
-        "prometheusAddress must be set for kind ScaledObject",
+        "prometheusAddress must be set if and only if kind is ScaledObject",
         {"spec.autoscaling": {"maxReplicas": 2, "kind": "ScaledObject", "prometheusAddress": "http://p:9090"}},
         {"spec.autoscaling": {"maxReplicas": 2, "kind": "ScaledObject"}},
         "spec.autoscaling.prometheusAddress",
     ),
     (
-        "prometheusAddress must be set for kind ScaledObject",
+        "prometheusAddress must be set if and only if kind is ScaledObject",
         {"spec.autoscaling": {"maxReplicas": 2}},
         {"spec.autoscaling": {"maxReplicas": 2, "prometheusAddress": "http://p:9090"}},
         "spec.autoscaling.prometheusAddress",
     ),
     (
-        "ports must differ from each other",
+        "ports must be different",
         {"spec.runtime.ports.http": 9000},
         {"spec.runtime.ports.http": 8003},
         "spec.runtime.ports",
@@ -183,7 +183,7 @@ CEL_RULE_CASES = [
 
 CEL_UPDATE_CASES = [
     (
-        "storageClassName must stay as it is",
+        "storageClassName must not change",
         [({"storageClassName": "a"}, {"storageClassName": "a"}), ({}, {})],
         [({"storageClassName": "a"}, {"storageClassName": "b"}), ({"storageClassName": "a"}, {})],
     ),

@@ -17,13 +17,13 @@ NAME = (
     "must be letters, digits, '-', '_' and '.', beginning and ending with a letter or digit; "
     "use a name such as Tales-1.5"
 )
-SOURCE = "missing; add it (Where the files come from: exactly one place)"
+SOURCE = "missing; add it (Location of the files: set exactly one field)"
 WHOLE = "must be a whole number; give a whole number"
 TWIN = "is in entry 0 already; give each entry its own"
 HUB = "spec.model.source.huggingFace"
 
 INVALID = [
-    ({"spec": REMOVE}, "spec: missing; add it (What is wanted)"),
+    ({"spec": REMOVE}, "spec: missing; add it (Desired state of the service)"),
     ({"spec.model": {}}, f"spec.model.source: {SOURCE}"),
     ({"metadata": {}}, "metadata.name: missing; add it (Name of the service)"),
     ({"apiVersion": "v1"}, 'apiVersion: "v1": must be quire.dev/v1alpha1; write quire.dev/v1alpha1'),
