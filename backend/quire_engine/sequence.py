@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequence: one request inside the engine, from arrival to its last token. Torch-free; the scheduler owns the state."""
+"""One sequence in the engine core: a prompt, its output so far and its KV blocks, from arrival to the last token.
+
+Torch-free. The scheduler owns the state; the block manager and the prefix cache change the fields of its blocks."""
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -11,15 +13,15 @@ BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)
 
 PLACEHOLDER_TOKEN = -1
-"""Stands in a sequence's output for the token that the step in flight will choose."""
+"""Stands in the output of a sequence for the token that the step in flight will sample."""
 MAX_ASYNC_LOGPROBS = 32
-"""Log probabilities for each token that may come to the host a step late; more of them take room on the device."""
+"""Maximum log probabilities per token that can arrive on the host one step late. More would use device memory."""
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is.
+    """State of a sequence.
 
-    WAITING -> RUNNING -> FINISHED, with WAITING_ADAPTER before the first step while its adapter is on its way, and
+    WAITING -> RUNNING -> FINISHED. WAITING_FOR_ADAPTER before the first step while its adapter is not in a slot, and
     PREEMPTED between two runs.
     """
 
@@ -31,7 +33,7 @@ class SequenceStatus(Enum):
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended."""
+    """Reason why a sequence finished."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -50,27 +52,27 @@ class Logprob:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
-    """A prompt, its output so far, and the blocks that hold its keys and values."""
+    """A prompt, its output so far, and the blocks with its keys and values."""
 
     id: int
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    """Of its draws: params.seed, or one chosen at arrival."""
+    """Sampling seed: params.seed, or one chosen at arrival."""
     max_output_tokens: int
-    """params.max_tokens, cut to what max_model_len leaves."""
+    """params.max_tokens, limited by max_model_len."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the output: params.stop_token_ids, and the model's unless ignore_eos."""
+    """Tokens that end the output: params.stop_token_ids, and those of the model unless ignore_eos is set."""
     suppressed_token_ids: frozenset[int] = frozenset()
-    """Tokens that are not taken before params.min_tokens are: those that would end a text, the model's own also where
-    ignore_eos lets it go on."""
+    """Tokens that are not sampled before params.min_tokens is reached: all stop tokens, and those of the model even if
+    ignore_eos is set."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Runs of tokens that the output must not have."""
+    """Token sequences that must not occur in the output."""
     adapter_digest: str | None = None
     """Content digest."""
     cache_salt: str | None = None
     parent_id: int | None = None
-    """Id of an earlier sequence of the same prompt, adapter and salt, whose blocks of the prompt it shares."""
+    """Id of an earlier sequence with the same prompt, adapter and salt, whose prompt blocks this fork shares."""
     priority: int = 0
     """Lower runs first."""
     arrival_time: float = 0.0
@@ -78,33 +80,33 @@ class Sequence:
 
     status: SequenceStatus = SequenceStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
-    """The last one may be PENDING, while the step after the one in flight is planned or in flight itself."""
+    """The last one can be PLACEHOLDER_TOKEN while its step is in flight and the next step is planned or in flight."""
     num_computed_tokens: int = 0
-    """Keys and values of tokens [0, num_computed_tokens) are in the blocks; not those of the last step in flight."""
+    """Keys and values of tokens [0, num_computed_tokens) are in the blocks. Without the latest step in flight."""
     block_table: list[BlockId] = field(default_factory=list)
-    """Block i holds tokens [i * block_size, (i + 1) * block_size)."""
+    """Block i contains tokens [i * block_size, (i + 1) * block_size)."""
     block_hashes: list[bytes] = field(default_factory=list)
-    """Content hashes of its full blocks, as far as they have been computed."""
+    """Content hashes of its full blocks, as far as they are computed."""
     num_cached_tokens: int | None = None
-    """Prompt tokens that were found computed; None before it runs."""
+    """Prompt tokens that the prefix cache contained at the first run; None before that."""
     num_computed_prompt_logprobs: int = 0
-    """Positions of the prompt whose logits have told how likely the next token was, if the request asks for that."""
+    """Prompt positions with finished log probabilities, if the request requires them."""
     prompt_logprobs: list[list[Logprob]] = field(default_factory=list)
-    """What they told; handed out with the first token."""
+    """The log probabilities of these positions; returned with the first token."""
     host_blocks: list[BlockId] = field(default_factory=list)
-    """While swapped out: places in host memory of its blocks, the first num_left_blocks excepted."""
+    """While swapped out: the host blocks of its blocks after the first num_shared_blocks."""
     num_shared_blocks: int = 0
-    """Blocks that were not swapped out with the others, because another sequence held them too."""
+    """First blocks that were not swapped out, because another sequence shares them."""
     num_swapped_tokens: int = 0
-    """While swapped out: tokens [0, num_swapped_tokens) are in those blocks and in host memory."""
+    """While swapped out: tokens [0, num_swapped_tokens) are in those blocks and in the host blocks."""
     num_cached_blocks: int = 0
-    """Blocks of its table that others find, or that it found itself: the first ones."""
+    """First blocks of its table that came from the prefix cache or were offered to it."""
     sort_key: tuple[int, int] = (0, 0)
-    """Priority, then number in order of arrival: its place among all."""
+    """Priority, then arrival number; the scheduler's order."""
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     parent: "Sequence | None" = None
-    """The open sequence that fork_of names."""
+    """The sequence with id `parent_id`, if it was unfinished when this one arrived."""
 
     @property
     def num_tokens(self) -> int:
@@ -113,7 +115,7 @@ class Sequence:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """True while logits of its prompt are wanted, so that all of it has to be computed."""
+        """True while prompt log probabilities are incomplete, so that the whole prompt must be computed."""
         return (
             self.params.prompt_logprobs is not None
             and self.num_computed_prompt_logprobs < len(self.prompt_token_ids) - 1
@@ -121,8 +123,10 @@ class Sequence:
 
     @property
     def requires_host_tokens(self) -> bool:
-        """True when a step of it needs the host to know the tokens before, or tells the host much more than a token:
-        then it is not begun before the last one is over."""
+        """True if a step of it must not start before the previous one is complete.
+
+        Either the step requires the previous tokens on the host, or it returns much more than a token to the host.
+        """
         logprobs = self.params.logprobs
         return (
             bool(self.bad_words)
@@ -131,7 +135,7 @@ class Sequence:
         )
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Token ids [start, end) of prompt and output together."""
+        """Return token ids [start, end) of prompt and output together."""
         num_prompt_tokens = len(self.prompt_token_ids)
         if end <= num_prompt_tokens:
             return self.prompt_token_ids[start:end]

@@ -283,7 +283,7 @@ def test_idle_time_is_measured_while_all_decode(bench_modules, monkeypatch):
     class Engine:
         """Counts down the tokens of its sequences."""
 
-        shape, _step_executor = SimpleNamespace(vocab_size=9), SimpleNamespace(ahead=None)
+        shape, _step_executor = SimpleNamespace(vocab_size=9), SimpleNamespace(overlap=None)
         _runner = SimpleNamespace(_graphs=None)
 
         def __init__(self):

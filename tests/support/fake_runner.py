@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A runner whose KV blocks hold the tokens themselves, so that a wrong block shows at once."""
+"""Fake model runner whose KV blocks contain the tokens themselves, so that a wrong block is detected at once."""
 
 import hashlib
 import random
@@ -15,11 +15,11 @@ VOCAB = 997
 
 
 class TokenEchoRunner:
-    """Stands for the device in tests of policy, as a fake because real keys and values cannot be compared to tokens:
+    """Fake of a ModelRunner for tests of policy: real keys and values cannot be compared with tokens.
 
-    each cell of a block keeps (token, position, adapter) of what was written to it, the next token is a hash of all
-    that the block table shows, and showing anything but the sequence's own tokens is an error. Aliased, stale,
-    unloaded or overwritten blocks and slots thus fail the test in the step where they happen.
+    Each cell of a block contains the (token, position, adapter) that was written to it. The next token is a hash of all
+    cells in the block table, which must contain exactly the tokens of the sequence. So aliased, stale, unloaded or
+    overwritten blocks and slots fail the test in the step where they occur.
     """
 
     def __init__(
@@ -39,18 +39,18 @@ class TokenEchoRunner:
         self.host_adapters: dict[str, object] = {}
         self.digest_by_adapter_slot: dict[int, str] = {}
         self.num_computed = 0
-        """Tokens computed so far, those of failed steps included."""
+        """Tokens computed so far, including those of failed steps."""
         self.batches: list[list[tuple[int, int, int]]] = []
-        """Per step, its spans: (sequence id, start, length)."""
+        """Spans of each step: (sequence id, start, length)."""
         self._failure_rng = failure_rng
         self._last_tokens: dict[Sequence, int] = {}
-        """The tokens of the last step, for those of the next one that are pending."""
+        """The tokens that the last step sampled, for the placeholders of the next one."""
 
     def read_adapter(self, path: Path) -> object:
         return path
 
     def host_bytes(self, packed_adapter: object) -> int:
-        # Some are larger than others; tests that count copies only set no bound.
+        # Sizes differ. Tests that only count copies set no bound on bytes.
         return 10 + 5 * (ord(str(packed_adapter)[-1]) % 3)
 
     def store_adapter(self, adapter_digest: str, packed_adapter: object) -> None:
@@ -61,12 +61,12 @@ class TokenEchoRunner:
 
     def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
         assert slot_load.adapter_digest in self.host_adapters, "load without a host copy"
-        # Until it is done, whoever uses the slot finds neither adapter in it.
+        # Until the copy is complete, the slot contains neither adapter.
         self.digest_by_adapter_slot.pop(slot_load.adapter_slot, None)
         return lambda: self.digest_by_adapter_slot.update({slot_load.adapter_slot: slot_load.adapter_digest})
 
     def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
-        """As a device does: what fails shows when the outcome is taken, and spoils the steps begun meanwhile."""
+        """Run `plan`. As on a device, a failure is raised by the returned function, and also fails later steps."""
         try:
             outputs = self.execute(plan)
         except RuntimeError as error:
@@ -83,12 +83,12 @@ class TokenEchoRunner:
         if any(PLACEHOLDER_TOKEN in self._last_token(s) and s.sequence not in self._last_tokens for s in plan.spans):
             raise RuntimeError("the device failed")
         self.batches.append([(s.sequence.id, s.start, s.length) for s in plan.spans])
-        # A device fails before, in the midst of or after its writes.
+        # A device can fail before, between or after its writes.
         fail_at = self._random_failure_index(len(plan.spans))
-        for move in plan.swap_outs:
-            self.host_cells[move.host_block] = list(self.cells[move.block])
-        for move in plan.swap_ins:
-            self.cells[move.block] = list(self.host_cells[move.host_block])
+        for swap in plan.swap_outs:
+            self.host_cells[swap.host_block] = list(self.cells[swap.block])
+        for swap in plan.swap_ins:
+            self.cells[swap.block] = list(self.host_cells[swap.host_block])
         assert not {c.source for c in plan.copies} & {c.destination for c in plan.copies}
         for copy in plan.copies:
             self.cells[copy.destination] = list(self.cells[copy.source])
@@ -100,7 +100,9 @@ class TokenEchoRunner:
             raise RuntimeError("the device failed")
         outputs = [SpanOutput([self._next_token(span)] if span.samples else []) for span in plan.spans]
         self._last_tokens = {
-            span.sequence: s.token_ids[0] for span, s in zip(plan.spans, outputs, strict=True) if s.token_ids
+            span.sequence: output.token_ids[0]
+            for span, output in zip(plan.spans, outputs, strict=True)
+            if output.token_ids
         }
         return outputs
 
@@ -113,7 +115,7 @@ class TokenEchoRunner:
         sequence = span.sequence
         assert span.start == sequence.num_computed_tokens and span.length > 0
         adapter_digest = None if span.adapter_slot is None else self.digest_by_adapter_slot[span.adapter_slot]
-        assert adapter_digest == sequence.adapter_digest, "the slot holds another adapter"
+        assert adapter_digest == sequence.adapter_digest, "the slot contains a different adapter"
         self.num_computed += span.length
         size = self.block_size
         for position, token in enumerate(self._tokens(sequence, span.start, span.end), span.start):
@@ -124,11 +126,11 @@ class TokenEchoRunner:
         visible = [cell for block in sequence.block_table for cell in self.cells[block]][: span.end]
         tokens = self._tokens(sequence, 0, span.end)
         expected = [(token, i, sequence.adapter_digest) for i, token in enumerate(tokens)]
-        assert visible == expected, f"sequence {sequence.id}: its blocks hold something else"
+        assert visible == expected, f"sequence {sequence.id}: its blocks contain other tokens"
         return next_token(tokens, sequence.adapter_digest)
 
     def _tokens(self, sequence: Sequence, start: int, end: int) -> list[int]:
-        """A span's tokens, the pending one too."""
+        """Return the tokens of a span, with the placeholder replaced by its token."""
         tokens = sequence.tokens(start, end)
         assert PLACEHOLDER_TOKEN not in tokens[:-1]
         return [self._last_tokens[sequence] if token == PLACEHOLDER_TOKEN else token for token in tokens]
@@ -139,7 +141,7 @@ class TokenEchoRunner:
 
 
 def next_token(tokens: list[int], adapter_digest: str | None) -> int:
-    """What TokenRunner continues `tokens` with."""
+    """Return the token that TokenEchoRunner samples after `tokens`."""
     digest = hashlib.blake2b(repr((adapter_digest, tokens)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCAB
 
@@ -150,7 +152,7 @@ def expected_output(
     adapter_digest: str | None = None,
     stop_token_ids: Mapping[int, object] | frozenset[int] = frozenset(),
 ) -> list[int]:
-    """The output of an engine on TokenRunner: `num_tokens` tokens, or up to the first of `stops`."""
+    """Return the output of an engine with TokenEchoRunner: `num_tokens` tokens, or up to the first stop token."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < num_tokens:
         tokens.append(next_token(tokens, adapter_digest))

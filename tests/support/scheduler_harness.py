@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scheduler on a token runner, to be stepped by hand."""
+"""Test harness for the scheduler: a scheduler with a TokenEchoRunner, stepped by the test."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ ALWAYS_SWAP = SwapCosts(64, seconds_per_block=0.0, seconds_per_token=1.0)
 
 @dataclass
 class SchedulerHarness:
-    """A scheduler with a token runner; `blocks` small enough that tests can count them."""
+    """A scheduler with a TokenEchoRunner and so few blocks that tests can count them."""
 
     config: EngineConfig = CONFIG
     num_blocks: int = 32
@@ -34,7 +34,7 @@ class SchedulerHarness:
     max_loras: int = 2
     swap_costs: SwapCosts = NEVER_SWAP
     lookahead: bool = False
-    """Begin each step, where that can be, while the one before it is in flight."""
+    """Launch each step, where possible, while the previous one is in flight."""
     now: float = 0.0
     outputs: dict[int, list[int]] = field(default_factory=dict)
 
@@ -51,10 +51,10 @@ class SchedulerHarness:
         )
         self.sequences: dict[int, Sequence] = {}
         self.lookahead_step: InFlightStep | None = None
-        """Begun ahead."""
+        """The step that was launched ahead."""
 
     def add(self, prompt: list[int] | int, num_output: int = 4, **fields: Any) -> Sequence:
-        """Queue a sequence; a number stands for that many prompt tokens of its own."""
+        """Queue a sequence. `prompt`: token ids, or the length of a prompt of unique tokens."""
         sequence_id = len(self.sequences)
         if isinstance(prompt, int):
             prompt = [sequence_id] * prompt
@@ -65,7 +65,7 @@ class SchedulerHarness:
         return sequence
 
     def step(self) -> list[tuple[int, int, int]]:
-        """One step; returns its batch as (id, start, length), empty when nothing can run."""
+        """Run one step; return its batch as (id, start, length), empty if nothing can run."""
         in_flight = self.launch()
         if in_flight is None:
             return []
@@ -75,34 +75,34 @@ class SchedulerHarness:
         return batch
 
     def launch(self) -> InFlightStep | None:
-        """The step that was begun ahead, or else one that is begun now; None when nothing can run."""
+        """Return the step that was launched ahead, else launch one; return None if nothing can run."""
         in_flight, self.lookahead_step = self.lookahead_step, None
         if in_flight is None and (plan := self.schedule()):
             in_flight = InFlightStep(plan, self.runner.execute_async(plan))
         return in_flight
 
     def launch_lookahead(self) -> None:
-        """Begin the next step."""
+        """Launch the next step, if lookahead is enabled and possible."""
         if self.lookahead and (plan := self.scheduler.schedule_ahead(self.now)):
             self.scheduler.check_integrity()
             self.lookahead_step = InFlightStep(plan, self.runner.execute_async(plan))
         self._load_slots()
 
     def complete(self, in_flight: InFlightStep) -> None:
-        """Take what a step computed."""
-        for sequence, sampled in self.scheduler.update_from_step(in_flight.plan, in_flight.get_outputs()):
-            self.outputs.setdefault(sequence.id, []).extend(sampled.token_ids)
+        """Apply the outputs of a step."""
+        for sequence, span_output in self.scheduler.update_from_step(in_flight.plan, in_flight.get_outputs()):
+            self.outputs.setdefault(sequence.id, []).extend(span_output.token_ids)
         self.scheduler.check_integrity()
 
     def fail_step(self, in_flight: InFlightStep) -> list[Sequence]:
-        """Have a step fail, and the one that was begun on top of it; the sequences that end."""
+        """Fail a step and the one that was launched ahead of it; return the sequences that end."""
         failed = self.scheduler.fail_step(in_flight.plan)
         self.scheduler.check_integrity()
         lookahead_step, self.lookahead_step = self.lookahead_step, None
         return failed + (self.scheduler.fail_step(lookahead_step.plan) if lookahead_step else [])
 
     def schedule(self) -> StepPlan | None:
-        """Plan a step; loads of slots are done at once, before it if nothing could run without them."""
+        """Plan a step. Fill slots immediately, and plan again if nothing could run before that."""
         plan = self.scheduler.schedule(self.now)
         self.scheduler.check_integrity()
         if self._load_slots() and plan is None:
@@ -111,28 +111,28 @@ class SchedulerHarness:
         return plan
 
     def fill_slot(self, digest: str) -> None:
-        """Have an adapter in a slot before anyone asks for it."""
+        """Copy an adapter to a slot before a sequence needs it."""
         self.registry.slot_table.assign_pinned(digest)
         assert self._load_slots() == 1
 
     def _load_slots(self) -> int:
-        loads = self.registry.slot_table.pop_loads()
-        for load in loads:
-            self.runner.load_adapter_slot(load)()
-            self.registry.slot_table.on_loaded(load)
+        slot_loads = self.registry.slot_table.pop_loads()
+        for slot_load in slot_loads:
+            self.runner.load_adapter_slot(slot_load)()
+            self.registry.slot_table.on_loaded(slot_load)
             self.scheduler.on_adapter_ready()
-        return len(loads)
+        return len(slot_loads)
 
     def run_until_preempted(self) -> list[tuple[int, int, int]]:
-        """Steps until one preempts a sequence; returns its batch."""
+        """Run steps until one preempts a sequence; return its batch."""
         while self.scheduler.has_work:
             batch = self.step()
             if self.scheduler.num_preemptions:
                 return batch
-        raise AssertionError("nobody was preempted")
+        raise AssertionError("no sequence was preempted")
 
     def run(self) -> dict[int, list[int]]:
-        """Steps until everything is over; every step has work."""
+        """Run steps until no sequence is left; return all outputs. Every step must have work."""
         while self.scheduler.has_work:
             assert self.step()
         assert self.block_pool.num_used == 0 and self.scheduler.block_manager.num_used_host_blocks == 0

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Foresight: what a step in flight will have done to its sequences, so that the next one is planned before it is over.
+"""Async scheduling: advance the sequences of a step in flight, so that the next step can be planned now.
 
-Every span's tokens will be computed, and a span that reaches its sequence's end will yield one token, whose value alone
-is not known: PENDING stands for it. The scheduler calls this, and finds out later whether the sequence ended with it.
+The step will compute all tokens of its spans. A span that reaches the end of its sequence will also sample one token,
+and only the value of that token is unknown. PLACEHOLDER_TOKEN stands for it. The scheduler calls this module, and
+learns only when the step completes whether the sequence finished with that token.
 
-Source: vLLM's async scheduling (v1/core/sched/async_scheduler.py) has placeholders likewise; SGLang's overlap scheduler
-(managers/overlap_utils.py) and mini-sglang's take the values on the device.
+Source: vLLM's async scheduling (v1/core/sched/async_scheduler.py) also uses placeholders; SGLang's overlap scheduler
+(managers/overlap_utils.py) and mini-sglang's resolve the values on the device.
 """
 
 from quire_engine.sequence import PLACEHOLDER_TOKEN, Sequence, SequenceStatus
@@ -13,7 +14,7 @@ from quire_engine.step.plan import StepPlan
 
 
 def apply_placeholders(plan: StepPlan) -> None:
-    """Have the sequences of a step as they will be after it."""
+    """Advance the sequences of a step as if it were complete: append a placeholder for each token it will sample."""
     for span in plan.spans:
         sequence, samples = span.sequence, span.samples
         if sequence.status is SequenceStatus.FINISHED:
@@ -24,11 +25,11 @@ def apply_placeholders(plan: StepPlan) -> None:
 
 
 def reaches_max_tokens(sequence: Sequence) -> bool:
-    """Whether a sequence, as it was foreseen, has all the tokens that it may have."""
+    """Return whether a sequence, placeholders included, has its maximum number of output tokens."""
     return len(sequence.output_token_ids) == sequence.max_output_tokens
 
 
 def remove_placeholder(sequence: Sequence) -> None:
-    """Take away what stands for the token that is known now."""
+    """Remove the placeholder of a sequence, because its token is known now."""
     if sequence.output_token_ids and sequence.output_token_ids[-1] == PLACEHOLDER_TOKEN:
         sequence.output_token_ids.pop()

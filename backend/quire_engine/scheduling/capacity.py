@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Room: whether one more sequence can run beside those that do, and who would have to leave for it. Decides nothing."""
+"""Capacity check: whether one more sequence can run, and which running sequences must be preempted for it.
+
+It only answers; the scheduler decides and preempts."""
 
 from quire_engine.kv_cache.block_manager import BlockManager
 from quire_engine.kv_cache.block_pool import BlockPool
@@ -10,7 +12,7 @@ from quire_engine.step.builder import StepPlanBuilder
 
 
 class CapacityCheck:
-    """Seats, which are `max_num_seqs`, and free blocks, of which one for each running sequence is kept in reserve."""
+    """Limits of a step: `max_num_seqs`, and free blocks minus a reserve of one block per running sequence."""
 
     def __init__(
         self, max_num_seqs: int, running: RequestQueue, block_pool: BlockPool, block_manager: BlockManager
@@ -21,19 +23,25 @@ class CapacityCheck:
         self._block_manager = block_manager
 
     def has_free_seq(self, builder: StepPlanBuilder, num_preempted: int = 0) -> bool:
-        """Whether there is a seat, those promised to forks left aside, if so many running sequences leave."""
+        """Return whether fewer than `max_num_seqs` sequences run after `num_preempted` of them stop.
+
+        Pending forks count as running.
+        """
         return len(self._running) - num_preempted + len(builder.pending_forks) < self._max_num_seqs
 
     def preemption_victims(
         self, sequence: Sequence, prefix: PrefixHit, builder: StepPlanBuilder
     ) -> list[Sequence] | None:
-        """The fewest less urgent sequences, last in rank first, without which this one can start; None if it cannot."""
+        """Return the fewest running sequences, least urgent first, that must stop so that `sequence` can start.
+
+        None if it cannot start anyway.
+        """
         if self._fits(sequence, prefix, builder):
             return []
         if not self._running or self._running.least_urgent.priority <= sequence.priority:
             return None
         candidates = [s for s in self._running if s.priority > sequence.priority and s is not sequence.parent][::-1]
-        # At most what they hold: spares the counting where it would be for nothing.
+        # An upper bound first: without it, the exact count would often be wasted work.
         if not self._fits(sequence, prefix, builder, len(candidates), sum(len(s.block_table) for s in candidates)):
             return None
         for num_preempted, num_freed_blocks in enumerate(
@@ -51,7 +59,7 @@ class CapacityCheck:
         num_preempted: int = 0,
         num_freed_blocks: int = 0,
     ) -> bool:
-        """Whether a sequence can start, if that many running ones leave and release that many blocks."""
+        """Return whether a sequence can start if `num_preempted` running ones stop and free `num_freed_blocks`."""
         num_running = len(self._running) - num_preempted
         num_reserved = num_running + len(builder.pending_forks) + 1 if num_running else 0
         num_needed = self._block_manager.num_blocks_needed(sequence, prefix) + num_reserved

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Line: sequences in order of rank, the most urgent first."""
+"""Priority queue of sequences, most urgent first. The scheduler has one of waiting and one of running sequences."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _SORT_KEY = attrgetter("sort_key")
 
 
 class RequestQueue:
-    """Sequences sorted by rank. Ranks are unique and do not change while a sequence is in a line."""
+    """Sequences in order of their sort keys, which are unique and constant while a sequence is in a queue."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -24,19 +24,19 @@ class RequestQueue:
 
     @property
     def least_urgent(self) -> Sequence:
-        """The least urgent one; there must be one."""
+        """The last sequence. The queue must not be empty."""
         return self._sequences[-1]
 
     def snapshot(self) -> list[Sequence]:
-        """All of them, in a list that stays as it is when the line changes."""
+        """Return all sequences in a list that does not change with the queue."""
         return self._sequences.copy()
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence in at its place."""
+        """Insert a sequence at the position of its sort key."""
         insort(self._sequences, sequence, key=_SORT_KEY)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence, which must be in."""
+        """Remove a sequence, which must be in the queue."""
         index = bisect_left(self._sequences, sequence.sort_key, key=_SORT_KEY)
         assert self._sequences[index] is sequence
         del self._sequences[index]

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduler: which sequences run in a step, and how many tokens of each. Owns the life of a Sequence.
+"""Continuous-batching scheduler: selects the sequences of each step and the number of tokens of each.
 
-Torch-free and deterministic: the clock is passed in, block ids and slots come from blocks.py and adapters.py. The
-engine calls schedule(), has a runner carry the plan out, and calls finish() or fail(); between those two calls it may
-add and abort. Between them it may also call schedule_ahead(), once: then two steps are in flight, which end in order.
+It owns the life cycle of a Sequence. It is torch-free and deterministic: the clock is an argument, block ids come from
+`kv_cache` and adapter slots from `lora.registry`. It never sees a runner.
+
+The step executor calls schedule(), runs the plan, and calls update_from_step() or fail_step(). Between these calls it
+can call schedule_ahead() once. Then two steps are in flight, and they complete in order. The engine can call add() and
+abort() at any time in between.
 """
 
 import sys
@@ -28,36 +31,39 @@ from quire_spec.errors import ConfigError, Internal, InvalidArgument
 
 
 class Scheduler:
-    """Continuous batching over one pool of blocks.
+    """Continuous batching over one pool of KV blocks, with these invariants.
 
-    Order. Every sequence has a rank for life: its priority (one for all, unless scheduling_policy is priority), then
-    its number in order of arrival. Waiting sequences start and prompts go on in order of rank, so a preempted one goes
-    before all that came after it. One that does not fit yet holds back those behind it, so that a long prompt is not
-    overtaken for ever; one whose adapter has no slot yet holds back nobody. A fork waits until its leader's prompt is
-    computed; a seat and a block are kept for it meanwhile.
+    Order. A sequence keeps one sort key for life: its priority, then its arrival number. All priorities are equal
+    unless scheduling_policy is "priority". Waiting sequences start, and partial prefills continue, in this order, so a
+    preempted sequence runs before all later arrivals. A waiting sequence that does not fit delays all sequences behind
+    it, so that shorter prompts cannot overtake a long one forever. A sequence whose adapter has no slot yet delays no
+    other. A fork waits until its parent's prompt is computed; meanwhile one of the `max_num_seqs` places and one block
+    are reserved for it.
 
-    Progress. A prompt gets all its blocks when it is admitted, so only decoding takes more of them, one block per
-    `block_size` tokens; when there is none, the last in rank of the running ones gives up its blocks, and later gets
-    back what host memory or the prefix cache kept and computes the rest. The first in rank is thus never preempted
-    while another runs, and alone it always fits, because the pool holds `max_model_len` tokens (checked at start): it
-    ends, then the next one is first.
+    Progress. A sequence gets the blocks for its whole prompt when it is admitted. After that, only decoding allocates:
+    one block per `block_size` tokens. If no block is free, the least urgent running sequence is preempted. It is later
+    restored from host memory or the prefix cache, and the rest is computed again. So the most urgent sequence is never
+    preempted while another one runs. Alone it always fits, because the pool holds `max_model_len` tokens (checked at
+    startup). It therefore finishes, and then the next sequence is the most urgent.
 
-    Urgency. A waiting sequence that does not fit has running ones of lower priority (a larger number) preempted, the
-    last in rank first, if that makes room for it, and starts in the same step. That gives the blocks to a better rank,
-    and a sequence is never preempted for one of its own priority but by growth: so it, too, comes to an end once
-    nothing more urgent arrives, and without priorities it never happens.
+    Urgency. If a waiting sequence does not fit, running sequences of lower priority (a larger number) are preempted,
+    least urgent first, provided that this frees enough. The waiting sequence then starts in the same step. This moves
+    blocks only to a more urgent sequence. A sequence of the same priority is preempted only for decoding (Progress).
+    So every sequence finishes once nothing more urgent arrives, and without priorities this rule never applies.
 
-    Restart. A sequence that grows beyond the switch of its model's rope needs other keys for all its tokens: it goes
-    back to its place in line once and computes them, sharing nothing with its shorter self.
+    Restart. When a sequence grows beyond the long-rope threshold of its model, all its keys change. It is requeued once
+    under its sort key, computes all its tokens again, and shares no blocks with its shorter self.
 
-    No thrash. A sequence, new or preempted, is admitted only if afterwards one block per running sequence stays free.
-    Running sequences take at most one block each in `block_size` steps, so at least that many steps pass between an
-    admission and the next preemption by growth. Whoever is preempted is not admitted again in the same step: what it
-    gave up, less what was missing, is too little for it. (With nothing else running the reserve is not needed.)
+    No thrash. A sequence, new or preempted, is admitted only if one free block per running sequence remains afterwards.
+    Running sequences allocate at most one block each in `block_size` steps. So at least that many steps pass between an
+    admission and the next preemption for decoding. A preempted sequence is never admitted again in the same step,
+    because the blocks that it freed, minus those that were missing, are too few. Without other running sequences the
+    reserve is not needed.
 
-    Ahead. A step may be planned while the one before it is in flight, as if that were over (foresight.py). It takes
-    nothing from anybody: where it would have to preempt or to swap in, the step in flight is waited for. A sequence
-    that turns out to have ended, or is aborted, keeps its blocks and its adapter's slot until no step in flight has it.
+    Lookahead. A step can be planned while the previous one is in flight, as if that one were complete (see
+    async_scheduling). Lookahead planning takes no resource from a sequence: if it would have to preempt or swap in, it
+    waits for the step in flight instead. A sequence that turns out to be finished, or is aborted, keeps its blocks and
+    its adapter slot until no step in flight contains it.
 
     Raises:
         ConfigError: the pool is smaller than one sequence of `max_model_len` tokens.
@@ -87,53 +93,54 @@ class Scheduler:
         self._waiting = RequestQueue()
         self._running = RequestQueue()
         self._capacity = CapacityCheck(config.max_num_seqs, self._running, block_pool, self.block_manager)
-        # Two at most, the one that is computed first.
+        # At most two, the earlier one first.
         self._in_flight: list[StepPlan] = []
-        # Ended while a step in flight may still write to their blocks.
+        # Finished while a step in flight can still write to their blocks.
         self._finished_in_flight: list[Sequence] = []
-        # The step in flight of which the sequences are as they will be after it.
+        # The step in flight whose sequences have been advanced with placeholders.
         self._lookahead_plan: StepPlan | None = None
-        # The step that is being planned comes after one in flight.
+        # True while schedule_ahead() plans a step.
         self._planning_ahead = False
-        # The next one has to wait, so that somebody who could not start ahead can.
+        # No lookahead until the next schedule(), because a waiting sequence can only start without it.
         self._defer_lookahead = False
         self.waiting_for_adapters = False
-        """The last call of schedule() found nothing to run, and nothing has changed since."""
+        """True if the last schedule() found nothing to run, and nothing has changed since."""
         self.num_preemptions = 0
         self.num_steps = 0
         if self.block_manager.num_blocks(max_model_len) > block_pool.num_blocks:
             raise ConfigError(
                 f"max_model_len: {max_model_len} tokens need {self.block_manager.num_blocks(max_model_len)} KV blocks "
-                "of "
-                f"{self._block_size} tokens, the cache has {block_pool.num_blocks} "
-                f"({block_pool.num_blocks * self._block_size} "
-                "tokens); lower max_model_len or raise kv_cache_memory_bytes or gpu_memory_utilization"
+                f"of {self._block_size} tokens, but the cache has {block_pool.num_blocks} "
+                f"({block_pool.num_blocks * self._block_size} tokens); "
+                "lower max_model_len or raise kv_cache_memory_bytes or gpu_memory_utilization"
             )
 
     @property
     def has_work(self) -> bool:
-        """Any sequence that is not over, or a step in flight."""
+        """True while a sequence is unfinished or a step is in flight."""
         return bool(self._sequences or self._in_flight)
 
     @property
     def has_runnable(self) -> bool:
-        """Whether a step is in flight or schedule() may find something to run; False until something changes once it
-        did not."""
+        """True if a step is in flight or schedule() may find something to run.
+
+        False after a schedule() that found nothing, until something changes.
+        """
         return bool(self._running or self._in_flight or (self._waiting and not self.waiting_for_adapters))
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold blocks."""
+        """Sequences that have blocks."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that do not, preempted ones included."""
+        """Sequences without blocks, including preempted ones."""
         return len(self._waiting)
 
     @property
     def num_swapped(self) -> int:
-        """Waiting sequences of which host memory keeps what was computed."""
+        """Waiting sequences with swapped blocks in host memory."""
         return (
             sum(1 for sequence in self._waiting if sequence.host_blocks)
             if self.block_manager.num_used_host_blocks
@@ -144,14 +151,16 @@ class Scheduler:
         """Queue a new sequence.
 
         Raises:
-            InvalidArgument: it can never run: too long for max_model_len, or for one step without chunked prefill;
-                it has a priority where there is none; or the one that it forks has another prompt, adapter or salt.
+            InvalidArgument: the sequence is too long for max_model_len, or for one step without chunked prefill; it has
+                a priority, but scheduling_policy does not use priorities; or its parent has a different prompt, adapter
+                or salt.
             NotFound: its adapter is not registered.
         """
         num_tokens = sequence.num_tokens
         if num_tokens >= self._max_model_len:
             raise InvalidArgument(
-                f"prompt: {num_tokens} tokens leave no room for output; max_model_len is {self._max_model_len}"
+                f"prompt: {num_tokens} tokens leave no room for output, max_model_len is {self._max_model_len}; "
+                "shorten the prompt"
             )
         if not self._chunked_prefill and num_tokens > self._max_num_batched_tokens:
             raise InvalidArgument(
@@ -159,10 +168,11 @@ class Scheduler:
                 "enable_chunked_prefill is off; shorten the prompt"
             )
         if sequence.id in self._sequences:
-            raise InvalidArgument(f"id {sequence.id}: a sequence of this id is open; choose another")
+            raise InvalidArgument(f"id: {sequence.id} is in use by an unfinished sequence; choose another")
         if sequence.priority and self._policy != "priority":
             raise InvalidArgument(
-                f"priority: {sequence.priority}, but scheduling_policy is {self._policy}; leave it out, or use priority"
+                f"priority: got {sequence.priority}, but scheduling_policy is {self._policy}; "
+                "omit it, or set scheduling_policy to priority"
             )
         sequence.parent = self._fork_parent(sequence)
         if sequence.adapter_digest is not None:
@@ -174,27 +184,27 @@ class Scheduler:
         self.waiting_for_adapters = False
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """End sequences, unknown ids ignored. Blocks that a step in flight may write go back after it."""
+        """Finish sequences; ignore unknown ids. Blocks that a step in flight can write are freed after it."""
         for sequence_id in sequence_ids:
             if sequence := self._sequences.get(sequence_id):
                 self._finish_sequence(sequence, FinishReason.ABORT)
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan a step; None when nothing can run. `now`: monotonic seconds, for adapters that wait too long.
+        """Plan a step; return None if nothing can run. `now`: monotonic seconds, to detect starved adapters.
 
-        Decoding sequences come first and always get their token; what is left of the token budget goes to prompts.
+        Decoding sequences come first and always get their token. Prompts get the rest of the token budget.
         """
-        assert not self._in_flight, "schedule() again before finish() or fail()"
+        assert not self._in_flight, "schedule() before update_from_step() or fail_step()"
         self._defer_lookahead = False
         plan = self._plan_step(self._running.snapshot(), now)
         self.waiting_for_adapters = plan is None
         return plan
 
     def schedule_ahead(self, now: float) -> StepPlan | None:
-        """Plan the step after the one in flight, as if that were over; None when it has to be waited for first.
+        """Plan the step after the one in flight as if that were complete; return None if it must complete first.
 
-        It is waited for when a block is missing, when somebody is to start who takes blocks or host memory from others
-        or gives some back, when a sequence needs to know its tokens, and always where keys may have to be rotated anew.
+        It must complete first if a block is missing, if a waiting sequence would preempt another one or swap in, if a
+        sequence requires its tokens on the host, and always if the model has a long-rope threshold.
         """
         [step_in_flight] = self._in_flight
         if (
@@ -214,7 +224,7 @@ class Scheduler:
         return plan
 
     def _plan_step(self, sequences: list[Sequence], now: float) -> StepPlan | None:
-        """Plan a step; `members`: running sequences that go on."""
+        """Plan a step. `sequences`: running sequences that continue."""
         self._adapter_registry.begin_step(now)
         builder = StepPlanBuilder(self._max_num_batched_tokens)
         self._schedule_prefills(builder, self._schedule_decodes(sequences, builder), now)
@@ -224,8 +234,7 @@ class Scheduler:
         return self._in_flight[-1]
 
     def update_from_step(self, plan: StepPlan, span_outputs: list[SpanOutput]) -> list[tuple[Sequence, SpanOutput]]:
-        """Take in what the first step in flight computed; returns the sequences with new tokens, and which of the
-        tokens count."""
+        """Apply the outputs of the earlier step in flight; return each sequence with new tokens and those tokens."""
         assert len(span_outputs) == len(plan.spans)
         self._complete_step(plan, step_failed=False)
         has_placeholders = plan is self._lookahead_plan
@@ -253,9 +262,9 @@ class Scheduler:
         return updates
 
     def fail_step(self, plan: StepPlan) -> list[Sequence]:
-        """The first step in flight failed: end its sequences, and return them. Blocks computed before stay good.
+        """Finish, and return, the sequences of the earlier step in flight, which failed.
 
-        A step that was planned ahead of its end has failed with it: this is to be called again, for that one.
+        Blocks computed by earlier steps stay valid. A step that was planned ahead fails too: call this again for it.
         """
         self._complete_step(plan, step_failed=True)
         failed_sequences = [span.sequence for span in plan.spans if span.sequence.status is not SequenceStatus.FINISHED]
@@ -265,14 +274,14 @@ class Scheduler:
         return failed_sequences
 
     def fail_adapter(self, adapter_digest: str) -> list[Sequence]:
-        """End, and return, the sequences that wait for an adapter that cannot be had."""
+        """Finish, and return, the sequences that wait for an adapter that cannot be loaded."""
         failed_sequences = [sequence for sequence in self._waiting if sequence.adapter_digest == adapter_digest]
         for sequence in failed_sequences:
             self._finish_sequence(sequence, FinishReason.ERROR)
         return failed_sequences
 
     def on_adapter_ready(self) -> None:
-        """Something outside changed (an adapter was read): sequences that could not run may now."""
+        """Called when an adapter was read or copied to a slot: waiting sequences may be able to run."""
         self.waiting_for_adapters = False
 
     def check_integrity(self) -> None:
@@ -287,9 +296,8 @@ class Scheduler:
         )
         if waiting_with_blocks or not is_partitioned or not is_sorted:
             raise Internal(
-                f"scheduler: {len(self._waiting)} waiting ({len(waiting_with_blocks)} of them hold blocks), "
-                f"{len(self._running)} "
-                f"running, {len(self._sequences)} open, in order of rank: {is_sorted}"
+                f"scheduler: {len(self._waiting)} waiting ({len(waiting_with_blocks)} of them have blocks), "
+                f"{len(self._running)} running, {len(self._sequences)} unfinished, sorted: {is_sorted}"
             )
         self.block_manager.check_integrity(block_holders, self._waiting, self._in_flight)
         self._adapter_registry.check_integrity(
@@ -302,20 +310,20 @@ class Scheduler:
         )
 
     def _fork_parent(self, fork: Sequence) -> Sequence | None:
-        """The sequence that `fork` shares its prompt with, if that is still open."""
+        """Return the sequence that `fork` shares its prompt with, if it is unfinished."""
         if fork.parent_id is None or (parent := self._sequences.get(fork.parent_id)) is None:
             return None
         for name in ("prompt_token_ids", "adapter_digest", "cache_salt"):
             if getattr(fork, name) != getattr(parent, name):
                 raise InvalidArgument(
-                    f"parent_id: sequence {parent.id} has another {name}; prompt, adapter and salt must be the same"
+                    f"parent_id: sequence {parent.id} has a different {name}; prompt, adapter and salt must be equal"
                 )
         return parent
 
     def _schedule_decodes(self, sequences: list[Sequence], builder: StepPlanBuilder) -> list[Sequence]:
-        """Plan those of `members` that decode; returns those whose prompts are partly through.
+        """Plan the decoding sequences among `sequences`; return those with partial prefills.
 
-        Goes through them in order of rank, so that whoever is preempted has no span yet.
+        The most urgent come first, so a preempted sequence has no span yet.
         """
         partial_prefills = []
         for sequence in sequences:
@@ -329,7 +337,7 @@ class Scheduler:
         return partial_prefills
 
     def _ensure_block(self, sequence: Sequence, builder: StepPlanBuilder) -> bool:
-        """Make sure that a decoding sequence has a block for its token; False when it was preempted instead."""
+        """Ensure that a decoding sequence has a block for its token. Return False if it was preempted instead."""
         while not self.block_manager.append_block(sequence):
             victim = self._running.least_urgent
             assert len(self._running) > 1, "the pool holds max_model_len tokens"
@@ -339,7 +347,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
-        """Take a sequence's blocks; later it starts from what is swapped out or still cached."""
+        """Free a sequence's blocks. It resumes from blocks that are swapped out or still cached."""
         builder.remove_decode(sequence)
         self.block_manager.swap_out(sequence, builder)
         self._requeue(sequence)
@@ -347,14 +355,14 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _requeue(self, sequence: Sequence) -> None:
-        """Put a running sequence back to its place in line, without blocks."""
+        """Move a running sequence, without blocks, back to the waiting queue."""
         self._running.remove(sequence)
         self._release_resources(sequence)
         sequence.status = SequenceStatus.PREEMPTED
         self._waiting.add(sequence)
 
     def _schedule_prefills(self, builder: StepPlanBuilder, partial_prefills: list[Sequence], now: float) -> None:
-        """Spend the budget on prompts in order of rank: those partly through, and those that wait and fit."""
+        """Spend the token budget on prompts, most urgent first: partial prefills, and waiting sequences that fit."""
         partial_prefills.reverse()
         for sequence in self._waiting.snapshot():
             self._continue_prefills(builder, partial_prefills, sequence.sort_key)
@@ -368,7 +376,7 @@ class Scheduler:
         partial_prefills: list[Sequence],
         before_sort_key: tuple[int, ...] = (sys.maxsize,),
     ) -> None:
-        """Go on with prompts from the end of `prefilling`, up to a rank."""
+        """Continue partial prefills from the end of the list, up to a sort key."""
         while partial_prefills and builder.token_budget and partial_prefills[-1].sort_key < before_sort_key:
             sequence = partial_prefills.pop()
             if sequence.status is SequenceStatus.RUNNING:
@@ -376,7 +384,7 @@ class Scheduler:
                 builder.add_prefill(self._make_span(sequence, min(remaining, builder.token_budget)))
 
     def _admit(self, sequence: Sequence, builder: StepPlanBuilder, now: float) -> bool:
-        """Start a waiting sequence, or let it wait aside; False if it holds back those behind it."""
+        """Start a waiting sequence, or skip it. Return False if it delays the sequences behind it."""
         if builder.token_budget == 0 and builder.prefills:
             return False
         if not self._capacity.has_free_seq(builder) and sequence.priority >= self._running.least_urgent.priority:
@@ -411,27 +419,27 @@ class Scheduler:
         return can_run
 
     def _chunk_length(self, remaining: int, budget: int) -> int:
-        """How many of `remaining` prompt tokens to run now."""
+        """Return how many of `remaining` prompt tokens to run now."""
         if self._chunked_prefill or remaining <= budget:
             return min(remaining, budget)
-        # Output may have made a preempted sequence longer than a whole step: chunks are then its only way back.
+        # A preempted sequence can be longer than a step because of its output. Then it can only resume in chunks.
         return budget if remaining > self._max_num_batched_tokens else 0
 
     def _usable_prefix(self, sequence: Sequence, builder: StepPlanBuilder) -> PrefixHit | None:
-        """What of a sequence is there already, when there is room for the rest; None when there is not."""
+        """Return the prefix from which a sequence can start; None if the rest does not fit."""
         prefix = self.prefix_cache.match(sequence)
-        # A block that this step fills by a copy has nothing to copy yet.
+        # A block that this step itself fills by a copy has no contents yet.
         source_unwritten = any(copy.destination in prefix.copy_sources for copy in builder.copies)
         if not source_unwritten and self._ensure_capacity(sequence, prefix, builder):
             return prefix
         if not prefix.copy_sources:
             return None
-        # Without a copy it takes one block less, so that a sequence always fits alone.
+        # Without the copy it needs one block less. So a sequence always fits alone.
         prefix = self.prefix_cache.full_blocks_only(prefix)
         return prefix if self._ensure_capacity(sequence, prefix, builder) else None
 
     def _ensure_capacity(self, sequence: Sequence, prefix: PrefixHit, builder: StepPlanBuilder) -> bool:
-        """Whether a sequence can start, if need be because less urgent ones are preempted."""
+        """Return whether a sequence can start; preempt less urgent sequences if that is necessary and sufficient."""
         victims = self._capacity.preemption_victims(sequence, prefix, builder)
         if victims is None:
             return False
@@ -456,7 +464,7 @@ class Scheduler:
         return ScheduledSpan(sequence, sequence.num_computed_tokens, length, adapter_slot)
 
     def _append_tokens(self, sequence: Sequence, span_output: SpanOutput) -> SpanOutput:
-        """Add the tokens up to the one that ends the sequence, if any does."""
+        """Append the tokens, up to the one that finishes the sequence; return those that count."""
         output = sequence.output_token_ids
         for count, token in enumerate(span_output.token_ids, 1):
             output.append(token)
@@ -471,7 +479,7 @@ class Scheduler:
         return span_output
 
     def _finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence; what it holds goes back at once if no step is in flight."""
+        """Finish a sequence. Release its resources now if no step is in flight, otherwise later."""
         del self._sequences[sequence.id]
         was_running = sequence.status is SequenceStatus.RUNNING
         sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
@@ -487,7 +495,7 @@ class Scheduler:
         self._drop_adapter_ref(sequence)
 
     def _release_resources(self, sequence: Sequence) -> None:
-        """Give back what a running sequence holds; nothing of it is in flight."""
+        """Release the blocks and the adapter slot of a running sequence that no step in flight contains."""
         self.block_manager.free(sequence)
         if sequence.adapter_digest is not None:
             self._adapter_registry.on_stop(sequence.adapter_digest)
@@ -498,14 +506,14 @@ class Scheduler:
         self.waiting_for_adapters = False
 
     def _complete_step(self, plan: StepPlan, step_failed: bool) -> None:
-        """The first step in flight is over."""
+        """Remove the earlier step in flight."""
         assert plan is self._in_flight[0]
         del self._in_flight[0]
         self.num_steps += 1
         self.block_manager.complete_step(plan, step_failed)
 
     def _free_finished(self) -> None:
-        """Give back what sequences held that are over, those that a step in flight has excepted."""
+        """Release the resources of finished sequences that no step in flight contains."""
         finished, self._finished_in_flight = self._finished_in_flight, []
         sequences_in_flight = {span.sequence for plan in self._in_flight for span in plan.spans} if finished else set()
         for sequence in finished:
@@ -517,7 +525,7 @@ class Scheduler:
 
 
 def _awaited_parent(sequence: Sequence) -> Sequence | None:
-    """The leader of a fork that never ran, while its prompt is being computed or waits to be."""
+    """Return the parent of a fork that never ran, while the parent's prompt is not fully computed."""
     parent = sequence.parent
     if (
         parent is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft: a step while the scheduler plans it."""
+"""Builder of a step plan, which the scheduler and the block manager fill."""
 
 from dataclasses import dataclass, field
 
@@ -9,10 +9,10 @@ from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan, SwapCopy
 
 @dataclass(slots=True)
 class StepPlanBuilder:
-    """What a step will do so far."""
+    """The spans and copies planned so far."""
 
     token_budget: int
-    """Tokens that are left for prompts."""
+    """Remaining tokens for prompts."""
     decodes: list[ScheduledSpan] = field(default_factory=list)
     prefills: list[ScheduledSpan] = field(default_factory=list)
     swap_outs: list[SwapCopy] = field(default_factory=list)
@@ -20,20 +20,20 @@ class StepPlanBuilder:
     copies: list[BlockCopy] = field(default_factory=list)
     started_ids: list[int] = field(default_factory=list)
     pending_forks: set[int] = field(default_factory=set)
-    """Ids of forks that will start as soon as their leaders' prompts are computed."""
+    """Ids of forks that will start as soon as their parents' prompts are computed."""
 
     def remove_decode(self, sequence: Sequence) -> None:
-        """Forget the token that a sequence was to decode, if it was."""
+        """Remove the decode span of a sequence, if it has one."""
         remaining = [span for span in self.decodes if span.sequence is not sequence]
         self.token_budget += len(self.decodes) - len(remaining)
         self.decodes = remaining
 
     def add_prefill(self, span: ScheduledSpan) -> None:
-        """Add a prompt's chunk."""
+        """Add a chunk of a prompt."""
         self.prefills.append(span)
         self.token_budget -= span.length
 
     def build(self) -> StepPlan:
-        """The step as it is."""
+        """Return the plan."""
         spans = self.decodes + self.prefills
         return StepPlan(spans, self.swap_outs, self.swap_ins, self.copies, self.started_ids)

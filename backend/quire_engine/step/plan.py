@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step as a value: what the scheduler decided, what the runner made of it. Torch-free; both sides import only this.
+"""A step as a value: the plan that the scheduler makes and the outputs that the runner returns.
 
-Each sequence gets a span of tokens, one or many: a prompt's chunk, one decoded token, or (speculation) several. All
-spans of a step are flattened into one batch.
+Torch-free. The scheduler and the runner both import this module, and never each other. Each sequence of a step gets one
+span of tokens: a chunk of its prompt, or one decoded token. The runner flattens all spans of a step into one batch.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from quire_spec.errors import Unavailable
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSpan:
-    """Tokens [start, start + length) of a sequence, to be computed in this step."""
+    """Tokens [start, start + length) of a sequence, which this step computes."""
 
     sequence: Sequence
     start: int
     length: int
     adapter_slot: SlotId | None
-    """Device slot of its adapter; None runs the base model."""
+    """Device slot of the adapter; None runs the base model."""
 
     @property
     def end(self) -> int:
@@ -29,18 +29,18 @@ class ScheduledSpan:
 
     @property
     def samples(self) -> bool:
-        """True when the span reaches the sequence's last token, so that its last logits choose the next one."""
+        """True if the span reaches the last token of the sequence, so that its last logits yield the next token."""
         return self.end == self.sequence.num_tokens
 
     @property
     def awaits_token(self) -> bool:
-        """True when its one token is what the step in flight chooses: the host does not know it."""
+        """True if its only token is sampled by the step in flight, so that the host does not have it yet."""
         output_token_ids = self.sequence.output_token_ids
         return self.length == 1 and bool(output_token_ids) and output_token_ids[-1] == PLACEHOLDER_TOKEN
 
     @property
     def prompt_logprob_positions(self) -> range:
-        """Positions whose logits tell how likely the prompt's next token was; none unless the request asks."""
+        """Positions whose logits yield prompt log probabilities; empty unless the request requires them."""
         sequence = self.sequence
         if sequence.params.prompt_logprobs is None:
             return range(0)
@@ -51,7 +51,7 @@ class ScheduledSpan:
 
 @dataclass(frozen=True, slots=True)
 class SlotLoad:
-    """Copy an adapter from host memory into a device slot that no step uses meanwhile."""
+    """Copy an adapter from host memory into a device slot. No step uses the slot during the copy."""
 
     adapter_digest: str
     adapter_slot: SlotId
@@ -59,7 +59,7 @@ class SlotLoad:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy a block of all layers to another one, before the step writes anything."""
+    """Copy a block of all layers to another block, before the step writes anything."""
 
     source: BlockId
     destination: BlockId
@@ -67,11 +67,11 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class SwapCopy:
-    """Copy a block of all layers to host memory, or back."""
+    """Copy a block of all layers to host memory, or from there."""
 
     block: BlockId
     host_block: BlockId
-    """Number of the place in host memory."""
+    """Block number in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,36 +80,36 @@ class StepPlan:
 
     spans: list[ScheduledSpan]
     swap_outs: list[SwapCopy] = field(default_factory=list)
-    """Blocks of preempted sequences. They may be written in the same step, so this comes first."""
+    """Blocks of preempted sequences. The same step can overwrite them, so these copies come first."""
     swap_ins: list[SwapCopy] = field(default_factory=list)
-    """Blocks of sequences that come back. They may be copied in the same step, so this comes before the copies."""
+    """Blocks of resumed sequences. The same step can copy them, so these come before `copies`."""
     copies: list[BlockCopy] = field(default_factory=list)
-    """Blocks that spans go on writing in a copy, as others read the original; no destination is a source."""
+    """Copies that spans continue to write, because other sequences share the original. No destination is a source."""
     started_ids: list[int] = field(default_factory=list)
-    """Ids of the sequences that run for the first time; the runner needs none of it."""
+    """Ids of the sequences that run for the first time; the runner does not use them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanOutput:
-    """What one span yielded: no token while its prompt is not through, else one (speculation: several)."""
+    """Output of one span: no token if it ends within the prompt, otherwise one."""
 
     token_ids: list[int]
     logprobs: list[list[Logprob]] | None = None
-    """Per token: the token taken, then the most likely ones; None unless the request asks."""
+    """Per token: the sampled token, then the most likely ones. None unless the request requires them."""
     prompt_logprobs: list[list[Logprob]] | None = None
-    """The same for the prompt tokens after each of `Span.scored`; None unless the request asks."""
+    """The same for the prompt token after each of `ScheduledSpan.prompt_logprob_positions`."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step that was begun."""
+    """A step that was launched."""
 
     plan: StepPlan
     get_outputs: Callable[[], list[SpanOutput]]
-    """Waits until it is over; then returns, or raises, as `Runner.execute`."""
+    """Waits until the step is complete; then returns or raises like `ModelRunner.execute`."""
     launch_failed: bool = False
-    """It could not even be begun: `outcome` raises."""
+    """True if the launch failed: then `get_outputs` raises."""
 
 
 class RunnerLost(Unavailable):
-    """What the runner computes with is gone for good: no step can run any more."""
+    """A process or device of the runner is permanently lost; no step can run any more."""

@@ -242,7 +242,7 @@ def test_requests_that_are_wrong_are_refused_and_change_nothing() -> None:
         ({"prompt": ["1"]}, "prompt: not a list of token ids"),
         ({"prompt": [1.5]}, "prompt: not a list of token ids"),
         ({"prompt": None}, "prompt: not a list of token ids"),
-        ({"prompt": [1] * 96}, "prompt: 96 tokens leave no room for output; max_model_len is 96"),
+        ({"prompt": [1] * 96}, "prompt: 96 tokens leave no room for output, max_model_len is 96"),
         ({"prompt": [1], "stop_token_ids": [VOCAB]}, f"stop_token_ids: token id {VOCAB}"),
         ({"prompt": [1], "temperature": -1}, "temperature"),
         ({"prompt": [1], "best_off": 2}, "unknown sampling parameter 'best_off'"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache gives contents out and takes them in, block by block, and nothing else changes."""
+"""The KV cache stores and loads the contents of blocks, and changes no other block."""
 
 import pytest
 import torch
@@ -31,80 +31,80 @@ DEVICES = [
 ]
 
 
-def cache(num_blocks: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> KVCache:
-    """A cache full of numbers."""
-    made = KVCache(SHAPE, num_blocks, 8, dtype, torch.device(device))
-    for index, layer in enumerate(made.layers):
+def random_cache(num_blocks: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> KVCache:
+    """Return a cache with random contents."""
+    kv_cache = KVCache(SHAPE, num_blocks, 8, dtype, torch.device(device))
+    for index, layer in enumerate(kv_cache.layers):
         layer.copy_(torch.randn(layer.shape, generator=torch.Generator().manual_seed(100 * seed + index)))
-    return made
+    return kv_cache
 
 
-def contents(made: KVCache) -> torch.Tensor:
+def contents(kv_cache: KVCache) -> torch.Tensor:
     """[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], on the CPU."""
-    return torch.stack([as_indexable(layer) for layer in made.layers]).movedim(2, 0).cpu().clone()
+    return torch.stack([as_indexable(layer) for layer in kv_cache.layers]).movedim(2, 0).cpu().clone()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("at_once", [1, 3, 100])
-def test_what_one_cache_exports_another_takes(device, dtype, at_once, monkeypatch):
-    made, other = cache(12, device, dtype), cache(9, device, dtype, seed=1)
-    monkeypatch.setattr(device_cache, "_MAX_COPY_BYTES", at_once * made.num_bytes // 12)
-    before, target = contents(made), contents(other)
-    host = made.allocate_host_blocks(6)
+@pytest.mark.parametrize("blocks_per_copy", [1, 3, 100])
+def test_blocks_stored_by_one_cache_load_into_another(device, dtype, blocks_per_copy, monkeypatch):
+    kv_cache, other = random_cache(12, device, dtype), random_cache(9, device, dtype, seed=1)
+    monkeypatch.setattr(device_cache, "_MAX_COPY_BYTES", blocks_per_copy * kv_cache.num_bytes // 12)
+    contents_before, expected = contents(kv_cache), contents(other)
+    host = kv_cache.allocate_host_blocks(6)
     assert host.is_pinned() == (device == "cuda")
-    made.store_blocks([7, 2, 11, 3], host, [5, 0, 1, 4])
+    kv_cache.store_blocks([7, 2, 11, 3], host, [5, 0, 1, 4])
     other.load_blocks([8, 0, 1], host, [1, 5, 0])
-    assert torch.equal(contents(made), before)
-    target[[8, 0, 1]] = before[[11, 7, 2]]
-    assert torch.equal(contents(other), target)
+    assert torch.equal(contents(kv_cache), contents_before)
+    expected[[8, 0, 1]] = contents_before[[11, 7, 2]]
+    assert torch.equal(contents(other), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_copies(device):
-    made = cache(6, device)
-    expected = contents(made)
+def test_copies_blocks(device):
+    kv_cache = random_cache(6, device)
+    expected = contents(kv_cache)
     expected[[1, 5, 4]] = expected[[0, 0, 3]]
-    made.copy_blocks([0, 0, 3], [1, 5, 4])
-    assert torch.equal(contents(made), expected)
+    kv_cache.copy_blocks([0, 0, 3], [1, 5, 4])
+    assert torch.equal(contents(kv_cache), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_swapper_copies_out_before_it_copies_in(device):
-    made = cache(4, device)
-    before = contents(made)
-    swapper = HostSwap(made, 3)
-    assert swapper.num_bytes == 3 * made.num_bytes // 4
-    swapper.copy([SwapCopy(BlockId(1), BlockId(2))], [])
-    # Block 3 goes where block 1, which comes back, has its place no more.
-    swapper.copy([SwapCopy(BlockId(3), BlockId(0))], [SwapCopy(BlockId(3), BlockId(2))])
-    swapper.copy([], [SwapCopy(BlockId(0), BlockId(0))])
-    assert torch.equal(contents(made), before[[3, 1, 2, 1]])
+def test_swap_out_precedes_swap_in(device):
+    kv_cache = random_cache(4, device)
+    contents_before = contents(kv_cache)
+    host_swap = HostSwap(kv_cache, 3)
+    assert host_swap.num_bytes == 3 * kv_cache.num_bytes // 4
+    host_swap.copy([SwapCopy(BlockId(1), BlockId(2))], [])
+    # Block 3 is swapped out and then overwritten with the contents of block 1 from host memory.
+    host_swap.copy([SwapCopy(BlockId(3), BlockId(0))], [SwapCopy(BlockId(3), BlockId(2))])
+    host_swap.copy([], [SwapCopy(BlockId(0), BlockId(0))])
+    assert torch.equal(contents(kv_cache), contents_before[[3, 1, 2, 1]])
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
-def test_few_blocks_are_copied_at_a_time(at_once, monkeypatch):
-    """Each sequence of a step may begin with a copy, or come back from the host; a GPU has no room for all of them."""
-    made = cache(30, "cpu")
-    of_block = made.num_bytes // 30
-    monkeypatch.setattr(device_cache, "_MAX_COPY_BYTES", at_once * of_block)
-    before, host = contents(made), made.allocate_host_blocks(10)
-    moves = (
-        lambda: made.copy_blocks(range(10), range(10, 20)),
-        lambda: made.store_blocks(range(10), host, range(10)),
-        lambda: made.load_blocks(range(20, 30), host, range(10)),
+@pytest.mark.parametrize("blocks_per_copy", [1, 3])
+def test_copies_use_a_small_temporary_buffer(blocks_per_copy, monkeypatch):
+    """Every sequence of a step can start with a copy or a swap-in; a GPU has no memory to gather all of them."""
+    kv_cache = random_cache(30, "cpu")
+    bytes_per_block = kv_cache.num_bytes // 30
+    monkeypatch.setattr(device_cache, "_MAX_COPY_BYTES", blocks_per_copy * bytes_per_block)
+    contents_before, host = contents(kv_cache), kv_cache.allocate_host_blocks(10)
+    copies = (
+        lambda: kv_cache.copy_blocks(range(10), range(10, 20)),
+        lambda: kv_cache.store_blocks(range(10), host, range(10)),
+        lambda: kv_cache.load_blocks(range(20, 30), host, range(10)),
     )
-    for move in moves:
-        with PeakTensorBytes() as live:
-            move()
-        assert live.peak_bytes <= at_once * of_block + 1000
-    assert made.max_blocks_per_copy == at_once
-    assert torch.equal(contents(made)[10:], before[:10].repeat(2, 1, 1, 1, 1, 1))
+    for copy in copies:
+        with PeakTensorBytes() as peak:
+            copy()
+        assert peak.peak_bytes <= blocks_per_copy * bytes_per_block + 1000
+    assert kv_cache.max_blocks_per_copy == blocks_per_copy
+    assert torch.equal(contents(kv_cache)[10:], contents_before[:10].repeat(2, 1, 1, 1, 1, 1))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_swapper_measures_blocks_and_tokens(device):
+def test_measures_seconds_per_block_and_per_token(device):
     calls = []
-    space = HostSwap(cache(4, device), 3).measure(lambda: calls.append(1) or 50)
-    assert space.num_host_blocks == 3 and len(calls) == 4
-    assert 0 < space.seconds_per_block < 1 and 0 < space.seconds_per_token < 1e-3
+    swap_costs = HostSwap(random_cache(4, device), 3).measure(lambda: calls.append(1) or 50)
+    assert swap_costs.num_host_blocks == 3 and len(calls) == 4
+    assert 0 < swap_costs.seconds_per_block < 1 and 0 < swap_costs.seconds_per_token < 1e-3

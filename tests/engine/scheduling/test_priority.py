@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More urgent sequences run first, and take what they need from the less urgent ones, and no more."""
+"""More urgent sequences run first, and preempt only as many less urgent ones as necessary."""
 
 from dataclasses import replace
 
@@ -14,72 +14,72 @@ PRIORITY = replace(CONFIG, scheduling_policy="priority")
 
 
 def test_waiting_sequences_start_by_priority_then_arrival() -> None:
-    bench = SchedulerHarness(replace(PRIORITY, max_num_seqs=1))
-    bench.add(5, 1)
+    harness = SchedulerHarness(replace(PRIORITY, max_num_seqs=1))
+    harness.add(5, 1)
     for priority in (3, -1, 3, 0):
-        bench.add(5, 1, priority=priority)
-    assert [bench.step()[0][0] for _ in range(5)] == [2, 0, 4, 1, 3]
-    with pytest.raises(InvalidArgument, match="priority: 2, but scheduling_policy is fcfs"):
+        harness.add(5, 1, priority=priority)
+    assert [harness.step()[0][0] for _ in range(5)] == [2, 0, 4, 1, 3]
+    with pytest.raises(InvalidArgument, match="priority: got 2, but scheduling_policy is fcfs"):
         SchedulerHarness().add(5, priority=2)
 
 
-def test_an_urgent_prompt_goes_before_the_chunks_of_others() -> None:
-    bench = SchedulerHarness(replace(PRIORITY, max_num_batched_tokens=16))
-    bench.add(60, 1, priority=1)
-    assert bench.step() == [(0, 0, 16)]
-    bench.add(10, 3)
-    assert bench.step() == [(1, 0, 10), (0, 16, 6)]
-    bench.add(20, 1)
-    assert [bench.step() for _ in range(2)] == [[(1, 10, 1), (2, 0, 15)], [(1, 11, 1), (2, 15, 5), (0, 22, 10)]]
-    assert bench.scheduler.num_preemptions == 0
-    bench.run()
+def test_urgent_prompt_runs_before_partial_prefills_of_others() -> None:
+    harness = SchedulerHarness(replace(PRIORITY, max_num_batched_tokens=16))
+    harness.add(60, 1, priority=1)
+    assert harness.step() == [(0, 0, 16)]
+    harness.add(10, 3)
+    assert harness.step() == [(1, 0, 10), (0, 16, 6)]
+    harness.add(20, 1)
+    assert [harness.step() for _ in range(2)] == [[(1, 10, 1), (2, 0, 15)], [(1, 11, 1), (2, 15, 5), (0, 22, 10)]]
+    assert harness.scheduler.num_preemptions == 0
+    harness.run()
 
 
-def test_growth_preempts_the_least_urgent_and_the_last_of_them() -> None:
-    bench = SchedulerHarness(PRIORITY, num_blocks=8, max_model_len=24)
+def test_decoding_preempts_the_last_arrival_of_the_least_urgent() -> None:
+    harness = SchedulerHarness(PRIORITY, num_blocks=8, max_model_len=24)
     for priority in (2, 0, 2, 1):
-        bench.add(7, 17, priority=priority)
-    bench.run_until_preempted()
-    # Two blocks for those that need their third: what the last gave up. Then the next to last finds none.
-    assert [s.num_preemptions for s in bench.sequences.values()] == [1, 0, 1, 0]
-    bench.run()
-    assert bench.outputs == {i: expected_output([i] * 7, 17) for i in range(4)}
+        harness.add(7, 17, priority=priority)
+    harness.run_until_preempted()
+    # The last sequence frees two blocks, which two others take as their third ones. Then the next to last finds none.
+    assert [s.num_preemptions for s in harness.sequences.values()] == [1, 0, 1, 0]
+    harness.run()
+    assert harness.outputs == {i: expected_output([i] * 7, 17) for i in range(4)}
 
 
-def test_an_urgent_arrival_takes_the_seat_of_the_last_in_rank_and_nobody_elses() -> None:
-    bench = SchedulerHarness(replace(PRIORITY, max_num_seqs=3))
+def test_urgent_arrival_preempts_only_the_least_urgent_at_max_num_seqs() -> None:
+    harness = SchedulerHarness(replace(PRIORITY, max_num_seqs=3))
     for priority in (1, 0, 1):
-        bench.add(5, 9, priority=priority)
-    bench.step()
-    bench.add(5, 9, priority=1)
-    assert [i for i, _, _ in bench.step()] == [1, 0, 2]
-    bench.add(5, 2, priority=0)
-    # Its seat, and in this step its place: nobody else's token waits.
-    assert bench.step() == [(1, 6, 1), (0, 6, 1), (4, 0, 5)]
-    assert bench.sequences[2].status is SequenceStatus.PREEMPTED
-    bench.add(5, 2, priority=0)
-    assert bench.step() == [(1, 7, 1), (4, 5, 1), (5, 0, 5)]
-    assert bench.step() == [(1, 8, 1), (5, 5, 1), (0, 0, 8)]
-    bench.run()
-    assert bench.outputs == {i: expected_output([i] * 5, 9 if i < 4 else 2) for i in range(6)}
+        harness.add(5, 9, priority=priority)
+    harness.step()
+    harness.add(5, 9, priority=1)
+    assert [i for i, _, _ in harness.step()] == [1, 0, 2]
+    harness.add(5, 2, priority=0)
+    # It replaces the preempted sequence in the same step, and no other sequence loses its token.
+    assert harness.step() == [(1, 6, 1), (0, 6, 1), (4, 0, 5)]
+    assert harness.sequences[2].status is SequenceStatus.PREEMPTED
+    harness.add(5, 2, priority=0)
+    assert harness.step() == [(1, 7, 1), (4, 5, 1), (5, 0, 5)]
+    assert harness.step() == [(1, 8, 1), (5, 5, 1), (0, 0, 8)]
+    harness.run()
+    assert harness.outputs == {i: expected_output([i] * 5, 9 if i < 4 else 2) for i in range(6)}
 
 
-def test_an_urgent_arrival_takes_blocks_of_as_few_as_it_needs_and_of_none_in_vain() -> None:
-    bench = SchedulerHarness(PRIORITY, num_blocks=17, max_model_len=136)
+def test_urgent_arrival_preempts_as_few_as_needed_and_none_without_effect() -> None:
+    harness = SchedulerHarness(PRIORITY, num_blocks=17, max_model_len=136)
     for priority in (0, 2, 1, 2):
-        bench.add(20, 4, priority=priority)
-    bench.step()
-    assert bench.block_pool.num_free == 5
-    # Eight blocks and three in reserve: two must go, the latest of the least urgent first.
-    bench.add([9] * 57, 1, priority=0)
-    assert {i for i, _, _ in bench.step()} == {0, 2, 4}
-    assert [s.num_preemptions for s in bench.sequences.values()] == [0, 1, 0, 1, 0]
-    bench.run()
+        harness.add(20, 4, priority=priority)
+    harness.step()
+    assert harness.block_pool.num_free == 5
+    # It needs eight blocks and a reserve of three: two must be preempted, the latest of the least urgent first.
+    harness.add([9] * 57, 1, priority=0)
+    assert {i for i, _, _ in harness.step()} == {0, 2, 4}
+    assert [s.num_preemptions for s in harness.sequences.values()] == [0, 1, 0, 1, 0]
+    harness.run()
     for priority in (0, 2):
-        bench.add(20, 9, priority=priority)
-    bench.step()
-    # Beside the more urgent one there is no room for it even alone.
-    bench.add([9] * 120, 1, priority=1)
-    assert {i for i, _, _ in bench.step()} == {5, 6}
-    bench.run()
-    assert bench.outputs[7] == expected_output([9] * 120, 1)
+        harness.add(20, 9, priority=priority)
+    harness.step()
+    # It would not fit beside the more urgent one, even if all others were preempted.
+    harness.add([9] * 120, 1, priority=1)
+    assert {i for i, _, _ in harness.step()} == {5, 6}
+    harness.run()
+    assert harness.outputs[7] == expected_output([9] * 120, 1)
