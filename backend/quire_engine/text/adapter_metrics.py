@@ -1,34 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdapterMetrics: what is counted per adapter, with a bounded number of series. Part of metrics.py.
+"""Prometheus metrics per adapter, with a bounded number of series.
 
-vLLM has nothing of the kind: one tenant's slow adapter is invisible there. Ours all begin with quire_adapter_.
+Maps the digests that the engine core reports to adapter names. `RequestMetrics` owns it, the request manager calls it.
+vLLM has no metrics per adapter, so all names begin with quire_adapter_.
 """
 
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quire_spec.protocol.messages import AdapterEvent
 
 MAX_ADAPTER_LABELS = 100
-"""Adapters with series of their own; the others share one. Each costs about 60 lines of a scrape, most of them
-buckets, and a thousand adapters would make the scrape larger than the traffic it describes."""
+"""Adapters with their own series; all others share one. Each adapter adds about 60 lines to a scrape, most of them
+buckets: with 1,000 adapters the scrape would be larger than the traffic that it describes."""
 
-# Coarse: these are seen beside the time to the first token, to tell what it went to.
+_MAX_UNNAMED_ADAPTER_EVENTS = 256
+"""Adapter events kept until the adapter has a name."""
+
+# Coarse: they only show which part of the time to first token was spent on waiting or loading.
 _QUEUE_TIME_BUCKETS = (0.01, 0.1, 0.5, 1.0, 2.5, 10.0, 60.0)
 _LOAD_TIME_BUCKETS = (0.005, 0.025, 0.1, 0.5, 2.5, 10.0)
 
 OTHER_LABEL = "_other"
-"""No name that an adapter may have."""
+"""Label of the shared series; not a valid adapter name."""
 
 
 class AdapterMetrics:
-    """Series by adapter name; None, the base model, has none."""
+    """Series by adapter name. The base model, adapter name None, has none."""
 
     def __init__(self, registry: CollectorRegistry, served_name: str, ttft_buckets: Iterable[float]) -> None:
         self._model_name = served_name
         self._labels = AdapterLabels()
+        self._names_by_digest: dict[str, list[str]] = {}
+        self._resident_digests: list[str] = []
         self._resident_names: set[str] = set()
+        self._unnamed_adapter_events: deque[AdapterEvent] = deque(maxlen=_MAX_UNNAMED_ADAPTER_EVENTS)
         label_names = ["model_name", "adapter"]
         self._requests = Counter(
             "quire_adapter_requests", "Requests admitted for the adapter.", label_names, registry=registry
@@ -45,26 +53,26 @@ class AdapterMetrics:
         )
         self._rate_limited_requests = Counter(
             "quire_adapter_requests_limited",
-            "Requests refused for a limit of the adapter.",
+            "Requests rejected because of a limit of the adapter.",
             label_names,
             registry=registry,
         )
         self._evictions = Counter(
             "quire_adapter_evictions",
-            "Times that the adapter lost its slot to another one.",
+            "Times that the adapter was evicted from its slot.",
             label_names,
             registry=registry,
         )
         self._queue_time = Histogram(
             "quire_adapter_queue_seconds",
-            "From a request's arrival to its first step, the wait for its adapter included.",
+            "From a request's arrival to its first step, including the wait for its adapter.",
             label_names,
             buckets=_QUEUE_TIME_BUCKETS,
             registry=registry,
         )
         self._load_time = Histogram(
             "quire_adapter_load_seconds",
-            "Time in which the adapter came from disk to host memory (to: host), and from there to a slot (to: slot).",
+            "Time to load the adapter from disk to host memory (to: host), and from there to a slot (to: slot).",
             [*label_names, "to"],
             buckets=_LOAD_TIME_BUCKETS,
             registry=registry,
@@ -74,41 +82,48 @@ class AdapterMetrics:
         )
 
     def record_admitted(self, adapter_name: str | None) -> None:
-        """A request was admitted."""
+        """Count an admitted request."""
         if adapter_name is not None:
             self._requests.labels(self._model_name, self._labels.label(adapter_name)).inc()
 
     def record_rate_limited(self, adapter_name: str | None) -> None:
-        """A request was refused because of a limit of its adapter."""
+        """Count a request that was rejected because of a limit of its adapter."""
         if adapter_name is not None:
             self._rate_limited_requests.labels(self._model_name, self._labels.label(adapter_name)).inc()
 
     def record_started(self, adapter_name: str | None, seconds: float) -> None:
-        """A request ran for the first time, `seconds` after it came."""
+        """Record that a request ran in a step for the first time, `seconds` after its arrival."""
         if adapter_name is not None:
             self._queue_time.labels(self._model_name, self._labels.label(adapter_name)).observe(seconds)
 
-    def record_adapter_event(self, adapter_name: str, adapter_event: AdapterEvent) -> None:
-        """An adapter came to host memory or to a slot, or lost its slot."""
-        label = self._labels.label(adapter_name)
-        if adapter_event.kind == "evicted":
-            self._evictions.labels(self._model_name, label).inc()
-        else:
-            self._load_time.labels(self._model_name, label, adapter_event.kind).observe(adapter_event.duration_s)
+    def record_adapter_event(self, adapter_event: AdapterEvent) -> None:
+        """Record that an adapter was loaded to host memory or to a slot, or was evicted from its slot."""
+        names = self._names_by_digest.get(adapter_event.digest, [])
+        if not names:
+            # The core loads an adapter before the supervisor announces its name here.
+            self._unnamed_adapter_events.append(adapter_event)
+        for label in map(self._labels.label, names):
+            if adapter_event.kind == "evicted":
+                self._evictions.labels(self._model_name, label).inc()
+            else:
+                self._load_time.labels(self._model_name, label, adapter_event.kind).observe(adapter_event.duration_s)
 
     def record_first_token(self, adapter_name: str | None, seconds: float) -> None:
-        """A request got its first token, `seconds` after it came."""
+        """Record the first token of a request, `seconds` after its arrival."""
         if adapter_name is not None:
             self._time_to_first_token.labels(self._model_name, self._labels.label(adapter_name)).observe(seconds)
 
     def record_generated_tokens(self, adapter_name: str | None, num_tokens: int) -> None:
-        """A request got `count` tokens."""
+        """Count generated tokens."""
         if adapter_name is not None:
             self._tokens.labels(self._model_name, self._labels.label(adapter_name)).inc(num_tokens)
 
-    def set_adapter_names(self, names: Collection[str]) -> None:
-        """The adapters that requests can name from now on; the series of others go."""
-        for name in self._labels.set_names(names):
+    def set_adapters(self, digests_by_name: Mapping[str, str]) -> None:
+        """Set the adapters that requests can name; remove the series of all others."""
+        self._names_by_digest = {}
+        for name, digest in digests_by_name.items():
+            self._names_by_digest.setdefault(digest, []).append(name)
+        for name in self._labels.set_names(digests_by_name):
             self._resident_names.discard(name)
             for metric in (
                 *(self._requests, self._tokens, self._time_to_first_token, self._slot_residency),
@@ -117,9 +132,20 @@ class AdapterMetrics:
                 metric.remove(self._model_name, name)
             for destination in ("host", "slot"):
                 self._load_time.remove(self._model_name, name, destination)
+        self._update_residency()
+        adapter_events = list(self._unnamed_adapter_events)
+        self._unnamed_adapter_events.clear()
+        for adapter_event in adapter_events:
+            self.record_adapter_event(adapter_event)
 
-    def set_resident_adapters(self, names: Collection[str]) -> None:
-        """Names of the adapters that are in a device slot now."""
+    def set_resident_adapters(self, digests: list[str]) -> None:
+        """Set the adapters that are in a device slot."""
+        if digests != self._resident_digests:
+            self._resident_digests = digests
+            self._update_residency()
+
+    def _update_residency(self) -> None:
+        names = [name for digest in self._resident_digests for name in self._names_by_digest.get(digest, [])]
         resident_names = {label for label in map(self._labels.label, names) if label != OTHER_LABEL}
         for name in self._resident_names - resident_names:
             self._slot_residency.labels(self._model_name, name).set(0)
@@ -129,14 +155,14 @@ class AdapterMetrics:
 
 
 class AdapterLabels:
-    """Which adapters have series of their own: the first MAX_ADAPTER_LABELS of those that requests can name."""
+    """Label values of adapters: the first MAX_ADAPTER_LABELS adapters that were used have their own."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
         self._labelled_names: set[str] = set()
 
     def label(self, name: str) -> str:
-        """The label value for an adapter; an adapter that was taken from the catalogue is `OTHER` from then on."""
+        """Return the label value of an adapter; OTHER_LABEL for an adapter that was removed from the catalog."""
         if name in self._labelled_names:
             return name
         if name not in self._names or len(self._labelled_names) >= MAX_ADAPTER_LABELS:
@@ -145,7 +171,7 @@ class AdapterLabels:
         return name
 
     def set_names(self, names: Collection[str]) -> set[str]:
-        """Take the catalogue's names; returns those whose series are to be removed."""
+        """Set the names in the catalog. Return the names whose series must be removed."""
         self._names = set(names)
         removed_names = self._labelled_names - self._names
         self._labelled_names -= removed_names

@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Desk: the open requests of all frontends, between their Submit and their last event. No I/O, one thread.
+"""The open requests of all frontends, from GenerateRequest to the final output delta.
 
-Requests come in from frontends, go to the engine core, and results come back as events. The text server calls it and
-gives it two ways out: `frontend.post` for events, `send` for messages to the core. Whatever happens to a frontend or
-to the core, every request ends exactly once and nothing of it stays in the core.
+Admits requests, has their text tokenized, sends them to the engine core, and sends each step's results to the
+frontends. Runs on the event loop and has no knowledge of sockets: the text server and the core client call it,
+`FrontendSink.send` and `send_to_core` are its outputs. Whatever ends first, a frontend, the core or the request, every
+request ends exactly once and no sequence of it stays in the core.
 """
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from quire_engine.text.admission import AdmissionController
 from quire_engine.text.metrics import RequestMetrics
+from quire_engine.text.prompt_tokenizer import PromptTokenizer, TokenizedPrompt
 from quire_engine.text.rate_limiter import AdapterRateLimiter
 from quire_engine.text.request_state import RequestState
 from quire_engine.tokenization.completion import CompletionState
-from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.errors import Code, Internal, QuireError, Unavailable
 from quire_spec.protocol.messages import (
     AbortSequences,
-    AdapterEvent,
     GenerateRequest,
     IpcMessage,
     OutputDelta,
@@ -30,15 +31,12 @@ from quire_spec.protocol.messages import (
     StepResult,
 )
 
-_MAX_UNNAMED_ADAPTER_EVENTS = 256
-"""Moves of adapters that have no name yet, kept for when they get one."""
-
 
 class FrontendSink(Protocol):
-    """Where a request came from."""
+    """The frontend that sent a request."""
 
     def send(self, delta: OutputDelta) -> None:
-        """Send an event; must not call the desk back."""
+        """Send an output delta; must not call the request manager."""
 
 
 class RequestManager:
@@ -47,62 +45,51 @@ class RequestManager:
     def __init__(
         self,
         admission: AdmissionController,
-        tokenizer: Tokenizer | None,
+        prompt_tokenizer: PromptTokenizer | None,
         metrics: RequestMetrics,
         send_to_core: Callable[[IpcMessage], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`prompt_tokenizer` is None for a model without a tokenizer."""
         self.num_queued = 0
-        """Open requests that have not run yet."""
+        """Open requests that no step has run yet."""
         self._admission = admission
-        self._tokenizer = tokenizer
+        self._prompt_tokenizer = prompt_tokenizer
         self._metrics = metrics
         self._send_to_core = send_to_core
         self._clock = clock
-        # Not from zero: after a restart of the text process, its ids differ from those that the core still knows.
+        # Starts at the time: after a restart of the text process, new ids differ from those that the core still runs.
         self._next_sequence_id = int(time.time() * 1000) << 16
         self._by_sequence: dict[int, tuple[RequestState, FrontendSink]] = {}
-        """By sequence: those whose output is not over."""
+        """Unfinished sequences."""
         self._by_frontend: defaultdict[FrontendSink, dict[int, RequestState]] = defaultdict(dict)
         self._drain_callbacks: list[Callable[[], None]] = []
-        self._names_by_digest: dict[str, list[str]] = {}
-        """Adapter names by digest."""
-        self._resident_digests: list[str] = []
         self._rate_limiter = AdapterRateLimiter()
-        self._unnamed_adapter_events: deque[AdapterEvent] = deque(maxlen=_MAX_UNNAMED_ADAPTER_EVENTS)
 
     @property
     def num_open(self) -> int:
         """Open requests, queued ones included."""
         return sum(map(len, self._by_frontend.values()))
 
-    def is_open(self, request_state: RequestState) -> bool:
-        """Whether a request is still wanted; may be asked from another thread."""
-        return not request_state.is_closed
-
-    def max_prompt_tokens(self, request_state: RequestState) -> int | None:
-        """To how many tokens a request wants its prompt cut; may be asked from another thread."""
-        return request_state.params.max_prompt_tokens(self._admission.limits.max_model_len)
-
-    def submit(self, frontend: FrontendSink, request: GenerateRequest) -> RequestState | None:
-        """A request comes. Returns it if it has text to be tokenized: `tokenized` or `fail` goes on.
+    def submit(self, frontend: FrontendSink, request: GenerateRequest) -> None:
+        """Admit a request, tokenize it and send it to the core, or reject it with an error to the frontend.
 
         Raises:
-            Internal: the frontend has a request of this id open; its connection is not to be trusted.
+            Internal: the frontend already has an open request with this id, so its connection cannot be trusted.
         """
         if type(request.id) is not int or request.id in self._by_frontend[frontend]:
-            raise Internal(f"GenerateRequest with id {request.id!r}, which is open already or no integer")
+            raise Internal(f"GenerateRequest: id {request.id!r} is already open or not an integer")
         try:
             admitted_request = self._admission.admit(request, self.num_queued)
         except QuireError as error:
             self._reject(frontend, request.id, error)
-            return None
+            return
         try:
             self._rate_limiter.check(admitted_request.adapter_name, self._clock())
         except Unavailable as error:
             self._metrics.adapter_metrics.record_rate_limited(admitted_request.adapter_name)
             self._reject(frontend, request.id, error)
-            return None
+            return
         request_state = RequestState(self._next_sequence_id, request, admitted_request, self._clock())
         self._next_sequence_id = request_state.sequence_ids.stop
         self._metrics.adapter_metrics.record_admitted(request_state.adapter_name)
@@ -110,106 +97,66 @@ class RequestManager:
         self._by_sequence |= dict.fromkeys(request_state.sequence_ids, (request_state, frontend))
         self._by_frontend[frontend][request.id] = request_state
         self.num_queued += 1
-        if request.prompt_token_ids is None or admitted_request.params.bad_words:
-            return request_state
-        self.on_tokenized(request_state, request.prompt_token_ids)
-        return None
+        self._tokenize(request, request_state)
 
     def reject_oversize(self, frontend: FrontendSink, client_request_id: int, num_bytes: int) -> None:
-        """A request came that was too long to be read."""
+        """Reject a request whose frame exceeds the size limit and was not read."""
         self._reject(frontend, client_request_id, self._admission.oversize_error(num_bytes))
 
-    def on_tokenized(
-        self, request_state: RequestState, token_ids: list[int], bad_word_ids: Sequence[list[int]] = ()
-    ) -> None:
-        """The prompt and the bad words of a request are tokenized. Does nothing if the request is over."""
-        if not self.is_open(request_state):
-            return
-        try:
-            token_ids = self._admission.check_prompt(token_ids, request_state.params)
-        except QuireError as error:
-            self.fail(request_state, error)
-        else:
-            self._metrics.record_prompt_tokens(len(token_ids))
-            self._rate_limiter.consume(request_state.adapter_name, len(token_ids))
-            for sequence_request in request_state.to_core_requests(token_ids, self._tokenizer, list(bad_word_ids)):
-                self._send_to_core(sequence_request)
-
-    def fail(self, request_state: RequestState, error: QuireError) -> None:
-        """End a request with an error. Does nothing if it is over."""
-        if self.is_open(request_state):
-            _, frontend = self._by_sequence[self._open_sequence_ids(request_state)[0]]
-            self._close(request_state, frontend, "error")
-            frontend.send(request_state.to_error_delta(error.code, str(error)))
-
     def cancel(self, frontend: FrontendSink, client_request_ids: Iterable[int]) -> None:
-        """A frontend wants no more events for some of its requests. Unknown ids are over already."""
+        """Abort requests of a frontend. Unknown ids are ignored, because those requests have ended."""
         open_requests = self._by_frontend[frontend]
         self._abort([open_requests[i] for i in client_request_ids if i in open_requests], frontend)
 
     def on_frontend_closed(self, frontend: FrontendSink) -> int:
-        """A frontend is gone, and its requests with it. Returns how many were open."""
+        """Abort all requests of a frontend that disconnected. Return how many were open."""
         request_states = list(self._by_frontend[frontend].values())
         self._abort(request_states, frontend)
         del self._by_frontend[frontend]
         return len(request_states)
 
     def on_step(self, step: StepResult) -> None:
-        """The engine core made a step."""
+        """Send the results of a step of the engine core to the frontends, and abort sequences that ended here."""
         now = self._clock()
         for sequence_id in step.started_ids:
             if (entry := self._by_sequence.get(sequence_id)) and not entry[0].is_started:
                 self._mark_started(entry[0], now)
-        aborted_ids = [id for result in step.results for id in self._on_result(result, now)]
+        aborted_ids = [sequence_id for result in step.results for sequence_id in self._on_result(result, now)]
         if aborted_ids:
             self._send_to_core(AbortSequences(aborted_ids))
         self._metrics.record_core_stats(step.stats)
         for adapter_event in step.adapter_events:
-            self._record_adapter_event(adapter_event)
-        if step.stats.slot_adapters != self._resident_digests:
-            self._resident_digests = step.stats.slot_adapters
-            self._metrics.adapter_metrics.set_resident_adapters(
-                [name for digest in self._resident_digests for name in self._names_by_digest.get(digest, [])]
-            )
+            self._metrics.adapter_metrics.record_adapter_event(adapter_event)
+        self._metrics.adapter_metrics.set_resident_adapters(step.stats.slot_adapters)
 
     def on_core_connected(self) -> None:
-        """The engine core is there: requests are taken."""
+        """Admit requests from now on."""
         self._admission.closed_reason = ""
         self._metrics.set_core_connected(True)
 
     def on_core_lost(self) -> None:
-        """The engine core is gone, and with it every open request; new ones are refused until it is back."""
+        """Fail every open request, and reject new ones until the engine core is connected again."""
         self._admission.closed_reason = "engine core is restarting; try again"
         self._metrics.set_core_connected(False)
         for request_state in self._open_requests():
-            self.fail(request_state, Unavailable(self._admission.closed_reason))
+            self._fail(request_state, Unavailable(self._admission.closed_reason))
 
     def set_adapters(
         self, digests_by_name: Mapping[str, str], limits: Mapping[str, AdapterLimits] | None = None
     ) -> None:
-        """Replace the table of adapter names, and their limits; open requests keep the digest that they began with."""
+        """Replace the adapters that requests can name, and their limits. Open requests keep their digest."""
         self._rate_limiter.set_limits(limits or {}, self._clock())
         self._admission.digests_by_name = dict(digests_by_name)
-        self._names_by_digest = {}
-        for name, digest in digests_by_name.items():
-            self._names_by_digest.setdefault(digest, []).append(name)
-        self._metrics.adapter_metrics.set_adapter_names(digests_by_name)
-        self._resident_digests = []
-        adapter_events, self._unnamed_adapter_events = (
-            self._unnamed_adapter_events,
-            deque(maxlen=_MAX_UNNAMED_ADAPTER_EVENTS),
-        )
-        for adapter_event in adapter_events:
-            self._record_adapter_event(adapter_event)
+        self._metrics.adapter_metrics.set_adapters(digests_by_name)
 
     def drain(self, on_drained: Callable[[], None]) -> None:
-        """Refuse new requests from now on; call `on_empty` when no request is open."""
+        """Reject new requests from now on; call `on_drained` when no request is open."""
         self._admission.draining = True
         self._drain_callbacks.append(on_drained)
         self._notify_if_drained()
 
     def refresh_adapter_gauges(self) -> None:
-        """Bring the metrics' list of adapters in use up to date, before it is read."""
+        """Update the gauge of adapters in use. Called before each rendering of the metrics."""
         running: set[str] = set()
         waiting: set[str] = set()
         for request_state in self._open_requests():
@@ -218,20 +165,42 @@ class RequestManager:
         self._metrics.set_active_adapters(running, waiting)
 
     def status(self) -> dict[str, Any]:
-        """Counts for the supervisor."""
+        """Return counts for the supervisor."""
         return {"num_open": self.num_open, "num_queued": self.num_queued, "core": not self._admission.closed_reason}
 
     def _reject(self, frontend: FrontendSink, client_request_id: int, error: QuireError) -> None:
         self._metrics.record_rejected(error.code)
         frontend.send(OutputDelta(client_request_id, error_code=error.code, error=str(error)))
 
-    def _record_adapter_event(self, adapter_event: AdapterEvent) -> None:
-        names = self._names_by_digest.get(adapter_event.digest, [])
-        if not names:
-            # The core has an adapter before anyone is told its name.
-            self._unnamed_adapter_events.append(adapter_event)
-        for name in names:
-            self._metrics.adapter_metrics.record_adapter_event(name, adapter_event)
+    def _tokenize(self, request: GenerateRequest, request_state: RequestState) -> None:
+        if request.prompt_token_ids is not None and not request_state.params.bad_words:
+            self._on_tokenized(request_state, TokenizedPrompt(request.prompt_token_ids, []))
+        else:
+            assert self._prompt_tokenizer is not None, "admission rejects text without a tokenizer"
+            self._prompt_tokenizer.tokenize(request, request_state, partial(self._on_tokenized, request_state))
+
+    def _on_tokenized(self, request_state: RequestState, tokenized: TokenizedPrompt | QuireError) -> None:
+        """Send a tokenized request to the core; do nothing if it has ended in the meantime."""
+        if request_state.is_closed:
+            return
+        try:
+            if isinstance(tokenized, QuireError):
+                raise tokenized
+            token_ids = self._admission.check_prompt(tokenized.token_ids, request_state.params)
+        except QuireError as error:
+            self._fail(request_state, error)
+            return
+        self._metrics.record_prompt_tokens(len(token_ids))
+        self._rate_limiter.consume(request_state.adapter_name, len(token_ids))
+        tokenizer = self._prompt_tokenizer.tokenizer if self._prompt_tokenizer else None
+        for sequence_request in request_state.to_core_requests(token_ids, tokenizer, tokenized.bad_word_ids):
+            self._send_to_core(sequence_request)
+
+    def _fail(self, request_state: RequestState, error: QuireError) -> None:
+        """End an open request with an error."""
+        _, frontend = self._by_sequence[self._open_sequence_ids(request_state)[0]]
+        self._close(request_state, frontend, "error")
+        frontend.send(request_state.to_error_delta(error.code, str(error)))
 
     def _mark_started(self, request_state: RequestState, now: float) -> None:
         request_state.is_started = True
@@ -239,7 +208,7 @@ class RequestManager:
         self._metrics.record_started(request_state.adapter_name, now - request_state.arrival_time)
 
     def _on_result(self, result: SequenceDelta, now: float) -> list[int]:
-        """Pass a result on. Returns the sequences that are over here while the engine core still runs them."""
+        """Send a result to its frontend. Return the sequences that ended here while the core still runs them."""
         entry = self._by_sequence.get(result.id)
         if entry is None:
             return []
@@ -279,8 +248,8 @@ class RequestManager:
             if request_state.is_submitted
             for sequence_id in self._open_sequence_ids(request_state)
         ]
-        for generation in request_states:
-            self._close(generation, frontend, "abort")
+        for request_state in request_states:
+            self._close(request_state, frontend, "abort")
         if submitted_ids:
             self._send_to_core(AbortSequences(submitted_ids))
 
@@ -290,7 +259,7 @@ class RequestManager:
         ]
 
     def _open_sequence_ids(self, request_state: RequestState) -> list[int]:
-        """Those whose output is not over."""
+        """Return the unfinished sequences of a request."""
         return [sequence_id for sequence_id in request_state.sequence_ids if sequence_id in self._by_sequence]
 
     def _close(self, request_state: RequestState, frontend: FrontendSink, reason: str) -> None:
@@ -314,7 +283,7 @@ class RequestManager:
 
 
 def _retryable(result: SequenceDelta) -> SequenceDelta:
-    """A digest that the core does not know is one that a restarted core has yet to load: the name was found here."""
+    """Turn NOT_FOUND into UNAVAILABLE: admission knew the adapter, so a restarted core has not loaded it yet."""
     if result.error_code != Code.NOT_FOUND:
         return result
     return replace(result, error_code=Code.UNAVAILABLE, error="the adapter is being loaded after a restart; try again")

@@ -11,7 +11,7 @@ from quire_engine.text.adapter_metrics import MAX_ADAPTER_LABELS, AdapterLabels
 from quire_engine.text.metrics import RequestMetrics
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.protocol.messages import SchedulerStats
+from quire_spec.protocol.messages import AdapterEvent, SchedulerStats
 
 # As `curl /metrics` of a vLLM server shows them.
 VLLM_NAMES = {
@@ -61,7 +61,7 @@ def value(metrics: RequestMetrics, name: str, **labels: str) -> float:
 def use(metrics: RequestMetrics) -> None:
     """One request's life, seen by every metric."""
     metrics.set_core_connected(True)
-    metrics.adapter_metrics.set_adapter_names(["sql"])
+    metrics.adapter_metrics.set_adapters({"sql": "sha256:1"})
     metrics.adapter_metrics.record_admitted("sql")
     metrics.record_prompt_tokens(7)
     metrics.record_started("sql", 0.2)
@@ -90,7 +90,7 @@ def use(metrics: RequestMetrics) -> None:
             num_block_copies=6,
         )
     )
-    metrics.adapter_metrics.set_resident_adapters(["sql"])
+    metrics.adapter_metrics.set_resident_adapters(["sha256:1"])
     metrics.set_active_adapters(running=["sql", "chat"], waiting=["math"])
     metrics.record_finished("length", 1.5, 7, 3, SamplingParams(n=3, max_tokens=40))
     metrics.record_rejected("UNAVAILABLE")
@@ -172,7 +172,7 @@ def names(count: int) -> Iterator[str]:
 
 def test_adapters_beyond_the_bound_share_a_label(metrics: RequestMetrics):
     every = list(names(MAX_ADAPTER_LABELS + 50))
-    metrics.adapter_metrics.set_adapter_names(every)
+    metrics.adapter_metrics.set_adapters({name: name for name in every})
     for name in every:
         metrics.adapter_metrics.record_admitted(name)
         metrics.adapter_metrics.set_resident_adapters([name])
@@ -194,10 +194,20 @@ def test_adapters_that_go_make_room_for_others(metrics: RequestMetrics):
     assert labels.label(every[-1]) == every[-1]
     assert labels.label(every[0]) == "_other"
 
-    metrics.adapter_metrics.set_adapter_names(["a", "b"])
+    metrics.adapter_metrics.set_adapters({"a": "1", "b": "2"})
     metrics.record_generated_tokens("a", 1)
     metrics.record_generated_tokens("b", 1)
-    metrics.adapter_metrics.set_adapter_names(["b"])
+    metrics.adapter_metrics.set_adapters({"b": "2"})
     metrics.record_generated_tokens("a", 4)
     found = samples(metrics)["quire_adapter_tokens_total"]
     assert {labels["adapter"]: v for labels, v in found} == {"b": 1, "_other": 4}
+
+
+def test_adapter_event_is_counted_for_each_name_once_the_adapter_has_one(metrics: RequestMetrics):
+    adapter_metrics = metrics.adapter_metrics
+    adapter_metrics.record_adapter_event(AdapterEvent("host", "sha256:1", 0.01))
+    adapter_metrics.set_adapters({"a": "sha256:1", "also-a": "sha256:1"})
+    adapter_metrics.set_adapters({"a": "sha256:1"})
+    adapter_metrics.record_adapter_event(AdapterEvent("evicted", "sha256:1"))
+    assert value(metrics, "quire_adapter_load_seconds_count", adapter="a", to="host") == 1
+    assert value(metrics, "quire_adapter_evictions_total", adapter="a") == 1

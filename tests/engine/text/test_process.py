@@ -245,7 +245,7 @@ def test_a_frontend_that_goes_is_noticed_and_its_requests_end(pod: EngineProcess
             frontend.submit("fox", max_tokens=100_000)
         wait_for(lambda: pod.core_stats()["num_running"] == 3)
     pod.wait_idle()
-    assert f"frontend gone model=sql pid={os.getpid()} num_open=3" in pod.log("text")
+    assert f"frontend disconnected model=sql pid={os.getpid()} num_open=3" in pod.log("text")
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_a_slow_reader_is_cut_and_nobody_else_notices(pod: EngineProcesses, clie
                 slow.receive()
         pod.wait_idle()
         assert "frontend cut: it does not read model=slow" in pod.log("text")
-        assert re.search("frontend gone model=slow .* num_open=16", pod.log("text"))
+        assert re.search("frontend disconnected model=slow .* num_open=16", pod.log("text"))
 
 
 def metric(supervisor: IpcClient, name: str) -> float:
