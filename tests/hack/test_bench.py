@@ -58,7 +58,7 @@ _SCHEMA = _object(
         gaps={"type": "object", "additionalProperties": {"type": "number"}},
     ),
     runs=_list(
-        engine={"enum": list(engines.NAMES)}, rate=_RATE_OR_NONE, round={"type": "integer"}, **_COUNTS, **_SPEED
+        engine={"enum": list(engines.ENGINE_NAMES)}, rate=_RATE_OR_NONE, round={"type": "integer"}, **_COUNTS, **_SPEED
     ),
     summary=_list(
         engine=_TEXT, rate=_RATE_OR_NONE, output_tokens_per_s=_SPREAD, ttft_ms=_TAIL_SPREAD, itl_ms=_TAIL_SPREAD
@@ -150,7 +150,7 @@ def test_nothing_is_left_of_a_run(results, model):
 
 @pytest.mark.server
 def test_a_picture_of_the_results(results, tmp_path):
-    plot.draw(results, tmp_path / "results.png")
+    plot.draw_plot(results, tmp_path / "results.png")
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -204,7 +204,7 @@ def test_kv_use_by_hand():
     # At 1 s the second prompt is read in part; at 3 s the first request is over.
     reply = {"events": events, "kv": [(1.0, 2, 3), (2.0, 2, 4), (3.0, 1, 2), (4.0, 0, 0)]}
     found = [
-        (s["seconds"], s["num_running"], s["num_blocks"], s["num_tokens"]) for s in measure.kv_use(requests, reply)
+        (s["seconds"], s["num_running"], s["num_blocks"], s["num_tokens"]) for s in measure.kv_usage(requests, reply)
     ]
     assert found == [(2.0, 2, 4, 11 + 20), (3.0, 1, 2, 20)]
 

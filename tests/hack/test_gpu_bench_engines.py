@@ -127,7 +127,7 @@ def test_wrong_tokens_of_an_adapter_are_found(bench_modules, tmp_path):
 
     card = Card(torch.device("cpu"))
     gpu_vllm.write_checkpoint(card, gpu_engine.TINY, tmp_path / "model")
-    folders = random_adapters.make(tmp_path / "model", tmp_path / "adapters", 2, 8)
+    folders = random_adapters.make_adapters(tmp_path / "model", tmp_path / "adapters", 2, 8)
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "model": str(tmp_path / "model")}
     with torch.inference_mode(), gpu_vllm.own_engine(card, gpu_engine.settings(card) | lora, folders) as (engine, run):
         right = gpu_vllm.warm_up(card, run)
@@ -145,14 +145,17 @@ def itl_of(bench_modules, monkeypatch):
     import itl
 
     def run(kind, said, far, num_loaded):
-        def send(pod, asks, moves):
-            moves += [itl.AdapterEvent("slot", "cold", 0.1)] * num_loaded
-            return [core_traffic.Answer(ask, 0.0, [said] * ask.num_tokens, [0.1 + i for i in range(2)]) for ask in asks]
+        def send(pod, asks, adapter_events):
+            adapter_events += [itl.AdapterEvent("slot", "cold", 0.1)] * num_loaded
+            return [
+                core_traffic.CoreResponse(ask, 0.0, [said] * ask.num_tokens, [0.1 + i for i in range(2)])
+                for ask in asks
+            ]
 
         monkeypatch.setattr(itl, "send_requests", send)
         monkeypatch.setattr(itl, "logit_gap", lambda *_: far)
-        plan = itl.Plan(1, 4.0, 4, 8, 2, 1, 50, deviation=2.0)
-        return itl._run(None, plan, itl.Cast(["r"], ["c"], []), (0, kind, 3.0, ["c"]), {"c": [7]}, [])
+        plan = itl.ItlWorkload(1, 4.0, 4, 8, 2, 1, 50, logit_deviation=2.0)
+        return itl._run(None, plan, itl.AdapterSets(["r"], ["c"], []), (0, kind, 3.0, ["c"]), {"c": [7]}, [])
 
     return run
 
@@ -231,4 +234,4 @@ def test_files_without_a_disk_are_not_said_to_be_read_from_one(bench_modules):
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         Path(name, "adapter_model.safetensors").write_bytes(b"0" * 5000)
-        assert random_adapters.leave_memory([Path(name)]) in ("memory", "unknown")
+        assert random_adapters.evict_from_page_cache([Path(name)]) in ("memory", "unknown")

@@ -65,8 +65,13 @@ class Alone:
 )
 def test_answers_are_judged_by_what_was_said_alone(model, text, error, found):
     judge = soak.Soak(Alone(), 0)
-    judge._judge(model, soak.PROMPTS[0], 12, StreamedResponse([text], error=error))
-    tally = judge.tally
-    counted = {"right": tally.right, "absent": tally.absent, "errors": tally.errors.total(), "wrong": len(tally.wrong)}
+    judge._check_response(model, soak.PROMPTS[0], 12, StreamedResponse([text], error=error))
+    tally = judge.outcomes
+    counted = {
+        "right": tally.num_right,
+        "absent": tally.num_absent,
+        "errors": tally.errors.total(),
+        "wrong": len(tally.wrong),
+    }
     assert counted == {name: int(name == found) for name in counted}
     assert list(tally.errors) in ([], [" ".join((error or "").split())])

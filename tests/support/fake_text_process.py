@@ -35,23 +35,23 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error):
         self.process.connections.discard(self)
-        self.process.note("lost", ids=sorted(self.open_requests))
+        self.process.log("lost", ids=sorted(self.open_requests))
         self.process.note_open()
 
     def data_received(self, data):
         for message in self.decoder.feed(data):
             match message:
                 case Hello():
-                    self.process.note("hello", model=message.model, pid=message.pid)
+                    self.process.log("hello", model=message.model, pid=message.pid)
                 case CancelRequests():
-                    self.process.note(
+                    self.process.log(
                         "cancel", ids=message.ids, was_open=[i for i in message.ids if i in self.open_requests]
                     )
                     for request_id in message.ids:
                         self.open_requests.pop(request_id, None)
                     self.process.note_open()
                 case GenerateRequest():
-                    self.process.note("submit", id=message.id, model=message.model, num_chars=len(message.prompt or ""))
+                    self.process.log("submit", id=message.id, model=message.model, num_chars=len(message.prompt or ""))
                     self.start(message)
 
     def start(self, request):
