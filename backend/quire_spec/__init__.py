@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every part of Quire agrees on: configuration, names, messages, documents. Standard library only."""
+"""Contracts that every package of Quire shares: configuration, names, messages, documents. Standard library only."""

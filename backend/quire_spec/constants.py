@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that more than one package spells: ports, file names, tensors, the form of a model name."""
+"""Names that more than one package uses: ports, file names, tensors, the form of a model name."""
 
 import re
 
@@ -17,10 +17,10 @@ CATALOG_FILE = "adapters.json"
 CORE_SOCKET = "core.sock"
 TEXT_SOCKET = "text.sock"
 MAX_SOCKET_PATH = 107
-"""Bytes of a Unix socket's path at most: what Linux's sockaddr_un has room for."""
+"""Maximum length of a Unix socket's path in bytes: the size of sockaddr_un on Linux."""
 
 EXIT_CONFIG = 2
-"""A process that ends so cannot run with this configuration; starting it again changes nothing."""
+"""Exit code of a process that cannot run with its configuration. Restarting it does not help."""
 
 API_GROUP = "quire.dev"
 API_VERSION = "v1alpha1"
@@ -28,12 +28,12 @@ KIND = "LLMService"
 
 MAX_MODEL_NAME = 63
 MODEL_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?")
-"""What the server takes in a URL and Kubernetes in a label's value; both servedName and adapter names obey it."""
+"""Allowed by the server in a URL and by Kubernetes in a label value. Applies to servedName and adapter names."""
 
 MAX_EXPOSED_ADAPTERS = 64
-"""Adapters that get a server model of their own by default: each costs a stub process of about 22 MiB."""
+"""Number of adapters that get their own server model by default. Each costs a stub process of about 22 MiB."""
 
-# Tensors of the model interface: those of NVIDIA's vllm_backend, then ours.
+# Tensors of the model interface: first those of NVIDIA's vllm_backend, then Quire's own.
 TEXT_INPUT = "text_input"
 STREAM = "stream"
 SAMPLING_PARAMETERS = "sampling_parameters"
@@ -60,7 +60,7 @@ LORA_NAME = "lora_name"
 
 
 def check_model_name(name: str, field_path: str) -> None:
-    """Refuse a name that the server or Kubernetes would refuse later, less clearly.
+    """Reject a name early that the server or Kubernetes would reject later with a less clear message.
 
     Raises:
         InvalidArgument: the name is empty, too long, or has a character outside `[A-Za-z0-9._-]`.
@@ -68,6 +68,5 @@ def check_model_name(name: str, field_path: str) -> None:
     if not MODEL_NAME.fullmatch(name) or len(name) > MAX_MODEL_NAME:
         raise InvalidArgument(
             f"{field_path}: {name!r} is not a model name; use at most {MAX_MODEL_NAME} letters, digits, '-', '_' and "
-            "'.', "
-            "beginning and ending with a letter or digit"
+            "'.', starting and ending with a letter or digit"
         )

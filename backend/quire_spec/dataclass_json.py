@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen dataclasses from JSON documents and back, strictly: an unknown key or a wrong type is an error with its path.
+"""Strict conversion between JSON documents and frozen dataclasses. Unknown keys and wrong types are errors.
 
-Every document of ours (engine.json, adapters.json, status) is read by this one function, so that they all
-refuse the same way.
+Each error names the path of the field. All documents (engine.json, adapters.json, status) are read by `from_json`, so
+that their errors have the same form.
 """
 
 import dataclasses
@@ -22,15 +22,18 @@ T = TypeVar("T")
 def from_json(cls: type[T], data: object, field_path: str = "", ignore_unknown: bool = False) -> T:
     """Build the dataclass `cls` from parsed JSON.
 
-    `where` is the path of `data` in its document, for messages. `newer`: unknown keys are left out, as for a document
-    that a later release may have written. Handles nested dataclasses, lists, tuples, string-keyed
-    dicts, enums, unions with None, and the scalar types; an int is accepted where a float is asked.
+    Handles nested dataclasses, lists, tuples, string-keyed dicts, enums, unions with None, and the scalar types. An int
+    is accepted where a float is expected.
+
+    Args:
+        field_path: path of `data` in its document, for messages.
+        ignore_unknown: drop unknown keys, for a document that a later release may have written.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value has the wrong type.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{field_path or cls.__name__}: expected an object, found {_type_name(data)}")
+        raise ConfigError(f"{field_path or cls.__name__}: expected an object, got {_type_name(data)}")
     hints = typing.get_type_hints(cls)
     if ignore_unknown:
         data = {key: value for key, value in data.items() if key in hints}
@@ -41,7 +44,7 @@ def from_json(cls: type[T], data: object, field_path: str = "", ignore_unknown: 
     for field in dataclasses.fields(cast(Any, cls)):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in data:
-            raise ConfigError(f"{_join_path(field_path, field.name)}: missing; {cls.__name__} needs it")
+            raise ConfigError(f"{_join_path(field_path, field.name)}: missing; {cls.__name__} requires it")
     return cls(
         **{
             key: _convert_value(hints[key], value, _join_path(field_path, key), ignore_unknown)
@@ -51,10 +54,10 @@ def from_json(cls: type[T], data: object, field_path: str = "", ignore_unknown: 
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file, parsed.
+    """Read and parse a JSON file.
 
     Raises:
-        ConfigError: it cannot be read, or is not JSON.
+        ConfigError: the file cannot be read or is not JSON.
     """
     try:
         return json.loads(path.read_bytes())
@@ -63,15 +66,19 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object; raises ConfigError as `load` does, also for anything else."""
+    """Read a JSON file that contains an object.
+
+    Raises:
+        ConfigError: as `read_json`, or the document is not an object.
+    """
     document = read_json(path)
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: expected an object, found {_type_name(document)}")
+        raise ConfigError(f"{path}: expected an object, got {_type_name(document)}")
     return document
 
 
 def to_json(value: object) -> Any:
-    """The JSON form of a dataclass, with every field present (enums by value, tuples as lists)."""
+    """Return the JSON form of a dataclass with every field present (enums by value, tuples as lists)."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Enum):
@@ -84,7 +91,7 @@ def to_json(value: object) -> Any:
 
 
 def drop_nulls(value: Any) -> Any:
-    """A JSON value without the fields that are null, at every depth."""
+    """Return a JSON value without null fields, at every depth."""
     if isinstance(value, Mapping):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list | tuple) else value
@@ -98,13 +105,13 @@ def _convert_value(hint: Any, value: object, field_path: str, ignore_unknown: bo
         return _convert_union(args, value, field_path, ignore_unknown)
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{field_path}: expected a list, found {_type_name(value)}")
+            raise ConfigError(f"{field_path}: expected a list, got {_type_name(value)}")
         return origin(
             _convert_value(args[0], item, f"{field_path}[{i}]", ignore_unknown) for i, item in enumerate(value)
         )
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{field_path}: expected an object, found {_type_name(value)}")
+            raise ConfigError(f"{field_path}: expected an object, got {_type_name(value)}")
         return {
             str(k): _convert_value(args[1], v, _join_path(field_path, str(k)), ignore_unknown) for k, v in value.items()
         }
@@ -131,7 +138,7 @@ def _convert_enum(hint: type[Enum], value: object, field_path: str) -> Enum:
     for member in hint:
         if member.value == value:
             return member
-    raise ConfigError(f"{field_path}: {value!r} is not one of {', '.join(str(m.value) for m in hint)}")
+    raise ConfigError(f"{field_path}: must be one of {', '.join(str(m.value) for m in hint)}, got {value!r}")
 
 
 def _convert_scalar(hint: Any, value: object, field_path: str) -> Any:
@@ -139,7 +146,7 @@ def _convert_scalar(hint: Any, value: object, field_path: str) -> Any:
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(
-            f"{field_path}: expected {_expected_type(hint)}, found {_type_name(value)} {truncated_repr(value)}"
+            f"{field_path}: expected {_expected_type(hint)}, got {_type_name(value)} {truncated_repr(value)}"
         )
     return value
 

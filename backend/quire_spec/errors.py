@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that cross a process boundary, each with the code that the server's clients see.
+"""Errors that cross a process boundary, each with the code that clients of the server receive.
 
-A code is decided where the error is raised and travels unchanged (messages.py) to the client. Whoever raises one
-writes a message that says what was asked, what was found and what to do.
+The code is chosen where the error is raised and travels unchanged to the client (protocol/messages.py). The message
+names the field or object, states what is wrong with the value, and what to do.
 
     QuireError
-    +-- InvalidArgument     the request or document is wrong; sending it again changes nothing
+    +-- InvalidArgument     the request or document is wrong; a retry does not help
     |   +-- ConfigError     a configuration file or field is wrong
-    +-- NotFound            no model, adapter or file of that name
-    +-- Unavailable         right, but not now: queue full, engine restarting, draining
-    |   +-- AccessDenied    a place of files does not let us in: no Secret, a wrong one, or one that lacks access
-    +-- Cancelled           the client went away or cancelled
-    +-- Internal            our fault
+    +-- NotFound            no model, adapter or file has that name
+    +-- Unavailable         valid but not possible now: queue full, engine restarting, draining
+    |   +-- AccessDenied    a source denies access: the Secret is missing, wrong, or lacks permission
+    +-- Cancelled           the client cancelled or disconnected
+    +-- Internal            a defect in Quire
 """
 
 from enum import StrEnum
@@ -44,34 +44,34 @@ class ConfigError(InvalidArgument):
 
 
 class NotFound(QuireError):
-    """Nothing of that name."""
+    """No object has that name."""
 
     code = Code.NOT_FOUND
 
 
 class Unavailable(QuireError):
-    """Right, but not now; try again."""
+    """The request is valid but cannot be served now; retry later."""
 
     code = Code.UNAVAILABLE
 
     def __init__(self, message: str = "", retry_after_s: float | None = None) -> None:
-        """`retry_after_s` is how long whoever refuses asks to be left alone, None where that was not said."""
+        """`retry_after_s` is the delay that the peer asked for (Retry-After); None if it did not."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
 class AccessDenied(Unavailable):
-    """A place of files does not let us in; right once the Secret is."""
+    """A source denies access. Succeeds once the Secret is correct."""
 
 
 class Cancelled(QuireError):
-    """The client went away or cancelled."""
+    """The client cancelled or disconnected."""
 
     code = Code.CANCELLED
 
 
 class Internal(QuireError):
-    """A defect of ours."""
+    """A defect in Quire."""
 
 
 _ERROR_TYPES: dict[Code, type[QuireError]] = {
@@ -84,15 +84,15 @@ _ERROR_TYPES: dict[Code, type[QuireError]] = {
 
 
 def error_from_code(code: str, message: str) -> QuireError:
-    """The exception for a code that came over the wire; an unknown code becomes `Internal`."""
+    """Return the exception for a code received over the wire; an unknown code becomes `Internal`."""
     error_code = Code(code) if code in Code.__members__ else Code.INTERNAL
     return _ERROR_TYPES[error_code](message)
 
 
 def truncated_repr(value: object) -> str:
-    """`value` as a message quotes it."""
+    """Return `repr(value)` for a message, cut to 80 characters."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes integers of thousands of digits only when told to
+    except ValueError:  # Python refuses to print integers of thousands of digits
         text = f"a value of type {type(value).__name__} with thousands of digits"
     return text if len(text) <= 80 else text[:77] + "..."

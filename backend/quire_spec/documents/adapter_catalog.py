@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalogue (adapters.json): which adapters a pod should hold, and where each comes from.
+"""Adapter catalog (adapters.json): the adapters that a pod should serve, and the source of each.
 
-Written by the operator and by `quire serve`; carried out by the supervisor. It is the whole truth, not a change: an
-adapter that is not in it goes away. A name is an alias; what is loaded is identified by the digest of its content.
+The operator and `quire serve` write it; the supervisor applies it. It is the complete desired state, not a change: an
+adapter that is missing from it is removed. A name is an alias; adapter content is identified by its digest.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ from quire_spec.errors import ConfigError
 
 MAX_ADAPTERS = 4096
 REPLACES_HEADER = "Quire-Replaces"
-"""Header of PUT /adapters: the digest of the catalogue that is to be replaced, even where that has a higher generation.
+"""Header of PUT /adapters: digest of the catalog to replace, even if that has a higher generation.
 
-For whoever has seen what the pod works on and knows that it is no later state of the same service but one that never
-was, as far as the cluster remembers: the service was restored from a backup, or made again.
+The operator sets it when the pod's catalog is not a later state of the same service. This happens after the service was
+restored from a backup or created again: the cluster then has no record of the pod's generation.
 """
 
 
@@ -29,9 +29,9 @@ class Expose(StrEnum):
     """How clients reach an adapter; `lora_name` on the base works for every adapter."""
 
     MODEL = "Model"
-    """A server model of its own name."""
+    """As a server model with the adapter's name."""
     PARAMETER = "Parameter"
-    """Only as `lora_name` on the base model."""
+    """Only through `lora_name` on the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class HuggingFaceSource:
 
     repo: str
     revision: str | None = None
-    """Branch, tag or commit; None is the hub's default."""
+    """Branch, tag or commit; None selects the hub's default."""
     tokenSecretRef: SecretRef | None = None
 
 
@@ -70,9 +70,9 @@ class HttpSource:
 
     url: str
     sha256: str | None = None
-    """Digest that adapter_model.safetensors must have."""
+    """SHA-256 that adapter_model.safetensors must have."""
     headersSecretRef: SecretRef | None = None
-    """Each key of the Secret is a header."""
+    """Each key of the Secret is sent as a header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +85,27 @@ class PvcSource:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Exactly one place that files come from."""
+    """Location of an adapter's or model's files; exactly one field is set."""
 
     huggingFace: HuggingFaceSource | None = None
     s3: S3Source | None = None
     http: HttpSource | None = None
     pvc: PvcSource | None = None
     path: str | None = None
-    """A folder of this machine; for `quire serve` only."""
+    """A local folder; for `quire serve` only."""
 
     def validate(self, field_path: str) -> None:
-        """Raise ConfigError unless exactly one place is given."""
+        """Raise ConfigError unless exactly one field is set."""
         present_kinds = [kind for kind in self.__slots__ if getattr(self, kind) is not None]
         if len(present_kinds) != 1:
             present_text = ", ".join(present_kinds) or "none"
             raise ConfigError(
-                f"{field_path}: exactly one of {', '.join(self.__slots__)} is needed, found {present_text}"
+                f"{field_path}: exactly one of {', '.join(self.__slots__)} is required, got {present_text}"
             )
 
     @property
     def secret_ref(self) -> SecretRef | None:
-        """What its reader is let in by."""
+        """The Secret with the credentials for this source, if any."""
         if self.huggingFace is not None:
             return self.huggingFace.tokenSecretRef
         if self.s3 is not None:
@@ -115,48 +115,49 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """What an adapter may take of each pod; a request beyond it is refused with UNAVAILABLE."""
+    """Limits of an adapter on each pod; a request beyond them is rejected with UNAVAILABLE."""
 
     maxConcurrentRequests: int | None = None
-    """Requests that are open, queued ones included; None: any number."""
+    """Maximum number of open requests, including queued ones; None: no limit."""
     maxTokensPerSecond: int | None = None
-    """Tokens of prompts and outputs together, on average; None: any number. Ten seconds' worth can be saved up."""
+    """Average rate of prompt and output tokens together; None: no limit. Bursts of up to ten seconds' worth pass."""
 
     def validate(self, field_path: str) -> None:
-        """Raise ConfigError for a limit that lets nothing through."""
+        """Raise ConfigError for a limit that rejects every request."""
         for name in self.__slots__:
             if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{field_path}.{name}: {value} is less than 1; leave it out for no limit")
+                raise ConfigError(f"{field_path}.{name}: must be at least 1, got {value}; omit it for no limit")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """One adapter of the catalogue."""
+    """One adapter of the catalog."""
 
     name: str
     source: Source
     pinned: bool = False
-    """Keep it in a device slot."""
+    """Keep the adapter in an adapter slot on the device."""
     expose: Expose | None = None
-    """None: a model of its own while there are fewer than 64."""
+    """None: as `Model` while fewer than 64 adapters have a model, else as `Parameter`."""
     limits: AdapterLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogVersion:
-    """By what a catalogue is known without its adapters."""
+    """Identity of a catalog: its generation and the digest of its adapters."""
 
     generation: int
     digest: str
-    """sha256:... of the adapters, in their order; the generation is not in it."""
+    """sha256:... of the adapters in their order, without the generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterCatalog:
-    """The adapters a pod should hold."""
+    """The adapters that a pod should serve."""
 
     generation: int = 0
-    """Rises with every change; a document with a lower one is stale, unless it says what it replaces (REPLACES)."""
+    """Increases with every change. A catalog with a lower generation is stale, unless the request names the catalog
+    that it replaces (REPLACES_HEADER)."""
     adapters: tuple[AdapterSpec, ...] = ()
 
     @classmethod
@@ -164,40 +165,40 @@ class AdapterCatalog:
         """Read a parsed adapters.json.
 
         Raises:
-            ConfigError: unknown keys, wrong types, a name twice, or a source that is not exactly one place.
+            ConfigError: unknown keys, wrong types, a duplicate name, or a source without exactly one field.
         """
-        catalogue = from_json(cls, data)
-        if len(catalogue.adapters) > MAX_ADAPTERS:
-            raise ConfigError(f"adapters: {len(catalogue.adapters)} entries; at most {MAX_ADAPTERS} are allowed")
+        catalog = from_json(cls, data)
+        if len(catalog.adapters) > MAX_ADAPTERS:
+            raise ConfigError(f"adapters: at most {MAX_ADAPTERS} entries are allowed, got {len(catalog.adapters)}")
         seen: set[str] = set()
-        for i, adapter in enumerate(catalogue.adapters):
+        for i, adapter in enumerate(catalog.adapters):
             constants.check_model_name(adapter.name, f"adapters[{i}].name")
             adapter.source.validate(f"adapters[{i}].source")
             if adapter.limits is not None:
                 adapter.limits.validate(f"adapters[{i}].limits")
             if adapter.name in seen:
-                raise ConfigError(f"adapters[{i}].name: {adapter.name!r} is there twice")
+                raise ConfigError(f"adapters[{i}].name: {adapter.name!r} is a duplicate; adapter names must be unique")
             seen.add(adapter.name)
-        return catalogue
+        return catalog
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read adapters.json from `path`; raises ConfigError as `from_json` does, also for text that is not JSON."""
+        """Read adapters.json from `path`; raises ConfigError as `from_json`, and for text that is not JSON."""
         return cls.from_json(read_json(path))
 
     def to_json(self) -> dict[str, Any]:
-        """Every field with its value, fit for `from_json`."""
+        """Return all fields in the form that `from_json` reads."""
         document: dict[str, Any] = to_json(self)
         return document
 
     @property
     def version(self) -> CatalogVersion:
-        """Generation and digest. What is not set is not in the digest: a field that comes later changes none."""
+        """Generation and digest. The digest omits unset fields, so that a new optional field does not change it."""
         text = json.dumps(drop_nulls(to_json(self.adapters)), sort_keys=True, separators=(",", ":"))
         return CatalogVersion(self.generation, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
 
     def exposed_names(self) -> frozenset[str]:
-        """Names that get a server model: those that ask for it, and the first of the others up to the limit."""
+        """Return the names that get a server model: those with `Model`, then the first unset ones up to the limit."""
         explicit_names = [a.name for a in self.adapters if a.expose is Expose.MODEL]
         default_names = [a.name for a in self.adapters if a.expose is None]
         num_free = max(0, constants.MAX_EXPOSED_ADAPTERS - len(explicit_names))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The identity of an adapter: a digest of its two files. The same content has the same digest, wherever it came from.
+"""Identity of an adapter: a digest of its two files. Equal content has an equal digest, regardless of its source.
 
-The fetcher names what it has brought by it, the core and the prefix cache know adapters by nothing else.
+The fetcher names cached adapters by digest. The core and the prefix cache identify adapters only by digest.
 """
 
 import hashlib
@@ -13,15 +13,16 @@ from pathlib import Path
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
-"""All that is read of an adapter's folder."""
+"""The files of an adapter's folder that are read."""
 
 _READ_BYTES = 2**20
 _RACY_S = 2.0
-"""A file that changed so shortly before it was read can change again and keep its times: they are as coarse as that."""
+"""Age below which a file's times are not trusted: the file can change again within their resolution. Git's word for
+such files is racy."""
 
 
 def file_sha256(path: Path) -> bytes:
-    """SHA-256 of a file's content, 32 bytes.
+    """Return the SHA-256 of a file's content, 32 bytes.
 
     Raises:
         OSError: the file cannot be read.
@@ -34,10 +35,10 @@ def file_sha256(path: Path) -> bytes:
 
 
 def adapter_digest(folder: Path) -> str:
-    """`sha256:<64 hex digits>` of the adapter in `folder`.
+    """Return `sha256:<64 hex digits>` of the adapter in `folder`.
 
-    Over, for each of `ADAPTER_FILES` in order: the name (UTF-8, its length before it), the content's length, and the
-    content's SHA-256. Lengths are 8 bytes, little-endian: no two adapters share an encoding.
+    The hash covers for each of `ADAPTER_FILES`, in order: length and UTF-8 bytes of the name, the content's length, and
+    the content's SHA-256. Lengths are 8 bytes, little-endian, so that the encoding is unique.
 
     Raises:
         OSError: a file is missing or cannot be read.
@@ -52,17 +53,17 @@ def adapter_digest(folder: Path) -> str:
 
 
 class DigestCache:
-    """Digests of adapters' folders, whose files are read again only when they changed: 5 ms for each 10 MB are saved.
+    """Digests of adapter folders. Files are read again only when they changed, which saves 5 ms per 10 MB.
 
-    A file that changed has another inode, size or time. Git's index knows files in the same way, and reads those that
-    are as young as itself again, too.
+    A changed file has another inode, size or time. Like Git's index, the cache does not trust files that changed just
+    before they were read.
     """
 
     def __init__(self) -> None:
         self._entries: dict[Path, tuple[object, str]] = {}
 
     def get(self, folder: Path) -> str:
-        """The folder's `adapter_digest`. Raises as that."""
+        """Return the folder's `adapter_digest`; raises as that function."""
         now = time.time()
         stats = [os.stat(folder / name) for name in ADAPTER_FILES]
         file_stats = tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model's download ended: what the Job's program writes to its termination message and the operator reads."""
+"""Result of a model download: the Job's program writes it to its termination message, the operator reads it."""
 
 import json
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from quire_spec.dataclass_json import drop_nulls, from_json, to_json
 from quire_spec.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 3072
-"""Of the document; the kubelet takes 4096 in all."""
+"""Maximum size of the document. The kubelet keeps 4096 bytes of all containers together."""
 
 
 class DownloadReason(StrEnum):
-    """What came of a download. All but the first and the last are reasons of the condition ModelCached."""
+    """Outcome of a download. All values but the first and the last are reasons of the condition ModelCached."""
 
     DOWNLOADED = "Downloaded"
     AUTH_FAILED = "AuthFailed"
-    """The place refuses us: no Secret, a wrong one, or one without access."""
+    """The source denies access: the Secret is missing, wrong, or lacks permission."""
     NOT_FOUND = "NotFound"
-    """No such repository, revision, folder or file."""
+    """The repository, revision, folder or file does not exist."""
     NO_SPACE = "NoSpace"
     """The volume is full."""
     DIGEST_MISMATCH = "DigestMismatch"
-    """What came is not what the source says it should be."""
+    """The content does not have the digest that the source announces."""
     SOURCE_INVALID = "SourceInvalid"
-    """What is there is no model that could be served, or the source is not one of ours."""
+    """The files are not a servable model, or the kind of source is not supported."""
     UNREACHABLE = "Unreachable"
-    """Right, but not now: network, proxy, or a place that is busy."""
+    """Temporary failure: network, proxy, or a busy source."""
 
 
 PERMANENT_REASONS = (
@@ -37,23 +37,23 @@ PERMANENT_REASONS = (
     DownloadReason.DIGEST_MISMATCH,
     DownloadReason.SOURCE_INVALID,
 )
-"""Results that somebody has to do something about."""
+"""Reasons that a retry does not resolve: a user must act."""
 
 
 @dataclass(frozen=True, slots=True)
 class DownloadResult:
-    """How one run of the download ended."""
+    """Outcome of one run of the download."""
 
     result: DownloadReason
     bytes: int
-    """That are on the volume, of whole and partial files."""
+    """Bytes on the volume, in complete and partial files."""
     revision: str | None = None
-    """Commit that was fetched, where the place has commits."""
+    """Downloaded commit, if the source has commits."""
     message: str = ""
-    """What went wrong, in a sentence; holds no secret."""
+    """The error in one sentence, without secrets."""
 
     def dump(self) -> str:
-        """As a termination message."""
+        """Return the termination message."""
         message = self.message
         while True:
             text = json.dumps(drop_nulls(to_json(self)) | {"message": message}, separators=(",", ":"))
@@ -63,7 +63,7 @@ class DownloadResult:
 
     @classmethod
     def parse(cls, text: str) -> "DownloadResult | None":
-        """Read a termination message; None for one that the program did not write."""
+        """Parse a termination message; return None for one that the program did not write."""
         try:
             return from_json(cls, json.loads(text))
         except (ValueError, ConfigError):

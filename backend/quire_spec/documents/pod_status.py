@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status document of a pod: what GET /status answers, and the only thing the operator believes."""
+"""Status document of a pod: the response of GET /status, and the operator's only source of the pod's state."""
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class AdapterState(StrEnum):
-    """Where an adapter of the catalogue is on its way to serving."""
+    """State of an adapter of the catalog."""
 
     FETCHING = "Fetching"
     LOADING = "Loading"
@@ -16,7 +16,7 @@ class AdapterState(StrEnum):
 
 
 class ProcessState(StrEnum):
-    """Where a process of the pod is."""
+    """State of a process of the pod."""
 
     STARTING = "Starting"
     READY = "Ready"
@@ -25,7 +25,7 @@ class ProcessState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdapterStatus:
-    """One adapter of the catalogue on this pod."""
+    """One adapter of the catalog on this pod."""
 
     name: str
     state: AdapterState
@@ -34,13 +34,13 @@ class AdapterStatus:
     digest: str | None = None
     """sha256:... of its content, once fetched."""
     model: str | None = None
-    """The server model it is reached by; None: only by lora_name."""
+    """The adapter's server model; None if it is reachable only through lora_name."""
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """One process that the supervisor watches."""
+    """One process that the supervisor manages."""
 
     state: ProcessState
     pid: int | None
@@ -50,7 +50,7 @@ class ProcessStatus:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """Measured bytes on the engine's device, or on each of those that share the layers."""
+    """Measured bytes on each of the engine's devices."""
 
     weights_bytes: int
     lora_bytes: int
@@ -61,9 +61,9 @@ class MeasuredMemory:
     dtype: str
     device: str
     swap_bytes: int = 0
-    """In host memory."""
+    """Bytes of KV swap space in host memory."""
     tensor_parallel_size: int = 1
-    """Devices that share the layers."""
+    """Number of tensor-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +71,24 @@ class PodStatus:
     """The whole document."""
 
     version: str
-    """Quire's."""
+    """Version of Quire."""
     served_name: str
     ready: bool
     reason: str
-    """Why not ready, in a sentence; empty when ready."""
+    """Why the pod is not ready, in a sentence; empty when ready."""
     core_started_at: str | None
     generation: int
-    """Of the catalogue that this pod works on."""
+    """Generation of the catalog that this pod applies."""
     processes: dict[str, ProcessStatus]
     """server, text, core."""
     memory: MeasuredMemory | None
     models: list[str] = field(default_factory=list)
-    """Names that clients can use now."""
+    """Server models that clients can use now."""
     adapters: list[AdapterStatus] = field(default_factory=list)
     catalogue: str = ""
-    """Digest of that catalogue (catalogue.Mark); empty before there is one."""
+    """Digest of that catalog (CatalogVersion.digest); empty before the first catalog."""
 
 
 def utc_now() -> str:
-    """This moment as documents have it: RFC 3339, UTC."""
+    """Return the current time as RFC 3339, UTC."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

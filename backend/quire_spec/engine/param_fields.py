@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One parameter of a request: how its value is read from text, what type it has, which range it may take.
+"""Parsing and validation of one request parameter: text form, type, range.
 
-sampling.py declares the parameters; everything here is about a single value and knows none of them.
+sampling_params.py declares the parameters. The functions here handle a single value and know no parameter by name.
 """
 
 import json
@@ -15,27 +15,27 @@ from quire_spec.errors import InvalidArgument, truncated_repr
 
 _MAX_MAGNITUDE = 2**63
 _LIST_OF_STRINGS = re.compile(r"""\[\s*["']""")
-"""How one begins, in JSON or as Python shows it; "[INST]" is a string."""
+"""Start of a list of strings, in JSON or Python notation; "[INST]" is a string."""
 
 
 def in_range(low: float, high: float) -> Mapping[str, Any]:
-    """Metadata of a field whose value, if it is not None, must be from `low` to `high`."""
+    """Return metadata of a field whose value, unless None, must be from `low` to `high`."""
     return {"range": (low, high)}
 
 
 def max_entries(limit: int) -> Mapping[str, Any]:
-    """Metadata of a field that holds several entries, `most` of them at most."""
+    """Return metadata of a collection field with at most `limit` entries."""
     return {"entries": limit}
 
 
 def parse_text(parameter: Field[Any], value: Any) -> Any:
-    """Undo the stringification that clients and the server's parameter types force; leave what does not parse.
+    """Parse a value that was sent as text; return it unchanged if it does not parse.
 
-    Numbers and booleans may come as strings ("0.5", "true": clients of NVIDIA's vllm_backend do that), lists and
-    objects as JSON strings ('["a", "b"]': the server's generate endpoint takes neither).
+    Numbers and booleans can be strings ("0.5", "true"), as clients of NVIDIA's vllm_backend send them. Lists and
+    objects can be JSON strings ('["a", "b"]'), because the server's generate endpoint accepts neither.
 
     Raises:
-        InvalidArgument: a text that begins like a list of strings is none, so that it would be taken for a single one.
+        InvalidArgument: a text begins like a list of strings but is not JSON. It would be used as a single string.
     """
     kind = type_name(parameter)
     if not isinstance(value, str) or (kind.startswith("tuple") and not value.startswith("[")):
@@ -45,50 +45,49 @@ def parse_text(parameter: Field[Any], value: Any) -> Any:
     except (ValueError, RecursionError):
         if kind.startswith("tuple[str") and _LIST_OF_STRINGS.match(value):
             raise InvalidArgument(
-                f"sampling parameter {parameter.name!r}: {truncated_repr(value)} begins like a list of strings and is "
-                "not JSON; "
-                'write it like ["a", "b"], also where this text itself is the only string'
+                f"sampling parameter {parameter.name!r}: must be a JSON list of strings, got {truncated_repr(value)}, "
+                'which is not JSON; write it like ["a", "b"], even if this text is the only string'
             ) from None
         return value
-    # The text "null" is no number: taken for none, it would lift a limit that somebody meant to set.
+    # The text "null" is not a number. Parsing it as None would remove a limit that the client meant to set.
     return value if parsed is None else parsed
 
 
 def normalize(parameter: Field[Any], value: Any) -> Any:
-    """`value` in the form that the parameter keeps it in, if it is one of the forms that vLLM takes."""
+    """Return `value` in the form that the parameter stores, if it has one of the forms that vLLM accepts."""
     kind = type_name(parameter)
     if isinstance(value, list):
         return tuple(value)
     if kind.startswith("tuple[str") and isinstance(value, str):
         return (value,)
     if kind.startswith("dict") and isinstance(value, Mapping):
-        # JSON has no integer keys.
+        # JSON has only string keys.
         return {_token_id(key): bias for key, bias in value.items()}
     return () if value is None and isinstance(parameter.default, tuple) else value
 
 
 def validate(parameter: Field[Any], value: Any) -> Any:
-    """`value`, an integer made a float where one is meant.
+    """Return the valid `value`; an integer becomes a float for a float parameter.
 
     Raises:
         InvalidArgument: wrong type, out of range, or too many entries; the message names the parameter.
     """
     name, kind = parameter.name, type_name(parameter)
     if kind == "float" and _is_int(value):
-        # An integer beyond every float is beyond every range, too.
+        # An integer that no float can represent is out of every range, too.
         value = float(max(-_MAX_MAGNITUDE, min(_MAX_MAGNITUDE, value)))
     if value is None and kind.endswith("| None"):
         return None
     expected, accepts = _TYPES[kind.removesuffix(" | None")]
     if not accepts(value):
-        # Lists have become tuples by now, and it is lists that clients send.
+        # Clients send lists, which are tuples at this point.
         shown = truncated_repr(list(value) if isinstance(value, tuple) else value)
-        raise InvalidArgument(f"sampling parameter {name!r}: {shown} is not {expected}")
+        raise InvalidArgument(f"sampling parameter {name!r}: must be {expected}, got {shown}")
     if bounds := parameter.metadata.get("range"):
         check_range(name, value, *bounds)
     limit = parameter.metadata.get("entries")
     if limit is not None and len(value) > limit:
-        raise InvalidArgument(f"sampling parameter {name!r}: {len(value)} entries; at most {limit} are allowed")
+        raise InvalidArgument(f"sampling parameter {name!r}: at most {limit} entries are allowed, got {len(value)}")
     return value
 
 
@@ -96,7 +95,7 @@ def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise InvalidArgument unless `value` is from `low` to `high`."""
     if not low <= value <= high:
         bounds = f"{_format_bound(low)} to {_format_bound(high)}"
-        raise InvalidArgument(f"sampling parameter {name!r}: {truncated_repr(value)} is out of range; use {bounds}")
+        raise InvalidArgument(f"sampling parameter {name!r}: must be from {bounds}, got {truncated_repr(value)}")
 
 
 def _format_bound(bound: float) -> str:
@@ -104,7 +103,7 @@ def _format_bound(bound: float) -> str:
 
 
 def type_name(parameter: Field[Any]) -> str:
-    """The parameter's type, as it is written."""
+    """Return the parameter's type annotation as text."""
     return parameter.type.__name__ if isinstance(parameter.type, type) else str(parameter.type)
 
 
@@ -143,4 +142,4 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ),
     ),
 }
-"""What a value of each type is called in an error, and whether it is one."""
+"""By type: its description in error messages, and the check for a value of this type."""

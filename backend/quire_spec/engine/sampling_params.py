@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SamplingParams: how one request wants its tokens chosen. Names and meanings are vLLM's.
+"""Sampling parameters of one request, with vLLM's names and meanings.
 
-Validated where a request enters (frontend, text process, offline LLM) and trusted from there on. A name that is not
-here is refused, so that a misspelt or unsupported parameter never changes nothing silently.
+They are validated where a request enters (frontend, text process, offline LLM) and trusted afterwards. Unknown names
+are rejected, so that a misspelt or unsupported parameter is never ignored silently.
 """
 
 import difflib
@@ -22,9 +22,9 @@ MAX_BAD_WORDS = 128
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 65536
 MAX_BIAS = 100.0
-"""Biases beyond are taken as this, as vLLM and OpenAI do."""
+"""Larger biases are clamped to this value, as in vLLM and OpenAI's API."""
 MAX_PROMPT_LOGPROBS = 2**20
-"""Log probabilities of one prompt together: about 100 MB on their way to the client."""
+"""Maximum number of log probabilities of one prompt in total: about 100 MB in the response."""
 MAX_OUTPUTS = 128
 MAX_SEED = 2**63 - 1
 _MAX_COUNT = 2**31 - 1
@@ -32,90 +32,90 @@ _MAX_COUNT = 2**31 - 1
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """One request's sampling parameters, given by name.
+    """Sampling parameters of one request, as keyword arguments.
 
-    Not frozen, because vLLM's scripts assign to them (`params.max_tokens = 64`): each value is checked when it is
-    assigned, how they fit together when they are made and when they are used.
+    Not frozen, because vLLM scripts assign to fields (`params.max_tokens = 64`). Each value is checked on assignment.
+    Consistency between values is checked on construction and on use.
 
     Raises:
         InvalidArgument: a value has the wrong type or is out of range; the message names the parameter.
     """
 
     temperature: float = field(default=1.0, metadata=in_range(0.0, 100.0))
-    """0 takes the most likely token; higher is more random."""
+    """0 selects the most likely token; higher values are more random."""
 
     top_p: float = field(default=1.0, metadata=in_range(1e-6, 1.0))
-    """Keep the smallest set of tokens whose probabilities add up to this."""
+    """Keep the smallest set of tokens whose probabilities add up to this value."""
 
     top_k: int = field(default=0, metadata=in_range(-1, _MAX_COUNT))
-    """Keep this many most likely tokens; 0 or -1 keeps all."""
+    """Keep this number of most likely tokens; 0 or -1 keeps all."""
 
     min_p: float = field(default=0.0, metadata=in_range(0.0, 1.0))
-    """Drop tokens less likely than this share of the most likely one."""
+    """Drop tokens less likely than this fraction of the most likely token's probability."""
 
     presence_penalty: float = field(default=0.0, metadata=in_range(-2.0, 2.0))
-    """Taken off the logit of each token that the output has; negative values favour repeating."""
+    """Subtracted from the logit of each token that occurs in the output; negative values favour repetition."""
 
     frequency_penalty: float = field(default=0.0, metadata=in_range(-2.0, 2.0))
-    """Taken off a token's logit for each time that the output has it."""
+    """Subtracted from a token's logit for each occurrence in the output."""
 
     repetition_penalty: float = field(default=1.0, metadata=in_range(1e-6, 1e6))
-    """Divides positive logits, and multiplies negative ones, of tokens that prompt or output have; 1 is off."""
+    """Divides positive logits and multiplies negative logits of tokens in the prompt or output; 1 disables it."""
 
     logit_bias: dict[int, float] | None = field(default=None, metadata=max_entries(MAX_BIASED_TOKENS))
-    """Added to the logits of these token ids; from -100 to 100, values beyond are clamped."""
+    """Added to the logits of these token ids; values are clamped to -100..100."""
 
     allowed_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_ALLOWED_TOKENS))
-    """Only these tokens may be taken; None allows all."""
+    """Only these tokens can be sampled; None allows all."""
 
     bad_words: tuple[str, ...] = field(default=(), metadata=max_entries(MAX_BAD_WORDS))
-    """Words that the output must not have: the last token of one is not taken after those before it."""
+    """Words that the output must not contain: the last token of a word is never sampled after its other tokens."""
 
     seed: int | None = field(default=None, metadata=in_range(-1, MAX_SEED))
-    """Makes the draw repeatable, whatever else is in the batch; None or -1 draws differently each time."""
+    """Makes sampling reproducible, independent of the batch; None or -1 samples differently each time."""
 
     max_tokens: int | None = field(default=16, metadata=in_range(1, _MAX_COUNT))
-    """Output tokens at most; None goes on to max_model_len."""
+    """Maximum number of output tokens; None: up to max_model_len."""
 
     min_tokens: int = field(default=0, metadata=in_range(0, _MAX_COUNT))
-    """Output tokens before an end-of-sequence or stop token may be taken, or a stop string end the output."""
+    """Number of output tokens before an end-of-sequence token, stop token or stop string can end the output."""
 
     stop: tuple[str, ...] = field(default=(), metadata=max_entries(MAX_STOP_STRINGS))
-    """Strings that end the output; they are not part of it unless include_stop_str_in_output."""
+    """Strings that end the output; excluded from the output unless include_stop_str_in_output."""
 
     stop_token_ids: tuple[int, ...] = field(default=(), metadata=max_entries(MAX_STOP_TOKENS))
     """Tokens that end the output."""
 
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
 
     logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Log probabilities of this many most likely tokens at each position, and of the token taken; -1 is all. The
-    engine's max_logprobs bounds it."""
+    """Number of most likely tokens with log probabilities at each position, besides the sampled token; -1: all. The
+    engine's max_logprobs limits it."""
 
     prompt_logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """The same for each token of the prompt but the first. Such a request computes all of its prompt."""
+    """The same for each token of the prompt but the first. Such a request computes its whole prompt, cached or not."""
 
     detokenize: bool = True
     """Turn the output into text; False gives token ids only."""
 
     include_stop_str_in_output: bool = False
-    """Leave the stop string at the end of the text."""
+    """Keep the stop string at the end of the text."""
 
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Omit special tokens from the text."""
 
     spaces_between_special_tokens: bool = True
-    """Keep the space that some tokenizers put between two added tokens that follow each other."""
+    """Keep the space that some tokenizers insert between two adjacent added tokens."""
 
     truncate_prompt_tokens: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Keep only this many tokens of the prompt, its last ones; -1 keeps what fits beside max_tokens."""
+    """Keep only this number of tokens at the end of the prompt; -1 keeps as many as fit beside max_tokens."""
 
     n: int = field(default=1, metadata=in_range(1, MAX_OUTPUTS))
-    """Outputs per prompt. Of a seed, each has its own: seed, seed + 1 and so on. More than one needs a temperature."""
+    """Outputs per prompt. With a seed, output i uses seed + i. More than one requires a temperature."""
 
     best_of: int | None = field(default=None, metadata=in_range(1, MAX_OUTPUTS))
-    """Outputs to make, of which the n of highest cumulative log probability are given, best first; None makes n."""
+    """Outputs to generate. The n with the highest cumulative log probability are returned, best first; None: n."""
 
     def __post_init__(self) -> None:
         self._check_consistency()
@@ -135,49 +135,50 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True when no randomness is wanted."""
+        """True if the most likely token is always selected."""
         return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """True when tokens are penalized for having occurred."""
+        """True if any penalty is enabled."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def num_sequences(self) -> int:
-        """Outputs that are made."""
+        """Number of sequences to generate."""
         return self.n if self.best_of is None else self.best_of
 
     def clone(self) -> Self:
-        """A copy, to be changed without this one."""
+        """Return an independent copy."""
         return deepcopy(self)
 
     def child_params(self, index: int) -> Self:
-        """The parameters of one of the outputs, which is a request of its own to the engine core."""
+        """Return the parameters of output `index`, which is a separate sequence for the engine core."""
         selects_best = self.num_sequences > self.n
         return replace(
             self,
             n=1,
             best_of=None,
             seed=None if self.seed is None else (self.seed + index) % (MAX_SEED + 1),
-            # Costs little, and is what the best are chosen by.
+            # Selecting the best needs the cumulative log probability; logprobs=0 costs little.
             logprobs=0 if selects_best and self.logprobs is None else self.logprobs,
             prompt_logprobs=None if index else self.prompt_logprobs,
         )
 
     def max_prompt_tokens(self, max_model_len: int) -> int | None:
-        """Tokens of a longer prompt that are kept; None keeps all."""
+        """Return the number of prompt tokens to keep; None keeps all."""
         if self.truncate_prompt_tokens != -1:
             return self.truncate_prompt_tokens
         return max(1, max_model_len - (self.max_tokens or 1))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], extra_names: Sequence[str] = ()) -> Self:
-        """Parameters by name, as clients send them: `parameter.from_text` says in which forms. `beside`: other names
-        that go with a request, one of which an unknown name may have been meant for.
+        """Build from the parameters that a client sent; `param_fields.parse_text` defines the accepted forms.
+
+        `extra_names` are further names that a request can contain, for the suggestion in the error.
 
         Raises:
-            InvalidArgument: a name is unknown, or a value is wrong.
+            InvalidArgument: a name is unknown or a value is wrong.
         """
         known = {f.name: f for f in fields(cls)}
         if unknown := sorted(set(values) - set(known)):
@@ -185,29 +186,30 @@ class SamplingParams:
         return cls(**{name: parse_text(known[name], value) for name, value in values.items()})
 
     def to_mapping(self) -> dict[str, Any]:
-        """The parameters that differ from their defaults, fit for `from_mapping` and JSON."""
+        """Return the parameters that differ from their defaults, for JSON and `from_mapping`."""
         pairs = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
         return {name: list(v) if isinstance(v, tuple) else v for name, v, default in pairs if v != default}
 
     def _check_consistency(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidArgument(
-                f"sampling parameter 'min_tokens': {self.min_tokens} is more than max_tokens {self.max_tokens}; lower "
-                "it, or raise max_tokens"
+                f"sampling parameter 'min_tokens': must be at most max_tokens {self.max_tokens}, got "
+                f"{self.min_tokens}; lower it, or raise max_tokens"
             )
         if self.best_of is not None:
             check_range("best_of", self.best_of, self.n, MAX_OUTPUTS)
         for name, count in (("n", self.n), ("best_of", self.best_of or 1)):
             if count > 1 and self.greedy:
                 raise InvalidArgument(
-                    f"sampling parameter {name!r}: {count} outputs of temperature 0 are all the same; use 1"
+                    f"sampling parameter {name!r}: must be 1 with temperature 0, where all outputs are equal, got "
+                    f"{count}; use 1, or set a temperature"
                 )
         if self.truncate_prompt_tokens == 0:
-            raise InvalidArgument("sampling parameter 'truncate_prompt_tokens': 0 leaves no prompt; use -1 or a count")
+            raise InvalidArgument("sampling parameter 'truncate_prompt_tokens': must be -1 or at least 1, got 0")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidArgument("sampling parameter 'allowed_token_ids': [] leaves no token to take; leave it out")
+            raise InvalidArgument("sampling parameter 'allowed_token_ids': must not be empty; omit it to allow all")
         if self.stop and not self.detokenize:
-            raise InvalidArgument("sampling parameter 'stop': needs text to be looked for in; leave detokenize on")
+            raise InvalidArgument("sampling parameter 'stop': requires detokenize; omit 'stop', or set detokenize")
 
 
 def _unknown_parameter(name: str, extra_names: Sequence[str] = ()) -> InvalidArgument:
@@ -224,6 +226,6 @@ def _unknown_parameter(name: str, extra_names: Sequence[str] = ()) -> InvalidArg
 def _check_length(name: str, text: str) -> None:
     if not text or len(text) > MAX_STOP_LENGTH:
         raise InvalidArgument(
-            f"sampling parameter {name!r}: {truncated_repr(text)} has {len(text)} characters; use 1 to "
-            f"{MAX_STOP_LENGTH}"
+            f"sampling parameter {name!r}: each string must have 1 to {MAX_STOP_LENGTH} characters, got {len(text)} in "
+            f"{truncated_repr(text)}"
         )

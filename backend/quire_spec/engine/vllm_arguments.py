@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engine arguments, as its users write them, to fields of EngineConfig.
+"""Conversion of vLLM's engine arguments to fields of EngineConfig.
 
-Of arguments that this engine does not have, some change no output, some have one answer here, and all others are
-refused by name. The offline LLM and the reader of vllm_backend's repositories call it.
+Arguments that do not affect the output are ignored. Some arguments accept only the values that this engine supports.
+All other unknown arguments are rejected by name. Callers: the offline LLM and the reader of vllm_backend repositories.
 """
 
 import json
@@ -25,7 +25,7 @@ _IGNORED_ARGUMENTS = (
     "max_parallel_loading_workers",
     "compilation_config",
 )
-"""Engine arguments of vLLM that change no output and that this engine decides itself."""
+"""Engine arguments of vLLM that do not affect the output; they are ignored."""
 _SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
@@ -43,22 +43,21 @@ _SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "hf_overrides": (None,),
     "logits_processors": (None,),
 }
-"""Engine arguments of vLLM that this engine has one answer to: any other value is refused."""
+"""Engine arguments of vLLM of which this engine supports only these values; other values are rejected."""
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
 def from_vllm_arguments(arguments: Mapping[str, Any], location: str = "") -> dict[str, Any]:
-    """Fields of EngineConfig out of vLLM's engine arguments; numbers and truth values may be strings.
+    """Convert vLLM's engine arguments to fields of EngineConfig; numbers and booleans may be strings.
 
     Raises:
-        ConfigError: an argument that is unknown, or has a value that this engine cannot do; the message begins with
-            `where` and names it.
+        ConfigError: an argument is unknown or has an unsupported value; the message begins with `location`.
     """
     field_types = {f.name: str(getattr(f.type, "__name__", f.type)) for f in fields(EngineConfig)}
     config_fields: dict[str, Any] = {}
     for name, value in arguments.items():
         if name in _IGNORED_ARGUMENTS:
-            logger.info("vllm argument without effect here name=%s value=%r", name, value)
+            logger.info("vllm argument ignored name=%s value=%r", name, value)
         elif name in _SUPPORTED_VALUES:
             _check_supported_value(name, _parse_literal(value), arguments, location)
         elif name == "device" and value == "auto":
@@ -67,7 +66,7 @@ def from_vllm_arguments(arguments: Mapping[str, Any], location: str = "") -> dic
             config_fields[name] = value if field_types[name].startswith("str") else _parse_literal(value)
         else:
             raise ConfigError(
-                f"{location}{name!r}: this engine has no such argument; it has {', '.join(sorted(field_types))}"
+                f"{location}{name!r}: unknown engine argument; known are {', '.join(sorted(field_types))}"
             )
     if isinstance(dtype := config_fields.get("dtype"), str):
         config_fields["dtype"] = _DTYPE_ALIASES.get(dtype, dtype)
@@ -79,11 +78,11 @@ def _check_supported_value(name: str, value: object, arguments: Mapping[str, Any
     if name == "tokenizer":
         allowed = (*allowed, arguments.get("model"))
     if value not in allowed:
-        raise ConfigError(f"{location}{name!r}: {value!r} is not supported by this engine; remove it")
+        raise ConfigError(f"{location}{name!r}: value {value!r} is not supported by this engine; remove the argument")
 
 
 def _parse_literal(value: object) -> object:
-    """Numbers and truth values out of the strings that vllm_backend's own examples write."""
+    """Parse numbers and booleans from strings, as vllm_backend's own examples contain them."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families: what the checkpoints of an architecture have in common, as data, so that the planner needs no model code.
+"""Table of supported architectures as data, so that the planner needs no model code.
 
-One row an architecture. A row says how transformers reads that family's config.json where this is not how it reads
-Llama's, and names the linears of a layer; the model's code is the row's module in quire_engine/models.
+Each row contains the differences between transformers' reading of that architecture's config.json and of Llama's, and
+the linears of a layer. The model code is the row's module in quire_engine/models.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,39 +38,41 @@ PHI3_LINEARS = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A row of the table; what it leaves out is as in Llama."""
+    """A row of the table; the defaults are Llama's."""
+
+    model_type: str
+    """`model_type` in config.json, by which transformers selects the model."""
 
     module: str
     """Module of quire_engine/models that defines the model class, see `quire_engine.models.registry`."""
 
     linears: Mapping[str, tuple[str, str]] = field(default_factory=lambda: LLAMA_LINEARS)
-    """Each linear of a layer by its path there: size of its input and output, see `sizing.linears`. Adapters can
-    change all of them."""
+    """By the linear's path in the layer: kinds of its input and output features, see `memory_sizing.linear_sizes`. An
+    adapter can change each of them."""
 
     layers_path: str = "model.layers"
     """Path of the layers in a checkpoint."""
 
     key_aliases: Mapping[str, str] = field(default_factory=dict)
-    """Llama's keys of config.json that have another name here."""
+    """Llama's keys of config.json that have another name in this architecture."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json that this family has beside Llama's, or with other defaults, and what transformers takes
-    where they are absent."""
+    """transformers' defaults for keys of config.json that Llama does not have or that have another default there."""
 
     ignored_keys: tuple[str, ...] = ()
-    """Llama's keys of config.json that mean nothing here."""
+    """Llama's keys of config.json that this architecture ignores."""
 
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
-    """On q, k and v; on the output of attention; in the MLP: yes, no, or the flag that says."""
+    """Biases on q, k and v; on the output of attention; in the MLP. A string is the key of config.json that decides."""
 
     uses_sliding_window: Callable[[HFConfigReader, int], bool] | None = None
-    """Whether attention of a layer is limited to `sliding_window`; None: never, whatever config.json says."""
+    """Return True if attention of a layer is limited to `sliding_window`. None: never, regardless of config.json."""
 
     learned_position_offset: int | None = None
-    """Positions are learnt and not rotary, and the table has this many rows before the one of the first token."""
+    """If set, positions are learned, not rotary, and the table has this number of rows before the first position."""
 
     flags: tuple[str, ...] = ()
-    """Switches of config.json that only this family's model code knows, all of them in `defaults`."""
+    """Boolean keys of config.json that only this architecture's model code uses; all have an entry in `defaults`."""
 
 
 def _is_sliding_always(config: HFConfigReader, index: int) -> bool:
@@ -83,12 +85,12 @@ def _is_sliding_unless_listed(config: HFConfigReader, index: int) -> bool:
 
 
 def _is_sliding_by_layer_types(config: HFConfigReader, index: int) -> bool | None:
-    """What `layer_types` says, as transformers writes it since 4.54; None: it is not there."""
+    """Read `layer_types`, which transformers writes since 4.54; None if it is absent."""
     if "layer_types" not in config:
         return None
     layer_types = config.get_str_list("layer_types")
     if index >= len(layer_types) or layer_types[index] not in ("full_attention", "sliding_attention"):
-        raise config.error("layer_types", list(layer_types), "full_attention or sliding_attention for each layer")
+        raise config.error("layer_types", list(layer_types), "one of full_attention, sliding_attention for each layer")
     return layer_types[index] == "sliding_attention"
 
 
@@ -105,13 +107,15 @@ def _is_sliding_even_layer(config: HFConfigReader, index: int) -> bool:
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "LlamaForCausalLM": Architecture("llama", biases=("attention_bias", "attention_bias", "mlp_bias")),
+    "LlamaForCausalLM": Architecture("llama", "llama", biases=("attention_bias", "attention_bias", "mlp_bias")),
     "MistralForCausalLM": Architecture(
+        "mistral",
         "llama",
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         uses_sliding_window=_is_sliding_unless_listed,
     ),
     "Qwen2ForCausalLM": Architecture(
+        "qwen2",
         "llama",
         defaults={
             "num_key_value_heads": 32,
@@ -124,6 +128,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "Qwen3ForCausalLM": Architecture(
         "qwen3",
+        "qwen3",
         defaults={
             "num_key_value_heads": 32,
             "head_dim": 128,
@@ -135,6 +140,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         uses_sliding_window=_is_sliding_upper_layer,
     ),
     "OPTForCausalLM": Architecture(
+        "opt",
         "opt",
         linears=OPT_LINEARS,
         layers_path="model.decoder.layers",
@@ -155,11 +161,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "Phi3ForCausalLM": Architecture(
         "phi3",
+        "phi3",
         linears=PHI3_LINEARS,
         defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096},
         uses_sliding_window=_is_sliding_always,
     ),
     "Gemma2ForCausalLM": Architecture(
+        "gemma2",
         "gemma2",
         key_aliases={"hidden_act": "hidden_activation"},
         defaults={
@@ -176,4 +184,4 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         uses_sliding_window=_is_sliding_even_layer,
     ),
 }
-"""By the name that config.json gives in `architectures`."""
+"""By the name in `architectures` of config.json."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine can do, as data: the planner reads it before planning, the engine before refusing.
+"""Capabilities of the engine as data. The planner and the engine's validation both read this table.
 
-One table, so that a plan never asks for what the engine does not have. The engine's tests hold it to the truth:
-every architecture listed here has a model class, and the other way round.
+A plan therefore never requests an unsupported feature. The engine's tests check that each architecture listed here has
+a model class and vice versa.
 """
 
 from quire_spec.model.architectures import ARCHITECTURES
@@ -10,7 +10,7 @@ from quire_spec.model.architectures import ARCHITECTURES
 SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 ACTIVATION_ALIASES = {"swish": "silu"}
-"""Other names that transformers has for them."""
+"""transformers' aliases of these names."""
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ConfigJson: a checkpoint's config.json read key by key, each value checked. The one place that refuses its types.
+"""Typed reader of a checkpoint's config.json that checks each value.
 
-What the keys mean for a family is told by families.py and shape.py.
+architectures.py and model_config.py define the meaning of the keys.
 """
 
 from collections.abc import Mapping
@@ -9,37 +9,37 @@ from typing import Any
 
 from quire_spec.errors import ConfigError, truncated_repr
 
-# Far beyond any model, and small enough that no arithmetic overflows: a config.json may come from anyone.
+# Larger than any model needs, and small enough to avoid overflows: config.json is untrusted input.
 _MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = 1e15
 
 
 class HFConfigReader:
-    """An object of config.json. A key that is null counts as absent, as transformers has it.
+    """An object of config.json. A null key counts as absent, as in transformers.
 
-    Every method raises ConfigError, with the key and what was found, for a value of the wrong type, and where no
-    default is given for a key that is absent.
+    Every getter raises ConfigError with the key and the value if the type is wrong, or if the key is absent and has no
+    default.
     """
 
     def __init__(
         self, values: object, defaults: Mapping[str, Any] | None = None, location: str = "config.json"
     ) -> None:
-        """`defaults`: values of keys that are not there at all."""
+        """`defaults`: values of absent keys (not of null keys)."""
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{location}: expected an object, found {truncated_repr(values)}")
+            raise ConfigError(f"{location}: expected an object, got {truncated_repr(values)}")
         self._values = {**(defaults or {}), **values}
         self._location = location
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing in it."""
+        """True if the object has no keys."""
         return not self._values
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 
     def get_int(self, key: str, default: int | None = None, maximum: int = _MAX_INTEGER, minimum: int = 1) -> int:
-        """An integer of at most `most` and at least `least`, 0 or 1."""
+        """Return an integer from `minimum` (0 or 1) to `maximum`."""
         value = self._get_value(key, default)
         if type(value) is not int or value < minimum:
             raise self.error(key, value, "a positive integer" if minimum else "0 or a positive integer")
@@ -48,28 +48,28 @@ class HFConfigReader:
         return value
 
     def get_float(self, key: str, default: float | None = None) -> float:
-        """A positive number."""
+        """Return a positive number."""
         value = self._get_value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
             raise self.error(key, value, "a positive number")
         return float(value)
 
     def get_bool(self, key: str, default: bool | None = None) -> bool:
-        """True or false."""
+        """Return a boolean."""
         value = self._get_value(key, default)
         if not isinstance(value, bool):
             raise self.error(key, value, "true or false")
         return value
 
     def get_str(self, key: str, default: str | None = None) -> str:
-        """A string."""
+        """Return a string."""
         value = self._get_value(key, default)
         if not isinstance(value, str):
             raise self.error(key, value, "a string")
         return value
 
     def get_float_list(self, key: str) -> tuple[float, ...]:
-        """A list of positive numbers."""
+        """Return a list of positive numbers."""
         value = self._get_value(key, None)
         is_valid = isinstance(value, list) and all(
             type(item) in (int, float) and 0 < item <= _MAX_NUMBER for item in value
@@ -79,14 +79,14 @@ class HFConfigReader:
         return tuple(float(item) for item in value)
 
     def get_str_list(self, key: str) -> tuple[str, ...]:
-        """A list of strings."""
+        """Return a list of strings."""
         value = self._get_value(key, None)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(key, value, "a list of strings")
         return tuple(value)
 
     def get_token_ids(self, key: str) -> tuple[int, ...]:
-        """A token id, a list of them, or none."""
+        """Return the token ids of a key that is one id, a list of ids, or absent."""
         value = self._values.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(item) is int and 0 <= item <= _MAX_INTEGER for item in items):
@@ -94,14 +94,14 @@ class HFConfigReader:
         return tuple(items)
 
     def get_section(self, *keys: str) -> "HFConfigReader":
-        """The first of these objects in this one that is not empty; an empty one when there is none."""
+        """Return the first of these sub-objects that is not empty, or an empty one."""
         key = next((key for key in keys if self._values.get(key) not in (None, {})), keys[-1])
         value = self._values.get(key)
         return HFConfigReader({} if value is None else value, location=f"{self._location}: {key}")
 
     def error(self, key: str, value: object, expected: str) -> ConfigError:
-        """The refusal of a value, to be raised."""
-        return ConfigError(f"{self._location}: {key}: {truncated_repr(value)} is not {expected}")
+        """Return the error for an invalid value."""
+        return ConfigError(f"{self._location}: {key}: must be {expected}, got {truncated_repr(value)}")
 
     def _get_value(self, key: str, default: Any) -> Any:
         value = self._values.get(key)

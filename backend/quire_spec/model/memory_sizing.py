@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic of memory: bytes of weights, KV blocks and adapter slots for a shape. Integers in, bytes out.
+"""Memory sizing: bytes of weights, KV blocks and adapter slots of a model. Pure arithmetic on integers.
 
-The planner uses it before there is an engine, the engine to lay its memory out; both log what they got.
+The planner uses it before an engine exists; the engine uses it to divide its memory. Both log the results.
 """
 
 from quire_spec.model.model_config import ModelConfig
 
 
 def kv_block_bytes(model_config: ModelConfig, block_size: int, element_bytes: int) -> int:
-    """Bytes of one KV block over all layers: keys and values of `block_size` tokens."""
+    """Return the bytes of one KV block over all layers: keys and values of `block_size` tokens."""
     return 2 * model_config.num_layers * block_size * model_config.num_kv_heads * model_config.head_dim * element_bytes
 
 
 def lora_slot_bytes(model_config: ModelConfig, max_rank: int, element_bytes: int) -> int:
-    """Bytes of one adapter slot: A and B of every linear of every layer, of the embedding and of the output projection,
-    at the largest rank. Ranks are even in memory, and every matrix begins at a multiple of 32 elements."""
+    """Return the bytes of one adapter slot at the largest LoRA rank.
+
+    A slot contains A and B of every linear of every layer, of the embedding, and of the output projection. Ranks are
+    padded to even numbers, and every matrix starts at a multiple of 32 elements.
+    """
     rank = max_rank + max_rank % 2
     sizes = [*linear_sizes(model_config).values()] * model_config.num_layers + [
         *vocab_module_sizes(model_config).values()
@@ -23,7 +26,7 @@ def lora_slot_bytes(model_config: ModelConfig, max_rank: int, element_bytes: int
 
 
 def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
-    """Bytes of a dense checkpoint, without biases and norms (0.2 % together at most)."""
+    """Return the bytes of a dense checkpoint without biases and norms (at most 0.2 % together)."""
     per_layer = sum(d_in * d_out for d_in, d_out in linear_sizes(model_config).values())
     embeddings = model_config.vocab_size * model_config.embedding_size * (1 if model_config.tie_word_embeddings else 2)
     positions = model_config.num_learned_positions * model_config.hidden_size
@@ -36,13 +39,13 @@ def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
 
 
 def vocab_module_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Input and output size of the modules outside the layers that adapters can change, by their names."""
+    """Return input and output size of the modules outside the layers that adapters can change, by name."""
     hidden, tokens = model_config.embedding_size, model_config.vocab_size
     return {"embed_tokens": (tokens, hidden), "lm_head": (hidden, tokens)}
 
 
 def linear_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Input and output size of each linear of a layer, by its path there in a Hugging Face checkpoint."""
+    """Return input and output size of each linear of a layer, by its path within the layer of a checkpoint."""
     q, kv = model_config.num_heads * model_config.head_dim, model_config.num_kv_heads * model_config.head_dim
     inner = model_config.intermediate_size
     sizes = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelShape: the numbers of a model that sizing and the model definitions need, from its config.json."""
+"""Model configuration from config.json: the values that memory sizing and the model definitions need."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from quire_spec.model.architectures import ARCHITECTURES, Architecture
 from quire_spec.model.hf_config import HFConfigReader
 from quire_spec.model.rope_config import RopeConfig
 
-# Shapes and adapters are tables of layers.
+# Bounds the tables per layer that models and adapters build; config.json is untrusted input.
 _MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Numbers of a decoder-only transformer."""
+    """Configuration of a decoder-only transformer."""
 
     architecture: str
     num_layers: int
@@ -30,23 +30,23 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     embedding_size: int
-    """Width of the embedding and of the output projection's input; hidden_size but for some OPT."""
+    """Width of the embedding and of the output projection's input; differs from hidden_size only in some OPT models."""
     max_position_embeddings: int
     num_learned_positions: int
-    """Rows of the table of learnt positions; 0 where positions are rotary."""
+    """Rows of the table of learned positions; 0 if positions are rotary."""
     rope: RopeConfig | None
-    """None where positions are learnt."""
+    """None if positions are learned."""
     sliding_windows: tuple[int | None, ...]
-    """For each layer, how many keys before it a token sees, itself included; None: all."""
+    """For each layer, the number of keys that a token attends to, including its own; None: all."""
     attention_scale: float
-    """What scores are multiplied by."""
+    """Factor of the attention scores."""
     attention_softcap: float | None
-    """Bound that scores are bent towards."""
+    """Soft cap of the attention scores: cap * tanh(score / cap)."""
     logits_softcap: float | None
-    """The same for logits."""
+    """Soft cap of the logits."""
     norm_eps: float
     activation: str
-    """Of the MLP; one of capability.ACTIVATIONS."""
+    """Activation of the MLP; one of capabilities.ACTIVATIONS."""
     tie_word_embeddings: bool
     attention_bias: bool
     """Biases on q, k and v."""
@@ -54,19 +54,19 @@ class ModelConfig:
     """Bias on the output of attention."""
     mlp_bias: bool
     flags: Mapping[str, bool]
-    """Switches that only this family has, by their names in config.json."""
+    """Boolean keys of config.json that only this architecture has."""
     dtype: str
-    """Of the checkpoint."""
+    """Type of the checkpoint's weights."""
     eos_token_ids: tuple[int, ...]
 
     @property
     def architecture_info(self) -> Architecture:
-        """What checkpoints of this architecture have in common."""
+        """The architecture's row of the table."""
         return ARCHITECTURES[self.architecture]
 
     @property
     def tied_embedding_name(self) -> str | None:
-        """The checkpoint's tensor that is the output projection too: the embedding; None: it has one of its own."""
+        """Name of the embedding tensor if it is also the output projection; None if that is a separate tensor."""
         return (
             f"{self.architecture_info.layers_path.removesuffix('layers')}embed_tokens.weight"
             if self.tie_word_embeddings
@@ -75,7 +75,7 @@ class ModelConfig:
 
     @property
     def long_rope_threshold(self) -> int | None:
-        """Tokens beyond which all of a sequence's keys are rotated otherwise; None: never."""
+        """Sequence length above which all keys of a sequence use the long rope factors; None: never."""
         return None if self.rope is None else self.rope.long_threshold
 
     @classmethod
@@ -84,10 +84,10 @@ class ModelConfig:
 
         Raises:
             ConfigError: the architecture is not supported (the message lists those that are), or a value is missing,
-                of the wrong type, or asks for something that is not supported; the message names its key.
+                has the wrong type, or is not supported; the message names its key.
         """
         if not isinstance(config, Mapping):
-            raise ConfigError(f"config.json: expected an object, found {type(config).__name__}")
+            raise ConfigError(f"config.json: expected an object, got {type(config).__name__}")
         names = config.get("architectures") or ["none"]
         architecture = names[0] if isinstance(names, list) else names
         if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
@@ -97,18 +97,19 @@ class ModelConfig:
             )
         architecture_info = ARCHITECTURES[architecture]
         model_type = config.get("model_type")
-        # transformers goes by the type, vLLM by the architecture: here they have to agree.
-        if model_type != architecture_info.module and model_type in [info.module for info in ARCHITECTURES.values()]:
+        # transformers selects the model by type, vLLM by architecture. The two must agree.
+        known_types = [info.model_type for info in ARCHITECTURES.values()]
+        if model_type != architecture_info.model_type and model_type in known_types:
             raise ConfigError(
-                f"config.json: model_type {model_type!r} is not the one of architecture {architecture!r}, which is "
-                f"{architecture_info.module!r}; correct the wrong one"
+                f"config.json: model_type of architecture {architecture!r} must be {architecture_info.model_type!r}, "
+                f"got {model_type!r}; correct one of them"
             )
         values = {key: value for key, value in config.items() if key not in architecture_info.ignored_keys}
         return cls._from_hf_config(HFConfigReader(values, architecture_info.defaults), architecture)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read `folder`/config.json; raises ConfigError as `from_config` does, also when it cannot be read."""
+        """Read `folder`/config.json; raises ConfigError as `from_config`, and if the file cannot be read."""
         return cls.from_config(read_json(folder / "config.json"))
 
     @classmethod
@@ -159,24 +160,26 @@ class ModelConfig:
 
 
 def _reject_unsupported(config: HFConfigReader) -> None:
-    """Refuse what transformers would obey, whatever the family."""
+    """Reject settings that transformers applies to every architecture and that this engine does not support."""
     if "quantization_config" in config:
         raise ConfigError("config.json: quantization_config: quantized checkpoints are not supported")
     if not config.get_section("per_layer_config").is_empty:
         raise ConfigError("config.json: per_layer_config: layers that differ from each other are not supported")
     for key, required in (("is_causal", True), ("use_bidirectional_attention", False)):
         if config.get_bool(key, required) is not required:
-            raise config.error(key, not required, "supported: a token sees those before it and none after it")
+            raise config.error(key, not required, f"{required} (only causal attention is supported)")
 
 
 def _head_counts(config: HFConfigReader, hidden_size: int) -> tuple[int, int, int]:
-    """Query heads, KV heads, elements of each."""
+    """Return the number of query heads, the number of KV heads, and the head dimension."""
     heads = config.get_int("num_attention_heads")
     kv_heads = config.get_int("num_key_value_heads", heads)
     if heads % kv_heads:
         raise config.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads {heads}")
     if "head_dim" not in config and hidden_size % heads:
-        raise config.error("num_attention_heads", heads, f"a divisor of hidden_size {hidden_size}; set head_dim")
+        raise config.error(
+            "num_attention_heads", heads, f"a divisor of hidden_size {hidden_size} unless head_dim is set"
+        )
     return heads, kv_heads, config.get_int("head_dim", hidden_size // heads)
 
 
@@ -192,7 +195,7 @@ def _sliding_windows(
 
 
 def _get_declared_float(config: HFConfigReader, architecture_info: Architecture, key: str) -> float | None:
-    """A number that other families ignore."""
+    """Return a number that only architectures with this key in `defaults` use."""
     return config.get_float(key) if key in architecture_info.defaults and key in config else None
 
 
@@ -201,5 +204,5 @@ def _activation(config: HFConfigReader, architecture_info: Architecture) -> str:
     name = config.get_str(key, architecture_info.defaults.get(key, "silu"))
     name = capabilities.ACTIVATION_ALIASES.get(name, name)
     if name not in capabilities.ACTIVATIONS:
-        raise config.error(key, name, f"supported; supported are {', '.join(capabilities.ACTIVATIONS)}")
+        raise config.error(key, name, f"one of {', '.join(capabilities.ACTIVATIONS)}")
     return name

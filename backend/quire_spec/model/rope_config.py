@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rope: the numbers of a checkpoint's rotary positions, in either dialect of transformers. Angles come from rotary.py.
+"""Rotary position settings of a checkpoint, in both formats of transformers. The engine computes the angles.
 
-transformers 5 writes one object, `rope_parameters`; earlier ones `rope_theta` beside `rope_scaling`, and Phi-3 some of
-its numbers beside that.
+transformers 5 writes one object, `rope_parameters`. Earlier versions write `rope_theta` beside `rope_scaling`. Phi-3
+has some of its values at the top level.
 """
 
 import math
@@ -17,35 +17,36 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Which part of each head is rotated, by which angles."""
+    """Type and parameters of a model's rotary embedding."""
 
     rope_type: str
-    """One of KINDS."""
+    """One of ROPE_TYPES."""
     theta: float
     dim: int
-    """Leading elements of each head that are rotated; the rest passes."""
+    """Number of leading elements of each head that are rotated; the others pass unchanged."""
     factor: float = 1.0
-    """How far contexts are stretched. `dynamic` does so past max_position_embeddings only, where nothing is served."""
+    """Context extension factor. `dynamic` applies it only past max_position_embeddings, which is never served."""
     original_max_position: int = 0
-    """original_max_position_embeddings: tokens of a context before it was stretched."""
+    """original_max_position_embeddings: context length before the extension."""
     attention_factor: float = 1.0
-    """What cosines and sines are multiplied by."""
+    """Factor of cosines and sines."""
     low_freq_factor: float = 1.0
-    """With high_freq_factor, of llama3: between trained_length / these wave lengths, scaling fades in."""
+    """llama3, with high_freq_factor: scaling is interpolated between the wavelengths that result from dividing
+    original_max_position by these two factors."""
     high_freq_factor: float = 1.0
     beta_fast: float = 32.0
-    """With beta_slow, of yarn: turns within trained_length between which scaling fades in."""
+    """yarn, with beta_slow: rotations within original_max_position between which scaling is interpolated."""
     beta_slow: float = 1.0
     truncate: bool = True
-    """Of yarn: whether these bounds fall on whole pairs."""
+    """yarn: round these bounds to whole pairs of elements."""
     short_factor: tuple[float, ...] = ()
-    """Of longrope, dim / 2 divisors of the frequencies, for sequences of up to trained_length tokens."""
+    """longrope: dim / 2 divisors of the frequencies, for sequences of up to original_max_position tokens."""
     long_factor: tuple[float, ...] = ()
     """The same for longer sequences."""
 
     @property
     def long_threshold(self) -> int | None:
-        """Tokens up to which a sequence has one set of angles, and beyond which it has another, for all its tokens."""
+        """longrope: sequence length above which all tokens of a sequence use `long_factor`. None for other types."""
         return self.original_max_position if self.rope_type == "longrope" else None
 
     @classmethod
@@ -55,16 +56,17 @@ class RopeConfig:
         """Read config.json.
 
         Args:
+            config: reader of config.json.
             head_dim: elements of a head.
             max_positions: max_position_embeddings.
-            partial: whether this family knows `partial_rotary_factor`.
+            supports_partial: whether the architecture uses `partial_rotary_factor`.
 
         Raises:
             ConfigError: the scaling is not supported, or a number is missing or wrong.
         """
         scaling = config.get_section("rope_scaling", "rope_parameters")
         if "full_attention" in scaling or "sliding_attention" in scaling:
-            raise ConfigError("config.json: rope_parameters: one rope for each layer type is not supported")
+            raise ConfigError("config.json: rope_parameters: separate parameters per layer type are not supported")
         rope_type = _read_rope_type(scaling, is_phi3=supports_partial)
         theta = scaling.get_float("rope_theta", config.get_float("rope_theta", 10000.0))
         if theta <= 1:
@@ -72,16 +74,19 @@ class RopeConfig:
         rotary_fraction = scaling.get_float("partial_rotary_factor", config.get_float("partial_rotary_factor", 1.0))
         if not supports_partial and rope_type != "default" and rotary_fraction != 1:
             raise config.error(
-                "partial_rotary_factor", rotary_fraction, f"supported beside rope scaling {rope_type!r} in this family"
+                "partial_rotary_factor", rotary_fraction, f"1 with rope scaling {rope_type!r} in this architecture"
             )
         dim = int(head_dim * rotary_fraction) if supports_partial else head_dim
         if dim % 2 or not 0 < dim <= head_dim:
-            raise ConfigError(f"config.json: {dim} of head_dim {head_dim} elements rotate; that is not an even part")
+            raise ConfigError(
+                "config.json: head_dim x partial_rotary_factor must be an even number from 2 to head_dim "
+                f"{head_dim}, got {dim}"
+            )
         if rope_type == "default":
             return cls(rope_type, theta, dim)
         if rope_type in ("linear", "dynamic"):
             return cls(rope_type, theta, dim, factor=scaling.get_float("factor"))
-        # Phi-3 has it beside the scaling, where it goes first.
+        # Phi-3 has it at the top level, which takes precedence.
         original_max_position = config.get_int(
             "original_max_position_embeddings",
             scaling.get_int("original_max_position_embeddings", max_positions),
@@ -143,7 +148,7 @@ class RopeConfig:
 
 def _read_rope_type(scaling: HFConfigReader, is_phi3: bool) -> str:
     rope_type = scaling.get_str("rope_type", scaling.get_str("type", "default"))
-    # Early Phi-3 checkpoints call it so; elsewhere yarn is yarn, whatever stands beside it.
+    # Early Phi-3 checkpoints use the names "su" and "yarn" for longrope. In other architectures yarn means yarn.
     if rope_type == "su" or (rope_type == "yarn" and is_phi3):
         rope_type = "longrope"
     if rope_type not in ROPE_TYPES:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a safetensors file says of its own length, by its first bytes; without the library, which an operator lacks.
+"""Expected length of a safetensors file from its header, without the safetensors library, which the operator lacks.
 
-A file is the length of its header in 8 bytes, the header as JSON, and the tensors one after the other.
+A file consists of the header's length in 8 bytes, the header as JSON, and the tensors.
 """
 
 import json
@@ -17,7 +17,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def header_length(start: bytes) -> int:
-    """Bytes of the header, from the first 8 bytes of the file; raises ConfigError for anything else."""
+    """Return the header's length from the first 8 bytes of the file; raises ConfigError if it is not valid."""
     length = int.from_bytes(start, "little")
     if len(start) != LENGTH_BYTES or not 2 <= length <= MAX_HEADER_BYTES:
         raise ConfigError("does not begin like a safetensors file; save the weights as safetensors")
@@ -25,23 +25,28 @@ def header_length(start: bytes) -> int:
 
 
 def tensor_bytes(header: object) -> int:
-    """Bytes of all tensors, which is where the last one ends; raises ConfigError when the header does not tell.
+    """Return the bytes of all tensors, which is the end offset of the last one.
 
     Args:
         header: the parsed header.
+
+    Raises:
+        ConfigError: the header has no tensors with valid offsets.
     """
     tensors = {name: t for name, t in header.items() if name != "__metadata__"} if isinstance(header, Mapping) else {}
     try:
         return max(_end_offset(tensor) for tensor in tensors.values())
     except (LookupError, TypeError, ValueError) as error:
-        raise ConfigError("its header names no tensors with offsets; save it as safetensors") from error
+        raise ConfigError("the header contains no tensors with offsets; save the file as safetensors") from error
 
 
 def expected_file_bytes(path: Path) -> int | None:
-    """Bytes that a file has by its own header: at the least, where that is cut. None: it is no safetensors file.
+    """Return the file's length according to its header; a lower bound if the header is truncated.
+
+    None if the file is not a safetensors file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         start = file.read(LENGTH_BYTES)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shard: which part of each layer a rank holds when several devices share the layers. Arithmetic of a shape.
+"""Tensor-parallel partition of a model: the part of each layer that a rank stores. Pure arithmetic.
 
-Heads and the inner features of the MLP are split; what reads the residual stream is split by output (q, k, v, gate,
-up), what writes it by input (o, down), so that a sum over the ranks ends attention and MLP. Ranks that are more than
-the KV heads hold one each, several of them the same. Embedding and output projection are split by vocabulary.
+Attention heads and the MLP's intermediate features are split. Linears that read the residual stream (q, k, v, gate, up)
+are column-parallel: split by output. Linears that write it (o, down) are row-parallel: split by input, followed by an
+all-reduce. If there are more ranks than KV heads, each rank stores one KV head, and several ranks store the same one.
+Embedding and output projection are split by vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -13,37 +14,40 @@ from quire_spec.model.model_config import ModelConfig
 
 
 def unsupported_reason(model_config: ModelConfig, size: int) -> str:
-    """Why a model cannot be shared by `size` devices; empty when it can."""
+    """Return why a model cannot be split over `size` ranks; empty if it can."""
     if model_config.num_heads % size:
-        return f"{model_config.num_heads} attention heads are not a multiple of {size}"
+        return f"the number of attention heads, {model_config.num_heads}, is not a multiple of {size}"
     if model_config.num_kv_heads % size and size % model_config.num_kv_heads:
-        return f"{model_config.num_kv_heads} KV heads neither divide by {size} nor divide it"
+        return f"the number of KV heads, {model_config.num_kv_heads}, is neither a multiple nor a divisor of {size}"
     if model_config.intermediate_size % size:
-        return f"an intermediate size of {model_config.intermediate_size} is not a multiple of {size}"
+        return f"the intermediate size, {model_config.intermediate_size}, is not a multiple of {size}"
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelShard:
-    """The part of one rank."""
+    """The part of the model on one rank."""
 
     model_config: ModelConfig
-    """Of the whole model."""
+    """Configuration of the whole model."""
     rank: int = 0
     size: int = 1
-    """Ranks that share the layers."""
+    """Number of tensor-parallel ranks."""
 
     def validate(self) -> None:
-        """Raise ConfigError if a model of this shape cannot be shared by so many."""
+        """Raise ConfigError if the model cannot be split over `size` ranks."""
         if reason := unsupported_reason(self.model_config, self.size):
             supported_sizes = [
                 str(size) for size in range(self.size - 1, 0, -1) if not unsupported_reason(self.model_config, size)
             ]
-            raise ConfigError(f"tensor_parallel_size: {self.size}: {reason}; use {' or '.join(supported_sizes)}")
+            raise ConfigError(
+                f"tensor_parallel_size: {self.size} is not supported for this model: {reason}; use "
+                f"{' or '.join(supported_sizes)}"
+            )
 
     @property
     def local_config(self) -> ModelConfig:
-        """The shape of what the rank holds: fewer heads and inner features, the vocabulary whole."""
+        """Configuration of the rank's part: fewer heads and intermediate features, the whole vocabulary."""
         if self.size == 1:
             return self.model_config
         return replace(
@@ -55,29 +59,29 @@ class TensorParallelShard:
 
     @property
     def vocab_rows_per_rank(self) -> int:
-        """Rows of embedding and output projection on each rank; the last ranks may not fill theirs."""
+        """Rows of embedding and output projection on each rank; the last ranks may use fewer."""
         return -(-self.model_config.vocab_size // self.size)
 
     @property
     def vocab_range(self) -> range:
-        """Tokens whose rows the rank holds."""
+        """Token ids whose rows the rank stores."""
         start = min(self.rank * self.vocab_rows_per_rank, self.model_config.vocab_size)
         return range(start, min(start + self.vocab_rows_per_rank, self.model_config.vocab_size))
 
     def output_ranges(self, path: str) -> tuple[range, ...]:
-        """Output features of a layer's linear, by its path there, that the rank holds, in the order it holds them."""
+        """Return the output features of a layer's linear that the rank stores, in storage order."""
         return self._ranges(self.model_config.architecture_info.linears[path][1])
 
     def input_ranges(self, path: str) -> tuple[range, ...]:
-        """The same of its input features."""
+        """Return the input features of a layer's linear that the rank stores, in storage order."""
         return self._ranges(self.model_config.architecture_info.linears[path][0])
 
     def needs_all_reduce(self, path: str) -> bool:
-        """Whether the ranks' outputs of a linear have to be added up: each holds a part of its input."""
+        """Return True if the linear is row-parallel, so that the ranks' outputs must be summed."""
         return self.size > 1 and self.model_config.architecture_info.linears[path][0] != "hidden"
 
     def _ranges(self, kind: str) -> tuple[range, ...]:
-        """Of the features of a kind, see `Family.linears`."""
+        """Return the rank's ranges of a kind of features, see `Architecture.linears`."""
         local_config, rank = self.local_config, self.rank
         heads, kv_heads, inner = local_config.num_heads, local_config.num_kv_heads, local_config.intermediate_size
         all_q, all_kv = self.model_config.num_heads, self.model_config.num_kv_heads

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames on the Unix sockets between a pod's processes: length, version, then one JSON message. No I/O here.
+"""Framing of messages on the Unix sockets between a pod's processes: length, version, one JSON message. No I/O.
 
-    frontend  --Submit, Cancel, Refused-->  text  --Generate, Abort-->  core
-              <--------Events-------------        <--------StepResult---
-    supervisor <--Call, Reply--> text, core
+    frontend --GenerateRequest, CancelRequests, RequestRejected--> text --SequenceRequest, AbortSequences--> core
+             <----------------- OutputDeltas ---------------------      <----------- StepResult ------------
+    supervisor <--ControlRequest, ControlResponse--> text, core
 
-The decoder is fed whatever a socket returned, by threads and by asyncio alike. A frame of another version is refused
-at once: processes of one pod come from one image, so a mismatch is a defect of the deployment.
+Threads and asyncio readers feed the bytes that they receive to the decoder. A frame of another version is an error: all
+processes of a pod come from one image, so a mismatch is a defect of the deployment.
 """
 
 import json
@@ -18,25 +18,25 @@ from quire_spec.protocol.messages import IpcMessage, decode_message, encode_mess
 
 VERSION = 2
 MAX_FRAME_BYTES = 256 * 2**20
-"""Larger than any prompt we accept; a larger length is a broken stream, not a message."""
+"""Larger than any accepted prompt; a larger length means that the stream is corrupt."""
 
 HEAD_BYTES = 256
-"""What a reader gets to see of a frame that is too long for it: enough for a message's type and id."""
+"""Bytes of an oversize frame that the reader still gets: enough for the message's type and id."""
 
 _HEADER = struct.Struct("<IB")
 
 
 def encode_frame(message: IpcMessage) -> bytes:
-    """One frame holding `message`."""
+    """Return one frame that contains `message`."""
     body = json.dumps(encode_message(message), separators=(",", ":"), ensure_ascii=False).encode()
     return _HEADER.pack(len(body), VERSION) + body
 
 
 class FrameDecoder:
-    """Turns bytes, in whatever pieces they come, into messages.
+    """Incremental decoder from chunks of bytes to messages.
 
-    A frame longer than `max_bytes` is never held in memory: `on_oversize` gets its first HEAD_BYTES and its length,
-    and the rest is dropped as it comes. Without `on_oversize` such a frame is an error.
+    A frame longer than `max_bytes` is never buffered: `on_oversize` gets its first HEAD_BYTES and its length, and the
+    rest is dropped on arrival. Without `on_oversize` such a frame is an error.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class FrameDecoder:
         self._max_bytes = max_bytes if on_oversize else MAX_FRAME_BYTES
         self._on_oversize = on_oversize
         self._num_to_drop = 0
-        """Bytes still to come of a frame that was too long."""
+        """Remaining bytes of an oversize frame."""
 
     def feed(self, data: bytes) -> Iterator[IpcMessage]:
         """Yield every message that `data` completes.
 
         Raises:
-            Internal: the stream is broken or of another version; the connection must be closed.
+            Internal: the stream is corrupt or has another version; the connection must be closed.
         """
         new_data = data[self._num_to_drop :]
         self._num_to_drop -= len(data) - len(new_data)
@@ -62,7 +62,7 @@ class FrameDecoder:
             while len(self._buffer) - start >= _HEADER.size:
                 length, version = _HEADER.unpack_from(self._buffer, start)
                 if version != VERSION or length > MAX_FRAME_BYTES:
-                    raise Internal(f"frame of version {version} and {length} bytes; this process speaks {VERSION}")
+                    raise Internal(f"frame has version {version} and {length} bytes; expected version {VERSION}")
                 is_oversize = length > self._max_bytes
                 body_start, end = start + _HEADER.size, start + _HEADER.size + length
                 required_end = min(end, body_start + HEAD_BYTES) if is_oversize else end

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between a pod's processes, as frozen values. frames.py carries them.
+"""Messages between a pod's processes, as frozen dataclasses. framing.py encodes them.
 
-Ids are chosen by the sender of Submit or Generate and are unique on its connection. A connection's first message is
-Hello. When a connection ends, everything its peer had open on it is over: the side that stays cancels or fails it.
+The sender of a GenerateRequest or SequenceRequest chooses its id, which is unique on the connection. The first message
+of a connection is Hello. When a connection ends, everything open on it ends: the remaining side cancels or fails it.
 """
 
 import dataclasses
@@ -16,27 +16,28 @@ from quire_spec.errors import Internal
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who is at the other end. Role: frontend, text or supervisor."""
+    """First message of a connection: identifies the client."""
 
     role: str
+    """frontend, text or supervisor."""
     model: str = ""
-    """The server model that a frontend serves."""
+    """The server model of a frontend."""
     pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """frontend -> text: generate. Answered by Events until one is final."""
+    """frontend -> text: run this request. Answered by OutputDeltas until one is final."""
 
     id: int
     model: str
-    """Name that the client asked for: the served name, or an adapter's."""
+    """Model name of the request: the served name or an adapter name."""
     prompt: str | None
     prompt_token_ids: list[int] | None
     params: dict[str, Any]
     """SamplingParams.to_mapping()."""
     stream: bool
-    """False asks for one final event with everything."""
+    """False: one final delta with the complete output."""
     cache_salt: str | None = None
     priority: int = 0
     """Lower runs first; other than 0 only where scheduling_policy is priority."""
@@ -44,22 +45,24 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequests:
-    """frontend -> text: the client has gone; no more events are wanted for these ids."""
+    """frontend -> text: the client disconnected; send no more deltas for these ids."""
 
     ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRejected:
-    """frontend -> text: a request was wrong and got its error; no Submit follows. For the metrics."""
+    """frontend -> text: the frontend rejected an invalid request itself. Counted in the metrics."""
 
     code: str
 
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What is new for one output of a request; the request's last when it has an error code, or a finish_reason and no
-    other output goes on."""
+    """New content of one output of a request.
+
+    It is the last one of the request if it has an error code, or a finish_reason while no other output is pending.
+    """
 
     id: int
     text: str = ""
@@ -68,43 +71,43 @@ class OutputDelta:
     """stop or length."""
     cumulative_logprob: float | None = None
     logprobs: list[dict[str, dict[str, Any]]] | None = None
-    """New positions only: token id -> {logprob, rank, decoded_token}, as vLLM's."""
+    """New positions only: token id -> {logprob, rank, decoded_token}, as in vLLM."""
     num_input_tokens: int = 0
     num_output_tokens: int = 0
-    """Output tokens so far, those of this event included."""
+    """Output tokens so far, including those of this delta."""
     error_code: str | None = None
     error: str = ""
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
-    """As logprobs, for each token of the prompt, null for the first; in one event of a request that asks."""
+    """Like logprobs, for each token of the prompt, null for the first; in one delta, if the request has the option."""
     index: int = 0
-    """Of the output that this is about, among those of the request."""
+    """Index of the output within the request."""
     other_outputs_pending: bool = False
-    """Other outputs of the request are not finished."""
+    """True while other outputs of the request are not finished."""
 
     @property
     def final(self) -> bool:
-        """True for the last event of a request."""
+        """True for the last delta of a request."""
         return (self.finish_reason is not None and not self.other_outputs_pending) or self.error_code is not None
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    """One event that says what `events`, successive ones of an output, say together."""
+    """Merge successive deltas of one output into one."""
     last = deltas[-1]
     if len(deltas) == 1:
         return last
-    with_logprobs = [event.logprobs for event in deltas if event.logprobs is not None]
+    logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return dataclasses.replace(
         last,
-        text="".join(event.text for event in deltas),
-        token_ids=[token for event in deltas for token in event.token_ids],
-        logprobs=[position for positions in with_logprobs for position in positions] if with_logprobs else None,
-        prompt_logprobs=next((event.prompt_logprobs for event in deltas if event.prompt_logprobs), None),
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=[position for positions in logprobs for position in positions] if logprobs else None,
+        prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class OutputDeltas:
-    """text -> frontend."""
+    """text -> frontend: new output of one or more requests."""
 
     deltas: list[OutputDelta]
 
@@ -117,59 +120,58 @@ class SequenceRequest:
     prompt_token_ids: list[int]
     params: dict[str, Any]
     adapter_digest: str | None = None
-    """Content digest."""
     cache_salt: str | None = None
     bad_word_ids: list[list[int]] = field(default_factory=list)
-    """params.bad_words as runs of tokens."""
+    """params.bad_words as token sequences."""
     parent_id: int | None = None
-    """Id of an earlier Generate of the same prompt, adapter and salt: this one waits until that prompt is computed and
-    shares it. A leader that is over by then costs nothing but the sharing."""
+    """Id of an earlier SequenceRequest with the same prompt, adapter and salt. This sequence waits until that prompt is
+    computed and shares its KV blocks. If the parent has ended by then, this sequence computes the prompt itself."""
     priority: int = 0
     """Lower runs first; other than 0 only where scheduling_policy is priority."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbortSequences:
-    """text -> core: stop these sequences; no more results are wanted for them."""
+    """text -> core: stop these sequences and send no more results for them."""
 
     ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceDelta:
-    """New tokens of one sequence; the last when finish_reason or error_code is set."""
+    """New tokens of one sequence; the last delta if finish_reason or error_code is set."""
 
     id: int
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: list[list[list[float]]] | None = None
-    """Per new token: [token id, logprob, rank] for the token taken, then for the most likely ones."""
+    """Per new token: [token id, logprob, rank] of the sampled token, then of the most likely tokens."""
     error_code: str | None = None
     error: str = ""
     prompt_logprobs: list[list[list[float]]] | None = None
-    """The same for the prompt's tokens but the first; comes with the first token, if the request asks."""
+    """The same for the prompt's tokens but the first; sent with the first token, if the request has the option."""
     num_cached_tokens: int | None = None
-    """Prompt tokens that were found computed; comes with the first token."""
+    """Prompt tokens found in the prefix cache; sent with the first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """State of the scheduler after a step; counters count from the core's start."""
+    """State of the scheduler after a step; counters start at zero when the core starts."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
     num_used_blocks: int = 0
-    """Blocks that a live sequence holds; cached blocks that nobody holds count as free."""
+    """KV blocks referenced by a live sequence; cached blocks without a reference count as free."""
     prefix_cache_queries: int = 0
     """Prompt tokens looked up."""
     prefix_cache_hits: int = 0
-    """Prompt tokens found."""
+    """Prompt tokens found in the cache."""
     num_preemptions: int = 0
     num_block_copies: int = 0
-    """Blocks copied because a sequence went on writing what others read."""
+    """Copy-on-write copies of KV blocks."""
     num_swapped: int = 0
-    """Waiting sequences of which host memory keeps what was computed."""
+    """Waiting sequences whose KV blocks are in host memory."""
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0
     num_swapped_out_blocks: int = 0
@@ -177,7 +179,7 @@ class SchedulerStats:
     num_steps: int = 0
     num_adapter_evictions: int = 0
     slot_adapters: list[str] = field(default_factory=list)
-    """Digests of the adapters in device slots."""
+    """Digests of the adapters in adapter slots."""
     num_host_adapters: int = 0
     """Adapters in host memory."""
     host_adapter_bytes: int = 0
@@ -185,30 +187,30 @@ class SchedulerStats:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEvent:
-    """An adapter has come to host memory or to a slot, or has lost its slot to another one."""
+    """An adapter was loaded to host memory or to an adapter slot, or was evicted from its slot."""
 
     kind: str
     """host, slot or evicted."""
     digest: str
     duration_s: float = 0.0
-    """That it took to come, waiting for others included."""
+    """Duration of the load, including queueing."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """core -> text: what one step produced."""
+    """core -> text: results of one step."""
 
     results: list[SequenceDelta]
     started_ids: list[int]
-    """Sequences that this step ran for the first time: they no longer count as queued."""
+    """Sequences that ran for the first time in this step and no longer count as queued."""
     stats: SchedulerStats
     adapter_events: list[AdapterEvent] = field(default_factory=list)
-    """Since the step before."""
+    """Events since the previous step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """supervisor -> text or core: do `method`. Answered by one Reply with the same id."""
+    """supervisor -> text or core: call `method`. Answered by one ControlResponse with the same id."""
 
     id: int
     method: str
@@ -217,7 +219,7 @@ class ControlRequest:
 
 @dataclass(frozen=True, slots=True)
 class ControlResponse:
-    """The answer to a Call."""
+    """Result or error of a ControlRequest."""
 
     id: int
     result: Any = None
@@ -258,20 +260,20 @@ _NESTED_TYPES = (OutputDelta, SequenceDelta, SchedulerStats, AdapterEvent)
 
 
 def _field_getter(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """What reads the fields of a message, in order."""
+    """Return a function that reads the fields of a message in order."""
     first_name, *other_names = (field.name for field in dataclasses.fields(cls))
-    # With one name, attrgetter gives no tuple.
+    # With a single name, attrgetter does not return a tuple.
     return attrgetter(first_name, *other_names) if other_names else lambda message: (getattr(message, first_name),)
 
 
-# Made once: frames are made thousands of times a second.
+# Built once: thousands of frames are encoded per second.
 _FIELD_GETTERS = {cls: _field_getter(cls) for cls in (*_MESSAGE_TYPES.values(), *_NESTED_TYPES)}
 
 _SEQUENCE_DELTA_DEFAULTS = tuple(field.default for field in dataclasses.fields(SequenceDelta))[2:]
 
 
 def encode_message(message: IpcMessage) -> list[Any]:
-    """JSON form: type name, then the fields in order. Shorter than an object and faster to read."""
+    """Return the JSON form: type name, then the fields in order. It is shorter than an object and faster to parse."""
     if isinstance(message, OutputDeltas):
         return ["OutputDeltas", list(map(_FIELD_GETTERS[OutputDelta], message.deltas))]
     if isinstance(message, StepResult):
@@ -290,18 +292,18 @@ def encode_message(message: IpcMessage) -> list[Any]:
 
 
 def decode_message(payload: Any) -> IpcMessage:
-    """Undo `payload_of`.
+    """Decode the result of `encode_message`.
 
     Raises:
-        Internal: not one of our messages.
+        Internal: `payload` is not a message.
     """
     try:
         name, *values = payload
         if name == "OutputDeltas":
-            return OutputDeltas([OutputDelta(*event) for event in values[0]])
+            return OutputDeltas([OutputDelta(*delta) for delta in values[0]])
         if name == "StepResult":
             results, started, stats, *encoded_events = values
-            adapter_events = [AdapterEvent(*move) for move in encoded_events[0]] if encoded_events else []
+            adapter_events = [AdapterEvent(*event) for event in encoded_events[0]] if encoded_events else []
             return StepResult([SequenceDelta(*r) for r in results], started, SchedulerStats(*stats), adapter_events)
         message: IpcMessage = _MESSAGE_TYPES[name](*values)
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -310,6 +312,6 @@ def decode_message(payload: Any) -> IpcMessage:
 
 
 def _encode_sequence_delta(result: SequenceDelta) -> tuple[Any, ...]:
-    """Nearly all are tokens and nothing else: defaults at the end are left out."""
+    """Encode a delta without trailing defaults: nearly all deltas contain only token ids."""
     values = _FIELD_GETTERS[SequenceDelta](result)
     return values if values[2:] != _SEQUENCE_DELTA_DEFAULTS else values[:2]

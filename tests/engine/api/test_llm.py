@@ -168,7 +168,7 @@ def test_a_script_assigns_to_parameters_and_takes_ids_from_arrays(world: World) 
         assert output.outputs[0].token_ids == world.expected(ids.tolist(), num=5)
         assert repr(output.outputs[0].finish_reason) == "'length'"
     params.n = 2
-    with pytest.raises(InvalidArgument, match="'n': 2 outputs of temperature 0"):
+    with pytest.raises(InvalidArgument, match="'n': must be 1 with temperature 0"):
         world.llm.generate("jumps", params)
 
 
@@ -314,10 +314,12 @@ def test_unknown_settings_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"tokenizer: '\[1\]' is no folder"):
         LLM(model="/nowhere", tokenizer=[1])  # type: ignore[arg-type]
     with pytest.raises(
-        ConfigError, match="'max_num_seq': this engine has no such argument; it has async_scheduling, block_size,"
+        ConfigError, match="'max_num_seq': unknown engine argument; known are async_scheduling, block_size,"
     ):
         LLM(model="/nowhere", max_num_seq=3)
-    with pytest.raises(ConfigError, match="'trust_remote_code': True is not supported by this engine; remove it"):
+    with pytest.raises(
+        ConfigError, match="'trust_remote_code': value True is not supported by this engine; remove the argument"
+    ):
         LLM(model="/nowhere", trust_remote_code=True)
 
 

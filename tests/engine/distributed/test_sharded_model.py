@@ -149,11 +149,13 @@ def test_kv_heads_that_are_fewer_than_ranks_are_on_several():
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do():
     shape = ModelConfig.from_config(LLAMA)
     with pytest.raises(
-        ConfigError, match="tensor_parallel_size: 3: 8 attention heads are not a multiple of 3; use 2 or 1"
+        ConfigError,
+        match="tensor_parallel_size: 3 is not supported for this model: the number of attention heads, 8, is not a "
+        "multiple of 3; use 2 or 1",
     ):
         TensorParallelShard(shape, 0, 3).validate()
     shape = ModelConfig.from_config(LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8})
-    with pytest.raises(ConfigError, match="4: 6 KV heads neither divide by 4 nor divide it; use 3 or 2 or 1"):
+    with pytest.raises(ConfigError, match="KV heads, 6, is neither a multiple nor a divisor of 4; use 3 or 2 or 1"):
         TensorParallelShard(shape, 0, 4).validate()
 
 

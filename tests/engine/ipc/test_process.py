@@ -58,9 +58,9 @@ def test_an_exception_that_nobody_handles_ends_the_process(tmp_path: Path, where
 
 
 def test_a_configuration_error_is_said_in_one_line(tmp_path: Path):
-    with start(tmp_path, "raise ConfigError('max_loras: 0 is less than 1')") as process:
+    with start(tmp_path, "raise ConfigError('max_loras: must be at least 1, got 0')") as process:
         _, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (2, "it: max_loras: 0 is less than 1\n")
+    assert (process.returncode, err) == (2, "it: max_loras: must be at least 1, got 0\n")
 
 
 @pytest.mark.parametrize("body", ["print('serving', flush=True); time.sleep(60)", "asyncio.run(serve(lambda loop: 0))"])

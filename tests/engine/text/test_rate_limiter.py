@@ -67,5 +67,5 @@ def test_nobody_takes_more_than_its_rate_and_who_waits_as_told_is_let_in(rate: i
 
 def test_a_limit_that_lets_nothing_through_is_refused():
     entry = {"name": "a", "source": {"path": "/a"}, "limits": {"maxTokensPerSecond": 0}}
-    with pytest.raises(ConfigError, match=r"adapters\[0\]\.limits\.maxTokensPerSecond: 0 is less than 1"):
+    with pytest.raises(ConfigError, match=r"adapters\[0\]\.limits\.maxTokensPerSecond: must be at least 1, got 0"):
         AdapterCatalog.from_json({"adapters": [entry]})

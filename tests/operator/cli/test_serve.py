@@ -267,7 +267,7 @@ def test_what_the_engine_refuses_is_said_in_the_words_of_the_resource(folder, mo
     spec = "{model: {source: {path: models/tiny}}, engine: {tensorParallelSize: 2}}"
     (message,) = problems(folder, spec, dev=folder / "dev")
     assert message == (
-        "HERE/f.yaml:4: spec.engine.tensorParallelSize: the engine refuses this: 2 is not one of 1, 4; "
+        "HERE/f.yaml:4: spec.engine.tensorParallelSize: the engine refuses this: must be one of 1, 4, got 2; "
         "change the field or omit it"
     )
 

@@ -237,7 +237,7 @@ def test_refusals_name_field_value_and_fix():
     why, text = refused("qwen", H100, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 8}")
     assert (why, text) == (
         UnplannableReason.DOES_NOT_FIT,
-        "spec.engine.tensorParallelSize: 8: 28 attention heads are not a multiple of 8; use 1 or 2 or 4",
+        "spec.engine.tensorParallelSize: 8: the number of attention heads, 28, is not a multiple of 8; use 1 or 2 or 4",
     )
     why, text = refused("8b", T4, "lora: {maxLoaded: 0}")
     assert (why, text) == (
@@ -452,5 +452,7 @@ def test_processes_that_share_the_layers_on_a_cpu_share_its_memory():
     assert two.hostBytes.processes == one.hostBytes.processes + 256 * 2**20
     # Each part of each process is rounded up to MiB.
     assert two.hostBytes.required <= two.hostBytes.total + 6 * 2**20
-    with pytest.raises(Unplannable, match="Size: 4: 14 attention heads are not a multiple of 4; use 1 or 2"):
+    with pytest.raises(
+        Unplannable, match="Size: 4: the number of attention heads, 14, is not a multiple of 4; use 1 or 2"
+    ):
         plan_for("qwen-0.5b", None, spec % 4)

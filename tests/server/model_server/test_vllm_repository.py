@@ -81,12 +81,12 @@ def test_adapters_are_not_read_without_enable_lora(vllm):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"model": "m", "max_num_partial_prefills": 2}, "'max_num_partial_prefills': this engine has no such argument"),
-        ({"model": "m", "pipeline_parallel_size": 2}, "'pipeline_parallel_size': 2 is not supported"),
-        ({"model": "m", "tensor_parallel_size": 64}, "tensor_parallel_size: 64"),
-        ({"model": "m", "trust_remote_code": "true"}, "'trust_remote_code': True is not supported"),
-        ({"model": "m", "tokenizer": "other"}, "'tokenizer': 'other' is not supported"),
-        ({"model": "m", "quantization": "awq"}, "quantization: 'awq'"),
+        ({"model": "m", "max_num_partial_prefills": 2}, "'max_num_partial_prefills': unknown engine argument"),
+        ({"model": "m", "pipeline_parallel_size": 2}, "'pipeline_parallel_size': value 2 is not supported"),
+        ({"model": "m", "tensor_parallel_size": 64}, "tensor_parallel_size: must be one of 1, 2, 4, 8, got 64"),
+        ({"model": "m", "trust_remote_code": "true"}, "'trust_remote_code': value True is not supported"),
+        ({"model": "m", "tokenizer": "other"}, "'tokenizer': value 'other' is not supported"),
+        ({"model": "m", "quantization": "awq"}, "quantization: not supported by this engine yet, got 'awq'"),
         ({"model": "m", "max_model_len": "long"}, "max_model_len: expected an integer"),
         ({"model": "m", "dtype": ["float16"]}, "dtype: expected a string"),
         ({"gpu_memory_utilization": 0.5}, "model: missing"),

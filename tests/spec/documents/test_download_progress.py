@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The document of a download's progress: what it works out, and that nothing odd is read from it."""
+"""DownloadProgress: derived values, and parsing of untrusted text."""
 
 import json
 
@@ -10,7 +10,7 @@ from quire_spec.documents.download_progress import DownloadProgress, format_byte
 
 
 @pytest.mark.parametrize(
-    ("progress", "percent", "left_s"),
+    ("progress", "percent", "eta_s"),
     [
         (DownloadProgress(0), None, None),
         (DownloadProgress(5, None, 5), None, None),
@@ -21,11 +21,11 @@ from quire_spec.documents.download_progress import DownloadProgress, format_byte
         (DownloadProgress(100, 300, 7), 33, 28),
     ],
 )
-def test_percent_and_rest(progress, percent, left_s):
-    assert (progress.percent, progress.eta_s) == (percent, left_s)
+def test_percent_and_eta(progress, percent, eta_s):
+    assert (progress.percent, progress.eta_s) == (percent, eta_s)
 
 
-def test_what_is_written_is_read():
+def test_round_trip():
     for progress in (DownloadProgress(0), DownloadProgress(1, 2), DownloadProgress(2**62, 2**62, 3)):
         assert DownloadProgress.parse(json.dumps(to_json(progress))) == progress
     assert DownloadProgress.parse('{"bytes": 1, "of_a_later_release": 2}') == DownloadProgress(1)
@@ -36,11 +36,11 @@ def test_what_is_written_is_read():
     ["", "{", "[]", "{}", '{"bytes": -1}', '{"bytes": 1.5}', '{"bytes": "1"}', '{"bytes": 9223372036854775808}',
      '{"bytes": 1, "total": -2}', "[" * 100_000],
 )  # fmt: skip
-def test_anything_else_is_not(text):
+def test_parse_rejects_invalid_text(text):
     assert DownloadProgress.parse(text) is None
 
 
-def test_units():
+def test_format_bytes():
     assert [format_bytes(size) for size in (0, 1536, 2**20, 2**30 - 1, 3 * 2**30)] == [
         "0.0 KiB", "1.5 KiB", "1.0 MiB", "1024.0 MiB", "3.0 GiB",
     ]  # fmt: skip

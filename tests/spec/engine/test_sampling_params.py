@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SamplingParams: what clients may send, and what they are told when it is wrong."""
+"""SamplingParams: accepted forms of values, and error messages of invalid ones."""
 
 import dataclasses
 import json
@@ -13,28 +13,28 @@ from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument
 
 
-def test_strings_as_vllm_backend_clients_send_them():
+def test_parses_strings_of_vllm_backend_clients():
     params = SamplingParams.from_mapping({"temperature": "0.1", "max_tokens": "7", "ignore_eos": "True"})
     assert (params.temperature, params.max_tokens, params.ignore_eos) == (0.1, 7, True)
 
 
 @pytest.mark.parametrize(
-    ("given", "stop"),
+    ("value", "stop"),
     [("end", ("end",)), ('["a", "b"]', ("a", "b")), (["a"], ("a",)), (None, ()), ("[a", ("[a",)), ("7", ("7",))],
 )
-def test_stop_in_every_form(given, stop):
-    assert SamplingParams.from_mapping({"stop": given}).stop == stop
+def test_accepts_all_forms_of_stop(value, stop):
+    assert SamplingParams.from_mapping({"stop": value}).stop == stop
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
 @pytest.mark.parametrize("text", ['["a"', '["a", ]', "['a', 'b']", '[ "a]'])
-def test_a_list_of_strings_that_does_not_parse_is_no_string(name, text):
-    with pytest.raises(InvalidArgument, match=rf"'{name}': .* is not JSON; write it like \["):
+def test_rejects_malformed_list_of_strings(name, text):
+    with pytest.raises(InvalidArgument, match=rf"'{name}': must be a JSON list of strings.*; write it like \["):
         SamplingParams.from_mapping({name: text})
 
 
 @pytest.mark.parametrize("text", ["[", "[INST]", "[/INST]", "[a", "[[a]]"])
-def test_a_string_may_begin_with_a_bracket(text):
+def test_string_can_start_with_bracket(text):
     assert SamplingParams.from_mapping({"stop": text}).stop == (text,)
 
 
@@ -68,10 +68,10 @@ VLLM_DEFAULTS = {
     "logit_bias": None,
     "allowed_token_ids": None,
 }
-"""Of vllm.SamplingParams, release 0.32."""
+"""Defaults of vllm.SamplingParams, release 0.32."""
 
 
-def test_a_clone_shares_nothing():
+def test_clone_is_independent():
     params = SamplingParams(stop=["a"], logit_bias={3: 1.0}, max_tokens=7)
     other = params.clone()
     assert other == params
@@ -80,9 +80,9 @@ def test_a_clone_shares_nothing():
     assert (params.max_tokens, params.stop) == (7, SamplingParams(stop=["a"]).stop)
 
 
-def test_defaults_are_vllms():
-    ours_alone = {"best_of": None, "truncate_prompt_tokens": None}
-    assert dataclasses.asdict(SamplingParams()) == VLLM_DEFAULTS | ours_alone
+def test_defaults_match_vllm():
+    not_in_vllm = {"best_of": None, "truncate_prompt_tokens": None}
+    assert dataclasses.asdict(SamplingParams()) == VLLM_DEFAULTS | not_in_vllm
     assert SamplingParams().to_mapping() == {}
 
 
@@ -95,12 +95,12 @@ def test_defaults_are_vllms():
     ],
     ids=["other", "misspelt", "long"],
 )
-def test_unknown_names_are_refused(name, words):
+def test_rejects_unknown_name(name, words):
     with pytest.raises(InvalidArgument, match=f"unknown sampling parameter '{name[:70]}.*; {words} allowed_token_ids,"):
         SamplingParams.from_mapping({name: 1})
 
 
-BAD = {
+INVALID_VALUES = {
     "temperature": (-0.1, 101, 10**400, "warm", None, True, [1.0], math.nan, "nan", math.inf),
     "top_p": (0, 1.01, "most", None),
     "top_k": (-2, 2.5, "many", None, True),
@@ -127,36 +127,38 @@ BAD = {
     "n": (0, 129, 10**400, 1.5, None, True),
     "best_of": (0, 129, 1.5, "x", True),
 }
-"""Values that each parameter refuses."""
+"""Invalid values of each parameter."""
 
 
-def test_every_parameter_has_bad_values():
-    assert set(BAD) == {f.name for f in dataclasses.fields(SamplingParams)}
+def test_every_parameter_has_invalid_values():
+    assert set(INVALID_VALUES) == {f.name for f in dataclasses.fields(SamplingParams)}
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
-def test_bad_values_are_refused_by_name(name, value):
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in INVALID_VALUES.items() for value in values]
+)
+def test_rejects_invalid_value_by_name(name, value):
     with pytest.raises(InvalidArgument, match=f"'{name}'") as caught:
         SamplingParams.from_mapping({name: value})
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("name", sorted(BAD.keys() - {"stop", "bad_words"}))
-def test_the_text_null_is_no_value(name):
-    """Of a limit it would be none: the longest output, all of the prompt."""
+@pytest.mark.parametrize("name", sorted(INVALID_VALUES.keys() - {"stop", "bad_words"}))
+def test_rejects_the_text_null(name):
+    """Parsing it as None would remove a limit: the longest output, the whole prompt."""
     for text in ("null", " null ", "NULL"):
-        with pytest.raises(InvalidArgument, match=f"'{name}': '{text}' is not "):
+        with pytest.raises(InvalidArgument, match=f"'{name}': must be .*, got '{text}'"):
             SamplingParams.from_mapping({name: text})
     assert SamplingParams.from_mapping({"stop": "null", "bad_words": "null"}).stop == ("null",)
 
 
-def test_a_list_is_quoted_as_one():
+def test_error_shows_a_list_as_list():
     for name in ("n", "stop"):
-        with pytest.raises(InvalidArgument, match=rf"{name}': \['a', 1\] is not"):
+        with pytest.raises(InvalidArgument, match=rf"{name}': must be .*, got \['a', 1\]"):
             SamplingParams.from_mapping({name: ["a", 1]})
 
 
-def test_a_number_that_python_does_not_write_is_refused_by_name():
+def test_rejects_huge_number_by_name():
     for name in ("n", "stop", "temperature"):
         with pytest.raises(InvalidArgument, match=f"'{name}'"):
             SamplingParams(**{name: 10**5000})
@@ -169,7 +171,7 @@ def test_logit_bias_from_json_is_clamped():
     assert SamplingParams(logit_bias={}).logit_bias is None
 
 
-def test_a_parameter_is_checked_when_it_is_assigned():
+def test_assignment_is_checked():
     params = SamplingParams()
     params.max_tokens, params.stop, params.seed, params.logit_bias = 5, "x", -1, {3: 10**400}
     assert params == SamplingParams(max_tokens=5, stop=["x"], logit_bias={3: 100.0})
@@ -180,34 +182,34 @@ def test_a_parameter_is_checked_when_it_is_assigned():
     assert params.temperature == 1.0
 
 
-def test_parameters_are_given_by_name():
-    # vLLM's first one is n, so a number alone would mean another thing here or there.
+def test_parameters_are_keyword_only():
+    # The first parameter of vLLM's class is n, so that a positional value would have another meaning here.
     with pytest.raises(TypeError):
         SamplingParams(2)
 
 
-def test_text_is_read_from_clients_and_not_from_programs():
+def test_text_is_parsed_only_by_from_mapping():
     assert SamplingParams.from_mapping({"stop": '["a"]', "allowed_token_ids": "[1, 2]"}).allowed_token_ids == (1, 2)
     assert SamplingParams(stop='["a"]').stop == ('["a"]',)
     with pytest.raises(InvalidArgument, match="'temperature'"):
         SamplingParams(temperature="0.5")
 
 
-def test_parameters_that_exclude_each_other():
+def test_rejects_inconsistent_parameters():
     with pytest.raises(InvalidArgument, match=r"'stop'.*detokenize"):
         SamplingParams(stop="x", detokenize=False)
     with pytest.raises(InvalidArgument, match="'min_tokens'"):
         SamplingParams(max_tokens=3, min_tokens=4)
-    with pytest.raises(InvalidArgument, match="'best_of': 2 is out of range; use 3 to 128"):
+    with pytest.raises(InvalidArgument, match="'best_of': must be from 3 to 128, got 2"):
         SamplingParams(n=3, best_of=2)
     for name in ("n", "best_of"):
-        with pytest.raises(InvalidArgument, match=f"'{name}': 2 outputs of temperature 0"):
+        with pytest.raises(InvalidArgument, match=f"'{name}': must be 1 with temperature 0.*, got 2"):
             SamplingParams(temperature=0, **{name: 2})
     assert SamplingParams(max_tokens=None, min_tokens=4000).min_tokens == 4000
     assert SamplingParams(seed=-1).seed is None
 
 
-def test_parameters_of_each_output():
+def test_child_params():
     params = SamplingParams(n=2, best_of=3, seed=2**63 - 1, prompt_logprobs=4, top_k=5)
     outputs = [params.child_params(i) for i in range(params.num_sequences)]
     assert [p.seed for p in outputs] == [2**63 - 1, 0, 1]
@@ -217,7 +219,7 @@ def test_parameters_of_each_output():
     assert SamplingParams(n=2, best_of=3, logprobs=7).child_params(1).logprobs == 7
 
 
-def test_how_much_of_a_prompt_is_kept():
+def test_max_prompt_tokens():
     assert SamplingParams().max_prompt_tokens(100) is None
     assert SamplingParams(truncate_prompt_tokens=7).max_prompt_tokens(100) == 7
     assert SamplingParams(truncate_prompt_tokens=-1, max_tokens=30).max_prompt_tokens(100) == 70
@@ -225,7 +227,7 @@ def test_how_much_of_a_prompt_is_kept():
     assert SamplingParams(truncate_prompt_tokens=-1, max_tokens=500).max_prompt_tokens(100) == 1
 
 
-def test_the_documentation_lists_every_parameter():
+def test_documentation_lists_every_parameter():
     text = (Path(__file__).parents[3] / "docs/parameters.md").read_text()
     listed = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert sorted(listed) == sorted(f.name for f in dataclasses.fields(SamplingParams))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes and bytes, against hand-computed numbers of published models."""
+"""Memory sizing against hand-computed values of published models."""
 
 import pytest
 
@@ -115,7 +115,7 @@ PHI4_MINI = PHI3_MINI | {
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48},
     "sliding_window": 262144,
 }
-# As released: without tie_word_embeddings, which is then true.
+# As released: tie_word_embeddings is absent and defaults to true.
 GEMMA2_2B = {
     "architectures": ["Gemma2ForCausalLM"],
     "hidden_size": 2304,
@@ -142,25 +142,25 @@ GEMMA2_9B = GEMMA2_2B | {
 
 
 def test_llama_8b():
-    shape = ModelConfig.from_config(LLAMA_8B)
-    # 2 (keys, values) x 32 layers x 8 heads x 128 x 2 bytes = 131,072 bytes a token.
-    assert kv_block_bytes(shape, 16, 2) == 16 * 131_072
+    model_config = ModelConfig.from_config(LLAMA_8B)
+    # 2 (keys, values) x 32 layers x 8 heads x 128 x 2 bytes = 131,072 bytes per token.
+    assert kv_block_bytes(model_config, 16, 2) == 16 * 131_072
     # Published: 8,030,261,248 parameters, of which 32 x 2 + 1 norms of 4096 are not linears or embeddings.
-    assert weights_bytes(shape, 2) == 2 * (8_030_261_248 - 65 * 4096)
-    # Sum of (in + out) over the seven linears is 81,920 a layer: 80 MiB at rank 16; and 132,352 of the embedding, as of
-    # the output projection.
-    assert lora_slot_bytes(shape, 16, 2) == 80 * 2**20 + 2 * 16 * 2 * 132_352
+    assert weights_bytes(model_config, 2) == 2 * (8_030_261_248 - 65 * 4096)
+    # The sum of (in + out) over the seven linears is 81,920 per layer: 80 MiB at rank 16. The embedding and the output
+    # projection have 132,352 each.
+    assert lora_slot_bytes(model_config, 16, 2) == 80 * 2**20 + 2 * 16 * 2 * 132_352
 
 
-def test_a_slot_has_an_even_rank_and_whole_cache_lines():
-    shape = ModelConfig.from_config(LLAMA_8B)
-    assert lora_slot_bytes(shape, 15, 2) == lora_slot_bytes(shape, 16, 2)
+def test_adapter_slot_is_padded_to_even_rank_and_cache_lines():
+    model_config = ModelConfig.from_config(LLAMA_8B)
+    assert lora_slot_bytes(model_config, 15, 2) == lora_slot_bytes(model_config, 16, 2)
     odd = ModelConfig.from_config(LLAMA_8B | {"vocab_size": 1001})
     even = ModelConfig.from_config(LLAMA_8B | {"vocab_size": 1008})
     assert lora_slot_bytes(odd, 2, 2) == lora_slot_bytes(even, 2, 2)
 
 
-# What is published as the number of parameters, and how many of them are in norms and biases, which are not counted.
+# The published number of parameters, and how many of them are norms and biases, which weights_bytes ignores.
 PUBLISHED = {
     "Mistral-7B-v0.1": (MISTRAL_7B, 7_241_732_096, 65 * 4096),
     "Qwen2.5-0.5B": (QWEN_05B, 494_032_768, 49 * 896 + 24 * 1152),
@@ -180,17 +180,17 @@ def test_weights_of_published_models(config, parameters, small):
     assert weights_bytes(ModelConfig.from_config(config), 2) == 2 * (parameters - small)
 
 
-def test_a_window_does_not_make_the_cache_smaller():
-    # 2 (keys, values) x 32 layers x 8 heads x 128 x 2 bytes a token: blocks that have left the window are kept.
+def test_sliding_window_does_not_shrink_the_kv_cache():
+    # 2 (keys, values) x 32 layers x 8 heads x 128 x 2 bytes per token. KV blocks outside the window are kept.
     assert kv_block_bytes(ModelConfig.from_config(MISTRAL_7B), 16, 2) == 16 * 131_072
 
 
-def test_heads_of_their_own_width():
-    # 2 x 26 layers x 4 heads x 256 x 2 bytes a token.
+def test_kv_block_with_explicit_head_dim():
+    # 2 x 26 layers x 4 heads x 256 x 2 bytes per token.
     assert kv_block_bytes(ModelConfig.from_config(GEMMA2_2B), 16, 2) == 16 * 106_496
 
 
-def test_adapters_of_fused_linears():
+def test_adapter_slot_of_fused_linears():
     # qkv (3072 + 9216), o (2 x 3072), gate and up (3072 + 16384), down (8192 + 3072), 32 layers.
     assert lora_slot_bytes(ModelConfig.from_config(PHI3_MINI), 16, 2) == 16 * 32 * 2 * (
         12288 + 6144 + 19456 + 11264

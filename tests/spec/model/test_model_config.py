@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelShape: config.json in every dialect, and refused with the key that is wrong."""
+"""ModelConfig: reading config.json in all formats, and errors that name the wrong key."""
 
 import json
 
@@ -18,22 +18,30 @@ NUMBERS = {
 }
 
 
-def _shape(architecture="LlamaForCausalLM", **values):
-    """`values` over what every config.json has; ... takes a key away."""
+def make_config(architecture="LlamaForCausalLM", **values):
+    """Return the config of a minimal config.json with `values`; the value ... removes a key."""
     config = NUMBERS | {"architectures": [architecture]} | values
     return ModelConfig.from_config({key: value for key, value in config.items() if value is not ...})
 
 
-def test_what_llama_leaves_out():
-    shape = _shape()
-    assert (shape.num_kv_heads, shape.head_dim, shape.attention_scale) == (4, 16, 0.25)
-    assert (shape.dtype, shape.eos_token_ids, shape.tie_word_embeddings, shape.norm_eps) == ("float32", (), False, 1e-6)
-    assert (shape.rope.rope_type, shape.rope.theta, shape.rope.dim) == ("default", 10000.0, 16)
-    assert shape.sliding_windows == (None,) * 4
+def test_llama_defaults():
+    config = make_config()
+    assert (config.num_kv_heads, config.head_dim, config.attention_scale) == (4, 16, 0.25)
+    assert (
+        config.dtype,
+        config.eos_token_ids,
+        config.tie_word_embeddings,
+        config.norm_eps,
+    ) == ("float32", (), False, 1e-6)
+    assert (config.rope.rope_type, config.rope.theta, config.rope.dim) == ("default", 10000.0, 16)
+    assert config.sliding_windows == (None,) * 4
 
 
 def test_null_is_absent():
-    assert _shape(head_dim=None, num_key_value_heads=None, rope_scaling=None, eos_token_id=None, dtype=None) == _shape()
+    assert (
+        make_config(head_dim=None, num_key_value_heads=None, rope_scaling=None, eos_token_id=None, dtype=None)
+        == make_config()
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,14 +51,14 @@ def test_null_is_absent():
         ({"eos_token_id": [3, 7]}, (3, 7)),
     ],
 )
-def test_ends_of_sequence(values, expected):
-    assert _shape(**values).eos_token_ids == expected
+def test_eos_token_ids(values, expected):
+    assert make_config(**values).eos_token_ids == expected
 
 
 def test_biases():
-    qwen = _shape("Qwen2ForCausalLM", num_key_value_heads=2, attention_bias=False)
+    qwen = make_config("Qwen2ForCausalLM", num_key_value_heads=2, attention_bias=False)
     assert (qwen.attention_bias, qwen.output_bias, qwen.mlp_bias) == (True, False, False)
-    llama = _shape(attention_bias=True, mlp_bias=True)
+    llama = make_config(attention_bias=True, mlp_bias=True)
     assert (llama.attention_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
 
 
@@ -58,71 +66,82 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
 @pytest.mark.parametrize(
-    "dialect",
+    "values",
     [
         {"rope_parameters": LINEAR | {"rope_theta": 500.0}},
         {"rope_theta": 500.0, "rope_scaling": LINEAR},
         {"rope_theta": 500, "rope_scaling": {"type": "linear", "factor": 4}},
-        # What transformers 5 makes of both.
+        # As transformers 5 writes both.
         {"rope_theta": 500.0, "rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default"}},
         {"rope_scaling": {}, "rope_parameters": LINEAR | {"rope_theta": 500.0}},
     ],
-    ids=["transformers 5", "transformers 4", "type", "both", "an empty one"],
+    ids=["transformers 5", "transformers 4", "type", "both", "empty rope_scaling"],
 )
-def test_dialects_of_rope(dialect):
-    assert _shape(**dialect) == _shape(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0})
+def test_rope_formats(values):
+    assert make_config(**values) == make_config(
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+    )
 
 
-def test_yarn_takes_its_factor_from_the_lengths():
-    rope = _shape(rope_scaling={"type": "yarn", "original_max_position_embeddings": 64}).rope
+def test_yarn_factor_defaults_to_ratio_of_lengths():
+    rope = make_config(rope_scaling={"type": "yarn", "original_max_position_embeddings": 64}).rope
     assert (rope.factor, rope.original_max_position) == (8.0, 64)
 
 
 @pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
-def test_longrope_of_phi(name):
+def test_phi3_longrope_aliases(name):
     scaling = {"type": name, "short_factor": [1.0] * 8, "long_factor": [2] * 8}
-    shape = _shape("Phi3ForCausalLM", max_position_embeddings=4096 * 32, rope_scaling=scaling)
-    assert (shape.rope.rope_type, shape.long_rope_threshold, shape.rope.factor) == ("longrope", 4096, 32.0)
-    assert shape.rope.attention_factor == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)
+    config = make_config("Phi3ForCausalLM", max_position_embeddings=4096 * 32, rope_scaling=scaling)
+    assert (config.rope.rope_type, config.long_rope_threshold, config.rope.factor) == (
+        "longrope",
+        4096,
+        32.0,
+    )
+    assert config.rope.attention_factor == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)
 
 
-def test_yarn_of_others_is_no_longrope():
+def test_yarn_is_longrope_only_in_phi3():
     scaling = {"type": "yarn", "factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    assert _shape(rope_scaling=scaling).rope.rope_type == "yarn"
+    assert make_config(rope_scaling=scaling).rope.rope_type == "yarn"
 
 
-def test_qwen_leaves_out_as_many_kv_heads_as_its_class_has():
+def test_qwen_default_of_kv_heads():
     qwen = {"num_attention_heads": 64, "head_dim": 16}
     for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-        assert _shape(name, **qwen).num_kv_heads == 32
-        assert _shape(name, **qwen, num_key_value_heads=None).num_kv_heads == 64
+        assert make_config(name, **qwen).num_kv_heads == 32
+        assert make_config(name, **qwen, num_key_value_heads=None).num_kv_heads == 64
 
 
-def test_gemmas_activation_may_be_null():
-    assert _shape("Gemma2ForCausalLM", hidden_activation=None).activation == "gelu_pytorch_tanh"
+def test_gemma_activation_can_be_null():
+    assert make_config("Gemma2ForCausalLM", hidden_activation=None).activation == "gelu_pytorch_tanh"
 
 
-def test_swish_is_silu():
-    """As `ACT2FN` of transformers has it."""
-    assert _shape(hidden_act="swish").activation == "silu"
-    assert _shape("OPTForCausalLM", ffn_dim=8, activation_function="swish").activation == "silu"
+def test_swish_is_an_alias_of_silu():
+    """As in `ACT2FN` of transformers."""
+    assert make_config(hidden_act="swish").activation == "silu"
+    assert make_config("OPTForCausalLM", ffn_dim=8, activation_function="swish").activation == "silu"
 
 
-def test_mistral_has_its_window_in_every_layer():
-    assert _shape("MistralForCausalLM", num_key_value_heads=2).sliding_windows == (4096,) * 4
-    assert _shape("MistralForCausalLM", num_key_value_heads=2, sliding_window=16).sliding_windows == (16,) * 4
-    assert _shape("MistralForCausalLM", num_key_value_heads=2, sliding_window=None).sliding_windows == (None,) * 4
+def test_mistral_sliding_window_applies_to_every_layer():
+    assert make_config("MistralForCausalLM", num_key_value_heads=2).sliding_windows == (4096,) * 4
+    assert make_config("MistralForCausalLM", num_key_value_heads=2, sliding_window=16).sliding_windows == (16,) * 4
+    assert make_config("MistralForCausalLM", num_key_value_heads=2, sliding_window=None).sliding_windows == (None,) * 4
 
 
-def test_ministral_has_its_window_in_the_layers_that_it_lists():
+def test_ministral_sliding_window_follows_layer_types():
     ministral = {"num_key_value_heads": 2, "sliding_window": 16}
     listed = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-    assert _shape("MistralForCausalLM", **ministral, layer_types=listed).sliding_windows == (None, 16, 16, None)
-    assert _shape("MistralForCausalLM", **ministral, layer_types=None).sliding_windows == (16,) * 4
+    assert make_config("MistralForCausalLM", **ministral, layer_types=listed).sliding_windows == (
+        None,
+        16,
+        16,
+        None,
+    )
+    assert make_config("MistralForCausalLM", **ministral, layer_types=None).sliding_windows == (16,) * 4
 
 
-def test_llama_has_no_window_whatever_its_config_says():
-    assert _shape(sliding_window=16, layer_types=["sliding_attention"] * 4).sliding_windows == (None,) * 4
+def test_llama_ignores_sliding_window():
+    assert make_config(sliding_window=16, layer_types=["sliding_attention"] * 4).sliding_windows == (None,) * 4
 
 
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}
@@ -139,156 +158,178 @@ QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_la
     ],
     ids=["off", "upper layers", "listed", "no width", "all layers"],
 )
-def test_windows_of_qwen(values, windows):
-    assert _shape("Qwen2ForCausalLM", num_key_value_heads=2, **values).sliding_windows == windows
+def test_qwen_sliding_windows(values, windows):
+    assert make_config("Qwen2ForCausalLM", num_key_value_heads=2, **values).sliding_windows == windows
 
 
-def test_windows_of_gemma_alternate():
+def test_gemma_sliding_windows_alternate():
     gemma = {"hidden_size": 64, "head_dim": None}
-    assert _shape("Gemma2ForCausalLM", **gemma).sliding_windows == (4096, None, 4096, None)
-    assert _shape("Gemma2ForCausalLM", **gemma, sliding_window=None).sliding_windows == (None,) * 4
+    assert make_config("Gemma2ForCausalLM", **gemma).sliding_windows == (4096, None, 4096, None)
+    assert make_config("Gemma2ForCausalLM", **gemma, sliding_window=None).sliding_windows == (None,) * 4
     listed = ["full_attention"] * 3 + ["sliding_attention"]
-    assert _shape("Gemma2ForCausalLM", **gemma, layer_types=listed).sliding_windows == (None, None, None, 4096)
+    assert make_config("Gemma2ForCausalLM", **gemma, layer_types=listed).sliding_windows == (
+        None,
+        None,
+        None,
+        4096,
+    )
 
 
-def test_what_gemma_leaves_out():
-    shape = _shape("Gemma2ForCausalLM")
-    assert (shape.num_kv_heads, shape.head_dim, shape.attention_scale) == (4, 256, 1 / 16)
-    assert (shape.attention_softcap, shape.logits_softcap, shape.activation) == (50.0, 30.0, "gelu_pytorch_tanh")
-    assert shape.tie_word_embeddings
+def test_gemma_defaults():
+    config = make_config("Gemma2ForCausalLM")
+    assert (config.num_kv_heads, config.head_dim, config.attention_scale) == (4, 256, 1 / 16)
+    assert (config.attention_softcap, config.logits_softcap, config.activation) == (
+        50.0,
+        30.0,
+        "gelu_pytorch_tanh",
+    )
+    assert config.tie_word_embeddings
 
 
-def test_llama_knows_no_soft_caps():
-    shape = _shape(attn_logit_softcapping=5.0, final_logit_softcapping=5.0, query_pre_attn_scalar=1)
-    assert (shape.attention_softcap, shape.logits_softcap, shape.attention_scale) == (None, None, 0.25)
+def test_llama_ignores_soft_caps():
+    config = make_config(attn_logit_softcapping=5.0, final_logit_softcapping=5.0, query_pre_attn_scalar=1)
+    assert (config.attention_softcap, config.logits_softcap, config.attention_scale) == (
+        None,
+        None,
+        0.25,
+    )
 
 
 def test_opt():
     values = {"intermediate_size": ..., "ffn_dim": 128, "word_embed_proj_dim": 48, "num_key_value_heads": 2}
-    shape = _shape("OPTForCausalLM", **values, enable_bias=False, do_layer_norm_before=False)
-    assert (shape.intermediate_size, shape.embedding_size, shape.num_learned_positions) == (128, 48, 514)
-    # It has no grouped heads, whatever config.json says.
-    assert (shape.num_kv_heads, shape.rope, shape.activation, shape.norm_eps) == (4, None, "relu", 1e-5)
-    assert not shape.attention_bias and not shape.output_bias and not shape.mlp_bias
-    assert not shape.flags["do_layer_norm_before"] and shape.flags["layer_norm_elementwise_affine"]
+    config = make_config("OPTForCausalLM", **values, enable_bias=False, do_layer_norm_before=False)
+    assert (config.intermediate_size, config.embedding_size, config.num_learned_positions) == (
+        128,
+        48,
+        514,
+    )
+    # OPT ignores num_key_value_heads.
+    assert (config.num_kv_heads, config.rope, config.activation, config.norm_eps) == (
+        4,
+        None,
+        "relu",
+        1e-5,
+    )
+    assert not config.attention_bias and not config.output_bias and not config.mlp_bias
+    assert not config.flags["do_layer_norm_before"] and config.flags["layer_norm_elementwise_affine"]
 
 
 @pytest.mark.parametrize(
-    "dialect", [{"partial_rotary_factor": 0.75}, {"rope_parameters": {"partial_rotary_factor": 0.75}}]
+    "values", [{"partial_rotary_factor": 0.75}, {"rope_parameters": {"partial_rotary_factor": 0.75}}]
 )
-def test_partly_rotated_heads(dialect):
-    assert _shape("Phi3ForCausalLM", **dialect).rope.dim == 12
-    assert _shape(**dialect).rope.dim == 16
+def test_partial_rotary_factor(values):
+    assert make_config("Phi3ForCausalLM", **values).rope.dim == 12
+    assert make_config(**values).rope.dim == 16
 
 
-REFUSALS = {
-    "an unknown architecture": (
+INVALID_CONFIGS = {
+    "unknown architecture": (
         {"architectures": ["MambaForCausalLM"]},
         "'MambaForCausalLM' is not supported; .* Llama",
     ),
     "no architecture": ({"architectures": None}, "'none' is not supported"),
-    "an architecture that is no name": ({"architectures": [["a"]]}, "is not supported"),
-    "a missing number": ({"hidden_size": ...}, "hidden_size is missing"),
-    "text for a number": ({"hidden_size": "64"}, "hidden_size: '64' is not a positive integer"),
-    "a fraction": ({"num_hidden_layers": 4.5}, "num_hidden_layers: 4.5 is not a positive integer"),
-    "truth for a number": ({"vocab_size": True}, "vocab_size: True is not a positive integer"),
-    "too many layers": ({"num_hidden_layers": 10**12}, "num_hidden_layers: 1000000000000 is not at most 4096"),
-    "a huge number": ({"hidden_size": 10**400}, "hidden_size: 1000.* is not at most 2147483647"),
-    "a huge fraction": ({"rms_norm_eps": 10**400}, "rms_norm_eps: 1000.* is not a positive number"),
-    "not a number": ({"rope_theta": float("nan")}, "rope_theta: nan is not a positive number"),
-    "angles that do not shrink": ({"rope_theta": 1}, "rope_theta: 1.0 is not more than 1"),
-    "zero": ({"num_attention_heads": 0}, "num_attention_heads: 0 is not a positive integer"),
-    "a list for a number": ({"max_position_embeddings": [1]}, "max_position_embeddings: .* is not a positive integer"),
-    "text for a flag": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: 'yes' is not true or false"),
-    "a number for a flag": ({"attention_bias": 1}, "attention_bias: 1 is not true or false"),
-    "a number for text": ({"torch_dtype": 16}, "torch_dtype: 16 is not a string"),
-    "an unknown activation": ({"hidden_act": "mish"}, "hidden_act: 'mish' is not supported; supported are silu"),
-    "text for a small number": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps: '1e-6' is not a positive number"),
-    "an end that is no token": ({"eos_token_id": [1, "2"]}, "eos_token_id: .* is not a token id or a list"),
-    "KV heads that divide nothing": ({"num_key_value_heads": 3}, "num_key_value_heads: 3 is not a divisor of"),
-    "heads that divide nothing": ({"num_attention_heads": 5}, "num_attention_heads: 5 is not a divisor of hidden_size"),
-    "a flag of the family alone": (
+    "architecture of wrong type": ({"architectures": [["a"]]}, "is not supported"),
+    "missing number": ({"hidden_size": ...}, "hidden_size is missing"),
+    "text for a number": ({"hidden_size": "64"}, "hidden_size: must be a positive integer, got '64'"),
+    "fraction": ({"num_hidden_layers": 4.5}, "num_hidden_layers: must be a positive integer, got 4.5"),
+    "boolean for a number": ({"vocab_size": True}, "vocab_size: must be a positive integer, got True"),
+    "too many layers": ({"num_hidden_layers": 10**12}, "num_hidden_layers: must be at most 4096, got 1000000000000"),
+    "huge integer": ({"hidden_size": 10**400}, "hidden_size: must be at most 2147483647, got 1000"),
+    "huge number": ({"rms_norm_eps": 10**400}, "rms_norm_eps: must be a positive number, got 1000"),
+    "not a number": ({"rope_theta": float("nan")}, "rope_theta: must be a positive number, got nan"),
+    "rope_theta of 1": ({"rope_theta": 1}, "rope_theta: must be more than 1, got 1.0"),
+    "zero": ({"num_attention_heads": 0}, "num_attention_heads: must be a positive integer, got 0"),
+    "list for a number": ({"max_position_embeddings": [1]}, "max_position_embeddings: must be a positive integer, got"),
+    "text for a flag": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: must be true or false, got 'yes'"),
+    "number for a flag": ({"attention_bias": 1}, "attention_bias: must be true or false, got 1"),
+    "number for text": ({"torch_dtype": 16}, "torch_dtype: must be a string, got 16"),
+    "unknown activation": ({"hidden_act": "mish"}, "hidden_act: must be one of silu, .*, got 'mish'"),
+    "text for a small number": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps: must be a positive number, got '1e-6'"),
+    "text for a token id": ({"eos_token_id": [1, "2"]}, "eos_token_id: must be a token id or a list of token ids, got"),
+    "KV heads": ({"num_key_value_heads": 3}, "num_key_value_heads: must be a divisor of num_attention_heads 4, got 3"),
+    "heads": ({"num_attention_heads": 5}, "num_attention_heads: must be a divisor of hidden_size 64 .*, got 5"),
+    "flag of one architecture": (
         {"architectures": ["OPTForCausalLM"], "ffn_dim": 8, "do_layer_norm_before": "no"},
-        "do_layer_norm_before: 'no' is not true or false",
+        "do_layer_norm_before: must be true or false, got 'no'",
     ),
-    "a cap that is text": (
+    "text for a soft cap": (
         {"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": "30"},
-        "final_logit_softcapping: '30' is not a positive number",
+        "final_logit_softcapping: must be a positive number, got '30'",
     ),
-    "an odd head": ({"head_dim": 15}, "15 of head_dim 15 elements rotate"),
-    "a short longrope": (
+    "odd head_dim": ({"head_dim": 15}, "must be an even number from 2 to head_dim 15, got 15"),
+    "longrope with too few factors": (
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}},
-        "short_factor: .* is not 8 numbers, one for each rotated pair",
+        "short_factor: must be 8 numbers, one for each rotated pair, got",
     ),
-    "a longrope of text": (
+    "longrope with text factors": (
         {"rope_scaling": {"type": "su", "short_factor": ["1"] * 8, "long_factor": [1.0] * 8}},
-        "short_factor: .* is not a list of positive numbers",
+        "short_factor: must be a list of positive numbers, got",
     ),
-    "a longrope of nothing": (
+    "longrope with original length 1": (
         {
             "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 2},
             "original_max_position_embeddings": 1,
         },
-        "original_max_position_embeddings: 1 is not more than 1",
+        "original_max_position_embeddings: must be more than 1, got 1",
     ),
-    "attention to what comes after": ({"is_causal": False}, "is_causal: False is not supported"),
-    "attention both ways": (
+    "attention that is not causal": ({"is_causal": False}, "is_causal: must be True .*, got False"),
+    "bidirectional attention": (
         {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
-        "use_bidirectional_attention: True is not supported",
+        "use_bidirectional_attention: must be False .*, got True",
     ),
-    "layers of their own": (
+    "per-layer config": (
         {"per_layer_config": {"0": {"rms_norm_eps": 0.1}}},
         "per_layer_config: layers that differ from each other are not supported",
     ),
-    "another model's type": (
+    "model_type of another architecture": (
         {"model_type": "mistral"},
-        "model_type 'mistral' is not the one of architecture 'LlamaForCausalLM', which is 'llama'",
+        "model_type of architecture 'LlamaForCausalLM' must be 'llama', got 'mistral'",
     ),
-    "a part of each head, stretched": (
+    "partial rotary factor with scaling": (
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
-        "partial_rotary_factor: 0.5 is not supported beside rope scaling 'linear'",
+        "partial_rotary_factor: must be 1 with rope scaling 'linear' .*, got 0.5",
     ),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config: quantized checkpoints are not supported"),
-    "a rope that is no object": ({"rope_scaling": "linear"}, "rope_scaling: expected an object, found 'linear'"),
-    "an unknown rope": (
+    "text for rope scaling": ({"rope_scaling": "linear"}, "rope_scaling: expected an object, got 'linear'"),
+    "unknown rope type": (
         {"rope_scaling": {"type": "ntk"}},
         "rope scaling 'ntk' is not supported; supported are default",
     ),
-    "a rope without its factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
-    "a rope with a wrong number": (
+    "rope scaling without factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
+    "text for a rope factor": (
         {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": "1"}},
-        "rope_parameters: low_freq_factor: '1' is not a positive number",
+        "rope_parameters: low_freq_factor: must be a positive number, got '1'",
     ),
-    "bands the wrong way round": (
+    "rope frequency factors in wrong order": (
         {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
-        "high_freq_factor: 1.0 is not more than low_freq_factor 4.0",
+        "high_freq_factor: must be more than low_freq_factor 4.0, got 1.0",
     ),
-    "a rope for each layer type": (
+    "rope per layer type": (
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-        "one rope for each layer type is not supported",
+        "separate parameters per layer type are not supported",
     ),
 }
 
 
-@pytest.mark.parametrize(("values", "complaint"), REFUSALS.values(), ids=REFUSALS.keys())
-def test_refusals_name_the_key(values, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        _shape(**values)
+@pytest.mark.parametrize(("values", "message"), INVALID_CONFIGS.values(), ids=INVALID_CONFIGS.keys())
+def test_error_names_the_key(values, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config(**values)
 
 
 @pytest.mark.parametrize("kinds", [["full_attention"] * 3, ["chunked_attention"] * 4, "full_attention", [1, 2, 3, 4]])
-def test_layer_types_are_checked(kinds):
-    with pytest.raises(ConfigError, match=r"layer_types: .* is not"):
-        _shape("Qwen2ForCausalLM", num_key_value_heads=2, **QWEN_WINDOWS, layer_types=kinds)
+def test_rejects_invalid_layer_types(kinds):
+    with pytest.raises(ConfigError, match=r"layer_types: must be "):
+        make_config("Qwen2ForCausalLM", num_key_value_heads=2, **QWEN_WINDOWS, layer_types=kinds)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, "1" * 5000, "3", '{"architectures"'])
-def test_a_file_that_is_no_object_is_refused(tmp_path, text):
+def test_rejects_file_without_json_object(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json"):
         ModelConfig.load(tmp_path)
 
 
-def test_a_file_is_read(tmp_path):
+def test_load(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(NUMBERS | {"architectures": ["LlamaForCausalLM"]}))
-    assert ModelConfig.load(tmp_path) == _shape()
+    assert ModelConfig.load(tmp_path) == make_config()

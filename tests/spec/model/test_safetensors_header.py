@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a file of weights is by its own word, held to what the library writes."""
+"""Expected length of a safetensors file, compared with files that the safetensors library writes."""
 
 import json
 
@@ -17,7 +17,7 @@ from quire_spec.model.safetensors_header import (
 )
 
 
-def length(value):
+def encode_length(value):
     return value.to_bytes(LENGTH_BYTES, "little")
 
 
@@ -28,30 +28,32 @@ def saved(tmp_path):
     return tmp_path / "saved"
 
 
-def test_of_what_the_library_writes(saved):
+def test_length_of_a_complete_file(saved):
     data = saved.read_bytes()
     end = LENGTH_BYTES + header_length(data[:LENGTH_BYTES])
     assert tensor_bytes(json.loads(data[LENGTH_BYTES:end])) == len(data) - end == 3 * 5 * 4 + 7 * 2
     assert expected_file_bytes(saved) == len(data)
 
 
-def test_of_a_cut_file_at_every_byte(saved):
+def test_lower_bound_for_a_file_truncated_at_any_byte(saved):
     data = saved.read_bytes()
     end = LENGTH_BYTES + header_length(data[:LENGTH_BYTES])
     for cut in range(len(data)):
         saved.write_bytes(data[:cut])
-        least = LENGTH_BYTES if cut < LENGTH_BYTES else end if cut < end else len(data)
-        assert expected_file_bytes(saved) == least
+        lower_bound = LENGTH_BYTES if cut < LENGTH_BYTES else end if cut < end else len(data)
+        assert expected_file_bytes(saved) == lower_bound
 
 
-@pytest.mark.parametrize("start", [b"", b"PK\x03\x04abc", b"PK\x03\x04abcd", length(0), length(MAX_HEADER_BYTES + 1)])
-def test_no_header_begins_like_that(start):
+@pytest.mark.parametrize(
+    "start", [b"", b"PK\x03\x04abc", b"PK\x03\x04abcd", encode_length(0), encode_length(MAX_HEADER_BYTES + 1)]
+)
+def test_rejects_invalid_header_length(start):
     with pytest.raises(ConfigError, match="does not begin like a safetensors file"):
         header_length(start)
 
 
-def test_the_longest_header():
-    assert header_length(length(MAX_HEADER_BYTES)) == MAX_HEADER_BYTES
+def test_accepts_longest_header():
+    assert header_length(encode_length(MAX_HEADER_BYTES)) == MAX_HEADER_BYTES
 
 
 HEADERS = [
@@ -62,15 +64,15 @@ HEADERS = [
 
 
 @pytest.mark.parametrize("header", HEADERS)
-def test_a_header_that_does_not_tell(tmp_path, header):
-    with pytest.raises(ConfigError, match="names no tensors with offsets"):
+def test_rejects_header_without_offsets(tmp_path, header):
+    with pytest.raises(ConfigError, match="contains no tensors with offsets"):
         tensor_bytes(header)
     text = json.dumps(header).encode()
-    (tmp_path / "file").write_bytes(length(len(text)) + text)
+    (tmp_path / "file").write_bytes(encode_length(len(text)) + text)
     assert expected_file_bytes(tmp_path / "file") is None
 
 
 @pytest.mark.parametrize("header", [b"{}x", b"\xff\xff", b"[" * 100_000])
-def test_a_file_whose_header_is_no_json(tmp_path, header):
-    (tmp_path / "file").write_bytes(length(len(header)) + header)
+def test_length_is_unknown_if_header_is_not_json(tmp_path, header):
+    (tmp_path / "file").write_bytes(encode_length(len(header)) + header)
     assert expected_file_bytes(tmp_path / "file") is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames and messages: whatever goes in comes out, in whatever pieces it arrives."""
+"""Framing and messages: round trip of arbitrary chunks, corrupt streams, and oversize frames."""
 
 import struct
 
@@ -39,11 +39,11 @@ MESSAGES = [
 
 
 @given(st.lists(st.sampled_from(MESSAGES), max_size=8), st.integers(1, 64))
-def test_round_trip_in_pieces(messages, size):
+def test_round_trip_in_chunks(messages, size):
     stream = b"".join(map(encode_frame, messages))
     decoder = FrameDecoder()
-    got = [m for i in range(0, len(stream), size) for m in decoder.feed(stream[i : i + size])]
-    assert got == messages
+    decoded = [m for i in range(0, len(stream), size) for m in decoder.feed(stream[i : i + size])]
+    assert decoded == messages
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_round_trip_in_pieces(messages, size):
         struct.pack("<IB", 2, VERSION) + b"\xff\xff",
     ],
 )
-def test_a_broken_stream_is_refused(stream):
+def test_rejects_corrupt_stream(stream):
     with pytest.raises(Internal):
         list(FrameDecoder().feed(stream))
 
@@ -70,7 +70,7 @@ def test_errors_keep_their_code():
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 700))
-def test_a_frame_that_is_too_long_is_dropped_and_the_next_is_read(kinds, size):
+def test_drops_oversize_frame_and_reads_the_next(kinds, size):
     sent = [
         [CancelRequests([1, 2]), CancelRequests([7] * 400), GenerateRequest(9, "sql", "x" * 2000, None, {}, True)][kind]
         for kind in kinds
@@ -78,8 +78,8 @@ def test_a_frame_that_is_too_long_is_dropped_and_the_next_is_read(kinds, size):
     stream = b"".join(map(encode_frame, sent))
     dropped = []
     decoder = FrameDecoder(500, lambda head, length: dropped.append((head, length)))
-    got = [m for i in range(0, len(stream), size) for m in decoder.feed(stream[i : i + size])]
+    decoded = [m for i in range(0, len(stream), size) for m in decoder.feed(stream[i : i + size])]
     bodies = [encode_frame(m)[5:] for m in sent]
-    assert got == [m for m, body in zip(sent, bodies, strict=True) if len(body) <= 500]
+    assert decoded == [m for m, body in zip(sent, bodies, strict=True) if len(body) <= 500]
     assert dropped == [(body[:HEAD_BYTES], len(body)) for body in bodies if len(body) > 500]
     assert len(decoder._buffer) == 0
