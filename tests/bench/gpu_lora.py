@@ -39,13 +39,14 @@ def add_adapters(engine: Engine, ranks: Sequence[int], everywhere: bool) -> list
     draw, made = torch.Generator().manual_seed(3), {}
     for rank in set(ranks):
         pairs = {}
-        for places, module in zip(runner._slots._module_keys, runner._slots._slots.modules, strict=True):
-            for place, width in zip(places, module.site.widths, strict=True):
+        slots = runner.adapter_store.slots
+        for places, module in zip(slots._module_keys, slots._slots.modules, strict=True):
+            for place, width in zip(places, module.target.widths, strict=True):
                 if everywhere or place[0] != NO_LAYER:
-                    features = module.site.in_features
+                    features = module.target.in_features
                     a, b = (torch.randn(shape, generator=draw) for shape in ((rank, features), (width, rank)))
                     pairs[place] = a / features**0.5, b / 8
-        made[rank] = runner.pack_adapter(HostAdapter(rank, pairs))
+        made[rank] = runner.adapter_store.pack(HostAdapter(rank, pairs))
     names = [f"adapter {i} of rank {rank}" for i, rank in enumerate(ranks)]
     for name, rank in zip(names, ranks, strict=True):
         engine.add_adapter(name, Path("made here"), made[rank])

@@ -11,12 +11,12 @@ from unittest import mock
 import torch
 
 from quire_engine.weights.param_shard import LoadTarget, unsharded
-from quire_engine.worker import model_runner
+from quire_engine.worker import startup
 
 
 def patch_weight_loading() -> contextlib.AbstractContextManager[Any]:
     """Within it, engines that are made fill their weights themselves."""
-    return mock.patch.object(model_runner, "load_weights", _fill_randomly)
+    return mock.patch.object(startup, "load_weights", _fill_randomly)
 
 
 def _fill_randomly(folder: Path, tensors: Iterable[tuple[str, LoadTarget]], **_: Any) -> None:

@@ -11,10 +11,10 @@ from quire_kernels import PackedAdapter
 
 def random_adapter(runner: DeviceModelRunner, lora_rank: int, generator: torch.Generator) -> PackedAdapter:
     """Large enough that it changes what is generated."""
-    slots, pairs = runner._slots, {}
+    slots, pairs = runner.adapter_store.slots, {}
     assert slots is not None
     for places, module in zip(slots._module_keys, slots._slots.modules, strict=True):
         for place, width in zip(places, module.target.widths, strict=True):
             a = torch.randn(lora_rank, module.target.in_features, generator=generator)
             pairs[place] = a / 4, torch.randn(width, lora_rank, generator=generator) / 4
-    return runner.pack_adapter(HostAdapter(lora_rank, pairs))
+    return runner.adapter_store.pack(HostAdapter(lora_rank, pairs))

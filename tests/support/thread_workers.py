@@ -32,8 +32,8 @@ class ThreadWorker:
     def stored_adapter_digests(self) -> set[str]:
         """Keys of the adapters in host memory."""
         runner = self._worker._runner
-        assert runner is not None and runner._slots is not None
-        return set(runner._slots._host_copies)
+        assert runner is not None
+        return set(runner.adapter_store.digests)
 
     def _run(self) -> None:
         try:

@@ -27,7 +27,6 @@ class DeviceAdapterSlots:
         # One for all loads: torch hands out 32 in turn, so that one for each would in time be that on which tokens go
         # to the host, and they would wait behind an adapter. It would also keep memory on each of them.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._host_copies: dict[str, PackedAdapter] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -41,23 +40,14 @@ class DeviceAdapterSlots:
         )
         return packed_adapter if self._stream is None else packed_adapter.pin_memory()
 
-    def store(self, adapter_digest: str, packed_adapter: PackedAdapter) -> None:
-        """Keep a host copy under its content digest."""
-        self._host_copies[adapter_digest] = packed_adapter
-
-    def discard(self, adapter_digest: str) -> None:
-        """Forget a host copy; unknown digests are ignored."""
-        self._host_copies.pop(adapter_digest, None)
-
-    def copy_to_slot(self, adapter_digest: str, adapter_slot: int) -> Callable[[], None]:
+    def copy_to_slot(self, packed_adapter: PackedAdapter, adapter_slot: int) -> Callable[[], None]:
         """The work of copying an adapter from host memory into a slot, for any thread.
 
         On a GPU it is done on a stream for loads alone, which waits for the work that is queued now (a step may still
         read what is in the slot) and holds up none that is queued later. When it returns, the copy is there.
         """
-        adapter = self._host_copies[adapter_digest]
         queued_work = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
-        return lambda: self._copy(adapter_slot, adapter, queued_work)
+        return lambda: self._copy(adapter_slot, packed_adapter, queued_work)
 
     @torch.inference_mode()
     def _copy(self, adapter_slot: int, adapter: PackedAdapter, queued_work: "torch.cuda.Event | None") -> None:

@@ -41,11 +41,8 @@ def test_loads_of_a_gpu_share_a_stream_and_wait_for_what_is_queued(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     slots = SimpleNamespace(write=lambda slot, adapter: cuda.seen.append((adapter, "in", slot)))
     made = DeviceAdapterSlots([], slots, torch.device("cuda", 1))
-    made.store("a", "adapter a")
-    made.store("b", "adapter b")
-    loads = [made.copy_to_slot("a", 3), made.copy_to_slot("b", 0)]
-    # A copy is of what was there when it was asked for, and waits for no step that is queued later.
-    made.discard("a")
+    loads = [made.copy_to_slot("adapter a", 3), made.copy_to_slot("adapter b", 0)]
+    # A copy waits for the steps queued when it was requested, and not for later ones.
     assert cuda.seen == []
     for load in loads:
         load()

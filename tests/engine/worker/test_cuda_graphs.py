@@ -19,6 +19,7 @@ from quire_engine.step.plan import ScheduledSpan, StepPlan
 from quire_engine.worker import cuda_graphs as of_decoding
 from quire_engine.worker.cuda_graphs import ADAPTER_SIZES_PER_DOUBLING, CudaGraphRunner, DeviceBlockTables, graph_sizes
 from quire_engine.worker.model_runner import DeviceModelRunner
+from quire_engine.worker.startup import RunnerStartup
 from quire_kernels import paged_attention, route_tokens
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
@@ -111,7 +112,7 @@ def _answers(folder, monkeypatch, replays, adapters=(), seen=None, ahead=False):
     one is over."""
     # The gathering form wants groups that the host has made; a step of a graph has none.
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
-    monkeypatch.setattr(DeviceModelRunner, "_capture_graphs", lambda self, kv, config, max_model_len: None)
+    monkeypatch.setattr(RunnerStartup, "_capture_graphs", lambda self, kv_cache: None)
     config = dataclasses.replace(CONFIG, model=str(folder), kv_cache_memory_bytes=13 * 8 * 2 * 2 * 2 * 16 * 4)
     config = dataclasses.replace(config, async_scheduling=ahead)
     if adapters:
@@ -124,7 +125,9 @@ def _answers(folder, monkeypatch, replays, adapters=(), seen=None, ahead=False):
             engine.add_adapter(f"adapter {i}", Path("not read"), random_adapter(runner, rank, draw))
     if replays is not None:
         shape = runner._model.shape
-        runner._kv_cache = KVCache(shape, runner.num_blocks, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1)
+        runner._kv_cache = KVCache(
+            shape, runner.memory.num_blocks, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1
+        )
         runner._graphs = CudaGraphRunner(runner._model, runner._kv_cache, 6, 96, 2 if adapters else 0, capture=replays)
         work_of, steps = runner._graphs.build_input, [] if seen is None else seen
 
@@ -236,55 +239,6 @@ def test_what_a_graph_reads_stays_allocated(folder):
     assert all(step() is None for step in recorded)
 
 
-class _Recorder(_Replays):
-    """A recorder of a GPU, as DecodeGraphs makes it: it runs each step before, here on the CPU."""
-
-    def __init__(self, device):
-        super().__init__()
-
-    def __call__(self, step):
-        step()
-        return super().__call__(step)
-
-
-@pytest.mark.parametrize(("adapters", "max_num_seqs"), [(False, 6), (True, 6), (True, 1)])
-def test_an_engine_starts_as_on_a_gpu(folder, monkeypatch, adapters, max_num_seqs):
-    """All of it but the capture and the questions to the device: what is measured runs before there is a cache."""
-    mib = 1 << 20
-    answers = {"max_memory_reserved": 300 * mib, "memory_reserved": 200 * mib, "mem_get_info": (700 * mib, 1000 * mib)}
-    for name, answer in (answers | {"empty_cache": None, "reset_peak_memory_stats": None}).items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(of_decoding, "should_capture", lambda device: True)
-    monkeypatch.setattr(of_decoding, "GraphCapture", _Recorder)
-    monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
-    found = []
-
-    def measure(runner, config, max_model_len):
-        lora = 0 if runner._slots is None else runner._slots.num_bytes
-        found.append(runner._measure_gpu_memory(config, max_model_len, runner._model.num_bytes, lora))
-        return found[0]
-
-    monkeypatch.setattr(DeviceModelRunner, "_measure_memory", measure)
-    config = dataclasses.replace(CONFIG, model=str(folder), swap_space=1e-3, async_scheduling=True)
-    config = dataclasses.replace(config, max_num_seqs=max_num_seqs)
-    if adapters:
-        config = dataclasses.replace(config, enable_lora=True, max_loras=2, max_lora_rank=8)
-    engine = Engine.from_config(config)
-    [budget] = found
-    assert budget.total == 900 * mib
-    # Of 300 that are taken of the card, 200 are this process's; at the peak it has 300.
-    assert budget.weights + budget.lora + budget.activations == 400 * mib
-    assert budget.available_for_kv == 500 * mib
-    assert (budget.lora > 0) == adapters
-    engine.add(SequenceRequest(0, [1, 2, 3], {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}))
-    tokens = []
-    while engine.has_work:
-        for result in engine.step().results:
-            assert result.error_code is None, result.error
-            tokens += result.token_ids
-    assert len(tokens) == 5
-
-
 def test_a_form_that_wants_spans_in_groups_is_refused(folder, monkeypatch):
     """A captured step has none: it would compute nothing of attention, and say nothing."""
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.get("cuda", "torch"))
@@ -307,21 +261,3 @@ def test_steps_of_more_than_a_token_are_left_to_others(folder):
     assert not graphs.can_run([dataclasses.replace(one, adapter_slot=0)])
     graphs._num_adapter_slots = 2
     assert graphs.can_run([one, dataclasses.replace(one, adapter_slot=0)])
-
-
-def test_a_largest_step_without_room_is_refused_with_its_bytes(folder, monkeypatch):
-    def run(runner, config, max_model_len):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    def measure(runner, config, max_model_len):
-        runner._device = torch.device("cuda")
-        return measured(runner, config, max_model_len)
-
-    measured = DeviceModelRunner._measure_memory
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (700 << 20, 1000 << 20))
-    monkeypatch.setattr(
-        DeviceModelRunner, "_measure_gpu_memory", lambda runner, config, most, *_: run(runner, config, most)
-    )
-    monkeypatch.setattr(DeviceModelRunner, "_measure_memory", measure)
-    with pytest.raises(ConfigError, match=r"(?s)^max_num_batched_tokens: a step of .* weights .*1,048,576,000 bytes"):
-        Engine.from_config(dataclasses.replace(CONFIG, model=str(folder)))

@@ -13,10 +13,11 @@ from support.tiny_checkpoints import BASE, make_checkpoint
 
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache import device_cache as of_cache
-from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_engine.worker.sampling import logprobs as of_scores
 from quire_engine.worker.sampling import penalty_state as of_penalties
+from quire_engine.worker.startup import RunnerStartup
 from quire_engine.worker.warmup import compile_steps, peak_memory_steps
 from quire_kernels import apply_penalties, paged_attention, sample
 from quire_spec.engine.config import EngineConfig
@@ -77,11 +78,13 @@ def test_no_step_takes_more_than_was_measured(folder, forms, monkeypatch, load, 
     )
     runner: Any = engine._runner
     assert isinstance(runner, DeviceModelRunner)
-    tiny = KVCache(runner._model.shape, 1, 8, torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(runner, "_create_single_block_cache", lambda config: tiny)
+    factory = ParamFactory(torch.float32, torch.device("cpu"))
+    startup = RunnerStartup(CONFIG, runner._model, factory, 0, runner._run_eager)
+    single_block_cache = startup._create_cache(1)
+    monkeypatch.setattr(startup, "_create_cache", lambda num_blocks: single_block_cache)
     with PeakTensorBytes() as live:
-        runner._run_dummy_steps(CONFIG, peak_memory_steps(CONFIG, 160, VOCAB))
-        runner._run_dummy_steps(CONFIG, compile_steps(CONFIG, 160))
+        startup.run_dummy_steps(peak_memory_steps(CONFIG, 160, VOCAB))
+        startup.run_dummy_steps(compile_steps(CONFIG, 160))
     measured, live.peak_bytes = live.peak_bytes, 0
     draw = torch.Generator().manual_seed(3)
     params = {"max_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 1} | LOADS[load]

@@ -95,7 +95,7 @@ def test_a_step_of_a_graph_with_adapters(tmp_path, monkeypatch):
         spans.append(ScheduledSpan(sequence, 8, 1, slot))
     for ranks in ((24, 3), (2, 16)):
         for slot, rank in enumerate(ranks):
-            runner._slots._slots.write(slot, random_adapter(runner, rank, draw))
+            runner.adapter_store.slots._slots.write(slot, random_adapter(runner, rank, draw))
         runner.execute(StepPlan([ScheduledSpan(span.sequence, 0, 8, span.adapter_slot) for span in spans]))
         expected = _logits(runner, spans)
         with monkeypatch.context() as patched:

@@ -4,12 +4,16 @@ The sampler and the runner call it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire_engine.sequence import Logprob
+from quire_engine.step.input import StepInput
+from quire_engine.step.plan import ScheduledSpan
+from quire_kernels import to_device_async
 
 _MAX_CHUNK_BYTES = 64 << 20
 """float32 logits, and what is the likeliest among them."""
@@ -54,6 +58,16 @@ def max_rows(vocab_size: int, max_logprobs: int = 0) -> int:
     return max(1, _MAX_CHUNK_BYTES // (4 * vocab_size + 12 * max_logprobs))
 
 
+def logit_row_chunks(step_input: StepInput, vocab_size: int) -> Iterator[slice]:
+    """Yield the rows of hidden states whose logits are computed at once: first all rows that sample a token, then the
+    rows of prompt log probabilities in chunks, because the logits of a whole prompt need gigabytes."""
+    num_rows, num_sampled = len(step_input.logit_rows), step_input.num_sampled
+    if num_sampled:
+        yield slice(num_sampled)
+    size = max_rows(vocab_size)
+    yield from (slice(start, min(start + size, num_rows)) for start in range(num_sampled, num_rows, size))
+
+
 def compute_logprob_lists(
     logits: Tensor, token_ids: Tensor, num_logprobs: Sequence[int], rows: Tensor | None = None
 ) -> list[list[Logprob]]:
@@ -63,6 +77,27 @@ def compute_logprob_lists(
         for chunk in _compute_chunks(logits, token_ids, num_logprobs, rows)
         for entries in chunk.to_lists(chunk.tensors)
     ]
+
+
+def compute_prompt_logprobs(
+    spans: Sequence[ScheduledSpan], logit_chunks: Iterator[Tensor], device: torch.device
+) -> list[list[list[Logprob]]]:
+    """Per span, the log probabilities of the prompt tokens after its `prompt_logprob_positions`.
+
+    Args:
+        spans: in the order of the rows of logits.
+        logit_chunks: [num_rows, vocab_size] each; computed one at a time, because all of them need gigabytes.
+        device: of the logits.
+    """
+    positions = ((span.sequence, position) for span in spans for position in span.prompt_logprob_positions)
+    prompt_logprobs: list[list[Logprob]] = []
+    for logits in logit_chunks:
+        chunk = list(islice(positions, len(logits)))
+        token_ids = to_device_async([s.prompt_token_ids[position + 1] for s, position in chunk], device)
+        num_logprobs = [s.params.prompt_logprobs or 0 for s, _ in chunk]
+        prompt_logprobs += compute_logprob_lists(logits, token_ids, num_logprobs)
+    remaining = iter(prompt_logprobs)
+    return [list(islice(remaining, len(span.prompt_logprob_positions))) for span in spans]
 
 
 def compute_logprobs(

@@ -7,15 +7,15 @@ its sequence's seed and its position, and on nothing else: not on the batch, the
 sequence was preempted.
 """
 
+from collections import abc
 from collections.abc import Iterator
-from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from quire_engine.sequence import Logprob, Sequence
-from quire_engine.step.plan import SpanOutput
+from quire_engine.step.plan import ScheduledSpan, SpanOutput
 from quire_engine.worker.profiling import annotate
 from quire_engine.worker.sampling.logits_processors import LogitsProcessors
 from quire_engine.worker.sampling.logprobs import LogprobTensors, compute_logprob_lists, compute_logprobs
@@ -36,6 +36,31 @@ class SamplingRow:
     """Of the token to choose, in its sequence; the prompt's first token is 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What a step sampled, on the device."""
+
+    token_ids: Tensor
+    """[num_rows] int64."""
+    logprob_chunks: list[tuple[list[int], LogprobTensors]] = field(default_factory=list)
+    """Log probabilities, with the rows that they belong to; only of rows whose request has `logprobs`."""
+
+    @property
+    def logprob_tensors(self) -> list[Tensor]:
+        """All tensors of the log probabilities, in the order that `to_outputs` expects."""
+        return [tensor for _, logprobs in self.logprob_chunks for tensor in logprobs.tensors]
+
+    def to_outputs(self, host_tensors: abc.Sequence[Tensor]) -> list[SpanOutput]:
+        """Return one output per row; `host_tensors` are copies of `token_ids`, then of `logprob_tensors`."""
+        token_ids, *logprob_tensors = host_tensors
+        outputs = [SpanOutput([token]) for token in token_ids.tolist()]
+        for row_indices, logprobs in self.logprob_chunks:
+            entries = logprobs.to_lists([logprob_tensors.pop(0) for _ in logprobs.tensors])
+            for row, row_logprobs in zip(row_indices, entries, strict=True):
+                outputs[row] = replace(outputs[row], logprobs=[row_logprobs])
+        return outputs
+
+
 class Sampler:
     """Chooses tokens. Keeps what it prepared for the last batch, and the tokens that penalized sequences have had."""
 
@@ -46,7 +71,7 @@ class Sampler:
         """By the first row of the part of the batch that they are for."""
         self._token_counts: TokenCounts | None = None
 
-    def __call__(self, logits: Tensor, rows: Rows[SamplingRow], mask: Tensor | None = None) -> list[SpanOutput]:
+    def __call__(self, logits: Tensor, rows: abc.Sequence[SamplingRow], mask: Tensor | None = None) -> list[SpanOutput]:
         """One token per row.
 
         Args:
@@ -61,20 +86,17 @@ class Sampler:
             outputs += [SpanOutput([token], logprobs.get(i)) for i, token in enumerate(token_ids.tolist())]
         return outputs
 
-    def sample_async(
-        self, logits: Tensor, rows: Rows[SamplingRow]
-    ) -> tuple[Tensor, list[tuple[list[int], LogprobTensors]]]:
-        """The same where it is computed, and nothing waits for it: tokens, [num_rows] int64 on the device, and which
-        rows ask for log probabilities, with these."""
+    def sample_async(self, logits: Tensor, rows: abc.Sequence[SamplingRow]) -> "SampledTokens":
+        """Sample one token per row without waiting for the device."""
         token_chunks, logprob_chunks = [], []
         for chunk, tensors, token_ids in self._sample_chunks(logits, rows, None):
             token_chunks.append(token_ids)
             if (logprobs := tensors.compute_logprobs(logits[chunk], token_ids)) is not None:
                 logprob_chunks.append(([chunk.start + i for i in tensors.num_logprobs], logprobs))
-        return token_chunks[0] if len(token_chunks) == 1 else torch.cat(token_chunks), logprob_chunks
+        return SampledTokens(token_chunks[0] if len(token_chunks) == 1 else torch.cat(token_chunks), logprob_chunks)
 
     def _sample_chunks(
-        self, logits: Tensor, rows: Rows[SamplingRow], mask: Tensor | None
+        self, logits: Tensor, rows: abc.Sequence[SamplingRow], mask: Tensor | None
     ) -> Iterator[tuple[slice, "SamplingTensors", Tensor]]:
         """The tokens of a part of the rows after the other, and what chose them."""
         # A GPU has no use for parts.
@@ -91,7 +113,7 @@ class Sampler:
         }
 
     def _tensors_for(
-        self, start: int, logits: Tensor, chunk_rows: Rows[SamplingRow], rows: Rows[SamplingRow]
+        self, start: int, logits: Tensor, chunk_rows: abc.Sequence[SamplingRow], rows: abc.Sequence[SamplingRow]
     ) -> "SamplingTensors":
         """How a part of the rows choose."""
         sequences = [row.sequence for row in chunk_rows]
@@ -135,7 +157,7 @@ class SamplingTensors:
         self._top_p = to_device_async([p.top_p for p in params], device)
         self._min_p = to_device_async([p.min_p for p in params], device)
 
-    def __call__(self, logits: Tensor, rows: Rows[SamplingRow], mask: Tensor | None) -> Tensor:
+    def __call__(self, logits: Tensor, rows: abc.Sequence[SamplingRow], mask: Tensor | None) -> Tensor:
         """[num_rows] int64, on the device."""
         processed_logits = logits if mask is None else logits.masked_fill(~mask, float("-inf"))
         if self._logits_processors is not None:
@@ -160,10 +182,19 @@ class SamplingTensors:
         index = to_device_async(list(self.num_logprobs), self._device)
         return compute_logprobs(logits, token_ids[index], list(self.num_logprobs.values()), index)
 
-    def _sample(self, logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
+    def _sample(self, logits: Tensor, rows: abc.Sequence[SamplingRow]) -> Tensor:
         """[num_rows] int64; greedy rows get their most likely token."""
         positions = to_device_async([row.position for row in rows], self._device)
         limits = self._top_k, self._top_p, self._min_p
         return sample(
             logits, self._temperatures, *limits, self._seeds, positions, self._needs_filtering, self._any_greedy
         )
+
+
+def select_sampling_rows(logits: Tensor, spans: abc.Sequence[ScheduledSpan]) -> Tensor:
+    """Return the rows of the spans that sample a token, of logits with one row per span."""
+    indices = [i for i, span in enumerate(spans) if span.samples]
+    if len(indices) == len(spans):
+        return logits
+    # The dtype is explicit because the list is empty when a step computes single tokens inside prompts only.
+    return logits[to_device_async(torch.tensor(indices, dtype=torch.int64), logits.device)]

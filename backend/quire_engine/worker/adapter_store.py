@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapter storage of one device: host copies by content digest, and the copies from them into adapter slots.
+
+The model runner owns the store and passes the calls of the engine core on to it. The store does not decide which
+adapter is in memory or in a slot: the adapter registry does (`lora/registry.py`).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from quire_engine.lora.device_slots import DeviceAdapterSlots, create_slots
+from quire_engine.lora.peft.adapter import HostAdapter, read_adapter
+from quire_engine.models.base import CausalLM
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.step.plan import SlotLoad
+from quire_kernels import PackedAdapter
+from quire_spec.engine.config import EngineConfig
+from quire_spec.model.model_config import ModelConfig
+
+
+class AdapterStore:
+    """Reads, packs and keeps adapters in host memory, and loads them into slots."""
+
+    def __init__(self, slots: DeviceAdapterSlots | None, read_host_adapter: Callable[[Path], HostAdapter]) -> None:
+        """Create an empty store.
+
+        Args:
+            slots: the adapter slots of the model; None if LoRA is disabled, then only `discard` is allowed.
+            read_host_adapter: reads and checks an adapter's folder for this model.
+        """
+        self.slots = slots
+        self._read_host_adapter = read_host_adapter
+        self._packed_adapters: dict[str, PackedAdapter] = {}
+
+    @classmethod
+    def from_model(
+        cls, model: CausalLM, config: EngineConfig, shape: ModelConfig, checkpoint: Path, factory: ParamFactory
+    ) -> Self:
+        """Create the slots of a model and a reader of its adapters.
+
+        Args:
+            model: this rank's part of the model; its modules use the slots from then on.
+            config: of the engine.
+            shape: of the whole model.
+            checkpoint: folder of the base model.
+            factory: dtype, device and communicator of the model.
+        """
+        slots = create_slots(model, config, factory.dtype, factory.device) if config.enable_lora else None
+        shard = None if factory.communicator is None else factory.communicator.shard
+        reader = partial(read_adapter, shape=shape, max_rank=config.max_lora_rank, dtype=factory.dtype)
+        return cls(slots, partial(reader, shard=shard, checkpoint=checkpoint))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all slots on the device."""
+        return 0 if self.slots is None else self.slots.num_bytes
+
+    @property
+    def digests(self) -> frozenset[str]:
+        """Content digests of the adapters in host memory."""
+        return frozenset(self._packed_adapters)
+
+    def read(self, path: Path) -> PackedAdapter:
+        """Read an adapter's folder and pack it. Safe to call from any thread.
+
+        Raises:
+            InvalidArgument: the folder contains no adapter for this model, or one that cannot be served.
+        """
+        return self.pack(self._read_host_adapter(path))
+
+    def pack(self, adapter: HostAdapter) -> PackedAdapter:
+        """Lay an adapter out as the slots require it. Safe to call from any thread."""
+        assert self.slots is not None
+        return self.slots.pack(adapter)
+
+    def store(self, adapter_digest: str, packed_adapter: PackedAdapter) -> None:
+        """Keep a packed adapter under its content digest."""
+        self._packed_adapters[adapter_digest] = packed_adapter
+
+    def discard(self, adapter_digest: str) -> None:
+        """Drop a host copy; unknown digests are ignored. A slot that contains the adapter keeps it."""
+        self._packed_adapters.pop(adapter_digest, None)
+
+    def load_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
+        """Return a function that copies an adapter from its current host copy into a slot; see `ModelRunner`."""
+        assert self.slots is not None
+        return self.slots.copy_to_slot(self._packed_adapters[slot_load.adapter_digest], slot_load.adapter_slot)

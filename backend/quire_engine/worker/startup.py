@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Startup of a model runner: weight loading, warm-up, memory profiling, CUDA graph capture and allocation.
+
+The model runner creates `RunnerStartup` while it is constructed, and keeps only the `RunnerMemory` that it returns.
+Startup runs dummy steps through a function of the runner. It knows neither sampling nor requests.
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from quire_engine.kv_cache.device_cache import KVCache, block_bytes
+from quire_engine.kv_cache.host_swap import HostSwap
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.models.base import CausalLM
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.sequence import BlockId
+from quire_engine.step.input import StepInput, build_step_input
+from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan
+from quire_engine.weights.loader import load_weights
+from quire_engine.weights.param_shard import unsharded
+from quire_engine.worker import cuda_graphs
+from quire_engine.worker.cuda_graphs import CudaGraphRunner
+from quire_engine.worker.device import (
+    available_memory_bytes,
+    free_memory_bytes,
+    resolve_cache_dtype,
+    set_num_threads,
+    trim_heap,
+)
+from quire_engine.worker.memory_budget import (
+    MemoryBudget,
+    check_model_fits,
+    naming_setting_on_oom,
+    num_kv_blocks,
+    step_too_large_error,
+)
+from quire_engine.worker.warmup import compile_steps, dummy_span, peak_memory_steps
+from quire_spec.documents.pod_status import MeasuredMemory
+from quire_spec.engine.config import EngineConfig
+from quire_spec.model.memory_sizing import lora_slot_bytes, weights_bytes
+from quire_spec.model.model_config import ModelConfig
+
+_CPU_MEASURED_TOKENS = 128
+"""Prompt tokens that a CPU computes to measure its speed for the swap policy; a GPU computes the largest step."""
+
+RunStep: TypeAlias = Callable[[StepInput, list[ScheduledSpan], KVCache], object]
+"""Runs the model and the sampler once over a KV cache, without CUDA graphs."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerMemory:
+    """What startup allocates beside weights and adapter slots."""
+
+    kv_cache: KVCache
+    graphs: CudaGraphRunner | None
+    """None if decoding steps run without CUDA graphs."""
+    host_swap: HostSwap | None
+    """None if `swap_space` is less than one block."""
+    swap_costs: SwapCosts
+    measured: MeasuredMemory
+
+
+class RunnerStartup:
+    """Prepares one model runner: loads weights, measures memory, and allocates the KV cache and the CUDA graphs."""
+
+    def __init__(
+        self, config: EngineConfig, model: CausalLM, factory: ParamFactory, lora_bytes: int, run_step: RunStep
+    ) -> None:
+        """Prepare the startup of `model`, whose parameters `factory` has allocated; `lora_bytes` is the size of all
+        adapter slots. `run_step` is also called from the thread that compiles kernels."""
+        self._config = config
+        self._model = model
+        self._device = factory.device
+        self._dtype = factory.dtype
+        self._communicator = factory.communicator
+        self._lora_bytes = lora_bytes
+        self._run_step = run_step
+        self._cache_dtype = resolve_cache_dtype(config, factory.dtype)
+        self._max_model_len = config.max_model_len or model.shape.max_position_embeddings
+        self._num_extra_blocks = 1 if cuda_graphs.should_capture(factory.device) else 0
+
+    def load_model(self, folder: Path, *, progress: bool) -> None:
+        """Load and pack the weights, and connect the tensor-parallel ranks."""
+        needs_compilation = _compiles_kernels(self._device) and self._communicator is None
+        with self._compile_while_loading() if needs_compilation else nullcontext():
+            load_weights(
+                folder, self._model.tensors(), tied_to=self._model.shape.tied_embedding_name, progress=progress
+            )
+        self._model.pack()
+        if self._device.type == "cpu":
+            trim_heap()
+            set_num_threads(self._model.num_bytes, self._config.tensor_parallel_size)
+        if self._communicator is not None:
+            self._communicator.connect(self._device)
+
+    def allocate(self) -> RunnerMemory:
+        """Measure the free memory, then allocate KV cache, CUDA graphs and swap space in it."""
+        config, shape = self._config, self._model.shape
+        bytes_per_block = block_bytes(shape, config.block_size, self._cache_dtype)
+        budget = self._measure_memory()
+        num_blocks = num_kv_blocks(config, self._max_model_len, bytes_per_block, budget)
+        if self._communicator is not None:
+            num_blocks = self._communicator.all_reduce_min(num_blocks)
+        with naming_setting_on_oom("kv_cache_memory_bytes"):
+            kv_cache = self._create_cache(num_blocks)
+        graphs = self._capture_graphs(kv_cache)
+        num_host_blocks = int(config.swap_space * 2**30) // bytes_per_block
+        with naming_setting_on_oom("swap_space"):
+            host_swap = HostSwap(kv_cache, num_host_blocks) if num_host_blocks else None
+        swap_costs = SwapCosts() if host_swap is None else self._measure_swap_costs(host_swap)
+        measured = MeasuredMemory(
+            weights_bytes=budget.weights,
+            lora_bytes=budget.lora,
+            kv_bytes=kv_cache.num_bytes,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_model_len=self._max_model_len,
+            dtype=str(self._dtype).removeprefix("torch."),
+            device=config.device,
+            swap_bytes=host_swap.num_bytes if host_swap is not None else 0,
+            tensor_parallel_size=config.tensor_parallel_size,
+        )
+        logger.info("memory plan %s", " ".join(f"{f}={getattr(measured, f)}" for f in MeasuredMemory.__slots__))
+        return RunnerMemory(kv_cache, graphs, host_swap, swap_costs, measured)
+
+    def run_dummy_steps(self, steps: Iterable[list[ScheduledSpan]]) -> None:
+        """Run steps of dummy sequences, each after a copy of as many blocks as are copied at a time."""
+        kv_cache = self._create_cache(1)
+        copies = [BlockCopy(BlockId(0), BlockId(0))] * kv_cache.max_blocks_per_copy
+        for spans in steps:
+            plan = StepPlan(spans, copies=copies)
+            step_input = build_step_input(spans, kv_cache.block_size, self._model.shape.long_rope_threshold, plan)
+            self._run_step(step_input, spans, kv_cache)
+
+    def _measure_memory(self) -> MemoryBudget:
+        """Return the bytes in use; on a GPU also the peak of the largest step."""
+        weights, lora = self._model.num_bytes, self._lora_bytes
+        if self._device.type != "cpu":
+            try:
+                return self._measure_gpu_memory()
+            except torch.OutOfMemoryError as error:
+                total = torch.cuda.mem_get_info(self._device)[1]
+                raise step_too_large_error(self._config, weights, lora, total) from error
+        # All ranks share the memory of the machine.
+        available = available_memory_bytes() // self._config.tensor_parallel_size
+        return MemoryBudget(available + weights + lora, weights, lora, 0)
+
+    def _measure_gpu_memory(self) -> MemoryBudget:
+        weights, lora = self._model.num_bytes, self._lora_bytes
+        # Graphs contain the addresses of the KV cache. So these are captured on a cache of one block, and captured
+        # again on the real cache, in as much memory.
+        single_block_cache = self._create_cache(1)
+        trial_graphs = self._capture_graphs(single_block_cache)
+        graph_bytes = 0 if trial_graphs is None else trial_graphs.num_bytes
+        if trial_graphs is not None:
+            trial_graphs.close()
+        del trial_graphs, single_block_cache
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self.run_dummy_steps(peak_memory_steps(self._config, self._max_model_len, self._model.shape.vocab_size))
+        self.run_dummy_steps(compile_steps(self._config, self._max_model_len))
+        # Reserved and not allocated bytes: a tensor that stays after a step keeps the rest of its segment.
+        peak = torch.cuda.max_memory_reserved(self._device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        other_process_bytes = total - free - torch.cuda.memory_reserved(self._device)
+        requested_bytes = int(total * self._config.gpu_memory_utilization)
+        return MemoryBudget(requested_bytes, weights, lora, peak - weights - lora + other_process_bytes, graph_bytes)
+
+    def _capture_graphs(self, kv_cache: KVCache) -> CudaGraphRunner | None:
+        """Capture the decoding steps over `kv_cache`, if this device captures graphs."""
+        if not self._num_extra_blocks:
+            return None
+        with torch.inference_mode():
+            num_slots = self._config.max_loras if self._config.enable_lora else 0
+            return CudaGraphRunner(self._model, kv_cache, self._config.max_num_seqs, self._max_model_len, num_slots)
+
+    def _measure_swap_costs(self, host_swap: HostSwap) -> SwapCosts:
+        """Measure the cost of swapping a block and of computing a token again, which the scheduler compares."""
+        max_tokens = self._config.max_num_batched_tokens if self._device.type == "cuda" else _CPU_MEASURED_TOKENS
+        num_tokens = min(max_tokens, max(self._max_model_len - 1, 1))
+        kv_cache, span = self._create_cache(1), dummy_span(0, num_tokens, self._config.block_size)
+        step_input = build_step_input([span], kv_cache.block_size)
+
+        def compute() -> int:
+            self._run_step(step_input, [span], kv_cache)
+            return num_tokens
+
+        swap_costs = host_swap.measure(compute)
+        logger.info(
+            "swap space measured block_s=%.2e token_s=%.2e", swap_costs.seconds_per_block, swap_costs.seconds_per_token
+        )
+        return swap_costs
+
+    @contextmanager
+    def _compile_while_loading(self) -> Iterator[None]:
+        """Compile kernels in a thread by small dummy steps while the body of the context loads the weights.
+
+        Loading leaves one CPU core free. The steps run on zeros and on weights already loaded, so numbers stay finite.
+        Tensor-parallel ranks compile after loading, because they are connected only then.
+        """
+        for _, target in self._model.tensors():
+            unsharded(target).tensor.zero_()
+        with ThreadPoolExecutor(1, "compile") as pool:
+            future = pool.submit(self.run_dummy_steps, compile_steps(self._config, self._max_model_len))
+            yield
+            # A step that does not fit is reported by `_measure_memory`, with the bytes of everything.
+            with suppress(torch.OutOfMemoryError):
+                future.result()
+
+    def _create_cache(self, num_blocks: int) -> KVCache:
+        block_size, num_extra_blocks = self._config.block_size, self._num_extra_blocks
+        return KVCache(self._model.shape, num_blocks, block_size, self._cache_dtype, self._device, num_extra_blocks)
+
+
+def check_free_memory(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Check that weights and adapter slots fit, before anything is loaded.
+
+    Raises:
+        ConfigError: they do not fit; the message contains the bytes, which the device's own error does not.
+    """
+    if device.type != "cpu":
+        # Free the memory of an earlier engine in this process that was not collected yet.
+        gc.collect()
+        torch.cuda.empty_cache()
+    size = dtype.itemsize
+    lora = config.max_loras * lora_slot_bytes(shape, config.max_lora_rank, size) if config.enable_lora else 0
+    # Ranks on a CPU load at the same time and share the free memory, so another rank may already have used some of it.
+    check_model_fits(config, weights_bytes(shape, size), lora, free_memory_bytes(device))
+
+
+def _compiles_kernels(device: torch.device) -> bool:
+    """Return whether kernels are compiled when they first run."""
+    return device.type == "cuda"
