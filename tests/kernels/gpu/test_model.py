@@ -56,7 +56,7 @@ def _run(folder):
         sequences[-1].block_table = list(range(8 * id, 8 * id + 4))
     first, second = sequences
     results = runner.execute(StepPlan([ScheduledSpan(first, 0, 21, None)]))
-    first.num_scored_tokens = 20
+    first.num_computed_prompt_logprobs = 20
     first.output_token_ids += results[0].token_ids
     results += runner.execute(StepPlan([ScheduledSpan(first, 21, 1, None), ScheduledSpan(second, 0, 9, None)]))
     logprobs = [entries[0].logprob for result in results for entries in result.prompt_logprobs or []]
