@@ -36,7 +36,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error):
         self.process.connections.discard(self)
         self.process.log("lost", ids=sorted(self.open_requests))
-        self.process.note_open()
+        self.process.log_num_open()
 
     def data_received(self, data):
         for message in self.decoder.feed(data):
@@ -49,7 +49,7 @@ class Connection(asyncio.Protocol):
                     )
                     for request_id in message.ids:
                         self.open_requests.pop(request_id, None)
-                    self.process.note_open()
+                    self.process.log_num_open()
                 case GenerateRequest():
                     self.process.log("submit", id=message.id, model=message.model, num_chars=len(message.prompt or ""))
                     self.start(message)
@@ -74,14 +74,14 @@ class Connection(asyncio.Protocol):
             self.open_requests[request.id] = itertools.chain(
                 [None] * int(words.get("wait", 0)), token_deltas(request, words)
             )
-        self.process.note_open()
+        self.process.log_num_open()
 
     def step(self):
         events = [event for event in map(next, self.open_requests.values()) if event is not None]
         for event in events:
             if event.final:
                 del self.open_requests[event.id]
-                self.process.note_open()
+                self.process.log_num_open()
         if events:
             self.send(events)
 
@@ -124,7 +124,7 @@ class FakeTextProcess:
         self.journal.flush()
 
     def log_num_open(self):
-        num_open = sum(len(connection.open) for connection in self.connections)
+        num_open = sum(len(connection.open_requests) for connection in self.connections)
         self.step_s = self.step_s if num_open else STEP_S
         self.log("open", num=num_open)
 
