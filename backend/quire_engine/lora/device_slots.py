@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter slots of a model, filled from host copies. Which adapter goes where is the registry's business (adapters.py);
-what an adapter is, peft.py's; how it lies in memory, quire_kernels'."""
+"""Adapter slots of a model on the device, filled from host copies.
+
+The registry decides which adapter goes into which slot, `lora.peft` reads adapters, and quire_kernels defines their
+memory layout. The model runner calls this module.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -12,20 +15,24 @@ from quire_kernels import LoRASlots, LoRATarget, PackedAdapter
 from quire_spec.engine.config import EngineConfig
 
 ModuleKey = tuple[int, str]
-"""A module that adapters change, by its layer and its name there."""
+"""A module that adapters can change: its layer and its name in the layer."""
 
 
 class DeviceAdapterSlots:
-    """The slots on the device, and the host copies that fill them."""
+    """The slots on the device, and the host copies from which they are filled."""
 
     def __init__(self, module_keys: Sequence[Sequence[ModuleKey]], slots: LoRASlots, device: torch.device) -> None:
-        """`places`: of each of the slots' modules, the place of each slice; `device`: of the slots. A GPU copies from
-        pinned memory, while it computes."""
+        """Wrap the slots of a model.
+
+        Args:
+            module_keys: for each module of `slots`, the key of each of its slices.
+            device: device of the slots. A GPU copies from pinned memory while it computes.
+        """
         self._module_keys = tuple(tuple(slices) for slices in module_keys)
         self._slots = slots
         self._device = device
-        # One for all loads: torch hands out 32 in turn, so that one for each would in time be that on which tokens go
-        # to the host, and they would wait behind an adapter. It would also keep memory on each of them.
+        # One stream for all loads. torch hands out 32 streams in turn, so with one per load a load would at some time
+        # share the stream that copies tokens to the host, and delay them. It would also keep memory on each stream.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
@@ -34,17 +41,17 @@ class DeviceAdapterSlots:
         return self._slots.num_bytes
 
     def pack(self, adapter: HostAdapter) -> PackedAdapter:
-        """An adapter as `hold` keeps it, for any thread."""
+        """Return an adapter in the form that `store` keeps. Safe to call from any thread."""
         packed_adapter = self._slots.pack(
             [[adapter.pairs.get(module_key) for module_key in slices] for slices in self._module_keys]
         )
         return packed_adapter if self._stream is None else packed_adapter.pin_memory()
 
     def copy_to_slot(self, packed_adapter: PackedAdapter, adapter_slot: int) -> Callable[[], None]:
-        """The work of copying an adapter from host memory into a slot, for any thread.
+        """Return a function that copies an adapter from host memory into a slot, for any thread.
 
-        On a GPU it is done on a stream for loads alone, which waits for the work that is queued now (a step may still
-        read what is in the slot) and holds up none that is queued later. When it returns, the copy is there.
+        On a GPU it uses a stream only for loads. That stream waits for the work that is queued now, because a step may
+        still read the slot, and does not delay work that is queued later. When the function returns, the copy is done.
         """
         queued_work = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
         return lambda: self._copy(adapter_slot, packed_adapter, queued_work)
@@ -54,7 +61,7 @@ class DeviceAdapterSlots:
         if self._stream is None or queued_work is None:
             self._slots.write(adapter_slot, adapter)
             return
-        # Within it, its device is current: a new thread's is the first one, whichever its process uses.
+        # The context also sets the current device: in a new thread that is always the first one.
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(queued_work)
             self._slots.write(adapter_slot, adapter)
@@ -62,12 +69,12 @@ class DeviceAdapterSlots:
 
 
 def create_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> DeviceAdapterSlots:
-    """Slots for every module of a model that adapters change; the modules know them from then on."""
+    """Create slots for every module that adapters can change, and attach them to the modules."""
     linears = list(model.linears())
     sites = [LoRATarget(linear.in_features, tuple(linear.slices.values())) for _, linear in linears]
     module_keys = [[(layer, name) for name in linear.slices] for layer, linear in linears]
     vocab_size, embedding_size = model.embed_tokens.shape
-    # In the order in which a step computes them.
+    # In the order of computation.
     sites = [
         LoRATarget(vocab_size, (embedding_size,), is_embedding=True),
         *sites,

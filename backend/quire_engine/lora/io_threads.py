@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loader: reads adapters and copies them into slots beside the steps, for the engine core.
+"""Threads that read adapters and copy them into slots while steps run, for the core server.
 
-Each piece of work has a thread that ends with it. Threads that stayed would slow the steps: libgomp keeps workers for
-every thread that ever computed, and once all of them are more than the cores, it has them sleep where they would wait
-awake (step_thread.py). For the same reason they compute on one core.
+Each task runs in a thread of its own, which ends with the task. Long-lived threads would slow down the steps: libgomp
+keeps a team of workers for every thread that ever computed. Once there are more workers than cores, they sleep instead
+of spinning (see core.compute_thread). For the same reason a task uses only one core.
 """
 
 import asyncio
@@ -14,27 +14,27 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 _NICENESS = 10
-"""Steps go first where a core is wanted by both; at 10 a load still gets a tenth of a core that steps never leave, so
-that whoever waits for it waits seconds at most."""
+"""Steps have priority if both need a core. At 10, a task still gets a tenth of a core that steps never leave, so a
+request waits for its adapter seconds at most."""
 
 T = TypeVar("T")
 
 
 class AdapterIOThreads:
-    """Threads for adapters on their way from disk to host memory and on to slots. Used from one event loop."""
+    """Runs reads from disk and copies into slots in threads. Used from one event loop."""
 
     def __init__(self) -> None:
-        # Two: an adapter on a disk that hangs does not hold up the next one.
+        # Two, so that an adapter on a hanging disk does not delay the next one.
         self._read_semaphore = asyncio.Semaphore(2)
-        # One after the other: two at once would halve the memory's speed for both, and for the steps.
+        # One, because two concurrent copies would halve the memory bandwidth of both, and of the steps.
         self._copy_semaphore = asyncio.Semaphore(1)
 
     async def read(self, function: Callable[[], T]) -> T:
-        """Do what reads an adapter; raises what it raises."""
+        """Run a function that reads an adapter. Its exceptions propagate."""
         return await self._run_in_thread(self._read_semaphore, function)
 
     async def copy(self, function: Callable[[], T]) -> T:
-        """Do what copies one into a slot; raises what it raises."""
+        """Run a function that copies an adapter into a slot. Its exceptions propagate."""
         return await self._run_in_thread(self._copy_semaphore, function)
 
     async def _run_in_thread(self, semaphore: asyncio.Semaphore, function: Callable[[], T]) -> T:
@@ -44,10 +44,10 @@ class AdapterIOThreads:
 
 
 def lower_thread_priority() -> None:
-    """Have this thread, and no other, run where steps leave a core free, and on one core only."""
-    import torch  # here, so that importing the core's sockets costs no torch
+    """Lower the priority of the calling thread below that of the steps, and limit it to one core."""
+    import torch  # here, so that importing the core server costs no torch
 
-    # On Linux priorities are a thread's. Not fatal where that is forbidden: then loads compete with steps.
+    # On Linux the priority is per thread. If the call is forbidden, tasks compete with steps.
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     except OSError:

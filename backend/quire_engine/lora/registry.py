@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdapterRegistry: which adapters exist, which of them are in host memory, and which to read or give up.
+"""Registry of LoRA adapters: which are registered, which have a copy in host memory, and which to read or evict.
 
-Policy only: it never sees a weight or opens a file. The scheduler asks it who can run; the engine tells it what was
-read and carries out what it decides (`take_fetches`, `take_dropped`). Slots are slots.py's. An adapter is its content
-digest everywhere.
+Policy only: it sees no weights and opens no files. The scheduler calls it to check whether a sequence can run. The
+engine reports what was read, and executes the decisions (`pop_reads`, `pop_evicted_copies`). `slot_table` owns the
+adapter slots. An adapter is always identified by its content digest.
 """
 
 import math
@@ -21,52 +21,58 @@ class _Adapter:
     path: Path
     removed: bool = False
     num_sequences: int = 0
-    """Sequences from arrival to end, running or not."""
+    """Unfinished sequences, running or not."""
     needed_since: int | None = None
-    """Tick since when sequences wait, while none runs."""
+    """Tick since which sequences wait while none runs."""
     starved_since: int | None = None
-    """Tick since when sequences could not run because of the adapter, whether others of it run or not."""
+    """Tick since which a sequence could not run because of the adapter, whether or not others of it run."""
     last_used: int = 0
-    """Tick of the last arrival or start; the lowest is given up first."""
+    """Tick of the last arrival or start; the lowest is evicted first."""
     num_bytes: int = 0
-    """Of its copy; known, because an adapter is registered once it was read."""
+    """Bytes of its host copy. Known, because an adapter is registered only after it was read."""
 
 
 class AdapterRegistry:
-    """Adapters by digest: any number registered, some in host memory, some of those in slots.
+    """Adapters by digest. Any number is registered, some of them have a host copy, and some of these a slot.
 
-    Host memory has room for a number of copies and a number of bytes, whichever is less.
+    Host memory is limited by a number of copies and a number of bytes. An adapter without a host copy is read from disk
+    when a sequence of it arrives, in order of the oldest need.
 
-    registered -> in host memory -> in a slot, each within the one before. What is missing when a sequence arrives is
-    read from disk, the oldest need first. When memory is full, a copy that nobody needs goes first, the least recently
-    used; then one that sequences wait for, but not as long as for the one that it makes room for. So the oldest need
-    is always met, however many adapters are asked for at once. The copy of an adapter that runs stays.
+    Eviction. When host memory is full, the least recently used copy without waiting sequences is evicted first. After
+    that, a copy is evicted only for an adapter with an older need. So the oldest need is always met, independent of the
+    number of adapters in demand. The copy of an adapter with running sequences is never evicted.
     """
 
     def __init__(self, max_loras: int, max_host_loras: int, max_host_bytes: int | None = None) -> None:
-        """`host_bytes`: of all copies together, None for any; enough for the largest adapter in each slot."""
+        """Create an empty registry.
+
+        `max_host_bytes` limits all host copies together; None means no limit. It must be enough for the largest
+        possible adapter in each slot.
+        """
         self.slot_table = SlotTable(max_loras)
         self._max_host_loras = max_host_loras
         self._max_host_bytes = max_host_bytes
         self._adapters: dict[str, _Adapter] = {}
         self._on_host: set[str] = set()
         self._active: set[str] = set()
-        # To be read, because sequences wait for them or they are pinned; then being read.
+        # Queued to be read, because sequences wait for them or they are pinned; then being read.
         self._read_queue: dict[str, None] = {}
         self._reading: set[str] = set()
         self._evicted_copies: list[str] = []
         self._tick = 0
 
     def add(self, digest: str, path: Path, pinned: bool | None = None, num_bytes: int = 0) -> bool:
-        """Register an adapter whose copy was just read; `pinned` None supplies the copy of a registered one again.
+        """Register an adapter that was just read; `pinned` None only supplies the copy of a registered adapter again.
 
-        `num_bytes`: of the copy.
+        Args:
+            num_bytes: size of the host copy.
 
-        Returns whether the copy is to be kept: not when memory is full of copies that are needed more, nor when the
-        adapter was removed meanwhile.
+        Returns:
+            Whether the caller must keep the copy. False if host memory is full of copies with an older need, or if the
+            adapter has been removed in the meantime.
 
         Raises:
-            InvalidArgument: more pinned adapters than slots.
+            InvalidArgument: every slot is pinned already.
         """
         adapter = self._adapters.get(digest)
         if adapter is None or pinned is not None:
@@ -78,23 +84,24 @@ class AdapterRegistry:
         return digest in self._on_host or self._add_host_copy(digest, adapter)
 
     def remove(self, digest: str) -> None:
-        """Refuse new sequences of an adapter, and forget it with its last one. Unknown digests are ignored."""
+        """Reject new sequences of an adapter, and unregister it after its last one. Ignore unknown digests."""
         if adapter := self._adapters.get(digest):
             adapter.removed = True
             self.slot_table.set_pinned(digest, False)
             self._remove_if_unused(digest, adapter)
 
     def on_read_failed(self, digest: str) -> bool:
-        """The copy that `take_fetches` asked for could not be read; the next sequence asks again.
+        """Called when an adapter from `pop_reads` could not be read. The next sequence requests it again.
 
-        Returns whether the adapter is missing, so that the sequences that wait for it are to end.
+        Returns:
+            Whether the adapter has no host copy, so that the caller must fail the sequences that wait for it.
         """
         self._reading.discard(digest)
         adapter = self._adapters.get(digest)
         return adapter is not None and not self._remove_if_unused(digest, adapter) and digest not in self._on_host
 
     def adapter_states(self) -> dict[str, str]:
-        """Where each registered adapter is: slot, host or disk. Removed ones are not listed."""
+        """Return the state of each registered adapter: slot, host or disk. Removed adapters are not included."""
         return {
             digest: "slot"
             if self.slot_table.lookup(digest) is not None
@@ -106,14 +113,14 @@ class AdapterRegistry:
         }
 
     def add_sequence(self, digest: str) -> None:
-        """A sequence arrives.
+        """Count a new sequence, and request a read of its adapter if necessary.
 
         Raises:
-            NotFound: the adapter is not registered, or removed.
+            NotFound: the adapter is not registered, or has been removed.
         """
         adapter = self._adapters.get(digest)
         if adapter is None or adapter.removed:
-            raise NotFound(f"adapter {digest!r} is not loaded; load it first ({len(self._adapters)} others are)")
+            raise NotFound(f"adapter {digest!r} is not loaded ({len(self._adapters)} others are); load it first")
         adapter.num_sequences += 1
         self._touch(adapter)
         self.slot_table.touch(digest)
@@ -122,7 +129,7 @@ class AdapterRegistry:
         self._request_read(digest, adapter)
 
     def can_run(self, digest: str, now: float, *, is_new: bool) -> bool:
-        """Whether a sequence could run in this step; notes since when one could not. `new`: not preempted before."""
+        """Return whether a sequence can run in this step; if not, record the wait. `is_new`: it was never preempted."""
         if digest in self._on_host and self.slot_table.can_start(digest, is_new=is_new):
             return True
         self.slot_table.mark_waiting(digest, now)
@@ -132,24 +139,24 @@ class AdapterRegistry:
         return False
 
     def on_start(self, digest: str) -> None:
-        """A sequence begins to run, after `ready`."""
+        """Called when a sequence starts to run, after `can_run` returned True."""
         self.slot_table.on_start(digest)
         self._touch(self._adapters[digest])
         self._adapters[digest].needed_since = self._adapters[digest].starved_since = None
 
     def get_slot(self, digest: str) -> SlotId:
-        """Slot of an adapter that runs."""
+        """Return the slot of an adapter with running sequences."""
         adapter_slot = self.slot_table.lookup(digest)
         assert adapter_slot is not None
         return adapter_slot
 
     def on_stop(self, digest: str) -> None:
-        """A running sequence ends or is preempted; the adapter stays in its slot."""
+        """Called when a running sequence finishes or is preempted. The adapter stays in its slot."""
         self.slot_table.on_stop(digest)
         self._mark_needed(digest, self._adapters[digest])
 
     def remove_sequence(self, digest: str) -> None:
-        """A sequence that does not run is over."""
+        """Called when a sequence that does not run is finished."""
         adapter = self._adapters[digest]
         adapter.num_sequences -= 1
         if adapter.num_sequences == self.slot_table.num_running(digest):
@@ -162,14 +169,17 @@ class AdapterRegistry:
         self._remove_if_unused(digest, adapter)
 
     def begin_step(self, now: float) -> None:
-        """Before a step's first `ready`: pinned adapters get their slots."""
+        """Called before the first `can_run` of a step. Assign slots to pinned adapters."""
         for digest in sorted(self.slot_table.pinned_adapters):
             if self.slot_table.lookup(digest) is None and digest in self._on_host:
                 self.slot_table.assign_pinned(digest)
         self.slot_table.begin_step(now, self._is_on_host_or_reading)
 
     def pop_reads(self) -> list[tuple[str, Path]]:
-        """Adapters to read from disk, each once, as far as host memory has room; answered by `add` or `fail`."""
+        """Return adapters to read from disk, as many as fit in host memory.
+
+        Each is returned once. The caller answers with `add` or `on_read_failed`.
+        """
         reads = []
         while self._read_queue:
             digest = min(self._read_queue, key=lambda queued_digest: self._needed_since(queued_digest) or math.inf)
@@ -182,7 +192,7 @@ class AdapterRegistry:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that copies take, those that are being read included."""
+        """Bytes of all host copies, including those that are being read."""
         return sum(map(self._copy_bytes, (*self._on_host, *self._reading)))
 
     @property
@@ -191,41 +201,43 @@ class AdapterRegistry:
         return len(self._on_host)
 
     def pop_evicted_copies(self) -> list[str]:
-        """Adapters whose host copies were given up since the last call."""
+        """Return the adapters whose host copies were evicted since the last call."""
         evicted, self._evicted_copies = self._evicted_copies, []
         return evicted
 
     def running_adapters(self) -> list[str]:
-        """Digests with running sequences."""
+        """Return the digests with running sequences."""
         return sorted(digest for digest in self._active if self.slot_table.num_running(digest))
 
     def waiting_adapters(self) -> list[str]:
-        """Digests with sequences that do not run."""
+        """Return the digests with sequences that do not run."""
         return sorted(d for d in self._active if self._adapters[d].num_sequences > self.slot_table.num_running(d))
 
     def check_integrity(self, num_sequences: Mapping[str, int], num_running: Mapping[str, int]) -> None:
-        """Raise Internal, with the counts, unless the registry is whole and agrees with the sequences per digest."""
+        """Raise Internal, with the counts, unless the registry is consistent with itself and with these counts."""
         adapters = self._adapters
         on_host = self._on_host
         not_on_host = {d for d, a in adapters.items() if a.num_sequences} - on_host
         violations = {
-            "open sequences differ": {d: a.num_sequences for d, a in adapters.items() if a.num_sequences}
+            "unfinished sequences differ": {d: a.num_sequences for d, a in adapters.items() if a.num_sequences}
             != dict(num_sequences),
             "running sequences differ": {d: self.slot_table.num_running(d) for d in self.running_adapters()}
             != dict(num_running),
             "active adapters differ": self._active != set(num_sequences),
-            "a host copy belongs to nobody": not on_host <= set(adapters),
-            "host memory is overrun": not self._fits(0, 0),
-            "a copy is read that is there": bool(self._reading & on_host),
-            "an adapter that is waited for is not read": not_on_host
+            "a host copy has no adapter": not on_host <= set(adapters),
+            "host memory is overcommitted": not self._fits(0, 0),
+            "an adapter with a host copy is being read": bool(self._reading & on_host),
+            "an adapter with sequences has no copy and no read": not_on_host
             != (set(self._read_queue) | self._reading) & not_on_host,
             "needs differ": any(
                 (a.needed_since is not None) != (a.num_sequences > 0 and self.slot_table.num_running(d) == 0)
                 for d, a in adapters.items()
             ),
-            "an adapter is wanted for nothing": any(self._needed_since(d) is None for d in self._read_queue),
+            "an adapter is queued for reading without need": any(
+                self._needed_since(d) is None for d in self._read_queue
+            ),
             "an adapter is read twice": bool(self._reading & set(self._read_queue)),
-            "a removed adapter stays": any(
+            "an unused removed adapter is registered": any(
                 a.removed and not a.num_sequences and d not in self._reading for d, a in adapters.items()
             ),
         }
@@ -234,19 +246,18 @@ class AdapterRegistry:
             on_host, set(self.waiting_adapters())
         ):
             raise Internal(
-                f"adapter registry: {'; '.join(present_violations)}: {len(adapters)} adapters, {len(on_host)} in host "
-                "memory of "
-                f"{self._max_host_loras}, {self.host_bytes} bytes of {self._max_host_bytes}, {len(self._reading)} "
-                "being read, "
-                f"{len(self._read_queue)} wanted, "
-                f"{sum(num_sequences.values())} open sequences, {sum(num_running.values())} running"
+                f"adapter registry: {'; '.join(present_violations)}: {len(adapters)} adapters, "
+                f"{len(on_host)} of at most {self._max_host_loras} host copies, "
+                f"{self.host_bytes} bytes of {self._max_host_bytes}, {len(self._reading)} being read, "
+                f"{len(self._read_queue)} queued, "
+                f"{sum(num_sequences.values())} unfinished sequences, {sum(num_running.values())} running"
             )
 
     def _register(self, digest: str, path: Path, pinned: bool) -> _Adapter:
         if pinned and len(self.slot_table.pinned_adapters - {digest}) >= len(self.slot_table):
             raise InvalidArgument(
-                f"adapter {digest!r}: cannot be pinned, all {len(self.slot_table)} slots are; raise max_loras or "
-                "unpin one"
+                f"adapter {digest!r} cannot be pinned: all {len(self.slot_table)} slots are pinned; "
+                "raise max_loras or unpin another adapter"
             )
         adapter = self._adapters.setdefault(digest, _Adapter(path))
         adapter.path, adapter.removed = path, False
@@ -265,7 +276,7 @@ class AdapterRegistry:
         return True
 
     def _needed_since(self, digest: str) -> float | None:
-        """How old the need for an adapter's copy is: a tick, inf to keep a pinned one warm, None for no need."""
+        """Return the age of the need for a host copy: a tick, inf for an idle pinned adapter, None if not needed."""
         needed_since = self._adapters[digest].needed_since
         return (
             needed_since
@@ -280,7 +291,8 @@ class AdapterRegistry:
 
     def _mark_needed(self, digest: str, adapter: _Adapter) -> None:
         if adapter.needed_since is None and self.slot_table.num_running(digest) == 0:
-            # Those who wait did so before the last one that ran was over: copies go in the order in which slots do.
+            # starved_since, because the sequences may have waited while others of the adapter still ran. So host copies
+            # are granted in the same order as slots.
             self._tick += 1
             adapter.needed_since = adapter.starved_since or self._tick
 
@@ -297,13 +309,13 @@ class AdapterRegistry:
         return self._adapters[digest].num_bytes
 
     def _fits(self, num_copies: int, num_bytes: int) -> bool:
-        """Whether there is room for so many more copies of so many bytes together."""
+        """Return whether `num_copies` more copies of `num_bytes` in total fit."""
         if len(self._on_host) + len(self._reading) + num_copies > self._max_host_loras:
             return False
         return self._max_host_bytes is None or self.host_bytes + num_bytes <= self._max_host_bytes
 
     def _make_host_room(self, digest: str) -> bool:
-        """Room for the copy of an adapter; gives up others that are needed less if need be."""
+        """Ensure that the host copy of an adapter fits. Evict copies with less need, if that is enough."""
         needed_since, num_bytes = self._needed_since(digest), self._copy_bytes(digest)
         if self._fits(1, num_bytes):
             return True
@@ -347,7 +359,7 @@ class AdapterRegistry:
         self._request_read(digest, adapter)
 
     def _remove_if_unused(self, digest: str, adapter: _Adapter) -> bool:
-        """Forget a removed adapter that no sequence and no reader is busy with."""
+        """Unregister a removed adapter that has no sequences and is not being read."""
         if not adapter.removed or adapter.num_sequences or digest in self._reading:
             return False
         if digest in self._on_host:

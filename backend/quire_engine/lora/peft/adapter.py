@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter's folder, as PEFT writes it, to a HostAdapter: checked in full, or refused with the reason.
+"""Reader of PEFT adapter folders: returns a fully checked HostAdapter, or rejects the folder with the reason.
 
-Everything that the engine would apply otherwise than PEFT is refused, never ignored. An adapter may come from anyone:
-names, shapes and sizes are checked before a tensor is read, and nothing in the folder is executed.
+A feature that the engine would apply differently from PEFT is rejected, never ignored. Adapters are untrusted: names,
+shapes and sizes are checked before a tensor is read, and nothing in the folder is executed.
 """
 
 import math
@@ -27,14 +27,14 @@ from quire_spec.model.tensor_parallel import TensorParallelShard
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-# What a file may hold beside its tensors: names, shapes and metadata.
+# Upper bound of the header with names, shapes and metadata.
 _MAX_HEADER_BYTES = 8 << 20
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?P<module>[\w.]{1,200}?)\."
-    r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<looked_up>[AB])|(?P<base>(base_layer\.)?weight))"
+    r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<embedding_half>[AB])|(?P<base>(base_layer\.)?weight))"
 )
 NO_LAYER = -1
-"""The layer of what is in none: the embedding and the output projection."""
+"""Layer number of modules outside the layers: the embedding and the output projection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class HostAdapter:
     """An adapter in host memory, ready to be copied into a slot."""
 
     rank: int
-    """Largest of its ranks."""
+    """Largest LoRA rank of its modules."""
     pairs: Mapping[tuple[int, str], tuple[Tensor, Tensor]]
-    """(layer, target), the layer OUTSIDE for embed_tokens and lm_head,
-    to A [rank, in_features] and B [out_features, rank], the scale folded into B."""
+    """Maps (layer, target) to A [rank, in_features] and B [out_features, rank], with the scale folded into B. The layer
+    of embed_tokens and lm_head is NO_LAYER."""
 
     @property
     def num_bytes(self) -> int:
@@ -61,13 +61,16 @@ def read_adapter(
     shard: TensorParallelShard | None = None,
     checkpoint: Path | None = None,
 ) -> HostAdapter:
-    """Read and check an adapter's folder; its scales are folded into B before conversion to `dtype`.
+    """Read and check an adapter folder. The scales are folded into B before conversion to `dtype`.
 
-    `shard`: keep what this rank needs; all of it is checked, so that all ranks find the same wrong. `checkpoint`: the
-    base model's folder. PEFT saves the embedding itself beside an adapter of it: that must be what the checkpoint has.
+    Args:
+        shard: return only the part for this tensor-parallel rank. Everything is checked, so that all ranks report the
+            same error.
+        checkpoint: folder of the base model. PEFT saves the embedding itself beside an adapter of the embedding; it
+            must equal that of the checkpoint.
 
     Raises:
-        InvalidArgument: it is not an adapter for this model, or one that cannot be served; the message says why.
+        InvalidArgument: the folder contains no adapter for this model, or one that cannot be served.
     """
     try:
         config = PeftConfig.load(folder / CONFIG_FILE, max_rank)
@@ -78,7 +81,7 @@ def read_adapter(
     except SafetensorError as error:
         raise InvalidArgument(f"adapter {str(folder)!r}: {WEIGHTS_FILE} is not a safetensors file: {error}") from error
     except OSError as error:
-        raise InvalidArgument(f"adapter {str(folder)!r}: cannot be read: {error}") from error
+        raise InvalidArgument(f"adapter {str(folder)!r} cannot be read: {error}") from error
     except InvalidArgument as error:
         raise InvalidArgument(f"adapter {str(folder)!r}: {error}") from error
 
@@ -89,29 +92,29 @@ def _find_weights(folder: Path) -> Path:
         return path
     if (folder / "adapter_model.bin").exists():
         raise InvalidArgument(
-            "adapter_model.bin can run code when read; only safetensors are; save it again with safe_serialization"
+            "adapter_model.bin is not supported, because reading it can run code; save it again with safe_serialization"
         )
     raise InvalidArgument(f"{WEIGHTS_FILE} is missing")
 
 
 def _check_size(path: Path, shape: ModelConfig, max_rank: int) -> None:
-    """Refuse a file, or a header, that is larger than any adapter of this engine, before either is read."""
+    """Reject a file or a header that is larger than any adapter of this engine, before reading it."""
     size = path.stat().st_size
     max_bytes = lora_slot_bytes(shape, max_rank, torch.float32.itemsize) + _MAX_HEADER_BYTES
-    # The base's embedding and output projection, as PEFT saves them beside adapters of them.
+    # PEFT can also save the embedding and the output projection of the base model.
     max_bytes += 2 * shape.vocab_size * shape.embedding_size * torch.float32.itemsize
     if size > max_bytes:
         raise InvalidArgument(
-            f"{WEIGHTS_FILE} has {size} bytes; rank {max_rank} on every linear of this model takes at most "
-            f"{max_bytes}; "
-            "is it for another model, or is max_lora_rank too low?"
+            f"{WEIGHTS_FILE} has {size} bytes, but rank {max_rank} on every linear of this model needs at most "
+            f"{max_bytes}; check that it is for this model, or raise max_lora_rank"
         )
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
     if header_bytes > min(size, _MAX_HEADER_BYTES):
         raise InvalidArgument(
-            f"{WEIGHTS_FILE} claims a header of {header_bytes} bytes, it has {size}; at most {_MAX_HEADER_BYTES} are "
-            "read"
+            f"{WEIGHTS_FILE} declares a header of {header_bytes} bytes in a file of {size}; "
+            f"at most {_MAX_HEADER_BYTES} "
+            "are supported"
         )
 
 
@@ -139,16 +142,18 @@ def _read_tensors(
         a = file.get_tensor(names["A"]).to(dtype)
         b = (file.get_tensor(names["B"]).to(torch.float32) * config.scale(module.name)).to(dtype)
         for name, tensor in ((names["A"], a), (names["B"], b)):
-            # One pass, and both are NaN if any is: `isfinite` takes sixty times as long.
+            # One pass; both results are NaN if any element is. torch.isfinite takes sixty times as long.
             if not all(map(math.isfinite, torch.aminmax(tensor))):
-                raise InvalidArgument(f"{name} holds NaN or infinity, or overflows {dtype}, its scale applied")
+                raise InvalidArgument(f"{name} contains NaN or infinity, or overflows {dtype} after scaling")
         pairs[module.layer, module.target] = (a, b) if shard is None else _shard_pair(a, b, module.path, shard)
     return HostAdapter(max(a.shape[0] for a, _ in pairs.values()), pairs)
 
 
 def _shard_pair(a: Tensor, b: Tensor, path: str, shard: TensorParallelShard) -> tuple[Tensor, Tensor]:
-    """What a rank needs of a linear's A [rank, in_features] and B [out_features, rank]: copies, so that it keeps no
-    more than that."""
+    """Return the part of A [rank, in_features] and B [out_features, rank] for a tensor-parallel rank.
+
+    The results are copies, so that the full tensors are freed.
+    """
     if path == "embed_tokens":
         return _vocab_shard_rows(a.t(), shard).t(), b
     if path == "lm_head":
@@ -160,7 +165,7 @@ def _shard_pair(a: Tensor, b: Tensor, path: str, shard: TensorParallelShard) -> 
 
 
 def _vocab_shard_rows(rows: Tensor, shard: TensorParallelShard) -> Tensor:
-    """The rows of a rank's tokens; those of the last rank that are no token's are 0."""
+    """Return the rows of a tensor-parallel rank's tokens. The padding rows of the last rank are 0."""
     token_range = shard.vocab_range
     shard_rows = rows.new_zeros(shard.vocab_rows_per_rank, rows.shape[1])
     shard_rows[: len(token_range)] = rows[token_range.start : token_range.stop]
@@ -169,22 +174,22 @@ def _vocab_shard_rows(rows: Tensor, shard: TensorParallelShard) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _LoRAModule:
-    """A linear that adapters can change, or the embedding."""
+    """A linear layer that adapters can change, or the embedding."""
 
     name: str
-    """Its path in the model, as rank_pattern knows it."""
+    """Path in the model, which rank_pattern matches."""
     layer: int
     path: str
-    """Its path in the layer; its name, where it is in none."""
+    """Path in the layer; the name, if the module is outside the layers."""
 
     @property
     def target(self) -> str:
-        """What target_modules calls it."""
+        """Name in target_modules."""
         return self.path.rpartition(".")[2]
 
 
 def _lora_modules(shape: ModelConfig) -> dict[str, _LoRAModule]:
-    """By their names."""
+    """Return all modules that adapters can change, by name."""
     layer_modules = (
         _LoRAModule(f"{shape.architecture_info.layers_path}.{layer}.{path}", layer, path)
         for layer in range(shape.num_layers)
@@ -199,10 +204,10 @@ def _lora_modules(shape: ModelConfig) -> dict[str, _LoRAModule]:
 
 
 def _ab_pairs(keys: list[str], shape: ModelConfig) -> tuple[dict[_LoRAModule, dict[str, str]], dict[str, _LoRAModule]]:
-    """Each adapted module's A and B by name; and, by name, copies of the base's weights of modules outside the layers.
+    """Return the names of A and B of each adapted module, and those of copies of base weights outside the layers.
 
     Raises:
-        InvalidArgument: a tensor is none of ours, half a pair is missing, or there is none at all.
+        InvalidArgument: a tensor is unexpected, A or B of a pair is missing, or the file contains no pair.
     """
     modules = _lora_modules(shape)
     ab_pairs: dict[_LoRAModule, dict[str, str]] = {}
@@ -215,44 +220,46 @@ def _ab_pairs(keys: list[str], shape: ModelConfig) -> tuple[dict[_LoRAModule, di
         if match["base"] and module.layer == NO_LAYER:
             base_copies[tensor_name] = module
             continue
-        matrix = match["looked_up" if module.path == "embed_tokens" else "half"]
+        matrix = match["embedding_half" if module.path == "embed_tokens" else "half"]
         if matrix is None:
             raise InvalidArgument(_unexpected_tensor_error(tensor_name, shape))
         ab_pairs.setdefault(module, {})[matrix] = tensor_name
     if not ab_pairs:
-        raise InvalidArgument(f"{WEIGHTS_FILE} holds no tensor")
+        raise InvalidArgument(f"{WEIGHTS_FILE} contains no LoRA tensor")
     for names in ab_pairs.values():
         if len(names) == 1:
             (matrix, tensor_name), counterpart = next(iter(names.items())), {"A": "B", "B": "A"}
-            raise InvalidArgument(f"tensor {tensor_name!r} is there and its lora_{counterpart[matrix]} is not")
+            raise InvalidArgument(f"tensor {tensor_name!r} exists, but its lora_{counterpart[matrix]} is missing")
     return ab_pairs, base_copies
 
 
 def _unexpected_tensor_error(tensor_name: str, shape: ModelConfig) -> str:
-    """Why a tensor is none of this model's."""
+    """Return the error message for a tensor that is not a LoRA matrix of this model."""
     layers = shape.architecture_info.layers_path
     layer_match = re.match(rf"base_model\.model\.{re.escape(layers)}\.(\d{{1,5}})\.", tensor_name)
     if layer_match and int(layer_match[1]) >= shape.num_layers:
-        return f"tensor {tensor_name[:200]!r}: the model has {shape.num_layers} layers; is it for another model?"
+        return (
+            f"tensor {tensor_name[:200]!r}: the model has only {shape.num_layers} layers; "
+            "check that the adapter is for this model"
+        )
     paths = ", ".join(shape.architecture_info.linears)
     return (
         f"tensor {tensor_name[:200]!r} is not a LoRA matrix of a linear; those of {shape.architecture} are {paths}, "
-        f"named base_model.model.{layers}.N.PATH.lora_A|B.weight; beside them lm_head and embed_tokens can be adapted"
+        f"named base_model.model.{layers}.N.PATH.lora_A|B.weight; lm_head and embed_tokens can be adapted too"
     )
 
 
 def _check_targets(ab_pairs: Mapping[_LoRAModule, Any], config: PeftConfig, shape: ModelConfig) -> None:
-    """Refuse a file that lacks tensors of modules that its config says were trained, or has those of others: it is cut
-    or mixed up."""
+    """Reject a file whose tensors do not match the modules in its config: it is truncated, or from another adapter."""
     for module in ab_pairs:
         if (field := config.target_modules.excluding_field(module.name)) is not None:
             raise InvalidArgument(
-                f"the file has tensors for {module.name}, which {field} leaves out; the config is not that of the file"
+                f"the file has tensors for {module.name}, which {field} excludes; config and file do not match"
             )
     for module in _lora_modules(shape).values():
         if module.target in config.target_modules.names_in_every_layer and module not in ab_pairs:
             location = "the file" if module.layer == NO_LAYER else f"layer {module.layer}"
-            raise InvalidArgument(f"target_modules has {module.target}, and {location} has no tensors for it")
+            raise InvalidArgument(f"target_modules contains {module.target}, but {location} has no tensors for it")
 
 
 def _check_tied_embeddings(ab_pairs: Mapping[_LoRAModule, Any], config: PeftConfig, shape: ModelConfig) -> None:
@@ -260,14 +267,14 @@ def _check_tied_embeddings(ab_pairs: Mapping[_LoRAModule, Any], config: PeftConf
     if config.ensure_weight_tying and shape.tie_word_embeddings and outer_targets:
         raise InvalidArgument(
             f"ensure_weight_tying True is not supported with {outer_targets[0]} adapted: embedding and output "
-            "projection would share one adapter; train it without"
+            "projection would share one adapter; train the adapter without it"
         )
 
 
 def _check_base_copy(
     file: SafetensorsReader, name: str, module: _LoRAModule, shape: ModelConfig, checkpoint: Path | None
 ) -> None:
-    """Refuse a copy of the base's weight that is another than the base's: a grown or a trained one."""
+    """Reject a copy of a base weight that differs from the base model: it was resized or trained."""
     _check_tensor(file, name, (shape.vocab_size, shape.embedding_size))
     checkpoint_name = f"{module.name}.weight"
     if checkpoint_name == "lm_head.weight" and shape.tied_embedding_name is not None:
@@ -275,8 +282,7 @@ def _check_base_copy(
     if checkpoint is None or not equals_checkpoint(checkpoint, checkpoint_name, file.get_tensor(name)):
         raise InvalidArgument(
             f"{name} differs from the base model's {checkpoint_name}: rows were trained or added; only adapters of it "
-            "are "
-            "supported (PEFT: save_embedding_layers=False leaves it out)"
+            "are supported (PEFT: save_embedding_layers=False omits it)"
         )
 
 
@@ -286,4 +292,4 @@ def _check_tensor(file: SafetensorsReader, name: str, expected_shape: tuple[int,
     if dtype not in DTYPES:
         raise InvalidArgument(f"tensor {name!r} is {dtype}; supported are {', '.join(DTYPES)}")
     if shape != expected_shape:
-        raise InvalidArgument(f"tensor {name!r} has shape {shape}; config and model make it {expected_shape}")
+        raise InvalidArgument(f"tensor {name!r} has shape {shape}; config and model require {expected_shape}")

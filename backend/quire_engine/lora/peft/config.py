@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PeftConfig: what adapter_config.json says about ranks and scales, if it says nothing that cannot be served.
+"""Reader of adapter_config.json: LoRA ranks, scales and target modules. Rejects features that cannot be served.
 
-A field that changes what an adapter computes is refused by name. A field that nobody here knows is refused when it is
-set: PEFT marks its variants by new fields.
+A field that changes what an adapter computes in an unsupported way is rejected by name. An unknown field is rejected if
+it is set, because PEFT introduces its variants with new fields.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any, Self
 from quire_engine.lora.peft.target_modules import TargetModules, is_safe_regex
 from quire_spec.errors import InvalidArgument, truncated_repr
 
-# Where training began or ended, of which the saved tensors are the result; or how files were handled.
+# These fields describe the training, which the saved tensors already reflect, or the handling of files.
 IGNORED_FIELDS = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config",
@@ -28,7 +28,7 @@ IGNORED_FIELDS = frozenset(
 SUPPORTED_FIELDS = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "ensure_weight_tying"}
 )
-# Refused unless absent, null, false or empty.
+# Rejected unless absent, null, false or empty.
 UNSUPPORTED_FIELDS = {
     "alora_invocation_tokens": "the adapter applies to a part of the tokens only",
     "arrow_config": "the adapter is a mixture",
@@ -37,14 +37,14 @@ UNSUPPORTED_FIELDS = {
     "lora_bias": "B has a bias",
     "modules_to_save": "whole modules were trained",
     "monteclora_config": "the adapter is sampled",
-    "target_parameters": "parameters that are no linears were adapted",
+    "target_parameters": "parameters other than linear layers were adapted",
     "trainable_token_indices": "rows of the embedding were trained",
     "use_bdlora": "A or B is block-diagonal",
     "use_dora": "there are magnitudes beside A and B",
     "use_qalora": "inputs are pooled before A",
     "velora_config": "it is a variant",
 }
-# The others (pissa, olora, corda, loftq, lora_ga) subtract the start of A and B from the base model's weights.
+# The others (pissa, olora, corda, loftq, lora_ga) subtract the initial B A from the weights of the base model.
 SUPPORTED_INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -53,25 +53,25 @@ _MAX_PATTERNS = 4096
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """Ranks and scales of an adapter's modules."""
+    """LoRA ranks and scales of an adapter's modules."""
 
     r: int
     lora_alpha: float
     use_rslora: bool
     rank_pattern: Mapping[str, int]
-    """Rank of modules whose path ends in a match of the key; the first key that matches counts."""
+    """LoRA rank of modules whose path ends in a match of the key. The first matching key counts."""
     alpha_pattern: Mapping[str, float]
     ensure_weight_tying: bool
-    """Embedding and output projection, where they are one, share their adapter."""
+    """Whether tied embedding and output projection share their adapter."""
     target_modules: TargetModules
-    """Which modules were adapted."""
+    """The modules that were adapted."""
 
     @classmethod
     def load(cls, path: Path, max_rank: int) -> Self:
         """Read adapter_config.json.
 
         Raises:
-            InvalidArgument: it cannot be read, is not LoRA, asks for something that cannot be served, or exceeds
+            InvalidArgument: the file cannot be read, is not a LoRA config, uses an unsupported feature, or exceeds
                 `max_rank`.
         """
         values = _read_json_object(path)
@@ -89,31 +89,31 @@ class PeftConfig:
         if largest > max_rank:
             raise InvalidArgument(
                 f"rank {largest} exceeds max_lora_rank {max_rank}; raise it (spec.lora.maxRank of an LLMService) or "
-                "train a smaller one"
+                "train with a smaller rank"
             )
         return config
 
     def rank(self, module: str) -> int:
-        """Rank of a module, by its path in the model."""
+        """Return the LoRA rank of a module, given its path in the model."""
         return int(_first_match(self.rank_pattern, module, self.r))
 
     def scale(self, module: str) -> float:
-        """What B A x is multiplied by."""
+        """Return the factor of B A x for a module."""
         rank, alpha = self.rank(module), _first_match(self.alpha_pattern, module, self.lora_alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise InvalidArgument(f"{path.name} is missing; is this the folder of a PEFT adapter?")
+        raise InvalidArgument(f"{path.name} is missing; check that this is the folder of a PEFT adapter")
     if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise InvalidArgument(f"{path.name} has {path.stat().st_size} bytes; at most {_MAX_CONFIG_BYTES} are read")
+        raise InvalidArgument(f"{path.name} has {path.stat().st_size} bytes; at most {_MAX_CONFIG_BYTES} are supported")
     try:
         values = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{path.name} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise InvalidArgument(f"{path.name} is not an object")
+        raise InvalidArgument(f"{path.name} is not a JSON object")
     return values
 
 
@@ -121,22 +121,22 @@ def _check_fields(values: Mapping[str, Any]) -> None:
     if values.get("peft_type") != "LORA":
         raise InvalidArgument(f"peft_type {truncated_repr(values.get('peft_type'))} is not supported; only 'LORA' is")
     if values.get("bias", "none") != "none":
-        raise InvalidArgument(f"bias {truncated_repr(values['bias'])}: biases were trained; only 'none' is supported")
+        raise InvalidArgument(
+            f"bias {truncated_repr(values['bias'])} is not supported: biases were trained; only 'none' is"
+        )
     init_method = values.get("init_lora_weights", True)
     if not any(
         init_method is known or (isinstance(known, str) and init_method == known) for known in SUPPORTED_INITIALIZATIONS
     ):
         raise InvalidArgument(
             f"init_lora_weights {truncated_repr(init_method)} changes the base model's weights; convert the adapter "
-            "to a "
-            "plain one "
-            "(PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
+            "to a plain one (PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
         )
     known = IGNORED_FIELDS | SUPPORTED_FIELDS | {"bias", "init_lora_weights"}
     for name in sorted(set(values) - known):
         if values[name] in (None, False, [], {}, ""):
             continue
-        reason = UNSUPPORTED_FIELDS.get(name, "this version does not know the field")
+        reason = UNSUPPORTED_FIELDS.get(name, "the field is unknown to this version")
         raise InvalidArgument(f"{truncated_repr(name)} {truncated_repr(values[name])} is not supported: {reason}")
 
 
@@ -151,13 +151,15 @@ def _parse_pattern(name: str, value: Any, parse: Any) -> dict[str, Any]:
 
 
 def _check_regex(name: str, key: str) -> None:
-    """Refuse what is no regular expression, and what could take for ever: repeated groups, many repetitions."""
+    """Reject an invalid regular expression, and one whose match could take forever."""
     try:
         if not is_safe_regex(key):
             raise ValueError("too long, or with more than 3 repetitions or a repeated group")
         re.compile(rf"(.*\.)?({key})$")
     except (ValueError, re.error, RecursionError, OverflowError) as error:
-        raise InvalidArgument(f"{name}: key {truncated_repr(key)} is not a usable expression: {error}") from error
+        raise InvalidArgument(
+            f"{name}: key {truncated_repr(key)} is not a usable regular expression: {error}"
+        ) from error
 
 
 def _first_match(pattern: Mapping[str, float], module: str, default: float) -> float:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets: which modules an adapter's config says were adapted, by PEFT's rule. Part of PeftConfig.
+"""Target modules: which modules were adapted according to an adapter's config, by PEFT's rule. A part of PeftConfig.
 
-PEFT leaves tensors of other modules unread, so a file that has some is not what its config says.
+PEFT silently ignores tensors of other modules, so a file with such tensors does not belong to its config.
 
 Source: `check_target_module_exists` in PEFT 0.21, tuners/tuners_utils.py
 """
@@ -21,35 +21,35 @@ _ANY_LAYER = r".*?\.[^.]*\.(\d+)\."
 
 @dataclass(frozen=True, slots=True)
 class TargetModules:
-    """What target_modules, exclude_modules, layers_to_transform and layers_pattern say together."""
+    """The combined effect of target_modules, exclude_modules, layers_to_transform and layers_pattern."""
 
     names: frozenset[str] | str | None
-    """Ends of paths, or an expression; None: not told, or by an expression that could take for ever."""
+    """Ends of paths, or a regular expression. None: not given, or an expression whose match could take forever."""
     excluded_names: frozenset[str] | str | None
     layers: frozenset[int] | None
-    """Of modules that a name is for; None: all."""
+    """Layers to which names apply; None: all."""
     layer_regexes: tuple[str, ...]
-    """Each finds the number of a module's layer; the first that matches counts."""
+    """Each matches the layer number in a module's path. The first that matches counts."""
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> Self:
-        """From a config's fields.
+        """Parse the fields of a config.
 
         Raises:
-            InvalidArgument: layers_to_transform or layers_pattern is of another form than PEFT's.
+            InvalidArgument: layers_to_transform or layers_pattern has an invalid form.
         """
         layers, patterns = values.get("layers_to_transform"), values.get("layers_pattern") or []
         layers = [layers] if type(layers) is int else layers or None
         if layers is not None and not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
             raise InvalidArgument(
-                f"layers_to_transform {truncated_repr(layers)} is neither a layer's number nor a list of them"
+                f"layers_to_transform {truncated_repr(layers)} is neither a layer number nor a list of them"
             )
         patterns = [patterns] if isinstance(patterns, str) else patterns
         if not (
             isinstance(patterns, list) and all(isinstance(p, str) and re.fullmatch(r"[\w.]+", p) for p in patterns)
         ):
             raise InvalidArgument(
-                f"layers_pattern {truncated_repr(patterns)} is neither a module's name nor a list of them"
+                f"layers_pattern {truncated_repr(patterns)} is neither a module name nor a list of them"
             )
         return cls(
             names=_parse_names(values.get("target_modules")),
@@ -65,14 +65,14 @@ class TargetModules:
         return self.names if in_every_layer and isinstance(self.names, frozenset) else frozenset()
 
     def excluding_field(self, module: str) -> str | None:
-        """The field by which a module, by its path in the model, was not adapted; None: it was, or may have been."""
+        """Return the field that excludes a module, given its path; None if it was adapted, or may have been."""
         if self.excluded_names is not None and _matches(self.excluded_names, module):
             return "exclude_modules"
         if self.names is None:
             return None
         if not _matches(self.names, module):
             return "target_modules"
-        # As in PEFT, layers count for names that are not whole paths.
+        # As in PEFT, layers_to_transform applies only to names that are not whole paths.
         if isinstance(self.names, str) or module in self.names or self.layers is None:
             return None
         layer_match = next(filter(None, (re.match(expression, module) for expression in self.layer_regexes)), None)
@@ -80,7 +80,7 @@ class TargetModules:
 
 
 def is_safe_regex(expression: str) -> bool:
-    """Whether an expression can be tried on a path without taking for ever: no repeated groups, few repetitions."""
+    """Return whether a match of an expression ends quickly: it has no repeated groups and few repetitions."""
     has_few_repetitions = len(re.findall(r"[*+?{]", expression)) <= 3 and not re.search(r"\)[*+?{]", expression)
     return len(expression) <= _MAX_REGEX_LENGTH and has_few_repetitions
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters as PEFT writes them: each feature is honoured exactly as PEFT does, or refused by name. Made by PEFT itself
-wherever it can make them."""
+"""Adapters as PEFT writes them: each feature has exactly PEFT's effect, or is rejected by name. PEFT itself creates the
+adapters where it can."""
 
 import dataclasses
 import json
@@ -50,17 +50,17 @@ def _rewrite(folder, change):
     save_file(tensors, folder / WEIGHTS_FILE)
 
 
-HONOURED = {
+SUPPORTED = {
     "all linears": {},
     "some linears": {"target_modules": ["q_proj", "v_proj"]},
     "linears by expression": {"target_modules": r".*\.1\.mlp\.(up|down)_proj"},
     "some layers": {"target_modules": ["o_proj"], "layers_to_transform": [1]},
-    "without one": {"exclude_modules": ["gate_proj"]},
+    "one excluded": {"exclude_modules": ["gate_proj"]},
     "rsLoRA": {"use_rslora": True, "lora_alpha": 3},
     "ranks by module": {"rank_pattern": {"q_proj": 4, r"model.layers.1.mlp.\w+_proj": 16, "layers.0.mlp.up_proj": 2}},
     "scales by module": {"alpha_pattern": {r"(k|v)_proj": 1, "^model.layers.0.self_attn.o_proj": 64}},
     "first pattern counts": {"rank_pattern": {".*_proj": 5, "q_proj": 7}},
-    "all of it": {
+    "all combined": {
         "use_rslora": True,
         "rank_pattern": {"down_proj": 1, "self_attn.*": 12},
         "alpha_pattern": {"down_proj": 5, ".*gate_proj": 9},
@@ -71,7 +71,7 @@ HONOURED = {
 }
 
 
-@pytest.mark.parametrize("config", HONOURED.values(), ids=HONOURED.keys())
+@pytest.mark.parametrize("config", SUPPORTED.values(), ids=SUPPORTED.keys())
 def test_deltas_equal_peft(config, checkpoint, shape, tmp_path):
     folder = make_adapter(checkpoint, tmp_path, **config)
     adapter = read_adapter(folder, shape, MAX_RANK, torch.float32)
@@ -81,17 +81,17 @@ def test_deltas_equal_peft(config, checkpoint, shape, tmp_path):
         for name, module in modules.items()
         if hasattr(module, "get_delta_weight")
     }
-    found = {}
+    actual = {}
     for (layer, target), (a, b) in adapter.pairs.items():
         parent = "mlp" if target in ("gate_proj", "up_proj", "down_proj") else "self_attn"
-        found[f"model.layers.{layer}.{parent}.{target}"] = b @ a
-    assert found.keys() == deltas.keys()
+        actual[f"model.layers.{layer}.{parent}.{target}"] = b @ a
+    assert actual.keys() == deltas.keys()
     for name, delta in deltas.items():
-        torch.testing.assert_close(found[name], delta, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual[name], delta, rtol=1e-5, atol=1e-6)
     assert adapter.rank == max(a.shape[0] for a, _ in adapter.pairs.values())
 
 
-def test_types_are_converted_after_scaling(checkpoint, shape, tmp_path):
+def test_dtype_is_converted_after_scaling(checkpoint, shape, tmp_path):
     folder = make_adapter(checkpoint, tmp_path, lora_alpha=5)
     wide = read_adapter(folder, shape, MAX_RANK, torch.float32)
     narrow = read_adapter(folder, shape, MAX_RANK, torch.bfloat16)
@@ -108,7 +108,7 @@ def test_half_precision_files_are_read(adapter, shape):
     torch.testing.assert_close(narrow.pairs[0, "q_proj"], wide.pairs[0, "q_proj"], rtol=2**-8, atol=0)
 
 
-def test_every_field_of_this_peft_is_known():
+def test_every_field_of_peft_is_known():
     known = (
         engine_config.IGNORED_FIELDS
         | engine_config.SUPPORTED_FIELDS
@@ -118,10 +118,10 @@ def test_every_field_of_this_peft_is_known():
     assert {f.name for f in dataclasses.fields(LoraConfig)} - known == set()
 
 
-MADE_BY_PEFT = {
+UNSUPPORTED_BY_PEFT_CONFIG = {
     "DoRA": ({"use_dora": True}, "'use_dora' True is not supported: there are magnitudes"),
     "bias of B": ({"lora_bias": True, "target_modules": ["q_proj"]}, "'lora_bias' True is not supported: B has a bias"),
-    "biases": ({"bias": "lora_only"}, "bias 'lora_only': biases were trained"),
+    "biases": ({"bias": "lora_only"}, "bias 'lora_only' is not supported: biases were trained"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, r"'modules_to_save' \['lm_head'\] is not supported"),
     "embedding rows": ({"trainable_token_indices": [1, 2]}, "'trainable_token_indices' .* rows of the embedding"),
     "PiSSA": ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base model's weights"),
@@ -134,16 +134,18 @@ MADE_BY_PEFT = {
 
 
 @pytest.mark.parametrize(("name", "linear"), [("phi3", "self_attn.qkv_proj"), ("opt", "fc1")])
-def test_an_adapter_of_another_family_is_refused_with_the_linears_of_this_one(name, linear, adapter, tmp_path):
+def test_rejects_an_adapter_of_another_family_and_lists_the_linears_of_this_one(name, linear, adapter, tmp_path):
     other = ModelConfig.load(make_checkpoint(tmp_path / name, name))
     with pytest.raises(InvalidArgument, match=f"of {other.architecture} are .*{linear}"):
         read_adapter(adapter, other, MAX_RANK, torch.float32)
 
 
-@pytest.mark.parametrize(("config", "complaint"), MADE_BY_PEFT.values(), ids=MADE_BY_PEFT.keys())
-def test_what_cannot_be_served_is_refused_by_name(config, complaint, checkpoint, shape, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "error"), UNSUPPORTED_BY_PEFT_CONFIG.values(), ids=UNSUPPORTED_BY_PEFT_CONFIG.keys()
+)
+def test_rejects_unsupported_features_by_name(config, error, checkpoint, shape, tmp_path):
     folder = make_adapter(checkpoint, tmp_path, **config)
-    with pytest.raises(InvalidArgument, match=f"^adapter '{tmp_path}': .*{complaint}"):
+    with pytest.raises(InvalidArgument, match=f"^adapter '{tmp_path}': .*{error}"):
         read_adapter(folder, shape, MAX_RANK, torch.float32)
 
 
@@ -153,12 +155,15 @@ CONFIGS = {
     "LoftQ": ({"init_lora_weights": "loftq"}, "'loftq' changes the base"),
     "CorDA": ({"init_lora_weights": "corda"}, "'corda' changes the base"),
     "LoRA-GA": ({"init_lora_weights": "lora_ga"}, "'lora_ga' changes the base"),
-    "parameters": ({"target_parameters": ["experts.down_proj"]}, "'target_parameters' .* no linears"),
+    "parameters": ({"target_parameters": ["experts.down_proj"]}, "'target_parameters' .* other than linear layers"),
     "QALoRA": ({"use_qalora": True}, "'use_qalora' True .* pooled"),
     "BD-LoRA": ({"use_bdlora": {"n_blocks": 2}}, "'use_bdlora' .* block-diagonal"),
     "KaSA": ({"kasa_config": {"beta": 1}}, "'kasa_config' .* diagonal"),
     "Arrow": ({"arrow_config": {"top_k": 3}}, "'arrow_config' .* mixture"),
-    "something new": ({"use_quantum": True}, "'use_quantum' True is not supported: this version does not know"),
+    "something new": (
+        {"use_quantum": True},
+        "'use_quantum' True is not supported: the field is unknown to this version",
+    ),
     "rank 0": ({"r": 0}, "r 0 is not a positive integer"),
     "rank true": ({"r": True}, "r True is not a positive integer"),
     "rank text": ({"r": "8"}, "r '8' is not a positive integer"),
@@ -168,18 +173,24 @@ CONFIGS = {
     "flag text": ({"use_rslora": "yes"}, "use_rslora 'yes' is neither true nor false"),
     "pattern list": ({"rank_pattern": ["q_proj"]}, "rank_pattern .* is not an object"),
     "pattern value": ({"rank_pattern": {"q_proj": -1}}, r"rank_pattern\['q_proj'\] -1 is not a positive integer"),
-    "no expression": ({"alpha_pattern": {"(q_proj": 1}}, r"alpha_pattern: key '\(q_proj' is not a usable expression"),
-    "endless expression": ({"rank_pattern": {r"([\w.]+)+x": 1}}, "repeated group"),
-    "layers' form": ({"layers_to_transform": "1"}, "layers_to_transform '1' is neither a layer's number nor a list"),
-    "layers' pattern": ({"layers_pattern": ["(h"]}, "layers_pattern .* is neither a module's name nor a list"),
-    "long expression": ({"rank_pattern": {"a" * 300: 1}}, "is not a usable expression: too long"),
+    "invalid expression": (
+        {"alpha_pattern": {"(q_proj": 1}},
+        r"alpha_pattern: key '\(q_proj' is not a usable regular expression",
+    ),
+    "slow expression": ({"rank_pattern": {r"([\w.]+)+x": 1}}, "repeated group"),
+    "layers of a wrong type": (
+        {"layers_to_transform": "1"},
+        "layers_to_transform '1' is neither a layer number nor a list",
+    ),
+    "invalid layers_pattern": ({"layers_pattern": ["(h"]}, "layers_pattern .* is neither a module name nor a list"),
+    "long expression": ({"rank_pattern": {"a" * 300: 1}}, "is not a usable regular expression: too long"),
 }
 
 
-@pytest.mark.parametrize(("changes", "complaint"), CONFIGS.values(), ids=CONFIGS.keys())
-def test_wrong_configurations_are_refused_by_name(changes, complaint, adapter, shape):
+@pytest.mark.parametrize(("changes", "error"), CONFIGS.values(), ids=CONFIGS.keys())
+def test_rejects_wrong_config_fields_by_name(changes, error, adapter, shape):
     _configure(adapter, **changes)
-    with pytest.raises(InvalidArgument, match=complaint):
+    with pytest.raises(InvalidArgument, match=error):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
 
 
@@ -199,39 +210,41 @@ NARROWER = [
 
 
 @pytest.mark.parametrize("changes", NARROWER, ids=str)
-def test_tensors_that_peft_would_leave_unread_are_refused(changes, adapter, shape):
+def test_rejects_tensors_that_peft_would_ignore(changes, adapter, shape):
     _configure(adapter, **changes)
     config = LoraConfig.from_pretrained(adapter)
     stems = {
         name.removeprefix("base_model.model.").partition(".lora_")[0] for name in load_file(adapter / WEIGHTS_FILE)
     }
-    unread = sorted(stem for stem in stems if not check_target_module_exists(config, stem))
-    assert unread, "this is no narrower"
-    by = "layers_to_transform" if "layers_pattern" in changes else list(changes)[-1]
-    with pytest.raises(InvalidArgument, match=rf"the file has tensors for ({'|'.join(unread)}), which {by} leaves out"):
+    ignored = sorted(stem for stem in stems if not check_target_module_exists(config, stem))
+    assert ignored, "PEFT ignores no tensor with this config"
+    field = "layers_to_transform" if "layers_pattern" in changes else list(changes)[-1]
+    with pytest.raises(
+        InvalidArgument, match=rf"the file has tensors for ({'|'.join(ignored)}), which {field} excludes"
+    ):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
 
 
-def test_an_expression_that_cannot_be_tried_says_nothing(adapter, shape):
-    """As one that fine-tuning tools write; PEFT has tried it when it was trained."""
+def test_unsafe_target_modules_expression_is_not_checked(adapter, shape):
+    """Fine-tuning tools write such expressions. PEFT has already matched it during training."""
     names = "|".join(["q_proj", "down_proj"] * 20)
     _configure(adapter, target_modules=rf"(?:.*?(?:language|text).*?(?:attn|mlp).*?(?:{names}).*?)|(?:nothing){{1,}}")
     assert read_adapter(adapter, shape, MAX_RANK, torch.float32).pairs
 
 
-def test_fields_that_are_unset_need_not_be_known(adapter, shape):
+def test_unset_unknown_fields_are_accepted(adapter, shape):
     _configure(adapter, use_quantum=False, quantum_config=None, quantum_states=[])
     assert read_adapter(adapter, shape, MAX_RANK, torch.float32).pairs
 
 
 TENSORS = {
-    "half a pair": (lambda t: t.pop(f"{Q0}.lora_B.weight"), r"lora_A.weight' is there and its lora_B is not"),
-    "other half": (lambda t: t.pop(f"{Q0}.lora_A.weight"), r"lora_B.weight' is there and its lora_A is not"),
-    "a layer cut off": (
+    "half a pair": (lambda t: t.pop(f"{Q0}.lora_B.weight"), r"lora_A.weight' exists, but its lora_B is missing"),
+    "other half": (lambda t: t.pop(f"{Q0}.lora_A.weight"), r"lora_B.weight' exists, but its lora_A is missing"),
+    "truncated layer": (
         lambda t: [t.pop(k) for k in list(t) if ".1.mlp" in k],
-        "target_modules has down_proj, and layer 1 has no tensors for it",
+        "target_modules contains down_proj, but layer 1 has no tensors for it",
     ),
-    "nothing": (lambda t: t.clear(), "holds no tensor"),
+    "empty": (lambda t: t.clear(), "contains no LoRA tensor"),
     "magnitudes": (
         lambda t: t.update({f"{Q0}.lora_magnitude_vector": torch.ones(64)}),
         "lora_magnitude_vector' is not a LoRA matrix",
@@ -240,7 +253,7 @@ TENSORS = {
         lambda t: t.update({f"{Q0}.lora_A.default.weight": t.pop(f"{Q0}.lora_A.weight")}),
         "lora_A.default.weight' is not a LoRA matrix",
     ),
-    "a target in the wrong place": (
+    "a target in the wrong module": (
         lambda t: t.update({"base_model.model.model.layers.0.mlp.q_proj.lora_A.weight": torch.ones(8, 64)}),
         "mlp.q_proj.lora_A.weight' is not a LoRA matrix",
     ),
@@ -250,44 +263,44 @@ TENSORS = {
     ),
     "a layer too many": (
         lambda t: t.update({Q0.replace(".0.", ".2.") + ".lora_A.weight": torch.ones(8, 64)}),
-        "the model has 2 layers; is it for another model",
+        "the model has only 2 layers; check that the adapter is for this model",
     ),
-    "a layer spelt oddly": (
+    "layer number with a leading zero": (
         lambda t: t.update({Q0.replace(".0.", ".00.") + ".lora_A.weight": torch.ones(8, 64)}),
         "is not a LoRA matrix",
     ),
     "another width": (
         lambda t: t.update({f"{Q0}.lora_A.weight": torch.ones(8, 65)}),
-        r"q_proj.lora_A.weight' has shape \(8, 65\); config and model make it \(8, 64\)",
+        r"q_proj.lora_A.weight' has shape \(8, 65\); config and model require \(8, 64\)",
     ),
     "another rank": (
         lambda t: t.update({f"{Q0}.lora_A.weight": torch.ones(4, 64), f"{Q0}.lora_B.weight": torch.ones(64, 4)}),
-        r"has shape \(4, 64\); config and model make it \(8, 64\)",
+        r"has shape \(4, 64\); config and model require \(8, 64\)",
     ),
     "transposed": (
         lambda t: t.update({f"{Q0}.lora_B.weight": torch.ones(8, 64)}),
-        r"q_proj.lora_B.weight' has shape \(8, 64\); config and model make it \(64, 8\)",
+        r"q_proj.lora_B.weight' has shape \(8, 64\); config and model require \(64, 8\)",
     ),
     "integers": (lambda t: t.update({f"{Q0}.lora_A.weight": torch.ones(8, 64).int()}), "is I32; supported are F64"),
-    "NaN": (lambda t: t[f"{Q0}.lora_A.weight"].__setitem__((3, 3), math.nan), "lora_A.weight holds NaN or infinity"),
-    "infinity": (lambda t: t[f"{Q0}.lora_B.weight"].__setitem__((3, 3), math.inf), "lora_B.weight holds NaN or inf"),
+    "NaN": (lambda t: t[f"{Q0}.lora_A.weight"].__setitem__((3, 3), math.nan), "lora_A.weight contains NaN or infinity"),
+    "infinity": (lambda t: t[f"{Q0}.lora_B.weight"].__setitem__((3, 3), math.inf), "lora_B.weight contains NaN or inf"),
     "overflow once scaled": (
         lambda t: t[f"{Q0}.lora_B.weight"].fill_(2e38),
-        "lora_B.weight holds NaN or infinity, or overflows torch.float32, its scale applied",
+        "lora_B.weight contains NaN or infinity, or overflows torch.float32 after scaling",
     ),
 }
 
 
-@pytest.mark.parametrize(("change", "complaint"), TENSORS.values(), ids=TENSORS.keys())
-def test_wrong_tensors_are_refused_by_name(change, complaint, adapter, shape):
+@pytest.mark.parametrize(("change", "error"), TENSORS.values(), ids=TENSORS.keys())
+def test_rejects_wrong_tensors_by_name(change, error, adapter, shape):
     _rewrite(adapter, change)
-    with pytest.raises(InvalidArgument, match=complaint):
+    with pytest.raises(InvalidArgument, match=error):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
 
 
 @pytest.mark.parametrize("module", ["model.embed_tokens", "lm_head"])
-def test_the_bases_own_weights_may_stand_beside(module, adapter, shape, checkpoint):
-    # As save_pretrained(save_embedding_layers=True) writes them.
+def test_copies_of_base_weights_must_equal_the_base_model(module, adapter, shape, checkpoint):
+    # save_pretrained(save_embedding_layers=True) writes such copies.
     weight = load_file(checkpoint / "model.safetensors")[f"{module}.weight"]
     _rewrite(adapter, lambda t: t.update({f"base_model.model.{module}.weight": weight.bfloat16()}))
     assert read_adapter(adapter, shape, MAX_RANK, torch.float32, checkpoint=checkpoint).pairs
@@ -296,36 +309,38 @@ def test_the_bases_own_weights_may_stand_beside(module, adapter, shape, checkpoi
         read_adapter(adapter, shape, MAX_RANK, torch.float32, checkpoint=checkpoint)
 
 
-def test_pickled_weights_are_refused(adapter, shape):
+def test_rejects_pickled_weights(adapter, shape):
     (adapter / WEIGHTS_FILE).rename(adapter / "adapter_model.bin")
-    with pytest.raises(InvalidArgument, match=r"adapter_model\.bin can run code when read; only safetensors are"):
+    with pytest.raises(InvalidArgument, match=r"adapter_model\.bin is not supported, because reading it can run code"):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
 
 
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
-def test_missing_files(name, adapter, shape):
+def test_rejects_missing_files(name, adapter, shape):
     (adapter / name).unlink()
     with pytest.raises(InvalidArgument, match=f"{name} is missing"):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[" * 100_000, "\x00", '"text"', "[1]", "null"])
-def test_a_configuration_that_is_no_object(content, adapter, shape):
+def test_rejects_a_config_that_is_not_a_json_object(content, adapter, shape):
     (adapter / CONFIG_FILE).write_text(content)
     with pytest.raises(InvalidArgument, match=f"{CONFIG_FILE} is not"):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
 
 
-def test_a_huge_configuration_is_not_read(adapter, shape):
+def test_rejects_a_huge_config_without_reading_it(adapter, shape):
     _configure(adapter, task_type="x" * (2 << 20))
-    with pytest.raises(InvalidArgument, match="at most 1048576 are read"):
+    with pytest.raises(InvalidArgument, match="at most 1048576 are supported"):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
 
 
-def test_a_file_larger_than_any_adapter_is_not_read(adapter, shape):
+def test_rejects_a_file_larger_than_any_adapter_without_reading_it(adapter, shape):
     with (adapter / WEIGHTS_FILE).open("r+b") as file:
         file.truncate(1 << 30)
-    with pytest.raises(InvalidArgument, match="has 1073741824 bytes; rank 16 on every linear of this model takes at m"):
+    with pytest.raises(
+        InvalidArgument, match="has 1073741824 bytes, but rank 16 on every linear of this model needs at m"
+    ):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
 
 
@@ -343,25 +358,25 @@ HEADERS["offsets outside"] = len(_outside).to_bytes(8, "little") + _outside
 
 
 @pytest.mark.parametrize("content", HEADERS.values(), ids=HEADERS.keys())
-def test_hostile_headers_are_refused(content, adapter, shape):
+def test_rejects_hostile_headers(content, adapter, shape):
     (adapter / WEIGHTS_FILE).write_bytes(content)
-    with pytest.raises(InvalidArgument, match=f"{WEIGHTS_FILE} (is not a safetensors file|claims a header)"):
+    with pytest.raises(InvalidArgument, match=f"{WEIGHTS_FILE} (is not a safetensors file|declares a header)"):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, -1])
-def test_a_file_that_is_cut_while_it_is_read_costs_an_error_and_not_the_process(cut, adapter):
+def test_file_truncated_during_reading_raises_instead_of_crashing(cut, adapter):
     path = adapter / WEIGHTS_FILE
     with open_safetensors(path) as file:
         name = file.keys()[0]
         with path.open("r+b") as other:
             other.truncate(cut if cut >= 0 else path.stat().st_size + cut)
-        # A mapped file would kill this process here.
+        # A memory-mapped file would raise SIGBUS here.
         with pytest.raises(InvalidArgument, match=f"{WEIGHTS_FILE} changed while it was read"):
             file.get_tensor(name)
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_refused(adapter):
+def test_rejects_a_file_replaced_during_reading(adapter):
     path = adapter / WEIGHTS_FILE
     for header in (b"[]", b"{}", b'{"a": {"data_offsets": [0, -1]}}', b'{"a": {"data_offsets": "xy"}}', b"\xff"):
         save_file({"a": torch.ones(4)}, path)
@@ -371,32 +386,32 @@ def test_a_file_that_is_replaced_while_it_is_read_is_refused(adapter):
                 file.get_tensor("a")
 
 
-def test_tensors_are_read_as_the_library_reads_them(tmp_path):
-    # F16 before F32: the second one begins where no float32 may lie.
-    made = {
+def test_tensors_equal_those_read_by_safetensors(tmp_path):
+    # F16 before F32: the second tensor starts at an offset that is not aligned for float32.
+    tensors = {
         "a": torch.rand(3).half(),
         "b": torch.rand(2, 5),
         "c": torch.rand(7).bfloat16(),
         "d": torch.rand(2).double(),
     }
-    save_file(made, tmp_path / "file")
+    save_file(tensors, tmp_path / "file")
     with open_safetensors(tmp_path / "file") as file:
-        assert sorted(file.keys()) == list(made)
-        for name, tensor in made.items():
+        assert sorted(file.keys()) == list(tensors)
+        for name, tensor in tensors.items():
             assert torch.equal(file.get_tensor(name), tensor)
 
 
-def test_a_folder_instead_of_a_file(adapter, shape):
+def test_rejects_a_folder_instead_of_the_weights_file(adapter, shape):
     (adapter / WEIGHTS_FILE).unlink()
     (adapter / WEIGHTS_FILE).mkdir()
     with pytest.raises(InvalidArgument, match=f"{WEIGHTS_FILE} is missing"):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
 
 
-def test_patterns_match_as_peft_says(adapter):
+def test_rank_pattern_matches_by_pefts_rule(adapter):
     _configure(adapter, r=8, rank_pattern={"^model.layers.0": 1, "q_proj": 2, "model.layers.1.*": 3, "proj": 4})
     config = PeftConfig.load(adapter / CONFIG_FILE, MAX_RANK)
     assert config.rank("model.layers.0.self_attn.q_proj") == 2
     assert config.rank("model.layers.1.self_attn.k_proj") == 3
-    # "proj" would have to be the whole of the last name.
+    # "proj" would have to match the whole last name.
     assert config.rank("model.layers.0.self_attn.k_proj") == 8

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """PEFT's LoraConfig, field by field: with the field set, logits equal those of an unmerged `PeftModel`, or the adapter
-is refused with the field's name. docs/adapters.md shows the same table, and is checked against it."""
+is rejected with the name of the field. A test compares the table in docs/adapters.md with this one."""
 
 import dataclasses
 import json
@@ -26,14 +26,14 @@ PROMPT = [(7 * i + 3) % 320 for i in range(24)]
 
 
 class Row(NamedTuple):
-    """A field, set to something else than what it is when it is left out."""
+    """A field with a value that differs from its default."""
 
     field: str
     verdict: str
     config: dict[str, Any]
-    """For PEFT to make the adapter with."""
+    """Arguments with which PEFT creates the adapter."""
     written: Mapping[str, Any] = MappingProxyType({})
-    """Put into adapter_config.json afterwards, where PEFT cannot make it here: with a library or model of its own."""
+    """Written to adapter_config.json afterwards, if PEFT cannot create it here, for lack of a library or a model."""
 
 
 def _honoured(field: str, **config: Any) -> Row:
@@ -75,7 +75,7 @@ ROWS = [
     _ignored("peft_type", "LORA"),
     _ignored("peft_version", "0.0.1"),
     _ignored("auto_mapping", {"base_model_class": "LlamaForCausalLM"}),
-    _ignored("base_model_name_or_path", "somebody/else"),
+    _ignored("base_model_name_or_path", "other/model"),
     _ignored("fan_in_fan_out", True),
     _ignored("megatron_config", {"tensor_model_parallel_size": 1}),
     _ignored("megatron_core", "megatron.core"),
@@ -108,8 +108,8 @@ ROWS = [
 
 
 @pytest.fixture(scope="module", params=["llama", "llama-head_dim"], ids=["untied", "tied"])
-def served(request, tmp_path_factory):
-    """A checkpoint and the engine that serves it; embedding and output projection are one in the second."""
+def served_model(request, tmp_path_factory):
+    """Return a checkpoint and its engine. The second one has tied embedding and output projection."""
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
     config = {"model": str(folder), "device": "cpu", "dtype": "float32", "enable_lora": True, "max_lora_rank": 16}
     return folder, Engine.from_config(EngineConfig.from_json(config | {"max_model_len": 128, "max_loras": 2}))
@@ -131,10 +131,10 @@ REFUSED = [row for row in ROWS if row.verdict == "refused"]
 
 
 @pytest.mark.parametrize("row", SERVED, ids=_names(SERVED))
-def test_logits_equal_peft(row, served, tmp_path):
-    checkpoint, engine = served
+def test_logits_equal_peft(row, served_model, tmp_path):
+    checkpoint, engine = served_model
     folder = _adapter(row, checkpoint, tmp_path / "adapter")
-    if row.verdict == "no effect":  # PEFT itself reads none of it when it applies the adapter, or cannot here
+    if row.verdict == "no effect":  # PEFT does not use the field when it applies the adapter, or cannot here
         oracle = load_adapted_oracle(checkpoint, _adapter(Row(row.field, "", {}), checkpoint, tmp_path / "plain"))
     else:
         oracle = load_adapted_oracle(checkpoint, folder)
@@ -142,28 +142,30 @@ def test_logits_equal_peft(row, served, tmp_path):
         expected = oracle(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
         with oracle.disable_adapter():
             base = oracle(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
-    assert (expected - base).abs().max() > 1e-2, "an adapter that is left out would not be missed"
+    assert (expected - base).abs().max() > 1e-2, (
+        "the adapter has no effect, so the test would not notice if it were ignored"
+    )
     digest = str(folder)
     engine.add_adapter(digest, folder, engine.read_adapter(folder), pinned=False)
     engine.add(SequenceRequest(1, PROMPT, {"temperature": 0.0, "max_tokens": 1, "logprobs": 20}, digest))
-    found = []
+    logprobs = []
     while engine.has_work:
-        found += [entries for result in engine.step().results for entries in result.logprobs]
+        logprobs += [entries for result in engine.step().results for entries in result.logprobs]
     engine.remove_adapter(digest)
-    assert len(found) == 1
-    assert [int(entry[0]) for entry in found[0][1:]] == expected.topk(20).indices.tolist()
-    assert max(abs(entry[1] - expected[int(entry[0])].item()) for entry in found[0]) < 1e-4
+    assert len(logprobs) == 1
+    assert [int(entry[0]) for entry in logprobs[0][1:]] == expected.topk(20).indices.tolist()
+    assert max(abs(entry[1] - expected[int(entry[0])].item()) for entry in logprobs[0]) < 1e-4
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=_names(REFUSED))
-def test_refused_by_name(row, served, tmp_path):
-    checkpoint, engine = served
+def test_rejects_unsupported_values_by_field_name(row, served_model, tmp_path):
+    checkpoint, engine = served_model
     with pytest.raises(InvalidArgument, match=rf"\b{row.field}\b"):
         engine.read_adapter(_adapter(row, checkpoint, tmp_path))
 
 
-def test_shared_adapters_of_tied_weights_are_refused(served, tmp_path):
-    checkpoint, engine = served
+def test_rejects_shared_adapters_of_tied_weights(served_model, tmp_path):
+    checkpoint, engine = served_model
     row = Row("ensure_weight_tying", "", {"target_modules": ["embed_tokens", "q_proj"]}, {"ensure_weight_tying": True})
     folder = _adapter(row, checkpoint, tmp_path)
     if not engine.shape.tie_word_embeddings:
@@ -173,18 +175,18 @@ def test_shared_adapters_of_tied_weights_are_refused(served, tmp_path):
         engine.read_adapter(folder)
 
 
-def test_every_field_of_this_peft_has_a_row():
+def test_every_field_of_peft_has_a_row():
     assert {field.name for field in dataclasses.fields(LoraConfig)} == {row.field for row in ROWS}
 
 
-def test_the_documentation_shows_this_table():
-    shown: dict[str, set[str]] = {}
+def test_documentation_contains_this_table():
+    documented: dict[str, set[str]] = {}
     for line in DOCUMENT.read_text().splitlines():
         if cells := re.fullmatch(r"\| `(\w+)` \| ([^|]+) \| [^|]+ \|", line):
-            shown.setdefault(cells[1], set()).update(each.strip() for each in cells[2].split(","))
+            documented.setdefault(cells[1], set()).update(verdict.strip() for verdict in cells[2].split(","))
     tested: dict[str, set[str]] = {}
     for row in ROWS:
         tested.setdefault(row.field, set()).add(row.verdict)
-    # The one that depends on the model.
+    # This one depends on the model.
     tested["ensure_weight_tying"].add("refused")
-    assert shown == tested
+    assert documented == tested
