@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import support.emulated  # noqa: F401  (skips without it)
+from support.requirements_of_machine import requires_emulated_gpu
+
+pytestmark = requires_emulated_gpu
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 SCRIPT = f"""

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 import torch
-from support.emulated import device
+from support.requirements_of_machine import emulated_device, requires_emulated_gpu
+
+pytestmark = requires_emulated_gpu
 
 
 def _pinned(values):
@@ -34,11 +36,11 @@ def test_work_is_done_late_and_in_the_order_of_its_stream():
     x = torch.ones(2, device="cuda")
     x.add_(1)
     host.copy_(x, non_blocking=True)
-    before = device.waits()
+    before = emulated_device.waits()
     assert host.tolist() == [7, 7]
     torch.cuda.current_stream().synchronize()
     assert host.tolist() == [2, 2]
-    assert device.waits() == before + 1
+    assert emulated_device.waits() == before + 1
 
 
 def test_pinned_memory_that_is_written_too_early_shows():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.emulated import device
+from support.requirements_of_machine import emulated_device, requires_emulated_gpu
 from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
 from torch.nn.attention import SDPBackend
 
@@ -19,6 +19,8 @@ from quire_kernels.gpu import fused_attention
 from quire_kernels.lora import adapted_linear
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
+
+pytestmark = requires_emulated_gpu
 
 SMALL: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 96, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 48,
@@ -121,9 +123,9 @@ def test_no_step_waits_for_the_device_before_it_is_begun(model, adapters, monkey
     begin, waited = DeviceModelRunner.execute_async, []
 
     def counted(*args: Any) -> Any:
-        before = device.waits()
+        before = emulated_device.waits()
         outcome = begin(*args)
-        waited.append(device.waits() - before)
+        waited.append(emulated_device.waits() - before)
         return outcome
 
     monkeypatch.setattr(DeviceModelRunner, "execute_async", counted)

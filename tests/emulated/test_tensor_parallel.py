@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-import support.emulated  # noqa: F401  (skips without it)
+from support.requirements_of_machine import requires_emulated_gpu
 from support.tiny_checkpoints import make_checkpoint
+
+pytestmark = requires_emulated_gpu
 
 SCRIPT = """
 import json, os, signal, sys, time

@@ -11,7 +11,7 @@ from pathlib import Path
 import jsonschema
 import psutil
 import pytest
-from support.llama import make_llama
+from support.tiny_checkpoints import make_llama
 
 _ROOT = Path(__file__).resolve().parents[2]
 # The scripts in tests/bench are run by path and import their neighbours by bare name.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.native import requires_native_kernels
+from support.requirements_of_machine import requires_native_kernels
 from torch import Tensor
 
 from quire_kernels import (

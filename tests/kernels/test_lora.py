@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from support.native import requires_native_kernels
+from support.requirements_of_machine import requires_native_kernels
 
 from quire_kernels import (
     AdapterSegment,

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.engine_processes import EngineProcesses, IpcClient, wait_for, wait_quiet
-from support.llama import greedy_output, make_llama, make_llama_adapter
+from support.tiny_checkpoints import greedy_output, make_llama, make_llama_adapter
 
 from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.framing import encode_frame

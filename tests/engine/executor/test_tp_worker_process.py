@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 from support.engine_processes import EngineProcesses, wait_for, wait_quiet
-from support.llama import greedy_output, make_llama
 from support.thread_workers import tp_worker_processes
+from support.tiny_checkpoints import greedy_output, make_llama
 
 from quire_spec.protocol.messages import OutputDeltas
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.native import requires_native_kernels
+from support.requirements_of_machine import requires_native_kernels
 from support.tiny_checkpoints import BASE, CHECKPOINTS, LLAMA3_ROPE, VOCAB, YARN_ROPE, load_oracle, make_checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -23,7 +23,7 @@ from support.engine_processes import (
     text_of,
     wait_for,
 )
-from support.llama import greedy_output, make_llama, make_llama_adapter
+from support.tiny_checkpoints import greedy_output, make_llama, make_llama_adapter
 from transformers import AutoTokenizer
 
 from quire_engine.text.result_coalescer import RESPONSES_PER_S_PER_CORE

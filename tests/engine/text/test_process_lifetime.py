@@ -18,7 +18,7 @@ from support.engine_processes import (
     text_of,
     wait_for,
 )
-from support.llama import greedy_output, make_llama
+from support.tiny_checkpoints import greedy_output, make_llama
 
 from quire_spec.protocol.messages import CancelRequests
 

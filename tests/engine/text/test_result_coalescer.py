@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.clock import timeless
+from support.virtual_time import virtual_time
 
 from quire_engine.text.result_coalescer import ResponseThrottle, ResultCoalescer
 from quire_spec.protocol.messages import SchedulerStats, SequenceDelta, StepResult
@@ -66,7 +66,7 @@ async def test_every_token_comes_once_and_in_order(seed):
     assert joiner._pending == {}
 
 
-@timeless
+@virtual_time
 async def test_what_waits_goes_when_it_may_though_no_step_comes():
     desk, pace = RecordingListener(), ResponseThrottle(100)
     joiner, loop = ResultCoalescer(desk, pace), asyncio.get_running_loop()
@@ -79,7 +79,7 @@ async def test_what_waits_goes_when_it_may_though_no_step_comes():
     assert desk.tokens == {1: [0, 1, 2], 2: [0, 1, 2]} and len(desk.results) == 4
 
 
-@timeless
+@virtual_time
 async def test_a_core_that_left_leaves_nothing_behind():
     desk, pace = RecordingListener(), ResponseThrottle(100)
     joiner = ResultCoalescer(desk, pace)

@@ -4,10 +4,12 @@
 import pytest
 import torch
 from support.attention_batches import RAGGED_SPANS, make_batch
-from support.interpreter import interpreted_kernel
+from support.requirements_of_machine import interpreted_kernel, requires_interpreter
 
 from quire_kernels import paged_attention
 from quire_kernels.gpu import attention as gpu
+
+pytestmark = requires_interpreter
 
 SCALE = 0.15
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3}

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.interpreter import interpreted_kernel
+from support.requirements_of_machine import interpreted_kernel, requires_interpreter
 
 from quire_kernels import (
     AdapterSegment,
@@ -25,6 +25,8 @@ from quire_kernels import (
 from quire_kernels.gpu import lora as forms
 from quire_kernels.lora import LoRABatch
 from quire_kernels.lora_routing import max_tiles
+
+pytestmark = requires_interpreter
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 8e-3}

@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 import torch
-from support.interpreter import interpreted_kernel
 from support.random_adapter import random_adapter
+from support.requirements_of_machine import interpreted_kernel, requires_interpreter
 from support.tiny_checkpoints import VOCAB, make_checkpoint
 
 from quire_engine.kv_cache.device_cache import KVCache
@@ -29,6 +29,8 @@ from quire_kernels import (
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.model.model_config import ModelConfig
+
+pytestmark = requires_interpreter
 
 CONFIG = EngineConfig(model="m", dtype="float32", max_model_len=64, block_size=8, max_num_seqs=4)
 FORMS = (

@@ -3,9 +3,11 @@
 
 import pytest
 import torch
-from support.interpreter import interpreted_kernel
+from support.requirements_of_machine import interpreted_kernel, requires_interpreter
 
 from quire_kernels import add_rms_norm, get_gated_op, rms_norm, rope_and_cache, write_kv
+
+pytestmark = requires_interpreter
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 8e-3}
 DTYPES = list(TOLERANCE)

@@ -3,10 +3,12 @@
 
 import pytest
 import torch
-from support.interpreter import interpreted_kernel
+from support.requirements_of_machine import interpreted_kernel, requires_interpreter
 
 from quire_kernels import apply_penalties, argmax_first, sample, uniform
 from quire_kernels.gpu import sampling as gpu
+
+pytestmark = requires_interpreter
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,11 @@
 """A step's inputs from what the device keeps: the reference equals the formulas, the kernel the reference."""
 
 import torch
-from support.interpreter import interpreted_kernel
+from support.requirements_of_machine import interpreted_kernel, requires_interpreter
 
 from quire_kernels import SequenceState, StepInputs, prepare_inputs
+
+pytestmark = requires_interpreter
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
-from support.clock import timeless
 from support.controller_harness import TINY, termination_message
 from support.fake_sources import start_server
 from support.planning import llm_service
+from support.virtual_time import virtual_time
 
 from quire_operator.controller.object_cache import ObjectCache
 from quire_operator.controller.observe.checkpoint_store import CheckpointStore, NotReadYet
@@ -93,7 +93,7 @@ def test_what_the_events_of_a_pod_complain_of(case):
     assert latest_warning(found) == words
 
 
-@timeless
+@virtual_time
 async def test_a_pod_that_cannot_mount_its_claim_is_told_of():
     asked = llm_service("model: {source: {pvc: {claimName: models, path: tiny}}}")
     job = model_reader_job.job(asked, asked.spec.model.source.pvc, "image")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.clock import at_once
+from support.virtual_time import run_in_virtual_time
 
 from quire_server.adapters.fetcher import CachedAdapter
 from quire_server.adapters.manager import AdapterManager, StaleCatalog
@@ -182,7 +182,7 @@ class World:
 def test_the_last_catalogue_is_what_is_in_place(first: int) -> None:
     for seed in range(first, first + 100):
         try:
-            at_once(_run(random.Random(seed)))
+            run_in_virtual_time(_run(random.Random(seed)))
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise

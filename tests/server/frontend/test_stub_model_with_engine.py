@@ -8,8 +8,8 @@ import time
 import pytest
 from support.engine_processes import EngineProcesses
 from support.frontend_harness import BASE, FrontendHarness
-from support.llama import greedy_output, make_llama, make_llama_adapter
 from support.quire_serve import StreamedResponse, run_concurrently
+from support.tiny_checkpoints import greedy_output, make_llama, make_llama_adapter
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.server
