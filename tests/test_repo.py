@@ -14,6 +14,7 @@ PACKAGES = {
     "quire_operator": "operator",
     "quire_engine": "backend",
     "quire_server": "backend",
+    "quire_sources": "backend",
     "quire_spec": "backend",
     "quire_kernels": "kernels",
 }
@@ -62,6 +63,7 @@ def test_nothing_of_ours_is_named_after_the_kernel_language():
         ("quire_spec.engine.config", {"torch", "numpy", "yaml"}),
         ("quire_engine.text.process", {"torch", "transformers", "numpy"}),
         ("quire_engine.scheduling.scheduler", {"torch"}),
+        ("quire_sources.factory", {"torch", "numpy", "quire_engine", "quire_server", "quire_operator"}),
         ("quire_server.supervisor.supervisor", {"torch", "tokenizers", "quire_engine"}),
         ("quire_operator.cli.main", {"torch", "numpy", "quire_engine", "quire_server"}),
     ],

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rendered pod, run: its container's arguments, files and folders, as a kubelet would lay them out, without one."""
 
+import asyncio
 import base64
 import os
 import subprocess
@@ -13,7 +14,7 @@ from nodocker_cluster.ports import free_ports
 from support.planning import llm_service as parsed
 from support.quire_serve import EXAMPLES, PORTS, QuireServeProcess
 
-from quire_operator.plan.checkpoint_files import FolderReader, read_checkpoint
+from quire_operator.plan.checkpoint_files import read_local_checkpoint
 from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.planner import make_plan
 from quire_operator.render.context import RenderContext
@@ -86,7 +87,8 @@ def _content(manifest) -> dict[str, str]:
 def test_the_rendered_pod_runs(tmp_path):
     numbers = free_ports(4)
     of = parsed(SPEC % tuple(numbers), "rendered")
-    plan = make_plan(PlannerInputs.from_service(of, read_checkpoint(FolderReader(EXAMPLES / "models/tiny")), None))
+    checkpoint = asyncio.run(read_local_checkpoint(EXAMPLES / "models/tiny"))
+    plan = make_plan(PlannerInputs.from_service(of, checkpoint, None))
     manifests = render_objects(of, plan, RenderContext(admin_key=KEY)).manifests
     pod = RenderedPod(manifests, tmp_path, dict(zip(PORTS, numbers, strict=True)))
     try:

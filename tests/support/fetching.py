@@ -4,9 +4,9 @@
 import os
 from pathlib import Path
 
-from quire_server.adapters.fetcher import AdapterFetcher
+from quire_server.adapters.fetcher import MAX_WEIGHTS_BYTES, AdapterFetcher
 from quire_server.sources.adapter_cache import AdapterCache
-from quire_server.sources.factory import SourceOptions
+from quire_sources.factory import SourceOptions
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
 
 CONFIG = b'{"r": 8}'
@@ -25,8 +25,8 @@ def write_adapter_folder(folder: Path, config: bytes = CONFIG, weights: bytes = 
     return folder
 
 
-def make_fetcher(tmp_path: Path, **options) -> AdapterFetcher:
-    return AdapterFetcher(AdapterCache(tmp_path / "cache"), SourceOptions(**options))
+def make_fetcher(tmp_path: Path, max_weights_bytes: int = MAX_WEIGHTS_BYTES, **options) -> AdapterFetcher:
+    return AdapterFetcher(AdapterCache(tmp_path / "cache"), SourceOptions(**options), max_weights_bytes)
 
 
 def folder_content(cached_adapter):

@@ -15,17 +15,20 @@ from types import TracebackType
 from typing import Self
 from weakref import WeakValueDictionary
 
-from quire_server.blocking import run_in_daemon_thread
 from quire_server.sources.adapter_cache import AdapterCache, PartialDownload, SourceRecord, source_key
-from quire_server.sources.factory import SourceFactory, SourceOptions
-from quire_server.sources.reader import SourceReader
 from quire_server.sources.resumable_download import MAX_SOURCE_CHANGES, ResumableDownload, query_version
+from quire_sources.blocking import run_in_daemon_thread
+from quire_sources.factory import SourceFactory, SourceOptions
+from quire_sources.reader import SourceReader
 from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.adapter_digest import ADAPTER_FILES, WEIGHTS_FILE
 from quire_spec.errors import Unavailable
 
 logger = logging.getLogger(__name__)
 
+MAX_WEIGHTS_BYTES = 4 * 2**30
+"""A rank 64 adapter of a 70B model has 3.3 GiB."""
+_MAX_CONFIG_BYTES = 2**20
 _LOCK_RETRY_S = 0.2
 
 
@@ -40,9 +43,11 @@ class CachedAdapter:
 class AdapterFetcher:
     """One cache and its sources. Use it as an async context manager."""
 
-    def __init__(self, adapter_cache: AdapterCache, options: SourceOptions) -> None:
+    def __init__(
+        self, adapter_cache: AdapterCache, options: SourceOptions, max_weights_bytes: int = MAX_WEIGHTS_BYTES
+    ) -> None:
         self._adapter_cache = adapter_cache
-        self._options = options
+        self._max_weights_bytes = max_weights_bytes
         self._sources = SourceFactory(options)
         self._downloader = ResumableDownload(self._size_limit)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -131,8 +136,8 @@ class AdapterFetcher:
 
     def _size_limit(self, name: str) -> tuple[int, str]:
         if name == WEIGHTS_FILE:
-            return self._options.max_weights_bytes, "; raise --max-adapter-bytes"
-        return self._options.max_config_bytes, ""
+            return self._max_weights_bytes, "; raise --max-adapter-bytes"
+        return _MAX_CONFIG_BYTES, ""
 
     @contextlib.asynccontextmanager
     async def _lock_partial(self, key: str) -> AsyncIterator[PartialDownload]:

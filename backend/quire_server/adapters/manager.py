@@ -19,10 +19,10 @@ from weakref import WeakValueDictionary
 
 from quire_server.adapters.fetcher import AdapterFetcher, CachedAdapter
 from quire_server.adapters.managed_adapter import ManagedAdapter
-from quire_server.blocking import run_in_daemon_thread
 from quire_server.clients.control_client import ConnectionLost
 from quire_server.clients.handles import ProcessHandles
-from quire_server.sources.factory import concurrency_key
+from quire_sources.blocking import run_in_daemon_thread
+from quire_sources.factory import concurrency_key
 from quire_spec.backoff import backoff
 from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterLimits, AdapterSpec, CatalogVersion, Source
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus

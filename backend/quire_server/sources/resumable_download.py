@@ -10,9 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from quire_server.blocking import run_in_daemon_thread
 from quire_server.sources.adapter_cache import PartialDownload
-from quire_server.sources.reader import OpenFile, SourceReader
+from quire_sources.blocking import run_in_daemon_thread
+from quire_sources.reader import OpenFile, SourceReader
 from quire_spec.backoff import backoff
 from quire_spec.documents.adapter_digest import file_sha256
 from quire_spec.errors import InvalidArgument, Unavailable

@@ -19,13 +19,13 @@ from quire_server.adapters.manager import AdapterManager
 from quire_server.logs import LogRelay
 from quire_server.model_server import launch
 from quire_server.sources.adapter_cache import AdapterCache
-from quire_server.sources.factory import SourceOptions
 from quire_server.supervisor import run_dir
 from quire_server.supervisor.admin_api import AdminAPI
 from quire_server.supervisor.child_process import become_subreaper
 from quire_server.supervisor.process_manager import ProcessManager
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.supervisor.supervisor import Supervisor
+from quire_sources.factory import SourceOptions
 from quire_spec import constants
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.engine.config import EngineConfig
@@ -51,7 +51,9 @@ async def run(settings: SupervisorSettings) -> None:
     become_subreaper()
     async with contextlib.AsyncExitStack() as stack:
         run_folder = stack.enter_context(run_dir.locked_run_dir(settings.run_dir))
-        fetcher = await stack.enter_async_context(AdapterFetcher(_open_cache(settings), _source_options(settings)))
+        fetcher = await stack.enter_async_context(
+            AdapterFetcher(_open_cache(settings), _source_options(settings), settings.max_adapter_bytes)
+        )
         session = await stack.enter_async_context(aiohttp.ClientSession())
         process_manager = ProcessManager(
             settings, run_folder, (install, python), config.device == "cuda", LogRelay(settings.verbose)
@@ -107,9 +109,7 @@ def _open_cache(settings: SupervisorSettings) -> AdapterCache:
 
 
 def _source_options(settings: SupervisorSettings) -> SourceOptions:
-    return SourceOptions(
-        settings.secrets_dir, settings.pvcs, settings.allow_path_sources, max_weights_bytes=settings.max_adapter_bytes
-    )
+    return SourceOptions(settings.secrets_dir, settings.pvcs, settings.allow_path_sources)
 
 
 def _check_ports(settings: SupervisorSettings) -> None:

@@ -2,6 +2,7 @@
 """`quire plan`: reads what it is told to, has planner.py plan, and prints. Called by cli.py."""
 
 import argparse
+import asyncio
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from quire_operator.api.validation_errors import InvalidService, Problem
 from quire_operator.api.yaml_manifest import Manifest
 from quire_operator.cli.local_sources import LocalSources
 from quire_operator.plan.checkpoint import CONFIG_FILE, CheckpointInfo
-from quire_operator.plan.checkpoint_files import FolderReader, open_source_reader, read_checkpoint
+from quire_operator.plan.checkpoint_files import read_local_checkpoint, read_source_checkpoint
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.gpu import GpuInfo, node_labels, resolve_gpu
 from quire_operator.plan.inputs import PlannerInputs
@@ -82,15 +83,15 @@ def _read_model(args: argparse.Namespace, manifest: Manifest, service: LLMServic
         path: Path = args.model_config
         if not path.exists():
             raise ConfigError(f"--model-config {path}: does not exist; give a model's folder, or its {CONFIG_FILE}")
-        return read_checkpoint(FolderReader(path))
+        return asyncio.run(read_local_checkpoint(path))
     local_sources = LocalSources(manifest.folder, dict(args.volumes), args.secrets_dir)
     source, source_path = service.spec.model.source, ("spec", "model", "source")
     if problems := list(local_sources.iter_problems(source, source_path, (CONFIG_FILE,))):
         raise InvalidService([_with_model_config_hint(problem) for problem in problems], manifest.location)
     try:
-        return read_checkpoint(
-            open_source_reader(local_sources.localize(source), local_sources.resolve(source), local_sources.read_secret)
-        )
+        if (folder := local_sources.resolve(source)) is not None:
+            return asyncio.run(read_local_checkpoint(folder))
+        return asyncio.run(read_source_checkpoint(local_sources.localize(source), local_sources.read_secret))
     except Unavailable as error:
         raise Unavailable(
             f"{error}; where this machine cannot reach it, say where config.json is: --model-config PATH"

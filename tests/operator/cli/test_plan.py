@@ -137,7 +137,7 @@ def test_a_hub_out_of_reach_is_said_with_the_way_around_it():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("hub repository 'Qwen/Qwen2.5-0.5B-Instruct' at its default branch, config.json: ")
-    assert "no answer from http://127.0.0.1:9/: " in done.stderr
+    assert "no response from http://127.0.0.1:9: " in done.stderr
     assert done.stderr.endswith("say where config.json is: --model-config PATH\n")
 
 

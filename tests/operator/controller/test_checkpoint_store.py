@@ -176,9 +176,9 @@ async def test_a_place_that_asks_to_be_left_alone_is_asked_no_sooner():
         return str(error.value)
 
     for _ in range(2):
-        assert (await ask("/a")).endswith("/a/config.json: HTTP 429; it asks for 2 s of patience")
+        assert (await ask("/a")).endswith("/a/config.json: HTTP 429; the server requests a delay of 2 s")
     for _ in range(2):
-        assert "HTTP 429; it asks for 0 s" in await ask("/b")
+        assert "HTTP 429; the server requests a delay of 0 s" in await ask("/b")
     assert asked == ["/a/config.json", "/b/config.json", "/b/config.json"]
     async with asyncio.timeout(20):
         while len(asked) < 4:

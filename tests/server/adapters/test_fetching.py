@@ -12,7 +12,7 @@ from support.fake_sources import FakeHttpServer, start_server
 from quire_server.adapters import manager
 from quire_server.adapters.fetcher import AdapterFetcher, SourceOptions
 from quire_server.sources.adapter_cache import AdapterCache
-from quire_server.sources.factory import concurrency_key
+from quire_sources.factory import concurrency_key
 from quire_spec.dataclass_json import from_json
 from quire_spec.documents.adapter_catalog import Source
 from quire_spec.errors import Internal
@@ -103,7 +103,7 @@ async def test_a_secret_that_is_made_or_mended_is_used_within_seconds(world_of, 
         world.want(1, a={"source": {"http": source}})
         await world.until_states(a="Failed")
         tried = len(asked)
-        assert {None: "make the Secret"}.get(before, "HTTP 401") in world.one("a").error
+        assert {None: "create the Secret"}.get(before, "HTTP 401") in world.one("a").error
         await asyncio.sleep(0.2)
         assert len(asked) == tried
         secret.write_text(json.dumps({"Authorization": "Bearer right"}))
@@ -124,7 +124,7 @@ async def test_a_source_is_left_alone_as_long_as_it_asks_for_within_bounds(world
     server = await start_server(busy)
     world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
     # Said between two tries: while one is made, the state is Fetching.
-    await world.until(lambda: "it asks for 86400 s of patience" in world.one("a").error)
+    await world.until(lambda: "the server requests a delay of 86400 s" in world.one("a").error)
     await world.until(lambda: len(asked) >= 2)
     assert asked[1] - asked[0] >= 0.5
     await server.close()

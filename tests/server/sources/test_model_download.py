@@ -19,8 +19,8 @@ from nodocker_cluster.ports import free_ports
 from support.fake_sources import FakeHttpServer, FakeHub, FakeS3, start_server
 
 from quire_server.sources import model_download as program
-from quire_server.sources.factory import SourceOptions
 from quire_server.sources.model_download import NoSpace, download
+from quire_sources.factory import SourceOptions
 from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
 from quire_spec.documents.download_progress import DownloadProgress
 from quire_spec.documents.download_result import DownloadReason, DownloadResult
@@ -329,7 +329,7 @@ async def test_hub(tmp_path):
     source = Source(huggingFace=HuggingFaceSource("org/llama", None, SecretRef("hf", "token")))
     await download(source, tmp_path / "m", options)
     assert found(tmp_path / "m") == SHARDED
-    with pytest.raises(Unavailable, match="key 'other' is not there"):
+    with pytest.raises(Unavailable, match="has no key 'other'"):
         wrong = Source(huggingFace=HuggingFaceSource("org/llama", None, SecretRef("hf", "other")))
         await download(wrong, tmp_path / "n", options)
     await server.close()
@@ -427,7 +427,7 @@ async def test_a_report_tells_a_refused_token_from_a_full_disk(tmp_path, web, mo
     (tmp_path / "secrets").mkdir()
     secrets = "--secrets-dir", tmp_path / "secrets"
     missing = await told(tmp_path, *named, *endpoint, *secrets, "--into", tmp_path / "m")
-    assert missing.result is DownloadReason.AUTH_FAILED and "secret 'hf': key 'token' is not there" in missing.message
+    assert missing.result is DownloadReason.AUTH_FAILED and "create the Secret" in missing.message
     (tmp_path / "secrets/hf").write_text(json.dumps({"token": "hf_s3cr3t"}))
     good = await told(tmp_path, *named, *endpoint, *secrets, "--into", tmp_path / "m")
     assert (good.result, good.revision) == (DownloadReason.DOWNLOADED, COMMIT)

@@ -20,7 +20,7 @@ from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.errors import WriteConflict
 from quire_operator.kube.resources import Resource
 from quire_operator.plan.checkpoint import CheckpointInfo
-from quire_operator.plan.checkpoint_files import open_source_reader, read_checkpoint
+from quire_operator.plan.checkpoint_files import read_source_checkpoint
 from quire_operator.render import model_reader_job, object_names
 from quire_spec.dataclass_json import drop_nulls, to_json
 from quire_spec.documents.adapter_catalog import PvcSource, SecretRef
@@ -31,7 +31,7 @@ SecretValues = Mapping[str, Mapping[str, str]]
 
 _MAX_CHECKPOINTS = 4096
 _MAX_CONCURRENT_READS = 4
-"""Threads that read at a time: each read is a few round trips."""
+"""Concurrent reads; each takes a few round trips."""
 _FAILED_JOB_RETRY_S = 120.0
 """After a Job that found no model, until another one looks: files may be on their way to the claim."""
 _MAX_RETRY_AFTER_S = 300.0
@@ -105,7 +105,7 @@ class CheckpointStore:
     ) -> CheckpointInfo:
         async with self._read_semaphore:
             try:
-                return await asyncio.to_thread(_read_from_source, service, secrets)
+                return await _read_from_source(service, secrets)
             except Unavailable as error:
                 if error.retry_after_s:
                     self._back_off(source_key, min(error.retry_after_s, _MAX_RETRY_AFTER_S), error)
@@ -258,10 +258,10 @@ def _parse_checkpoint(message: str) -> CheckpointInfo:
     return CheckpointInfo.from_files(config, index, header)
 
 
-def _read_from_source(service: LLMService, secrets: SecretValues) -> CheckpointInfo:
+async def _read_from_source(service: LLMService, secrets: SecretValues) -> CheckpointInfo:
     def secret_values(ref: SecretRef) -> Mapping[str, str]:
         if ref.name not in secrets:
             raise AccessDenied(f"Secret {ref.name!r}: there is none in namespace {service.namespace!r}; make it")
         return secrets[ref.name]
 
-    return read_checkpoint(open_source_reader(service.spec.model.source, None, secret_values))
+    return await read_source_checkpoint(service.spec.model.source, secret_values)

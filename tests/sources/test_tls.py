@@ -128,7 +128,9 @@ def refuse(listening: socket.socket, made: ssl.SSLContext) -> None:
 
 async def test_one_variable_has_every_reader_trust_a_private_authority(pki, tls):
     url = await tls(context(pki, "good"))
-    assert await ask([(reader, url) for reader in READERS], SSL_CERT_FILE=str(pki / "ca.crt")) == ['{"r": 8}'] * 6
+    assert await ask([(reader, url) for reader in READERS], SSL_CERT_FILE=str(pki / "ca.crt")) == ['{"r": 8}'] * len(
+        READERS
+    )
 
 
 async def test_a_failed_handshake_is_one_line_that_names_the_source(pki, tls, refusing):
@@ -154,9 +156,9 @@ async def test_a_certificate_behind_a_redirect_names_the_host_behind_it(pki, tls
         return web.Response(status=302, headers={"Location": f"{url}/secret?signature=s3cr3t", "ETag": '"a"'})
 
     server = await start_server(moved, context(pki, "good"))
-    asked = [(reader, str(server.make_url("/"))) for reader in ("pod http", "plan http", "plan hub")]
+    asked = [(reader, str(server.make_url("/"))) for reader in ("http", "hub")]
     for said in await ask(asked, SSL_CERT_FILE=str(pki / "ca.crt")):
-        assert f"it redirects to {url}" in said and "CERTIFICATE_VERIFY_FAILED" in said
+        assert f"no response after a redirect to {url}" in said and "CERTIFICATE_VERIFY_FAILED" in said
         assert "s3cr3t" not in said
     await server.close()
 
@@ -177,10 +179,10 @@ async def test_every_reader_goes_by_the_proxy_and_past_it_where_it_is_told_to(pk
     proxy = FakeProxy("user:passw0rd")
     port = await proxy.start(made if form.startswith("https:") else None)
     environment = {"SSL_CERT_FILE": str(pki / "ca.crt"), "HTTPS_PROXY": form % (proxy.credentials, f"{HOST}:{port}")}
-    assert await ask(asked, **environment) == ['{"r": 8}'] * 6
+    assert await ask(asked, **environment) == ['{"r": 8}'] * len(READERS)
     assert set(proxy.targets) == {url.removeprefix("https://") for _, url in asked}
     proxy.targets.clear()
-    assert await ask(asked, **environment, NO_PROXY=HOST) == ['{"r": 8}'] * 6
+    assert await ask(asked, **environment, NO_PROXY=HOST) == ['{"r": 8}'] * len(READERS)
     assert proxy.targets == []
     await proxy.close()
 

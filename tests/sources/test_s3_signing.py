@@ -3,8 +3,8 @@
 
 import pytest
 
+from quire_sources.s3_signing import check_endpoint, store_options
 from quire_spec.errors import ConfigError
-from quire_spec.net.s3 import check_endpoint, store_options
 
 KEYS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}
 FROM_PLATFORM = {"AWS_WEB_IDENTITY_TOKEN_FILE": "/run/token"}

@@ -127,7 +127,7 @@ async def test_s3_errors(tmp_path, bucket):
     async with make_fetcher(tmp_path, **bucket.options) as f:
         with pytest.raises(NotFound, match=rf"s3://models/absent/{CONFIG_FILE}"):
             await f.fetch(s3(bucket, "s3://models/absent"))
-        with pytest.raises(Unavailable, match="access denied"):
+        with pytest.raises(Unavailable, match="HTTP 403 AccessDenied; the source's secret is missing"):
             await f.fetch(s3(bucket, secret=None))
         with pytest.raises(InvalidArgument, match="s3://bucket/prefix"):
             await f.fetch(s3(bucket, "https://models/loras"))
@@ -140,7 +140,9 @@ async def test_s3_tells_what_a_bucket_says_and_not_what_it_quotes(tmp_path, buck
     body = b"<Error><Code>ExpiredToken</Code><Token-0>s3cr3t</Token-0></Error>"
     _, url = await raw(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
     async with make_fetcher(tmp_path, **bucket.options) as f:
-        with pytest.raises(AccessDenied, match="HTTP 400 ExpiredToken; the source's secret is wrong or no") as caught:
+        with pytest.raises(
+            AccessDenied, match="HTTP 400 ExpiredToken; the source's secret is wrong or expired"
+        ) as caught:
             await f.fetch(Source(s3=S3Source("s3://models/loras/sql", url, None, SecretRef("s3"))))
         assert "s3cr3t" not in str(caught.value)
         with pytest.raises(Unavailable, match=r"at http://127\.0\.0\.1:9: .*Connect call failed"):
@@ -150,7 +152,7 @@ async def test_s3_tells_what_a_bucket_says_and_not_what_it_quotes(tmp_path, buck
 async def test_s3_files_that_are_stored_compressed_are_refused(tmp_path, raw):
     _, url = await raw(b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}")
     async with make_fetcher(tmp_path) as f:
-        with pytest.raises(Unavailable, match="comes as gzip; store the files as they are"):
+        with pytest.raises(Unavailable, match="has Content-Encoding gzip; store and serve the files"):
             await f.fetch(Source(s3=S3Source("s3://models/loras/sql", url)))
 
 
@@ -167,3 +169,16 @@ async def test_an_endpoint_is_a_url_without_secrets(tmp_path, endpoint):
         with pytest.raises(InvalidArgument, match="s3://bucket/prefix") as caught:
             await f.fetch(Source(s3=S3Source("s3://AKIA1:s3cr3t@models/a")))
         assert "s3cr3t" not in str(caught.value)
+
+
+async def test_a_panic_in_obstore_is_an_error_of_one_source(tmp_path, bucket, monkeypatch):
+    class Panic(BaseException):
+        """Like pyo3's PanicException, which is not an Exception."""
+
+    def panic(*_):
+        raise Panic("called unwrap on an Err value")
+
+    monkeypatch.setattr("obstore.sign", panic)
+    async with make_fetcher(tmp_path, **bucket.options) as f:
+        with pytest.raises(ConfigError, match="obstore failed: called unwrap on an Err value; correct the source"):
+            await f.fetch(s3(bucket))

@@ -3,7 +3,6 @@
 
 import os
 
-import huggingface_hub
 import pytest
 from support.fake_sources import FakeHttpServer, FakeHub, start_server
 from support.fetching import ADAPTER_FILES, WEIGHTS, files_under, folder_content, make_fetcher
@@ -81,18 +80,10 @@ async def test_hub_errors(tmp_path, hub):
             await f.fetch(source("org/sql-lora", None, mine))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("NO_PROXY", "[::1],fd00::/8"), ("HTTPS_PROXY", "socks5://user:passw0rd@127.0.0.1:9")],
-)
-async def test_a_proxy_that_the_hubs_library_cannot_use_is_said(tmp_path, hub, monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    huggingface_hub.close_session()
+async def test_an_unusable_proxy_is_reported_without_its_password(tmp_path, hub, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "socks5://user:passw0rd@127.0.0.1:9")
     source = Source(huggingFace=HuggingFaceSource("org/sql-lora", tokenSecretRef=SecretRef("hf")))
-    try:
-        async with make_fetcher(tmp_path, **hub.options) as f:
-            with pytest.raises(Unavailable, match="hub repository 'org/sql-lora'") as caught:
-                await f.fetch(source)
-    finally:
-        huggingface_hub.close_session()
+    async with make_fetcher(tmp_path, **hub.options) as f:
+        with pytest.raises(Unavailable, match="hub repository 'org/sql-lora'") as caught:
+            await f.fetch(source)
     assert "passw0rd" not in str(caught.value)

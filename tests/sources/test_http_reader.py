@@ -14,10 +14,10 @@ from aiohttp.test_utils import TestServer
 from support.fake_sources import start_server
 from support.fetching import ADAPTER_FILES, WEIGHTS, folder_content, make_fetcher
 
+from quire_sources.http_errors import parse_retry_after
 from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
-from quire_spec.net.http_errors import parse_retry_after
 
 
 async def test_http(tmp_path, web):
@@ -177,7 +177,7 @@ async def test_a_proxys_password_is_not_told(tmp_path, raw, monkeypatch):
 async def test_what_may_have_been_cut_is_not_taken(tmp_path, raw):
     """Without length or chunks the end of a connection is the end of the file, also where it was cut."""
     _, url = await raw(b"HTTP/1.1 200 OK\r\n\r\n{}")
-    assert "have it send Content-Length" in await refused(tmp_path, url)
+    assert "have the server send Content-Length" in await refused(tmp_path, url)
 
 
 async def test_a_server_that_never_has_a_right_range_is_asked_no_further(tmp_path, raw):
@@ -258,7 +258,7 @@ async def test_a_place_that_asks_for_long_is_asked_later(tmp_path):
         of_s3, of_hub = S3Source("s3://models/a", url), HuggingFaceSource("org/sql-lora")
         for source in (Source(http=HttpSource(url)), Source(huggingFace=of_hub), Source(s3=of_s3)):
             refused.clear()
-            with pytest.raises(Unavailable, match="HTTP 503; it asks for 100 s of patience") as caught:
+            with pytest.raises(Unavailable, match="HTTP 503; the server requests a delay of 100 s") as caught:
                 await f.fetch(source)
             assert caught.value.retry_after_s == 100
             assert len([request for request in refused if "/api/" not in request.path]) == 1
@@ -303,7 +303,9 @@ async def test_a_secret_that_cannot_be_sent_is_named_and_not_quoted(tmp_path, we
             Source(huggingFace=HuggingFaceSource("org/sql-lora", None, mine)),
             Source(s3=S3Source("s3://models/a", web.url, None, mine)),
         ):
-            with pytest.raises(AccessDenied, match=r"secret 'mine': key '\w+(-\w+)?' holds a line break") as caught:
+            with pytest.raises(
+                AccessDenied, match=r"secret 'mine': the value of key '\w+(-\w+)?' contains a line break"
+            ) as caught:
                 await f.fetch(source)
             assert "s3cr3t" not in str(caught.value)
     assert web.requests == []
@@ -335,7 +337,7 @@ async def test_secret_headers_go_to_the_first_origin_only(tmp_path, web):
         assert folder_content(await f.fetch(Source(http=source))) == ADAPTER_FILES
         with pytest.raises(InvalidArgument, match="not a name of a Secret"):
             await f.fetch(Source(http=HttpSource(web.url, headersSecretRef=SecretRef("../mine"))))
-        with pytest.raises(Unavailable, match="make the Secret"):
+        with pytest.raises(Unavailable, match="create the Secret"):
             await f.fetch(Source(http=HttpSource(web.url, headersSecretRef=SecretRef("other"))))
     # Each file once to be read, and once to see that it is still the same.
     assert seen == ["s3cr3t"] * 4

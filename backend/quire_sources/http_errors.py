@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bad answer by HTTP as the error that it is, with how long the place asks to be left alone. Pure; whoever reads
-sources calls it.
-"""
+"""HTTP error responses as QuireErrors, with the delay that the server requests (Retry-After). Pure."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-from quire_spec.errors import Unavailable
+from quire_spec.errors import AccessDenied, Unavailable
 
 _MAX_RETRY_AFTER_S = 86400.0
 
 
 def error_from_status(source: str, status: int, headers: Mapping[str, str], code: str = "") -> Unavailable:
-    """An answer that may be another one later; `code` is what the place itself calls it."""
+    """Return the error for a response that can be different later; `code` is the source's own code for it."""
+    if status in (401, 403):
+        return AccessDenied(f"{source}: HTTP {status}{code}; the source's secret is missing, wrong, or lacks access")
     delay_s = parse_retry_after(headers.get("Retry-After"), datetime.now(UTC))
-    retry_hint = "" if delay_s is None else f"; it asks for {delay_s:.0f} s of patience"
+    retry_hint = "" if delay_s is None else f"; the server requests a delay of {delay_s:.0f} s"
     return Unavailable(f"{source}: HTTP {status}{code}{retry_hint}", delay_s)
 
 
 def parse_retry_after(value: str | None, now: datetime) -> float | None:
-    """Seconds that a header Retry-After asks to be waited, a day at most; None where it says neither them nor a date.
+    """Return the delay in seconds of a Retry-After header, at most a day; None if it is neither seconds nor a date.
 
     Source: RFC 9110, section 10.2.3.
     """
@@ -31,6 +31,6 @@ def parse_retry_after(value: str | None, now: datetime) -> float | None:
         retry_at = parsedate_to_datetime(text)
     except ValueError:
         return None
-    # One of -0000 has no zone, and means UTC.
+    # A date with -0000 is parsed without a zone and means UTC.
     delay = (retry_at if retry_at.tzinfo else retry_at.replace(tzinfo=UTC)) - now
     return min(max(delay.total_seconds(), 0.0), _MAX_RETRY_AFTER_S)

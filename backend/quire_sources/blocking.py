@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocking work off the event loop, in threads that nobody waits for when the process ends.
+"""Blocking calls off the event loop, in daemon threads.
 
-asyncio.to_thread joins its threads at exit: one read from a hung file system would then keep a pod from stopping.
+asyncio.to_thread joins its threads at exit, so that one read of a hung file system would keep a pod from stopping.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 async def run_in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
-    """The result of `work(*args)`, run in a daemon thread; raises what it raises. Cancelling leaves the thread be."""
+    """Return `function(*args)`, run in a daemon thread, or raise its exception. Cancelling does not stop the thread."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -22,7 +22,7 @@ async def run_in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
         if future.done():
             return
         if error is None:
-            future.set_result(result)  # type: ignore[arg-type]
+            future.set_result(result)  # type: ignore[arg-type]  # without an error there is a result
         else:
             future.set_exception(error)
 
@@ -32,7 +32,7 @@ async def run_in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
             result = function(*args)
         except Exception as error:
             error_raised = error
-        # A closed loop: the process is ending and nobody wants the result.
+        # RuntimeError: the loop is closed because the process ends.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(set_outcome, result, error_raised)
 

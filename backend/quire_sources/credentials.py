@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Credentials that a source's Secret contains. Error messages name Secret and key, and never quote a value.
+
+Values are read before each request, so that a rotated Secret takes effect without a restart.
+"""
+
+from collections.abc import Callable, Mapping
+
+from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, SecretRef
+from quire_spec.errors import AccessDenied
+
+SecretValues = Callable[[SecretRef], Mapping[str, str]]
+"""Returns the keys and values of a Secret; raises a QuireError if it cannot be read."""
+
+_OPTIONAL_S3_KEY = "AWS_SESSION_TOKEN"
+_REQUIRED_S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+
+
+def hub_token(source: HuggingFaceSource, read_secret: SecretValues) -> str | None:
+    """Return the token of the source's Secret, or None; raises AccessDenied."""
+    ref = source.tokenSecretRef
+    return None if ref is None else _value(ref, read_secret(ref), ref.key or "token")
+
+
+def s3_credentials(source: S3Source, read_secret: SecretValues) -> dict[str, str]:
+    """Return the access key of the source's Secret, with the session token if there is one; raises AccessDenied."""
+    ref = source.credentialsSecretRef
+    if ref is None:
+        return {}
+    values = read_secret(ref)
+    optional = [_OPTIONAL_S3_KEY] if _OPTIONAL_S3_KEY in values else []
+    return {key: _value(ref, values, key) for key in (*_REQUIRED_S3_KEYS, *optional)}
+
+
+def http_headers(source: HttpSource, read_secret: SecretValues) -> dict[str, str]:
+    """Return every key of the source's Secret as a header; raises AccessDenied."""
+    ref = source.headersSecretRef
+    if ref is None:
+        return {}
+    values = read_secret(ref)
+    return {key: _value(ref, values, key) for key in values}
+
+
+def _value(ref: SecretRef, values: Mapping[str, str], key: str) -> str:
+    if key not in values:
+        raise AccessDenied(f"secret {ref.name!r}: has no key {key!r}; add it to the Secret, or correct the key")
+    # Most files end in a newline, and so do the values of Secrets that are made from files.
+    value = values[key].strip()
+    if not (value.isascii() and value.isprintable()):
+        # Libraries that send such a value quote it in their errors, or panic.
+        raise AccessDenied(
+            f"secret {ref.name!r}: the value of key {key!r} contains a line break or another character that is not "
+            "allowed in a header; store only the credential there"
+        )
+    return value

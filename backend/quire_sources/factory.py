@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the reader of a source with the Secrets that it names. One HTTP session serves all readers of a factory.
+
+Called by the adapter fetcher, the model download and the planner's checkpoint reader.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from quire_sources.credentials import SecretValues, http_headers, hub_token, s3_credentials
+from quire_sources.folder_reader import FolderReader
+from quire_sources.http_client import HttpClient, create_session
+from quire_sources.http_reader import HttpReader
+from quire_sources.hub_reader import HubReader
+from quire_sources.mounted_secrets import MountedSecrets
+from quire_sources.reader import SourceReader
+from quire_sources.s3_reader import S3Reader
+from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, PvcSource, S3Source, Source
+from quire_spec.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """What sources can name on this machine."""
+
+    secrets_dir: Path | None = None
+    """Folder of mounted Secrets; None: sources cannot name any."""
+    pvcs: Mapping[str, Path] = field(default_factory=dict)
+    """Mount path of each claim."""
+    allow_paths: bool = False
+    """Accept `path` sources: true on a developer's machine, never in a pod."""
+    hub_endpoint: str | None = None
+    """None is huggingface_hub's default, which HF_ENDPOINT sets."""
+
+
+def concurrency_key(source: Source) -> str:
+    """Return the host or volume of a source; reads of one host share a limit, because it can hang for all of them."""
+    match source:
+        case Source(s3=S3Source() as s3):
+            return s3.endpoint or "s3"
+        case Source(http=HttpSource() as http):
+            try:
+                return urlsplit(http.url).netloc.rpartition("@")[2]
+            except ValueError:
+                # The reader reports that the URL is not valid.
+                return http.url
+        case Source(pvc=PvcSource() as pvc):
+            return pvc.claimName
+    return "path" if source.path is not None else "hub"
+
+
+class SourceFactory:
+    """Opens source readers. Use it as an async context manager."""
+
+    def __init__(self, options: SourceOptions, read_secret: SecretValues | None = None) -> None:
+        """`read_secret` None reads the Secrets of `options.secrets_dir`."""
+        self._options = options
+        self._mounted_secrets = MountedSecrets(options.secrets_dir)
+        self._read_secret = read_secret or self._mounted_secrets.values
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = create_session()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def open_reader(self, source: Source) -> SourceReader:
+        """Return the reader of `source`; raises ConfigError if the source is invalid or not allowed here."""
+        assert self._session is not None, "SourceFactory is an async context manager"
+        client = HttpClient(self._session)
+        match source:
+            case Source(huggingFace=HuggingFaceSource() as hub):
+                return HubReader(client, hub, partial(hub_token, hub, self._read_secret), self._options.hub_endpoint)
+            case Source(s3=S3Source() as s3):
+                return S3Reader(self._session, s3, partial(s3_credentials, s3, self._read_secret))
+            case Source(http=HttpSource() as http):
+                return HttpReader(client, http, partial(http_headers, http, self._read_secret))
+            case Source(pvc=PvcSource() as pvc):
+                return self._pvc_reader(pvc)
+            case Source(path=str() as path):
+                return self._path_reader(path)
+        raise ConfigError("source: is empty; give huggingFace, s3, http, pvc or path")
+
+    def secret_version(self, source: Source) -> int:
+        """Return a number that changes with the source's mounted Secret; raises ConfigError as `open_reader`."""
+        return 0 if source.secret_ref is None else self._mounted_secrets.version(source.secret_ref)
+
+    def _pvc_reader(self, pvc: PvcSource) -> SourceReader:
+        root = self._options.pvcs.get(pvc.claimName)
+        if root is None:
+            mounted_claims = ", ".join(sorted(self._options.pvcs)) or "none"
+            raise ConfigError(
+                f"pvc {pvc.claimName!r}: not mounted here (mounted: {mounted_claims}); give --pvc "
+                f"{pvc.claimName}=FOLDER"
+            )
+        return FolderReader(root, pvc.path, f"pvc {pvc.claimName!r}")
+
+    def _path_reader(self, path: str) -> SourceReader:
+        if not self._options.allow_paths:
+            raise ConfigError(f"path {path!r}: local folders are for `quire serve`; use another source")
+        if not Path(path).is_absolute() or ".." in Path(path).parts:
+            raise ConfigError(f"path {path!r}: must be absolute, without '..'")
+        return FolderReader(Path(path), "", f"path {path!r}")

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reader of a folder below an allowed root: a mounted volume, or a path of this machine.
+
+File system calls run in daemon threads, because a hung network volume must not block the event loop.
+"""
+
+import os
+import stat
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Self, TypeVar
+
+from quire_sources.blocking import run_in_daemon_thread
+from quire_sources.reader import FileMissing, OpenFile
+from quire_spec.errors import ConfigError, InvalidArgument, Unavailable
+
+_READ_BYTES = 4 * 2**20
+_MAX_CALLS_PER_ROOT = 16
+"""Concurrent calls per root, twice as many as there are fetches. Calls on a hung file system never return, even after
+the caller has given up, and the number of threads of a pod is limited."""
+_call_semaphores: defaultdict[Path, threading.Semaphore] = defaultdict(lambda: threading.Semaphore(_MAX_CALLS_PER_ROOT))
+T = TypeVar("T")
+
+
+class FolderReader:
+    """A folder below an allowed root; symbolic links must not lead out of the root."""
+
+    is_immutable = False
+    revision = None
+
+    def __init__(self, root: Path, path: str, source_name: str) -> None:
+        """`path` is relative to `root`, or empty; `source_name` names the source in messages.
+
+        Raises:
+            ConfigError: `path` leaves `root`.
+        """
+        self._root = root
+        self._source_name = source_name
+        self._folder = root / path
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise ConfigError(f"{source_name}: path {path!r} must be below the root and must not contain '..'")
+
+    @classmethod
+    def unrestricted(cls, folder: Path) -> Self:
+        """Return a reader of a local folder whose links may lead anywhere, as in huggingface_hub's cache."""
+        absolute = folder.resolve()
+        return cls(Path("/"), str(absolute.relative_to("/")), f"path {str(folder)!r}")
+
+    def display_name(self, name: str) -> str:
+        return str(self._folder / name)
+
+    def expected_sha256(self, name: str) -> str | None:
+        return None
+
+    async def version(self, name: str) -> str | None:
+        fd, version, _ = await self._run_blocking(self._open_file, name)
+        os.close(fd)
+        return version
+
+    @asynccontextmanager
+    async def open(
+        self, name: str, start: int = 0, version: str | None = None, num_bytes: int | None = None
+    ) -> AsyncIterator[OpenFile]:
+        fd, current_version, size = await self._run_blocking(self._open_file, name)
+        try:
+            offset = start if version in (None, current_version) else 0
+            yield OpenFile(offset, size, current_version, self._iter_chunks(fd, offset, name))
+        finally:
+            os.close(fd)
+
+    async def _run_blocking(self, function: Callable[..., T], *args: object) -> T:
+        """Return `function(*args)`, run in a thread; raises Unavailable if too many calls have not returned."""
+        semaphore = _call_semaphores[self._root]
+        if not semaphore.acquire(blocking=False):
+            raise Unavailable(f"{self._source_name}: {str(self._root)!r} does not respond; check its volume")
+
+        def run() -> T:
+            try:
+                return function(*args)
+            finally:
+                semaphore.release()
+
+        return await run_in_daemon_thread(run)
+
+    def _open_file(self, name: str) -> tuple[int, str, int]:
+        """Return file descriptor, version and size."""
+        path = self._folder / name
+        try:
+            # In this thread, because it also hangs on a hung file system.
+            root = os.path.realpath(self._root)
+            # Non-blocking: opening a FIFO would otherwise wait for a writer.
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise FileMissing(
+                f"{self._source_name}: {str(path)!r} does not exist; Quire reads safetensors files"
+            ) from error
+        except ValueError as error:
+            raise InvalidArgument(f"{self._source_name}: {str(path)!r} is not a path: {error}") from error
+        except OSError as error:
+            raise Unavailable(f"{self._source_name}: {str(path)!r}: {error.strerror}") from error
+        try:
+            file_stat = os.fstat(fd)
+            # Of the open file: the path could lead to another file by now.
+            real_path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+            if not real_path.is_relative_to(root):
+                raise InvalidArgument(
+                    f"{self._source_name}: {str(path)!r} is a link that leads out of {root!r}; copy the files there"
+                )
+            if not stat.S_ISREG(file_stat.st_mode):
+                raise InvalidArgument(f"{self._source_name}: {str(path)!r} is not a regular file")
+        except BaseException:
+            os.close(fd)
+            raise
+        version = f"{file_stat.st_dev}-{file_stat.st_ino}-{file_stat.st_size}-{file_stat.st_mtime_ns}"
+        return fd, version, file_stat.st_size
+
+    async def _iter_chunks(self, fd: int, start: int, name: str) -> AsyncIterator[bytes]:
+        offset = start
+        while data := await self._run_blocking(self._read_chunk, fd, offset, name):
+            offset += len(data)
+            yield data
+
+    def _read_chunk(self, fd: int, offset: int, name: str) -> bytes:
+        try:
+            return os.pread(fd, _READ_BYTES, offset)
+        except OSError as error:
+            raise Unavailable(f"{self._source_name}: {self.display_name(name)!r}: {error.strerror}") from error

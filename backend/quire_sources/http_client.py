@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP client of all remote readers: byte ranges, redirects, proxies, and errors that contain no secrets.
+
+It follows redirects itself, because secret headers must not go to another origin.
+"""
+
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+from yarl import URL
+
+from quire_sources.http_errors import error_from_status
+from quire_sources.reader import FileMissing, OpenFile
+from quire_spec.errors import Unavailable
+from quire_spec.net.redaction import describe_error
+
+_READ_BYTES = 2**20
+_MAX_REDIRECTS = 5
+_REDIRECT_STATUSES = (301, 302, 303, 307, 308)
+_TIMEOUT = aiohttp.ClientTimeout(total=None, connect=15, sock_read=30)
+"""There is no total limit, because adapters are large and links can be slow. A silent peer times out."""
+_IDENTITY_ENCODINGS = ("identity", "aws-chunked", "")
+"""Encodings that do not change the bytes. Some uploads to buckets leave "aws-chunked" behind."""
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
+
+
+def create_session() -> aiohttp.ClientSession:
+    """Return a session without cookies and without the environment's credentials.
+
+    A cookie of one source would grant access to another source of the same host, and the number of cookies is not
+    limited. `trust_env` would also send the credentials of ~/.netrc, so `_proxy_of` reads the proxy variables.
+    """
+    return aiohttp.ClientSession(auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
+
+
+class HttpClient:
+    """Sends requests of one session. Subclasses translate the error responses of a protocol."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    @asynccontextmanager
+    async def open(
+        self, url: URL, secret_headers: Mapping[str, str], plain_headers: Mapping[str, str], display_name: str
+    ) -> AsyncIterator[OpenFile]:
+        """GET a file; `plain_headers` are those of `range_headers`. Raises NotFound and Unavailable, also from chunks.
+
+        Without a usable range in the response, the file is requested again from its beginning.
+        """
+        async with self.request("GET", url, secret_headers, plain_headers, display_name) as response:
+            if plain_headers and not _can_resume(response, plain_headers):
+                async with self.open(url, secret_headers, {}, display_name) as file:
+                    yield file
+                return
+            await self.check_response(response, display_name)
+            if (encoding := response.headers.get("Content-Encoding", "")) not in _IDENTITY_ENCODINGS:
+                raise Unavailable(
+                    f"{display_name}: has Content-Encoding {encoding}; store and serve the files uncompressed"
+                )
+            start, size = _content_extent(response, display_name)
+            # A 206 response may omit the version: the request named the version it must have.
+            version = response_version(response) or (_requested_version(plain_headers) if start else None)
+            yield OpenFile(start, size, version, _iter_chunks(response, display_name))
+
+    async def check_response(self, response: aiohttp.ClientResponse, display_name: str) -> aiohttp.ClientResponse:
+        """Return a successful response; raises NotFound or Unavailable for any other."""
+        if response.status in (200, 206):
+            return response
+        if response.status in (404, 410):
+            raise FileMissing(
+                f"{display_name}: HTTP {response.status}; check the URL, and that the files are stored as safetensors"
+            )
+        raise error_from_status(display_name, response.status, response.headers)
+
+    @asynccontextmanager
+    async def request(
+        self,
+        method: str,
+        url: URL,
+        secret_headers: Mapping[str, str],
+        plain_headers: Mapping[str, str],
+        display_name: str,
+        stop_at: Callable[[aiohttp.ClientResponse], bool] = lambda response: False,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Follow redirects to the first response that is not one, or for which `stop_at` returns True.
+
+        `secret_headers` are sent to the URL's own origin only.
+        """
+        first_origin, target = url.origin(), url
+        for _ in range(_MAX_REDIRECTS + 1):
+            headers = {
+                "Accept-Encoding": "identity",
+                **plain_headers,
+                **(secret_headers if target.origin() == first_origin else {}),
+            }
+            try:
+                response = await self._session.request(
+                    method,
+                    target,
+                    headers=headers,
+                    allow_redirects=False,
+                    timeout=_TIMEOUT,
+                    proxy=_proxy_of(target),
+                )
+            except aiohttp.InvalidURL as error:
+                raise Unavailable(f"{display_name}: its URL or the proxy's URL is not valid; correct it") from error
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                # ValueError: an invalid host, or a secret header beside a user in the URL. After a redirect, the
+                # message names the host behind it, whose certificate may be the problem.
+                verb = "no response from" if target == url else "no response after a redirect to"
+                raise Unavailable(f"{display_name}: {verb} {target.origin()}: {describe_error(error)}") from error
+            async with response:
+                is_redirect = response.status in _REDIRECT_STATUSES and "Location" in response.headers
+                if not is_redirect or stop_at(response):
+                    yield response
+                    return
+                target = _redirect_target(target, response, display_name)
+        raise Unavailable(f"{display_name}: more than {_MAX_REDIRECTS} redirects")
+
+
+def range_headers(
+    start: int, version: str | None, num_bytes: int | None = None, condition: str = "If-Range"
+) -> dict[str, str]:
+    """Return the headers that request `num_bytes` (None: all) from `start` if the file still has `version`.
+
+    With If-Range the server sends the whole file if it has changed.
+    """
+    if not start and num_bytes is None:
+        return {}
+    last = "" if num_bytes is None else str(start + num_bytes - 1)
+    return {"Range": f"bytes={start}-{last}", **({condition: version} if version else {})}
+
+
+def response_version(response: aiohttp.ClientResponse) -> str | None:
+    """Return a strong ETag, else Last-Modified. A weak ETag can be the same for different bytes."""
+    etag = response.headers.get("ETag")
+    return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified")
+
+
+def redact_url(url: URL) -> str:
+    """Return a URL for messages: the query may be a signature and the user a password."""
+    return str(url.with_user(None).with_query(None).with_fragment(None))
+
+
+def _proxy_of(target: URL) -> str | None:
+    """Return the proxy that the environment names for a URL. aiohttp's trust_env would also read ~/.netrc."""
+    proxies = getproxies()
+    if proxy_bypass(f"{target.host}:{target.port}", proxies):
+        return None
+    proxy = proxies.get(target.scheme) or proxies.get("all")
+    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
+
+
+def _redirect_target(current: URL, response: aiohttp.ClientResponse, display_name: str) -> URL:
+    try:
+        target = current.join(URL(response.headers["Location"], encoded=True))
+        target.origin()
+    except ValueError as error:
+        raise Unavailable(f"{display_name}: HTTP {response.status} without a valid Location") from error
+    if target.scheme not in ("http", "https") or (current.scheme == "https" and target.scheme == "http"):
+        raise Unavailable(f"{display_name}: refused a redirect from {current.scheme} to {target.scheme}")
+    return target
+
+
+def _can_resume(response: aiohttp.ClientResponse, plain_headers: Mapping[str, str]) -> bool:
+    """Return whether the response to a range request can be used; if not, the whole file must be requested."""
+    if response.status != 206:
+        # 412: the file has another version. 416: the range is not in the file.
+        return response.status not in (412, 416)
+    content_range = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+    if content_range is None or not plain_headers["Range"].startswith(f"bytes={content_range[1]}-"):
+        return False
+    # Some servers implement Range but not If-Range: the range may be of another version.
+    requested_version = _requested_version(plain_headers)
+    return requested_version is None or response_version(response) in (None, requested_version)
+
+
+def _requested_version(plain_headers: Mapping[str, str]) -> str | None:
+    return plain_headers.get("If-Match") or plain_headers.get("If-Range")
+
+
+def _content_extent(response: aiohttp.ClientResponse, display_name: str) -> tuple[int, int | None]:
+    """Return the offset of the first byte of the body, and the size of the whole file."""
+    if response.status == 200:
+        chunked = "chunked" in response.headers.get("Transfer-Encoding", "").lower()
+        if response.content_length is None and not chunked:
+            raise Unavailable(
+                f"{display_name}: the response has neither a length nor chunks, so that a cut connection would go "
+                "unnoticed; have the server send Content-Length"
+            )
+        return 0, response.content_length
+    match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+    if match is None:
+        raise Unavailable(f"{display_name}: HTTP 206 without a valid Content-Range")
+    return int(match[1]), None if match[2] == "*" else int(match[2])
+
+
+async def _iter_chunks(response: aiohttp.ClientResponse, display_name: str) -> AsyncIterator[bytes]:
+    try:
+        async for data in response.content.iter_chunked(_READ_BYTES):
+            yield data
+    except (aiohttp.ClientError, TimeoutError, OSError, RuntimeError) as error:
+        # aiohttp raises RuntimeError for a connection that was closed before the read.
+        raise Unavailable(f"{display_name}: the connection was cut: {describe_error(error)}") from error

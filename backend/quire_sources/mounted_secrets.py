@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Secrets as files: <secrets_dir>/<secret>/<key>, as Kubernetes mounts them, or <secrets_dir>/<secret> as one JSON
+object, as the operator bundles them.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from quire_spec.documents.adapter_catalog import SecretRef
+from quire_spec.errors import AccessDenied, ConfigError
+
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._]{0,251}[A-Za-z0-9])?|[A-Za-z0-9_]")
+_MAX_BYTES = 64 * 1024
+
+
+class MountedSecrets:
+    """The mounted Secrets of a pod."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def values(self, secret: SecretRef) -> dict[str, str]:
+        """Return every key with its value.
+
+        Raises:
+            ConfigError: there is no --secrets-dir, or the name is not valid for a Secret.
+            AccessDenied: the Secret does not exist (yet).
+        """
+        path = self._secret_path(secret)
+        try:
+            return _read_bundle(path) if path.is_file() else {file.name: _read_text(file) for file in _key_files(path)}
+        except (OSError, ValueError) as error:
+            raise AccessDenied(
+                f"secret {secret.name!r}: {str(path)!r} does not exist or cannot be read; create the Secret"
+            ) from error
+
+    def version(self, secret: SecretRef) -> int:
+        """Return a number that changes when the Secret's content changes; 0 while it does not exist."""
+        try:
+            return hash(tuple(self.values(secret).items()))
+        except AccessDenied:
+            return 0
+
+    def _secret_path(self, secret: SecretRef) -> Path:
+        if self._folder is None:
+            raise ConfigError(f"secret {secret.name!r}: this pod has no secrets; give --secrets-dir")
+        if not _NAME_PATTERN.fullmatch(secret.name):
+            # It could lead out of the folder.
+            raise ConfigError(
+                f"secret: {secret.name!r} is not a name of a Secret; use letters, digits, '-', '_' and '.'"
+            )
+        return self._folder / secret.name
+
+
+def _key_files(folder: Path) -> list[Path]:
+    # Kubernetes keeps links of its own there, named ..data and ..<time>.
+    return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
+
+
+def _read_text(path: Path) -> str:
+    with path.open("rb") as file:
+        # Undecodable bytes are rejected where the value is used.
+        return file.read(_MAX_BYTES).decode(errors="replace")
+
+
+def _read_bundle(path: Path) -> dict[str, str]:
+    document = json.loads(_read_text(path))
+    items = document.items() if isinstance(document, dict) else ()
+    return {key: value for key, value in items if isinstance(value, str)}

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signed URLs of S3-compatible buckets, and the errors of buckets.
+
+obstore only signs. Its own reader is not used: it would send a session token to any host that a bucket redirects to.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from ipaddress import IPv4Address, IPv6Address
+from typing import Any, Literal
+
+import obstore
+from obstore.store import S3Store
+
+from quire_sources.blocking import run_in_daemon_thread
+from quire_sources.http_errors import error_from_status as http_error_from_status
+from quire_spec.errors import AccessDenied, ConfigError, Unavailable
+from quire_spec.net.redaction import describe_error
+
+SIGNED_URL_LIFETIME = timedelta(minutes=15)
+"""How long a signed URL is valid, by the bucket's clock: the largest clock difference that AWS accepts."""
+_DEFAULT_REGION = "us-east-1"
+_ANONYMOUS_CREDENTIALS = {"access_key_id": "-", "secret_access_key": "-"}
+"""Placeholders for public buckets; the signature is removed from the URL."""
+_AMBIENT_CREDENTIAL_VARIABLES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+"""Environment variables through which a platform gives a pod an identity. Without any, requests are unsigned."""
+_ERROR_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_SYSTEM_ERROR = re.compile(r'(?:message|error): "([\w :,-]{1,200}?)(?:: http|")')
+_ENDPOINT = re.compile(r"https?://(?P<host>[\w.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/[\w.~/-]*)?", re.ASCII)
+
+
+class S3Signer:
+    """Signs URLs of one bucket, with one store for as long as the credentials stay the same.
+
+    The store keeps the identity that a platform gave it, which costs a request.
+    """
+
+    def __init__(self, bucket: str, endpoint: str | None, region: str | None) -> None:
+        self._bucket, self._endpoint, self._region = bucket, endpoint, region
+        self._options: dict[str, Any] = {}
+        self._store: S3Store | None = None
+        self._lock = threading.Lock()
+
+    async def sign(
+        self, method: Literal["GET", "HEAD"], key: str, credentials: Mapping[str, str], display_name: str
+    ) -> str:
+        """Return a URL for one request; the bare URL if there are no credentials.
+
+        Raises:
+            Unavailable: the platform gave no identity. ConfigError: obstore panicked.
+        """
+        options = store_options(self._endpoint, self._region, credentials, os.environ)
+        url = await run_in_daemon_thread(self._sign, method, key, options, display_name)
+        return url.partition("?")[0] if options.items() >= _ANONYMOUS_CREDENTIALS.items() else url
+
+    def _sign(self, method: Literal["GET", "HEAD"], key: str, options: dict[str, Any], display_name: str) -> str:
+        try:
+            with self._lock:
+                if self._store is None or options != self._options:
+                    self._store, self._options = S3Store(self._bucket, **options), options
+                store = self._store
+            # Not sign_async: its Rust threads call into Python, and abort a process that ends soon afterwards
+            # (SIGABRT in 4 of 25 runs of a reader that got no response).
+            return str(obstore.sign(store, method, key, SIGNED_URL_LIFETIME))
+        except Exception as error:
+            raise Unavailable(f"{display_name}: {_describe_signing_error(error)}") from error
+        except BaseException as error:
+            # A panic in Rust is not an Exception: unhandled, one service's source would end the operator.
+            raise ConfigError(
+                f"{display_name}: obstore failed: {describe_error(error)}; correct the source or its Secret"
+            ) from error
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise ConfigError for an endpoint on which obstore panics."""
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None or int(match["port"] or 0) >= 2**16 or not _is_host(match["host"]):
+        # The endpoint is not quoted: the invalid part may be a password.
+        raise ConfigError("s3 source: the endpoint is not http(s)://host[:port][/path]; correct it")
+
+
+def _is_host(text: str) -> bool:
+    """Return False for an invalid IP address."""
+    try:
+        if text.startswith("["):
+            IPv6Address(text[1:-1])
+        elif text.rstrip(".").rpartition(".")[2].isdecimal():
+            IPv4Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def store_options(
+    endpoint: str | None,
+    region: str | None,
+    credentials: Mapping[str, str],
+    environment: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return the arguments of obstore's S3Store except the bucket's name.
+
+    `credentials` are AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and possibly AWS_SESSION_TOKEN, or empty.
+    """
+    options: dict[str, Any] = {
+        "region": region or _DEFAULT_REGION,
+        "client_options": {
+            "allow_http": bool(endpoint and endpoint.startswith("http://")),
+            # For the platform's identity service, the only server that obstore itself calls.
+            "connect_timeout": timedelta(seconds=15),
+            "timeout": timedelta(seconds=30),
+        },
+        # Callers retry.
+        "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=20)},
+    }
+    if endpoint:
+        options["endpoint"] = endpoint
+    if credentials:
+        options["access_key_id"] = credentials["AWS_ACCESS_KEY_ID"]
+        options["secret_access_key"] = credentials["AWS_SECRET_ACCESS_KEY"]
+        if token := credentials.get("AWS_SESSION_TOKEN"):
+            options["session_token"] = token
+    elif not any(environment.get(name) for name in _AMBIENT_CREDENTIAL_VARIABLES):
+        options |= _ANONYMOUS_CREDENTIALS
+    return options
+
+
+def error_from_status(source: str, status: int, headers: Mapping[str, str], body: bytes) -> Unavailable:
+    """Return the error for a bucket's response, without secrets; `body` is the beginning of the response's body."""
+    # Only the code is quoted: a bucket's error repeats the request with its token.
+    match = _ERROR_CODE.search(body.decode(errors="replace"))
+    code = f" {match[1]}" if match else ""
+    if status == 400:
+        return AccessDenied(
+            f"{source}: HTTP 400{code}; the source's secret is wrong or expired, or the region is wrong"
+        )
+    if status == 301:
+        return Unavailable(f"{source}: HTTP 301{code}; the bucket is in another region; correct region or endpoint")
+    return http_error_from_status(source, status, headers, code)
+
+
+def _describe_signing_error(error: BaseException) -> str:
+    """Return the cause from obstore's message, which is the same for every failed connection, or its debug output."""
+    text = describe_error(error).rpartition(" - ")[2]
+    if "error sending request" not in text:
+        # The part before the dash is the URL and the duration.
+        return text
+    if match := _SYSTEM_ERROR.search(str(error)):
+        return match[1]
+    return "no response in time" if "TimedOut" in str(error) else text
