@@ -14,7 +14,7 @@ test test-fast e2e: export OMP_WAIT_POLICY ?= passive
 SIDE_BY_SIDE = $(if $(QUIRE_TEST_KUBECONFIG),,-n 2 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
+.PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
 # A Kubernetes for tests and for people: hack/nodocker_cluster. IPV6=1: one without any address of IPv4.
 export QUIRE_CLUSTER_IPV6 ?= $(IPV6)
 CLUSTER = PYTHONPATH=hack $(BIN)/python -m nodocker_cluster
@@ -56,7 +56,7 @@ e2e: cluster-tools cluster-images ## real pods: the chart, an LLMService, tokens
 cluster-down: dev-env ## end it, with everything that ran on it
 	@$(CLUSTER) down
 
-check: lint types contracts ## lint, types and import contracts
+check: lint types contracts commits ## lint, types, import contracts and commit subjects
 
 lint: dev-env ## ruff: style and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -66,6 +66,15 @@ types: dev-env ## mypy --strict
 
 contracts: dev-env ## import-linter: who may import whom
 	@$(BIN)/lint-imports
+
+prose: ## phrases that make text hard to read: docs, docstrings, comments, messages
+	@$(PYTHON) hack/prose.py
+
+commits: ## commit subjects follow `scope: imperative summary`
+	@$(PYTHON) hack/commits.py
+
+hooks: ## install the git hook that checks each commit message
+	@printf '#!/bin/sh\nexec python3 hack/commits.py --message "$$1"\n' > .git/hooks/commit-msg && chmod +x .git/hooks/commit-msg
 
 format: dev-env ## format and fix what ruff can
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
