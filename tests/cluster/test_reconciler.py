@@ -477,5 +477,5 @@ def quiet(*operators):
     before = [len(o.recorded_writes) for o in operators]
     for _ in range(2):
         for operating in operators:
-            operating.touch()
+            operating.requeue()
     return [len(o.recorded_writes) for o in operators] == before

@@ -25,13 +25,13 @@ def pod(name):
 
 
 async def test_pods_have_an_order_of_their_own():
-    """A status names the first of several that are not well: two operators would correct each other for ever."""
+    """A status names the first of several unready pods, so another order would be another status."""
     pods, rng = [f"tales-{number}" for number in range(9)], random.Random(1)
     for _ in range(5):
         cache = ObjectCache()
         for name in rng.sample(pods, len(pods)):
             cache.upsert(resources.POD, pod(name))
-        parts = SimpleNamespace(cache=cache, pod_events=PodWarnings(None))
+        parts = SimpleNamespace(cache=cache, pod_warnings=PodWarnings(None))
         observer = StateObserver(parts, None)
         seen = await observer.observe(("team", "tales"), ParsedService("u", 1, None, "", "x"), None, 1, ApplyResult())
         assert [each.name for each in seen.pods] == pods
