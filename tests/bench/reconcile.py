@@ -59,7 +59,7 @@ def create_services(cluster, count: int) -> None:
 def measure(cluster, folder: Path, options: argparse.Namespace) -> int:
     """Start the operator, wait, and print what was found."""
     argv = [str(Path(sys.executable).with_name("quire")), "operate", f"--kubeconfig={cluster.kubeconfig}"]
-    argv += ["--host=127.0.0.1", "--port=18089", "--log-level=warning"]
+    argv += ["--host=127.0.0.1", "--port=18089", "--liveness-port=0", "--log-level=warning"]
     with (folder / "operator.log").open("wb") as log:
         started = time.monotonic()
         operator = subprocess.Popen(argv, stderr=log)

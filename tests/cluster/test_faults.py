@@ -3,14 +3,18 @@
 connections. Whatever it was, the same objects come of it.
 """
 
+import os
 import random
+import time
 
 import pytest
+from support.cluster import crd_without_schema
 from support.controller_harness import ControllerHarness, answer_model_readers, child_objects, llm_service, make_claim
 from support.engine_processes import wait_for
 from support.fake_kubelet import FakeKubelet
 from support.fault_proxy import Fault, FaultInjectingProxy
 
+from quire_operator.kube import discovery
 from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.reflector import WatchTimeouts
 from quire_operator.kube.resources import LLM_SERVICE
@@ -18,6 +22,12 @@ from quire_operator.kube.resources import LLM_SERVICE
 pytestmark = pytest.mark.timeout(600)
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
+MONITOR = ("monitoring.coreos.com/v1", "PodMonitor")
+SERVER_PODS = "app.kubernetes.io/component=server"
+POD_MONITORS = ("podmonitors", "monitoring.coreos.com", "v1", "PodMonitor")
+SHORT_TIMEOUTS = WatchTimeouts(inactivity_s=1.0, max_backoff_s=0.5)
+OUTAGE_S = float(os.environ.get("QUIRE_TEST_OUTAGE_S", "10"))
+"""More than SHORT_TIMEOUTS.stale_after_s."""
 SPEC = {"replicas": 2, "adapters": [{"name": "a", "source": {"pvc": {"claimName": "models", "path": "a"}}}]}
 
 
@@ -147,7 +157,7 @@ def test_a_dead_connection_is_noticed(cluster, namespace, kubelet, tmp_path):
         proxy.blackhole()
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 3}}, namespace)
         cluster.delete("networking.k8s.io/v1", "NetworkPolicy", "tales", namespace)
-        wait_for(lambda: "nothing heard of" in operating.controller.unhealthy_reason(), 20, "liveness says so")
+        wait_for(lambda: "is stale" in operating.controller.unhealthy_reason(), 20, "liveness says so")
         assert operating.child("Deployment")["spec"]["replicas"] == 1
         proxy.stop_blackhole()
         wait_for(lambda: operating.child("Deployment")["spec"]["replicas"] == 3, 60, "the edit seen")
@@ -169,7 +179,9 @@ def test_kopf_that_hears_nothing_more_is_noticed(cluster, namespace, kubelet, tm
     cluster.apply(llm_service(paused=True), namespace)
     with (
         FaultInjectingProxy(cluster, tmp_path) as proxy,
-        ControllerHarness(cluster, namespace, kubeconfig=proxy.kubeconfig, settings=settings, kopf=True) as operating,
+        ControllerHarness(
+            cluster, namespace, kubeconfig=proxy.kubeconfig, settings=settings, with_kopf=True
+        ) as operating,
     ):
         proxy.fault = lambda method, asked: begun.append(asked) if path in asked and "watch=true" in asked else None
         known = lambda: operating.controller.cache.get(LLM_SERVICE, namespace, "tales")  # noqa: E731
@@ -180,7 +192,9 @@ def test_kopf_that_hears_nothing_more_is_noticed(cluster, namespace, kubelet, tm
         proxy.blackhole(lambda asked: path in asked)
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 3}}, namespace)
         wait_for(
-            lambda: "nothing heard of llmservices" in operating.controller.unhealthy_reason(), 20, "liveness says so"
+            lambda: "the watch of llmservices is stale" in operating.controller.unhealthy_reason(),
+            20,
+            "liveness says so",
         )
         others = [heard for heard in operating.controller.heartbeats if heard.resource is not LLM_SERVICE]
         assert others and all(heard.age_s < patience.stale_after_s for heard in others)
@@ -207,3 +221,126 @@ def test_a_watch_that_is_too_old_lists_again(cluster, namespace, kubelet, tmp_pa
         cluster.delete("v1", "ConfigMap", "tales-adapters", namespace)
         wait_for(lambda: operating.child("Deployment")["spec"]["replicas"] == 2, 60, "the edit seen")
         wait_for(lambda: operating.child("ConfigMap", "tales-adapters"), 60, "the map back")
+
+
+def expired_watch(path):
+    """A proxy's fault: each watch of `path` ends with the ERROR event of a version that was compacted."""
+    return lambda method, asked: Fault(200, error_event=410) if path in asked and "watch=true" in asked else None
+
+
+def test_a_pod_deleted_behind_a_compacted_watch_leaves_the_status(cluster, namespace, kubelet, tmp_path):
+    cluster.apply(make_claim(), namespace)
+    cluster.apply(llm_service(replicas=2), namespace)
+    settings = {"watch_timeouts": SHORT_TIMEOUTS, "resync_s": 2.0}
+    with (
+        FaultInjectingProxy(cluster, tmp_path) as proxy,
+        ControllerHarness(cluster, namespace, kubeconfig=proxy.kubeconfig, settings=settings) as operating,
+    ):
+        wait_for(lambda: operating.status().get("readyReplicas") == 2, 60, "two pods")
+        cluster.merge(API, KIND, "tales", {"spec": {"paused": True}}, namespace)
+        wait_for(lambda: operating.status()["observedGeneration"] == 2, 30, "paused")
+        pods_path = f"/namespaces/{namespace}/pods"
+        proxy.blackhole(lambda asked: pods_path in asked)
+        cluster.merge("apps/v1", "Deployment", "tales", {"spec": {"replicas": 1}}, namespace)
+        wait_for(lambda: len(cluster.items("v1", "Pod", namespace, labelSelector=SERVER_PODS)) == 1, 30, "one pod")
+        assert operating.status()["readyReplicas"] == 2
+        proxy.fault = expired_watch(pods_path)
+        proxy.stop_blackhole()
+        wait_for(lambda: operating.status()["readyReplicas"] == 1, 30, "the pod gone from the status")
+
+
+def test_a_service_deleted_behind_a_compacted_watch_is_forgotten_by_the_comparison(
+    cluster, namespace, kubelet, tmp_path
+):
+    """kopf lists again after a compaction, and reports nothing of what was deleted meanwhile."""
+    path = f"/namespaces/{namespace}/llmservices"
+    settings = {"watch_timeouts": SHORT_TIMEOUTS, "verify_interval_s": 1.0, "verify_grace_s": 0.5}
+    with (
+        FaultInjectingProxy(cluster, tmp_path) as proxy,
+        ControllerHarness(
+            cluster, namespace, kubeconfig=proxy.kubeconfig, settings=settings, with_kopf=True
+        ) as operating,
+    ):
+        for name in ("gone", "stays"):
+            cluster.apply(llm_service(name, paused=True), namespace)
+        known = lambda: {entry.name for entry in operating.controller.cache.objects_of_kind(LLM_SERVICE)}  # noqa: E731
+        wait_for(lambda: known() == {"gone", "stays"}, 30, "both services")
+        proxy.blackhole(lambda asked: path in asked and "watch=true" in asked)
+        proxy.fault = expired_watch(path)
+        cluster.delete(API, KIND, "gone", namespace)
+        proxy.stop_blackhole()
+        wait_for(lambda: known() == {"stays"}, 30, "the comparison")
+        assert operating.failure is None
+
+
+@pytest.mark.parametrize("how", ["answers 403", "is uninstalled", "sends an ERROR"])
+def test_an_optional_kind_that_fails_delays_no_other(cluster, namespace, kubelet, tmp_path, how):
+    crd = cluster.apply(crd_without_schema(*POD_MONITORS))
+    cluster.apply(make_claim(), namespace)
+    is_watch = lambda asked: "podmonitors" in asked and "watch=true" in asked  # noqa: E731
+    try:
+        wait_for(lambda: cluster.is_established(crd["metadata"]["name"]), 30, "the kind served")
+        with FaultInjectingProxy(cluster, tmp_path) as proxy:
+            if how == "answers 403":
+                proxy.fault = lambda method, asked: Fault(403) if "podmonitors" in asked else None
+            settings = {"watch_timeouts": SHORT_TIMEOUTS}
+            with ControllerHarness(
+                cluster, namespace, kubeconfig=proxy.kubeconfig, settings=settings, with_kopf=True
+            ) as operating:
+                wait_for(operating.controller.started.is_set, 30, "workers")
+                cluster.apply(llm_service(observability={"podMonitor": "Auto"}), namespace)
+                wait_for(lambda: operating.child("Deployment"), 30, "the Deployment")
+                if how == "is uninstalled":
+                    wait_for(lambda: cluster.get(*MONITOR, "tales", namespace), 30, "the PodMonitor")
+                    cluster.delete(crd["apiVersion"], crd["kind"], crd["metadata"]["name"])
+                if how == "sends an ERROR":
+                    proxy.fault = lambda method, asked: Fault(200, error_event=500) if is_watch(asked) else None
+                until = time.monotonic() + 3 * SHORT_TIMEOUTS.stale_after_s
+                while time.monotonic() < until:
+                    assert operating.controller.unhealthy_reason() == ""
+                    time.sleep(0.2)
+                cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
+                wait_for(lambda: operating.child("Deployment")["spec"]["replicas"] == 2, 30, "the edit")
+                assert operating.controller.ready and operating.failure is None
+    finally:
+        cluster.delete(crd["apiVersion"], crd["kind"], crd["metadata"]["name"])
+
+
+def test_an_optional_kind_that_is_installed_later_is_served(cluster, namespace, kubelet, monkeypatch):
+    assert discovery.REFRESH_INTERVAL_S < 300
+    monkeypatch.setattr(discovery, "REFRESH_INTERVAL_S", 1.0)
+    cluster.apply(make_claim(), namespace)
+    with ControllerHarness(cluster, namespace) as operating:
+        cluster.apply(llm_service(observability={"podMonitor": "Auto"}), namespace)
+        operating.wait_settled()
+        crd = cluster.apply(crd_without_schema(*POD_MONITORS))
+        try:
+            wait_for(lambda: cluster.is_established(crd["metadata"]["name"]), 30, "the kind served")
+            pod_monitor = lambda: cluster.get(*MONITOR, "tales", namespace)  # noqa: E731
+            wait_for(pod_monitor, 30, "the PodMonitor")
+            cluster.delete(*MONITOR, "tales", namespace)
+            wait_for(pod_monitor, 30, "the PodMonitor again, by its watch")
+        finally:
+            cluster.delete(crd["apiVersion"], crd["kind"], crd["metadata"]["name"])
+
+
+def test_an_api_server_that_answers_503_for_long_needs_no_restart(cluster, namespace, kubelet, tmp_path):
+    cluster.apply(make_claim(), namespace)
+    cluster.apply(llm_service(), namespace)
+    settings = {"watch_timeouts": SHORT_TIMEOUTS}
+    with (
+        FaultInjectingProxy(cluster, tmp_path) as proxy,
+        ControllerHarness(
+            cluster, namespace, kubeconfig=proxy.kubeconfig, settings=settings, with_kopf=True
+        ) as operating,
+    ):
+        operating.wait_settled()
+        proxy.fault = lambda method, asked: Fault(503)
+        cluster.merge(API, KIND, "tales", {"spec": {"replicas": 3}}, namespace)
+        until = time.monotonic() + OUTAGE_S
+        while time.monotonic() < until:
+            assert operating.controller.unhealthy_reason() == "" and operating.failure is None
+            time.sleep(0.2)
+        proxy.fault = lambda method, asked: None
+        wait_for(lambda: operating.child("Deployment")["spec"]["replicas"] == 3, 60, "the edit")
+        assert operating.controller.unhealthy_reason() == ""

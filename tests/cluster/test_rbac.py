@@ -20,7 +20,7 @@ import yaml
 from nodocker_cluster import processes
 from nodocker_cluster.control_plane import AUDIT_LOG
 from support.chart import CHART, ROOT, helm
-from support.cluster import running_cluster
+from support.cluster import crd_without_schema, running_cluster
 from support.controller_harness import answer_model_readers, llm_service, make_claim
 from support.engine_processes import wait_for
 from support.fake_kubelet import FakeKubelet
@@ -58,7 +58,7 @@ def cluster(tmp_path_factory):
             pytest.skip("reads the API server's audit log, which a cluster that was given does not show")
         cluster.require_controllers()
         for plural, (group, version, kind) in OPTIONAL.items():
-            cluster.apply(definition(plural, group, version, kind))
+            cluster.apply(crd_without_schema(plural, group, version, kind))
         install(cluster, "install", VALUES)
         with FakeKubelet(cluster, "node-rights") as node:
             answer_model_readers(node)
@@ -72,19 +72,6 @@ def install(cluster, command, values):
     helm(command, "quire", CHART, "-n", SYSTEM, "--kubeconfig", cluster.kubeconfig, "-f", file, *more)
 
 
-def definition(plural, group, version, kind):
-    """A definition that takes anything: whose kind it is matters here, not what is in it."""
-    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
-    served = {"name": version, "served": True, "storage": True, "schema": schema}
-    names = {"plural": plural, "singular": kind.lower(), "kind": kind, "listKind": f"{kind}List"}
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{group}", "annotations": {"api-approved.kubernetes.io": "unapproved, a test"}},
-        "spec": {"group": group, "scope": "Namespaced", "names": names, "versions": [served]},
-    }
-
-
 @contextlib.contextmanager
 def operating(cluster):
     """`quire operate` with the arguments of the chart's Deployment, as its ServiceAccount."""
@@ -94,7 +81,7 @@ def operating(cluster):
     file = cluster.folder / "operator.kubeconfig"
     file.write_text(yaml.safe_dump(config))
     argv = [str(Path(sys.executable).with_name("quire")), *container["args"]]
-    argv += [f"--kubeconfig={file}", "--host=127.0.0.1", "--port=0", "--resync=5"]
+    argv += [f"--kubeconfig={file}", "--host=127.0.0.1", "--port=0", "--liveness-port=0", "--resync=5"]
     log = cluster.folder / "operator.log"
     with log.open("w") as output, subprocess.Popen(argv, stdout=output, stderr=output) as process:
         try:

@@ -224,9 +224,10 @@ class Cluster:
             if error.status != 409:
                 raise
             self.request("PATCH", f"{path}/{name}", {"spec": manifest["spec"]}, "application/merge-patch+json")
-        wait_for(lambda: self._is_established(name), 30, f"{name} established")
+        wait_for(lambda: self.is_established(name), 30, f"{name} established")
 
-    def _is_established(self, name: str) -> bool:
+    def is_established(self, name: str) -> bool:
+        """Whether the API server serves the kind of a CRD."""
         crd = self.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", name) or {}
         conditions = {c["type"]: c["status"] for c in crd.get("status", {}).get("conditions") or []}
         return conditions.get("Established") == "True"
@@ -245,6 +246,19 @@ class Cluster:
         if kind not in resources:
             raise UnknownKind(f"the API server has no {api_version} {kind}")
         return resources[kind]
+
+
+def crd_without_schema(plural: str, group: str, version: str, kind: str) -> Manifest:
+    """A CRD of a namespaced kind whose objects may contain anything."""
+    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    served = {"name": version, "served": True, "storage": True, "schema": schema}
+    names = {"plural": plural, "singular": kind.lower(), "kind": kind, "listKind": f"{kind}List"}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}", "annotations": {"api-approved.kubernetes.io": "unapproved, a test"}},
+        "spec": {"group": group, "scope": "Namespaced", "names": names, "versions": [served]},
+    }
 
 
 def is_available() -> bool:

@@ -13,17 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import kopf
 from support.cluster import Cluster
 from support.engine_processes import wait_for
 from support.fake_kubelet import FakeContainer, FakeKubelet
 
 from quire_operator.controller import kopf_handlers
 from quire_operator.controller.controller import Controller, ControllerSettings
+from quire_operator.controller.operator_process import OperatorOptions
 from quire_operator.kube import resources
 from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.cluster_config import ClusterConfig
 from quire_operator.kube.reflector import Reflector
-from quire_operator.kube.watch_heartbeat import WatchHeartbeat
 from quire_operator.render.model_reader_job import READER_COMPONENT
 from quire_server.sources.inspect_model import termination_message
 
@@ -72,8 +73,8 @@ class ControllerHarness:
     """Fields of Settings."""
     kubeconfig: Path | None = None
     make_client: Callable[[ClusterConfig], ApiClient] = ApiClient
-    kopf: bool = False
-    """LLMServices come from kopf, as in an operator."""
+    with_kopf: bool = False
+    """Run the whole operator under kopf, as `quire operate` does."""
     recorded_writes: list[tuple[str, str]] = field(default_factory=list)
     """Kind and verb of each write."""
     failure: BaseException | None = None
@@ -96,11 +97,11 @@ class ControllerHarness:
 
     async def _run(self) -> None:
         try:
-            async with self.make_client(
-                ClusterConfig.from_environment(str(self.kubeconfig or self.cluster.kubeconfig))
-            ) as client:
-                settings = ControllerSettings(namespaces=(self.namespace,), **{"resync_s": 3600.0, **self.settings})
-                self.controller = controller = Controller(client, settings)
+            if self.with_kopf:
+                await self._run_with_kopf()
+                return
+            async with self.make_client(self._cluster_config()) as client:
+                self.controller = controller = Controller(client, self._controller_settings())
                 record_write = controller.metrics.record_write
 
                 def record_harness_write(kind: resources.Resource, verb: str) -> None:
@@ -110,12 +111,7 @@ class ControllerHarness:
                 controller.metrics.record_write = record_harness_write  # type: ignore[method-assign]
                 controller.reconciler._deps.record_write = record_harness_write
                 controller.reconciler._deps.applier._record_write = record_harness_write
-                service_watch = (
-                    self._watch_services_with_kopf(client.cluster_config, settings)
-                    if self.kopf
-                    else self._watch_services(client, settings)
-                )
-                async with service_watch, controller.run() as failure:
+                async with self._watch_services(client, controller.settings), controller.run() as failure:
                     self._ready.set()
                     while not self._stop.is_set() and not failure.done():
                         await asyncio.sleep(0.02)
@@ -140,21 +136,23 @@ class ControllerHarness:
             # A connection that it is about to make is closed with the others.
             await asyncio.gather(watch_task, return_exceptions=True)
 
-    @asynccontextmanager
-    async def _watch_services_with_kopf(
-        self, cluster_config: ClusterConfig, settings: ControllerSettings
-    ) -> AsyncIterator[None]:
-        heartbeat, stop = WatchHeartbeat(resources.LLM_SERVICE, self.namespace), asyncio.Event()
-        self.controller.heartbeats.append(heartbeat)
-        cache, patience = self.controller.cache, settings.watch_timeouts
-        watch_task = asyncio.create_task(
-            kopf_handlers.watch_services(cluster_config, cache, [heartbeat], patience, stop)
-        )
-        try:
-            yield
-        finally:
-            stop.set()
-            await watch_task
+    async def _run_with_kopf(self) -> None:
+        options = OperatorOptions(self._cluster_config(), self._controller_settings(), "127.0.0.1", port=0)
+        memo, stop_flag = kopf.Memo(), asyncio.Event()
+        operator_task = asyncio.create_task(kopf_handlers.run_operator(options, stop_flag=stop_flag, memo=memo))
+        while not self._stop.is_set() and not operator_task.done():
+            await asyncio.sleep(0.02)
+            if "operator" in memo and not self._ready.is_set():
+                self.controller = memo.operator.controller
+                self._ready.set()
+        stop_flag.set()
+        await operator_task
+
+    def _controller_settings(self) -> ControllerSettings:
+        return ControllerSettings(namespaces=(self.namespace,), **{"resync_s": 3600.0, **self.settings})
+
+    def _cluster_config(self) -> ClusterConfig:
+        return ClusterConfig.from_environment(str(self.kubeconfig or self.cluster.kubeconfig))
 
     # What tests ask
 

@@ -2,6 +2,7 @@
 """A proxy before the API server that answers in its place, or swallows everything, when a test says so."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ class Fault:
     headers: Mapping[str, str] = field(default_factory=dict)
     forwarded: bool = False
     """The API server gets the request all the same; only its answer is lost."""
+    error_event: int = 0
+    """Code of an ERROR event: the answer is a watch that sends it and ends."""
 
 
 @dataclass
@@ -144,5 +147,9 @@ class FaultInjectingProxy:
 
     def _fault_response(self, fault: Fault) -> web.Response:
         self.num_faults += 1
-        body = {"kind": "Status", "status": "Failure", "message": "injected", "code": fault.status}
+        body = {"kind": "Status", "status": "Failure", "message": "injected", "code": fault.error_event or fault.status}
+        if fault.error_event:
+            return web.Response(
+                text=json.dumps({"type": "ERROR", "object": body}) + "\n", content_type="application/json"
+            )
         return web.json_response(body, status=fault.status, headers=dict(fault.headers))

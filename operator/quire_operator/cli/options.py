@@ -97,6 +97,13 @@ def add_operate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=parse_port_or_zero, default=8080, help="their port; 0: a free one (default: 8080)"
     )
+    parser.add_argument(
+        "--liveness-port",
+        type=parse_port_or_zero,
+        default=8081,
+        metavar="PORT",
+        help="port of kopf's liveness endpoint, /health/live; 0: not served (default: 8081)",
+    )
     # Accepted and ignored for one release: charts before 0.2 pass it.
     parser.add_argument("--lease", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--log-format", choices=("json", "text"), default="json", help="form of the log")

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verifier: compares what is cached with what the API server lists, from time to time: a watch that has silently gone
-deaf is otherwise found out by users. Only metadata is listed.
+"""Periodic comparison of the object cache with the API server, which finds watches that silently stopped.
+
+Lists metadata only. Started by the controller. A difference that lasts ends the operator, except for one: a deleted
+LLMService that is still cached is evicted.
 """
 
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire_operator.controller.metrics import ControllerMetrics
 from quire_operator.controller.object_cache import LABEL_SELECTOR, ObjectCache
@@ -19,32 +21,44 @@ from quire_spec.errors import Internal
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 30.0
-"""For events that are on their way."""
-
 ObjectName = tuple[str, str]
+"""Namespace and name."""
+
+
+class _StaleObject(NamedTuple):
+    """An object that is cached otherwise than listed."""
+
+    name: ObjectName
+    cached_version: str
+    """Empty: it is not cached."""
+    is_listed: bool
 
 
 class CacheDiverged(Internal):
-    """The cache is not what the API server has, and does not become it: start again."""
+    """The cache differs from the API server, and stays so; restart the operator."""
 
 
 class VerifierSettings(Protocol):
-    """Which part of Settings is used here."""
+    """The part of ControllerSettings that is used here."""
 
     @property
     def verify_interval_s(self) -> float:
-        """Between comparisons."""
+        """Time between comparisons."""
+        ...
+
+    @property
+    def verify_grace_s(self) -> float:
+        """How long a difference must last."""
         ...
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """Those that are served; empty: all."""
+        """The namespaces that are watched; empty: all."""
         ...
 
 
 class CacheVerifier:
-    """Comparisons of one cache with the API server."""
+    """Compares one cache with the API server."""
 
     def __init__(
         self,
@@ -53,26 +67,29 @@ class CacheVerifier:
         reflectors: Sequence[Reflector],
         metrics: ControllerMetrics,
         settings: VerifierSettings,
-        grace_s: float = _GRACE_S,
     ) -> None:
         self._client, self._cache, self._reflectors, self._metrics = client, cache, reflectors, metrics
-        self._settings, self._grace_s = settings, grace_s
+        self._settings = settings
 
     async def run(self) -> None:
-        """Never returns; ends by cancellation, or with Diverged."""
+        """Compare for ever; ends by cancellation or with CacheDiverged."""
         while True:
             await asyncio.sleep(self._settings.verify_interval_s)
             await self.verify()
 
     async def verify(self) -> None:
-        """Compare all kinds once, less those that the API server does not list now.
+        """Compare all kinds once, except those that the API server cannot list now.
 
         Raises:
-            Diverged: objects of some kind are missing or too old for good.
+            CacheDiverged: objects of some kind stay missing or too old.
         """
         namespaces: tuple[str | None, ...] = self._settings.namespaces or (None,)
         targets = [(resources.LLM_SERVICE, namespace, "") for namespace in namespaces]
-        targets += [(watch.resource, watch.namespace, LABEL_SELECTOR) for watch in self._reflectors]
+        targets += [
+            (reflector.resource, reflector.namespace, LABEL_SELECTOR)
+            for reflector in self._reflectors
+            if reflector.synced.is_set()
+        ]
         for resource, namespace, labels in targets:
             try:
                 await self._verify_kind(resource, namespace, labels)
@@ -83,17 +100,35 @@ class CacheVerifier:
     async def _verify_kind(self, resource: Resource, namespace: str | None, labels: str) -> None:
         stale = await self._stale_objects(resource, namespace, labels)
         if stale:
-            await asyncio.sleep(self._grace_s)
-            stale &= await self._stale_objects(resource, namespace, labels, {place for place, _ in stale})
+            await asyncio.sleep(self._settings.verify_grace_s)
+            stale &= await self._stale_objects(resource, namespace, labels, {each.name for each in stale})
+        if resource is resources.LLM_SERVICE:
+            stale -= self._evict_deleted_services(stale)
         self._metrics.verifications.labels("diverged" if stale else "same").inc()
         if stale:
-            examples = ", ".join("/".join(place) for place, _ in sorted(stale)[:5])
-            raise CacheDiverged(f"the watch of {resource.plural} went deaf: {len(stale)} are not as listed: {examples}")
+            examples = ", ".join("/".join(each.name) for each in sorted(stale)[:5])
+            raise CacheDiverged(
+                f"the watch of {resource.plural} is stale: {len(stale)} objects differ from the list: {examples}"
+            )
+
+    def _evict_deleted_services(self, stale: set[_StaleObject]) -> set[_StaleObject]:
+        """Remove services that are no longer listed from the cache, and return them.
+
+        kopf reports no DELETED event for an object that was deleted before kopf listed again.
+        """
+        deleted = {each for each in stale if not each.is_listed}
+        for each in deleted:
+            namespace, name = each.name
+            if cached := self._cache.get(resources.LLM_SERVICE, namespace, name):
+                meta = {"namespace": namespace, "name": name, "uid": cached.uid}
+                self._cache.remove(resources.LLM_SERVICE, {"metadata": meta})
+                logger.info("service was deleted without an event service=%s/%s", namespace, name)
+        return deleted
 
     async def _stale_objects(
         self, resource: Resource, namespace: str | None, labels: str, only: set[ObjectName] | None = None
-    ) -> set[tuple[ObjectName, str]]:
-        """Places that are cached otherwise than listed, with the version that is cached."""
+    ) -> set[_StaleObject]:
+        """Return the objects whose cached version differs from the listed one."""
         listing = await self._client.list(resource, namespace, labels, metadata_only=True)
         listed = {(m["metadata"].get("namespace", ""), m["metadata"]["name"]): m["metadata"] for m in listing.items}
         cached = {
@@ -112,7 +147,7 @@ class CacheVerifier:
                 and _is_at_least(entry.resource_version, meta["resourceVersion"])
             ):
                 continue
-            result.add((object_name, entry.resource_version if entry else ""))
+            result.add(_StaleObject(object_name, entry.resource_version if entry else "", meta is not None))
         return result
 
 

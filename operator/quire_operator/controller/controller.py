@@ -24,9 +24,9 @@ from quire_operator.controller.observe.pod_warnings import PodWarnings
 from quire_operator.controller.observe.secret_store import SECRET_TTL_S, SecretStore
 from quire_operator.controller.reconciler import Reconciler
 from quire_operator.controller.work_queue import WorkQueue
-from quire_operator.kube import resources
+from quire_operator.kube import discovery, resources
 from quire_operator.kube.api_client import ApiClient
-from quire_operator.kube.discovery import REFRESH_INTERVAL_S, Discovery
+from quire_operator.kube.discovery import Discovery
 from quire_operator.kube.errors import ApiError
 from quire_operator.kube.reflector import Reflector, WatchTimeouts
 from quire_operator.kube.resources import OPTIONAL_RESOURCES, WATCHED_RESOURCES, Resource
@@ -35,6 +35,8 @@ from quire_operator.plan.planner import DEFAULT_IMAGES
 
 logger = logging.getLogger(__name__)
 
+_OPTIONAL_SYNC_S = 10.0
+"""How long the workers wait for the first list of an optional kind, which may answer 403 for ever."""
 _STUCK_AFTER_S = 900.0
 """A service that waits for its turn, or whose pass lasts, for so long: something hangs."""
 
@@ -54,6 +56,8 @@ class ControllerSettings:
     secret_ttl_s: float = SECRET_TTL_S
     verify_interval_s: float = 600.0
     """How often the cache is compared with the API server."""
+    verify_grace_s: float = 30.0
+    """How long a difference must last: events may be on their way."""
     watch_timeouts: WatchTimeouts = field(default_factory=WatchTimeouts)
 
 
@@ -148,26 +152,32 @@ class Controller:
             for resource in kinds_to_watch
             for namespace in namespaces
         ]
-        for watch in reflectors:
-            self._spawn(watch.run())
-        await asyncio.gather(*(watch.synced.wait() for watch in reflectors))
+        for reflector in reflectors:
+            self._spawn(reflector.run())
         self.reflectors += reflectors
-        self.heartbeats += (watch.heartbeat for watch in reflectors)
+        self.heartbeats += (reflector.heartbeat for reflector in reflectors)
+        optional = [reflector for reflector in reflectors if reflector.resource in OPTIONAL_RESOURCES]
+        await asyncio.gather(*(reflector.synced.wait() for reflector in reflectors if reflector not in optional))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_OPTIONAL_SYNC_S):
+                await asyncio.gather(*(reflector.synced.wait() for reflector in optional))
 
     async def _watch_new_kinds(self, watched: set[Resource]) -> None:
-        """Optional kinds that somebody installs later."""
+        """Watch optional kinds that are installed later."""
         while True:
-            await asyncio.sleep(REFRESH_INTERVAL_S)
-            with contextlib.suppress(ApiError):
-                new_kinds = await self._discovery.available_kinds() - watched
-                watched |= new_kinds
-                await self._start_reflectors(list(new_kinds))
-                if new_kinds:
-                    logger.info(
-                        "more kinds are offered kinds=%s", ",".join(sorted(resource.kind for resource in new_kinds))
-                    )
-                    for entry in self.cache.objects_of_kind(resources.LLM_SERVICE):
-                        self.queue.add(entry.key)
+            await asyncio.sleep(discovery.REFRESH_INTERVAL_S)
+            try:
+                new_kinds = await self._discovery.available_kinds(force_refresh=True) - watched
+            except ApiError as error:
+                logger.warning("could not look for new kinds error=%s", error)
+                continue
+            if not new_kinds:
+                continue
+            watched |= new_kinds
+            await self._start_reflectors(list(new_kinds))
+            logger.info("watching new kinds kinds=%s", ",".join(sorted(resource.kind for resource in new_kinds)))
+            for entry in self.cache.objects_of_kind(resources.LLM_SERVICE):
+                self.queue.add(entry.key)
 
     async def _run_worker(self) -> None:
         while True:
@@ -211,19 +221,33 @@ class Controller:
 
     @property
     def ready(self) -> bool:
-        """It works, and has been told of all that is there, LLMServices too."""
-        return self.started.is_set() and all(heartbeat.ever_beat for heartbeat in self.heartbeats)
+        """Whether the workers run and all objects are known, LLMServices included, but for optional kinds."""
+        required = [heartbeat for heartbeat in self.heartbeats if heartbeat.resource not in OPTIONAL_RESOURCES]
+        return self.started.is_set() and all(heartbeat.ever_beat for heartbeat in required)
 
     def unhealthy_reason(self) -> str:
-        """Why this process should be restarted; empty: it need not be."""
+        """Return why this process should be restarted; empty if it should not."""
+        return self.stale_watch() or self.stuck_service()
+
+    def stale_watch(self) -> str:
+        """Return which watch gets no response from the API server, and since when; empty if none.
+
+        An error is a response: the watch goes on trying, and a restart would not help.
+        """
         if not self.started.is_set():
             return ""
         for heartbeat in self.heartbeats:
-            if heartbeat.age_s > self.settings.watch_timeouts.stale_after_s:
-                return f"nothing heard of {heartbeat.resource.plural} for {heartbeat.age_s:.0f} s"
-        if self.queue.oldest_age_s > _STUCK_AFTER_S:
-            return f"a service waits since {self.queue.oldest_age_s:.0f} s"
+            if heartbeat.silent_s > self.settings.watch_timeouts.stale_after_s:
+                return (
+                    f"the watch of {heartbeat.resource.plural} is stale: "
+                    f"no response from the API server for {heartbeat.silent_s:.0f} s"
+                )
         return ""
+
+    def stuck_service(self) -> str:
+        """Return for how long a service has waited or been worked on, if that is too long; empty if not."""
+        age_s = self.queue.oldest_age_s
+        return f"the work queue is stuck: a service waits since {age_s:.0f} s" if age_s > _STUCK_AFTER_S else ""
 
     def update_gauges(self) -> None:
         """Set the gauges."""

@@ -1,148 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kopf's part: it watches LLMServices and says what it sees; everything else is in reconcile/.
+"""kopf handlers: start-up, cleanup, login, liveness probes, and events of LLMServices.
 
-Only on.event: no finalizer, so that deleting never waits for the operator; no annotations of kopf's; no handler state
-that an edit in the middle of something could lose. Imported by `quire operate` alone: kopf is 15 MB.
+kopf owns the process and its only event loop. `quire operate` calls run_operator(); the module also works as
+`kopf run -m quire_operator.controller.kopf_handlers --standalone -A`. Each handler calls operator_process.py, which
+does the work. Only here are errors raised that derive from kopf's.
 
-kopf tells handlers of changes and of nothing else, so that an hour without one looks like an hour without a watch.
-What it hears is seen at the HTTP session, which is ours: each watch that the API server begins to answer. kopf begins
-one anew at least every _WATCH_S inactivities, and sooner where nothing comes.
+kopf watches LLMServices and nothing else, through on.event: it adds no finalizer, so deleting a service never waits for
+the operator; it writes no annotations; and no handler state can be lost. Child kinds have a reflector of our own
+(kube/reflector.py states why). kopf is imported by `quire operate` alone: it takes 15 MB.
+
+kopf calls handlers only when something changes, so from here an idle watch and a dead watch look the same. To tell them
+apart, the login handler gives kopf an HTTP session with a trace: every watch request that the API server answers is a
+heartbeat. kopf starts a watch anew after _WATCH_INACTIVITY_PERIODS periods at the latest.
 """
 
 import asyncio
-import contextlib
-import dataclasses
-import logging
-import threading
-import time
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import kopf
 
-from quire_operator.kube import resources
-from quire_operator.kube.api_client import ApiClient
+from quire_operator.controller.operator_process import OperatorOptions, OperatorProcess
 from quire_operator.kube.cluster_config import ClusterConfig
-from quire_operator.kube.discovery import is_served
-from quire_operator.kube.errors import ApiError
-from quire_operator.kube.reflector import ObjectStore, WatchTimeouts
+from quire_operator.kube.reflector import WatchTimeouts
+from quire_operator.kube.resources import LLM_SERVICE
 from quire_operator.kube.watch_heartbeat import WatchHeartbeat
-
-logger = logging.getLogger(__name__)
-
-EventCallback = Callable[[str | None, dict[str, Any]], None]
-"""Called with what happened (None: it was there already) and the object."""
+from quire_spec.errors import QuireError
 
 _CONNECT_S, _REQUEST_S = 10.0, 30.0
 _LOGIN_RETRY_S = 5.0
-"""After a login that failed, such as a plugin's; kopf would wait a minute."""
+"""After a login that failed, for example that of an exec plugin; kopf would wait for a minute."""
 _WATCH_INACTIVITY_PERIODS = 2.0
-"""How long a watch lasts, in inactivities: less than patience has (Patience.deaf_s)."""
-_CRD_POLL_S, _CRD_LOG_INTERVAL_S = 2.0, 60.0
-"""How often it is looked whether there is the definition, and said that there is none."""
+"""How long kopf's watch lasts, in inactivity timeouts: less than WatchTimeouts.stale_after_s."""
+_EXIT_TIMEOUT_S = 25.0
+"""kopf kills the process if it has not ended after so long; the chart's terminationGracePeriodSeconds is 30."""
 
 
-async def watch_services(
-    cluster_config: ClusterConfig,
-    store: ObjectStore,
-    heartbeats: Sequence[WatchHeartbeat],
-    timeouts: WatchTimeouts,
-    stop: asyncio.Event,
+async def run_operator(
+    options: OperatorOptions,
+    *,
+    liveness_endpoint: str | None = None,
+    stop_flag: asyncio.Event | None = None,
+    memo: kopf.Memo | None = None,
 ) -> None:
-    """Tell `sink` of every LLMService that comes, changes or goes, until `stop` is set.
+    """Run the operator until SIGTERM, SIGINT or `stop_flag`.
 
-    `heard` has an entry for each namespace to watch, or the one for all, and is told when something is heard of it.
-    kopf runs in a thread with an event loop of its own: it takes the signals of its process, and ends what else runs
-    in its loop.
+    `memo` has the OperatorProcess as `operator` once it exists.
 
     Raises:
-        Exception: kopf ended by itself.
+        Exception: a part failed; the process must be started again.
     """
-    await _wait_for_crd(cluster_config, heartbeats, stop)
-    loop = asyncio.get_running_loop()
-    stop_flag = threading.Event()
-    finished: asyncio.Future[None] = loop.create_future()
-
-    def on_event(event_type: str | None, body: dict[str, Any]) -> None:
-        update = store.remove if event_type == "DELETED" else store.upsert
-        loop.call_soon_threadsafe(update, resources.LLM_SERVICE, body)
-
-    def finish(error: BaseException | None) -> None:
-        if not finished.done():
-            finished.set_exception(error) if error else finished.set_result(None)
-
-    def run_kopf_thread() -> None:
-        error: BaseException | None = None
-        try:
-            asyncio.run(_run_kopf(dataclasses.replace(cluster_config), on_event, heartbeats, timeouts, stop_flag))
-        except Exception as exc:
-            error = exc
-        loop.call_soon_threadsafe(finish, error)
-
-    # A daemon, lest a kopf that hangs keeps the process from ending.
-    threading.Thread(target=run_kopf_thread, name="kopf", daemon=True).start()
-    stop_waiter = asyncio.create_task(stop.wait())
-    try:
-        waiters: list[asyncio.Future[Any]] = [stop_waiter, finished]
-        await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stop_waiter.cancel()
-        stop_flag.set()
-    await finished
-
-
-async def _wait_for_crd(
-    cluster_config: ClusterConfig, heartbeats: Sequence[WatchHeartbeat], stop: asyncio.Event
-) -> None:
-    """Wait for the definition of LLMServices: kopf looks for it once, when it begins, and never again."""
-    logged_at = float("-inf")
-    async with ApiClient(cluster_config) as client:
-        while not stop.is_set():
-            try:
-                if await is_served(client, resources.LLM_SERVICE):
-                    return
-                for heartbeat in heartbeats:
-                    heartbeat.reset()
-                if time.monotonic() - logged_at > _CRD_LOG_INTERVAL_S:
-                    logged_at = time.monotonic()
-                    logger.error(
-                        "definition is missing, nobody is served until it is there name=%s.%s version=%s; install it: "
-                        "helm upgrade --install quire charts/quire, or kubectl apply --server-side -f "
-                        "crds/llmservices.yaml",
-                        resources.LLM_SERVICE.plural, resources.LLM_SERVICE.group, resources.LLM_SERVICE.version,
-                    )  # fmt: skip
-            except ApiError as error:
-                logger.warning("definition is not known error=%s", error)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CRD_POLL_S):
-                    await stop.wait()
-
-
-async def _run_kopf(
-    cluster_config: ClusterConfig,
-    on_event: EventCallback,
-    heartbeats: Sequence[WatchHeartbeat],
-    timeouts: WatchTimeouts,
-    stop_flag: threading.Event,
-) -> None:
-    namespaces = [heartbeat.namespace for heartbeat in heartbeats if heartbeat.namespace is not None]
+    stop_flag = stop_flag or asyncio.Event()
+    memo = kopf.Memo() if memo is None else memo
+    memo.options, memo.stop = options, stop_flag.set
+    namespaces = options.settings.namespaces
     await kopf.operator(
-        registry=build_registry(cluster_config, on_event, trace_watches(heartbeats)),
-        settings=build_settings(timeouts),
+        memo=memo,
         standalone=True,  # never pauses because another operator announces itself
-        # By default the name of the user, which a container's user 1000 does not have. Nobody sees it: see above.
+        # The default is made from the user's name, which user 1000 of a container does not have. Only peering uses it.
         identity="quire-operator",  # type: ignore[arg-type]  # a NewType of str that kopf does not export
         clusterwide=not namespaces,
         namespaces=namespaces,
+        liveness_endpoint=liveness_endpoint,
         stop_flag=stop_flag,
+    )
+    operator: OperatorProcess | None = memo.get("operator")
+    if operator is not None and operator.failure is not None:
+        raise operator.failure
+
+
+@kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
+async def start_operator(memo: kopf.Memo, settings: kopf.OperatorSettings, **_: Any) -> None:
+    """Configure kopf and start everything else."""
+    options: OperatorOptions = memo.get("options") or OperatorOptions()
+    if not settings.peering.clusterwide and not options.settings.namespaces:
+        raise kopf.PermanentError("kopf run: use --all-namespaces, or quire operate --namespace NAMESPACE")
+    configure_kopf(settings, options.settings.watch_timeouts)
+    try:
+        memo.operator = OperatorProcess(options, memo.get("stop") or _stop_process)
+        await memo.operator.start()
+    except QuireError as error:
+        raise kopf.PermanentError(str(error)) from error
+
+
+@kopf.on.cleanup()
+async def close_operator(memo: kopf.Memo, **_: Any) -> None:
+    """Stop what start_operator started."""
+    await memo.operator.close()
+
+
+@kopf.on.login(backoff=_LOGIN_RETRY_S)
+async def log_in(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
+    """Give kopf an HTTP session for the API server, once that serves LLMServices.
+
+    kopf asks again when the API server rejects the credentials: the token of a pod is replaced every hour.
+    """
+    operator: OperatorProcess = memo.operator
+    await operator.wait_for_crd()
+    config = operator.cluster_config
+    if "auth_headers" in memo:
+        config.invalidate_token(memo.auth_headers)
+    memo.auth_headers = dict(await config.auth_headers())
+    return kopf.AiohttpSession(
+        server=config.server,
+        default_namespace=config.namespace,
+        aiohttp_session=_create_session(config, memo.auth_headers, operator.service_heartbeats),
     )
 
 
+@kopf.on.event(LLM_SERVICE.group, LLM_SERVICE.version, LLM_SERVICE.plural)
+async def on_service_event(type: str | None, body: kopf.Body, memo: kopf.Memo, **_: Any) -> None:
+    """Hand one event to the controller."""
+    memo.operator.handle_service_event(type, dict(body))
+
+
+@kopf.on.probe(id="controller", errors=kopf.ErrorsMode.PERMANENT)
+async def check_controller(memo: kopf.Memo, **_: Any) -> str:
+    """Fail the liveness probe if a part of the controller has ended."""
+    if memo.operator.failure is not None:
+        raise kopf.PermanentError(str(memo.operator.failure))
+    return "running"
+
+
+@kopf.on.probe(id="watches", errors=kopf.ErrorsMode.PERMANENT)
+async def check_watches(memo: kopf.Memo, **_: Any) -> str:
+    """Fail the liveness probe if a watch is stale."""
+    if reason := memo.operator.controller.stale_watch():
+        raise kopf.PermanentError(reason)
+    return "current"
+
+
+@kopf.on.probe(id="work_queue", errors=kopf.ErrorsMode.PERMANENT)
+async def check_work_queue(memo: kopf.Memo, **_: Any) -> str:
+    """Fail the liveness probe if a service has waited for its turn for too long."""
+    if reason := memo.operator.controller.stuck_service():
+        raise kopf.PermanentError(reason)
+    return "moving"
+
+
 class NoDiffStorage(kopf.DiffBaseStorage):
-    """Compares nothing: handlers of plain events are not told of differences, and finding them takes a copy of each
-    object, a third of what kopf costs."""
+    """Compares nothing. Event handlers get no diffs, and computing them copies each object: a third of kopf's cost."""
 
     def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
         return kopf.BodyEssence()
@@ -151,68 +151,74 @@ class NoDiffStorage(kopf.DiffBaseStorage):
         return None
 
     def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
-        raise AssertionError("no handler here needs anything stored")
+        raise AssertionError("no handler here stores anything")
 
 
-def build_settings(timeouts: WatchTimeouts) -> kopf.OperatorSettings:
-    """kopf's settings: bounded waits everywhere, and nothing that writes."""
-    kopf_settings = kopf.OperatorSettings()
-    kopf_settings.posting.enabled = False
-    kopf_settings.persistence.diffbase_storage = NoDiffStorage()
-    # The kind and the namespaces are known: no right to read definitions and namespaces is needed.
-    kopf_settings.scanning.disabled = True
-    # A whole number: the API server takes no fraction.
-    kopf_settings.watching.server_timeout = max(1, int(_WATCH_INACTIVITY_PERIODS * timeouts.inactivity_s))
-    kopf_settings.watching.client_timeout = 1.1 * kopf_settings.watching.server_timeout
-    kopf_settings.watching.connect_timeout = _CONNECT_S
-    # A dead connection says nothing and does not end by itself (kopf issues 585, 955, 980).
-    kopf_settings.watching.inactivity_timeout = timeouts.inactivity_s
-    kopf_settings.watching.chunk_size = 500
-    kopf_settings.networking.request_timeout = _REQUEST_S
-    kopf_settings.networking.connect_timeout = _CONNECT_S
-    return kopf_settings
+class EndlessBackoffs:
+    """Seconds between the attempts of kopf's requests: 1 to 30, without an end.
+
+    kopf's default ends after 54 s, and with it the operator: an API server that restarts takes longer.
+    """
+
+    def __iter__(self) -> Iterator[float]:
+        delay_s = 1.0
+        while True:
+            yield delay_s
+            delay_s = min(30.0, 2.0 * delay_s)
+
+
+def configure_kopf(settings: kopf.OperatorSettings, timeouts: WatchTimeouts) -> None:
+    """Set kopf's settings: bounded waits, endless attempts, and no writes."""
+    settings.peering.standalone = True
+    settings.posting.enabled = False
+    settings.persistence.diffbase_storage = NoDiffStorage()
+    # The kind and the namespaces are known. So the operator needs no right to read CRDs and namespaces.
+    settings.scanning.disabled = True
+    # An integer: the API server rejects fractions.
+    settings.watching.server_timeout = max(1, int(_WATCH_INACTIVITY_PERIODS * timeouts.inactivity_s))
+    settings.watching.client_timeout = 1.1 * settings.watching.server_timeout
+    settings.watching.connect_timeout = _CONNECT_S
+    # A dead connection sends nothing and does not end by itself (kopf issues 585, 955, 980).
+    settings.watching.inactivity_timeout = timeouts.inactivity_s
+    settings.watching.chunk_size = 500
+    settings.networking.request_timeout = _REQUEST_S
+    settings.networking.connect_timeout = _CONNECT_S
+    settings.networking.error_backoffs = EndlessBackoffs()
+    settings.process.ultimate_exiting_timeout = _EXIT_TIMEOUT_S
 
 
 def trace_watches(heartbeats: Sequence[WatchHeartbeat]) -> aiohttp.TraceConfig:
-    """What a session of kopf's is to be made with, so that `heard` is told of what it hears."""
+    """Return a trace for kopf's session that updates the heartbeats of LLMServices."""
     paths = {heartbeat.resource.path(heartbeat.namespace): heartbeat for heartbeat in heartbeats}
 
     async def on_request_end(
         _: aiohttp.ClientSession, __: SimpleNamespace, params: aiohttp.TraceRequestEndParams
     ) -> None:
-        # The server's own path may come before it.
+        # The server's URL may have a path of its own in front.
         for path, heartbeat in paths.items():
-            if params.response.status == 200 and params.url.path.endswith(path):
-                heartbeat.beat()
+            if params.url.path.endswith(path):
+                if params.response.status == 200:
+                    heartbeat.beat()
+                else:
+                    heartbeat.record_error()
 
     trace_config = aiohttp.TraceConfig()
     trace_config.on_request_end.append(on_request_end)
     return trace_config
 
 
-def build_registry(
-    cluster_config: ClusterConfig, on_event: EventCallback, trace: aiohttp.TraceConfig
-) -> kopf.OperatorRegistry:
-    """The handlers; `trace` sees the requests of kopf's sessions."""
-    operator_registry = kopf.OperatorRegistry()
-    resource = resources.LLM_SERVICE
+def _create_session(
+    config: ClusterConfig, auth_headers: dict[str, str], heartbeats: Sequence[WatchHeartbeat]
+) -> aiohttp.ClientSession:
+    ssl_context = config.ssl_context if config.ssl_context is not None else False
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=ssl_context, limit=0),
+        headers=auth_headers,
+        proxy=config.proxy_url,
+        trace_configs=[trace_watches(heartbeats)],
+    )
 
-    @kopf.on.login(registry=operator_registry, backoff=_LOGIN_RETRY_S)
-    async def log_in(**_: Any) -> kopf.AiohttpSession:
-        # Called again when the API server no longer takes what it got: the token of a pod is replaced every hour.
-        cluster_config.invalidate_token()
-        ssl_context = cluster_config.ssl_context if cluster_config.ssl_context is not None else False
-        session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=ssl_context, limit=0),
-            headers=dict(await cluster_config.auth_headers()),
-            trace_configs=[trace],
-        )
-        return kopf.AiohttpSession(
-            server=cluster_config.server, default_namespace=cluster_config.namespace, aiohttp_session=session
-        )
 
-    @kopf.on.event(resource.group, resource.version, resource.plural, registry=operator_registry)
-    async def on_service_event(type: str | None, body: kopf.Body, **_: Any) -> None:
-        on_event(type, dict(body))
-
-    return operator_registry
+def _stop_process() -> None:
+    """End `kopf run`, which offers no other way to stop it from inside."""
+    signal.raise_signal(signal.SIGTERM)

@@ -9,9 +9,6 @@ from datetime import UTC, datetime
 _QUIET_LOGGERS = ("aiohttp.access", "httpx", "kopf.objects", "kopf.activities")
 """A line for every event of every object says nothing."""
 
-_KOPF_SIGNALS_MESSAGE = "OS signals are ignored"
-"""What kopf says at each start: that it takes no signals, which is what we want of it."""
-
 
 class JsonFormatter(logging.Formatter):
     """One object: ts, level, logger, message, and error with its trace where there is one."""
@@ -35,6 +32,11 @@ def configure(log_format: str, level: str) -> None:
     text_formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter() if log_format == "json" else text_formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    handler.addFilter(lambda record: not str(record.msg).startswith(_KOPF_SIGNALS_MESSAGE))
+    handler.addFilter(lambda record: not _is_failed_probe(record))
     for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _is_failed_probe(record: logging.LogRecord) -> bool:
+    """Whether aiohttp logs the trace of a failed liveness probe. kopf has logged its reason in one line."""
+    return record.name == "aiohttp.server" and "ActivityError" in str(record.exc_info)

@@ -193,7 +193,7 @@ class Reconciler:
         )
         # Without the manifests: a thousand services' would be 50 MB.
         state.children = replace(children, manifests=(), unknown_fields=unknown_fields)
-        if not apply_result.complete:
+        if not apply_result.required_complete:
             return apply_result
         await deps.applier.prune(key, desired.uid, children.retained, check_newest)
         if not children.waiting_for_download:

@@ -42,7 +42,7 @@ class StateObserver:
             ApiError: the API server does not answer.
         """
         cache = self._deps.cache
-        # In an order of their own: a status names the first of several, and two operators would correct each other.
+        # Sorted: a status names the first of several pods, so another order would be another status.
         bodies = [entry.body() for entry in sorted(cache.children_of(key, resources.POD), key=lambda entry: entry.name)]
         server_bodies = [body for body in bodies if _component(body) == object_names.SERVER]
         claim = cache.get(resources.PERSISTENT_VOLUME_CLAIM, key[0], object_names.model_claim(key[1]))

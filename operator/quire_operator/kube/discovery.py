@@ -2,13 +2,18 @@
 """Discovery: which of the kinds that an API server may lack this one has; asked again from time to time."""
 
 import asyncio
+import logging
 
 from quire_operator.kube.api_client import ApiClient
-from quire_operator.kube.errors import ObjectNotFound
+from quire_operator.kube.errors import ApiError, ObjectNotFound
 from quire_operator.kube.resources import OPTIONAL_RESOURCES, Resource
 
-REFRESH_INTERVAL_S = 300.0
-"""A kind that somebody installs is seen after five minutes at most."""
+logger = logging.getLogger(__name__)
+
+REFRESH_INTERVAL_S = 240.0
+"""A kind that is installed later is served after five minutes at most, the first list and apply included."""
+_RETRY_S = 30.0
+"""After a refresh in which a part of the groups did not answer."""
 
 
 class Discovery:
@@ -29,10 +34,25 @@ class Discovery:
         now = asyncio.get_running_loop().time()
         async with self._lock:
             if force_refresh or now - self._refreshed_at > REFRESH_INTERVAL_S:
-                by_root = {kind.root: await _served_plurals(self._client, kind.root) for kind in OPTIONAL_RESOURCES}
-                self._available = frozenset(kind for kind in OPTIONAL_RESOURCES if kind.plural in by_root[kind.root])
-                self._refreshed_at = now
+                await self._refresh(now)
         return self._available
+
+    async def _refresh(self, now: float) -> None:
+        available, errors = set(), []
+        for resource in OPTIONAL_RESOURCES:
+            try:
+                if resource.plural in await _served_plurals(self._client, resource.root):
+                    available.add(resource)
+            except ApiError as error:
+                # One group, such as that of an aggregated API, must not delay the others: it stays as it was.
+                errors.append(error)
+                available |= {resource} & self._available
+        if len(errors) == len(OPTIONAL_RESOURCES):
+            raise errors[0]
+        if errors:
+            logger.warning("could not look for some optional kinds error=%s", "; ".join(map(str, errors)))
+        self._available = frozenset(available)
+        self._refreshed_at = now - REFRESH_INTERVAL_S + _RETRY_S if errors else now
 
 
 async def is_served(client: ApiClient, resource: Resource) -> bool:

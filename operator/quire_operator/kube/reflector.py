@@ -89,6 +89,8 @@ class Reflector:
                 await self._watch()
                 failures = 0
             except (ApiError, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                if isinstance(error, ApiError) and error.status:
+                    self.heartbeat.record_error()
                 if isinstance(error, ResourceVersionExpired):
                     self._resource_version = ""
                 was_established = time.monotonic() - started_at > self._timeouts.max_backoff_s
@@ -133,6 +135,7 @@ class Reflector:
     def _handle_event(self, event: dict[str, Any]) -> None:
         event_type, body = event["type"], event["object"]
         if event_type == "ERROR":
+            self._resource_version = ""  # as client-go does: the next attempt may get the same error from there
             raise error_from_event(event, f"watch of {self.resource.plural}")
         if event_type == "DELETED":
             self._store.remove(self.resource, body)

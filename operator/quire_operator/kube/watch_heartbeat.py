@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heard: since when the API server has said nothing of a kind. Whoever watches tells it, the operator's health asks."""
+"""Time since the last sign of life of a watch. Watchers update it; the liveness probe and the metrics read it."""
 
 import time
 
@@ -7,25 +7,34 @@ from quire_operator.kube.resources import Resource
 
 
 class WatchHeartbeat:
-    """When the API server last said something of a kind, in one namespace or in all. Safe to tell from any thread."""
+    """Age of what is known of one kind, in one namespace or in all."""
 
     def __init__(self, resource: Resource, namespace: str | None = None) -> None:
         """`namespace` None: all."""
         self.resource, self.namespace = resource, namespace
         self.ever_beat = False
-        """Something was heard since there is somebody who listens."""
-        self._last_beat_at = time.monotonic()
+        """Whether the API server has sent anything since the start."""
+        self._last_beat_at = self._last_response_at = time.monotonic()
 
     def beat(self) -> None:
-        """It said something: objects, a bookmark, or that a watch begins."""
-        self._last_beat_at = time.monotonic()
+        """Record that the API server sent objects or a bookmark, or accepted a watch."""
+        self._last_beat_at = self._last_response_at = time.monotonic()
         self.ever_beat = True
 
+    def record_error(self) -> None:
+        """Record that the API server answered with an error: the watch is tried again, and a restart would not help."""
+        self._last_response_at = time.monotonic()
+
     def reset(self) -> None:
-        """It could not say anything so far: the time counts from now."""
-        self._last_beat_at = time.monotonic()
+        """Count both ages from now, because no watch was possible so far."""
+        self._last_beat_at = self._last_response_at = time.monotonic()
 
     @property
     def age_s(self) -> float:
-        """Seconds since anything was heard, or since there is somebody who listens."""
+        """Seconds since the last beat."""
         return time.monotonic() - self._last_beat_at
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last response, an error included. A dead connection has none."""
+        return time.monotonic() - self._last_response_at

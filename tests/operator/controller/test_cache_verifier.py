@@ -46,10 +46,13 @@ def cache():
     return ObjectCache()
 
 
-def verifier(listed, cache, *watched, grace_s=0.0, **settings):
+def verifier(listed, cache, *watched, verify_grace_s=0.0, **settings):
     """A Verifier of these kinds and LLMServices."""
-    watches = [SimpleNamespace(resource=kind, namespace=None) for kind in watched or (POD,)]
-    made = CacheVerifier(listed, cache, watches, ControllerMetrics(), ControllerSettings(**settings), grace_s)
+    settings = ControllerSettings(verify_grace_s=verify_grace_s, **settings)
+    synced = asyncio.Event()
+    synced.set()
+    watches = [SimpleNamespace(resource=kind, namespace=None, synced=synced) for kind in watched or (POD,)]
+    made = CacheVerifier(listed, cache, watches, ControllerMetrics(), settings)
     made.results = lambda: {
         sample.labels["result"]: sample.value
         for metric in made._metrics.verifications.collect()
@@ -91,20 +94,20 @@ async def test_behind_for_good(cache, cached, listed):
     for each in cached:
         cache.upsert(POD, each)
     found = verifier(Listed({POD: listed}), cache)
-    with pytest.raises(CacheDiverged, match="the watch of pods went deaf: 1 are not as listed: n/s-0"):
+    with pytest.raises(CacheDiverged, match="the watch of pods is stale: 1 objects differ from the list: n/s-0"):
         await found.verify()
     assert found.results() == {"same": 1, "diverged": 1}
 
 
 async def test_of_many_some_are_named(cache):
     listed = Listed({POD: [body(f"p{i}") for i in range(7)]})
-    with pytest.raises(CacheDiverged, match=r"7 are not as listed: n/p0, n/p1, n/p2, n/p3, n/p4$"):
+    with pytest.raises(CacheDiverged, match=r"7 objects differ from the list: n/p0, n/p1, n/p2, n/p3, n/p4$"):
         await verifier(listed, cache).verify()
 
 
 async def catches_up(cache, listed, arrive):
     """Verify while something arrives in the grace time; the results."""
-    found = verifier(listed, cache, grace_s=0.05)
+    found = verifier(listed, cache, verify_grace_s=0.05)
     verifying = asyncio.create_task(found.verify())
     while (POD, None) not in listed.asked:
         await asyncio.sleep(0)
@@ -147,20 +150,27 @@ async def test_objects_that_vanish_meanwhile_are_no_fault(cache):
 
 async def test_one_that_catches_up_does_not_excuse_another(cache):
     listed = Listed({POD: [body("a"), body("b")]})
-    with pytest.raises(CacheDiverged, match="1 are not as listed: n/b"):
+    with pytest.raises(CacheDiverged, match="1 objects differ from the list: n/b"):
         await catches_up(cache, listed, lambda: cache.upsert(POD, body("a")))
 
 
 async def test_services_are_compared_in_the_namespaces_that_are_served(cache):
     listed = Listed({LLM_SERVICE: [body("s")]})
     found = verifier(listed, cache, namespaces=("n", "m"))
-    with pytest.raises(CacheDiverged, match="llmservices went deaf"):
+    with pytest.raises(CacheDiverged, match="llmservices is stale"):
         await found.verify()
     assert listed.asked[0] == (LLM_SERVICE, "n")
+
+
+async def test_evicts_a_service_that_was_deleted_without_an_event():
+    evicted = []
+    cache = ObjectCache(evicted.append)
     cache.upsert(LLM_SERVICE, body("s"))
-    listed.found[LLM_SERVICE] = ()
-    with pytest.raises(CacheDiverged):
-        await found.verify()
+    evicted.clear()
+    found = verifier(Listed(), cache)
+    await found.verify()
+    assert evicted == [("n", "s")] and cache.get(LLM_SERVICE, "n", "s") is None
+    assert found.results() == {"same": 2}
 
 
 async def test_a_kind_that_cannot_be_listed_keeps_no_other_from_being_compared(cache, caplog):

@@ -71,6 +71,18 @@ class ApplyResult:
     """An object that has to be gone before anything is applied; empty: none."""
     written_objects: list[CachedObject] = field(default_factory=list)
     """What it wrote, as it was then; Secrets aside."""
+    _required_rejected: bool = False
+
+    def add_rejection(self, error: InvalidObject | Forbidden, resource: Resource) -> None:
+        """Record that the API server rejected a manifest."""
+        self.rejections.append(str(error))
+        self.forbidden = self.forbidden or isinstance(error, Forbidden)
+        self._required_rejected = self._required_rejected or resource not in resources.OPTIONAL_RESOURCES
+
+    @property
+    def required_complete(self) -> bool:
+        """Whether all objects of required kinds exist as rendered: one optional kind must not delay the others."""
+        return not (self.conflict or self.pending_deletion or self._required_rejected)
 
     @property
     def complete(self) -> bool:
@@ -114,7 +126,7 @@ class Applier:
         """
         result = ApplyResult()
         try:
-            pairs = await self._lookup_all(key, uid, manifests, check_newest)
+            pairs = await self._lookup_all(key, uid, manifests, check_newest, result)
         except OwnershipConflict as error:
             result.conflict = str(error)
             return result
@@ -130,8 +142,9 @@ class Applier:
             if failures := [each for each in results if isinstance(each, BaseException) and each not in rejections]:
                 raise failures[0]
             result.written_objects += [each for each in results if isinstance(each, CachedObject)]
-            result.rejections += map(str, rejections)
-            result.forbidden = result.forbidden or any(isinstance(error, Forbidden) for error in rejections)
+            for (manifest, _), outcome in zip(wave, results, strict=True):
+                if isinstance(outcome, InvalidObject | Forbidden):
+                    result.add_rejection(outcome, resource_for(manifest))
             if rejections:
                 break
         return result
@@ -172,16 +185,33 @@ class Applier:
         self._applied.pop(key, None)
 
     async def _lookup_all(
-        self, key: ServiceKey, uid: str, manifests: Iterable[Manifest], check_newest: FreshnessCheck
+        self,
+        key: ServiceKey,
+        uid: str,
+        manifests: Iterable[Manifest],
+        check_newest: FreshnessCheck,
+        result: ApplyResult,
     ) -> list[tuple[Manifest, ExistingObject]]:
-        """Each manifest with what is there; raises as `_found`, after all were looked at: what a deleted service left
-        goes in one pass, not one object a pass with a growing wait between them."""
+        """Return each manifest with the object that exists.
+
+        A manifest of an optional kind that the operator is not allowed to read becomes a rejection of `result`.
+
+        Raises as `_lookup`, after all lookups: so a deleted service's objects are removed in one pass, instead of one
+        object a pass with a growing wait between them.
+        """
         annotated = [_with_applied_digest(manifest) for manifest in manifests]
         existing: list[Any] = await _gather(self._lookup(key, uid, manifest, check_newest) for manifest in annotated)
-        errors = [item for item in existing if isinstance(item, BaseException)]
+        pairs, errors = [], []
+        for manifest, item in zip(annotated, existing, strict=True):
+            if isinstance(item, Forbidden) and resource_for(manifest) in resources.OPTIONAL_RESOURCES:
+                result.add_rejection(item, resource_for(manifest))
+            elif isinstance(item, BaseException):
+                errors.append(item)
+            else:
+                pairs.append((manifest, item))
         if errors:
             raise next((error for error in errors if not isinstance(error, PendingDeletion)), errors[0])
-        return list(zip(annotated, existing, strict=True))
+        return pairs
 
     async def _lookup(
         self, key: ServiceKey, uid: str, manifest: Manifest, check_newest: FreshnessCheck

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that one operator process runs beside kopf: API client, controller, and the port for health and metrics.
+
+It owns the order of start and stop. It does not import kopf. kopf_handlers.py starts it in kopf's startup handler,
+hands it the LLMServices that kopf watches, asks it in the liveness probes, and closes it in the cleanup handler.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire_operator.controller.controller import Controller, ControllerSettings
+from quire_operator.controller.health import serve_health
+from quire_operator.kube import resources
+from quire_operator.kube.api_client import ApiClient
+from quire_operator.kube.cluster_config import ClusterConfig
+from quire_operator.kube.discovery import is_served
+from quire_operator.kube.errors import ApiError
+from quire_operator.kube.watch_heartbeat import WatchHeartbeat
+from quire_spec.net.addresses import ANY_ADDRESS, listen_address
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORT = 8080
+PORT_VARIABLE = "QUIRE_OPERATOR_PORT"
+"""Environment variable with another port, for `kopf run`, which has no option for it."""
+_CRD_POLL_S, _CRD_LOG_INTERVAL_S = 2.0, 60.0
+"""Interval of the checks for the CRD, and of the log lines while it is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorOptions:
+    """What the command line of `quire operate` sets. The defaults are those of `kopf run`."""
+
+    cluster_config: ClusterConfig | None = None
+    """None: from the environment, as ClusterConfig.from_environment finds it."""
+    settings: ControllerSettings = field(default_factory=ControllerSettings)
+    """operator_peer is replaced by the one that follows from the cluster config."""
+    host: str = ANY_ADDRESS
+    port: int = field(default_factory=lambda: int(os.environ.get(PORT_VARIABLE, DEFAULT_PORT)))
+    """Port of readiness and metrics; 0: any free port."""
+
+
+class OperatorProcess:
+    """The parts of one operator. Create it inside a running event loop."""
+
+    def __init__(self, options: OperatorOptions, stop: Callable[[], None]) -> None:
+        """`stop` is called once if a part fails for good; the process must then end and be started again.
+
+        Raises:
+            ConfigError: there is no cluster config, or it cannot be used.
+        """
+        self.cluster_config = options.cluster_config or ClusterConfig.from_environment()
+        self.settings = replace(options.settings, operator_peer=_network_policy_peer(self.cluster_config))
+        self.client = ApiClient(self.cluster_config)
+        self.controller = Controller(self.client, self.settings)
+        self.service_heartbeats = [
+            WatchHeartbeat(resources.LLM_SERVICE, namespace) for namespace in self.settings.namespaces or (None,)
+        ]
+        self.controller.heartbeats += self.service_heartbeats
+        self.failure: BaseException | None = None
+        """Why a part failed for good."""
+        self._options, self._stop = options, stop
+        self._exit_stack = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        """Start all parts. Does not wait for the API server, which may be unavailable for long.
+
+        Raises:
+            ConfigError: the port is taken, or the address does not belong to this machine.
+        """
+        options = self._options
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self.client)
+            host = listen_address(options.host, os.environ)
+            port = await stack.enter_async_context(serve_health(self.controller, host, options.port))
+            logger.info("serving health and metrics port=%d server=%s", port, self.cluster_config.server)
+            controller_failure = await stack.enter_async_context(self.controller.run())
+            controller_failure.add_done_callback(self._on_controller_failure)
+            self._exit_stack = stack.pop_all()
+
+    async def close(self) -> None:
+        """Stop all parts, in reverse order."""
+        await self._exit_stack.aclose()
+
+    def handle_service_event(self, event_type: str | None, body: dict[str, Any]) -> None:
+        """Update the cache with one event of kopf's watch; None is an object of the first list."""
+        if event_type == "DELETED":
+            self.controller.cache.remove(resources.LLM_SERVICE, body)
+        else:
+            self.controller.cache.upsert(resources.LLM_SERVICE, body)
+
+    async def wait_for_crd(self) -> None:
+        """Wait until the API server serves LLMServices.
+
+        kopf looks for a resource once, at its start, unless the operator has the right to watch all CRDs of the
+        cluster. An operator that watches single namespaces does not have it.
+        """
+        logged_at = float("-inf")
+        while True:
+            try:
+                if await is_served(self.client, resources.LLM_SERVICE):
+                    return
+                for heartbeat in self.service_heartbeats:
+                    heartbeat.reset()
+                if time.monotonic() - logged_at > _CRD_LOG_INTERVAL_S:
+                    logged_at = time.monotonic()
+                    logger.error(
+                        "CRD %s.%s is not installed; waiting for it version=%s; install it: "
+                        "helm upgrade --install quire charts/quire, or kubectl apply --server-side -f "
+                        "crds/llmservices.yaml",
+                        resources.LLM_SERVICE.plural, resources.LLM_SERVICE.group, resources.LLM_SERVICE.version,
+                    )  # fmt: skip
+            except ApiError as error:
+                logger.warning("could not look for the CRD error=%s", error)
+            await asyncio.sleep(_CRD_POLL_S)
+
+    def _on_controller_failure(self, failure: asyncio.Future[None]) -> None:
+        if not failure.cancelled() and (error := failure.exception()) is not None:
+            self.failure = error
+            logger.error("operator stops because a part failed error=%s", error)
+            self._stop()
+
+
+def _network_policy_peer(cluster_config: ClusterConfig) -> Mapping[str, Any] | None:
+    """Return the operator as a peer of NetworkPolicies; None outside of a cluster."""
+    if cluster_config.token_file is None:
+        return None
+    return {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": cluster_config.namespace}},
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "quire-operator"}},
+    }
