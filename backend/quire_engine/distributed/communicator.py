@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks: what the processes that share a model's layers do together: add up, gather, hand on, agree on a number.
+"""Collective operations of the tensor-parallel ranks: all-reduce, gather and broadcast.
 
-torch.distributed's process groups, gloo on CPUs and NCCL on GPUs, made directly and not as torch's global one: a
-process may have several engines. All ranks must come to the same calls in the same order; that they compute the same
-step is the group's business (group.py). On GPUs this has never been run, on emulated ones it has (make emulated).
+It uses process groups of torch.distributed, gloo on CPUs and NCCL on GPUs. They are created directly and are not
+torch's global group, because a process can have several engines. All ranks must make the same calls in the same order;
+`worker_group.py` makes them compute the same steps. It has run on emulated GPUs only (`make emulated`).
 """
 
 import os
@@ -20,20 +20,26 @@ from torch import Tensor
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 TIMEOUT_S = 30.0
-"""How long a rank waits for the others in one call: they come to it within milliseconds of each other, or one hangs."""
+"""Time limit of one call. Ranks reach it within milliseconds of each other; otherwise one of them hangs."""
 _STORE_FILE_TIMEOUT = timedelta(milliseconds=100)
-"""How long torch looks for a store's file that is gone; its own default is 5 minutes."""
+"""How long torch waits for a store's file that was deleted; its own default is 5 minutes."""
 _LOOPBACK = "127.0.0.1"
 
 
 class Communicator:
-    """This rank among the others. Nothing of it may be called before `connect`."""
+    """This rank's connection to the other ranks. Call `connect` before any other method."""
 
     def __init__(
         self, shard: TensorParallelShard, rendezvous: Callable[[], Path], timeout_s: float = TIMEOUT_S
     ) -> None:
-        """`meet` blocks until all ranks have loaded their weights, which may take them long; it returns the path of a
-        file to find each other by, the same for all, which is not there yet."""
+        """Store the parameters; no connection is made.
+
+        Args:
+            shard: this rank's part of the model.
+            rendezvous: blocks until all ranks have loaded their weights, which can take minutes, and returns the path
+                of the rendezvous file. All ranks get the same path; the file does not exist yet.
+            timeout_s: limit of every call.
+        """
         self.shard = shard
         self._rendezvous = rendezvous
         self._timeout_s = timeout_s
@@ -42,55 +48,55 @@ class Communicator:
         self._is_aborted = False
 
     def connect(self, device: torch.device) -> None:
-        """Meet the other ranks; all have tensors on a device of this kind.
+        """Connect to the other ranks; the tensors of all ranks are on devices of this type.
 
         Raises:
-            RuntimeError: they do not come, in time. So does every other call.
+            RuntimeError: a rank did not connect within the time limit. Every other call can raise it as well.
         """
         self._device = device
         rank, size, rendezvous_file = self.shard.rank, self.shard.size, self._rendezvous()
         store = dist.FileStore(str(rendezvous_file), size)  # type: ignore[attr-defined]
         if device.type == "cuda":
-            # A thread of torch's would look into the store now and then, whether to write a dump.
+            # Otherwise a thread of torch polls the store for requests to write a dump.
             os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
         backend: Any = dist.ProcessGroupNCCL if self._device.type == "cuda" else dist.ProcessGroupGloo
         options = backend.Options() if self._device.type == "cuda" else backend._Options()
         options._timeout = timedelta(seconds=self._timeout_s)
         if self._device.type == "cpu":
-            # By default the address is the one that the machine's name has, where anybody might connect.
+            # The default is the address of the host name, which other machines can reach.
             options._devices = [backend.create_device(hostname=_LOOPBACK)]
         self._process_group = backend(store, rank, size, options)
-        # NCCL's channels are made here, and measured with the memory, not in the first step that needs them.
+        # NCCL creates its channels here, so that memory profiling includes them.
         self.broadcast(torch.zeros(1, device=device))
-        # Its file is gone from here on. Where something failed, a thread of torch's still writes to it, and the process
-        # does not end before that thread.
+        # The file is deleted afterwards. After a failure, a thread of torch still writes to it, and the process cannot
+        # exit before that thread.
         store.set_timeout(_STORE_FILE_TIMEOUT)
 
     def abort(self, step_lock: threading.Lock) -> None:
-        """Have what a device waits for in vain end, when another rank is gone. From any thread; returns at once.
+        """Abort operations that wait for a lost rank. Safe to call from any thread; returns at once.
 
-        `in_use`: held while a step uses this; NCCL, once it has been told, lets nobody in until the last captured step
-        is gone, which may be never.
+        `step_lock` is held while a step uses the process group. After an abort, NCCL blocks every caller until the last
+        captured CUDA graph is destroyed, which may never happen.
         """
         process_group, self._is_aborted = None if self._is_aborted else self._process_group, True
         if process_group is not None and self._device.type == "cuda":
             threading.Thread(
-                target=self._abort_process_group, args=(process_group, step_lock), name="abandon", daemon=True
+                target=self._abort_process_group, args=(process_group, step_lock), name="nccl-abort", daemon=True
             ).start()
 
     def _abort_process_group(self, process_group: Any, step_lock: threading.Lock) -> None:
-        # Beginning a step takes milliseconds; if it hangs, then for what is ended here.
+        # Launching a step takes milliseconds. A launch that hangs waits for the operation that is aborted here.
         if step_lock.acquire(timeout=self._timeout_s):
             step_lock.release()
         process_group.abort()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Add up the ranks' tensors, in place; every rank gets the same."""
+        """Sum the ranks' tensors in place; every rank gets the same result."""
         self._process_group.allreduce([x]).wait()
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """[num_rows, width] of each rank side by side, [num_rows, size * width], at rank 0; elsewhere, x."""
+        """Return on rank 0 the ranks' tensors [num_rows, width] side by side, [num_rows, size * width]; elsewhere x."""
         options = dist.GatherOptions()
         options.rootRank = 0
         x = x.contiguous()
@@ -99,14 +105,14 @@ class Communicator:
         return torch.cat(parts, dim=-1) if parts else x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's tensor, written to the others'."""
+        """Copy rank 0's tensor into the tensors of the other ranks."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._process_group.broadcast([x], options).wait()
         return x
 
     def all_reduce_min(self, value: int) -> int:
-        """The least of the ranks' numbers."""
+        """Return the minimum of the ranks' values."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         tensor = torch.tensor([value], device=self._device)

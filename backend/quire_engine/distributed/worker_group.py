@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group: rank 0's hold on the processes that share the model's layers with it. Starts them, tells them, watches them.
+"""Rank 0's side of a group of tensor-parallel workers: starts them, sends steps and calls, and watches them.
 
-    scheduler, sampler, rank 0 --Ring: a step's work----> rank 1 .. n-1 (follower.py)
-                               --socket: calls, JSON-->
-                               <-------replies---------
-                               <--torch.distributed--->   (ranks.py)
+    scheduler, sampler, rank 0 --ring: input of a step--> rank 1 .. n-1 (executor/tp_worker.py)
+                               --socket: calls, JSON---->
+                               <-------replies-----------
+                               <--torch.distributed----->   (communicator.py)
 
-Calls are what happens seldom: load, meet, serve, adapters. One rank that ends ends them all: the others are killed,
-whoever waits for a reply, begins a step or takes what one computed gets RunnerLost, and `on_lost` is told. A rank that
-hangs is found by the others, in the next thing that they do together, after `ranks.TIMEOUT_S`.
+Calls are rare: load, meet, serve, and those about adapters. If one rank ends, the group is lost: the other workers are
+killed, every method that waits or starts a step raises RunnerLost, and `on_lost` is called. If a rank hangs, the next
+collective operation fails in the others after `communicator.TIMEOUT_S`.
 """
 
 import json
@@ -38,9 +38,9 @@ from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 _EXIT_DETECTION_S = 1.0
-"""How long it may take until the end of a rank is seen."""
+"""How long it takes at most until the exit of a worker is noticed."""
 _POLL_S = 20e-6
-"""Between two looks at a device; the system makes about 80 us of it, where a step takes milliseconds."""
+"""Interval of polling a device. The system makes about 80 us of it; a step takes milliseconds."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -49,12 +49,12 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _PendingCall:
     missing_ranks: set[int]
-    """Ranks that have not answered."""
+    """Ranks that have not replied."""
     errors: list[QuireError] = field(default_factory=list)
 
 
 class WorkerGroup:
-    """The other ranks. `ranks` is this one among them; `step` and `call` may be used when `open` has returned."""
+    """The other ranks of a model. `communicator` is rank 0's; `broadcast_step` is allowed after `start_serving`."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class WorkerGroup:
         on_lost: Callable[[str], None] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Start the ranks and have them load the model in `folder`; returns at once.
+        """Start the workers, which begin to load the model of `folder`; returns at once.
 
-        `on_lost(why)` is called in a thread of the group's when a rank has ended that was not to.
+        `on_lost(reason)` is called in a thread of the group when a worker has ended unexpectedly.
         """
         size = config.tensor_parallel_size
         self.communicator = Communicator(TensorParallelShard(shape, 0, size), self._rendezvous, timeout_s)
@@ -89,7 +89,7 @@ class WorkerGroup:
         self._workers: dict[int, WorkerHandle] = {}
         started = threading.Event()
         self._watch_thread = threading.Thread(
-            target=self._start_and_watch, args=(start_worker, started), name="ranks", daemon=True
+            target=self._start_and_watch, args=(start_worker, started), name="tp-watch", daemon=True
         )
         self._watch_thread.start()
         started.wait()
@@ -101,10 +101,13 @@ class WorkerGroup:
         ]
 
     def start_serving(self, num_elements: int) -> None:
-        """Rank 0 is ready, and work takes rows of `num_elements` at most: have the others take it.
+        """Make the workers ready to compute steps, once rank 0 is ready.
+
+        Args:
+            num_elements: of the largest row of the ring.
 
         Raises:
-            QuireError: a rank refuses, or has ended.
+            QuireError: a worker failed or has ended.
         """
         SharedMemoryRing.allocate(self._memory_fd, num_elements)
         self._ring = SharedMemoryRing(self._memory_fd, num_elements)
@@ -112,67 +115,68 @@ class WorkerGroup:
         self._rendezvous_dir.cleanup()
 
     def call(self, name: str, **args: Any) -> None:
-        """Have every other rank do something, and wait until all have; from any thread.
+        """Call every worker and wait for all replies. Safe to call from any thread.
 
         Raises:
-            QuireError: what the first rank that failed says, or a rank has ended.
+            QuireError: the error of the first worker that failed, or a worker has ended.
         """
         self._wait_for_replies(self.start_call(name, **args))
 
     def start_call(self, name: str, **args: Any) -> int:
-        """The same without the wait: `end` takes the number."""
+        """Call every worker without waiting; return the id for `wait_call`."""
         return self._send_call({"call": name, **args}, set(self._worker_ranks))
 
     def notify(self, name: str, **args: Any) -> None:
-        """Have every other rank do something that nobody waits for; nothing if they are gone. From any thread."""
+        """Call every worker without a reply; does nothing if they have ended. Safe to call from any thread."""
         frame = json.dumps({"id": None, "call": name, **args}).encode()
         for control in self._sockets.values():
             with suppress(OSError):
                 control.send(frame)
 
     def wait_call(self, call_id: int) -> None:
-        """Wait until all ranks have done what was begun; raises as `call`."""
+        """Wait for all replies to a started call; raises like `call`."""
         self._wait_for_replies(call_id)
 
     @contextmanager
     def broadcast_step(self, step_input: StepInput | GraphStepInput) -> Iterator[None]:
-        """Hand out a step's work; within, rank 0 does or begins its own. The step handed out last may be in flight
-        still, no other.
+        """Send the input of a step to the workers; the body of the context runs or launches rank 0's part.
+
+        At most one earlier step may still be in flight.
 
         Raises:
-            RunnerLost: a rank has ended, or this one has left the step before its end.
+            RunnerLost: a worker has ended, or the body of the context failed.
         """
         with _defer_sigint(), self._step_lock:
             self._raise_if_lost()
-            assert self._ring is not None, "open comes first"
+            assert self._ring is not None, "start_serving was not called"
             encode(step_input, self._ring.next_row())
             notify_all(self._doorbells)
             with self._abort_all_on_error():
                 yield
 
     def wait_result(self, get_result: Callable[[], T]) -> T:
-        """What `outcome` makes of a step that was begun; raises as `step`."""
+        """Return the result of `get_result`, which waits for a launched step; raises like `broadcast_step`."""
         with self._abort_all_on_error():
             result = get_result()
-        # With a rank gone, a device ends its waiting for it and has computed nothing.
+        # If a rank is lost, the device stops waiting for it and the result is undefined.
         self._raise_if_lost()
         return result
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Wait until something on the device is done, which may need the other ranks.
+        """Poll `is_done` until the device has finished work that may depend on the other ranks.
 
         Raises:
-            RunnerLost: a rank has ended, or hangs.
+            RunnerLost: a worker has ended or hangs.
         """
         deadline = time.monotonic() + self._timeout_s
         while not is_done():
             self._raise_if_lost()
             if time.monotonic() > deadline:
-                raise self._mark_lost(f"a step was not over after {self._timeout_s:g} s")
+                raise self._mark_lost(f"a step did not finish within {self._timeout_s:g} s")
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """End all other ranks."""
+        """Stop all workers."""
         self._closing = True
         for worker in self._workers.values():
             worker.kill()
@@ -182,8 +186,8 @@ class WorkerGroup:
         self._rendezvous_dir.cleanup()
 
     def startup_error(self, error: Exception) -> Exception:
-        """Why rank 0 could not start, when it failed with `error`: what another rank said, if one did."""
-        errors = [said for call in self._pending_calls.values() for said in call.errors]
+        """Return the cause of a failed startup: a worker's error if there is one, else rank 0's `error`."""
+        errors = [worker_error for call in self._pending_calls.values() for worker_error in call.errors]
         return ConfigError(str(errors[0])) if errors else error
 
     def _rendezvous(self) -> Path:
@@ -200,7 +204,7 @@ class WorkerGroup:
             self._pending_calls[call_id] = _PendingCall(set(ranks))
         frame = json.dumps({"id": call_id, **call}).encode()
         for rank in ranks:
-            # Its end is seen by the thread that watches.
+            # If the worker has ended, the watch thread notices it.
             with suppress(OSError):
                 self._sockets[rank].send(frame)
         return call_id
@@ -216,11 +220,11 @@ class WorkerGroup:
 
     @contextmanager
     def _abort_all_on_error(self) -> Iterator[None]:
-        """What fails here is the end of all ranks."""
+        """Stop all ranks if the body of the context fails."""
         try:
             yield
         except Exception as error:
-            # A rank that has ended is the reason of what failed here, and is seen a moment later.
+            # The cause can be a worker that has ended, which the watch thread notices a moment later.
             with self._condition:
                 self._condition.wait_for(lambda: self._lost_error is not None, _EXIT_DETECTION_S)
             raise self._mark_lost(f"a step failed in rank 0: {type(error).__name__}: {error}") from error
@@ -232,7 +236,7 @@ class WorkerGroup:
     def _start_and_watch(
         self, start_worker: Callable[[WorkerChannels], WorkerHandle], started: threading.Event
     ) -> None:
-        """Start the ranks, then watch them until all have ended."""
+        """Start the workers, then handle their replies until all have ended."""
         with selectors.DefaultSelector() as selector:
             for rank, eventfd in zip(self._worker_ranks, self._eventfds, strict=True):
                 local_socket, worker_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -255,7 +259,7 @@ class WorkerGroup:
             os.close(fd)
 
     def _receive(self, rank: int) -> bytes:
-        """b"" at the end."""
+        """Return the next reply of a worker, b"" when it has ended."""
         try:
             return self._sockets[rank].recv(MAX_CALL_BYTES)
         except OSError:
@@ -278,13 +282,11 @@ class WorkerGroup:
                 self._on_lost(str(error))
 
     def _mark_lost(self, reason: str) -> RunnerLost:
-        """No step will ever run again; the first reason is the one that counts."""
+        """Mark the group as lost for good, kill the workers and return the error; only the first reason is kept."""
         with self._condition:
             if self._lost_error is None:
-                self._lost_error = RunnerLost(
-                    f"{reason}; the ranks that share the model's layers end together: start again"
-                )
-                logger.error("ranks lost: %s", reason)
+                self._lost_error = RunnerLost(f"{reason}; all tensor-parallel ranks stop together; restart the engine")
+                logger.error("tensor-parallel group lost reason=%s", reason)
             self._closing = True
             self._condition.notify_all()
         for worker in self._workers.values():
@@ -295,7 +297,7 @@ class WorkerGroup:
 
 @contextmanager
 def _defer_sigint() -> Iterator[None]:
-    """Keep Control-C until the step is over: once a rank has left one in its midst, the others wait for it in vain."""
+    """Defer SIGINT until the context ends: if rank 0 left a step halfway, the other ranks would block in it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

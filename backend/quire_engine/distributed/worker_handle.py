@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Member: a started rank, as group.py holds it, and what it is started with."""
+"""Handle on a started tensor-parallel worker, and the file descriptors that it inherits. Used by `worker_group.py`."""
 
 import signal
 import subprocess
@@ -8,38 +8,40 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MAX_CALL_BYTES = 64 << 10
-"""Of a call or a reply; each is one packet."""
+"""Size limit of a call or a reply; each is one packet."""
 
 _EXIT_TIMEOUT_S = 5.0
-"""How long a process that has let go of its socket may take to end."""
+"""How long a process can take to exit after it closed its socket."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerChannels:
-    """File descriptors of a rank's ends of what it shares with rank 0."""
+    """File descriptors of the channels between a worker and rank 0, on the worker's side."""
 
     control_fd: int
-    """Socket of calls and replies."""
+    """Socket for calls and replies."""
     memory_fd: int
-    """Of the ring."""
+    """Memory of the ring buffer."""
     doorbell_fd: int
 
 
 class WorkerHandle(Protocol):
-    """A started rank: a process, or in tests a thread."""
+    """A started worker: a process, or a thread in tests."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Stop the worker at once."""
         ...
 
     def join(self) -> str:
-        """Wait for its end; says how it ended."""
+        """Wait until the worker has ended; return how it ended, for error messages."""
         ...
 
 
 class WorkerProcess:
-    """A rank as a process of its own. Made in a thread that lives as long as the process should: see
-    process.die_with_parent."""
+    """A worker in a process of its own.
+
+    Create it in a thread that lives as long as the process must live; see `process.set_parent_death_signal`.
+    """
 
     def __init__(self, channels: WorkerChannels) -> None:
         fds = (channels.control_fd, channels.memory_fd, channels.doorbell_fd)
@@ -47,11 +49,11 @@ class WorkerProcess:
         self._popen = subprocess.Popen(argv, pass_fds=fds, stdin=subprocess.DEVNULL, stdout=sys.__stderr__)
 
     def kill(self) -> None:
-        """See Member."""
+        """See WorkerHandle."""
         self._popen.kill()
 
     def join(self) -> str:
-        """See Member."""
+        """See WorkerHandle."""
         try:
             code = self._popen.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executor behind an engine: one runner on this process's device, or that and a group of ranks beside it."""
+"""Tensor-parallel execution: rank 0's model runner together with the workers of the other ranks.
+
+`create_runner` is called by the engine core. It returns a `DeviceModelRunner` if there is one rank.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -21,18 +24,18 @@ from quire_spec.model.tensor_parallel import TensorParallelShard
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ShardedAdapter:
-    """An adapter in host memory: rank 0's part here, the others' parts there."""
+    """An adapter in host memory: rank 0's shard, and the key of the shards in the workers."""
 
     local_shard: object
     key: int
-    """What the other ranks know theirs by."""
+    """Key of the shards in the workers, unique for this engine."""
 
 
 class TensorParallelRunner(ModelRunner):
-    """Rank 0's runner, with what the other ranks have to do of everything."""
+    """Rank 0's runner, which forwards each operation to the workers."""
 
     def __init__(self, local_runner: DeviceModelRunner, worker_group: WorkerGroup) -> None:
-        """The group is open."""
+        """`worker_group` must be serving."""
         self._local_runner = local_runner
         self._worker_group = worker_group
         self._key_counter = count()
@@ -41,7 +44,7 @@ class TensorParallelRunner(ModelRunner):
         self.memory = local_runner.memory
 
     def read_adapter(self, path: Path) -> ShardedAdapter:
-        """Read an adapter's folder, all ranks at the same time; see step.Runner."""
+        """Read an adapter's folder on all ranks at the same time; see ModelRunner."""
         key = next(self._key_counter)
         call_id = self._worker_group.start_call("read", key=key, path=str(path))
         try:
@@ -53,29 +56,29 @@ class TensorParallelRunner(ModelRunner):
             self._worker_group.notify("forget", key=key)
             raise
         adapter = ShardedAdapter(local_shard, key)
-        # Theirs goes when nobody here has ours: a step that loads it has then long begun.
-        # At this process's end, all ranks end.
+        # The workers discard their shards when this adapter is garbage-collected here; a step that loads it has started
+        # long before. Not at exit, because then all ranks end anyway.
         weakref.finalize(adapter, self._worker_group.notify, "forget", key=key).atexit = False
         return adapter
 
     def host_bytes(self, packed_adapter: object) -> int:
-        """Bytes on this rank; see step.Runner."""
+        """Return the size on this rank; see ModelRunner."""
         assert isinstance(packed_adapter, ShardedAdapter)
         return self._local_runner.host_bytes(packed_adapter.local_shard)
 
     def store_adapter(self, adapter_digest: str, packed_adapter: object) -> None:
-        """Keep an adapter in host memory; see step.Runner."""
+        """See ModelRunner."""
         assert isinstance(packed_adapter, ShardedAdapter)
         self._adapters_by_digest[adapter_digest] = packed_adapter
         self._local_runner.store_adapter(adapter_digest, packed_adapter.local_shard)
 
     def discard_adapter(self, adapter_digest: str) -> None:
-        """Forget the host copy of an adapter; see step.Runner."""
+        """See ModelRunner."""
         self._adapters_by_digest.pop(adapter_digest, None)
         self._local_runner.discard_adapter(adapter_digest)
 
     def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
-        """The work of filling a slot on all ranks; see step.Runner."""
+        """Return a function that fills a slot on all ranks; see ModelRunner."""
         copy_local, adapter = (
             self._local_runner.load_adapter_slot(slot_load),
             self._adapters_by_digest[slot_load.adapter_digest],
@@ -91,11 +94,11 @@ class TensorParallelRunner(ModelRunner):
         return copy_to_slot
 
     def execute(self, plan: StepPlan) -> list[SpanOutput]:
-        """Run a step; see step.Runner."""
+        """See ModelRunner."""
         return self._local_runner.execute(plan)
 
     def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
-        """Have a step run after those begun before; see step.Runner."""
+        """See ModelRunner."""
         get_outputs = self._local_runner.execute_async(plan)
         return lambda: self._worker_group.wait_result(get_outputs)
 
@@ -110,8 +113,17 @@ def create_runner(
     start_worker: Callable[[WorkerChannels], WorkerHandle] = WorkerProcess,
     timeout_s: float = TIMEOUT_S,
 ) -> "DeviceModelRunner | TensorParallelRunner":
-    """The runner that a configuration asks for, with the ranks beside it; raises as TorchRunner. See Engine.from_config
-    for `on_lost`, Group for `start` and Ranks for `timeout_s`."""
+    """Create the runner for a configuration, and the workers of the other ranks; raises like DeviceModelRunner.
+
+    Args:
+        config: of the engine.
+        shape: of the whole model.
+        folder: the checkpoint.
+        progress: show a progress bar while the weights are loaded.
+        on_lost: called with the reason when a worker has ended unexpectedly.
+        start_worker: starts one worker; tests replace it.
+        timeout_s: limit of every collective operation, see Communicator.
+    """
     if config.tensor_parallel_size == 1:
         return DeviceModelRunner(config, shape, folder, progress=progress)
     TensorParallelShard(shape, 0, config.tensor_parallel_size).validate()
@@ -135,5 +147,5 @@ def create_runner(
 
 def _close(runner: DeviceModelRunner, worker_group: WorkerGroup) -> None:
     worker_group.close()
-    # In time: the last thing that goes with a runner is its connection to the ranks, whose end waits for these.
+    # Now, because destroying the runner's process group waits until its CUDA graphs are released.
     runner.close()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follower: a rank other than the first. Loads its part of the model, does the steps that rank 0 hands out (group.py).
+"""Tensor-parallel worker: a rank other than 0. It loads its shard of the model and computes the steps of rank 0.
 
-It decides nothing and holds nothing that is not told again at a start: whatever goes wrong, it ends.
+It makes no decisions and keeps no state that a restart does not restore, so it exits on every error.
 """
 
 import json
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class TensorParallelWorker:
-    """One rank's side of the calls and of the ring."""
+    """Handles the calls and the steps of rank 0."""
 
     def __init__(self, channels: WorkerChannels, on_disconnected: Callable[[], None]) -> None:
-        """`on_gone` is called in a thread of its own when rank 0 is gone."""
+        """`on_disconnected` is called in a thread of its own when rank 0 has ended."""
         self._control = socket.socket(fileno=channels.control_fd)
         self._memory_fd = channels.memory_fd
         self._doorbell = Doorbell(channels.doorbell_fd)
@@ -47,12 +47,12 @@ class TensorParallelWorker:
         self._is_running = True
 
     def run(self) -> None:
-        """Do what rank 0 says until `stop`.
+        """Handle calls and steps until `stop`.
 
         Raises:
-            QuireError: this rank cannot serve; rank 0 knows why.
+            QuireError: this rank cannot load its shard; the error was sent to rank 0.
         """
-        threading.Thread(target=self._serve_calls, name="calls", daemon=True).start()
+        threading.Thread(target=self._serve_calls, name="tp-calls", daemon=True).start()
         call = self._next_call("load")
         logging.getLogger().setLevel(call["log_level"])
         config, folder = EngineConfig.from_json(call["config"]), Path(call["folder"])
@@ -75,20 +75,20 @@ class TensorParallelWorker:
         call = self._next_call("serve")
         ring = SharedMemoryRing(self._memory_fd, call["num_elements"])
         self._send_reply(call)
-        logger.info("rank serves rank=%d size=%d", shard.rank, shard.size)
+        logger.info("tensor-parallel worker ready rank=%d size=%d", shard.rank, shard.size)
         self._doorbell.wait()
         while self._is_running:
             runner.execute_as_worker(decode(ring.next_row()))
             self._doorbell.wait()
 
     def stop(self) -> None:
-        """Have `run` return when it waits next; for a rank that is a thread. From any thread."""
+        """Make `run` return at its next wait; for workers that are threads. Safe to call from any thread."""
         self._is_running = False
         self._doorbell.notify()
         self._call_queue.put({"call": "stop"})
 
     def close_control(self) -> None:
-        """Let rank 0 see that this rank has ended, as the end of a process does."""
+        """Close the socket, so that rank 0 notices the end of this worker as it notices the end of a process."""
         self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
 
@@ -96,17 +96,17 @@ class TensorParallelWorker:
         while frame := self._receive():
             call = json.loads(frame)
             if call["call"] in _ADAPTER_CALLS:
-                # A thread for each, as in rank 0 (loader.py): a disk that hangs holds up nobody else.
-                threading.Thread(target=self._run_adapter_call, args=(call,), name="adapter", daemon=True).start()
+                # One thread per call, as in rank 0 (lora/io_threads.py): a disk that hangs blocks only this adapter.
+                threading.Thread(target=self._run_adapter_call, args=(call,), name="tp-adapter", daemon=True).start()
             else:
                 self._call_queue.put(call)
         self._on_disconnected()
 
     def _run_adapter_call(self, call: dict[str, Any]) -> None:
-        """Carry an adapter; what goes wrong with it is rank 0's to say."""
+        """Read, load or discard an adapter; errors are sent to rank 0."""
         lower_thread_priority()
         runner, key, failure = self._runner, str(call["key"]), None
-        assert runner is not None, "adapters come when steps do"
+        assert runner is not None, "adapter calls come after the call serve"
         try:
             if call["call"] == "read":
                 runner.store_adapter(key, runner.read_adapter(Path(call["path"])))
@@ -117,7 +117,7 @@ class TensorParallelWorker:
         except QuireError as error:
             failure = error
         except Exception as error:
-            logger.exception("adapter failed call=%s", call["call"])
+            logger.exception("adapter call failed call=%s", call["call"])
             failure = Internal(f"{type(error).__name__}: {error}")
         if call["id"] is not None:
             self._send_reply(call, failure)
@@ -131,7 +131,7 @@ class TensorParallelWorker:
     def _next_call(self, name: str) -> dict[str, Any]:
         call = self._call_queue.get()
         if call["call"] != name:
-            raise RuntimeError(f"rank 0 said {call['call']!r}, not {name!r}")
+            raise RuntimeError(f"rank 0 sent the call {call['call']!r}, expected {name!r}")
         return call
 
     def _send_reply(self, call: dict[str, Any], error: QuireError | None = None) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank as a process: `python -m quire_engine.executor.tp_worker_process`, started by group.py and by nobody else.
+"""Entry point of a tensor-parallel worker process: `python -m quire_engine.executor.tp_worker_process`.
 
-It ends with rank 0, whatever ends that: the kernel kills it, and it sees the end of its socket.
+`distributed/worker_handle.py` starts it. It ends with rank 0: the kernel kills it when rank 0 dies, and it exits when
+its socket closes.
 """
 
 import logging
@@ -18,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Follow rank 0; the arguments are the file descriptors of `Ends`."""
+    """Run a worker; the arguments are the file descriptors of `WorkerChannels`."""
     process.set_parent_death_signal()
-    # Control-C goes to all processes of a terminal; rank 0 says what comes of it.
+    # Control-C reaches all processes of a terminal; only rank 0 handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     worker = TensorParallelWorker(WorkerChannels(*map(int, sys.argv[1:])), on_disconnected=lambda: process.exit_now(0))
     try:
         worker.run()
     except ConfigError:
-        # Rank 0 has it, and says it.
+        # The error was sent to rank 0, which reports it.
         process.exit_now(constants.EXIT_CONFIG)
     except Exception:
-        logger.exception("rank failed")
+        logger.exception("tensor-parallel worker failed")
         process.exit_now(process.EXIT_SOFTWARE)
 
 

@@ -248,7 +248,7 @@ def test_processes_give_what_one_gives_until_one_is_killed(folders):
         fill(token_ids, spans)
 
     handover.resolve = kill_and_fill
-    with pytest.raises(RunnerLost, match=r"ended: killed by SIGKILL; .* start again"):
+    with pytest.raises(RunnerLost, match=r"ended: killed by SIGKILL; .* restart the engine"):
         while True:
             _outputs(llm)
     assert in_flight[0] == 2
@@ -344,9 +344,9 @@ def test_what_a_device_never_ends_is_waited_for_no_longer_than_a_rank(folders):
     assert group.wait_result(lambda: 1) == 1
     group._timeout_s = 0.05
     group.wait_until(lambda: True)
-    with pytest.raises(RunnerLost, match=r"a step was not over after 0\.05 s"):
+    with pytest.raises(RunnerLost, match=r"a step did not finish within 0\.05 s"):
         group.wait_until(lambda: False)
-    with pytest.raises(RunnerLost, match="a step was not over"):
+    with pytest.raises(RunnerLost, match="a step did not finish"):
         engine.add(SequenceRequest(1, [1, 2, 3], GREEDY))
         engine.step()
 

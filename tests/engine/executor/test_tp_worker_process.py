@@ -38,7 +38,7 @@ def test_it_serves_takes_no_processor_time_when_idle_and_ends_with_a_rank(pod: E
     with pod.connect("core", "supervisor") as supervisor:
         memory = supervisor.call("status")["memory"]
     assert memory["tensor_parallel_size"] == 2
-    assert "rank serves rank=1 size=2" in pod.log("core")
+    assert "tensor-parallel worker ready rank=1 size=2" in pod.log("core")
     core = psutil.Process(pod.processes["core"].pid)
     both = [core, *tp_worker_processes(core.pid)]
     assert len(both) == 2
