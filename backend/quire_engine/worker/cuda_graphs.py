@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DecodeGraphs: decoding steps as CUDA graphs, by size of batch, with adapters and without. On CUDA devices only.
+"""CUDA graphs of decoding steps, one per batch size, with adapters and without. On CUDA devices only.
 
-This has never run on a GPU. Captures and replays run on an emulated one (make emulated). Tested without: which sizes
-there are, what the host sends, and, with a recording that runs the step again instead of replaying it, the tokens.
+Captures and replays have run on an emulated GPU only (`make emulated`). The tests without one check the sizes, the
+input that the host sends, and the tokens, with a capture function that runs the step again instead of replaying it.
 
-A graph has its memory's addresses built in, so everything that a step reads lies in tensors that stay: block tables by
-row of `SequenceState`, of which a step sends only what is new, and four numbers per sequence. Rows beyond the batch
-are filled with a sequence of nobody's, whose token goes to the cache's spare block.
+A graph contains memory addresses, so everything that a step reads is in persistent tensors: block tables by row of
+`SequenceState`, of which a step sends only the new entries, and four numbers per sequence. Rows beyond the batch
+contain a dummy sequence, which writes its keys and values to the spare block of the KV cache.
 
-Steps in which a sequence has an adapter have graphs of their own, so that the others launch nothing for it. Their
-kernels find each token's adapter on the device, in slots whose addresses stay when another adapter is copied into one.
+Steps with adapters have graphs of their own, so that other steps launch no LoRA kernels. Their kernels read the adapter
+slot of each token on the device. The addresses of a slot do not change when another adapter is copied into it.
 
-Ranks that share the layers capture the same graphs in the same order, what they do together included. Rank 0 keeps the
-books, here `ResidentTables`, and chooses the graph: all run what its `GraphWork` says.
+Tensor-parallel ranks capture the same graphs in the same order, including the collective operations. Rank 0 keeps the
+block tables (`DeviceBlockTables`) and chooses the graph; all ranks run the graph that `GraphStepInput` names.
 """
 
 import logging
@@ -47,29 +47,30 @@ from quire_spec.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 StepFunction = Callable[[], Tensor]
-"""Computes a step from tensors that stay; returns logits, [size, vocab_size], which the next run may overwrite."""
+"""Computes a step from persistent tensors; returns logits [size, vocab_size], which the next run overwrites."""
 
 
 SIZES_PER_DOUBLING = 4
 ADAPTER_SIZES_PER_DOUBLING = 2
-"""Fewer sizes with adapters, so that they add no more than 60 % to the time that capturing takes. A row of padding
-reads no weights, next to no keys and no adapter, so it costs little where memory is the limit."""
+"""Fewer sizes with adapters, so that they add at most 60 % to the capture time. A row of padding reads no weights, no
+adapter and almost no keys, so it costs little where memory bandwidth is the limit."""
 
 
 def should_capture(device: torch.device) -> bool:
-    """Whether a runner on this device captures graphs."""
+    """Return whether a runner on this device captures graphs."""
     return device.type == "cuda" and os.environ.get("QUIRE_GRAPHS") != "0"
 
 
 def graph_sizes(max_num_seqs: int, sizes_per_doubling: int = SIZES_PER_DOUBLING) -> tuple[int, ...]:
-    """Sizes of batch that get a graph: 1, 2, 4, 8, then parts of a doubling.
+    """Return the batch sizes that get a graph: 1, 2, 4, 8, then `sizes_per_doubling` sizes per doubling.
 
-    With 4 parts at most a fifth is padding, and there are 24 sizes up to 256; with 2 at most a third, and 14 sizes.
+    With 4 per doubling, at most a fifth of a batch is padding and there are 24 sizes up to 256. With 2, at most a third
+    is padding and there are 14 sizes.
     """
     sizes = [1, 2, 4, 8]
     base = 8
     while base < max_num_seqs:
-        # Multiples of 2 at least: below 16 a quarter of a doubling would be.
+        # A quarter of a doubling is at least 2, because the smallest base is 8.
         sizes += [base + base * step // sizes_per_doubling for step in range(1, sizes_per_doubling + 1)]
         base *= 2
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
@@ -77,26 +78,26 @@ def graph_sizes(max_num_seqs: int, sizes_per_doubling: int = SIZES_PER_DOUBLING)
 
 @dataclass(slots=True)
 class _DeviceRow:
-    """What the device has of a sequence."""
+    """The part of a sequence's block table that is on the device."""
 
     row: int
     table: list[BlockId] = field(default_factory=list)
-    """The sequence's own list, which grows in place and is another one after each preemption."""
+    """The sequence's own list; it grows in place and is replaced by a new list after each preemption."""
     num_sent: int = 0
-    """Blocks of it that are on the device."""
+    """Number of its blocks that were sent to the device."""
 
 
 class DeviceBlockTables:
-    """Which rows of the device's block tables belong to whom, and what they lack. Pure bookkeeping."""
+    """Assigns rows of the device's block tables to sequences and tracks the entries to send. Pure bookkeeping."""
 
     def __init__(self, num_rows: int) -> None:
-        """`num_rows`: no step has more sequences."""
+        """`num_rows` must be at least the number of sequences of any step."""
         self._num_rows = num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._device_rows: weakref.WeakKeyDictionary[engine_sequence.Sequence, _DeviceRow] = weakref.WeakKeyDictionary()
 
     def assign_rows(self, spans: Sequence[ScheduledSpan]) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """The row of each span's sequence, and the (row, column, block) entries to write first."""
+        """Return the row of each span's sequence, and the (row, column, block) entries to write first."""
         rows: list[int] = []
         entries: list[tuple[int, int, int]] = []
         for span in spans:
@@ -112,7 +113,7 @@ class DeviceBlockTables:
 
     def _assign_row(self, sequence: engine_sequence.Sequence, spans: Sequence[ScheduledSpan]) -> _DeviceRow:
         if not self._free_rows:
-            # Rows of sequences that are over, and of those that do not run now.
+            # Reuse the rows of finished sequences and of those that do not run now.
             running = {span.sequence for span in spans}
             running_rows = {s: device_row for s, device_row in self._device_rows.items() if s in running}
             used_rows = {resident.row for resident in running_rows.values()}
@@ -134,30 +135,38 @@ class CudaGraphRunner:
         num_adapter_slots: int = 0,
         capture: Callable[[StepFunction], StepFunction] | None = None,
     ) -> None:
-        """`kv` has a spare block; `num_slots`: the model's for adapters; `record` makes a step that can be run again,
-        None: by a CUDA graph."""
+        """Capture the graphs of all sizes.
+
+        Args:
+            model: with loaded weights.
+            kv_cache: must have one spare block.
+            max_num_seqs: largest number of sequences of a step.
+            max_model_len: longest sequence, in tokens.
+            num_adapter_slots: of the model; 0 captures no graphs with adapters.
+            capture: turns a step into a function that repeats it; None captures a CUDA graph.
+        """
         self._model, self._kv_cache = model, kv_cache
         self._device = kv_cache.layers[0].device
         start, reserved_before = time.perf_counter(), self._reserved_bytes()
         max_blocks = -(-max_model_len // kv_cache.block_size)
-        # Room for sequences that are over, or wait after a preemption, so that rows are seldom looked for.
+        # Twice as many rows as needed keep those of finished and preempted sequences, so rows are rarely reassigned.
         self._num_rows = 2 * max_num_seqs
         self._block_tables = DeviceBlockTables(self._num_rows)
         self._state = SequenceState.empty(self._num_rows + 1, max_blocks, self._device)
         self._state.tables[self._num_rows] = kv_cache.num_blocks
         self._inputs = torch.zeros((4, max_num_seqs), dtype=torch.int64, device=self._device)
-        """Rows, positions, tokens and slots, as the host sends them."""
+        """[4, max_num_seqs] int64: rows, positions, tokens and adapter slots, as the host sends them."""
         self._inputs[0], self._inputs[3] = self._num_rows, -1
         self._num_adapter_slots = num_adapter_slots
         self.sizes = graph_sizes(max_num_seqs)
         self.adapter_sizes = graph_sizes(max_num_seqs, ADAPTER_SIZES_PER_DOUBLING) if num_adapter_slots else ()
-        """Sizes of graphs for steps with adapters."""
-        # Of the largest step; the others use the first rows, as no two run at once.
+        """Batch sizes of the graphs with adapters."""
+        # Sized for the largest step. The others use the first rows, because no two steps run at the same time.
         self._step_inputs = StepInputs.empty(max_num_seqs, max_num_seqs, max_blocks, self._device)
         self._query_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=self._device)
         capture = capture or GraphCapture(self._device)
-        # Kept, because a graph knows addresses only: what a step has allocated before must not be freed.
-        # The largest first, and with adapters: the others then find room in the memory that it has taken.
+        # The functions are kept, because a graph contains only addresses: the tensors of a step must not be freed.
+        # The largest step with adapters comes first, so that the others fit into the memory that it allocated.
         self._adapter_functions = {
             n: self._build_step_function(n, num_adapter_slots) for n in reversed(self.adapter_sizes)
         }
@@ -165,9 +174,9 @@ class CudaGraphRunner:
         self._adapter_graphs = {size: capture(step) for size, step in self._adapter_functions.items()}
         self._base_graphs = {size: capture(step) for size, step in self._base_functions.items()}
         self.num_bytes = self._reserved_bytes() - reserved_before
-        """Of the device's memory that the graphs keep, with what they read; 0 where that is not known."""
+        """Device memory of the graphs and of their persistent tensors; 0 if it is not known."""
         logger.info(
-            "graphs captured num=%d adapted=%d bytes=%d seconds=%.1f",
+            "graphs captured num=%d with_adapters=%d bytes=%d seconds=%.1f",
             len(self.sizes),
             len(self.adapter_sizes),
             self.num_bytes,
@@ -175,12 +184,12 @@ class CudaGraphRunner:
         )
 
     def close(self) -> None:
-        """Let go of what was captured, and of its memory; nothing can be run any more."""
+        """Release the graphs and their memory; `run` is not allowed afterwards."""
         for steps in (self._adapter_graphs, self._base_graphs, self._adapter_functions, self._base_functions):
             steps.clear()
 
     def can_run(self, spans: Sequence[ScheduledSpan]) -> bool:
-        """Whether a graph can compute this step."""
+        """Return whether a graph can compute this step."""
         if len(spans) > self.sizes[-1] or self._model.shape.long_rope_threshold is not None:
             return False
         return all(
@@ -191,7 +200,7 @@ class CudaGraphRunner:
         )
 
     def build_input(self, plan: StepPlan) -> GraphStepInput | None:
-        """A step as a graph takes it, to be run once and in turn; None: there is no graph for it."""
+        """Return the input of a graph, or None if no graph can compute the step. Run every input once, in order."""
         spans = plan.spans
         if not self.can_run(spans):
             return None
@@ -215,8 +224,15 @@ class CudaGraphRunner:
         )
 
     def run(self, graph_input: GraphStepInput, resolve_tokens: Callable[[Tensor], None] | None = None) -> Tensor:
-        """Logits of each span's token, [num_spans, vocab_size]; the next run overwrites them. `fill` puts in tokens of
-        which only the device knows, see Handover."""
+        """Replay a graph.
+
+        Args:
+            graph_input: of `build_input`, perhaps of rank 0.
+            resolve_tokens: replaces placeholder tokens, see FutureTokens; required if the input awaits tokens.
+
+        Returns:
+            Logits of each span's token, [num_spans, vocab_size]; the next run overwrites them.
+        """
         if graph_input.table_updates.numel():
             row, column, block = to_device_async(graph_input.table_updates, self._device)
             self._state.tables.index_put_((row, column), block)
@@ -228,7 +244,7 @@ class CudaGraphRunner:
         return graphs[graph_input.size]()[: graph_input.num_spans]
 
     def _build_step_function(self, size: int, num_slots: int) -> StepFunction:
-        """`num_slots`: of adapters, 0: without."""
+        """Return the step of one size; `num_slots` is 0 for a step without adapters."""
         rows, positions, tokens, slots = (row[:size] for row in self._inputs)
         query_starts = self._query_starts[: size + 1]
         inputs = StepInputs(*(getattr(self._step_inputs, name)[:size] for name in StepInputs.__slots__))
@@ -237,7 +253,7 @@ class CudaGraphRunner:
         def step() -> Tensor:
             self._state.lengths.index_copy_(0, rows, positions.to(torch.int32))
             prepare_inputs(rows, query_starts, self._state, self._kv_cache.block_size, inputs)
-            # Made in each run: what it plans for its layers belongs to this run.
+            # Created in each run, because the attention plan that it caches is valid for this run only.
             attention = AttentionMetadata(
                 query_starts,
                 inputs.context_lengths,
@@ -264,30 +280,29 @@ class CudaGraphRunner:
     def _reserved_bytes(self) -> int:
         if self._device.type != "cuda":
             return 0
-        # What is kept for the next one who asks would be given back in a capture, and make graphs look smaller.
+        # A capture frees cached memory, which would make the graphs look smaller than they are.
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)
 
 
 def _reject_uncapturable_attention() -> tuple[AttentionGroup, ...]:
-    """What a form of attention gets that wants spans as the host has grouped them: without it, it would compute nothing
-    and say nothing."""
+    """Raise for an attention kernel that needs spans grouped by the host. A graph has no groups, so such a kernel would
+    silently compute nothing."""
     raise ConfigError(
-        "paged_attention: the form that runs here cannot be captured in a graph; leave it out of QUIRE_KERNELS, or set "
-        "QUIRE_GRAPHS=0 as well"
+        "paged_attention: the selected kernel cannot be captured in a CUDA graph; remove it from QUIRE_KERNELS, or set "
+        "QUIRE_GRAPHS=0"
     )
 
 
 class GraphCapture:
-    """Captures steps in CUDA graphs that share one pool of memory: no two of them run at once."""
+    """Captures steps as CUDA graphs that share one memory pool; no two of them run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, step: StepFunction) -> StepFunction:
-        """Run the step until its kernels are compiled and its libraries have their workspaces, and the ranks their
-        connections; then capture it."""
+        """Run the step twice to create kernels, library workspaces and connections of the ranks; then capture it."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(2):
@@ -295,7 +310,7 @@ class GraphCapture:
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # What other threads ask the device does not spoil it: NCCL's ask whether what came before is over.
+        # With "thread_local", device calls of other threads do not invalidate the capture; NCCL's threads query events.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = step()
 

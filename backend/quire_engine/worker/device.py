@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device and the machine around it: cores, memory and types that this process may use. Reads, and decides nothing
-but the defaults that config.py leaves to it."""
+"""Device setup and the resources of the machine: CPU cores, memory and dtypes that this process can use.
+
+It decides only the defaults that `EngineConfig` leaves open ("auto"). Called by the model runner and its startup.
+"""
 
 import ctypes
 import logging
@@ -25,22 +27,23 @@ _M_MMAP_THRESHOLD = -3
 
 
 def init_device(config: EngineConfig, rank: int = 0) -> torch.device:
-    """The configured device, ready for use; `rank`: this process's among those that share the layers.
+    """Set up the configured device and return it; `rank` is the tensor-parallel rank of this process.
 
     Raises:
-        ConfigError: there is none, or QUIRE_KERNELS asks for what is not there.
+        ConfigError: the device does not exist, or QUIRE_KERNELS names a kernel that does not exist.
     """
     if problem := dispatch.validate_overrides(dispatch.collect_ops(vars(quire_kernels)), config.device):
         raise ConfigError(f"QUIRE_KERNELS: {problem}")
     if config.device == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(
-                "device: 'cuda', and torch finds no CUDA device; take 'cpu' (--device cpu) or install torch for CUDA"
+                "device: is 'cuda' but torch found no CUDA device; use 'cpu' (--device cpu) or install torch for CUDA"
             )
         size, num_devices = config.tensor_parallel_size, torch.cuda.device_count()
         if size > num_devices:
             raise ConfigError(
-                f"tensor_parallel_size: {size}, and torch finds {num_devices} CUDA devices; use {num_devices} or fewer"
+                f"tensor_parallel_size: is {size} but torch found {num_devices} CUDA devices; "
+                f"use {num_devices} or fewer"
             )
         if size > 1:
             torch.cuda.set_device(rank)
@@ -50,52 +53,53 @@ def init_device(config: EngineConfig, rank: int = 0) -> torch.device:
 
 
 def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
-    """Type of weights and activations.
+    """Return the dtype of weights and activations.
 
-    `auto` is the checkpoint's, except on a CPU: there bfloat16 needs instructions for it (AVX-512 BF16, AMX or Arm
-    BF16), without which torch converts back and forth, and float16 becomes float32 too, because few CPUs multiply it.
+    `auto` means the checkpoint's dtype, with two exceptions on a CPU. bfloat16 becomes float32 without instructions
+    for it (AVX-512 BF16, AMX or Arm BF16), because torch then converts back and forth. float16 becomes float32 because
+    few CPUs multiply it.
 
     Raises:
-        ConfigError: the checkpoint's type is none that the engine computes in.
+        ConfigError: the engine cannot compute in the checkpoint's dtype.
     """
     name = config.dtype
     if name == "auto":
         name = checkpoint_dtype
         if name not in ("float32", "bfloat16", "float16"):
-            raise ConfigError(f"dtype: 'auto', and the checkpoint says {name!r}; set float32, bfloat16 or float16")
+            raise ConfigError(f"dtype: is 'auto' but the checkpoint has {name!r}; set float32, bfloat16 or float16")
         if config.device == "cpu" and not (name == "bfloat16" and _has_bf16()):
             name = "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """Type of the KV cache of a model that computes in `dtype`.
+    """Return the dtype of the KV cache of a model that computes in `dtype`.
 
     Raises:
-        ConfigError: the GPU has no instructions for it.
+        ConfigError: the GPU has no instructions for the configured dtype.
     """
     if config.kv_cache_dtype == "auto":
         return dtype
     if config.device == "cuda" and (capability := torch.cuda.get_device_capability()) < _MIN_CAPABILITY_FOR_E4M3:
         raise ConfigError(
-            f"kv_cache_dtype: {config.kv_cache_dtype!r} needs a GPU of compute capability 8.9, and this one has "
-            f"{capability[0]}.{capability[1]}; leave it 'auto', or use another one"
+            f"kv_cache_dtype: {config.kv_cache_dtype!r} requires a GPU of compute capability 8.9 or higher, "
+            f"got {capability[0]}.{capability[1]}; use 'auto' or another GPU"
         )
     return torch.float8_e4m3fn
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Bytes of the device that are free now; of host memory, what this process could take."""
+    """Return the free bytes of the device; for a CPU, the host memory that this process can allocate."""
     return available_memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def available_memory_bytes() -> int:
-    """Bytes of host memory that this process could take now: the machine's, or less if its control group has less."""
+    """Return the bytes of host memory that this process can allocate, within the limit of its control group."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
     limit, used = _read_system_file(_CGROUP / "memory.max"), _read_system_file(_CGROUP / "memory.current")
     if limit.isdigit() and used.isdigit():
-        # Page cache counts as used, and gives way.
+        # The page cache counts as used but is reclaimable.
         cached = dict(line.split() for line in _read_system_file(_CGROUP / "memory.stat").splitlines()).get(
             "inactive_file", "0"
         )
@@ -104,12 +108,12 @@ def available_memory_bytes() -> int:
 
 
 def set_num_threads(weights_bytes: int, num_ranks: int = 1) -> None:
-    """Threads of this process's matrix products: one per 32 MiB of weights, at most one per core, and no more than
-    OMP_NUM_THREADS where that is set. Ranks that share the layers share the cores.
+    """Set the number of threads for matrix products: one per 32 MiB of weights, at most one per CPU core, and at most
+    OMP_NUM_THREADS if that is set. Tensor-parallel ranks share the cores.
 
-    A second core gains a small model nothing, and costs it everything when another process wants that core, because
-    threads wait for each other in every product. 64 sequences, two Zen 5 cores: 6 MB of weights take 6.2 ms a step on
-    one thread and 5.7 ms on two, but 6.7 ms against 272 ms beside one busy process; 326 MB take 90 ms and 53 ms.
+    A second core helps a small model little and can slow it down a lot: threads wait for each other in every product,
+    so a busy process on one core delays both. 64 sequences, two Zen 5 cores: 6 MB of weights take 6.2 ms a step on one
+    thread and 5.7 ms on two, but 6.7 ms and 272 ms beside one busy process. 326 MB take 90 ms and 53 ms.
     """
     cores, requested = num_cores(), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     max_threads = int(requested) if requested.isdecimal() else cores
@@ -118,8 +122,8 @@ def set_num_threads(weights_bytes: int, num_ranks: int = 1) -> None:
 
 
 def num_cores(cpu_folder: Path = Path("/sys/devices/system/cpu"), quota_file: Path = _CGROUP / "cpu.max") -> int:
-    """Physical cores that this process may run on, no more than its control group's quota: hardware threads of one
-    core share the units that matrix products keep busy."""
+    """Return the number of physical cores that this process can use, within the quota of its control group. Hardware
+    threads are not counted, because the threads of a core share the units that matrix products use."""
     allowed_cpus = os.sched_getaffinity(0)
     siblings = {
         _read_system_file(cpu_folder / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed_cpus
@@ -130,11 +134,11 @@ def num_cores(cpu_folder: Path = Path("/sys/devices/system/cpu"), quota_file: Pa
 
 
 def retain_freed_memory() -> None:
-    """Have the C library keep what a step frees for the next one, instead of giving it back to the system.
+    """Make the C library keep the memory that a step frees, instead of returning it to the system.
 
-    Pages that come back are cleared and mapped again in every step. 64 sequences of 1,024 tokens, 30 layers of 3 KV
-    heads of 64, bf16, one Zen 5 core: 0.3 s a step instead of 0.6 s. Numbers of options: glibc's malloc.h; others
-    (musl) have no such function.
+    Returned pages must be mapped and cleared again in every step. 64 sequences of 1,024 tokens, 30 layers of 3 KV heads
+    of 64, bf16, one Zen 5 core: 0.3 s a step instead of 0.6 s. The option numbers are those of glibc's malloc.h; other
+    C libraries (musl) have no such function.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -143,7 +147,7 @@ def retain_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return to the system what the C library keeps of freed memory: the weights as they were read, once packed."""
+    """Return freed memory of the C library to the system: the unpacked weights, after they were packed."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -155,7 +159,7 @@ def _has_bf16() -> bool:
 
 
 def _read_system_file(path: Path) -> str:
-    """A file of the kernel's, "" where this kernel has none."""
+    """Return the content of a kernel file, "" if this kernel does not have it."""
     try:
         return path.read_text().strip()
     except OSError:

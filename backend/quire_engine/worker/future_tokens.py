@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handover: what a step chose, on its way to the next step, which takes it on the device, and to the host.
+"""Sampled tokens that the host does not know yet: the next step reads them on the device, and the host gets a copy.
 
-The runner owns it, for steps that are begun before the last one's tokens are known here. On a GPU, tokens go to pinned
-memory on a stream of their own, so that no step waits for their copy; that has run on an emulated GPU only.
+The model runner owns it, for steps that are launched before the previous step's tokens are on the host. On a GPU the
+copy to pinned memory uses its own stream, so no step waits for it; that has run on an emulated GPU only.
 
-Of ranks that share the layers, the first one chooses the tokens. The others get them from its device when a step needs
-them: all take part in that, so what says that a step does is in its work.
+With tensor parallelism, rank 0 samples and broadcasts the tokens when a step needs them. All ranks take part in the
+broadcast, so the step input contains a flag for it (`awaits_tokens`).
 """
 
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Sequences
 from typing import TypeAlias
 
 import torch
@@ -21,16 +21,22 @@ from quire_engine.step.plan import ScheduledSpan
 from quire_kernels import to_device_async
 
 DeviceWait: TypeAlias = Callable[[Callable[[], bool]], None]
-"""Waits until what it is given says that something is done."""
+"""Waits until the function that it gets returns True."""
 
 
 class FutureTokens:
-    """The tokens that the step begun last chose, one for each of some sequences."""
+    """The tokens that the most recently launched step sampled, one per sequence that sampled."""
 
     def __init__(
         self, device: torch.device, communicator: Communicator | None = None, device_wait: DeviceWait | None = None
     ) -> None:
-        """`ranks`: those that share the layers; `until` waits for the device, None: however long that takes."""
+        """Store the parameters.
+
+        Args:
+            device: of the tokens.
+            communicator: connects the tensor-parallel ranks; None if there is one rank.
+            device_wait: waits for the device with a time limit; None waits without one.
+        """
         self._device = device
         self._communicator = communicator
         self._device_wait = device_wait
@@ -38,19 +44,19 @@ class FutureTokens:
         self._tokens: Tensor | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def resolve(self, token_ids: Tensor, spans: Sequences[ScheduledSpan] | None) -> None:
-        """Put tokens where the host did not know them; for a step that has some.
+    def resolve(self, token_ids: Tensor, spans: abc.Sequence[ScheduledSpan] | None) -> None:
+        """Replace the placeholder tokens of a step by the sampled tokens.
 
         Args:
-            token_ids: of the spans in order, int64 on the device, and perhaps others behind them; written to.
-            spans: of the step after the one that chose them; None on another rank than the first.
+            token_ids: tokens of the spans in order, int64 on the device, perhaps with padding at the end; modified.
+            spans: of the step after the one that sampled the tokens; None on ranks other than 0.
         """
         if spans is not None:
             self._write_tokens(token_ids, spans)
         if self._communicator is not None:
             self._communicator.broadcast(token_ids)
 
-    def _write_tokens(self, token_ids: Tensor, spans: Sequences[ScheduledSpan]) -> None:
+    def _write_tokens(self, token_ids: Tensor, spans: abc.Sequence[ScheduledSpan]) -> None:
         token_indices, rows, end = [], [], 0
         for span in spans:
             if span.awaits_token:
@@ -62,11 +68,17 @@ class FutureTokens:
         token_ids.index_copy_(0, index[0], self._tokens[index[1]])
 
     def store(
-        self, sequences: Sequences[Sequence], tokens: Tensor, extra_tensors: Sequences[Tensor] = ()
+        self, sequences: abc.Sequence[Sequence], tokens: Tensor, extra_tensors: abc.Sequence[Tensor] = ()
     ) -> Callable[[], list[Tensor]]:
-        """Keep what a step chose, [len(sequences)] int64 on the device, and begin its copy to the host.
+        """Keep the tokens that a step sampled and start their copy to the host.
 
-        Returns what waits until the step is over, and returns tokens and `others` on the host.
+        Args:
+            sequences: those that sampled, in the order of `tokens`.
+            tokens: [len(sequences)] int64 on the device.
+            extra_tensors: copied together with the tokens.
+
+        Returns:
+            A function that waits for the step and returns host copies of the tokens, then of `extra_tensors`.
         """
         self._rows = {sequence: row for row, sequence in enumerate(sequences)}
         self._tokens = tokens
@@ -79,7 +91,7 @@ class FutureTokens:
             for tensor in (tokens, *extra_tensors):
                 host_tensors.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
                 host_tensors[-1].copy_(tensor, non_blocking=True)
-                # Its memory is not given to a later step before it is copied.
+                # Keeps the allocator from reusing the memory for a later step before the copy is done.
                 tensor.record_stream(self._stream)
             copy_done.record()
 

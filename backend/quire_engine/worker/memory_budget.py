@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many KV blocks there will be: what is asked for, or what the device has left. Arithmetic, and the refusal when a
-single sequence would not fit."""
+"""Number of KV blocks from the configuration and the free memory, and the errors when something does not fit.
+
+Pure arithmetic; `startup.py` measures the bytes.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,23 +13,24 @@ from quire_spec.errors import ConfigError
 
 GIB = 1 << 30
 
-# On a CPU, memory that nobody promised to this process: enough for a laptop's model, far from the machine's limit.
+# Defaults on a CPU, where no memory is reserved for this process: enough for a model on a laptop, and far below the
+# limit of the machine.
 CPU_KV_BYTES = 4 * GIB
 CPU_KV_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes of a device, as measured when weights and adapter slots were in place and a full step had run."""
+    """Bytes of a device, measured after weights and adapter slots were loaded and the largest step had run."""
 
     total: int
-    """What the engine may take of the device: its share of it on a GPU, free memory on a CPU."""
+    """Bytes that the engine is allowed to use: its share of a GPU, or the free memory of a CPU machine."""
     weights: int
     lora: int
     activations: int
-    """Beside weights, adapters and graphs at the peak of a step, other processes' included."""
+    """Peak of a step without weights, adapters and graphs, including the memory of other processes."""
     graphs: int = 0
-    """Of captured steps; 0 on a CPU."""
+    """Memory of the captured CUDA graphs; 0 on a CPU."""
 
     @property
     def available_for_kv(self) -> int:
@@ -36,22 +39,23 @@ class MemoryBudget:
 
 
 def num_kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, budget: MemoryBudget) -> int:
-    """Blocks of the KV cache.
+    """Return the number of blocks of the KV cache.
 
-    kv_cache_memory_bytes where it is set; on a GPU all that is left; on a CPU the least of 4 GiB (of all ranks
-    together), a quarter of what is left and what max_num_seqs sequences of max_model_len tokens could ever use.
+    It follows from `kv_cache_memory_bytes` if that is set. Otherwise a GPU uses all remaining memory. A CPU uses the
+    least of 4 GiB (for all ranks together), a quarter of the remaining memory, and the blocks of `max_num_seqs`
+    sequences of `max_model_len` tokens.
 
     Raises:
-        ConfigError: one sequence of max_model_len tokens does not fit, or a CPU's machine has less than is asked for;
-            the message has the bytes and the settings.
+        ConfigError: one sequence of max_model_len tokens does not fit, or a CPU machine has less memory than
+            configured; the message contains the bytes and the settings.
     """
     blocks_per_sequence = -(-max_model_len // config.block_size)
     if config.kv_cache_memory_bytes is not None:
         kv_bytes = config.kv_cache_memory_bytes
-        # The system would give it, and kill somebody when it is used.
+        # Linux would grant the allocation and kill a process when the memory is used.
         if config.device == "cpu" and kv_bytes > budget.total:
             raise ConfigError(
-                f"kv_cache_memory_bytes: {kv_bytes} are more than the {budget.total} bytes that are free; lower it"
+                f"kv_cache_memory_bytes: {kv_bytes} bytes exceed the {budget.total} bytes that are free; lower it"
             )
     elif config.device == "cpu":
         max_bytes = CPU_KV_BYTES // config.tensor_parallel_size
@@ -69,14 +73,14 @@ def num_kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, bu
 
 
 def check_model_fits(config: EngineConfig, weights: int, lora: int, free: int) -> None:
-    """Refuse a model that cannot be held, before it is loaded; all in bytes.
+    """Check that a model fits into the free memory, before it is loaded; all sizes in bytes.
 
     Raises:
-        ConfigError: weights and adapter slots do not fit into what is free; the message has the bytes and the settings.
+        ConfigError: weights and adapter slots do not fit; the message contains the bytes and the settings.
     """
     if weights + lora <= free:
         return
-    remedy = "raise tensor_parallel_size, take a GPU with more memory" if config.device == "cuda" else "free memory"
+    remedy = "raise tensor_parallel_size, use a GPU with more memory" if config.device == "cuda" else "free memory"
     raise ConfigError(
         f"model: {config.model!r} does not fit into the memory that is free; {remedy}, or choose a smaller model"
         f"{', or lower max_loras or max_lora_rank' if lora else ''}\n"
@@ -85,7 +89,7 @@ def check_model_fits(config: EngineConfig, weights: int, lora: int, free: int) -
 
 
 def step_too_large_error(config: EngineConfig, weights: int, lora: int, total: int) -> ConfigError:
-    """Why an engine does not start for which the largest step has no memory; all in bytes."""
+    """Return the error for a largest step that does not fit; all sizes in bytes."""
     return ConfigError(
         f"max_num_batched_tokens: a step of {config.max_num_batched_tokens} tokens of {config.max_num_seqs} sequences "
         "does not fit beside the weights; lower it, max_num_seqs or max_loras, or raise tensor_parallel_size\n"
@@ -95,15 +99,15 @@ def step_too_large_error(config: EngineConfig, weights: int, lora: int, total: i
 
 @contextmanager
 def naming_setting_on_oom(name: str) -> Iterator[None]:
-    """Say which setting asked for memory that the system does not give.
+    """Replace an allocation error of the body by one that names the setting.
 
     Raises:
-        ConfigError: instead of what torch raises.
+        ConfigError: the memory cannot be allocated.
     """
     try:
         yield
     except (RuntimeError, MemoryError, OverflowError) as error:
-        raise ConfigError(f"{name}: the memory cannot be had; lower it ({str(error)[:200]})") from error
+        raise ConfigError(f"{name}: the memory cannot be allocated; lower it ({str(error)[:200]})") from error
 
 
 def _kv_cache_too_small_message(
@@ -116,7 +120,7 @@ def _kv_cache_too_small_message(
             ("weights", budget.weights),
             *_adapter_slot_rows(config, budget.lora),
             ("activations and other use", budget.activations),
-            *((("captured steps", budget.graphs),) if budget.graphs else ()),
+            *((("CUDA graphs", budget.graphs),) if budget.graphs else ()),
             ("device", budget.total),
         ]
     )

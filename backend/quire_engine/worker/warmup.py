@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearsal: the steps that are run before there are requests, to measure what the largest takes and to have kernels
-compiled. What they compute is of no interest: their sequences are nobody's, and all their blocks are block 0."""
+"""Warm-up steps, run at startup to measure peak memory and to compile kernels.
+
+They use dummy sequences whose block tables contain only block 0; their results are discarded. Called by `startup.py`.
+"""
 
 from collections.abc import Iterator
 
@@ -19,18 +21,18 @@ _SAMPLING_VARIANTS = (
     SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0),
 )
 _PROMPT_TOKENS = 64
-"""Of a prompt: more than attention computes like a decoding sequence's."""
+"""Length of a dummy prompt: long enough that attention does not treat it like a decoding sequence."""
 
 
 def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[list[ScheduledSpan]]:
-    """A step that takes as much memory as any, and one of a chunk at the end of the longest context.
+    """Yield a step that needs as much memory as any, then one prompt chunk at the end of the longest context.
 
-    The first has as many sequences as may be, one that decodes at the end of the longest context, which makes all block
-    tables as wide, beside prompts. All of them ask for everything that a sampler can do, all of the prompts' tokens for
-    log probabilities, and where there are slots for adapters, those have some, which are empty.
+    The first step has `max_num_seqs` sequences: prompts, and one sequence that decodes at the end of the longest
+    context, so that all block tables are as wide as possible. All sequences use every sampling parameter, and the
+    prompts need log probabilities of all their tokens. With LoRA enabled, the sequences use slots, which are empty.
     """
     max_length = max(max_model_len - 1, 1)
-    # All ranks choose, those after the first from logits of their own tokens.
+    # On ranks other than 0, the sampler runs on logits of the rank's own vocabulary shard.
     vocab_size //= config.tensor_parallel_size
     slots = [SlotId(i % config.max_loras) if config.enable_lora else None for i in range(config.max_num_seqs)]
     num_prompts = config.max_num_seqs - 1
@@ -42,7 +44,7 @@ def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int)
         _with_all_masks(dummy_span(start, length, config.block_size, slot, base_params), vocab_size)
         for start, length, slot in zip(starts, lengths, slots, strict=True)
     ]
-    # What a row of logits takes follows from the most that any row asks for; a prompt may ask for that of some tokens.
+    # The largest `logprobs` of all rows determines the memory per row; here one prompt has it for its last tokens.
     peak_params, last_sequence = _all_sampling_params(vocab_size, config.max_logprobs), spans[-1].sequence
     last_sequence.params, last_sequence.num_computed_prompt_logprobs = (
         peak_params,
@@ -54,11 +56,11 @@ def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int)
 
 
 def compile_steps(config: EngineConfig, max_model_len: int) -> Iterator[list[ScheduledSpan]]:
-    """A decoding sequence, a prompt, and both, if there may be two, for each other way of choosing: a GPU's kernels are
-    compiled before anyone waits for them."""
+    """Yield small steps that compile a GPU's kernels before the first request: a decode, a prompt, and both together
+    for each sampling variant (only the decode if `max_num_seqs` is 1)."""
     max_length, slot = max(max_model_len - 1, 1), SlotId(0) if config.enable_lora else None
     decoding, prompt = (max_length - 1, 1), (0, min(max_length, _PROMPT_TOKENS))
-    # The sampler has room for as many as may be, and no more.
+    # The sampler has rows for `max_num_seqs` sequences only.
     mixed_batch = [decoding, prompt][: config.max_num_seqs]
     for bounds, params in (
         ([decoding], _GREEDY),
@@ -71,7 +73,7 @@ def compile_steps(config: EngineConfig, max_model_len: int) -> Iterator[list[Sch
 def dummy_span(
     start: int, length: int, block_size: int, adapter_slot: SlotId | None = None, params: SamplingParams = _GREEDY
 ) -> ScheduledSpan:
-    """A span that samples, of a sequence whose blocks are all block 0."""
+    """Return a span that samples, of a sequence whose block table contains only block 0."""
     sequence = Sequence(0, [0] * (start + length), params, seed=0, max_output_tokens=1)
     sequence.block_table = [BlockId(0)] * -(-(start + length) // block_size)
     return ScheduledSpan(sequence, start, length, adapter_slot)
@@ -92,7 +94,7 @@ def _all_sampling_params(vocab_size: int, num_logprobs: int) -> SamplingParams:
 
 
 def _with_all_masks(span: ScheduledSpan, vocab_size: int) -> ScheduledSpan:
-    """With as many tokens forbidden as there may be: bad words come with a space before them and without."""
+    """Forbid as many tokens as the limits allow. Every bad word counts twice: with and without a leading space."""
     span.sequence.suppressed_token_ids = frozenset(range(1, min(MAX_STOP_TOKENS + 2, vocab_size)))
     span.sequence.bad_words = tuple((1 + token % (vocab_size - 1),) for token in range(2 * MAX_BAD_WORDS))
     return span

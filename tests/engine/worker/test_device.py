@@ -32,7 +32,7 @@ def test_auto_dtype(monkeypatch):
     on_gpu = dataclasses.replace(config, device="cuda")
     assert [resolve_dtype(on_gpu, kind) for kind in kinds] == [torch.bfloat16, torch.float16, torch.float32]
     assert resolve_dtype(dataclasses.replace(config, dtype="bfloat16"), "float32") == torch.bfloat16
-    with pytest.raises(ConfigError, match="the checkpoint says 'float8_e4m3fn'; set float32, bfloat16 or float16"):
+    with pytest.raises(ConfigError, match="the checkpoint has 'float8_e4m3fn'; set float32, bfloat16 or float16"):
         resolve_dtype(config, "float8_e4m3fn")
 
 
@@ -41,7 +41,7 @@ def test_an_eight_bit_cache_is_refused_by_gpus_without_its_type(monkeypatch):
     found = iter([(9, 0), (8, 0)])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: next(found))
     assert resolve_cache_dtype(on_gpu, torch.bfloat16) == torch.float8_e4m3fn
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype: 'fp8' needs .* this one has 8\.0; leave it 'auto'"):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype: 'fp8' requires .* got 8\.0; use 'auto'"):
         resolve_cache_dtype(on_gpu, torch.bfloat16)
     assert resolve_cache_dtype(dataclasses.replace(on_gpu, kv_cache_dtype="auto"), torch.float16) == torch.float16
 

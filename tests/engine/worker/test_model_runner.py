@@ -128,5 +128,5 @@ def test_eight_bit_cache_is_smaller_and_changes_logprobs_little(dtype, llama_fol
 
 def test_rejects_cuda_without_a_cuda_device(llama_folder, llama_shape, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="torch finds no CUDA device"):
+    with pytest.raises(ConfigError, match="torch found no CUDA device"):
         DeviceModelRunner(dataclasses.replace(CONFIG, device="cuda"), llama_shape, llama_folder)

@@ -67,7 +67,7 @@ def test_default_max_model_len_is_that_of_the_checkpoint(llama_shape):
     [
         ("kv_cache_memory_bytes", 65_535, r"(?s)^max_model_len: .*raise kv_cache_memory_bytes to 65536 .*65,535 bytes"),
         ("kv_cache_memory_bytes", 2**60, rf"^kv_cache_memory_bytes: {2**60} .* \d+ bytes that are free; lower it"),
-        ("swap_space", 2.0**30, "^swap_space: the memory cannot be had; lower it"),
+        ("swap_space", 2.0**30, "^swap_space: the memory cannot be allocated; lower it"),
     ],
 )
 def test_rejects_memory_settings_that_do_not_fit(llama_shape, name, value, error):

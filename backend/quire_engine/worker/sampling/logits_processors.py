@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adjustment: what some rows of a batch want done to their logits before a token is chosen.
+"""Logits processors for one batch: allowed and forbidden tokens, logit bias, then penalties, in vLLM's order.
 
-Tokens forbidden and biased, then penalties, in vLLM's order. Made once for a batch of sequences and used in each step
-until the batch changes; a batch in which nobody asks for any of it has none. The sampler owns it.
+They are created once per batch and used in each step until the batch changes. A batch whose requests need none has no
+processors. The sampler owns them.
 """
 
-from collections import defaultdict
+from collections import abc, defaultdict
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Sequences
 from typing import Self
 
 import torch
@@ -22,15 +21,15 @@ _MASK_CHUNK_ROWS = 8
 
 
 class LogitsProcessors:
-    """For the rows of `sequences`, one each, in this order."""
+    """The processors of a batch; one row per sequence."""
 
     def __init__(
         self,
-        sequences: Sequences[Sequence],
+        sequences: abc.Sequence[Sequence],
         vocab_size: int,
         device: torch.device,
         token_counts: TokenCounts,
-        running: Sequences[Sequence],
+        running: abc.Sequence[Sequence],
     ) -> None:
         self._device = device
         self._allowed_tokens = AllowedTokens.from_sequences(sequences, vocab_size, device)
@@ -39,27 +38,27 @@ class LogitsProcessors:
         self._min_tokens_rows = [
             (row, s) for row, s in enumerate(sequences) if s.params.min_tokens and s.suppressed_token_ids
         ]
-        """Rows that no stop token may end yet."""
+        """Rows of sequences with min_tokens and stop tokens to forbid."""
         self._bad_words = [(row, s, BadWords(s.bad_words)) for row, s in enumerate(sequences) if s.bad_words]
         self._has_static_processors = bool(self._allowed_tokens or self._logit_bias or self._penalties)
 
     @classmethod
     def from_sequences(
         cls,
-        sequences: Sequences[Sequence],
+        sequences: abc.Sequence[Sequence],
         vocab_size: int,
         device: torch.device,
         token_counts: TokenCounts,
-        running: Sequences[Sequence],
+        running: abc.Sequence[Sequence],
     ) -> Self | None:
-        """None when no sequence asks for anything. `running`: all sequences of the step."""
+        """Return None if no sequence needs processing. `running` are all sequences of the step."""
         is_needed = any(map(needs_processing, sequences))
         return cls(sequences, vocab_size, device, token_counts, running) if is_needed else None
 
-    def __call__(self, logits: Tensor, positions: Sequences[int]) -> Tensor:
-        """Logits to choose from, [num_rows, vocab_size]: float32 and new, or `logits` when there is nothing to do.
+    def __call__(self, logits: Tensor, positions: abc.Sequence[int]) -> Tensor:
+        """Return processed logits [num_rows, vocab_size], a float32 copy; `logits` itself if nothing changes.
 
-        `positions`: of the token to choose, in each sequence.
+        `positions` are the positions of the sampled tokens in their sequences.
         """
         forbidden_pairs = list(self._forbidden_pairs(positions))
         if not (forbidden_pairs or self._has_static_processors):
@@ -77,12 +76,12 @@ class LogitsProcessors:
         return logits
 
     def count_tokens(self, token_ids: Tensor) -> None:
-        """Take note of the tokens that were chosen: [num_rows] int64."""
+        """Count the sampled tokens, [num_rows] int64."""
         if self._penalties:
             self._penalties.count_tokens(token_ids)
 
-    def _forbidden_pairs(self, positions: Sequences[int]) -> Iterator[tuple[int, int]]:
-        """(row, token) pairs that only this step forbids."""
+    def _forbidden_pairs(self, positions: abc.Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield the (row, token) pairs that are forbidden in this step."""
         suppressed_by_row = {
             row: sequence.suppressed_token_ids
             for row, sequence in self._min_tokens_rows
@@ -93,7 +92,7 @@ class LogitsProcessors:
         for row, sequence, bad_words in self._bad_words:
             completing_tokens = {*bad_words.completing_tokens(sequence.output_token_ids)}
             allowed_token_ids = sequence.params.allowed_token_ids
-            # Where no allowed token were left, a bad word comes: any other token would be one that is not allowed.
+            # If that would forbid all allowed tokens, bad words are permitted, because every other token is forbidden.
             if not (
                 allowed_token_ids
                 and (completing_tokens | suppressed_by_row.get(row, frozenset())).issuperset(allowed_token_ids)
@@ -102,7 +101,7 @@ class LogitsProcessors:
 
 
 class AllowedTokens:
-    """allowed_token_ids."""
+    """Applies allowed_token_ids."""
 
     def __init__(
         self, rows: list[int], allowed_token_ids: list[tuple[int, ...]], vocab_size: int, device: torch.device
@@ -113,14 +112,14 @@ class AllowedTokens:
             row_mask[to_device_async(token_ids, device)] = False
 
     @classmethod
-    def from_sequences(cls, sequences: Sequences[Sequence], vocab_size: int, device: torch.device) -> Self | None:
+    def from_sequences(cls, sequences: abc.Sequence[Sequence], vocab_size: int, device: torch.device) -> Self | None:
         allowed_by_row = {
             row: s.params.allowed_token_ids for row, s in enumerate(sequences) if s.params.allowed_token_ids
         }
         return cls(list(allowed_by_row), list(allowed_by_row.values()), vocab_size, device) if allowed_by_row else None
 
     def apply(self, logits: Tensor) -> None:
-        # A few rows at a time, as they are copied.
+        # A few rows at a time, because indexing copies them.
         for start in range(0, len(self._rows), _MASK_CHUNK_ROWS):
             chunk = slice(start, start + _MASK_CHUNK_ROWS)
             rows = self._rows[chunk]
@@ -128,7 +127,7 @@ class AllowedTokens:
 
 
 class LogitBias:
-    """logit_bias: each (row, token) pair once."""
+    """Applies logit_bias, once per (row, token) pair."""
 
     def __init__(self, entries: list[tuple[int, int, float]], device: torch.device) -> None:
         rows, tokens, biases = zip(*entries, strict=True)
@@ -136,7 +135,7 @@ class LogitBias:
         self._biases = to_device_async(torch.tensor(biases, dtype=torch.float32), device)
 
     @classmethod
-    def from_sequences(cls, sequences: Sequences[Sequence], device: torch.device) -> Self | None:
+    def from_sequences(cls, sequences: abc.Sequence[Sequence], device: torch.device) -> Self | None:
         bias_by_row = ((row, s.params.logit_bias) for row, s in enumerate(sequences))
         entries = [(row, token, b) for row, bias in bias_by_row if bias for token, b in bias.items()]
         return cls(entries, device) if entries else None
@@ -146,18 +145,18 @@ class LogitBias:
 
 
 class Penalties:
-    """presence_penalty, frequency_penalty and repetition_penalty."""
+    """Applies presence_penalty, frequency_penalty and repetition_penalty."""
 
     def __init__(
         self,
         sequence_by_row: dict[int, Sequence],
         device: torch.device,
         token_counts: TokenCounts,
-        running: Sequences[Sequence],
+        running: abc.Sequence[Sequence],
     ) -> None:
         self._token_counts = token_counts
         self._rows = to_device_async(list(sequence_by_row), device)
-        # The tally keeps a row as long as the sequence lives, and this refers to it.
+        # Keeps the sequences alive, because the token counts free the row of a sequence that is garbage-collected.
         self._sequences = list(sequence_by_row.values())
         self._count_rows = token_counts.rows_for(self._sequences, running)
         self._count_rows_on_device = to_device_async(self._count_rows, device)
@@ -169,10 +168,10 @@ class Penalties:
     @classmethod
     def from_sequences(
         cls,
-        sequences: Sequences[Sequence],
+        sequences: abc.Sequence[Sequence],
         device: torch.device,
         token_counts: TokenCounts,
-        running: Sequences[Sequence],
+        running: abc.Sequence[Sequence],
     ) -> Self | None:
         sequence_by_row = {row: s for row, s in enumerate(sequences) if s.params.has_penalties}
         return cls(sequence_by_row, device, token_counts, running) if sequence_by_row else None
@@ -187,7 +186,7 @@ class Penalties:
 
 
 class BadWords:
-    """Which tokens would complete a bad word; one look-up by the last token, so that a long list costs little."""
+    """Finds tokens that would complete a bad word, by one look-up of the last token, so that long lists cost little."""
 
     def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
         self._single_token_words: list[int] = []

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log probabilities of tokens taken and of the likeliest ones, of the model's own distribution, some rows at a time.
-The sampler and the runner call it."""
+"""Log probabilities of sampled tokens, prompt tokens and the most likely tokens, computed a few rows at a time.
+
+They refer to the model's distribution before any logits processor. Called by the sampler and the model runner.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,22 +18,22 @@ from quire_engine.step.plan import ScheduledSpan
 from quire_kernels import to_device_async
 
 _MAX_CHUNK_BYTES = 64 << 20
-"""float32 logits, and what is the likeliest among them."""
+"""Size limit of a chunk: float32 logits and their top log probabilities."""
 _MAX_COLUMNS_TO_LIST = 128
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Log probabilities as they were computed."""
+    """Log probabilities of some rows, on the device."""
 
     tensors: tuple[Tensor, ...]
-    """[num_rows]: the tokens taken, their log probabilities and ranks; [num_rows, most]: the likeliest tokens and their
-    log probabilities."""
+    """[num_rows]: the tokens, their log probabilities and ranks. [num_rows, max_logprobs]: the most likely tokens and
+    their log probabilities."""
     num_logprobs: list[int]
-    """How many of the likeliest a row asks for."""
+    """Number of top log probabilities per row."""
 
     def to_lists(self, tensors: Sequence[Tensor]) -> list[list[Logprob]]:
-        """Per row, the token taken, then the likeliest ones; `tensors`: the same, or copies of them."""
+        """Return per row the token, then the most likely ones; `tensors` are these tensors or copies of them."""
         logprob_lists = []
         columns = *(tensor.tolist() for tensor in tensors[:3]), *map(self._top_entries, tensors[3:])
         for token, logprob, rank, tokens, logprobs in zip(*columns, strict=True):
@@ -45,16 +47,16 @@ class LogprobTensors:
         return logprob_lists
 
     def _top_entries(self, tensor: Tensor) -> list[list[Any]]:
-        """Of each row, as many as it asks for."""
-        # One may ask for all of a vocabulary, which would take seconds for everyone.
+        """Return the first entries of each row, as many as its request returns."""
+        # Lists of a whole vocabulary would take seconds for all requests, so wide rows stay tensors until cut.
         rows: Any = tensor.cpu() if tensor.shape[1] > _MAX_COLUMNS_TO_LIST else tensor.tolist()
         truncated_rows = (row[:count] for row, count in zip(rows, self.num_logprobs, strict=True))
         return [row if isinstance(row, list) else row.tolist() for row in truncated_rows]
 
 
 def max_rows(vocab_size: int, max_logprobs: int = 0) -> int:
-    """Rows of logits that are worked on at a time: enough for a matrix product, little beside the weights; `most`: of
-    the likeliest tokens, which are kept beside the logits."""
+    """Return the number of rows of logits per chunk: enough for a matrix product, but little memory beside the weights.
+    `max_logprobs` is the number of top log probabilities per row."""
     return max(1, _MAX_CHUNK_BYTES // (4 * vocab_size + 12 * max_logprobs))
 
 
@@ -71,7 +73,7 @@ def logit_row_chunks(step_input: StepInput, vocab_size: int) -> Iterator[slice]:
 def compute_logprob_lists(
     logits: Tensor, token_ids: Tensor, num_logprobs: Sequence[int], rows: Tensor | None = None
 ) -> list[list[Logprob]]:
-    """Per row, the token taken, then the likeliest ones; as `score` takes them."""
+    """Return per row the token, then the most likely ones; arguments as of `compute_logprobs`."""
     return [
         entries
         for chunk in _compute_chunks(logits, token_ids, num_logprobs, rows)
@@ -103,13 +105,13 @@ def compute_prompt_logprobs(
 def compute_logprobs(
     logits: Tensor, token_ids: Tensor, num_logprobs: Sequence[int], rows: Tensor | None = None
 ) -> LogprobTensors:
-    """Compute log probabilities; nothing waits for them.
+    """Compute log probabilities without waiting for the device.
 
     Args:
         logits: [num_logits, vocab_size], any float dtype.
-        taken: [num_rows] int64.
-        counts: how many of the likeliest, by row; -1 for all.
-        rows: [num_rows] int64, those of the logits; None: all.
+        token_ids: [num_rows] int64.
+        num_logprobs: number of top log probabilities by row; -1 for all.
+        rows: [num_rows] int64, the rows of `logits` to use; None for all.
     """
     chunks = list(_compute_chunks(logits, token_ids, num_logprobs, rows))
     if len(chunks) == 1:
@@ -117,7 +119,7 @@ def compute_logprobs(
     tensors = tuple(
         torch.cat(chunk_tensors) for chunk_tensors in zip(*(chunk.tensors for chunk in chunks), strict=True)
     )
-    return LogprobTensors(tensors, [count for part in chunks for count in part.num_logprobs])
+    return LogprobTensors(tensors, [count for chunk in chunks for count in chunk.num_logprobs])
 
 
 def _compute_chunks(
@@ -136,7 +138,7 @@ def _compute_chunks(
 
 def _compute_chunk(logits: Tensor, token_ids: Tensor, num_logprobs: list[int], max_logprobs: int) -> LogprobTensors:
     values = logits.to(torch.float32)
-    # Taken off the few that are wanted, not off the whole vocabulary.
+    # Subtracted from a few values per row and not from the whole vocabulary.
     total = values.logsumexp(dim=-1, keepdim=True)
     token_logits = values.gather(-1, token_ids[:, None])
     ranks = (values > token_logits).sum(dim=-1) + 1

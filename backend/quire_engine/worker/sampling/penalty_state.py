@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tally: which tokens a penalized sequence has had, counted on the device as they are taken.
+"""Token counts of penalized sequences, on the device and updated as tokens are sampled. The sampler owns them.
 
-From the first such sequence on it has room for as many as a step can have, and never takes more of a GPU's memory: who
-runs before there are requests measures all of it. A sequence keeps its row until it is gone, or until it does not run
-while another one needs a row; then what it has had is counted again. The sampler owns it.
+The table is allocated for `max_num_seqs` rows when the first penalized sequence arrives and never grows. The warm-up
+steps include one, so startup memory profiling accounts for it. A sequence keeps its row until it is freed, or until
+another sequence needs a row while it does not run; its tokens are then counted again.
 """
 
 import weakref
-from collections.abc import Iterable
-from collections.abc import Sequence as Sequences
+from collections import abc
 
 import torch
 from torch import Tensor
@@ -18,37 +17,37 @@ from quire_kernels import to_device_async
 
 
 class TokenCounts:
-    """Tokens of prompts, and counts of output tokens, by row."""
+    """Prompt tokens and counts of output tokens, one row per sequence."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        """`num_rows`: no step has more sequences."""
+        """`num_rows` is the largest number of sequences of a step."""
         self._num_rows = num_rows
         self.in_prompt = torch.empty((0, vocab_size), dtype=torch.bool, device=device)
-        """[num_rows, vocab_size] bool; no rows before the first sequence, and so the next one."""
+        """[num_rows, vocab_size] bool; no rows before the first penalized sequence, as in `counts`."""
         self.counts = torch.empty((0, vocab_size), dtype=torch.int32, device=device)
         """[num_rows, vocab_size] int32."""
         uses_lists = _uses_token_lists(device)
         self._token_ids = torch.empty((num_rows, 256), dtype=torch.int64, device=device) if uses_lists else None
-        """[num_rows, capacity]: what a row has had, filled up with one of these tokens."""
+        """[num_rows, capacity]: the tokens of each row, padded with one of them."""
         self._num_listed_tokens = [0] * num_rows
-        """Per row, how many of its `_token_ids` there are."""
+        """Number of tokens of each row in `_token_ids`."""
         self._row_by_sequence: weakref.WeakKeyDictionary[Sequence, int] = weakref.WeakKeyDictionary()
         self._free_rows: list[int] = []
 
-    def rows_for(self, sequences: Iterable[Sequence], running: Sequences[Sequence]) -> list[int]:
-        """The row of each sequence; at first, one that counts what it has so far. Sequences that are not `running`,
-        those of the step, may lose theirs."""
+    def rows_for(self, sequences: abc.Iterable[Sequence], running: abc.Sequence[Sequence]) -> list[int]:
+        """Return the row of each sequence, and count its tokens if the row is new. Sequences that are not `running`
+        (in this step) can lose their rows."""
         return [self._row_for(sequence, running) for sequence in sequences]
 
     def token_ids(self, rows: list[int]) -> Tensor | None:
-        """Tokens that the rows have had, [len(rows), most of them] int64, some of them twice; None on a GPU."""
+        """Return the tokens of the rows, [len(rows), max_tokens] int64 with duplicates; None on a GPU."""
         if self._token_ids is None:
             return None
         max_tokens = max(self._num_listed_tokens[row] for row in rows)
         return self._token_ids[to_device_async(rows, self._token_ids.device), :max_tokens]
 
     def add(self, rows: list[int], token_ids: Tensor) -> None:
-        """Count one more output token of each row, each row once; `token_ids`: [len(rows)] int64, on the device."""
+        """Count one more output token of each row; `token_ids` is [len(rows)] int64 on the device."""
         row_index = to_device_async(rows, self.counts.device)
         self.counts[row_index, token_ids] += 1
         if self._token_ids is not None:
@@ -57,7 +56,7 @@ class TokenCounts:
             for row in rows:
                 self._num_listed_tokens[row] += 1
 
-    def _row_for(self, sequence: Sequence, running: Sequences[Sequence]) -> int:
+    def _row_for(self, sequence: Sequence, running: abc.Sequence[Sequence]) -> int:
         row = self._row_by_sequence.get(sequence)
         if row is None:
             if not len(self.counts):
@@ -90,7 +89,7 @@ class TokenCounts:
             self._num_listed_tokens[row] = len(seen_tokens)
 
     def _grow(self, num_tokens: int) -> Tensor:
-        """Make room for so many tokens of a row; returns the lists."""
+        """Grow the token lists to `num_tokens` columns and return them."""
         assert self._token_ids is not None
         capacity = self._token_ids.shape[1]
         if num_tokens > capacity:
@@ -100,5 +99,5 @@ class TokenCounts:
 
 
 def _uses_token_lists(device: torch.device) -> bool:
-    """A CPU goes over the tokens that a sequence has had, a GPU over all of the vocabulary."""
+    """Return whether penalties use lists of tokens: a CPU reads a sequence's tokens, a GPU the whole vocabulary."""
     return device.type == "cpu"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampler: logits to tokens, each row by its own sequence's parameters. Called by the runner, once a step.
+"""Sampler: selects a token per row of logits, by the sampling parameters of the row's sequence.
 
-A row is one position of one sequence. What its sequence asks for is put on the device once and kept while the batch
-stays the same, so that a step does no work for parameters that nobody in it uses. A draw depends on the row's logits,
-its sequence's seed and its position, and on nothing else: not on the batch, the row's place in it, or whether the
-sequence was preempted.
+The model runner calls it once a step. A row is one position of one sequence. Sampling parameters are copied to the
+device once and kept while the batch stays the same; unused parameters cost nothing. A random draw depends only on the
+row's logits, the sequence's seed and the position. It does not depend on the batch, the row's place in it, or earlier
+preemptions.
 """
 
 from collections import abc
@@ -22,18 +22,18 @@ from quire_engine.worker.sampling.logprobs import LogprobTensors, compute_logpro
 from quire_engine.worker.sampling.penalty_state import TokenCounts
 from quire_kernels import argmax_first, sample, to_device_async
 
-# float32 logits worked on at a time: what a core's share of the cache holds, and below the size at which the C library
-# returns memory after each use (64 rows of 151,936 at once: softmax 18 ms instead of 4 ms, one Zen 5 core).
+# float32 logits per chunk on a CPU: they fit into a core's share of the cache, and stay below the size at which the C
+# library returns memory after each use (64 rows of 151,936 at once: softmax 18 ms instead of 4 ms, one Zen 5 core).
 _CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """One position to choose a token for."""
+    """One position that needs a token."""
 
     sequence: Sequence
     position: int
-    """Of the token to choose, in its sequence; the prompt's first token is 0."""
+    """Position of the token in its sequence; the prompt's first token has position 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +62,23 @@ class SampledTokens:
 
 
 class Sampler:
-    """Chooses tokens. Keeps what it prepared for the last batch, and the tokens that penalized sequences have had."""
+    """Samples tokens. Keeps the tensors of the last batch, and the token counts of penalized sequences."""
 
     def __init__(self, max_rows: int) -> None:
-        """`max_rows`: of a step."""
+        """`max_rows` is the largest number of rows of a step."""
         self._max_rows = max_rows
         self._sampling_tensors: dict[int, SamplingTensors] = {}
-        """By the first row of the part of the batch that they are for."""
+        """By the first row of their chunk of the batch."""
         self._token_counts: TokenCounts | None = None
 
     def __call__(self, logits: Tensor, rows: abc.Sequence[SamplingRow], mask: Tensor | None = None) -> list[SpanOutput]:
-        """One token per row.
+        """Sample one token per row.
 
         Args:
-            logits: [num_rows, vocab_size], any float dtype; left as they are.
-            rows: what they belong to.
-            mask: [num_rows, vocab_size] bool, tokens that may be taken; None: all. It is for what is decided anew in
-                each step, such as a grammar, outside of it.
+            logits: [num_rows, vocab_size], any float dtype; not modified.
+            rows: position and sequence of each row.
+            mask: [num_rows, vocab_size] bool, the allowed tokens; None allows all. For constraints that change in each
+                step, such as a grammar.
         """
         outputs: list[SpanOutput] = []
         for chunk, tensors, token_ids in self._sample_chunks(logits, rows, mask):
@@ -98,8 +98,8 @@ class Sampler:
     def _sample_chunks(
         self, logits: Tensor, rows: abc.Sequence[SamplingRow], mask: Tensor | None
     ) -> Iterator[tuple[slice, "SamplingTensors", Tensor]]:
-        """The tokens of a part of the rows after the other, and what chose them."""
-        # A GPU has no use for parts.
+        """Sample chunk by chunk; yield the rows of a chunk, its tensors and its token ids."""
+        # Chunks help only the caches of a CPU.
         on_cpu = logits.device.type == "cpu"
         chunk_size = max(1, _CHUNK_BYTES // (4 * logits.shape[1]) if on_cpu else len(rows))
         for start in range(0, len(rows), chunk_size):
@@ -107,19 +107,19 @@ class Sampler:
             tensors = self._tensors_for(start, logits, rows[chunk], rows)
             with annotate("sampler"):
                 yield chunk, tensors, tensors(logits[chunk], rows[chunk], None if mask is None else mask[chunk])
-        # So that no sequence of an earlier, larger batch is kept alive.
+        # Drops references to the sequences of an earlier, larger batch.
         self._sampling_tensors = {
-            start: choice for start, choice in self._sampling_tensors.items() if start < len(rows)
+            start: tensors for start, tensors in self._sampling_tensors.items() if start < len(rows)
         }
 
     def _tensors_for(
         self, start: int, logits: Tensor, chunk_rows: abc.Sequence[SamplingRow], rows: abc.Sequence[SamplingRow]
     ) -> "SamplingTensors":
-        """How a part of the rows choose."""
+        """Return the tensors of a chunk, new ones if its sequences have changed."""
         sequences = [row.sequence for row in chunk_rows]
         tensors = self._sampling_tensors.get(start)
         if tensors is None or tensors.sequences != sequences:
-            # Not kept beside its successor: a mask of all rows and tokens may be among what it holds.
+            # Freed before its successor is created, because it can contain a mask of all rows and tokens.
             self._sampling_tensors.pop(start, None)
             tensors = None
             vocab_size, device = logits.shape[1], logits.device
@@ -134,7 +134,7 @@ class Sampler:
 
 
 class SamplingTensors:
-    """How the rows of `sequences`, one each, choose; their parameters on the device."""
+    """Sampling parameters of a chunk on the device; one row per sequence."""
 
     def __init__(
         self, sequences: list[Sequence], logits_processors: LogitsProcessors | None, device: torch.device
@@ -144,11 +144,11 @@ class SamplingTensors:
         self._logits_processors = logits_processors
         self._device = device
         self.num_logprobs = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-        """By row, for those that ask: how many of the likeliest."""
+        """Number of top log probabilities by row, for rows that return log probabilities."""
         self._all_greedy, self._any_greedy = all(p.greedy for p in params), any(p.greedy for p in params)
         if self._all_greedy:
             return
-        # A temperature that float32 rounds to 0 would be one of a greedy row.
+        # The kernel treats temperature 0 as greedy, so small temperatures must not be rounded to 0 in float32.
         temperatures = [0.0 if p.greedy else max(p.temperature, 1e-6) for p in params]
         self._temperatures = to_device_async(temperatures, device)
         self._seeds = to_device_async([sequence.seed for sequence in sequences], device)
@@ -158,7 +158,7 @@ class SamplingTensors:
         self._min_p = to_device_async([p.min_p for p in params], device)
 
     def __call__(self, logits: Tensor, rows: abc.Sequence[SamplingRow], mask: Tensor | None) -> Tensor:
-        """[num_rows] int64, on the device."""
+        """Return the sampled tokens, [num_rows] int64 on the device."""
         processed_logits = logits if mask is None else logits.masked_fill(~mask, float("-inf"))
         if self._logits_processors is not None:
             processed_logits = self._logits_processors(processed_logits, [row.position for row in rows])
@@ -168,7 +168,7 @@ class SamplingTensors:
         return token_ids
 
     def gather_logprobs(self, logits: Tensor, token_ids: Tensor) -> dict[int, list[list[Logprob]]]:
-        """By row, for those that ask: of the model's own distribution, before any parameter."""
+        """Return log probabilities by row, for rows that return them, of the model's distribution before processing."""
         if not self.num_logprobs:
             return {}
         index = to_device_async(list(self.num_logprobs), self._device)
@@ -176,14 +176,14 @@ class SamplingTensors:
         return {i: [entries] for i, entries in zip(self.num_logprobs, logprob_lists, strict=True)}
 
     def compute_logprobs(self, logits: Tensor, token_ids: Tensor) -> LogprobTensors | None:
-        """The same where it is computed; None when nobody asks."""
+        """Return the same on the device, without waiting; None if no row returns log probabilities."""
         if not self.num_logprobs:
             return None
         index = to_device_async(list(self.num_logprobs), self._device)
         return compute_logprobs(logits, token_ids[index], list(self.num_logprobs.values()), index)
 
     def _sample(self, logits: Tensor, rows: abc.Sequence[SamplingRow]) -> Tensor:
-        """[num_rows] int64; greedy rows get their most likely token."""
+        """Return [num_rows] int64; greedy rows get their most likely token."""
         positions = to_device_async([row.position for row in rows], self._device)
         limits = self._top_k, self._top_p, self._min_p
         return sample(
