@@ -139,7 +139,7 @@ def test_limits_are_kept_and_told(own):
         return bool(refused)
 
     own.wait(asked, 20, "limited")
-    assert "UNAVAILABLE" in refused[0] and "try again in" in refused[0]
+    assert "UNAVAILABLE" in refused[0] and "retry in" in refused[0]
     assert own.generate("pirate", STORY, max_tokens=2).status == 200
     assert 'quire_adapter_requests_limited_total{adapter="sql",model_name="tales"} 1.0' in own.metrics()
 

@@ -185,7 +185,7 @@ def test_prompts_of_equal_salts_share_and_of_others_never(service):
 
 def test_a_priority_is_refused_where_requests_run_in_order_of_arrival(service):
     answer = service.generate("tales", STORY, priority=1)
-    assert answer.status == 400 and "priority: 1, but this server runs requests in order of arrival" in str(answer.body)
+    assert answer.status == 400 and "priority: got 1, but scheduling_policy is fcfs" in str(answer.body)
     assert service.generate("tales", STORY, priority=0, **GREEDY).status == 200
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: which requests the text process takes, and why not. Policy only: no socket, no clock, no thread.
+"""Admission control: which requests the text process accepts, and why it rejects the others.
 
-The desk asks it about every request, before and after tokenizing. What it lets through can run in the engine, as far
-as the text process can know; what it refuses has cost microseconds.
+Policy only: no socket, no clock, no thread. The request manager calls it for every request, before and after
+tokenizing. An admitted request can run in the engine, as far as the text process can check; a rejection costs
+microseconds.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,8 +19,8 @@ from quire_spec.protocol.framing import MAX_FRAME_BYTES
 from quire_spec.protocol.messages import GenerateRequest
 
 _MIN_PROMPT_BYTES = 64 * 1024
-"""Prompts up to this are always tokenized before they are judged: that takes milliseconds, and a tokenizer that
-normalizes its text may make fewer tokens of it than its longest token suggests."""
+"""Prompts of up to this size are always tokenized before their length is checked. That takes milliseconds, and a
+tokenizer that normalizes text can return fewer tokens than its longest token suggests."""
 
 _MAX_SALT_CHARS = 256
 _MAX_PRIORITY = 2**31 - 1
@@ -28,22 +29,22 @@ _MAX_LISTED_NAMES = 10
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What bounds a request."""
+    """Limits of a single request."""
 
     max_model_len: int
-    """Tokens of prompt and output together."""
+    """Maximum number of tokens of prompt and output together."""
     vocab_size: int
-    """Token ids are below this."""
+    """Token ids are less than this."""
     max_num_queued_reqs: int
-    """Requests that have not started, at most."""
+    """Maximum number of requests that have not started."""
     max_prompt_bytes: int
-    """Bytes of a prompt that could still have max_model_len tokens: nothing longer is tokenized."""
+    """Size in bytes of the largest prompt that can have max_model_len tokens. Larger prompts are not tokenized."""
     priority_scheduling: bool = False
-    """Whether requests may have a priority."""
+    """Whether a request can have a priority."""
 
     @classmethod
     def from_config(cls, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer | None) -> Self:
-        """The limits that an engine's configuration and checkpoint set."""
+        """Return the limits of an engine's configuration and checkpoint."""
         max_model_len = config.max_model_len or model_config.max_position_embeddings
         longest_prompt_bytes = max_model_len * (tokenizer.max_token_bytes if tokenizer else 1)
         priority_scheduling = config.scheduling_policy == "priority"
@@ -54,58 +55,57 @@ class RequestLimits:
 
     @property
     def max_frame_bytes(self) -> int:
-        """Bytes of a Submit's frame at most: a character of a prompt may take two in JSON, a token id up to 16."""
+        """Maximum bytes of a GenerateRequest frame. JSON needs up to 2 bytes per prompt byte and 16 per token id."""
         return min(2**20 + max(2 * self.max_prompt_bytes, 16 * self.max_model_len), MAX_FRAME_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A request that may go on to be tokenized and queued."""
+    """A request that was accepted, to be tokenized and queued."""
 
     params: SamplingParams
     adapter_name: str | None
-    """Name of its adapter."""
+    """None for the base model."""
     adapter_digest: str | None
-    """The adapter's content digest, whatever the name comes to mean later."""
+    """Content digest that the name had when the request was admitted."""
 
 
 def check_text_parameters(params: SamplingParams, has_tokenizer: bool) -> None:
-    """Refuse parameters that are about text where there is none.
+    """Reject parameters that need text if the model has no tokenizer.
 
     Raises:
-        InvalidArgument: the model has no tokenizer, and a parameter needs one; the message names it.
+        InvalidArgument: a parameter needs a tokenizer; the message names the parameter.
     """
     if params.stop and not has_tokenizer:
         raise InvalidArgument(
-            "sampling parameter 'stop': the model has no tokenizer.json, so there is no text to look for it in; "
-            "use stop_token_ids"
+            "sampling parameter 'stop': not possible, because the model has no tokenizer.json; use stop_token_ids"
         )
     if params.bad_words and not has_tokenizer:
         raise InvalidArgument(
-            "sampling parameter 'bad_words': the model has no tokenizer.json to make tokens of them; use logit_bias"
+            "sampling parameter 'bad_words': not possible, because the model has no tokenizer.json; use logit_bias"
         )
 
 
 class AdmissionController:
-    """Decides on requests; knows the names that clients may use."""
+    """Accepts or rejects requests; owns the table of adapter names."""
 
     def __init__(self, limits: RequestLimits, served_name: str, has_tokenizer: bool) -> None:
         self.limits = limits
         self.digests_by_name: Mapping[str, str] | None = None
-        """Digest by adapter name; replaced as a whole. None: nobody has told them yet."""
+        """Digest by adapter name; replaced as a whole. None until the supervisor has sent the names."""
         self.closed_reason = "engine core is starting; try again"
-        """Why no request is taken at the moment; empty when they are."""
+        """Why all requests are rejected at the moment; empty while requests are accepted."""
         self.draining = False
         self._served_name = served_name
         self._has_tokenizer = has_tokenizer
 
     def admit(self, request: GenerateRequest, num_queued: int) -> AdmittedRequest:
-        """Judge a request that just came.
+        """Check a new request.
 
         Raises:
             Unavailable: draining, no engine core, or max_num_queued_reqs reached.
-            NotFound: nothing of its model's name.
-            InvalidArgument: a parameter or the prompt is wrong.
+            NotFound: the model name is unknown.
+            InvalidArgument: a parameter or the prompt is invalid.
         """
         if self.draining:
             raise Unavailable("this server is draining; send the request to another one")
@@ -113,7 +113,7 @@ class AdmissionController:
             raise Unavailable(self.closed_reason)
         adapter_name, adapter_digest = self._resolve_model(request.model)
         if not isinstance(request.cache_salt, str | None) or len(request.cache_salt or "") > _MAX_SALT_CHARS:
-            raise InvalidArgument(f"cache_salt: expected a string of at most {_MAX_SALT_CHARS} characters")
+            raise InvalidArgument(f"cache_salt: must be a string of at most {_MAX_SALT_CHARS} characters")
         self._check_priority(request.priority)
         params = self._check_params(request)
         self._check_prompt_input(request, params)
@@ -126,18 +126,18 @@ class AdmissionController:
 
     def _check_priority(self, priority: object) -> None:
         if type(priority) is not int or abs(priority) > _MAX_PRIORITY:
-            raise InvalidArgument(f"priority: {str(priority)[:80]!r} is no integer of at most 32 bits")
+            raise InvalidArgument(f"priority: must be a 32-bit integer, got {str(priority)[:80]!r}")
         if priority and not self.limits.priority_scheduling:
             raise InvalidArgument(
-                f"priority: {priority}, but this server runs requests in order of arrival (scheduling_policy fcfs); "
+                f"priority: got {priority}, but scheduling_policy is fcfs, so requests run in order of arrival; "
                 "leave it out"
             )
 
     def check_prompt(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """The tokens of a prompt to run: all of them, or the last ones if it wants to be truncated.
+        """Return the token ids of a prompt, truncated from the left if the request sets truncate_prompt_tokens.
 
         Raises:
-            InvalidArgument: none, too many, or one outside the vocabulary.
+            InvalidArgument: no token ids, too many, or one outside the vocabulary.
         """
         limits = self.limits
         if (max_prompt_tokens := params.max_prompt_tokens(limits.max_model_len)) is not None:
@@ -146,21 +146,21 @@ class AdmissionController:
             raise InvalidArgument("the prompt is empty; give at least one token")
         if len(token_ids) >= limits.max_model_len:
             raise InvalidArgument(
-                f"the prompt has {len(token_ids)} tokens and max_model_len is {limits.max_model_len}, of which one at "
-                f"least is for the output; shorten the prompt to {limits.max_model_len - 1} tokens, set "
+                f"the prompt has {len(token_ids)} tokens and max_model_len is {limits.max_model_len}, which includes "
+                f"at least one output token; shorten the prompt to {limits.max_model_len - 1} tokens, set "
                 "truncate_prompt_tokens, or raise max_model_len"
             )
-        # Without a Python loop: a prompt may have a hundred thousand tokens, and streams wait meanwhile.
+        # Without a Python loop: a prompt can have 100,000 tokens, and this blocks the event loop.
         if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < limits.vocab_size:
             return token_ids
         invalid_id = next(i for i in token_ids if type(i) is not int or not 0 <= i < limits.vocab_size)
         raise InvalidArgument(
-            f"the prompt holds {str(invalid_id)[:40]!r}, which is no token id; ids of this model are 0 to "
+            f"the prompt contains {str(invalid_id)[:40]!r}, which is not a token id of this model; use ids from 0 to "
             f"{limits.vocab_size - 1}"
         )
 
     def oversize_error(self, num_bytes: int) -> InvalidArgument:
-        """The error for a request of so many bytes that its prompt cannot fit."""
+        """Return the error for a request of `num_bytes` bytes, whose prompt cannot fit into max_model_len."""
         return InvalidArgument(
             f"the request has {num_bytes} bytes; a prompt of max_model_len {self.limits.max_model_len} tokens has at "
             f"most {self.limits.max_prompt_bytes}; shorten the prompt or raise max_model_len"
@@ -170,7 +170,7 @@ class AdmissionController:
         if model == self._served_name:
             return None, None
         if self.digests_by_name is None:
-            raise Unavailable(f"model {str(model)[:100]!r}: adapters are being announced after a restart; try again")
+            raise Unavailable(f"model {str(model)[:100]!r}: adapter names are not known yet after a restart; try again")
         if isinstance(model, str) and (adapter_digest := self.digests_by_name.get(model)) is not None:
             return model, adapter_digest
         served_names = [self._served_name, *sorted(self.digests_by_name)]
@@ -182,13 +182,13 @@ class AdmissionController:
 
     def _check_params(self, request: GenerateRequest) -> SamplingParams:
         if not isinstance(request.params, Mapping):
-            raise InvalidArgument("sampling parameters: expected an object")
+            raise InvalidArgument("sampling parameters: must be an object")
         params = SamplingParams.from_mapping(request.params)
         check_text_parameters(params, self._has_tokenizer)
         if request.stream and params.num_sequences > params.n:
             raise InvalidArgument(
-                f"sampling parameter 'best_of': the best {params.n} of {params.best_of} are known at the end only; "
-                "do not stream, or leave it out"
+                f"sampling parameter 'best_of': the best {params.n} of {params.best_of} outputs are only known at the "
+                "end; do not stream, or leave it out"
             )
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
@@ -199,7 +199,7 @@ class AdmissionController:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.limits.vocab_size):
             invalid_id = next(i for i in token_ids if not 0 <= i < self.limits.vocab_size)
             raise InvalidArgument(
-                f"sampling parameter {param_name!r}: {invalid_id} is no token id; ids of this model are 0 to "
+                f"sampling parameter {param_name!r}: {invalid_id} is not a token id of this model; use ids from 0 to "
                 f"{self.limits.vocab_size - 1}"
             )
 
@@ -208,7 +208,7 @@ class AdmissionController:
             raise InvalidArgument("give either a text prompt or token ids, not both or neither")
         if request.prompt_token_ids is not None:
             if not isinstance(request.prompt_token_ids, list):
-                raise InvalidArgument("prompt_token_ids: expected a list of token ids")
+                raise InvalidArgument("prompt_token_ids: must be a list of token ids")
             self.check_prompt(request.prompt_token_ids, params)
         else:
             self._check_prompt_text(request.prompt)
@@ -216,11 +216,11 @@ class AdmissionController:
     def _check_prompt_text(self, prompt: object) -> None:
         if not self._has_tokenizer:
             raise InvalidArgument(
-                "the model has no tokenizer.json, so it takes no text; send token ids, or add the file to its folder"
+                "prompt: the model has no tokenizer.json; send prompt_token_ids, or add the file to the model folder"
             )
         if not isinstance(prompt, str):
-            raise InvalidArgument("prompt: expected a string")
-        # Counting bytes encodes the text once more, so only where the number of characters does not decide.
+            raise InvalidArgument("prompt: must be a string")
+        # Counting the bytes encodes the text, so it is done only if the number of characters is not sufficient.
         if 4 * len(prompt) > self.limits.max_prompt_bytes:
             num_bytes = len(prompt.encode(errors="replace"))
             if num_bytes > self.limits.max_prompt_bytes:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CoreLink: the text process's connection to the engine core, made again whenever it ends."""
+"""Client of the engine core: the connection of the text process to it, which reconnects for ever.
+
+Knows messages but no requests: the `CoreListener` handles results and the loss of the core.
+"""
 
 import asyncio
 import logging
@@ -12,26 +15,29 @@ from quire_spec.errors import Internal
 from quire_spec.protocol.messages import Hello, IpcMessage, StepResult
 
 RECONNECT_INTERVAL_S = 0.05
-"""Between two attempts to reach the engine core: a restart of seconds is not lengthened by it."""
+"""Between two connection attempts; short compared with the seconds that a restart of the core takes."""
 
 logger = logging.getLogger(__name__)
 
 
 class CoreListener(Protocol):
-    """Who is told about the core; the desk."""
+    """Receives the events of the connection to the core: the result coalescer, and behind it the request manager."""
 
     def on_core_connected(self) -> None:
-        """The core is there."""
+        """Called when the core is connected."""
 
     def on_core_lost(self) -> None:
-        """The core is gone."""
+        """Called when the connection to the core has closed."""
 
     def on_step(self, step: StepResult) -> None:
-        """The core made a step."""
+        """Called for the results of each step."""
 
 
 class CoreClient:
-    """Handler of the connection to the core. Messages sent while there is none are dropped: the client was told."""
+    """Handler of the connection to the core. Messages sent while it is not connected are dropped.
+
+    This loses nothing: `on_core_lost` has ended the requests that they belong to.
+    """
 
     def __init__(self, path: Path, served_name: str) -> None:
         self._path = path
@@ -46,7 +52,7 @@ class CoreClient:
             self._connection.send(message)
 
     async def run(self, listener: CoreListener) -> None:
-        """Stay connected, for ever."""
+        """Connect, and reconnect whenever the connection closes. Does not return."""
         self._listener = listener
         loop = asyncio.get_running_loop()
         while True:
@@ -59,29 +65,29 @@ class CoreClient:
             self._disconnected.clear()
 
     def on_connected(self, connection: Connection) -> None:
-        """Handler: connected."""
+        """Called when the connection is open."""
         logger.info("engine core connected")
         self._connection = connection
         assert self._listener is not None
         self._listener.on_core_connected()
 
     def on_message(self, connection: Connection, message: IpcMessage) -> None:
-        """Handler: the core says something."""
+        """Called for each message of the core."""
         if not isinstance(message, StepResult):
             raise Internal(f"unexpected {type(message).__name__} from the engine core")
         assert self._listener is not None
         self._listener.on_step(message)
 
     def on_oversized_frame(self, connection: Connection, head: bytes, length: int) -> None:
-        """Handler: never, as frames of the core may have any length that frames can have."""
+        """Never called, because frames of the core have no limit of their own."""
         raise Internal(f"message of {length} bytes from the engine core")
 
     def on_writable(self, connection: Connection) -> None:
-        """Handler: nothing waits here for that; what is sent to the core is bounded by admission."""
+        """Do nothing: admission bounds the unsent messages, so none are kept here."""
 
     def on_closed(self, connection: Connection) -> None:
-        """Handler: the core is gone."""
-        logger.warning("engine core gone")
+        """Called when the connection closes."""
+        logger.warning("engine core disconnected")
         self._connection = None
         self._disconnected.set()
         assert self._listener is not None

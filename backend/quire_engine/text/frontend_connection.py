@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Port: one frontend of the text process, and the events that wait for it.
+"""The connection to one frontend, and the output deltas that wait to be sent to it.
 
-Belongs to the event loop. What an event means is the desk's business, how waiting events are joined the outbox's.
+Used on the event loop only. The request manager decides what is sent; `OutputDeltaBuffer` merges deltas that wait.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 class FrontendConnection:
-    """One frontend: its connection, and its outbox."""
+    """A frontend's connection with its send buffer."""
 
     def __init__(
         self, connection: Connection, hello: Hello, metrics: RequestMetrics, throttle: ResponseThrottle
     ) -> None:
-        """`pace` is told of every event that goes out."""
+        """`throttle` counts each delta that is sent."""
         self.hello = hello
         self._connection = connection
         self._metrics = metrics
@@ -31,14 +31,14 @@ class FrontendConnection:
         self._flush_scheduled = False
 
     def send(self, delta: OutputDelta) -> None:
-        """Send an event, with all others of this turn of the event loop."""
+        """Send an output delta at the end of this iteration of the event loop, together with all others."""
         self._delta_buffer.append(delta)
         if not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush_turn)
 
     def flush(self) -> None:
-        """Send what waits, unless the frontend is behind."""
+        """Send all waiting deltas unless the connection's write buffer is full."""
         if not self._connection.write_paused:
             for deltas in self._delta_buffer.drain():
                 self._connection.send(OutputDeltas(deltas))
@@ -49,7 +49,8 @@ class FrontendConnection:
         self.flush()
         if self._connection.write_paused and (overflow_reason := self._delta_buffer.overflow_reason):
             logger.warning(
-                "frontend cut: it does not read model=%s pid=%s: %s", self.hello.model, self.hello.pid, overflow_reason
+                "closed the connection of a frontend that does not read model=%s pid=%s reason=%r",
+                *(self.hello.model, self.hello.pid, overflow_reason),
             )
             self._metrics.record_slow_reader()
             self._connection.abort()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics: what the text process counts and measures, in Prometheus' text format.
+"""Prometheus metrics of the text process.
 
-Names are vLLM's where the meaning is the same, so that its dashboards, autoscalers and endpoint pickers work; ours
-begin with quire_. Counted here and not in the engine core, because requests, names and latencies are known here; the
-core's own numbers come with every step (Stats). The desk calls this at most once for each request of a step.
+Names are vLLM's where the meaning is the same, so that its dashboards, autoscalers and endpoint pickers work; all
+others begin with quire_. Counted here and not in the engine core, because this process knows requests, names and
+latencies. The core sends its own counters with every step (SchedulerStats). The request manager calls this at most once
+per request and step.
 """
 
 from collections.abc import Iterable
@@ -22,7 +23,7 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SchedulerStats
 
-# The buckets of vLLM, so that its dashboards' quantiles mean the same.
+# The buckets of vLLM, so that quantiles in its dashboards are comparable.
 _TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -42,12 +43,12 @@ _KV_CACHE_INFO_LABELS = (
 )
 
 
-# When each series began: a line for each, and Prometheus keeps its own time.
+# The _created series add a line per series, and Prometheus does not use them.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class RequestMetrics:
-    """One registry. Every method is cheap but `exposition`, which may run in another thread."""
+    """The registry of this process. All methods are cheap except `render`, which can run in another thread."""
 
     def __init__(self, config: EngineConfig, served_name: str, max_model_len: int) -> None:
         self.registry = CollectorRegistry()
@@ -60,41 +61,41 @@ class RequestMetrics:
         self._create_histograms(_token_buckets(max_model_len))
 
     def set_active_adapters(self, running: Iterable[str], waiting: Iterable[str]) -> None:
-        """Names of the adapters that run and that requests wait for."""
+        """Set the names of the adapters of running and of waiting requests."""
         if not self._config.enable_lora:
             return
-        # One series at a time: readers take the newest, and old combinations of names would stay for ever.
+        # Only one series exists: readers use the newest, and old combinations of names would never disappear.
         self._lora_requests_info.clear()
         labels = (str(self._config.max_loras), ",".join(sorted(waiting)), ",".join(sorted(running)))
         self._lora_requests_info.labels(*labels).set_to_current_time()
 
     def record_rejected(self, code: str) -> None:
-        """A request was not admitted."""
+        """Count a request that was not admitted."""
         self._rejected_requests.labels(self._model_name, code).inc()
 
     def record_started(self, adapter_name: str | None, queued_s: float) -> None:
-        """A request ran for the first time, after waiting `queued_s`."""
+        """Record that a step ran a request for the first time, `queued_s` after its arrival."""
         self._queue_time.observe(queued_s)
         self.adapter_metrics.record_started(adapter_name, queued_s)
 
     def record_first_token(self, adapter_name: str | None, seconds: float) -> None:
-        """A request got its first token, `seconds` after it came."""
+        """Record the first token of a request, `seconds` after its arrival."""
         self._time_to_first_token.observe(seconds)
         self.adapter_metrics.record_first_token(adapter_name, seconds)
 
     def record_next_token(self, seconds: float) -> None:
-        """A request got another token, `seconds` after the one before."""
+        """Record another token of a request, `seconds` after the previous one."""
         self._inter_token_latency.observe(seconds)
 
     def record_generated_tokens(self, adapter_name: str | None, num_tokens: int) -> None:
-        """A request got `count` tokens."""
+        """Count generated tokens."""
         self._generation_tokens.inc(num_tokens)
         self.adapter_metrics.record_generated_tokens(adapter_name, num_tokens)
 
     def record_finished(
         self, reason: str, seconds: float, num_input_tokens: int, num_output_tokens: int, params: SamplingParams
     ) -> None:
-        """A request that was queued ended: stop, length, abort or error, `seconds` after it came."""
+        """Record the end of an admitted request (stop, length, abort or error), `seconds` after its arrival."""
         self._finished_requests.labels(self._model_name, reason).inc()
         if reason in ("stop", "length"):
             self._e2e_latency.observe(seconds)
@@ -105,15 +106,15 @@ class RequestMetrics:
                 self._params_max_tokens.observe(params.max_tokens)
 
     def record_prompt_tokens(self, num_tokens: int) -> None:
-        """A prompt of `count` tokens was given to the engine core."""
+        """Count the tokens of a prompt that was sent to the engine core."""
         self._prompt_tokens.inc(num_tokens)
 
     def record_slow_reader(self) -> None:
-        """A frontend was given up because it did not read."""
+        """Count a frontend connection that was closed because the frontend did not read."""
         self._slow_readers.inc()
 
     def set_core_connected(self, connected: bool) -> None:
-        """The engine core came or went; a new one counts from zero."""
+        """Record that the engine core connected or disconnected. The counters of a new core start at zero."""
         self._core_connected.set(connected)
         self._last_stats = SchedulerStats()
         usage_gauges = (self._kv_cache_usage, self._swap_space_usage, self._host_adapters, self._host_adapter_bytes)
@@ -122,7 +123,7 @@ class RequestMetrics:
         self.adapter_metrics.set_resident_adapters([])
 
     def record_core_stats(self, stats: SchedulerStats) -> None:
-        """The engine core's numbers after a step."""
+        """Update gauges and counters from the statistics of a step."""
         previous, self._last_stats = self._last_stats, stats
         if stats.num_blocks != previous.num_blocks:
             self._set_kv_cache_info(stats.num_blocks)
@@ -137,7 +138,7 @@ class RequestMetrics:
             counter.inc(max(0, getattr(stats, name) - getattr(previous, name)))
 
     def render(self) -> str:
-        """Everything, in the text format. Takes tens of milliseconds with many adapters: not for the event loop."""
+        """Return all metrics in the text format. Takes tens of ms with many adapters: too long for the event loop."""
         return generate_latest(self.registry).decode()
 
     def _gauge(self, name: str, documentation: str) -> Gauge:
@@ -151,34 +152,40 @@ class RequestMetrics:
         return metric.labels(self._model_name)
 
     def _create_gauges(self) -> None:
-        self._num_running = self._gauge("vllm:num_requests_running", "Requests that run.")
+        self._num_running = self._gauge("vllm:num_requests_running", "Running requests.")
         self._num_waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait to run.")
-        self._kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them.")
-        self._num_swapped = self._gauge("vllm:num_requests_swapped", "Requests that wait with their KV in host memory.")
+        self._kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Fraction of KV blocks in use; 1 means all.")
+        self._num_swapped = self._gauge(
+            "vllm:num_requests_swapped", "Requests that wait with their KV blocks swapped to host memory."
+        )
         self._swap_space_usage = self._gauge(
-            "vllm:cpu_cache_usage_perc", "Share of the swap space in use; 1 is all of it."
+            "vllm:cpu_cache_usage_perc", "Fraction of the swap space in use; 1 means all."
         )
         self._host_adapters = self._gauge("quire_host_adapters", "Adapters in host memory.")
         self._host_adapter_bytes = self._gauge("quire_host_adapter_bytes", "Bytes of the adapters in host memory.")
-        self._core_connected = self._gauge("quire_core_connected", "1 while the engine core is there.")
+        self._core_connected = self._gauge("quire_core_connected", "1 while the engine core is connected.")
         label_names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
-        documentation = "Adapters that run and that requests wait for, by name; the value is the time in Unix seconds."
+        documentation = "Names of the adapters of running and waiting requests; the value is the time in Unix seconds."
         self._lora_requests_info = Gauge("vllm:lora_requests_info", documentation, label_names, registry=self.registry)
         self._kv_cache_info = Gauge(
             "vllm:cache_config_info", "The KV cache.", _KV_CACHE_INFO_LABELS, registry=self.registry
         )
 
     def _create_counters(self) -> None:
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens given to the engine.")
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens sent to the engine.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self._slow_readers = self._counter("quire_slow_readers", "Frontend connections cut because they did not read.")
+        self._slow_readers = self._counter(
+            "quire_slow_readers", "Frontend connections that were closed because the frontend did not read."
+        )
         self._core_counters = {
             "prefix_cache_queries": self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache."),
             "prefix_cache_hits": self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache."),
-            "num_preemptions": self._counter("vllm:num_preemptions", "Sequences that gave their blocks up."),
-            "num_block_copies": self._counter("quire_block_copies", "KV blocks copied for a second writer."),
+            "num_preemptions": self._counter("vllm:num_preemptions", "Preempted sequences."),
+            "num_block_copies": self._counter("quire_block_copies", "KV blocks copied on write."),
             "num_swapped_out_blocks": self._counter("quire_swapped_out_blocks", "KV blocks copied to host memory."),
-            "num_swapped_in_blocks": self._counter("quire_swapped_in_blocks", "KV blocks copied back."),
+            "num_swapped_in_blocks": self._counter(
+                "quire_swapped_in_blocks", "KV blocks copied back from host memory."
+            ),
             "num_steps": self._counter("quire_steps", "Steps of the engine."),
         }
         self._finished_requests = Counter(
@@ -189,8 +196,8 @@ class RequestMetrics:
         )
         self._rejected_requests = Counter(
             "quire_requests_refused",
-            "Requests not admitted, by code, but for what the server refuses by itself: unknown models, tensors of "
-            "another type, what is no JSON.",
+            "Requests not admitted, by code. Excludes requests that the server itself rejects: unknown models, wrong "
+            "tensor types, invalid JSON.",
             ["model_name", "code"],
             registry=self.registry,
         )
@@ -206,7 +213,7 @@ class RequestMetrics:
         )
         self._inter_token_latency = self._histogram(
             "vllm:inter_token_latency_seconds",
-            "From one step's tokens of a request to the next's.",
+            "Between the tokens of two successive steps of a request.",
             inter_token_buckets,
         )
         self._e2e_latency = self._histogram(
@@ -222,9 +229,9 @@ class RequestMetrics:
             "vllm:request_generation_tokens", "Output tokens of a finished request.", token_buckets
         )
 
-        self._params_n = self._histogram("vllm:request_params_n", "Outputs that a finished request wanted.", _N_BUCKETS)
+        self._params_n = self._histogram("vllm:request_params_n", "Outputs (n) of a finished request.", _N_BUCKETS)
         self._params_max_tokens = self._histogram(
-            "vllm:request_params_max_tokens", "Output tokens that a finished request wanted at most.", token_buckets
+            "vllm:request_params_max_tokens", "max_tokens of a finished request.", token_buckets
         )
 
     def _set_kv_cache_info(self, num_blocks: int) -> None:
@@ -241,6 +248,6 @@ class RequestMetrics:
 
 
 def _token_buckets(max_model_len: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, ... up to the longest sequence, as vLLM has them."""
+    """Return the buckets 1, 2, 5, 10, 20, 50, ... up to max_model_len, as vLLM does."""
     buckets = [m * 10**e for e in range(len(str(max_model_len))) for m in (1, 2, 5)]
     return [bucket for bucket in buckets if bucket <= max_model_len] or [1]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation: one open request in the text process, from admission to its last event.
+"""State of one open request in the text process, from admission to its final output delta.
 
-Turns the engine core's results (token ids) into what the client gets (events with text), and nothing else: no socket,
-no clock, no queue. A request with several outputs is several sequences of the core. The desk owns it.
+Converts the engine core's results (token ids) into output deltas for the client (with text). No socket, no clock, no
+queue. A request with several outputs has one sequence in the core for each. The request manager owns it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,27 +17,27 @@ _TokenLogprobs = dict[str, dict[str, Any]]
 
 
 class RequestState:
-    """State of one request. Times are monotonic seconds that the desk fills in."""
+    """State of one request. Times are monotonic seconds from the request manager."""
 
     def __init__(
         self, first_sequence_id: int, request: GenerateRequest, admitted_request: AdmittedRequest, arrival_time: float
     ) -> None:
         self.params = admitted_request.params
         self.sequence_ids = range(first_sequence_id, first_sequence_id + self.params.num_sequences)
-        """Of its sequences in the engine core, one for each output."""
+        """Ids of its sequences in the engine core, one for each output."""
         self.client_request_id = request.id
-        """Of the request on its frontend's connection."""
+        """Id of the request on its frontend's connection."""
         self.adapter_name = admitted_request.adapter_name
         self.arrival_time = arrival_time
         self.is_submitted = False
-        """The engine core has it."""
+        """Its sequences were sent to the engine core."""
         self.is_started = False
-        """It has run in a step: it is not queued any more."""
+        """A step has run one of its sequences, so it is no longer queued."""
         self.is_closed = False
-        """The desk has closed it."""
+        """It has ended: finished, failed or aborted."""
         self.num_input_tokens = 0
         self.completions: list[CompletionState] = []
-        """Its outputs, from `begin` on, in the order of `ids`."""
+        """Its outputs, in the order of `sequence_ids`; empty until it is submitted."""
         self._adapter_digest = admitted_request.adapter_digest
         self._cache_salt = request.cache_salt
         self._priority = request.priority
@@ -54,7 +54,7 @@ class RequestState:
     def to_core_requests(
         self, prompt_token_ids: list[int], tokenizer: Tokenizer | None, bad_word_ids: list[list[int]]
     ) -> list[SequenceRequest]:
-        """The prompt is tokenized: the messages that have the engine core run it."""
+        """Mark the request as submitted and return the messages that make the engine core run it."""
         self.is_submitted = True
         self.num_input_tokens = len(prompt_token_ids)
         self._tokenizer = tokenizer if self.params.detokenize else None
@@ -67,22 +67,22 @@ class RequestState:
             bad_word_ids,
             priority=self._priority,
         )
-        # As the core has them: it may be asked for log probabilities that only the choice of the best needs.
+        # The parameters of the core: they can request log probabilities that only `best_of` needs.
         params = self.params.child_params(0)
         self.completions = [CompletionState(params, self._tokenizer, prompt_token_ids) for _ in self.sequence_ids]
         return fan_out(base_request, self.params)
 
     def completion(self, sequence_id: int) -> CompletionState:
-        """The output that a sequence of the core makes."""
+        """Return the output of a sequence."""
         return self.completions[sequence_id - self.sequence_ids.start]
 
     def update(self, result: SequenceDelta) -> list[OutputDelta]:
-        """What the client gets for a result of the engine core; nothing while it is kept for the end."""
+        """Return the deltas for a result of the engine core; none while outputs are collected until their end."""
         if result.error_code is not None:
             return [self.to_error_delta(result.error_code, result.error)]
         delta = self.completion(result.id).update(result)
         if result.prompt_logprobs is not None:
-            # The first token of a prompt has nothing before it to be likely after.
+            # The first token of a prompt has no log probability, because no token precedes it.
             self._prompt_logprobs = [None, *map(self._logprobs_by_token, result.prompt_logprobs)]
         index = result.id - self.sequence_ids.start
         if self._stream:
@@ -95,7 +95,7 @@ class RequestState:
         return self._best_outputs() if self._all_finished() else []
 
     def to_error_delta(self, code: str, message: str) -> OutputDelta:
-        """The final event of a request that failed."""
+        """Return the final delta of a failed request."""
         output_delta = OutputDelta(self.client_request_id, error_code=code, error=message)
         return replace(output_delta, num_input_tokens=self.num_input_tokens, num_output_tokens=self.num_output_tokens)
 
@@ -118,7 +118,7 @@ class RequestState:
         )
 
     def _best_outputs(self) -> list[OutputDelta]:
-        """The likeliest outputs, renumbered."""
+        """Return the most likely outputs, renumbered."""
         best_indices = select_best_of(self.completions, self.params.n)
         output_deltas = [
             replace(self._to_output_delta(i, self._output_buffers[i].to_delta()), index=output_index)
@@ -142,7 +142,7 @@ class RequestState:
 
 @dataclass(slots=True)
 class _OutputBuffer:
-    """Of an output that is handed out as a whole."""
+    """Deltas of an output that is returned as a whole."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joiner: results of steps on their way to the desk, those of one sequence joined while the pace has them wait.
+"""Coalesces step results on their way to the request manager, to bound the number of responses per second.
 
-A sequence's first tokens and its end never wait. Joined here, before they become text, several tokens cost hardly more
-than one in all that follows: text, events, responses. Belongs to the event loop; it knows no request.
+Each response costs the stub, server and client 0.2 ms of CPU together. If the engine computes on the same cores, that
+time delays the next token. `ResponseThrottle` decides when waiting results can be sent; `ResultCoalescer` merges the
+waiting results of each sequence. Merged before detokenizing, several tokens cost hardly more than one. The first tokens
+of a sequence and its end never wait. Used on the event loop only; has no knowledge of requests.
 """
 
 import asyncio
@@ -12,50 +14,50 @@ from quire_engine.text.core_client import CoreListener
 from quire_spec.protocol.messages import SequenceDelta, StepResult
 
 RESPONSES_PER_S_PER_CORE = 250.0
-"""Where the engine computes on the CPU: 5 % of each core. A stream alone gets each token at once (up to 250 a second
-and core); 64 streams on two cores get theirs every 128 ms, faster than anyone reads."""
+"""For an engine on the CPU: responses then take 5 % of each core. A single stream gets each token at once (up to 250
+per second and core); 64 streams on two cores get their tokens every 128 ms, which is faster than a person reads."""
 
 
 class ResponseThrottle:
-    """When waiting responses may go out: after some did, not before as many could have gone one by one."""
+    """Bounds the rate of responses: after n of them, the next ones wait for n intervals. The caller passes the time."""
 
     def __init__(self, responses_per_s: float | None) -> None:
-        """`responses_per_s` None: at once, always; for an engine on a device of its own."""
+        """`responses_per_s` None never delays; used if the engine does not compute on the CPU."""
         self._interval_s = 1.0 / responses_per_s if responses_per_s else 0.0
         self._next_send_at = 0.0
 
     def delay_s(self, now: float) -> float:
-        """Seconds from `now` until responses that can wait may go out; 0 when they may now."""
+        """Return the seconds from `now` until waiting responses can be sent; 0 if they can be sent now."""
         return max(0.0, self._next_send_at - now)
 
     def record_sent(self, num_responses: int, now: float) -> None:
-        """So many went out just now, those included that could not wait."""
+        """Count responses sent at `now`, including those that could not wait."""
         self._next_send_at = max(self._next_send_at, now) + num_responses * self._interval_s
 
 
 class ResultCoalescer:
-    """Stands between the core's link and the desk."""
+    """A CoreListener between the core client and the request manager."""
 
     def __init__(self, listener: CoreListener, throttle: ResponseThrottle) -> None:
         self._listener = listener
         self._throttle = throttle
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, list[SequenceDelta]] = {}
-        """Results that wait, by sequence; none for one that has nothing waiting but has had its first tokens."""
+        """Waiting results by sequence. A sequence that has its first tokens and no waiting result has an empty list."""
         self._last_step: StepResult | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def on_core_connected(self) -> None:
-        """The core is there."""
+        """Called when the core is connected."""
         self._listener.on_core_connected()
 
     def on_core_lost(self) -> None:
-        """The core is gone, and every sequence with it."""
+        """Discard all waiting results, because their sequences are lost with the core."""
         self._pending, self._last_step = {}, None
         self._listener.on_core_lost()
 
     def on_step(self, step: StepResult) -> None:
-        """The core made a step."""
+        """Pass on the results that cannot wait, and all others if the throttle allows it."""
         self._last_step = step
         delay_s = self._throttle.delay_s(self._loop.time())
         ready_results = [
@@ -68,7 +70,7 @@ class ResultCoalescer:
         self._listener.on_step(replace(step, results=ready_results))
 
     def _add_result(self, result: SequenceDelta, is_throttled: bool) -> list[SequenceDelta]:
-        """What goes on now; nothing for a result that waits."""
+        """Return the results to pass on now; none if this result waits."""
         pending = self._pending.get(result.id)
         if result.error_code is not None:
             self._pending.pop(result.id, None)
@@ -85,8 +87,11 @@ class ResultCoalescer:
         return [coalesce([*pending, result])] if pending else [result]
 
     def _flush(self) -> list[SequenceDelta]:
-        """Everything that waits. Sequences that had nothing and were not in the last step may be over: forgotten."""
-        assert self._last_step is not None, "something waits"
+        """Remove and return all waiting results.
+
+        Forgets sequences without a waiting result that were not in the last step, because they can have ended.
+        """
+        assert self._last_step is not None, "a result was added"
         pending_results = [results for results in self._pending.values() if results]
         live_ids = {results[-1].id for results in pending_results} | {result.id for result in self._last_step.results}
         self._pending = {sequence_id: [] for sequence_id in self._pending if sequence_id in live_ids}
@@ -96,14 +101,14 @@ class ResultCoalescer:
         self._timer = None
         delay_s = self._throttle.delay_s(self._loop.time())
         if delay_s > 0:
-            # Others, which could not wait, went meanwhile.
+            # Results that could not wait were sent in the meantime.
             self._timer = self._loop.call_later(delay_s, self._on_timer)
         elif self._last_step is not None and (results := self._flush()):
             self._listener.on_step(StepResult(results, [], self._last_step.stats))
 
 
 def coalesce(results: list[SequenceDelta]) -> SequenceDelta:
-    """One result that says what `results`, successive ones of a sequence, say together."""
+    """Merge successive results of one sequence into one."""
     last_result = results[-1]
     if len(results) == 1:
         return last_result

@@ -13,7 +13,7 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import AdapterEvent, SchedulerStats
 
-# As `curl /metrics` of a vLLM server shows them.
+# Names in the output of `curl /metrics` of a vLLM server.
 VLLM_NAMES = {
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -45,21 +45,21 @@ def metrics() -> RequestMetrics:
 
 
 def samples(metrics: RequestMetrics) -> dict[str, list[tuple[dict[str, str], float]]]:
-    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    samples_by_name: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(metrics.render()):
         for sample in family.samples:
-            found.setdefault(sample.name, []).append((sample.labels, sample.value))
-    return found
+            samples_by_name.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return samples_by_name
 
 
 def value(metrics: RequestMetrics, name: str, **labels: str) -> float:
-    matching = [v for have, v in samples(metrics)[name] if labels.items() <= have.items()]
+    matching = [v for sample_labels, v in samples(metrics)[name] if labels.items() <= sample_labels.items()]
     assert len(matching) == 1, (name, labels, matching)
     return matching[0]
 
 
-def use(metrics: RequestMetrics) -> None:
-    """One request's life, seen by every metric."""
+def record_one_request(metrics: RequestMetrics) -> None:
+    """Record one request in adapter_names metric."""
     metrics.set_core_connected(True)
     metrics.adapter_metrics.set_adapters({"sql": "sha256:1"})
     metrics.adapter_metrics.record_admitted("sql")
@@ -96,19 +96,19 @@ def use(metrics: RequestMetrics) -> None:
     metrics.record_rejected("UNAVAILABLE")
 
 
-def test_names_are_those_of_vllm(metrics: RequestMetrics):
-    use(metrics)
-    found = samples(metrics)
-    assert set(found) >= VLLM_NAMES
-    assert all(name.startswith(("vllm:", "quire_")) for name in found)
+def test_names_match_vllm(metrics: RequestMetrics):
+    record_one_request(metrics)
+    samples_by_name = samples(metrics)
+    assert set(samples_by_name) >= VLLM_NAMES
+    assert all(name.startswith(("vllm:", "quire_")) for name in samples_by_name)
     for name in VLLM_NAMES - {"vllm:lora_requests_info"}:
-        assert all(labels["model_name"] == "base" for labels, _ in found[name])
+        assert all(labels["model_name"] == "base" for labels, _ in samples_by_name[name])
     for name, help_text in ((f.name, f.documentation) for f in text_string_to_metric_families(metrics.render())):
         assert help_text.endswith("."), name
 
 
-def test_values(metrics: RequestMetrics):
-    use(metrics)
+def test_values_after_one_request(metrics: RequestMetrics):
+    record_one_request(metrics)
     assert value(metrics, "vllm:num_requests_running") == 1
     assert value(metrics, "vllm:num_requests_waiting") == 2
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
@@ -139,7 +139,7 @@ def test_values(metrics: RequestMetrics):
     assert value(metrics, "quire_steps_total") == 3
 
 
-def test_an_error_is_no_latency(metrics: RequestMetrics):
+def test_failed_requests_do_not_count_as_latency(metrics: RequestMetrics):
     metrics.record_finished("error", 9.0, 7, 0, SamplingParams())
     metrics.record_finished("abort", 9.0, 7, 0, SamplingParams())
     assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
@@ -154,7 +154,7 @@ def test_lora_requests_info_is_one_series_with_joined_names(metrics: RequestMetr
     assert abs(at - time.time()) < 60
 
 
-def test_counters_go_on_when_the_core_restarts(metrics: RequestMetrics):
+def test_counters_continue_when_the_core_restarts(metrics: RequestMetrics):
     metrics.set_core_connected(True)
     metrics.record_core_stats(SchedulerStats(num_preemptions=5, num_blocks=10))
     metrics.record_core_stats(SchedulerStats(num_preemptions=6, num_blocks=10))
@@ -170,14 +170,14 @@ def names(count: int) -> Iterator[str]:
     return (f"adapter-{i}" for i in range(count))
 
 
-def test_adapters_beyond_the_bound_share_a_label(metrics: RequestMetrics):
-    every = list(names(MAX_ADAPTER_LABELS + 50))
-    metrics.adapter_metrics.set_adapters({name: name for name in every})
-    for name in every:
+def test_adapters_beyond_the_limit_share_a_label(metrics: RequestMetrics):
+    adapter_names = list(names(MAX_ADAPTER_LABELS + 50))
+    metrics.adapter_metrics.set_adapters({name: name for name in adapter_names})
+    for name in adapter_names:
         metrics.adapter_metrics.record_admitted(name)
         metrics.adapter_metrics.set_resident_adapters([name])
-    found = samples(metrics)["quire_adapter_requests_total"]
-    assert len(found) == MAX_ADAPTER_LABELS + 1
+    requests = samples(metrics)["quire_adapter_requests_total"]
+    assert len(requests) == MAX_ADAPTER_LABELS + 1
     assert value(metrics, "quire_adapter_requests_total", adapter="_other") == 50
     assert len(samples(metrics)["quire_adapter_slot_residency"]) == MAX_ADAPTER_LABELS
     start = time.process_time()
@@ -185,22 +185,22 @@ def test_adapters_beyond_the_bound_share_a_label(metrics: RequestMetrics):
     assert time.process_time() - start < 2.0
 
 
-def test_adapters_that_go_make_room_for_others(metrics: RequestMetrics):
+def test_removed_adapters_free_labels_for_others(metrics: RequestMetrics):
     labels = AdapterLabels()
-    every = list(names(MAX_ADAPTER_LABELS + 1))
-    assert labels.set_names(every) == set()
-    assert [labels.label(name) for name in every] == [*every[:-1], "_other"]
-    assert labels.set_names(every[1:]) == {every[0]}
-    assert labels.label(every[-1]) == every[-1]
-    assert labels.label(every[0]) == "_other"
+    adapter_names = list(names(MAX_ADAPTER_LABELS + 1))
+    assert labels.set_names(adapter_names) == set()
+    assert [labels.label(name) for name in adapter_names] == [*adapter_names[:-1], "_other"]
+    assert labels.set_names(adapter_names[1:]) == {adapter_names[0]}
+    assert labels.label(adapter_names[-1]) == adapter_names[-1]
+    assert labels.label(adapter_names[0]) == "_other"
 
     metrics.adapter_metrics.set_adapters({"a": "1", "b": "2"})
     metrics.record_generated_tokens("a", 1)
     metrics.record_generated_tokens("b", 1)
     metrics.adapter_metrics.set_adapters({"b": "2"})
     metrics.record_generated_tokens("a", 4)
-    found = samples(metrics)["quire_adapter_tokens_total"]
-    assert {labels["adapter"]: v for labels, v in found} == {"b": 1, "_other": 4}
+    tokens = samples(metrics)["quire_adapter_tokens_total"]
+    assert {labels["adapter"]: v for labels, v in tokens} == {"b": 1, "_other": 4}
 
 
 def test_adapter_event_is_counted_for_each_name_once_the_adapter_has_one(metrics: RequestMetrics):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever waits for a frontend loses nothing by being merged, and has a bound."""
+"""Merged deltas contain everything that the single ones contained, and the buffer is bounded."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,16 +21,16 @@ def event(request: int, number: int, final: bool = False, logprobs: bool = False
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
 def test_merged_events_say_the_same_as_single_ones(posts: list[tuple[int, bool]]):
-    outbox = OutputDeltaBuffer()
+    buffer = OutputDeltaBuffer()
     sent: list[OutputDelta] = []
     expected: dict[int, list[int]] = {}
     for number, (request, flush) in enumerate(posts):
-        outbox.append(event(request, number, logprobs=request == 0))
+        buffer.append(event(request, number, logprobs=request == 0))
         expected.setdefault(request, []).append(number)
         if flush:
-            sent += [e for batch in outbox.drain() for e in batch]
-            assert outbox.drain() == []
-    sent += [e for batch in outbox.drain() for e in batch]
+            sent += [e for batch in buffer.drain() for e in batch]
+            assert buffer.drain() == []
+    sent += [e for batch in buffer.drain() for e in batch]
     for request, numbers in expected.items():
         mine = [e for e in sent if e.id == request]
         assert "".join(e.text for e in mine) == "".join(f"<{n}>" for n in numbers)
@@ -43,67 +43,67 @@ def test_merged_events_say_the_same_as_single_ones(posts: list[tuple[int, bool]]
             assert all(e.logprobs is None for e in mine)
 
 
-def test_a_final_event_stays_final_when_merged():
-    outbox = OutputDeltaBuffer()
+def test_merged_delta_is_final_if_the_last_one_is():
+    buffer = OutputDeltaBuffer()
     for number in range(3):
-        outbox.append(event(1, number, final=number == 2))
-    ((merged,),) = outbox.drain()
+        buffer.append(event(1, number, final=number == 2))
+    ((merged,),) = buffer.drain()
     assert merged.final and merged.text == "<0><1><2>"
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=30))
-def test_outputs_of_a_request_stay_apart_and_the_last_event_last(posts: list[tuple[int, bool]]):
-    outbox = OutputDeltaBuffer()
+def test_outputs_are_merged_separately_and_the_final_delta_is_last(posts: list[tuple[int, bool]]):
+    buffer = OutputDeltaBuffer()
     sent: list[OutputDelta] = []
     ends = [(0, False), (2, False), (1, True)]
     for number, (index, flush) in enumerate(posts + ends):
         left = len(posts) + len(ends) - number
         ended = "stop" if left <= len(ends) else None
-        outbox.append(
+        buffer.append(
             OutputDelta(
                 1, f"<{number}>", [number], ended, num_output_tokens=99, index=index, other_outputs_pending=left > 1
             )
         )
         if flush:
-            sent += [e for batch in outbox.drain() for e in batch]
+            sent += [e for batch in buffer.drain() for e in batch]
     assert [e.final for e in sent] == [False] * (len(sent) - 1) + [True]
     for output in range(3):
         numbers = [number for number, (index, _) in enumerate(posts + ends) if index == output]
         assert [i for e in sent for i in e.token_ids if e.index == output] == numbers
 
 
-def test_a_stream_that_nobody_reads_is_too_much_in_the_end():
-    outbox = OutputDeltaBuffer()
+def test_unread_stream_overflows():
+    buffer = OutputDeltaBuffer()
     count = 0
-    while outbox.overflow_reason is None:
-        outbox.append(event(1, count))
+    while buffer.overflow_reason is None:
+        buffer.append(event(1, count))
         count += 1
         assert count < MAX_PENDING_STREAM_BYTES
     assert count > 1000
-    assert str(MAX_PENDING_STREAM_BYTES) in outbox.overflow_reason
-    outbox.drain()
-    assert outbox.overflow_reason is None
+    assert str(MAX_PENDING_STREAM_BYTES) in buffer.overflow_reason
+    buffer.drain()
+    assert buffer.overflow_reason is None
 
 
-def test_many_streams_are_too_much_together():
-    outbox = OutputDeltaBuffer()
+def test_many_unread_streams_overflow_together():
+    buffer = OutputDeltaBuffer()
     big = OutputDelta(0, "x" * (MAX_PENDING_STREAM_BYTES // 2), [1])
     for request in range(2 * MAX_PENDING_BYTES // MAX_PENDING_STREAM_BYTES - 1):
-        outbox.append(OutputDelta(request, big.text, [1]))
-    assert outbox.overflow_reason is None
-    outbox.append(OutputDelta(10**6, big.text, [1]))
-    assert outbox.overflow_reason and str(MAX_PENDING_BYTES) in outbox.overflow_reason
+        buffer.append(OutputDelta(request, big.text, [1]))
+    assert buffer.overflow_reason is None
+    buffer.append(OutputDelta(10**6, big.text, [1]))
+    assert buffer.overflow_reason and str(MAX_PENDING_BYTES) in buffer.overflow_reason
 
 
-def test_one_answer_may_be_as_long_as_it_is():
-    outbox = OutputDeltaBuffer()
-    outbox.append(OutputDelta(1, "x" * (MAX_PENDING_BYTES + 1), [1], "stop"))
-    assert outbox.overflow_reason is None
+def test_single_large_delta_does_not_overflow():
+    buffer = OutputDeltaBuffer()
+    buffer.append(OutputDelta(1, "x" * (MAX_PENDING_BYTES + 1), [1], "stop"))
+    assert buffer.overflow_reason is None
 
 
-def test_what_is_handed_out_is_split_into_messages_of_bounded_size():
-    outbox = OutputDeltaBuffer()
+def test_drained_deltas_are_split_into_bounded_batches():
+    buffer = OutputDeltaBuffer()
     for request in range(5):
-        outbox.append(OutputDelta(request, "x" * (MAX_BATCH_BYTES // 2), [1]))
-    assert [len(batch) for batch in outbox.drain()] == [2, 2, 1]
-    assert outbox.drain() == []
+        buffer.append(OutputDelta(request, "x" * (MAX_BATCH_BYTES // 2), [1]))
+    assert [len(batch) for batch in buffer.drain()] == [2, 2, 1]
+    assert buffer.drain() == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real text and core processes over real sockets: answers, streams, cancels, bad requests, slow readers."""
+"""The text and core processes over real sockets: outputs, streams, cancellation, invalid requests, slow readers."""
 
 import os
 import re
@@ -41,18 +41,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[str, tuple[list[int], str]]:
-    """Greedy output of 24 tokens, ids and text, by prompt."""
+    """Token ids and text of the greedy output of 24 tokens, by prompt."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    found = {}
+    outputs = {}
     for prompt in PROMPTS:
         ids = greedy_output(model, tokenizer(prompt)["input_ids"], 24)
-        found[prompt] = ids, tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return found
+        outputs[prompt] = ids, tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return outputs
 
 
 @pytest.fixture(scope="module")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcesses]:
-    # Steps that wait for each other, which is what a CPU does by default, are what all other pods of the tests have.
+    # All other pods of the tests run without async scheduling, which is the default on a CPU.
     settings = {"enable_lora": True, "max_loras": 2, "async_scheduling": True}
     with EngineProcesses(tmp_path_factory.mktemp("run"), **engine_config(model, **settings)) as pod:
         yield pod.start("core", "text")
@@ -60,7 +60,7 @@ def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
 
 @pytest.fixture
 def pod(shared: EngineProcesses) -> Iterator[EngineProcesses]:
-    """Both processes; whatever a test did, nothing stays in the engine."""
+    """Both processes. Checks after each test that the engine is idle and that nothing failed."""
     yield shared
     shared.wait_idle()
     assert "Traceback" not in shared.log("text") + shared.log("core")
@@ -79,28 +79,28 @@ def test_greedy_text_equals_transformers(
 ):
     tokenizer, lengths = AutoTokenizer.from_pretrained(model), []
     for prompt, (ids, text) in expected.items():
-        given = tokenizer(prompt)["input_ids"]
-        events = client.generate(given if as_ids else prompt, stream=stream, temperature=0, max_tokens=24)
+        prompt_ids = tokenizer(prompt)["input_ids"]
+        events = client.generate(prompt_ids if as_ids else prompt, stream=stream, temperature=0, max_tokens=24)
         assert text_of(events) == text
         assert [i for event in events for i in event.token_ids] == ids
         assert (events[-1].finish_reason, events[-1].num_output_tokens) == ("length", 24)
-        assert events[-1].num_input_tokens == len(given)
+        assert events[-1].num_input_tokens == len(prompt_ids)
         lengths.append(len(events))
-    # Tokens that come while the text process is busy share an event.
+    # Tokens that arrive while the text process is busy share a delta.
     assert 2 < max(lengths) <= 24 if stream else set(lengths) == {1}
 
 
-def test_64_streams_at_once_get_their_own_text(client: IpcClient, expected: dict[str, tuple[list[int], str]]):
-    asked = {client.submit(p, temperature=0, max_tokens=24): p for p in PROMPTS * 10 + PROMPTS[:4]}
-    assert len(asked) == 64
-    for request, events in client.collect(asked).items():
-        assert text_of(events) == expected[asked[request]][1]
+def test_64_concurrent_streams_get_their_own_text(client: IpcClient, expected: dict[str, tuple[list[int], str]]):
+    prompts = {client.submit(p, temperature=0, max_tokens=24): p for p in PROMPTS * 10 + PROMPTS[:4]}
+    assert len(prompts) == 64
+    for request, events in client.collect(prompts).items():
+        assert text_of(events) == expected[prompts[request]][1]
         counts = [event.num_output_tokens for event in events]
         assert counts == sorted(counts) and counts[-1] == 24
 
 
-def test_many_streams_get_several_tokens_at_once_but_not_their_first(model: Path, tmp_path: Path):
-    """At the pace of one processor. That of all there are may be faster than this machine makes tokens."""
+def test_many_streams_are_coalesced_except_for_first_tokens(model: Path, tmp_path: Path):
+    """With the throttle of one core: that of all cores can exceed the rate at which this machine generates tokens."""
     processors, num_streams, num_tokens = os.sched_getaffinity(0), 48, 128
     with EngineProcesses(tmp_path, **engine_config(model)) as pod:
         pod.start("core")
@@ -111,18 +111,18 @@ def test_many_streams_get_several_tokens_at_once_but_not_their_first(model: Path
             os.sched_setaffinity(0, processors)
         with pod.connect("text", "frontend") as client:
             started = time.monotonic()
-            asked = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True}
-            streams = client.collect([client.submit([5, 6, 7], **asked) for _ in range(num_streams)]).values()
+            params = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True}
+            streams = client.collect([client.submit([5, 6, 7], **params) for _ in range(num_streams)]).values()
             num_events, seconds = sum(map(len, streams)), time.monotonic() - started
     assert all(sum(len(event.token_ids) for event in events) == num_tokens for events in streams)
-    # Several only where the text process was late and several steps' results came together.
+    # More than one first token only if the text process was late and received several steps together.
     assert sum(len(events[0].token_ids) for events in streams) < 6 * num_streams
-    # Of each the first, the last, and some before the first wait begins; the others at the pace.
-    most = RESPONSES_PER_S_PER_CORE * seconds + 3 * num_streams
-    assert num_events <= most < num_streams * num_tokens / 2, (num_events, seconds)
+    # Not throttled: the first and the last delta of each stream, and some before the first delay.
+    max_deltas = RESPONSES_PER_S_PER_CORE * seconds + 3 * num_streams
+    assert num_events <= max_deltas < num_streams * num_tokens / 2, (num_events, seconds)
 
 
-def test_stop_string_ends_the_request_here_and_in_the_core(
+def test_stop_string_ends_the_request_in_both_processes(
     pod: EngineProcesses, client: IpcClient, expected: dict[str, tuple[list[int], str]]
 ):
     text = expected["a"][1]
@@ -136,17 +136,17 @@ def test_stop_string_ends_the_request_here_and_in_the_core(
 
 
 @pytest.mark.parametrize("as_ids", [True, False])
-def test_parameters_about_text_reach_the_core_as_tokens(client: IpcClient, model: Path, as_ids: bool):
+def test_text_parameters_reach_the_core_as_tokens(client: IpcClient, model: Path, as_ids: bool):
     tokenizer = AutoTokenizer.from_pretrained(model)
     text, long = "the lazy dog ", "the quick brown fox, then " * 200
     ids = tokenizer(text)["input_ids"]
     events = client.generate(ids if as_ids else text, temperature=0, max_tokens=4, logit_bias={"300": 90})
     assert [i for event in events for i in event.token_ids] == [300] * 4
-    # A token that is a bad word is not taken, whatever its bias; the long word is tokenized in a thread.
+    # A bad word is never sampled, not even with a bias. The long word is tokenized in a thread.
     token = tokenizer("the", add_special_tokens=False)["input_ids"]
     assert len(token) == 1
-    asked = {"temperature": 0, "max_tokens": 4, "logit_bias": {str(token[0]): 90}, "bad_words": ["the", "fox " * 250]}
-    events = client.generate(ids if as_ids else text, **asked)
+    params = {"temperature": 0, "max_tokens": 4, "logit_bias": {str(token[0]): 90}, "bad_words": ["the", "fox " * 250]}
+    events = client.generate(ids if as_ids else text, **params)
     assert token[0] not in [i for event in events for i in event.token_ids]
     events = client.generate(tokenizer(long)["input_ids"] if as_ids else long, max_tokens=2, truncate_prompt_tokens=9)
     assert events[-1].num_input_tokens == 9
@@ -155,32 +155,32 @@ def test_parameters_about_text_reach_the_core_as_tokens(client: IpcClient, model
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_several_outputs_are_those_of_their_seeds(client: IpcClient, stream: bool):
-    asked = {"temperature": 1.5, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
-    alone = [client.generate("the fox", stream=stream, seed=7 + i, **asked) for i in range(3)]
-    wanted = [[i for event in events for i in event.token_ids] for events in alone]
-    events = client.generate("the fox", stream=stream, seed=7, n=3, **asked)
+def test_output_i_of_n_equals_a_single_output_with_seed_plus_i(client: IpcClient, stream: bool):
+    params = {"temperature": 1.5, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
+    alone = [client.generate("the fox", stream=stream, seed=7 + i, **params) for i in range(3)]
+    expected_ids = [[i for event in events for i in event.token_ids] for events in alone]
+    events = client.generate("the fox", stream=stream, seed=7, n=3, **params)
     assert events[-1].final and not any(event.final for event in events[:-1])
     for index in range(3):
         own = [event for event in events if event.index == index]
-        assert [i for event in own for i in event.token_ids] == wanted[index]
+        assert [i for event in own for i in event.token_ids] == expected_ids[index]
         assert text_of(own) == text_of(alone[index])
         assert own[-1].cumulative_logprob == pytest.approx(alone[index][-1].cumulative_logprob, abs=1e-4)
         assert (own[-1].num_output_tokens, own[-1].finish_reason) == (12, "length")
     sums = sorted((events[-1].cumulative_logprob for events in alone), reverse=True)
-    best = client.generate("the fox", stream=False, seed=7, n=2, best_of=3, **asked)
+    best = client.generate("the fox", stream=False, seed=7, n=2, best_of=3, **params)
     assert [event.cumulative_logprob for event in best] == pytest.approx(sums[:2], abs=1e-4)
     assert [(event.index, event.final) for event in best] == [(0, False), (1, True)]
 
 
-def test_cancelling_ends_all_outputs(pod: EngineProcesses, client: IpcClient):
+def test_cancel_ends_all_outputs(pod: EngineProcesses, client: IpcClient):
     request = client.submit("fox", n=5, max_tokens=100_000, ignore_eos=True)
     wait_for(lambda: pod.core_stats()["num_running"] == 5)
     client.send(CancelRequests([request]))
     pod.wait_idle()
 
 
-def test_stop_token_is_counted_and_not_shown(client: IpcClient, expected: dict[str, tuple[list[int], str]]):
+def test_stop_token_is_counted_but_not_in_the_text(client: IpcClient, expected: dict[str, tuple[list[int], str]]):
     ids, _ = expected["a"]
     stop = ids[8]
     first = ids.index(stop) + 1
@@ -204,7 +204,7 @@ def test_logprobs_have_the_shape_of_vllm(client: IpcClient):
     total = 0.0
     for token_id, position, other in zip(ids, positions, whole[0].logprobs, strict=True):
         assert list(position) == list(other)
-        # Greedy: the token taken is the most likely one, so there are two entries and not three.
+        # The greedy token is the most likely one, so there are two entries and not three.
         assert len(position) == 2 and next(iter(position)) == str(token_id)
         for entry in position.values():
             assert set(entry) == {"logprob", "rank", "decoded_token"} and isinstance(entry["decoded_token"], str)
@@ -227,7 +227,7 @@ def test_cancel_frees_blocks_and_ends_events(pod: EngineProcesses, client: IpcCl
     assert pod.core_stats()["num_used_blocks"] > 0
     client.send(CancelRequests([request, 999_999]))
     pod.wait_idle()
-    # What was on its way may still come; the next request's events are then the only ones.
+    # Deltas that were already sent can still arrive; after them only the next request has deltas.
     other = client.submit("fox", temperature=0, max_tokens=4)
     seen: list[OutputDelta] = []
     while not (seen and seen[-1].id == other and seen[-1].final):
@@ -239,7 +239,7 @@ def test_cancel_frees_blocks_and_ends_events(pod: EngineProcesses, client: IpcCl
     assert seen.index(next(e for e in seen if e.id == other)) >= len(late)
 
 
-def test_a_frontend_that_goes_is_noticed_and_its_requests_end(pod: EngineProcesses):
+def test_requests_end_when_their_frontend_disconnects(pod: EngineProcesses):
     with pod.connect("text", "frontend", "sql") as frontend:
         for _ in range(3):
             frontend.submit("fox", max_tokens=100_000)
@@ -249,12 +249,12 @@ def test_a_frontend_that_goes_is_noticed_and_its_requests_end(pod: EngineProcess
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "said"),
+    ("prompt", "params", "message"),
     [
         ("fox", {"temperature": -1}, "temperature"),
         ("fox", {"no_such": 1}, "no_such"),
         ("fox", {"n": 129}, "'n'"),
-        ("fox", {"n": 2, "best_of": 3}, "'best_of': the best 2 of 3 are known at the end only"),
+        ("fox", {"n": 2, "best_of": 3}, "'best_of': the best 2 of 3 outputs are only known at the end"),
         ("fox", {"stop": [5]}, "'stop'"),
         ("fox", {"max_tokens": 0}, "max_tokens"),
         ("fox", {"stop_token_ids": [384]}, "'stop_token_ids': 384"),
@@ -269,13 +269,13 @@ def test_a_frontend_that_goes_is_noticed_and_its_requests_end(pod: EngineProcess
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_wrong_request_fails_alone(client: IpcClient, prompt: object, params: dict[str, object], said: str):
+def test_invalid_request_fails_alone(client: IpcClient, prompt: object, params: dict[str, object], message: str):
     good = client.submit("fox", temperature=0, max_tokens=8)
     wrong = client.submit(prompt, **params)  # type: ignore[arg-type]
-    got = client.collect([good, wrong])
-    (refused,) = got[wrong]
-    assert refused.error_code == "INVALID_ARG" and said in refused.error
-    assert got[good][-1].finish_reason == "length"
+    deltas = client.collect([good, wrong])
+    (rejected,) = deltas[wrong]
+    assert rejected.error_code == "INVALID_ARG" and message in rejected.error
+    assert deltas[good][-1].finish_reason == "length"
 
 
 def test_unknown_model_is_not_found(pod: EngineProcesses, client: IpcClient):
@@ -285,17 +285,17 @@ def test_unknown_model_is_not_found(pod: EngineProcesses, client: IpcClient):
     assert (event.error_code, event.error) == ("NOT_FOUND", "model 'sql' is not served; served are base")
 
 
-def test_adapters_are_models_by_their_names(pod: EngineProcesses, client: IpcClient, model: Path, tmp_path: Path):
+def test_adapters_are_served_by_name(pod: EngineProcesses, client: IpcClient, model: Path, tmp_path: Path):
     with pod.connect("core", "supervisor") as core, pod.connect("text", "supervisor") as supervisor:
         for i in range(2):
             folder = make_llama_adapter(model, tmp_path / str(i), seed=i)
             core.call("load_adapter", digest=f"sha256:{i}", path=str(folder))
         supervisor.call("set_adapters", adapters={"sql": "sha256:0", "chat": "sha256:1", "lost": "sha256:2"})
-        asked = {
+        requests = {
             name: client.submit("fox", model=name, temperature=0, max_tokens=16) for name in ("base", "sql", "chat")
         }
-        got = client.collect(asked.values())
-        texts = {name: text_of(got[request]) for name, request in asked.items()}
+        deltas = client.collect(requests.values())
+        texts = {name: text_of(deltas[request]) for name, request in requests.items()}
         assert len(set(texts.values())) == 3
         assert text_of(client.generate("fox", model="sql", temperature=0, max_tokens=16)) == texts["sql"]
         assert client.generate("fox", model="lost")[0].error_code == "UNAVAILABLE"
@@ -306,7 +306,7 @@ def test_adapters_are_models_by_their_names(pod: EngineProcesses, client: IpcCli
         assert 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="sql",waiting_lora_adapters=""}' in exposed
         assert 'quire_adapter_requests_total{adapter="sql",model_name="base"} 3.0' in exposed
         assert 'quire_adapter_slot_residency{adapter="sql",model_name="base"} 1.0' in exposed
-        # A name may change its meaning under a running request, which keeps what it began with.
+        # A running request keeps its adapter when the name gets another digest.
         supervisor.call("set_adapters", adapters={"sql": "sha256:1"})
         client.send(CancelRequests([running]))
         assert (
@@ -318,7 +318,7 @@ def test_adapters_are_models_by_their_names(pod: EngineProcesses, client: IpcCli
             core.call("unload_adapter", digest=f"sha256:{i}")
 
 
-def test_a_prompt_of_50_mb_is_refused_at_once_and_stalls_nobody(pod: EngineProcesses, client: IpcClient):
+def test_prompt_of_50_mb_is_rejected_at_once_and_stalls_no_stream(pod: EngineProcesses, client: IpcClient):
     frame = encode_frame(GenerateRequest(77, "base", "word " * 10_000_000, None, {}, True))
     with pod.connect("text", "frontend") as other:
         stream = other.submit("fox", temperature=0, max_tokens=100_000)
@@ -333,12 +333,14 @@ def test_a_prompt_of_50_mb_is_refused_at_once_and_stalls_nobody(pod: EngineProce
     assert text_of(client.generate("fox", max_tokens=2)) is not None
 
 
-def longest_gap(client: IpcClient, for_s: float, over: Future[Any] | None = None) -> float:
-    """The longest time without an event of the streams of `client`, those that wait in the socket included; in these
-    seconds and until `over` is done."""
+def longest_gap(client: IpcClient, for_s: float, until: Future[Any] | None = None) -> float:
+    """Return the longest time without a delta on `client`, within `for_s` seconds and until `until` is done.
+
+    Deltas that wait in the socket are included.
+    """
     last = start = time.monotonic()
     longest = 0.0
-    while last - start < for_s or (over is not None and not over.done()):
+    while last - start < for_s or (until is not None and not until.done()):
         client.receive()
         longest, last = max(longest, time.monotonic() - last), time.monotonic()
     return longest
@@ -349,18 +351,18 @@ def test_tokenizing_a_long_prompt_does_not_stall_streams(pod: EngineProcesses, c
         stream = other.submit("fox", temperature=0, max_tokens=100_000)
         first_event(other, stream)
         with ThreadPoolExecutor(1) as pool:
-            # About half a second of tokenizing each, then refused for its tokens.
+            # Each prompt takes about 0.5 s to tokenize and is then rejected for its number of tokens.
             start = time.monotonic()
             sent = [client.submit("the quick brown fox " * 80_000) for _ in range(2)]
-            refused = pool.submit(client.collect, sent)
-            longest = longest_gap(other, 0.5, refused)
+            rejected = pool.submit(client.collect, sent)
+            longest = longest_gap(other, 0.5, rejected)
             took = time.monotonic() - start
-        # One that is tokenized where the streams' events are sent holds them up for half of the time.
+        # Tokenizing on the event loop would stall the stream for half of the time.
         assert longest < max(0.25, took / 3), (longest, took)
-        assert all("tokens and max_model_len" in e[0].error for e in refused.result().values())
+        assert all("tokens and max_model_len" in e[0].error for e in rejected.result().values())
 
 
-def test_an_urgent_request_overtakes_and_the_other_goes_on_where_it_was(model: Path, tmp_path: Path):
+def test_urgent_request_preempts_and_the_other_resumes(model: Path, tmp_path: Path):
     settings = {"max_num_seqs": 1, "scheduling_policy": "priority", "swap_space": 0.1, "enable_prefix_caching": False}
     with EngineProcesses(tmp_path, **engine_config(model, **settings)) as pod:
         pod.start("core", "text")
@@ -380,14 +382,14 @@ def test_an_urgent_request_overtakes_and_the_other_goes_on_where_it_was(model: P
             assert tokens == [token for event in alone for token in event.token_ids]
         stats = pod.core_stats()
         assert stats["num_preemptions"] == 1 and stats["num_used_host_blocks"] == 0
-        # A copy of a block is quicker than 16 tokens on any machine.
+        # On any machine, copying a block takes less time than recomputing 16 tokens.
         assert 0 < stats["num_swapped_in_blocks"] == stats["num_swapped_out_blocks"]
         with pod.connect("text", "supervisor") as supervisor:
             assert metric(supervisor, "vllm:num_preemptions_total") == 1
             assert metric(supervisor, "quire_swapped_in_blocks_total") == stats["num_swapped_in_blocks"]
 
 
-def test_a_slow_reader_is_cut_and_nobody_else_notices(pod: EngineProcesses, client: IpcClient):
+def test_slow_reader_is_disconnected_without_effect_on_others(pod: EngineProcesses, client: IpcClient):
     with pod.connect("text", "supervisor") as supervisor, pod.connect("text", "frontend", "slow") as slow:
         before = metric(supervisor, "quire_slow_readers_total")
         for _ in range(16):
@@ -402,7 +404,7 @@ def test_a_slow_reader_is_cut_and_nobody_else_notices(pod: EngineProcesses, clie
             while True:
                 slow.receive()
         pod.wait_idle()
-        assert "frontend cut: it does not read model=slow" in pod.log("text")
+        assert "closed the connection of a frontend that does not read model=slow" in pod.log("text")
         assert re.search("frontend disconnected model=slow .* num_open=16", pod.log("text"))
 
 
@@ -411,7 +413,7 @@ def metric(supervisor: IpcClient, name: str) -> float:
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
-def test_metrics_and_status_of_a_pod_at_work(pod: EngineProcesses, client: IpcClient):
+def test_metrics_and_status_while_a_request_runs(pod: EngineProcesses, client: IpcClient):
     with pod.connect("text", "supervisor") as supervisor:
         before = metric(supervisor, "vllm:generation_tokens_total")
         client.generate("fox", max_tokens=9)
@@ -443,7 +445,7 @@ def test_metrics_and_status_of_a_pod_at_work(pod: EngineProcesses, client: IpcCl
     ],
     ids=range(6),
 )
-def test_a_broken_peer_is_cut_and_nothing_else_happens(pod: EngineProcesses, client: IpcClient, garbage: bytes):
+def test_protocol_violation_closes_only_that_connection(pod: EngineProcesses, client: IpcClient, garbage: bytes):
     with socket.socket(socket.AF_UNIX) as raw:
         raw.settimeout(10)
         raw.connect(str(pod.folder / "text.sock"))

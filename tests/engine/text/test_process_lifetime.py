@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text and core processes that start, die, drain and end, each with the other still there."""
+"""Start, death, drain and exit of the text and core processes while the other process keeps running."""
 
 import signal
 import subprocess
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("llama"), max_positions=LONG_CONTEXT)
 
 
-def test_a_dead_core_ends_requests_at_once_and_a_new_one_serves(model: Path, tmp_path: Path):
+def test_core_death_ends_requests_at_once_and_a_new_core_serves(model: Path, tmp_path: Path):
     with EngineProcesses(tmp_path, **engine_config(model)) as pod:
         pod.start("text")
         with pod.connect("text", "frontend") as client:
@@ -36,11 +36,11 @@ def test_a_dead_core_ends_requests_at_once_and_a_new_one_serves(model: Path, tmp
             assert (event.error_code, event.error) == ("UNAVAILABLE", "engine core is starting; try again")
             pod.start("core")
             before = text_of(client.generate("fox", temperature=0, max_tokens=8))
-            asked = [client.submit("fox", max_tokens=100_000, stream=s) for s in (True, False) for _ in range(8)]
+            requests = [client.submit("fox", max_tokens=100_000, stream=s) for s in (True, False) for _ in range(8)]
             wait_for(lambda: pod.core_stats()["num_running"] == 16)
             start = time.monotonic()
             pod.kill("core")
-            for events in client.collect(asked).values():
+            for events in client.collect(requests).values():
                 assert events[-1].error_code == "UNAVAILABLE" and "restarting" in events[-1].error
             (event,) = client.generate("fox")
             assert event.error_code == "UNAVAILABLE"
@@ -49,7 +49,7 @@ def test_a_dead_core_ends_requests_at_once_and_a_new_one_serves(model: Path, tmp
             assert text_of(client.generate("fox", temperature=0, max_tokens=8)) == before
 
 
-def test_a_dead_text_process_leaves_nothing_in_the_core(model: Path, tmp_path: Path):
+def test_text_process_death_aborts_its_sequences_in_the_core(model: Path, tmp_path: Path):
     with EngineProcesses(tmp_path, **engine_config(model)) as pod:
         pod.start("core", "text")
         client = pod.connect("text", "frontend")
@@ -76,10 +76,10 @@ def test_queue_limit_and_drain(model: Path, tmp_path: Path):
             running = client.submit("fox", temperature=0, max_tokens=100_000)
             first_event(client, running)
             queued = [client.submit("fox", max_tokens=4), client.submit("the fox", max_tokens=4)]
-            refused = client.submit("fox")
+            rejected = client.submit("fox")
             while not (events := [e for e in client.receive().deltas if e.id != running]):
                 pass
-            assert events[0].id == refused and events[0].error_code == "UNAVAILABLE"
+            assert events[0].id == rejected and events[0].error_code == "UNAVAILABLE"
             assert "2 requests are waiting and max_num_queued_reqs is 2" in events[0].error
             wait_for(lambda: supervisor.call("status")["num_queued"] == 2)
 
@@ -90,15 +90,19 @@ def test_queue_limit_and_drain(model: Path, tmp_path: Path):
                 (event,) = [e for e in events_of(client, client.submit("fox")) if e.error_code]
                 assert event.error_code == "UNAVAILABLE" and "draining" in event.error
                 client.send(CancelRequests([running]))
-                got: dict[int, str | None] = {}
-                while len(got) < 2:
-                    got |= {e.id: e.finish_reason for e in client.receive().deltas if e.id in queued and e.final}
-                assert set(got.values()) == {"length"}
+                finish_reasons: dict[int, str | None] = {}
+                while len(finish_reasons) < 2:
+                    finish_reasons |= {
+                        delta.id: delta.finish_reason
+                        for delta in client.receive().deltas
+                        if delta.id in queued and delta.final
+                    }
+                assert set(finish_reasons.values()) == {"length"}
                 other.socket.settimeout(10)
                 assert other.receive().result == {}
 
 
-def test_a_model_without_tokenizer_takes_and_gives_token_ids(tmp_path: Path):
+def test_model_without_tokenizer_uses_token_ids(tmp_path: Path):
     model = make_llama(tmp_path / "model", tokenizer=False)
     with EngineProcesses(tmp_path / "run", **engine_config(model)) as pod:
         pod.start("core", "text")
@@ -112,32 +116,32 @@ def test_a_model_without_tokenizer_takes_and_gives_token_ids(tmp_path: Path):
             assert event.error_code == "INVALID_ARG" and "stop_token_ids" in event.error
 
 
-def test_text_process_exits_as_it_is_asked(model: Path, tmp_path: Path):
+def test_sigterm_ends_the_text_process_with_exit_code_0(model: Path, tmp_path: Path):
     with EngineProcesses(tmp_path / "run", **engine_config(model)) as pod:
         pod.start("text")
         assert pod.kill("text", signal.SIGTERM) == 0
-        # The socket file that is left does not keep the next one from listening.
+        # A remaining socket file does not prevent the next process from listening.
         pod.start("text")
 
 
-def test_a_wrong_configuration_is_one_line_and_exit_code_2(tmp_path: Path):
+def test_invalid_configuration_prints_one_line_and_exits_with_code_2(tmp_path: Path):
     engine = tmp_path / "engine.json"
     cases = {
         '{"model": "/nowhere/at/all"}': "/nowhere/at/all",
         '{"model": "x", "gpu_utilisation": 1}': "gpu_utilisation",
         "{": str(engine),
     }
-    for document, said in cases.items():
+    for document, message in cases.items():
         engine.write_text(document)
         for name in ("text", "core"):
             argv = [sys.executable, "-m", f"quire_engine.{name}", "--engine", str(engine)]
             argv += ["--served-name", "base", "--run-dir", str(tmp_path)]
             done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
             assert done.returncode == 2
-            assert said in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+            assert message in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
-def test_a_process_dies_with_its_parent(model: Path, tmp_path: Path):
+def test_process_dies_with_its_parent(model: Path, tmp_path: Path):
     pod = EngineProcesses(tmp_path / "run", **engine_config(model))
     argv = [sys.executable, "-m", "quire_engine.text", "--engine", str(pod.folder / "engine.json")]
     argv += ["--served-name", "base", "--run-dir", str(pod.folder)]
@@ -150,9 +154,3 @@ def test_a_process_dies_with_its_parent(model: Path, tmp_path: Path):
     parent.wait()
     parent.stdout.close()
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5.0)
-
-
-def test_text_process_imports_no_torch():
-    code = "import sys, quire_engine.text.process; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
