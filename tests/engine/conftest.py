@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thread for torch: the tensors are tiny, and two threads that wait for each other on busy cores were seen to take
-6 minutes for what one does in 20 seconds."""
+"""One torch thread per test process: the tensors are tiny. With two threads on busy cores a test took 6 minutes that
+takes 20 s with one thread."""
 
 import sys
 
@@ -9,6 +9,6 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> None:
-    """Where torch is used at all: the tests of what is torch-free stay so."""
+    """Applies only if torch is loaded, so that tests of torch-free code do not load it."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and per-prompt arguments of an offline run, in the forms that vLLM takes, to one form. llm.py calls it."""
+"""Prompts and per-prompt arguments of an offline run: parses the formats that vLLM accepts. `LLM` calls it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from quire_spec.errors import InvalidArgument
 
 
 class TextPrompt(TypedDict):
-    """A prompt that is text."""
+    """A text prompt."""
 
     prompt: str
     cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is token ids; its text, if it is told, comes back with the output."""
+    """A prompt of token ids. Its text, if given, is returned with the output."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
@@ -26,7 +26,7 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
-"""Text, {"prompt": text}, {"prompt_token_ids": ids}, or token ids; the objects may have a cache_salt."""
+"""Text, {"prompt": text}, {"prompt_token_ids": ids}, or token ids; the objects can have a cache_salt."""
 
 _PROMPT_FORMATS = "use a text, {'prompt': text}, {'prompt_token_ids': ids} or a list of token ids"
 _MAX_TOKEN_ID = 2**31 - 1
@@ -35,7 +35,7 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrompt:
-    """What a prompt says; a text or token ids at least."""
+    """A prompt in one format; at least one of text and token ids is set."""
 
     text: str | None
     token_ids: list[int] | None
@@ -43,10 +43,10 @@ class ParsedPrompt:
 
     @classmethod
     def from_prompt(cls, prompt: Prompt) -> Self:
-        """Read one prompt.
+        """Parse one prompt.
 
         Raises:
-            InvalidArgument: it has an unknown key, or neither text nor token ids, or what is no token id.
+            InvalidArgument: it has an unknown key, neither text nor token ids, or an invalid token id.
         """
         if isinstance(prompt, str):
             return cls(prompt, None)
@@ -56,27 +56,29 @@ class ParsedPrompt:
             raise InvalidArgument(f"prompt: unknown key {unknown_keys[0]!r}; use 'prompt' or 'prompt_token_ids'")
         text, token_ids, cache_salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
         if token_ids is None and not isinstance(text, str):
-            raise InvalidArgument(f"prompt: {prompt!r} has neither a text 'prompt' nor 'prompt_token_ids'")
+            raise InvalidArgument(
+                f"prompt: must contain 'prompt' (text) or 'prompt_token_ids', got {str(prompt)[:80]!r}"
+            )
         if not isinstance(cache_salt, str | None):
-            raise InvalidArgument(f"prompt: cache_salt {cache_salt!r} is no string")
+            raise InvalidArgument(f"prompt: cache_salt must be a string, got {str(cache_salt)[:80]!r}")
         return cls(text, None if token_ids is None else _parse_token_ids(token_ids), cache_salt)
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Prompts one by one; one alone is a list of one.
+    """Return a list of prompts; a single prompt becomes a list of one.
 
     Raises:
-        InvalidArgument: neither.
+        InvalidArgument: the argument is neither.
     """
     if not isinstance(prompts, str | Mapping | Iterable):
-        raise InvalidArgument(f"prompts: {str(prompts)[:80]} is no prompt; {_PROMPT_FORMATS}")
+        raise InvalidArgument(f"prompts: invalid prompt {str(prompts)[:80]}; {_PROMPT_FORMATS}")
     if isinstance(prompts, str | Mapping):
         return [prompts]
     try:
         prompt_list = [prompts] if isinstance(prompts, bytes) else list(prompts)
-    except TypeError as error:  # an array of no dimension
-        raise InvalidArgument(f"prompts: {str(prompts)[:80]} is no prompt; {_PROMPT_FORMATS}") from error
-    # numpy's integers are no int.
+    except TypeError as error:  # a zero-dimensional array
+        raise InvalidArgument(f"prompts: invalid prompt {str(prompts)[:80]}; {_PROMPT_FORMATS}") from error
+    # The integers of numpy are not an int.
     is_single = len(prompt_list) > 0 and isinstance(prompt_list[0], Integral)
     return [cast(Prompt, prompt_list)] if is_single else cast(list[Prompt], prompt_list)
 
@@ -84,10 +86,10 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def broadcast_to_prompts(
     name: str, value: Any, expected_type: type[Any], num_prompts: int, optional: bool = False
 ) -> list[Any]:
-    """One value for all prompts, or a list with one each; None is one if `optional`.
+    """Return a list with one value per prompt, from a single value or such a list. None is a value if `optional`.
 
     Raises:
-        InvalidArgument: not as many as there are prompts, or one that is no `kind`.
+        InvalidArgument: the list has another length, or a value is not of `expected_type`.
     """
     is_single = (
         value is None or isinstance(value, expected_type) or not isinstance(value, Sequence) or isinstance(value, str)
@@ -95,21 +97,23 @@ def broadcast_to_prompts(
     values = [value] * num_prompts if is_single else list(value)
     for item in values:
         if not (isinstance(item, expected_type) or (item is None and optional)):
-            raise InvalidArgument(f"{name}: {str(item)[:80]!r} is no {expected_type.__name__}")
+            raise InvalidArgument(f"{name}: must be of type {expected_type.__name__}, got {str(item)[:80]!r}")
     if len(values) != num_prompts:
-        raise InvalidArgument(f"{name}: {len(values)} entries for {num_prompts} prompts; give one, or one per prompt")
+        raise InvalidArgument(
+            f"{name}: got {len(values)} entries for {num_prompts} prompts; give one, or one per prompt"
+        )
     return values
 
 
 def _parse_token_ids(values: object) -> list[int]:
-    """Integers of any library as plain ones; the engine knows the vocabulary and looks again."""
+    """Convert integers of any library to int. The engine checks that they are in the vocabulary."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise InvalidArgument(f"prompt: {str(values)[:80]!r} is no prompt; {_PROMPT_FORMATS}")
+        raise InvalidArgument(f"prompt: invalid prompt {str(values)[:80]!r}; {_PROMPT_FORMATS}")
     try:
         token_ids = [index(value) for value in values]
     except TypeError as error:
-        raise InvalidArgument(f"prompt: not a list of token ids: {error}") from error
+        raise InvalidArgument(f"prompt: must be a list of token ids: {error}") from error
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) <= _MAX_TOKEN_ID):
         invalid_id = next(i for i in token_ids if not 0 <= i <= _MAX_TOKEN_ID)
-        raise InvalidArgument(f"prompt: {str(invalid_id)[:40]} is no token id")
+        raise InvalidArgument(f"prompt: {str(invalid_id)[:40]} is not a token id")
     return token_ids

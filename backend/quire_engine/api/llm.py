@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLM: generate offline, in this process, through vLLM's names. No server, no sockets, the same engine."""
+"""Offline generation in this process, with vLLM's API: the engine of a pod without its server and sockets."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
+from quire_engine.api.generation_config import load_default_sampling_params
 from quire_engine.api.inputs import ParsedPrompt, Prompt, as_prompt_list, broadcast_to_prompts
 from quire_engine.api.offline_request import OfflineRequest
 from quire_engine.api.outputs import LoRARequest, RequestOutput
@@ -22,25 +23,12 @@ from quire_engine.tokenization.chat_template import (
     load_chat_template,
 )
 from quire_engine.tokenization.tokenizer import Tokenizer
-from quire_spec.dataclass_json import read_json_object
 from quire_spec.documents.adapter_digest import DigestCache
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.vllm_arguments import from_vllm_arguments
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.protocol.messages import SequenceRequest
-
-_SAMPLING_FIELDS_BY_HF_NAME = {
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-}
-"""What generation_config.json recommends, by what it is called here."""
 
 
 class LLM:
@@ -50,13 +38,13 @@ class LLM:
         outputs = llm.generate(["Hello, my name is"], SamplingParams(temperature=0.8, max_tokens=32))
         print(outputs[0].outputs[0].text)
 
-    `tokenizer` is the folder of a tokenizer other than the model's own, `chat_template` the text of a template, or a
-    file with one. `config` are the fields of EngineConfig, which are vLLM's engine arguments: dtype, device,
-    max_model_len, block_size, max_num_seqs, enable_prefix_caching, enable_lora, max_loras, max_lora_rank, seed and so
-    on. Arguments of vLLM that change no output, such as enforce_eager, are taken and do nothing.
+    `tokenizer` is the folder of another tokenizer than the model's own, `chat_template` the text or the path of a
+    template. `config` contains fields of EngineConfig, which are vLLM's engine arguments: dtype, device, max_model_len,
+    block_size, max_num_seqs, enable_prefix_caching, enable_lora, max_loras, max_lora_rank, seed and so on. Arguments of
+    vLLM that do not change the output, such as enforce_eager, are accepted and ignored.
 
     Raises:
-        ConfigError: an argument is unknown or out of range, or the model cannot be served so; the message names it.
+        ConfigError: an argument is unknown, out of range, or not possible with this model; the message names it.
     """
 
     def __init__(
@@ -68,37 +56,37 @@ class LLM:
         **config: Any,
     ) -> None:
         if not isinstance(tokenizer, str | Path | None):
-            raise ConfigError(f"tokenizer: {str(tokenizer)[:80]!r} is no folder")
+            raise ConfigError(f"tokenizer: must be a folder, got {str(tokenizer)[:80]!r}")
         progress = sys.stderr.isatty()
         engine_args = from_vllm_arguments({"model": str(model)} | config)
         self.engine = Engine.from_config(EngineConfig.from_json(engine_args), progress=progress)
         tokenizer_folder = self.engine.model_folder if tokenizer is None else Path(tokenizer).expanduser()
         self.tokenizer = Tokenizer.from_folder(tokenizer_folder) if tokenizer is None else Tokenizer(tokenizer_folder)
-        """None for a model folder without tokenizer.json: it is prompted with token ids."""
+        """None for a model folder without tokenizer.json; its prompts must be token ids."""
         self._tokenizer_folder = tokenizer_folder
         self._chat_template = chat_template
         self._next_id = 0
         self._digest_cache = DigestCache()
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer.
+        """Return the tokenizer.
 
         Raises:
             InvalidArgument: the model has none.
         """
         if self.tokenizer is None:
             raise InvalidArgument(
-                f"{self._tokenizer_folder} has no tokenizer.json; give prompt_token_ids instead of text"
+                f"prompt: {self._tokenizer_folder} has no tokenizer.json; give prompt_token_ids instead of text"
             )
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends; `generate` takes it when it is given none.
+        """Return the parameters in the model's generation_config.json, which `generate` uses by default.
 
         Raises:
-            ConfigError: a value there is out of range.
+            ConfigError: a value in the file is out of range.
         """
-        return _default_sampling_params(self.engine.model_folder)
+        return load_default_sampling_params(self.engine.model_folder)
 
     def generate(
         self,
@@ -108,19 +96,19 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many, batched as the engine sees fit; outputs are in the order of the prompts.
+        """Generate for one or many prompts, batched by the engine; outputs are in the order of the prompts.
 
-        `sampling_params`, `lora_request` and `priority` hold for all prompts, or are lists with one entry per prompt
-        (an adapter of None: the base model). `use_tqdm` may be what makes the progress bar. `priority`, lower first,
-        is for an engine whose scheduling_policy is priority.
+        `sampling_params`, `lora_request` and `priority` apply to all prompts, or are lists with one entry per prompt. A
+        lora_request of None selects the base model. `use_tqdm` can be a function that creates the progress bar.
+        `priority` requires scheduling_policy priority; lower values run first.
 
         Raises:
-            InvalidArgument: a prompt, a parameter or an adapter is wrong; nothing was generated then.
-            QuireError: the engine failed while generating; it can be used again.
+            InvalidArgument: a prompt, a parameter or an adapter is invalid; nothing was generated.
+            QuireError: the engine failed while generating; it remains usable.
         """
         prompt_list = as_prompt_list(prompts)
         default_params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        # Copies are checked as a whole, and keep what they are whatever is assigned to the given ones.
+        # Copies: replace() validates all fields, and later assignments by the caller have no effect.
         params = [
             replace(p)
             for p in broadcast_to_prompts("sampling_params", default_params, SamplingParams, len(prompt_list))
@@ -151,7 +139,7 @@ class LLM:
                     for sequence_id in offline_request.unfinished_sequence_ids
                 ]
             )
-        return [job.to_request_output() for job in offline_requests]
+        return [offline_request.to_request_output() for offline_request in offline_requests]
 
     def chat(
         self,
@@ -167,14 +155,14 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many: `generate` for the prompts that the model's chat template makes of them.
+        """Answer one or many conversations: render each with the chat template, then `generate`.
 
-        A conversation is a list of {"role": ..., "content": ...}; the other arguments are those of `generate` and of
-        `ChatTemplate.render`. Without `chat_template`, the one that this object or the model has is used. Templates get
-        contents as texts, which `chat_template_content_format` may say ("string") or leave open ("auto").
+        A conversation is a list of {"role": ..., "content": ...}. The other arguments are those of `generate` and of
+        `ChatTemplate.render`. `chat_template` defaults to that of this object or of the model. Templates always receive
+        contents as text, so `chat_template_content_format` must be "string" or "auto".
 
         Raises:
-            InvalidArgument: there is no template, it refuses the messages, or what `generate` refuses.
+            InvalidArgument: no template exists, it rejects the messages, or `generate` rejects an argument.
         """
         if str(chat_template_content_format) not in ("auto", "string"):
             raise InvalidArgument(
@@ -189,11 +177,9 @@ class LLM:
         }
         template_kwargs |= _validate_template_kwargs(chat_template_kwargs)
         if reserved_names := sorted(template_kwargs.keys() & {"self", "messages", "documents"}):
-            raise InvalidArgument(
-                f"chat_template_kwargs: {reserved_names[0]!r} is not the template's to choose; leave it out"
-            )
+            raise InvalidArgument(f"chat_template_kwargs: {reserved_names[0]!r} cannot be set; leave it out")
         texts = [template.render(conversation, **template_kwargs) for conversation in conversations]
-        # The template writes the special tokens itself.
+        # The template renders the special tokens itself.
         token_id_lists = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         prompts = [
             {"prompt": text, "prompt_token_ids": token_ids}
@@ -216,11 +202,11 @@ class LLM:
     def _build_request(
         self, prompt: Prompt, params: SamplingParams, adapter_digest: str | None, priority: int
     ) -> SequenceRequest:
-        """What the engine is asked for one output of a prompt, parameters excepted."""
+        """Return the engine request for one output of a prompt, without parameters."""
         parsed_prompt = ParsedPrompt.from_prompt(prompt)
         check_text_parameters(params, self.tokenizer is not None)
         if priority and self.engine.config.scheduling_policy != "priority":
-            raise InvalidArgument(f"priority: {priority}, but scheduling_policy is fcfs; set it to priority")
+            raise InvalidArgument(f"priority: got {priority}, but scheduling_policy is fcfs; set it to priority")
         max_prompt_tokens = params.max_prompt_tokens(self.engine.max_model_len)
         token_ids = parsed_prompt.token_ids
         if token_ids is None:
@@ -235,15 +221,15 @@ class LLM:
         )
 
     def load_adapter(self, lora: LoRARequest) -> str:
-        """Load an adapter, by what its folder holds now; returns its content digest. `generate` does it when needed.
+        """Load the current content of an adapter's folder and return its digest. `generate` calls this when needed.
 
         Raises:
-            InvalidArgument: the folder cannot be read, or holds no adapter that this engine can serve.
+            InvalidArgument: the folder cannot be read, or does not contain an adapter that this engine can serve.
         """
         try:
             path = Path(lora.lora_path).expanduser()
             digest = self._digest_cache.get(path)
-        # Also for a path with a null character, and one in the home of somebody who is not known.
+        # ValueError: the path contains a null byte. RuntimeError: it is in the home of an unknown user.
         except (OSError, ValueError, RuntimeError) as error:
             raise InvalidArgument(f"adapter {lora.lora_name!r}: {error}") from error
         if digest not in self.engine.adapter_states():
@@ -266,13 +252,13 @@ class LLM:
             while self.engine.has_work:
                 self.engine.read_pending_adapters()
                 for result in self.engine.step().results:
-                    job = offline_request_by_sequence[result.id]
-                    if job.update(result):
+                    offline_request = offline_request_by_sequence[result.id]
+                    if offline_request.update(result):
                         self.engine.abort([result.id])
-                    if job.unfinished_sequence_ids:
+                    if offline_request.unfinished_sequence_ids:
                         continue
-                    num_input_tokens += job.num_input_tokens
-                    num_output_tokens += job.num_output_tokens
+                    num_input_tokens += offline_request.num_input_tokens
+                    num_output_tokens += offline_request.num_output_tokens
                     elapsed_s = max(progress_bar.format_dict["elapsed"], 1e-9)
                     progress_bar.set_postfix_str(
                         f"input: {num_input_tokens / elapsed_s:.1f} tok/s, output: "
@@ -286,20 +272,7 @@ def _validate_template_kwargs(template_kwargs: Mapping[str, Any] | None) -> Mapp
     if template_kwargs is None:
         return {}
     if not isinstance(template_kwargs, Mapping) or not all(isinstance(name, str) for name in template_kwargs):
-        raise InvalidArgument(f"chat_template_kwargs: {str(template_kwargs)[:80]!r} is no object of arguments by name")
+        raise InvalidArgument(
+            f"chat_template_kwargs: must be an object of arguments by name, got {str(template_kwargs)[:80]!r}"
+        )
     return template_kwargs
-
-
-def _default_sampling_params(folder: Path) -> SamplingParams:
-    """What generation_config.json says of sampling, by the rules of vLLM."""
-    path = folder / "generation_config.json"
-    config = read_json_object(path) if path.exists() else {}
-    values = {
-        field_name: config[hf_name]
-        for hf_name, field_name in _SAMPLING_FIELDS_BY_HF_NAME.items()
-        if config.get(hf_name) is not None
-    }
-    try:
-        return SamplingParams(**values)
-    except InvalidArgument as error:
-        raise ConfigError(f"{path}: {error}") from error

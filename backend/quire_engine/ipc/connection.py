@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connection: one end of a Unix socket between a pod's processes, in asyncio: messages in, messages out.
+"""One end of a Unix socket between two processes of a pod, for asyncio: sends and receives messages.
 
-Knows frames and nothing of what the messages mean. The text and the core process make one for each peer; what a peer
-left open when it went is their business, in `on_lost`.
+Knows frames, but not the meaning of messages. The text and the core process create one for each peer. Their handlers
+end in `on_closed` everything that the peer had open.
 """
 
 import asyncio
@@ -17,41 +17,41 @@ from quire_spec.protocol.framing import MAX_FRAME_BYTES, FrameDecoder, encode_fr
 from quire_spec.protocol.messages import Hello, IpcMessage
 
 HIGH_WATER_BYTES = 256 * 1024
-"""Unsent bytes at which a connection counts as blocked. About one socket buffer: less is a reader that is a moment
-late, and what is written beyond it only waits here."""
+"""Unsent bytes at which writing is paused. About one socket buffer: with less, a reader that is only a moment late
+would pause it."""
 
 logger = logging.getLogger(__name__)
 
 
 class ConnectionHandler(Protocol):
-    """Who a connection belongs to. All calls come from the event loop."""
+    """Receives the events of a connection. All calls come from the event loop."""
 
     def on_connected(self, connection: "Connection") -> None:
-        """The connection is made: `peer` has said Hello, or, on the end that dialled, our Hello is sent."""
+        """Called when `connection.peer` is known, or on the connecting end, when the Hello is sent."""
 
     def on_message(self, connection: "Connection", message: IpcMessage) -> None:
-        """Another message came."""
+        """Called for each message."""
 
     def on_oversized_frame(self, connection: "Connection", head: bytes, length: int) -> None:
-        """A frame of `length` bytes, more than max_frame_bytes, began with `head`; the rest of it is dropped."""
+        """Called when a frame of `length` bytes exceeds max_frame_bytes. `head` is its start; the rest is dropped."""
 
     def on_writable(self, connection: "Connection") -> None:
-        """The connection is not blocked any more."""
+        """Called when writing is no longer paused."""
 
     def on_closed(self, connection: "Connection") -> None:
-        """The connection is over, whoever ended it; the last call. Comes also to who was never ready."""
+        """Called last, when the connection is closed by either end, also without a previous `on_connected`."""
 
 
 class Connection(asyncio.Protocol):
-    """A framed connection. The end that dials gives its `hello`, the other end waits for it."""
+    """A connection that transports frames. The connecting end passes its `hello`, the listening end waits for it."""
 
     def __init__(
         self, handler: ConnectionHandler, hello: Hello | None = None, max_frame_bytes: int = MAX_FRAME_BYTES
     ) -> None:
         self.peer: Hello | None = None
-        """What the end that dialled said of itself; on that end None."""
+        """The Hello of the connecting end; None on the connecting end itself."""
         self.write_paused = False
-        """More than HIGH_WATER_BYTES wait to be sent."""
+        """More than HIGH_WATER_BYTES are unsent."""
         self._handler = handler
         self._hello = hello
         self._transport: asyncio.Transport | None = None
@@ -61,21 +61,21 @@ class Connection(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that wait here because the peer does not read them."""
+        """Bytes that the peer has not read and the socket does not hold."""
         return self._transport.get_write_buffer_size() if self._transport else 0
 
     def send(self, message: IpcMessage) -> None:
-        """Queue a message; does nothing once the connection is over."""
+        """Send a message, buffered if the peer does not read; do nothing if the connection is closed."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_frame(message))
 
     def abort(self) -> None:
-        """End the connection at once, dropping what is unsent; `on_lost` follows."""
+        """Close the connection at once and drop unsent messages; `on_closed` follows."""
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio: the socket is connected."""
+        """Called by asyncio when the socket is connected."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         if self._hello is not None:
@@ -83,25 +83,25 @@ class Connection(asyncio.Protocol):
             self._handler.on_connected(self)
 
     def data_received(self, data: bytes) -> None:
-        """asyncio: bytes came."""
+        """Called by asyncio with received bytes."""
         try:
             for message in self._decoder.feed(data):
                 self._dispatch(message)
         except Internal as error:
-            logger.warning("connection cut: broken stream peer=%s error=%s", self.peer, error)
+            logger.warning("connection closed after an invalid message peer=%s error=%s", self.peer, error)
             self.abort()
 
     def pause_writing(self) -> None:
-        """asyncio: HIGH_WATER_BYTES reached."""
+        """Called by asyncio when more than HIGH_WATER_BYTES are unsent."""
         self.write_paused = True
 
     def resume_writing(self) -> None:
-        """asyncio: nearly all sent."""
+        """Called by asyncio when nearly all bytes are sent."""
         self.write_paused = False
         self._handler.on_writable(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """asyncio: the socket is closed."""
+        """Called by asyncio when the socket is closed."""
         self._transport = None
         self._handler.on_closed(self)
 
@@ -110,7 +110,7 @@ class Connection(asyncio.Protocol):
             return
         if self.peer is None and self._hello is None:
             if not isinstance(message, Hello):
-                raise Internal(f"first message is {type(message).__name__}, not Hello")
+                raise Internal(f"first message must be Hello, got {type(message).__name__}")
             self.peer = message
             self._handler.on_connected(self)
         else:
@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
 
 
 async def listen(path: Path, protocol_factory: Callable[[], Connection]) -> asyncio.Server:
-    """Accept connections at `path`, for this user only; a socket file that a killed process left is replaced."""
+    """Accept connections at `path`, of this user only. Replaces the socket file of a killed process."""
     loop = asyncio.get_running_loop()
     server: Any = await loop.create_unix_server(protocol_factory, str(path), start_serving=False)
     os.chmod(path, 0o600)

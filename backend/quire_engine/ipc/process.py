@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the text and the core process have in common: arguments, logging, and how they start, fail and end.
+"""Start-up and exit of the text and the core process: arguments, logging, signals, exit codes.
 
-Exit codes: 0 asked to end, 2 cannot start with this configuration (starting again changes nothing), 70 a defect or a
-failing device (starting again may help). The supervisor reads them. Nothing here knows messages or the engine.
+Exit codes, which the supervisor reads: 0 terminated by a signal, 2 invalid configuration (a restart does not help),
+70 a defect or a failed device (a restart can help). Knows neither messages nor the engine.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
 EXIT_SOFTWARE = 70
-"""EX_SOFTWARE of sysexits.h."""
+"""EX_SOFTWARE in sysexits.h."""
 
 _PR_SET_PDEATHSIG = 1
 logger = logging.getLogger(__name__)
@@ -31,28 +31,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProcessArgs:
-    """What both processes are started with."""
+    """Command line arguments of both processes."""
 
     config: EngineConfig
     served_name: str
-    """Name that clients know the base model by."""
+    """Model name of the base model in requests."""
     run_dir: Path
-    """Folder of the pod's sockets."""
+    """Folder of the pod's Unix sockets."""
 
     def socket_path(self, name: str) -> Path:
-        """Path of one of the pod's sockets.
+        """Return the path of one of the pod's sockets.
 
         Raises:
-            ConfigError: the path is longer than a socket's can be.
+            ConfigError: the path is too long for a socket.
         """
         path = self.run_dir / name
         if len(os.fsencode(path)) > constants.MAX_SOCKET_PATH:
-            raise ConfigError(f"--run-dir {self.run_dir}: too long for a socket in it; {path} may have 107 bytes")
+            raise ConfigError(
+                f"--run-dir {self.run_dir}: too long, because {path} must have at most 107 bytes; use a shorter path"
+            )
         return path
 
 
 def run_process(process_name: str, main: Callable[[ProcessArgs], None]) -> NoReturn:
-    """Be the process `name`: parse the command line, set up logging and signals, call `main`, and exit."""
+    """Set up logging and signals, parse the command line, call `main`, and exit with the code for its outcome."""
     set_parent_death_signal()
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
@@ -63,7 +65,7 @@ def run_process(process_name: str, main: Callable[[ProcessArgs], None]) -> NoRet
     try:
         main(_parse_args(process_name))
     except ConfigError as error:
-        # For a person who reads the last line of a log: the message says what to do, a traceback would bury it.
+        # No traceback: the message must be the last line of the log, because it contains what to do.
         print(f"{process_name}: {error}", file=sys.stderr)
         exit_now(constants.EXIT_CONFIG)
     except Exception:
@@ -73,26 +75,27 @@ def run_process(process_name: str, main: Callable[[ProcessArgs], None]) -> NoRet
 
 
 def exit_now(exit_code: int) -> NoReturn:
-    """End the process now: no thread, device or peer can keep it."""
+    """Exit at once, without waiting for threads, devices or peers."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(exit_code)
 
 
 def set_parent_death_signal() -> None:
-    """Have the kernel kill this process when its parent dies, even by SIGKILL.
+    """Make the kernel kill this process when its parent dies, even by SIGKILL.
 
-    The signal comes when the thread that started this process ends, so a supervisor starts it from its main thread.
+    The kernel sends the signal when the parent's thread that started this process ends. So the supervisor must start it
+    from its main thread.
     """
     parent_pid = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the call above: then nobody would ever send the signal.
+    # If the parent died before the call above, the kernel never sends the signal.
     if os.getppid() != parent_pid:
         exit_now(EXIT_SOFTWARE)
 
 
 def install_exit_handlers(loop: asyncio.AbstractEventLoop) -> None:
-    """Have `loop` end the process on an exception that nobody handled, and on SIGTERM."""
+    """Make `loop` exit the process on an unhandled exception, and on SIGTERM and SIGINT."""
     loop.set_exception_handler(_on_loop_exception)
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, exit_now, 0)
@@ -100,9 +103,9 @@ def install_exit_handlers(loop: asyncio.AbstractEventLoop) -> None:
 
 def _parse_args(process_name: str) -> ProcessArgs:
     parser = argparse.ArgumentParser(prog=process_name)
-    parser.add_argument("--engine", type=Path, required=True, help="engine.json")
-    parser.add_argument("--served-name", required=True, help="name that clients know the base model by")
-    parser.add_argument("--run-dir", type=Path, required=True, help="folder of the pod's sockets")
+    parser.add_argument("--engine", type=Path, required=True, help="path of engine.json")
+    parser.add_argument("--served-name", required=True, help="model name of the base model in requests")
+    parser.add_argument("--run-dir", type=Path, required=True, help="folder of the pod's Unix sockets")
     args = parser.parse_args()
     return ProcessArgs(EngineConfig.load(args.engine), args.served_name, args.run_dir)
 

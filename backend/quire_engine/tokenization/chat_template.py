@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ChatTemplate: a conversation to the text that a chat model was trained to go on with. llm.py calls it.
+"""Chat templates: render a conversation to the prompt format that a chat model was trained on.
 
-Templates come with checkpoints, so they run in jinja2's sandbox, in the environment that transformers gives them. It
-keeps them from files and from Python, not from time and memory (`{{ 'a' * 10**12 }}`): nothing short of a process of
-their own would, and whoever runs this runs it for themselves. The server applies no template.
+Templates come with checkpoints, so they run in jinja2's sandbox, in the environment that transformers provides. The
+sandbox prevents access to files and Python, but does not bound time and memory (`{{ 'a' * 10**12 }}`). Only a separate
+process could, and the offline LLM, the only caller, runs under the user's own account. The server applies no templates.
 
 Source: `_compile_jinja_template` and `render_jinja_template` in transformers 5, utils/chat_template_utils.py
 """
@@ -28,22 +28,22 @@ _TOOL_USE_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE_FINAL_MESSAGE_TAG = "CONTINUE_FINAL_MESSAGE "
-"""Put behind the content that is to be continued, so that it is found: what a template writes after it may hold the
-same letters. A template that trims contents takes the space away."""
+"""Appended to the content that the model must continue, to find its end in the rendered text: the text that a template
+writes after it can contain the same characters. A template that trims contents removes the trailing space."""
 
 ChatMessage = Mapping[str, Any]
-"""{"role": "user", "content": "..."}, as OpenAI's."""
+"""{"role": "user", "content": "..."}, in the format of the OpenAI API."""
 
 
 class ChatTemplate:
     """A compiled template.
 
     Raises:
-        InvalidArgument: it is no template.
+        InvalidArgument: the source is not a valid template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """`special_tokens`: texts by name, such as bos_token, that the template may write."""
+        """`special_tokens` are the texts of special tokens by name, such as bos_token, for use in the template."""
         self._special_tokens = dict(special_tokens or {})
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
@@ -53,19 +53,20 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
-        # Also what Python makes of the code that jinja2 makes of it: it nests blocks so deep, and not deeper.
+        # Includes errors of Python's compiler, which limits the nesting of the code that jinja2 generates.
         except Exception as error:
             raise InvalidArgument(f"chat_template: {error}") from error
 
     @classmethod
     def from_folder(cls, folder: Path, template_override: str | None = None, has_tools: bool = False) -> Self | None:
-        """The template of a checkpoint: chat_template.jinja, else what tokenizer_config.json has; None without one.
+        """Return the template in chat_template.jinja or else tokenizer_config.json; None if the checkpoint has none.
 
-        `given` is a template to take instead, with the special tokens of the checkpoint. `tools`: take the one for
-        conversations with tools, where there is one of its own.
+        `template_override` replaces it, with the special tokens of the checkpoint. With `has_tools`, a separate
+        template for conversations with tools is preferred.
 
         Raises:
-            ConfigError: tokenizer_config.json is broken. InvalidArgument: the template is.
+            ConfigError: tokenizer_config.json is invalid.
+            InvalidArgument: the template is invalid.
         """
         config_path = folder / "tokenizer_config.json"
         config = read_json_object(config_path) if config_path.exists() else {}
@@ -83,7 +84,7 @@ class ChatTemplate:
                 templates_by_name = {entry["name"]: entry["template"] for entry in source}
             except (KeyError, TypeError) as error:
                 raise ConfigError(
-                    f"{config_path}: chat_template: neither a template nor a list of named ones"
+                    f"{config_path}: chat_template must be a template or a list of named templates"
                 ) from error
             source = templates_by_name.get("tool_use" if has_tools and "tool_use" in templates_by_name else "default")
         token_entries = {name: config[name] for name in SPECIAL_TOKENS_ATTRIBUTES if config.get(name)}
@@ -100,19 +101,21 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> str:
-        """The prompt of a conversation.
+        """Return the prompt of a conversation.
 
-        `add_generation_prompt` ends it with the beginning of an answer, `continue_final_message` inside the last
-        message; `tools` and `arguments` are whatever the template takes.
+        With `add_generation_prompt` it ends with the beginning of an answer, with `continue_final_message` inside the
+        last message. `tools` and `template_kwargs` are passed to the template.
 
         Raises:
-            InvalidArgument: the messages are not what the template, or this function, takes; the message says why.
+            InvalidArgument: the template or this method rejects the messages; the error contains the reason.
         """
         if continue_final_message and add_generation_prompt:
-            raise InvalidArgument("continue_final_message: not possible with add_generation_prompt; set one of them")
+            raise InvalidArgument(
+                "continue_final_message: not possible with add_generation_prompt; set only one of them"
+            )
         flat_messages = [flatten_content(message) for message in messages]
         if not flat_messages:
-            raise InvalidArgument("messages: empty; give at least one")
+            raise InvalidArgument("messages: must not be empty; give at least one")
         final_content: Any = flat_messages[-1].get("content")
         if continue_final_message:
             if final_content is None:
@@ -129,23 +132,25 @@ class ChatTemplate:
             )
         except InvalidArgument:
             raise
-        except Exception as error:  # a template can raise whatever its expressions do
-            raise InvalidArgument(f"messages: the chat template fails on them: {error}") from error
+        except Exception as error:  # a template can raise any exception
+            raise InvalidArgument(f"messages: the chat template failed: {error}") from error
         return _truncate_at_tag(text, final_content) if continue_final_message else text
 
 
 def as_conversation_list(
     messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
 ) -> list[Sequence[ChatMessage]]:
-    """Conversations one by one; one alone is a list of one.
+    """Return a list of conversations; a single conversation becomes a list of one.
 
     Raises:
-        InvalidArgument: neither.
+        InvalidArgument: the argument is neither.
     """
     is_single = _is_list(messages) and len(messages) > 0 and isinstance(messages[0], Mapping)
     conversations: Any = [messages] if is_single else messages
     if not _is_list(conversations) or not all(map(_is_list, conversations)):
-        raise InvalidArgument(f"messages: {str(messages)[:80]!r} is neither a list of messages nor one of such lists")
+        raise InvalidArgument(
+            f"messages: must be a list of messages or a list of such lists, got {str(messages)[:80]!r}"
+        )
     return list(conversations)
 
 
@@ -154,7 +159,7 @@ def _is_list(value: object) -> bool:
 
 
 def load_chat_template(chat_template: str | Path) -> str:
-    """The text of a template, or of the file that holds one: a path has neither a brace nor a second line.
+    """Return the text of a template, given as text or as a path. A path contains neither a brace nor a line break.
 
     Raises:
         InvalidArgument: the file cannot be read.
@@ -168,34 +173,36 @@ def load_chat_template(chat_template: str | Path) -> str:
 
 
 def flatten_content(message: object) -> dict[str, Any]:
-    """A message whose content is a text: parts of one are joined by newlines, as vLLM does."""
+    """Return a message with its content as one text. Text parts are joined by newlines, as vLLM does."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidArgument(f"messages: {str(message)[:80]} is no object with a 'role' and a 'content'")
+        raise InvalidArgument(f"messages: must be objects with 'role' and 'content', got {str(message)[:80]}")
     content = message.get("content")
     if content is None and "tool_calls" not in message:
-        raise InvalidArgument(f"messages: the one of role {message['role']!r} has no 'content'")
+        raise InvalidArgument(f"messages: the message of role {message['role']!r} has no 'content'")
     if isinstance(content, Sequence) and not isinstance(content, str):
         if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-            raise InvalidArgument("messages: content other than text is not supported; give text parts only")
+            raise InvalidArgument("messages: only text content is supported; give text parts only")
         content = "\n".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str | None):
-        raise InvalidArgument(f"messages: content {content!r} is no text")
-    # What is null is not there, and thoughts have several names, as in transformers.
+        raise InvalidArgument(f"messages: content must be a text, got {content!r}")
+    # As in transformers: null fields are removed, and reasoning has several field names.
     fields = {name: value for name, value in {**message, "content": content}.items() if value is not None}
     reasoning = next((fields[name] for name in _REASONING_FIELDS if name in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def _truncate_at_tag(text: str, content: str) -> str:
-    """`text` up to the end of the last message's content, which `_MARK` follows."""
+    """Return `text` up to the end of the last message's content, which the tag follows."""
     before, tag, after = text.rpartition(_CONTINUE_FINAL_MESSAGE_TAG.strip())
     if not tag or content.strip() not in before:
-        raise InvalidArgument("continue_final_message: the chat template does not show the last message as it is")
+        raise InvalidArgument(
+            "continue_final_message: the chat template does not render the last message unchanged; use another template"
+        )
     return before if after.startswith(" ") else before.rstrip()
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """As transformers: jinja2's own filter escapes what HTML would misread."""
+    """Replaces jinja2's filter, which escapes characters for HTML; transformers does the same."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -204,7 +211,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 class _GenerationTag(Extension):
-    """{% generation %}, which marks what a model wrote when it is trained; here it is what it encloses."""
+    """{% generation %}, which marks the model's own text for training; renders its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completion: one output of a request, from results of the engine core to text. A request has one, or several.
+"""State of one output of a request: converts results of the engine core to text. A request has one or several outputs.
 
-Knows no socket and no client's format. The text process and the offline LLM both make their outputs of it.
+Knows no socket and no client format. The text process and the offline LLM use it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,18 +13,18 @@ from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
 
 MIN_LOGPROB = -9999.0
-"""Stands for the logarithm of zero and for NaN, which JSON cannot write; vLLM's clients know this number. As the first
-argument of `max` it is taken where the second is NaN."""
+"""Replaces the logarithm of zero and NaN, which JSON cannot represent; vLLM uses the same number. As the first argument
+of `max` it is the result if the second is NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta:
-    """What one result added to an output."""
+    """Text and tokens that one result added to an output."""
 
     text: str
     token_ids: list[int]
     logprobs: list[list[list[float]]] | None
-    """As SequenceResult has them; None unless the request asks."""
+    """In the format of `SequenceDelta.logprobs`; None unless requested."""
 
 
 class CompletionState:
@@ -39,19 +39,19 @@ class CompletionState:
     ) -> None:
         self.num_tokens = 0
         self.finish_reason: str | None = None
-        """None while it goes on."""
+        """None until the output ends."""
         self.stop_reason: int | str | None = None
-        """The stop string or stop token that ended it; none of `eos_token_ids`."""
+        """The stop string or stop token that ended the output; None for a token in `eos_token_ids`."""
         self.cumulative_logprob = 0.0 if params.logprobs is not None else None
-        """Of the tokens so far; None unless the core tells log probabilities."""
+        """Sum over the tokens so far; None unless the core returns log probabilities."""
         self.last_token_time: float | None = None
-        """When the last tokens came, in monotonic seconds; the desk's to fill in."""
+        """Arrival of the last tokens in monotonic seconds; set by the request manager."""
         self._ignore_eos = params.ignore_eos
         self._eos_token_ids = eos_token_ids
         self._detokenizer = IncrementalDetokenizer(tokenizer, params, prompt_token_ids)
 
     def update(self, result: SequenceDelta) -> CompletionDelta:
-        """The core's next tokens for this output."""
+        """Add the next tokens of the core."""
         stop_token = result.finish_reason == "stop"
         text_delta = self._detokenizer.update(result.token_ids, result.finish_reason is not None, stop_token)
         token_ids = result.token_ids[: text_delta.num_tokens]
@@ -69,7 +69,7 @@ class CompletionState:
 
 
 def fan_out(base_request: SequenceRequest, params: SamplingParams) -> list[SequenceRequest]:
-    """The core's requests for each output of a request: ids from `first`'s on, the others forks of it."""
+    """Return a core request per output. Ids count up from `base_request`; all others are forks of the first."""
     return [
         replace(
             base_request,
@@ -82,7 +82,7 @@ def fan_out(base_request: SequenceRequest, params: SamplingParams) -> list[Seque
 
 
 def select_best_of(completions: Iterable[CompletionState], n: int) -> list[int]:
-    """Indices of the `count` most likely ones, the likeliest first."""
+    """Return the indices of the `n` most likely completions, the most likely first."""
 
     def negative_logprob(entry: tuple[int, CompletionState]) -> float:
         return -(entry[1].cumulative_logprob or 0.0)

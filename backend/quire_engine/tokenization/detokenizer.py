@@ -13,38 +13,38 @@ from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.sampling_params import SamplingParams
 
 _SURROGATES_TO_REPLACEMENT = {0xDC00 + byte: "�" for byte in range(0x80, 0x100)}
-"""What the codec's "surrogateescape" makes of invalid bytes, to U+FFFD."""
+"""Maps the code points by which "surrogateescape" represents invalid bytes to U+FFFD."""
 
 _MAX_INCOMPLETE_CHARACTER_TOKENS = 8
-"""Tokens at the end of a prompt in which a character may begin that they do not complete, special ones included."""
+"""Number of tokens at the end of a prompt that can contain an incomplete character, special tokens included."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What some tokens added to an output."""
+    """Text that one update added to an output."""
 
     text: str
     """Text that no later token can change."""
     num_tokens: int
-    """How many of the tokens belong to the output; fewer than were pushed when a stop string was found before."""
+    """How many of the tokens belong to the output: fewer than were passed if a stop string ends before the last."""
     stopped: bool
-    """A stop string was found: the request is over, with finish reason "stop"."""
+    """A stop string was found, so the output ends with finish reason "stop"."""
     stop_string: str | None = None
     """The stop string that was found."""
 
 
 class IncrementalDetokenizer:
-    """Turns the output tokens of one request into text, piece by piece; the pieces together are the output.
+    """Converts the output tokens of one sequence into text. The concatenated deltas are the text of the output.
 
-    The output goes on with its prompt, so that the space before its first word is kept; `prompt_token_ids` serve only
-    to see whether there is text before it. Invalid bytes become U+FFFD, but never the bytes of a character that later
-    tokens may complete. Costs time linear in the output.
+    The output continues the text of its prompt, so the space before its first word is kept. Invalid bytes become
+    U+FFFD, but incomplete characters that later tokens can complete are not emitted. Takes time linear in the output
+    length.
     """
 
     def __init__(
         self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int] | None = None
     ) -> None:
-        """`tokenizer` None gives no text; `prompt_token_ids` None stands for a prompt with some text."""
+        """`tokenizer` None returns no text; `prompt_token_ids` None means a prompt that contains text."""
         tokenizer = tokenizer if params.detokenize else None
         self._token_bytes = tokenizer.token_bytes if tokenizer else None
         self._skipped_token_ids = (
@@ -52,7 +52,7 @@ class IncrementalDetokenizer:
         )
         adds_spaces = tokenizer is None or params.skip_special_tokens or params.spaces_between_special_tokens
         self._unspaced_tokens: Mapping[int, str] = {} if adds_spaces or tokenizer is None else tokenizer.added_tokens
-        """Tokens that stand beside each other without a space."""
+        """Added tokens that are joined without a space between them."""
         self._last_was_unspaced = False
         self._at_text_start = prompt_token_ids is not None and not self._has_text(prompt_token_ids)
         self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(
@@ -62,21 +62,21 @@ class IncrementalDetokenizer:
         self._min_tokens = params.min_tokens
         self._include_stop_string = params.include_stop_str_in_output
         self._stop_buffer_length = max((len(stop) for stop in params.stop), default=1) - 1
-        """Characters at the end of the text that may be the beginning of a stop string."""
+        """Number of characters at the end of the text that can be the beginning of a stop string."""
         self._text_window = ""
-        """The end of the text: what was not handed out, and `_overlap` characters at least."""
+        """The end of the text: all characters not emitted yet, and at least `_stop_buffer_length` characters."""
         self._num_emitted_chars = 0
-        """Characters at the start of `_window` that were handed out."""
+        """Number of characters at the start of `_text_window` that were emitted."""
         self._num_tokens = 0
         if not self._at_text_start and prompt_token_ids is not None:
-            # The output may complete a character that the prompt's last tokens begin: a byte each, at most three.
+            # The output can complete a character that begins in the last prompt tokens (up to 3 bytes, one per token).
             self._decode_tokens(prompt_token_ids[-_MAX_INCOMPLETE_CHARACTER_TOKENS:], final=False)
 
     def update(self, token_ids: Sequence[int], finished: bool, stop_terminated: bool = False) -> TextDelta:
-        """Take the next tokens. `finished` says that they are the last, so that nothing is held back.
+        """Convert the next tokens. `finished` means that they are the last, so that all text is emitted.
 
-        `stop_token` says that the last of them is what ended the output (finish reason "stop"): it is not part of the
-        text unless include_stop_str_in_output.
+        `stop_terminated` means that the last token is a stop token that ended the output (finish reason "stop"). It is
+        part of the text only with include_stop_str_in_output.
         """
         end = len(token_ids) - (1 if stop_terminated and not self._include_stop_string else 0)
         if not self._stop_strings:
@@ -117,7 +117,7 @@ class IncrementalDetokenizer:
         )
 
     def _match_stop_string(self, new_text_start: int) -> tuple[int, str] | None:
-        """Where to cut the window, and the stop string that ends first after `start`, the first given if several do."""
+        """Return where to truncate the window, and the stop string that ends first at or after `new_text_start`."""
         matches = []
         for stop_string in self._stop_strings:
             if (
@@ -131,8 +131,8 @@ class IncrementalDetokenizer:
 
     def _emit_text(self, flush: bool) -> str:
         window_length = len(self._text_window)
-        num_held_back = 0 if flush or self._include_stop_string else self._stop_buffer_length
-        end = max(self._num_emitted_chars, window_length - num_held_back)
+        num_withheld = 0 if flush or self._include_stop_string else self._stop_buffer_length
+        end = max(self._num_emitted_chars, window_length - num_withheld)
         text = self._text_window[self._num_emitted_chars : end]
         window_start = max(0, window_length - self._stop_buffer_length)
         self._text_window, self._num_emitted_chars = self._text_window[window_start:], end - window_start

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces: the bytes that each token adds to a text, so that a stream is decoded in time linear in its length.
+"""Table of the bytes that each token adds to a text, so that streams are decoded in time linear in their length.
 
-A tokenizer's decoder maps a whole list of tokens to a text; decoding a growing list again and again is quadratic, and
-decoding a window of it is wrong where bytes are invalid. The decoders of byte-level BPE and of SentencePiece-style
-tokenizers are local: each token adds its bytes, whatever stands before it, except that the first token of a text may
-lose its space. This module reads the decoder's description and keeps that table. text.py is its only user.
+A tokenizer's decoder converts a whole list of tokens to text. Decoding a growing list again for each token takes
+quadratic time, and decoding a window of it is wrong for invalid bytes. The decoders of byte-level BPE and
+SentencePiece tokenizers are local: each token adds its bytes independently of the tokens before it, except that the
+first token of a text can lose its space. This module reads the decoder's description and builds the table from it. The
+tokenizer owns the table, the detokenizer reads it.
 """
 
 import json
@@ -17,38 +18,39 @@ import tokenizers
 from quire_spec.errors import ConfigError
 
 _TokenDecoder = Callable[[str, bool], str | bytes]
-"""From a token, and whether it is a text's first, to the text or the bytes that it adds."""
+"""Maps a token, and whether it is the first of a text, to the text or the bytes that it adds."""
 
 
 class TokenBytesTable:
-    """Bytes by token id, for a token that goes on with a text and for one that begins it.
+    """Bytes by token id, for a token inside a text and for the first token of a text.
 
     Raises:
-        ConfigError: the tokenizer's decoder is not local, or not one that this table knows.
+        ConfigError: the tokenizer's decoder is not local or not supported.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._token_decoders: list[_TokenDecoder] = []
         self._stripped_prefix = b""
-        """Taken once from the start of a text."""
+        """Removed once from the start of a text."""
         self._is_fused = False
-        """A decoder sees the whole text from here on, not single tokens."""
+        """The remaining decoders apply to the whole text, not to single tokens."""
         self.decode_errors = "replace"
-        """How bytes that are no UTF-8 are decoded: "replace" as the byte-level decoder does, one U+FFFD for each broken
-        character; "surrogateescape" keeps them apart, for one U+FFFD a byte as the byte-fallback decoder does."""
+        """Codec error handler for bytes that are not UTF-8. "replace" returns one U+FFFD per invalid character, as the
+        byte-level decoder does. "surrogateescape" keeps each byte, for one U+FFFD per byte as the byte-fallback decoder
+        does."""
         self._parse_decoder(tokenizer)
         self._bytes_by_id: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Bytes of a token that goes on with a text; none for an id that is not in the vocabulary."""
+        """Return the bytes of a token inside a text; empty for an id outside the vocabulary."""
         token_bytes = self._bytes_by_id.get(token_id)
         if token_bytes is None:
             token_bytes = self._bytes_by_id[token_id] = self._decode_token(token_id, at_start=False)
         return token_bytes
 
     def first_bytes_of(self, token_id: int) -> bytes:
-        """Bytes of a token that begins a text."""
+        """Return the bytes of a token that is the first of a text."""
         return self._decode_token(token_id, at_start=True).removeprefix(self._stripped_prefix)
 
     def _decode_token(self, token_id: int, at_start: bool) -> bytes:
@@ -67,7 +69,7 @@ class TokenBytesTable:
         if decoder is None:
             self._token_decoders.append(_join_with_spaces)
             return
-        # The pickled state is the decoder's part of tokenizer.json; serializing the tokenizer would write it all.
+        # The pickled state is the decoder's part of tokenizer.json; the whole tokenizer includes the vocabulary.
         config: dict[str, Any] = json.loads(decoder.__getstate__())
         for decoder_config in config["decoders"] if config["type"] == "Sequence" else [config]:
             self._add_decoder(decoder_config)
@@ -96,8 +98,7 @@ class TokenBytesTable:
         else:
             raise ConfigError(
                 f"tokenizer.json: decoder {json.dumps(decoder_config, ensure_ascii=False)[:200]} is not supported; "
-                "supported are "
-                "ByteLevel, and Metaspace, ByteFallback, Fuse, Replace and Strip as SentencePiece models use them"
+                "use ByteLevel, or Metaspace, ByteFallback, Fuse, Replace and Strip as SentencePiece models do"
             )
 
 
@@ -106,7 +107,7 @@ def _replacer(old: str, new: str, new_at_start: str) -> _TokenDecoder:
 
 
 def _join_with_spaces(token: str, at_start: bool) -> str:
-    """A tokenizer without a decoder joins its tokens with spaces."""
+    """Decode as a tokenizer without a decoder does, which joins tokens with spaces."""
     return token if at_start else " " + token
 
 
@@ -119,12 +120,12 @@ def _byte_level(token: str, at_start: bool) -> bytes:
     try:
         return bytes([_BYTE_DECODER[character] for character in token])
     except KeyError:
-        # An added token outside the alphabet, such as one with spaces in it, stands for itself.
+        # An added token outside the byte alphabet, such as one with spaces, is its own text.
         return token.encode()
 
 
 def _build_byte_decoder() -> dict[str, int]:
-    """The character that byte-level BPE writes for each byte: itself if printable, else the next from U+0100.
+    """Return the byte of each character in byte-level BPE: itself if printable, else the next one from U+0100.
 
     Source: `bytes_to_unicode` of GPT-2, https://github.com/openai/gpt-2/blob/master/src/encoder.py
     """

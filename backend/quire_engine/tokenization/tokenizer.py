@@ -21,11 +21,11 @@ SPECIAL_TOKENS_ATTRIBUTES = ("bos_token", "eos_token", "unk_token", "sep_token",
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint. Thread-safe; the slow methods release the interpreter's lock.
+    """The tokenizer of a checkpoint. Thread-safe; the slow methods release the GIL.
 
     Raises:
-        ConfigError: tokenizer.json is missing, or has a decoder that cannot be streamed, or it or tokenizer_config.json
-            is broken.
+        ConfigError: tokenizer.json is missing or has a decoder that cannot be streamed, or one of tokenizer.json and
+            tokenizer_config.json is invalid.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +34,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more precise
             raise ConfigError(f"{path}: {error}") from error
-        # A checkpoint may carry the truncation and padding of its training; a server must not cut prompts silently.
+        # Checkpoints can contain the truncation and padding of training; a server must not truncate prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config_path = folder / "tokenizer_config.json"
@@ -42,34 +42,34 @@ class Tokenizer:
             _apply_tokenizer_config(self._tokenizer, read_json_object(config_path) if config_path.exists() else {})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{config_path}: its tokens cannot be read ({type(error).__name__}: {error}); save the tokenizer again"
+                f"{config_path}: invalid token entries ({type(error).__name__}: {error}); save the tokenizer again"
             ) from error
         self.token_bytes = TokenBytesTable(self._tokenizer)
         """Bytes of each token."""
         added_tokens = self._tokenizer.get_added_tokens_decoder()
         self.added_tokens: Mapping[int, str] = {i: token.content for i, token in added_tokens.items()}
-        """Tokens that stand beside the model's own vocabulary, special ones and others."""
+        """Tokens added to the model's own vocabulary, special ones and others, by id."""
         self.special_token_ids: Collection[int] = frozenset(i for i, token in added_tokens.items() if token.special)
-        """Tokens that skip_special_tokens leaves out of a text."""
+        """Tokens that skip_special_tokens removes from a text."""
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self | None:
-        """The tokenizer of a checkpoint, or None if it has none: then requests bring and get token ids."""
+        """Return the tokenizer of a checkpoint, or None without tokenizer.json; requests then use token ids only."""
         return cls(folder) if (folder / TOKENIZER_FILE).exists() else None
 
     @property
     def max_token_bytes(self) -> int:
-        """Bytes of text that the longest token of the vocabulary stands for."""
+        """Number of text bytes of the longest token in the vocabulary."""
         return max((len(self.token_bytes.bytes_of(i)) for i in self._tokenizer.get_vocab().values()), default=1)
 
     def encode(self, text: str, max_tokens: int | None = None, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the special tokens that the checkpoint's tokenizer adds, or without.
+        """Return the token ids of `text`, with the special tokens that the tokenizer adds if `add_special_tokens`.
 
-        Of a text with more than `max_tokens`, the last ones, special tokens included.
+        A text with more than `max_tokens` tokens, special tokens included, is truncated from the left.
 
         Raises:
-            InvalidArgument: `text` has characters that no encoding can carry (lone surrogates).
+            InvalidArgument: `text` contains lone surrogates, which no encoding can represent.
         """
         if max_tokens is None:
             token_ids: list[int] = self._encode([text], "the prompt", add_special_tokens)[0].ids
@@ -81,13 +81,13 @@ class Tokenizer:
         return truncated_ids[-max_tokens:]
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word as the tokens that begin a text with it and as those that go on with it, after a space.
+        """Return the token ids of each word, at the start of a text and after a space.
 
         Raises:
-            InvalidArgument: a word has no token at all, or is not valid Unicode.
+            InvalidArgument: a word has no tokens, or is not valid Unicode.
 
-        Source: `SamplingParams.update_from_tokenizer` of vLLM, which leaves the second out where it has more or fewer
-        tokens: " there" would be taken, which is one.
+        Source: `SamplingParams.update_from_tokenizer` of vLLM. It omits the second form if that has another number of
+        tokens, so that " there", which is one token, would not be forbidden.
         """
         stripped = [word.lstrip() for word in words]
         encoded_words = [
@@ -110,24 +110,23 @@ class Tokenizer:
             # The batch call releases the interpreter's lock and, being "fast", keeps no offsets.
             return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens))
         except (UnicodeError, TypeError) as error:
-            raise InvalidArgument(f"{input_name}: not valid Unicode text: it holds half of a surrogate pair") from error
+            raise InvalidArgument(f"{input_name}: not valid Unicode, contains half of a surrogate pair") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`, as a text of its own."""
+        """Return the text of `token_ids`, decoded without a preceding text."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """What one token stands for, inside a text; U+FFFD for the bytes of an incomplete character."""
+        """Return the text of one token inside a text; U+FFFD for the bytes of an incomplete character."""
         return self.token_bytes.bytes_of(token_id).decode(errors="replace")
 
 
 def _apply_tokenizer_config(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Add the tokens that tokenizer_config.json names, as transformers does on loading it.
+    """Add the tokens that tokenizer_config.json names, as transformers does.
 
-    Special tokens in a text are such, unless split_special_tokens has them be letters like any others.
-
-    Its add_bos_token and add_eos_token are not read: beside a tokenizer.json, transformers ignores them as well.
+    Special tokens inside a text are encoded as such, unless split_special_tokens is set. add_bos_token and
+    add_eos_token are ignored: transformers also ignores them if a tokenizer.json exists.
     Source: `TokenizersBackend` in transformers 5, src/transformers/tokenization_utils_tokenizers.py
     """
     for _, entry in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):

@@ -265,27 +265,33 @@ def test_a_folder_without_tokenizer_takes_token_ids(world: World, tmp_path: Path
     ("arguments", "message"),
     [
         ({"prompts": ["a", {"text": "a"}]}, "unknown key 'text'"),
-        ({"prompts": ["a", {}]}, "has neither a text 'prompt' nor 'prompt_token_ids'"),
+        ({"prompts": ["a", {}]}, "must contain 'prompt' .text. or 'prompt_token_ids'"),
         ({"prompts": ["a", []]}, "prompt: empty"),
         ({"prompts": ["a", [1, 2, 9999]]}, "token id 9999 is outside the vocabulary of 320"),
         ({"prompts": ["a", [1] * 128]}, "128 tokens leave no room for output"),
-        ({"prompts": ["a", "b"], "sampling_params": [SamplingParams()]}, "sampling_params: 1 entries for 2 prompts"),
-        ({"prompts": ["a", "b"], "lora_request": [None]}, "lora_request: 1 entries for 2 prompts"),
+        (
+            {"prompts": ["a", "b"], "sampling_params": [SamplingParams()]},
+            "sampling_params: got 1 entries for 2 prompts",
+        ),
+        ({"prompts": ["a", "b"], "lora_request": [None]}, "lora_request: got 1 entries for 2 prompts"),
         ({"prompts": "a", "lora_request": LoRARequest("x", 1, "/nowhere")}, "adapter 'x': .*No such file"),
         ({"prompts": "a", "lora_request": LoRARequest("x", 1, "/\0")}, "adapter 'x': .*null byte"),
         ({"prompts": "a", "lora_request": LoRARequest("x", 1, "~nobody!/x")}, "adapter 'x': .*home directory"),
-        ({"prompts": "a", "lora_request": "x"}, "lora_request: 'x' is no LoRARequest"),
-        ({"prompts": "a", "sampling_params": {"temperature": 0}}, "sampling_params: .* is no SamplingParams"),
-        ({"prompts": "a", "sampling_params": [None]}, "sampling_params: 'None' is no SamplingParams"),
-        ({"prompts": "a", "priority": ["1"]}, "priority: '1' is no int"),
-        ({"prompts": None}, "prompts: None is no prompt; use a text"),
-        ({"prompts": torch.tensor(1)}, "prompts: .* is no prompt; use a text"),
-        ({"prompts": ["a", None]}, "prompt: 'None' is no prompt; use a text"),
-        ({"prompts": b"abc"}, "prompt: .*abc.* is no prompt; use a text"),
-        ({"prompts": {"prompt_token_ids": "abc"}}, "prompt: 'abc' is no prompt; use a text"),
-        ({"prompts": [["a", "b"]]}, "prompt: not a list of token ids"),
-        ({"prompts": [[1, -2]]}, "prompt: -2 is no token id"),
-        ({"prompts": [[1, 2**70]]}, "prompt: 1180591620717411303424 is no token id"),
+        ({"prompts": "a", "lora_request": "x"}, "lora_request: must be of type LoRARequest, got 'x'"),
+        (
+            {"prompts": "a", "sampling_params": {"temperature": 0}},
+            "sampling_params: must be of type SamplingParams, got .*temperature",
+        ),
+        ({"prompts": "a", "sampling_params": [None]}, "sampling_params: must be of type SamplingParams, got 'None'"),
+        ({"prompts": "a", "priority": ["1"]}, "priority: must be of type int, got '1'"),
+        ({"prompts": None}, "prompts: invalid prompt None; use a text"),
+        ({"prompts": torch.tensor(1)}, "prompts: invalid prompt .*; use a text"),
+        ({"prompts": ["a", None]}, "prompt: invalid prompt 'None'; use a text"),
+        ({"prompts": b"abc"}, "prompt: invalid prompt .*abc.*; use a text"),
+        ({"prompts": {"prompt_token_ids": "abc"}}, "prompt: invalid prompt 'abc'; use a text"),
+        ({"prompts": [["a", "b"]]}, "prompt: must be a list of token ids"),
+        ({"prompts": [[1, -2]]}, "prompt: -2 is not a token id"),
+        ({"prompts": [[1, 2**70]]}, "prompt: 1180591620717411303424 is not a token id"),
     ],
 )
 def test_a_wrong_request_is_refused_before_anything_runs(world: World, arguments: Any, message: str) -> None:
@@ -311,7 +317,7 @@ def test_a_path_that_cannot_be_is_named(model: str) -> None:
 
 
 def test_unknown_settings_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"tokenizer: '\[1\]' is no folder"):
+    with pytest.raises(ConfigError, match=r"tokenizer: must be a folder, got '\[1\]'"):
         LLM(model="/nowhere", tokenizer=[1])  # type: ignore[arg-type]
     with pytest.raises(
         ConfigError, match="'max_num_seq': unknown engine argument; known are async_scheduling, block_size,"

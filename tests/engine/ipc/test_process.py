@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However a process fails, it ends at once with the exit code and the last words that its supervisor reads."""
+"""A failing process exits at once, with the exit code and the last log line that the supervisor reads."""
 
 import signal
 import subprocess
@@ -29,7 +29,7 @@ async def serve(fail):
 def main(args):
     {body}
 
-process.run_process("it", main)
+process.run_process("name", main)
 """
 
 FAILURES = {
@@ -40,7 +40,7 @@ FAILURES = {
 }
 
 
-def start(tmp_path: Path, body: str) -> subprocess.Popen[str]:
+def start_process(tmp_path: Path, body: str) -> subprocess.Popen[str]:
     engine = tmp_path / "engine.json"
     engine.write_text('{"model": "m"}')
     argv = [sys.executable, "-c", SCRIPT.format(body=body), "--engine", str(engine)]
@@ -48,34 +48,34 @@ def start(tmp_path: Path, body: str) -> subprocess.Popen[str]:
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("where", FAILURES)
-def test_an_exception_that_nobody_handles_ends_the_process(tmp_path: Path, where: str):
-    with start(tmp_path, FAILURES[where]) as process:
+@pytest.mark.parametrize("failure", FAILURES)
+def test_unhandled_exception_ends_the_process(tmp_path: Path, failure: str):
+    with start_process(tmp_path, FAILURES[failure]) as process:
         _, err = process.communicate(timeout=20)
     assert process.returncode == 70
     assert "Traceback" in err and ("boom" in err or "ZeroDivisionError" in err)
     assert " ERROR quire_engine.ipc.process " in err
 
 
-def test_a_configuration_error_is_said_in_one_line(tmp_path: Path):
-    with start(tmp_path, "raise ConfigError('max_loras: must be at least 1, got 0')") as process:
+def test_configuration_error_is_reported_in_one_line(tmp_path: Path):
+    with start_process(tmp_path, "raise ConfigError('max_loras: must be at least 1, got 0')") as process:
         _, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (2, "it: max_loras: must be at least 1, got 0\n")
+    assert (process.returncode, err) == (2, "name: max_loras: must be at least 1, got 0\n")
 
 
 @pytest.mark.parametrize("body", ["print('serving', flush=True); time.sleep(60)", "asyncio.run(serve(lambda loop: 0))"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_at_once_and_well(tmp_path: Path, body: str, number: signal.Signals):
-    with start(tmp_path, body) as process:
+def test_signal_ends_the_process_at_once_with_exit_code_0(tmp_path: Path, body: str, number: signal.Signals):
+    with start_process(tmp_path, body) as process:
         assert process.stdout is not None and process.stdout.readline() == "serving\n"
-        begun = time.monotonic()
+        start_time = time.monotonic()
         process.send_signal(number)
         _, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (0, "")
-    assert time.monotonic() - begun < 20, "it would go on for a minute"
+    assert time.monotonic() - start_time < 20, "without the signal it ends after 60 s"
 
 
-def test_a_run_folder_that_is_too_deep_is_refused(tmp_path: Path):
+def test_too_long_run_dir_is_rejected(tmp_path: Path):
     short = ProcessArgs(EngineConfig("m"), "base", Path("/run/quire"))
     assert short.socket_path("text.sock") == Path("/run/quire/text.sock")
     deep = ProcessArgs(EngineConfig("m"), "base", Path("/" + "x" * MAX_SOCKET_PATH))

@@ -20,7 +20,7 @@ from quire_spec.engine.sampling_params import SamplingParams
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int], params: SamplingParams | None = None) -> list[str]:
-    """Texts of pushing `ids` cut at `cuts`, as a text of its own (no prompt before it)."""
+    """Return the text of each update for `ids` split at `cuts`, without a prompt."""
     detokenizer = IncrementalDetokenizer(
         tokenizer, params or SamplingParams(skip_special_tokens=False), prompt_token_ids=[]
     )
@@ -41,16 +41,16 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 @functools.cache
 def library_with_mark(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
-    """A copy with one token more."""
+    """Return a copy of the library tokenizer with one additional token."""
     library = tokenizers.Tokenizer.from_str(tokenizer._tokenizer.to_str())
     library.add_tokens([tokenizers.AddedToken(MARK, normalized=False)])
     return library
 
 
 def decode_all(tokenizer: Tokenizer, ids: list[int], skip: bool = False) -> str:
-    """What the library decodes; of a run of byte tokens that is not UTF-8, as SentencePiece itself does.
+    """Decode with the library, but decode a run of byte tokens that is not UTF-8 as SentencePiece does.
 
-    There the library gives up every character of the run, which a stream that has shown some cannot.
+    The library replaces every character of such a run. A stream cannot do so, because it has emitted some of them.
     """
     library = library_with_mark(tokenizer)
     mark = library.token_to_id(MARK)
@@ -88,7 +88,7 @@ def _characters(data: bytes) -> str:
 
 
 def token_id_lists(tokenizer: Tokenizer, max_size: int = 30) -> st.SearchStrategy[list[int]]:
-    """Words, cut into tokens anywhere, special tokens, and any token at all."""
+    """Words split into tokens anywhere, special tokens, and arbitrary tokens."""
     texts = st.sampled_from(["你", "🙂", "👩‍🚀", " fox", "é", "\n", "  ", "<s>", "▁"])
     words = texts.map(lambda word: tokenizer._tokenizer.encode(word, add_special_tokens=False).ids)
     anything = st.integers(0, tokenizer.vocab_size + 3).map(lambda i: [i])
@@ -98,7 +98,7 @@ def token_id_lists(tokenizer: Tokenizer, max_size: int = 30) -> st.SearchStrateg
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_stream_equals_decode_of_everything(tokenizers_by_kind: dict[str, Tokenizer], kind: str, data: st.DataObject):
+def test_stream_equals_decoding_all_tokens(tokenizers_by_kind: dict[str, Tokenizer], kind: str, data: st.DataObject):
     tokenizer = tokenizers_by_kind[kind]
     ids = data.draw(token_id_lists(tokenizer))
     cuts = data.draw(st.lists(st.integers(0, 99), max_size=12))
@@ -109,7 +109,9 @@ def test_stream_equals_decode_of_everything(tokenizers_by_kind: dict[str, Tokeni
 
 @settings(max_examples=100)
 @given(data=st.data())
-def test_output_goes_on_where_its_prompt_ends(tokenizers_by_kind: dict[str, Tokenizer], kind: str, data: st.DataObject):
+def test_output_continues_the_text_of_its_prompt(
+    tokenizers_by_kind: dict[str, Tokenizer], kind: str, data: st.DataObject
+):
     tokenizer = tokenizers_by_kind[kind]
     prompt, ids = data.draw(token_id_lists(tokenizer, 8)), data.draw(token_id_lists(tokenizer, 12))
     cuts = data.draw(st.lists(st.integers(0, 99), max_size=6))
@@ -118,7 +120,7 @@ def test_output_goes_on_where_its_prompt_ends(tokenizers_by_kind: dict[str, Toke
         text = "".join(detokenizer.update(part, last).text for part, last in split_at(ids, cuts))
         whole, before = decode_all(tokenizer, prompt + ids, skip), decode_all(tokenizer, prompt, skip)
         assert whole.endswith(text)
-        # A character that the prompt begins and does not complete belongs to the output.
+        # A character that begins in the prompt and ends in the output belongs to the output.
         begun = before.removeprefix(whole[: len(whole) - len(text)])
         assert before.startswith(whole[: len(whole) - len(text)])
         assert len(begun) <= 3 and set(begun) <= {"\ufffd"}
@@ -126,18 +128,16 @@ def test_output_goes_on_where_its_prompt_ends(tokenizers_by_kind: dict[str, Toke
 
 @settings(max_examples=60)
 @given(text=st.text(max_size=40))
-def test_no_replacement_character_for_a_character_that_comes(
-    tokenizers_by_kind: dict[str, Tokenizer], kind: str, text: str
-):
+def test_incomplete_characters_are_not_replaced(tokenizers_by_kind: dict[str, Tokenizer], kind: str, text: str):
     tokenizer = tokenizers_by_kind[kind]
     ids = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
     if kind == "metaspace" or "�" in text:
-        return  # Metaspace alone writes <0x..> for unknown characters, in decode() as well
+        return  # Metaspace alone writes <0x..> for unknown characters, also in decode()
     for piece in stream(tokenizer, ids, list(range(len(ids)))):
         assert "�" not in piece
 
 
-def test_invalid_bytes_keep_the_characters_around_them(tokenizers_by_kind: dict[str, Tokenizer]):
+def test_invalid_bytes_do_not_affect_adjacent_characters(tokenizers_by_kind: dict[str, Tokenizer]):
     ids = [
         tokenizers_by_kind["llama"]._tokenizer.token_to_id(f"<0x{byte:02X}>")
         for byte in "é".encode() + b"\xe4\xbd" + b"a"
@@ -147,7 +147,7 @@ def test_invalid_bytes_keep_the_characters_around_them(tokenizers_by_kind: dict[
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama"])
-def test_the_output_completes_a_character_that_its_prompt_begins(tokenizers_by_kind: dict[str, Tokenizer], kind: str):
+def test_output_completes_a_character_of_its_prompt(tokenizers_by_kind: dict[str, Tokenizer], kind: str):
     tokenizer = tokenizers_by_kind[kind]
     ids = tokenizer._tokenizer.encode("a 𝄞 b", add_special_tokens=False).ids
     whole = tokenizer.decode(ids)
@@ -157,7 +157,7 @@ def test_the_output_completes_a_character_that_its_prompt_begins(tokenizers_by_k
         assert ("𝄞" in text) == ("𝄞" not in tokenizer.decode(ids[:cut]))
 
 
-def test_spaces_between_added_tokens(tokenizers_by_kind: dict[str, Tokenizer]):
+def test_spaces_between_added_tokens_are_optional(tokenizers_by_kind: dict[str, Tokenizer]):
     tokenizer = tokenizers_by_kind["words"]
     ids = [0, 1, 2, 3, 1, 1]
     apart = SamplingParams(skip_special_tokens=False)
@@ -168,7 +168,7 @@ def test_spaces_between_added_tokens(tokenizers_by_kind: dict[str, Tokenizer]):
         assert "".join(stream(tokenizer, ids, cuts, SamplingParams(spaces_between_special_tokens=False))) == "the quick"
 
 
-def test_words_of_a_tokenizer_without_decoder_are_joined_by_spaces(tmp_path: Path):
+def test_tokenizer_without_decoder_joins_words_with_spaces(tmp_path: Path):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="a"))
     tokenizer = Tokenizer(save_tokenizer(words, tmp_path))
     assert "".join(stream(tokenizer, [2, 3, 2], [1, 2])) == tokenizer.decode([2, 3, 2]) == "a b a"
@@ -185,7 +185,7 @@ def test_output_keeps_the_space_between_prompt_and_first_word(tokenizers_by_kind
 
 @settings(max_examples=200)
 @given(data=st.data())
-def test_stop_strings_cut_the_same_place_however_the_tokens_come(
+def test_stop_strings_truncate_at_the_same_place_for_any_split(
     tokenizers_by_kind: dict[str, Tokenizer], data: st.DataObject
 ):
     tokenizer = tokenizers_by_kind["byte_level"]
@@ -229,19 +229,19 @@ def test_stop_string_in_the_middle_of_a_token(tokenizers_by_kind: dict[str, Toke
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_the_token_that_stopped_is_not_text(tokenizers_by_kind: dict[str, Tokenizer], include: bool):
+def test_stop_token_is_not_part_of_the_text(tokenizers_by_kind: dict[str, Tokenizer], include: bool):
     tokenizer = tokenizers_by_kind["byte_level"]
     ids = [tokenizer._tokenizer.token_to_id(c) for c in "ab"]
     params = SamplingParams(stop_token_ids=(ids[1],), include_stop_str_in_output=include)
     delta = IncrementalDetokenizer(tokenizer, params).update(ids, True, stop_terminated=True)
     assert delta.text == ("ab" if include else "a") and delta.num_tokens == 2 and not delta.stopped
-    # A held-back beginning of a stop string comes out, and an incomplete character is shown as broken.
+    # At the end, the beginning of a stop string is emitted and an incomplete character becomes U+FFFD.
     params = SamplingParams(stop=("abc",))
     broken = [*ids, tokenizer.encode("𝄞")[1], 1]
     assert IncrementalDetokenizer(tokenizer, params).update(broken, True, stop_terminated=True).text == "ab�"
 
 
-def test_special_tokens_are_skipped_unless_asked(tokenizers_by_kind: dict[str, Tokenizer]):
+def test_special_tokens_are_skipped_by_default(tokenizers_by_kind: dict[str, Tokenizer]):
     tokenizer = tokenizers_by_kind["byte_level"]
     ids = [1, *tokenizer.encode("fox"), 1]
     assert IncrementalDetokenizer(tokenizer, SamplingParams()).update(ids, True).text == "fox"
@@ -251,10 +251,10 @@ def test_special_tokens_are_skipped_unless_asked(tokenizers_by_kind: dict[str, T
     )
 
 
-def test_cost_is_linear_in_the_output(tokenizers_by_kind: dict[str, Tokenizer]):
+def test_time_is_linear_in_the_output_length(tokenizers_by_kind: dict[str, Tokenizer]):
     tokenizer = tokenizers_by_kind["byte_level"]
     params = SamplingParams(stop=("x" * 1000, "never"), max_tokens=None)
-    # Bytes that are never UTF-8 are what a decoder of windows is slow on.
+    # Bytes that never become UTF-8 are the slow case of a decoder that decodes windows.
     ids = [tokenizer.encode("𝄞")[1], tokenizer._tokenizer.token_to_id("a")] * 20_000
 
     def seconds(count: int) -> float:
@@ -268,6 +268,6 @@ def test_cost_is_linear_in_the_output(tokenizers_by_kind: dict[str, Tokenizer]):
     assert seconds(40_000) < 8 * seconds(10_000)
 
 
-def test_no_tokenizer_gives_no_text_and_counts_tokens():
+def test_detokenizer_without_tokenizer_counts_tokens():
     delta = IncrementalDetokenizer(None, SamplingParams()).update([5, 6], True)
     assert (delta.text, delta.num_tokens, delta.stopped) == ("", 2, False)

@@ -24,7 +24,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_encode_as_transformers_does(
+def test_encode_and_decode_match_transformers(
     tokenizer_folders: dict[str, Path], tokenizers_by_kind: dict[str, Tokenizer], kind: str, text: str
 ):
     reference = AutoTokenizer.from_pretrained(tokenizer_folders[kind])
@@ -47,17 +47,19 @@ def test_encode_as_transformers_does(
     ],
     ids=str,
 )
-def test_tokenizer_config_is_obeyed_as_transformers_does(tmp_path: Path, config: dict[str, object]):
+def test_tokenizer_config_is_applied_as_in_transformers(tmp_path: Path, config: dict[str, object]):
     folder = save_tokenizer(byte_level(), tmp_path, **config)
     reference = AutoTokenizer.from_pretrained(folder)
-    ours = Tokenizer(folder)
+    tokenizer = Tokenizer(folder)
     for text in ("", "the quick brown fox over the lazy dog <|new|>", "<s>the</s>"):
-        ids = ours.encode(text)
+        ids = tokenizer.encode(text)
         assert ids == reference(text)["input_ids"]
-        assert ours.decode(ids) == reference.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert tokenizer.decode(ids) == reference.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
-def test_training_truncation_and_padding_are_dropped(tmp_path: Path):
+def test_truncation_and_padding_of_training_are_ignored(tmp_path: Path):
     tokenizer = byte_level()
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
@@ -78,17 +80,17 @@ def test_token_text(tokenizers_by_kind: dict[str, Tokenizer]):
     )
 
 
-def test_a_bad_word_is_one_at_the_start_of_a_text_and_after_a_space() -> None:
-    """Also where it has fewer tokens there."""
+def test_bad_word_has_ids_for_the_start_of_a_text_and_after_a_space() -> None:
+    """Also if it has fewer tokens after a space."""
     tokenizer = Tokenizer(Path(__file__).resolve().parents[3] / "examples/models/tiny")
-    runs = tokenizer.bad_word_ids(["there", " Zoe"])
-    assert [tokenizer.decode(run) for run in runs] == ["there", " there", "Zoe", " Zoe"]
-    assert len(runs[0]) > len(runs[1])
-    # After the space the same tokens: they are found there as well.
+    id_lists = tokenizer.bad_word_ids(["there", " Zoe"])
+    assert [tokenizer.decode(ids) for ids in id_lists] == ["there", " there", "Zoe", " Zoe"]
+    assert len(id_lists[0]) > len(id_lists[1])
+    # The same tokens after a space: one entry matches both.
     assert len(tokenizer.bad_word_ids(["xyzzy"])) == 1
 
 
-def test_errors_name_the_file_and_the_cause(tmp_path: Path, tokenizers_by_kind: dict[str, Tokenizer]):
+def test_errors_contain_the_file_and_the_cause(tmp_path: Path, tokenizers_by_kind: dict[str, Tokenizer]):
     with pytest.raises(InvalidArgument, match="surrogate"):
         tokenizers_by_kind["llama"].encode("a\ud800")
     assert Tokenizer.from_folder(tmp_path) is None
@@ -109,7 +111,7 @@ def test_errors_name_the_file_and_the_cause(tmp_path: Path, tokenizers_by_kind: 
 
 
 @pytest.mark.parametrize(
-    ("parts", "wrong"),
+    ("parts", "unsupported_type"),
     [
         ([decoders.Fuse(), decoders.Metaspace()], "Metaspace"),
         ([decoders.Fuse(), decoders.ByteLevel()], "ByteLevel"),
@@ -118,8 +120,8 @@ def test_errors_name_the_file_and_the_cause(tmp_path: Path, tokenizers_by_kind: 
         ([decoders.ByteFallback(), decoders.ByteLevel()], "ByteLevel"),
     ],
 )
-def test_decoders_in_an_order_that_no_table_has_are_refused(tmp_path: Path, parts: list[object], wrong: str):
+def test_unsupported_decoder_sequences_are_rejected(tmp_path: Path, parts: list[object], unsupported_type: str):
     tokenizer = byte_level()
     tokenizer.decoder = decoders.Sequence(parts)
-    with pytest.raises(ConfigError, match=f'decoder {{"type": "{wrong}".* is not supported'):
+    with pytest.raises(ConfigError, match=f'decoder {{"type": "{unsupported_type}".* is not supported'):
         Tokenizer(save_tokenizer(tokenizer, tmp_path))

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Default sampling parameters from generation_config.json of a checkpoint. `LLM` calls it."""
+
+from pathlib import Path
+
+from quire_spec.dataclass_json import read_json_object
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import ConfigError, InvalidArgument
+
+_SAMPLING_FIELDS_BY_HF_NAME = {
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+"""Sampling parameters by their names in generation_config.json."""
+
+
+def load_default_sampling_params(folder: Path) -> SamplingParams:
+    """Return the sampling parameters of generation_config.json, by the rules of vLLM.
+
+    Raises:
+        ConfigError: the file is invalid, or a value is out of range.
+    """
+    path = folder / "generation_config.json"
+    config = read_json_object(path) if path.exists() else {}
+    values = {
+        field_name: config[hf_name]
+        for hf_name, field_name in _SAMPLING_FIELDS_BY_HF_NAME.items()
+        if config.get(hf_name) is not None
+    }
+    try:
+        return SamplingParams(**values)
+    except InvalidArgument as error:
+        raise ConfigError(f"{path}: {error}") from error
