@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands print what they were asked for, and say what is wrong in one line."""
+"""The commands print their results, and errors in one line."""
 
 import io
 import json
@@ -15,13 +15,13 @@ from support.tokenizer import byte_level, save_tokenizer
 from quire_engine.__main__ import main
 from quire_engine.api.benchmark import LatencyStats
 
-# peft asks transformers by a name that transformers calls deprecated.
+# peft uses an attribute of transformers that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with adapters `a` and `b` beside it."""
+    """Return a checkpoint with adapters `a` and `b` beside it."""
     folder = make_checkpoint(tmp_path_factory.mktemp("models") / "m", "llama")
     save_tokenizer(byte_level(VOCAB - 1), folder)
     for seed, name in enumerate("ab"):
@@ -41,19 +41,19 @@ def settings(model: Path, *names: str) -> list[str]:
     ]
 
 
-def test_generate_answers_each_prompt_with_base_and_adapters(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_runs_each_prompt_with_base_and_adapters(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ["--prompt=the fox", "--prompt=jumps", "--temperature=0", "--max-tokens=6", "--logprobs=1", "-o=json"]
     assert main(["generate", *settings(model, "a", "b"), *prompts]) == 0
-    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    names = [a["lora_request"] and a["lora_request"]["lora_name"] for a in answers]
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    names = [a["lora_request"] and a["lora_request"]["lora_name"] for a in results]
     assert names == [None, "a", "b"] * 2
-    assert [a["prompt"] for a in answers] == ["the fox"] * 3 + ["jumps"] * 3
-    tokens = [tuple(a["outputs"][0]["token_ids"]) for a in answers]
+    assert [a["prompt"] for a in results] == ["the fox"] * 3 + ["jumps"] * 3
+    tokens = [tuple(a["outputs"][0]["token_ids"]) for a in results]
     assert len(set(tokens)) == 6 and all(len(t) == 6 for t in tokens)
-    assert len(answers[0]["outputs"][0]["logprobs"]) == 6
+    assert len(results[0]["outputs"][0]["logprobs"]) == 6
 
 
-def test_generate_takes_every_parameter(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_accepts_every_sampling_parameter(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     params = ["--param=allowed_token_ids=[300, 301]", '--param=bad_words=["x"]', "--param=min_tokens=4", "--n=2"]
     assert main(["generate", *settings(model), "--prompt=the fox", "--max-tokens=4", *params, "-o=json"]) == 0
     [answer] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -87,7 +87,7 @@ def test_generate_reads_prompts_from_a_file(
     ],
     ids=str,
 )
-def test_bench_counts_what_it_did(model: Path, extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_reports_its_counts(model: Path, extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     size = ["--num-prompts=6", "--input-len=20", "--output-len=5"]
     assert main(["bench", *settings(model, "a", "b"), *size, *extra, "-o=json"]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -144,7 +144,7 @@ def test_latency_percentiles() -> None:
         (["bench", "--input-len=128"], "error: bench: 128 input and 64 output tokens exceed max_model_len 128"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(
+def test_errors_are_printed_in_one_line(
     model: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([arguments[0], *settings(model), *arguments[1:]]) == 1
@@ -153,7 +153,7 @@ def test_what_is_wrong_is_said_in_a_line(
 
 
 @pytest.mark.parametrize("command", ["generate", "bench"])
-def test_help_teaches_with_examples(command: str) -> None:
+def test_help_contains_examples(command: str) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "quire_engine", command, "--help"], capture_output=True, text=True, check=True
     )
@@ -161,7 +161,7 @@ def test_help_teaches_with_examples(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["bench", "generate"])
-def test_profile_writes_a_trace_that_names_what_steps_do(
+def test_profile_writes_a_trace_with_named_steps(
     command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire_engine.api.profiler.MAX_PROFILED_STEPS", 3)
@@ -179,7 +179,7 @@ def test_profile_writes_a_trace_that_names_what_steps_do(
     assert {"inputs", "model", "sampler"} <= set(names)
 
 
-def test_a_trace_that_cannot_be_written_is_refused_first(
+def test_rejects_an_unwritable_trace_path_before_loading(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *settings(model), "--input-len=5", f"--profile={tmp_path}/none/trace.json"]) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text and the core process of a pod, started for real, and a small blocking client of their sockets."""
+"""Real text and core processes for tests, and a blocking client of their sockets."""
 
 import json
 import os
@@ -31,7 +31,7 @@ DEADLINE_S = 60.0
 
 
 def wait_for(check: Any, timeout_s: float = DEADLINE_S, what: str = "it") -> Any:
-    """The first true value of `check()`, polled; fails the test after `timeout_s`."""
+    """Poll `check()` until it returns a true value, and return that; fail the test after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not (value := check()):
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
@@ -40,7 +40,7 @@ def wait_for(check: Any, timeout_s: float = DEADLINE_S, what: str = "it") -> Any
 
 
 def wait_quiet(processes: Sequence[psutil.Process], max_cpu_s: float) -> None:
-    """Wait for a second in which they take together no more processor time than this; fails the test if none comes."""
+    """Wait for one second in which the processes use at most `max_cpu_s` of CPU time; fail the test after 30 s."""
 
     def is_quiet() -> bool:
         before = [process.cpu_times() for process in processes]
@@ -48,11 +48,11 @@ def wait_quiet(processes: Sequence[psutil.Process], max_cpu_s: float) -> None:
         after = [process.cpu_times() for process in processes]
         return sum(a.user + a.system - b.user - b.system for a, b in zip(after, before, strict=True)) <= max_cpu_s
 
-    wait_for(is_quiet, 30, f"a second with no more than {max_cpu_s} s of processor time")
+    wait_for(is_quiet, 30, f"one second with at most {max_cpu_s} s of CPU time")
 
 
 class IpcClient:
-    """A connection to one of the processes."""
+    """A blocking connection to one of the processes."""
 
     def __init__(self, path: Path, role: str, model: str = "base", timeout_s: float = DEADLINE_S) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -74,7 +74,7 @@ class IpcClient:
         self.close()
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self.socket.close()
 
     def send(self, message: IpcMessage) -> None:
@@ -82,7 +82,7 @@ class IpcClient:
         self.socket.sendall(encode_frame(message))
 
     def receive(self) -> IpcMessage:
-        """The next message; EOFError when the other side has ended the connection."""
+        """Return the next message. Raise EOFError if the peer has closed the connection."""
         while not self._messages:
             try:
                 data = self.socket.recv(2**18)
@@ -94,7 +94,7 @@ class IpcClient:
         return self._messages.pop(0)
 
     def call(self, method: str, **args: Any) -> Any:
-        """The result of a call; raises the error that was answered."""
+        """Call a control method; return its result or raise its error."""
         call_id = next(self._ids)
         self.send(ControlRequest(call_id, method, args))
         reply = self.receive()
@@ -106,14 +106,14 @@ class IpcClient:
     def submit(
         self, prompt: str | list[int] | None, stream: bool = True, model: str = "base", priority: int = 0, **params: Any
     ) -> int:
-        """Send a request; returns its id."""
+        """Send a request; return its id."""
         request_id = next(self._ids)
         text, ids = (None, prompt) if isinstance(prompt, list) else (prompt, None)
         self.send(GenerateRequest(request_id, model, text, ids, params, stream, priority=priority))
         return request_id
 
     def collect(self, ids: Iterable[int]) -> dict[int, list[OutputDelta]]:
-        """Every event of the requests `ids`, up to their final ones."""
+        """Return all deltas of the requests `ids`, up to the final ones."""
         events_by_id: dict[int, list[OutputDelta]] = {i: [] for i in ids}
         unfinished = set(events_by_id)
         while unfinished:
@@ -127,19 +127,19 @@ class IpcClient:
         return events_by_id
 
     def generate(self, prompt: str | list[int] | None, **options: Any) -> list[OutputDelta]:
-        """Every event of one request."""
+        """Send a request and return all its deltas."""
         request_id = self.submit(prompt, **options)
         return self.collect([request_id])[request_id]
 
 
 def text_of(events: list[OutputDelta]) -> str:
-    """The text of a request, which must have ended well."""
+    """Return the text of a request, which must have succeeded."""
     assert events[-1].error_code is None, events[-1].error
     return "".join(event.text for event in events)
 
 
 class EngineProcesses:
-    """Both processes in one run folder. Ends what is left of them on exit."""
+    """The text and the core process in one run folder. They are killed on exit of the context."""
 
     def __init__(
         self,
@@ -148,7 +148,14 @@ class EngineProcesses:
         core: Sequence[str] = ("-m", "quire_engine.core"),
         **config: Any,
     ) -> None:
-        """`num_threads`: that compute; None: as many as by itself. `core`: what Python runs as the core."""
+        """Write engine.json.
+
+        Args:
+            folder: run folder.
+            num_threads: OMP_NUM_THREADS of the processes; None for the default.
+            core: Python arguments that start the core.
+            config: contents of engine.json.
+        """
         self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
         (folder / "engine.json").write_text(json.dumps(config))
@@ -165,7 +172,7 @@ class EngineProcesses:
             process.wait()
 
     def start(self, *names: str, timeout_s: float = DEADLINE_S) -> Self:
-        """Start `text`, `core` or both, and wait until they serve."""
+        """Start `text`, `core` or both, and wait until they accept connections."""
         for name in names:
             with (self.folder / f"{name}.log").open("ab") as log:
                 argv = [sys.executable, *self._programs[name], "--engine"]
@@ -178,41 +185,41 @@ class EngineProcesses:
         return self
 
     def wait_core_connected(self, connected: bool) -> None:
-        """Wait until the text process sees the core, or sees that it has gone."""
+        """Wait until the text process reports the core as connected, or as disconnected."""
         with self.connect("text", "supervisor") as supervisor:
             wait_for(lambda: supervisor.call("status")["core"] is connected, what=f"core={connected}")
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> int:
-        """Send a signal to a process and wait for its end; returns its exit code."""
+        """Send a signal to a process, wait until it exits, and return its exit code."""
         self.processes[name].send_signal(number)
         return self.processes[name].wait(DEADLINE_S)
 
     def connect(self, name: str, role: str, model: str = "base", timeout_s: float = DEADLINE_S) -> IpcClient:
-        """A new connection to `text` or `core`."""
+        """Connect to `text` or `core`."""
         return IpcClient(self.folder / f"{name}.sock", role, model, timeout_s)
 
     def core_stats(self) -> dict[str, Any]:
-        """The engine's numbers now."""
+        """Return the current stats of the engine."""
         with self.connect("core", "supervisor") as supervisor:
             stats: dict[str, Any] = supervisor.call("status")["stats"]
             return stats
 
     def wait_idle(self) -> None:
-        """Wait until the engine holds no block and no sequence."""
-        wait_for(lambda: self._idle(), what=f"an idle engine, last {self.core_stats()}")
+        """Wait until the engine has no sequences and no used blocks."""
+        wait_for(lambda: self._is_idle(), what=f"an idle engine, last {self.core_stats()}")
         with self.connect("core", "supervisor") as supervisor:
             assert supervisor.call("check") == {}
 
     def log(self, name: str) -> str:
-        """What a process wrote."""
+        """Return the log of a process."""
         return (self.folder / f"{name}.log").read_text()
 
-    def _idle(self) -> bool:
+    def _is_idle(self) -> bool:
         stats = self.core_stats()
         return not (stats["num_running"] or stats["num_waiting"] or stats["num_used_blocks"])
 
     def _is_serving(self, name: str) -> bool:
-        assert self.processes[name].poll() is None, f"{name} ended:\n{self.log(name)}"
+        assert self.processes[name].poll() is None, f"{name} exited:\n{self.log(name)}"
         try:
             self.connect(name, "supervisor").close()
         except OSError:
@@ -221,23 +228,23 @@ class EngineProcesses:
 
 
 LONG_CONTEXT = 131072
-"""Positions of a model in which prompts of megabytes and outputs of minutes fit."""
+"""max_position_embeddings of a model for prompts of megabytes and outputs of minutes."""
 
 
 def engine_config(model: Path, **overrides: object) -> dict[str, object]:
-    """What engine.json says of a model for tests, and more."""
+    """Return the contents of engine.json for a test model."""
     return {"model": str(model), "dtype": "float32", "kv_cache_memory_bytes": 96 * 2**20, **overrides}
 
 
 def first_event(client: IpcClient, request_id: int) -> OutputDelta:
-    """The next event, which is of this request."""
+    """Return the next delta, which must be of this request."""
     message = client.receive()
     assert isinstance(message, OutputDeltas) and message.deltas[0].id == request_id
     return message.deltas[0]
 
 
 def events_of(client: IpcClient, request_id: int) -> list[OutputDelta]:
-    """Events of one request among those of others."""
+    """Return the deltas of one request; skip those of others."""
     events: list[OutputDelta] = []
     while not (events and events[-1].final):
         message = client.receive()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepThread: the one thread of the core process that computes; it loads the engine, and then runs its steps.
+"""The only thread of the core process that computes: it loads the engine, and then runs its steps.
 
-One, because libgomp keeps a team of workers for every thread that ever computed and, once all of them are more than the
-cores, has them sleep instead of waiting awake: an engine that the main thread had loaded took 25 % longer for
-a layer's products in this thread (64 rows, bf16, two Zen 4 cores).
+libgomp keeps a team of workers for every thread that ever computed. Once there are more workers than cores, they sleep
+instead of spinning. With an engine that was loaded in the main thread, the matrix products of a layer took 25 % longer
+in this thread (64 rows, bf16, two Zen 4 cores).
 """
 
 import logging
@@ -18,22 +18,22 @@ logger = logging.getLogger(__name__)
 
 
 class ComputeThread:
-    """A thread that does one thing after the other."""
+    """A thread that runs one function after the other."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "steps")
 
     def run_sync(self, action: Callable[[], T]) -> T:
-        """Do something there; returns, or raises, what it does."""
+        """Run a function in the thread; return its result or raise its exception."""
         return self._executor.submit(action).result()
 
     def run_forever(self, action: Callable[[], NoReturn]) -> None:
-        """Begin what never ends; if it raises, the process ends."""
+        """Start a function that never returns. If it raises, the process exits."""
         self._executor.submit(self._run_or_exit, action)
 
     def _run_or_exit(self, action: Callable[[], NoReturn]) -> None:
         try:
             action()
         except BaseException:
-            logger.exception("steps ended")
+            logger.exception("engine loop failed: ending this process")
             process.exit_now(process.EXIT_SOFTWARE)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine: a model, its scheduler and its runner as one object. Requests in, tokens out, a step at a time.
+"""Engine: one model with its scheduler and its runner. Takes requests and returns tokens, one step at a time.
 
-Owns no thread and no socket: the core process and the offline LLM drive it. Importing this module costs no torch;
-`from_config` does.
+It owns no thread and no socket. The engine loop of the core process and the offline `LLM` call it. Importing this
+module does not import torch; `from_config` does.
 """
 
 import logging
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Serves requests with one model. Not thread-safe: one thread calls it, `read_adapter` excepted.
+    """Serves requests with one model. Not thread-safe, except `read_adapter`.
 
     Raises:
-        ConfigError: max_model_len exceeds the model's, or the KV cache cannot hold one sequence of that length.
+        ConfigError: max_model_len exceeds that of the model, or a sequence of that length does not fit in the KV cache.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Engine:
             config, self._block_pool, self._adapter_registry, block_hasher, self.max_model_len, runner.swap_costs
         )
         self.slot_copier: Callable[[SlotLoad, Callable[[], None]], None] = self._copy_slot_sync
-        """Has an adapter copied into a slot: by default at once; an owner with threads has the work done in another one
-        and then calls `slot_loaded`."""
+        """Runs the copy of an adapter into a slot, by default immediately. An owner with threads can run the copy in
+        another thread and then call `on_slot_loaded`."""
         self._slot_copy_started_at: dict[SlotLoad, float] = {}
-        """When copies into slots were asked for."""
+        """When each copy into a slot was requested, by the clock."""
         self._adapter_events: list[AdapterEvent] = []
-        # Ended without a step; reported with the next one.
+        # Sequences that failed outside a step; returned by the next step().
         self._failed_results: list[SequenceDelta] = []
         self._step_executor = StepExecutor(self._scheduler, runner, config.overlap_steps, clock, self._load_slots)
 
@@ -81,17 +81,20 @@ class Engine:
     def from_config(
         cls, config: EngineConfig, *, progress: bool = False, on_lost: Callable[[str], None] | None = None
     ) -> Self:
-        """Find the model, load it, and lay out the device's memory. `progress` shows bars on stderr.
+        """Find the model, load it, and allocate the device's memory.
 
-        With a tensor_parallel_size, other processes share the layers; when one of them ends, all do, `on_lost(why)` is
-        called in a thread of its own, and each step raises RunnerLost.
+        Args:
+            config: engine configuration. With tensor_parallel_size > 1, worker processes share the layers. If one of
+                them ends, all end, and each step raises RunnerLost.
+            progress: show progress bars on stderr.
+            on_lost: called with the reason, in a thread of its own, when a worker process ends.
 
         Raises:
-            ConfigError: the model cannot be found or served, or does not fit; the message says what to change.
+            ConfigError: the model cannot be found or served, or does not fit; the message contains what to change.
         """
         checkpoint = Checkpoint.load(resolve_model(config.model, config.revision, progress))
         check_max_model_len(config, checkpoint.shape)
-        # Here, so that importing the engine costs no torch.
+        # Imported here, so that importing the engine does not import torch.
         from quire_engine.executor.tensor_parallel import create_runner
 
         runner = create_runner(config, checkpoint.shape, checkpoint.folder, progress=progress, on_lost=on_lost)
@@ -102,20 +105,20 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Any sequence that is not over, or whose end was not reported yet, or a step in flight."""
+        """True while a sequence is unfinished, a result is unreported, or a step is in flight."""
         return self._scheduler.has_work or bool(self._failed_results)
 
     @property
     def has_runnable(self) -> bool:
-        """False when step() has nothing to do until something else is called: all wait for adapters to be read."""
+        """False if step() has nothing to do until another call, because all sequences wait for adapters."""
         return self._scheduler.has_runnable or bool(self._failed_results)
 
     def add(self, request: SequenceRequest) -> None:
         """Queue a request.
 
         Raises:
-            InvalidArgument: a parameter or token id is wrong, or the prompt is empty or too long.
-            NotFound: its adapter is not loaded.
+            InvalidArgument: a parameter or token id is invalid, or the prompt is empty or too long.
+            NotFound: the adapter is not loaded.
         """
         params = SamplingParams.from_mapping(request.params)
         prompt_token_ids = self._check_tokens("prompt", request.prompt_token_ids)
@@ -127,7 +130,7 @@ class Engine:
         self._check_tokens("logit_bias", params.logit_bias or ())
         bad_words = tuple(tuple(self._check_tokens("bad_words", word)) for word in request.bad_word_ids)
         if not all(bad_words):
-            raise InvalidArgument("bad_words: a word without tokens; give each at least one")
+            raise InvalidArgument("bad_words: a word has no tokens; give each word at least one")
         _check_allowed_tokens(params, stop_token_ids | self.eos_token_ids, bad_words)
         max_output_tokens = max(self.max_model_len - len(prompt_token_ids), 0)
         self._scheduler.add(
@@ -151,18 +154,20 @@ class Engine:
         )
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """End sequences without a result; unknown ids are ignored."""
+        """Finish sequences without a result; ignore unknown ids."""
         sequence_ids = set(sequence_ids)
         self._scheduler.abort(sequence_ids)
         self._failed_results = [result for result in self._failed_results if result.id not in sequence_ids]
         self._discard_evicted_copies()
 
     def step(self) -> StepResult:
-        """Run at most one step, with the next one begun before it is over if steps are begun ahead; also reports
-        sequences that failed since the last one.
+        """Run at most one step. With async scheduling, launch the next step before this one completes.
+
+        Returns:
+            New tokens, and the sequences that failed since the last call.
 
         Raises:
-            RunnerLost: no step can run any more; make a new engine.
+            RunnerLost: no step can run any more; create a new engine.
         """
         results = self._step_executor.step()
         self._discard_evicted_copies()
@@ -171,18 +176,18 @@ class Engine:
         return StepResult(results, self._step_executor.pop_started_ids(), self.stats(), self.pop_adapter_events())
 
     def pop_adapter_events(self) -> list[AdapterEvent]:
-        """What became of adapters since the last call."""
+        """Return the events of adapters since the last call."""
         adapter_events, self._adapter_events = self._adapter_events, []
         return adapter_events + [
             AdapterEvent("evicted", digest) for digest in self._adapter_registry.slot_table.pop_evicted()
         ]
 
     def read_adapter(self, path: Path) -> object:
-        """Read an adapter's folder; what `add_adapter` takes. Slow, and safe to call from any thread.
+        """Read an adapter folder for `add_adapter`. Slow; safe to call from any thread.
 
         Raises:
-            InvalidArgument: the engine has no adapter slots; or the folder holds no adapter for this model, or one that
-                cannot be served; the message says why.
+            InvalidArgument: the engine has no adapter slots, or the folder contains no adapter for this model, or one
+                that cannot be served.
         """
         self._check_lora_enabled(path)
         return self._runner.read_adapter(path)
@@ -190,11 +195,15 @@ class Engine:
     def add_adapter(
         self, digest: str, path: Path, host_adapter: object, pinned: bool | None = None, read_s: float = 0.0
     ) -> None:
-        """Register what `read_adapter` read, under its content digest.
+        """Register a result of `read_adapter` under its content digest.
 
-        `pinned` None answers `take_fetches` for an adapter that is registered (or was, until a moment ago), and
-        registers an unknown one; True or False registers in any case, also one that is being removed. `read_s`: seconds
-        that reading took.
+        Args:
+            digest: content digest of the adapter.
+            path: folder of the adapter.
+            host_adapter: result of `read_adapter`.
+            pinned: True or False registers the adapter in any case, even if it is being removed. None answers
+                `pop_adapter_reads`; it registers only an unknown adapter.
+            read_s: seconds that reading took.
 
         Raises:
             InvalidArgument: the engine has no adapter slots, or all of them are pinned already.
@@ -208,18 +217,18 @@ class Engine:
         self._scheduler.on_adapter_ready()
 
     def remove_adapter(self, digest: str) -> None:
-        """Refuse new sequences of an adapter and free it with its last one; unknown digests are ignored."""
+        """Reject new sequences of an adapter, and unload it after its last one; ignore unknown digests."""
         self._adapter_registry.remove(digest)
         self._discard_evicted_copies()
 
     def pop_adapter_reads(self) -> list[tuple[str, Path]]:
-        """Adapters to be read again, because sequences wait for them; answer each with add_adapter or fail_adapter."""
+        """Return adapters to read again, because sequences wait for them. Answer with add_adapter or fail_adapter."""
         reads = self._adapter_registry.pop_reads()
         self._discard_evicted_copies()
         return reads
 
     def on_slot_loaded(self, slot_load: SlotLoad, error: QuireError | None = None) -> None:
-        """Work that `carry` was given is done, or has failed: then the sequences that wait for it fail with `error`."""
+        """Called when `slot_copier` has copied an adapter. With an `error`, the waiting sequences fail with it."""
         self._adapter_registry.slot_table.on_loaded(slot_load, error is None)
         started_at = self._slot_copy_started_at.pop(slot_load)
         if error is None:
@@ -229,12 +238,12 @@ class Engine:
         self._scheduler.on_adapter_ready()
 
     def fail_adapter(self, digest: str, error: QuireError) -> None:
-        """An adapter could not be read again: the sequences that wait for it fail with `error`."""
+        """Called when an adapter could not be read again. The sequences that wait for it fail with `error`."""
         if self._adapter_registry.on_read_failed(digest):
             self._fail_waiting_sequences(digest, error)
 
     def read_pending_adapters(self) -> None:
-        """Do what `take_fetches` asks in this thread, for owners that have no other to keep the steps going."""
+        """Read the adapters of `pop_adapter_reads` in this thread, for owners without other threads."""
         reads = self.pop_adapter_reads()
         try:
             while reads:
@@ -247,16 +256,16 @@ class Engine:
                     self.add_adapter(digest, path, host_adapter)
                 del reads[0]
         finally:
-            # Control-C, or no memory: the next sequence asks for them again.
+            # Control-C, or out of memory. The next sequence requests the read again.
             for digest, _ in reads:
-                self.fail_adapter(digest, Internal(f"adapter {digest!r}: reading it was cut short"))
+                self.fail_adapter(digest, Internal(f"adapter {digest!r}: reading was interrupted"))
 
     def adapter_states(self) -> dict[str, str]:
-        """Where each registered adapter is, by digest: slot, host or disk."""
+        """Return the state of each registered adapter by digest: slot, host or disk."""
         return self._adapter_registry.adapter_states()
 
     def stats(self) -> SchedulerStats:
-        """State of the scheduler now."""
+        """Return the current state of the scheduler."""
         scheduler, block_manager = self._scheduler, self._scheduler.block_manager
         return SchedulerStats(
             num_running=scheduler.num_running,
@@ -284,7 +293,7 @@ class Engine:
         self._scheduler.check_integrity()
 
     def _load_slots(self) -> bool:
-        """Have adapters copied into slots; whether sequences may run now that could not before."""
+        """Start copies of adapters into slots; return whether sequences that could not run before can run now."""
         slot_loads = self._adapter_registry.slot_table.pop_loads()
         self._slot_copy_started_at |= dict.fromkeys(slot_loads, self._clock())
         remaining = iter(slot_loads)
@@ -292,17 +301,17 @@ class Engine:
             for slot_load in remaining:
                 self.slot_copier(slot_load, self._runner.load_adapter_slot(slot_load))
         finally:
-            # There are none, unless Control-C came.
+            # Empty, except after Control-C.
             for slot_load in remaining:
-                self.on_slot_loaded(slot_load, slot_copy_error(slot_load, "it was cut short"))
+                self.on_slot_loaded(slot_load, slot_copy_error(slot_load, "interrupted"))
         return bool(slot_loads) and not self._scheduler.waiting_for_adapters
 
     def _copy_slot_sync(self, slot_load: SlotLoad, copy: Callable[[], None]) -> None:
-        failure: QuireError | None = slot_copy_error(slot_load, "it was cut short")
+        failure: QuireError | None = slot_copy_error(slot_load, "interrupted")
         try:
             copy()
             failure = None
-        except Exception as error:  # whatever a device throws costs this adapter's sequences, never the engine
+        except Exception as error:  # a failed copy ends only the sequences of this adapter, not the engine
             failure = slot_copy_error(slot_load, f"{type(error).__name__}: {error}")
         finally:
             self.on_slot_loaded(slot_load, failure)
@@ -314,7 +323,7 @@ class Engine:
 
     def _check_lora_enabled(self, subject: object) -> None:
         if not self.config.enable_lora:
-            raise InvalidArgument(f"adapter {str(subject)!r}: this engine takes no adapters; set enable_lora")
+            raise InvalidArgument(f"adapter {str(subject)!r}: adapters are disabled; set enable_lora")
 
     def _discard_evicted_copies(self) -> None:
         for digest in self._adapter_registry.pop_evicted_copies():
@@ -327,8 +336,8 @@ class Engine:
             if count > max_logprobs != -1:
                 requested_text = f"-1, all {count}," if requested == -1 else count
                 raise InvalidArgument(
-                    f"sampling parameter {name!r}: {requested_text} is more than max_logprobs {max_logprobs}; ask for "
-                    "fewer or raise it"
+                    f"sampling parameter {name!r}: {requested_text} is more than max_logprobs {max_logprobs}; "
+                    "request fewer or raise it"
                 )
             if (
                 name == "prompt_logprobs"
@@ -336,8 +345,9 @@ class Engine:
                 and (count + 1) * num_prompt_tokens > MAX_PROMPT_LOGPROBS
             ):
                 raise InvalidArgument(
-                    f"sampling parameter {name!r}: {count} for each of {num_prompt_tokens} tokens; together at most "
-                    f"{MAX_PROMPT_LOGPROBS} are given, the tokens' own included; ask for fewer or shorten the prompt"
+                    f"sampling parameter {name!r}: got {count} for each of {num_prompt_tokens} tokens; at most "
+                    f"{MAX_PROMPT_LOGPROBS} in total are returned, including those of the tokens themselves; "
+                    "request fewer or shorten the prompt"
                 )
 
     def _check_tokens(self, name: str, token_ids: Iterable[int]) -> list[int]:
@@ -352,30 +362,34 @@ class Engine:
 
 
 def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: MeasuredMemory) -> AdapterRegistry:
-    """An empty one; raises ConfigError when the copies of a full set of slots do not fit into host memory."""
+    """Return an empty registry.
+
+    Raises:
+        ConfigError: the host copies of a full set of slots do not fit in cpu_lora_memory_bytes.
+    """
     max_adapter_bytes = (
         lora_slot_bytes(shape, config.max_lora_rank, DTYPE_BYTES[memory.dtype]) if config.enable_lora else 0
     )
     min_host_bytes, max_host_bytes = config.max_loras * max_adapter_bytes, config.cpu_lora_memory_bytes
     if max_host_bytes is not None and max_host_bytes < min_host_bytes:
         raise ConfigError(
-            f"cpu_lora_memory_bytes: {max_host_bytes} is less than {min_host_bytes}, the host copies of "
-            f"{config.max_loras} adapters of "
-            f"{max_adapter_bytes} bytes each; raise it, or lower max_loras or max_lora_rank"
+            f"cpu_lora_memory_bytes: {max_host_bytes} is less than {min_host_bytes}, the size of host copies of "
+            f"{config.max_loras} adapters with {max_adapter_bytes} bytes each; "
+            "raise it, or lower max_loras or max_lora_rank"
         )
     return AdapterRegistry(config.max_loras, config.max_host_loras, max_host_bytes)
 
 
 def slot_copy_error(slot_load: SlotLoad, reason: str) -> Internal:
-    """What the sequences of an adapter are told when its copy into a slot failed."""
+    """Return the error for sequences of an adapter whose copy into a slot failed."""
     return Internal(f"adapter {slot_load.adapter_digest!r}: copying it into a slot failed: {reason}")
 
 
 def check_max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
-    """Tokens of prompt and output together that an engine serves.
+    """Return the maximum number of prompt and output tokens of a sequence.
 
     Raises:
-        ConfigError: more than the model has positions for.
+        ConfigError: max_model_len exceeds max_position_embeddings of the model.
     """
     limit = shape.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:

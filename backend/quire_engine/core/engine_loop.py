@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CoreLoop: the thread that drives the engine. Requests and calls come in by a queue, results go out by a callback.
+"""Engine loop: the thread that runs the engine. Requests and calls arrive in a queue; results leave through a callback.
 
-The engine belongs to this thread alone. It never touches a socket and never reads a file: what it publishes is encoded
-and sent by the event loop's thread while the next step runs, and adapters come to it read. It blocks while there is
-nothing to run.
+Only this thread uses the engine. It does no socket or file I/O: the event loop's thread encodes and sends results while
+the next step runs, and other threads read adapters. It blocks while there is nothing to run. The core server owns it.
 """
 
 import logging
@@ -22,21 +21,21 @@ from quire_spec.errors import Code, Internal, QuireError
 from quire_spec.protocol.messages import AdapterEvent, SequenceDelta, SequenceRequest, StepResult
 
 MAX_FAILED_STEPS = 3
-"""Steps in a row that may fail. One may be a request's fault; three are the device's, and only a new process gets a
-new context on it."""
+"""Consecutive failed steps after which the process exits. A request can cause one; three are the fault of the device,
+and only a new process gets a new device context."""
 
 IDLE_CHECK_S = 1.0
-"""Idle time before the integrity check: never between two requests of one client, where it would cost latency."""
+"""Idle seconds before the integrity check, so that it does not add latency between two requests of one client."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """The engine's thread. All methods but `run` may be called from any other thread and return at once.
+    """The engine's thread. All methods except `run` are safe to call from other threads, and return at once.
 
-    `owner` is a number for a connection of a text process. Sequences belong to the latest owner; when another begins
-    or this one ends, they are aborted, and results carry the owner that they are for.
+    A client id identifies a connection of a text process. All sequences belong to the latest client. They are aborted
+    when another client connects or this one disconnects. Results carry the id of their client.
     """
 
     def __init__(
@@ -46,11 +45,15 @@ class EngineLoop:
         on_adapter_needed: Callable[[str, Path], None],
         on_slot_copy: Callable[[SlotLoad, Callable[[], None]], None],
     ) -> None:
-        """`publish(owner, result)`, `fetch(digest, path)` and `carry(load, work)` are called in this loop's thread and
-        must not block.
+        """Create the loop. The callbacks run in its thread and must not block.
 
-        `fetch` asks for an adapter to be read: answer with `call` of the engine's add_adapter or fail_adapter. `carry`
-        asks for `work` to be done, which fills a slot: answer with `call` of the engine's slot_loaded.
+        Args:
+            engine: the engine.
+            publish: called with a client id and a result to send.
+            on_adapter_needed: called with the digest and path of an adapter to read. Answer with `submit_call` of the
+                engine's add_adapter or fail_adapter.
+            on_slot_copy: called with a slot load and the function that copies. Run the function, and answer with
+                `submit_call` of the engine's on_slot_loaded.
         """
         self._engine = engine
         engine.slot_copier = on_slot_copy
@@ -59,40 +62,42 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._client_id = 0
         self._open_sequence_ids: set[int] = set()
-        """Open sequences of the owner."""
+        """Unfinished sequences of the client."""
         self._stats_dirty = False
         """The engine changed since the last published result."""
         self._unsent_adapter_events: list[AdapterEvent] = []
-        """What became of adapters while there was nobody to count it."""
+        """Adapter events that occurred while no client was connected."""
         self._integrity_checked = True
         self._num_steps = 0
         self._num_failed_steps = 0
 
     def attach_client(self, client_id: int) -> None:
-        """A text process connected."""
+        """Called when a text process connects."""
         self._inbox.put(partial(self._change_client, client_id))
 
     def detach_client(self, client_id: int) -> None:
-        """A text process is gone."""
+        """Called when a text process disconnects."""
         self._inbox.put(lambda: self._change_client(0) if client_id == self._client_id else None)
 
     def generate(self, client_id: int, request: SequenceRequest) -> None:
-        """Run a sequence."""
+        """Start a sequence."""
         self._inbox.put(partial(self._add_request, client_id, request))
 
     def abort(self, client_id: int, sequence_ids: list[int]) -> None:
-        """Stop sequences."""
+        """Abort sequences."""
         self._inbox.put(partial(self._abort, client_id, sequence_ids))
 
     def submit_call(self, action: Callable[[], T]) -> "Future[T]":
-        """Do something with the engine between two steps; its result or exception comes in the future."""
+        """Run a function in the engine's thread between two steps; return a future of its result."""
         future: Future[T] = Future()
         self._inbox.put(partial(self._run_call, action, future))
         return future
 
     def run(self) -> NoReturn:
-        """Run for ever, in the thread that loaded the engine. An exception ends the process: the engine's state is
-        unknown."""
+        """Run forever, in the thread that loaded the engine.
+
+        An exception must end the process, because the state of the engine is unknown after it.
+        """
         while True:
             self._process_inbox()
             for digest, path in self._engine.pop_adapter_reads():
@@ -103,7 +108,7 @@ class EngineLoop:
                 self._send_results([])
 
     def _process_inbox(self) -> None:
-        """Do what was asked; wait for the next thing if there is nothing to run."""
+        """Run all queued calls. Wait for one if the engine has nothing to run."""
         try:
             if not self._engine.has_runnable:
                 self._next_inbox_item()()
@@ -139,7 +144,7 @@ class EngineLoop:
             self._publish(self._client_id, replace(result, adapter_events=adapter_events))
 
     def _count_failures(self, result: StepResult) -> None:
-        """The engine fails the sequences of a step that failed, all of them and only then."""
+        """Count consecutive failed steps. A step failed if all its sequences have an internal error."""
         step_ran = result.stats.num_steps > self._num_steps
         self._num_steps = result.stats.num_steps
         all_failed = bool(result.results) and all(r.error_code == Code.INTERNAL for r in result.results)
@@ -152,7 +157,7 @@ class EngineLoop:
         self._engine.abort(self._open_sequence_ids)
         self._open_sequence_ids.clear()
         self._client_id = client_id
-        # A new text process learns at once what the engine looks like.
+        # So that a new text process receives the state of the engine at once.
         self._stats_dirty = True
 
     def _add_request(self, client_id: int, request: SequenceRequest) -> None:
@@ -163,7 +168,7 @@ class EngineLoop:
         except QuireError as error:
             self._send_results([SequenceDelta(request.id, [], error_code=error.code, error=str(error))])
         except Exception as error:
-            # Whatever a request holds, only that request fails.
+            # A request must not be able to crash the engine, so only the request fails.
             logger.exception("request failed id=%d", request.id)
             reason = f"the engine failed on this request: {type(error).__name__}"
             self._send_results([SequenceDelta(request.id, [], error_code=Internal.code, error=reason)])

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core: `python -m quire_engine.core.process`. Loads the engine, says what it took, and serves it.
+"""The core process: loads the engine, logs its memory, and serves it. Started by `python -m quire_engine.core`.
 
-    text process --Generate, Abort--> CoreServer --queue--> CoreLoop -> Engine
-                 <----StepResult-----            <---------
+    text process --SequenceRequest, AbortSequences--> CoreServer --queue--> EngineLoop -> Engine
+                 <-----------StepResult-------------             <---------
 
-Two threads: sockets in the main one, the engine in the other. It listens only when the engine is ready to run.
+The main thread serves the sockets, and another thread runs the engine. The process listens only when the engine is
+ready.
 """
 
 import asyncio
@@ -26,20 +27,20 @@ _GIB = 2**30
 
 
 def main(args: process.ProcessArgs) -> None:
-    """Load, then serve."""
+    """Load the engine, then serve it."""
     socket_path = args.socket_path(CORE_SOCKET)
     compute_thread = ComputeThread()
     engine = compute_thread.run_sync(lambda: Engine.from_config(args.config, on_lost=_on_engine_lost))
     log_memory(engine)
-    # The model's objects live as long as the process: no collection needs to look at them again, in the middle of a
-    # step.
+    # The objects of the model live as long as the process. Freezing excludes them from garbage collections, which would
+    # otherwise traverse them in the middle of a step.
     gc.collect()
     gc.freeze()
     asyncio.run(_serve(engine, compute_thread, socket_path))
 
 
 def log_memory(engine: Engine) -> None:
-    """Log what the planner's arithmetic says of a rank's memory beside what the engine measured."""
+    """Log the planned memory of a tensor-parallel rank beside the measured one."""
     memory, config = engine.memory, engine.config
     shape = TensorParallelShard(engine.shape, 0, config.tensor_parallel_size).local_config
     element_bytes = DTYPE_BYTES[memory.dtype]
@@ -72,7 +73,7 @@ def log_memory(engine: Engine) -> None:
 
 
 def _on_engine_lost(reason: str) -> None:
-    """At once, also when no step runs that would notice: the supervisor starts all again."""
+    """End the process at once, even if no step runs that would fail. The supervisor restarts it."""
     logger.error("engine lost: ending this process why=%s", reason)
     process.exit_now(process.EXIT_SOFTWARE)
 

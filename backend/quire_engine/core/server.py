@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CoreServer: where the text process and supervisors come to the engine core.
+"""Server of the core process: accepts connections of the text process and of supervisors.
 
-asyncio, in the process's main thread; the engine runs in another one (core_loop.py). Messages here are few and small,
-a step's results are one of them, so one thread serves every peer, and its work overlaps with the step that runs.
+It runs asyncio in the main thread. The engine runs in another thread (see engine_loop). Messages are few and small,
+with one message per step, so one thread serves all peers while the next step runs.
 """
 
 import asyncio
@@ -31,17 +31,17 @@ from quire_spec.protocol.messages import (
 )
 
 MAX_UNSENT_BYTES = 256 * 2**20
-"""Results that wait for the text process at most: minutes of a full engine. A text process that is so late is stuck;
-it is cut off, so that its sequences end and the supervisor's checks find it."""
+"""Maximum bytes of unsent results: minutes of output of a full engine. A text process that is so far behind hangs, so
+its connection is aborted. This ends its sequences, and the health checks of the supervisor then fail."""
 
 logger = logging.getLogger(__name__)
 
 
 class CoreServer:
-    """Handler of the connections of the engine core."""
+    """Handler of all connections of the core process."""
 
     def __init__(self, engine: Engine, compute_thread: ComputeThread) -> None:
-        """`steps` has loaded the engine."""
+        """Create the server of an engine that `compute_thread` has loaded."""
         self._engine = engine
         self._compute_thread = compute_thread
         self._event_loop = asyncio.get_running_loop()
@@ -60,18 +60,18 @@ class CoreServer:
         }
 
     async def run(self, socket_path: Path) -> None:
-        """Serve, for ever."""
+        """Serve forever."""
         self._compute_thread.run_forever(self._engine_loop.run)
         server = await listen(socket_path, lambda: Connection(self))
         logger.info("engine core listens path=%s", socket_path)
         await server.serve_forever()
 
     def on_connected(self, connection: Connection) -> None:
-        """Handler: a peer says who it is. A text process takes the place of the one before."""
-        assert connection.peer is not None, "a dialled connection"
+        """Called when a peer has sent its role. A new text process replaces the previous one."""
+        assert connection.peer is not None, "only accepted connections have this handler"
         role = connection.peer.role
         if role not in ("text", "supervisor"):
-            raise Internal(f"role {role!r} has no business here")
+            raise Internal(f"role: {role!r} is not accepted; connect as text or supervisor")
         logger.info("connected role=%s pid=%s", role, connection.peer.pid)
         if role == "text":
             if self._text_connection is not None:
@@ -80,7 +80,7 @@ class CoreServer:
             self._engine_loop.attach_client(self._client_id)
 
     def on_message(self, connection: Connection, message: IpcMessage) -> None:
-        """Handler: the text process or a supervisor wants something."""
+        """Called when the text process or a supervisor has sent a message."""
         from_text = connection is self._text_connection
         if from_text and isinstance(message, SequenceRequest):
             self._engine_loop.generate(self._client_id, message)
@@ -92,16 +92,16 @@ class CoreServer:
             raise Internal(f"unexpected {type(message).__name__}")
 
     def on_oversized_frame(self, connection: Connection, head: bytes, length: int) -> None:
-        """Handler: never, as frames may have any length here; the text process has bounded prompts."""
+        """Never called: frames can have any length here, because the text process limits prompts."""
         raise Internal(f"message of {length} bytes")
 
     def on_writable(self, connection: Connection) -> None:
-        """Handler: nothing waits here for that."""
+        """Called when the connection is writable again. Nothing waits for it."""
 
     def on_closed(self, connection: Connection) -> None:
-        """Handler: a peer is gone."""
+        """Called when the connection closes."""
         if connection is self._text_connection:
-            logger.warning("text process gone")
+            logger.warning("text process disconnected")
             self._text_connection = None
             self._engine_loop.detach_client(self._client_id)
 
@@ -114,7 +114,10 @@ class CoreServer:
             return
         self._text_connection.send(result)
         if self._text_connection.unsent_bytes > MAX_UNSENT_BYTES:
-            logger.error("text process cut: it does not read unsent_bytes=%d", self._text_connection.unsent_bytes)
+            logger.error(
+                "text process disconnected: it does not read results unsent_bytes=%d",
+                self._text_connection.unsent_bytes,
+            )
             self._text_connection.abort()
 
     def _on_adapter_needed(self, digest: str, path: Path) -> None:
@@ -132,13 +135,15 @@ class CoreServer:
 
     def _on_task_done(self, task: "asyncio.Future[None]") -> None:
         self._tasks.discard(task)
-        # Raises what the task raised, for the event loop's handler to end the process with.
+        # Re-raises an exception of the task, so that the event loop's exception handler ends the process.
         task.result()
 
     async def _handle_call(self, connection: Connection, call: ControlRequest) -> None:
         try:
             if call.method not in self._call_handlers:
-                raise InvalidArgument(f"method {call.method!r} is unknown; known are {', '.join(self._call_handlers)}")
+                raise InvalidArgument(
+                    f"method: {call.method!r} is unknown; use one of {', '.join(self._call_handlers)}"
+                )
             result = await self._call_handlers[call.method](call.args)
         except QuireError as error:
             connection.send(ControlResponse(call.id, None, error.code, str(error)))
@@ -171,29 +176,29 @@ class CoreServer:
         return {}
 
     async def _reload_adapter(self, digest: str, path: Path) -> None:
-        """Supply the host copy of an adapter that sequences wait for."""
+        """Read an adapter that sequences wait for."""
         try:
             host_adapter, read_s = await self._read_adapter(digest, path)
             await self._run_on_engine_thread(lambda: self._engine.add_adapter(digest, path, host_adapter, None, read_s))
         except QuireError as error:
-            logger.error("adapter cannot be read again digest=%s error=%s", digest, error)
+            logger.error("adapter could not be read again digest=%s error=%s", digest, error)
             failure = error
             await self._run_on_engine_thread(lambda: self._engine.fail_adapter(digest, failure))
 
     async def _copy_to_slot(self, slot_load: SlotLoad, copy: Callable[[], None]) -> None:
-        """Fill a slot that sequences wait for."""
+        """Copy an adapter into a slot that sequences wait for."""
         failure = None
         try:
             await self._io_threads.copy(copy)
-        except Exception as error:  # whatever a device throws costs this adapter's sequences, never the engine
+        except Exception as error:  # a failed copy ends only the sequences of this adapter, not the engine
             logger.exception(
-                "adapter cannot be copied digest=%s slot=%d", slot_load.adapter_digest, slot_load.adapter_slot
+                "adapter could not be copied digest=%s slot=%d", slot_load.adapter_digest, slot_load.adapter_slot
             )
             failure = slot_copy_error(slot_load, f"{type(error).__name__}: {error}")
         await self._run_on_engine_thread(lambda: self._engine.on_slot_loaded(slot_load, failure))
 
     async def _read_adapter(self, digest: str, path: Path) -> tuple[object, float]:
-        """What `add_adapter` takes, and the seconds that it took."""
+        """Return the result of `Engine.read_adapter` and the seconds that it took."""
         started_at = self._event_loop.time()
         try:
             host_adapter = await self._io_threads.read(lambda: self._engine.read_adapter(path))
@@ -201,8 +206,8 @@ class CoreServer:
         except QuireError:
             raise
         except Exception as error:
-            # Files are what users bring: whatever they do to the reader, only this adapter fails.
-            logger.exception("adapter cannot be read digest=%s path=%s", digest, path)
+            # The files are untrusted: if they crash the reader, only this adapter fails.
+            logger.exception("adapter could not be read digest=%s path=%s", digest, path)
             raise Internal(f"adapter {digest!r}: reading {path} failed: {type(error).__name__}: {error}") from error
 
     async def _run_on_engine_thread(self, action: Callable[[], Any]) -> Any:
@@ -212,5 +217,5 @@ class CoreServer:
 def _required_string(args: dict[str, Any], name: str) -> str:
     value = args.get(name)
     if not isinstance(value, str) or not value:
-        raise InvalidArgument(f"{name}: expected a string, found {value!r}")
+        raise InvalidArgument(f"{name}: must be a non-empty string, got {value!r}")
     return value

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps: plans steps and has the runner carry them out, one at a time or each begun while the last one is in flight.
+"""Step executor: plans steps and runs them, one at a time or overlapped.
 
-The engine owns it and calls it from one thread. What a device throws costs the sequences of a step, never the engine.
+With overlap, each step is launched while the previous one is in flight. The engine owns it and calls it from one
+thread. A device error ends the sequences of the step, but not the engine.
 """
 
 import logging
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepExecutor:
-    """Runs a scheduler's steps."""
+    """Runs the steps of a scheduler on a model runner."""
 
     def __init__(
         self,
@@ -31,19 +32,27 @@ class StepExecutor:
         clock: Callable[[], float],
         load_slots: Callable[[], bool],
     ) -> None:
-        """`ahead`: begin each step, where that can be, while the last one is in flight. `load_slots` has adapters
-        copied into slots; it returns whether sequences may run now that could not before."""
+        """Create an executor.
+
+        Args:
+            scheduler: plans the steps.
+            runner: runs the steps.
+            overlap: launch each step, where possible, while the last one is in flight.
+            clock: monotonic seconds.
+            load_slots: starts copies of adapters into slots; returns whether sequences that could not run before can
+                run now.
+        """
         self._scheduler = scheduler
         self._runner = runner
         self.overlap = overlap
         self._clock = clock
         self._load_slots = load_slots
-        # Begun while the one before it was in flight.
+        # The step that was launched while the previous one was in flight.
         self._in_flight: InFlightStep | None = None
         self._started_ids: list[int] = []
 
     def step(self) -> list[SequenceDelta]:
-        """Run at most one step, with the next one begun before it is over if steps are begun ahead.
+        """Run at most one step. If steps overlap, launch the next one before it completes.
 
         Raises:
             RunnerLost: no step can run any more.
@@ -51,7 +60,7 @@ class StepExecutor:
         return self._step_overlapped() if self.overlap else self._step_sync()
 
     def pop_started_ids(self) -> list[int]:
-        """Ids of the sequences that ran for the first time since the last call."""
+        """Return the ids of sequences that ran for the first time since the last call."""
         started_ids, self._started_ids = self._started_ids, []
         return started_ids
 
@@ -61,7 +70,7 @@ class StepExecutor:
         return [] if plan is None else self._complete(InFlightStep(plan, lambda: self._runner.execute(plan)))
 
     def _step_overlapped(self) -> list[SequenceDelta]:
-        """Take what the step in flight computed, with the next one begun before."""
+        """Launch the next step, then complete the one in flight."""
         step = self._in_flight or self._launch(self._plan_step())
         self._in_flight = None
         if step is None:
@@ -89,7 +98,10 @@ class StepExecutor:
         return self._scheduler.schedule(self._clock()) if slots_loaded and plan is None else plan
 
     def _launch(self, plan: StepPlan | None) -> InFlightStep | None:
-        """What is thrown here comes when it is the step's turn: the one before it goes on to its end."""
+        """Launch a step. An exception is stored and raised when the step is completed.
+
+        So the step that is already in flight can complete first.
+        """
         if plan is None:
             return None
         try:
@@ -98,19 +110,19 @@ class StepExecutor:
             return InFlightStep(plan, partial(_raise, error), launch_failed=True)
 
     def _complete(self, step: InFlightStep) -> list[SequenceDelta]:
-        """Wait for a step and take what it computed."""
+        """Wait for a step and apply its outputs."""
         self._started_ids += step.plan.started_ids
         try:
             span_outputs = step.get_outputs()
         except RunnerLost:
             self._fail_step(step)
             raise
-        except Exception as error:  # whatever a device throws costs this step's sequences, never the engine
+        except Exception as error:  # a device error ends only the sequences of this step, not the engine
             logger.exception("step failed num_sequences=%d", len(step.plan.spans))
             reason = f"the step failed: {type(error).__name__}: {str(error)[:200]}"
             return [error_result(sequence, Internal.code, reason) for sequence in self._fail_step(step)]
         except BaseException:
-            # Control-C in an offline run: the caller goes on with the engine, or could.
+            # Control-C in an offline run: the caller can continue to use the engine.
             self._fail_step(step)
             raise
         return [
@@ -119,22 +131,22 @@ class StepExecutor:
         ]
 
     def _fail_step(self, step: InFlightStep) -> list[Sequence]:
-        """End the sequences of a step that failed, and those of the one that was begun on top of it."""
+        """Finish the sequences of a failed step, and those of the step that was launched after it."""
         sequences = self._scheduler.fail_step(step.plan)
         next_step, self._in_flight = self._in_flight, None
         if next_step is not None:
             self._started_ids += next_step.plan.started_ids
             try:
                 next_step.get_outputs()
-            except Exception as error:  # nothing of it is of use, only that it is over
-                logger.info("the step after the one that failed: %s: %s", type(error).__name__, str(error)[:200])
+            except Exception as error:  # its outputs are useless; only its completion matters
+                logger.info("step after a failed step failed too error=%s: %s", type(error).__name__, str(error)[:200])
             finally:
                 sequences += self._scheduler.fail_step(next_step.plan)
         return sequences
 
 
 def error_result(sequence: Sequence, code: Code, error_message: str) -> SequenceDelta:
-    """The last word on a sequence that failed."""
+    """Return the result of a sequence that failed."""
     return SequenceDelta(sequence.id, [], error_code=code, error=error_message)
 
 

@@ -2,7 +2,7 @@
 """Adapter slots of a model on the device, filled from host copies.
 
 The registry decides which adapter goes into which slot, `lora.peft` reads adapters, and quire_kernels defines their
-memory layout. The model runner calls this module.
+memory layout. `worker.adapter_store` keeps the host copies and calls this module.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ ModuleKey = tuple[int, str]
 
 
 class DeviceAdapterSlots:
-    """The slots on the device, and the host copies from which they are filled."""
+    """The adapter slots on the device."""
 
     def __init__(self, module_keys: Sequence[Sequence[ModuleKey]], slots: LoRASlots, device: torch.device) -> None:
         """Wrap the slots of a model.
@@ -41,7 +41,7 @@ class DeviceAdapterSlots:
         return self._slots.num_bytes
 
     def pack(self, adapter: HostAdapter) -> PackedAdapter:
-        """Return an adapter in the form that `store` keeps. Safe to call from any thread."""
+        """Return an adapter in the form that `copy_to_slot` takes. Safe to call from any thread."""
         packed_adapter = self._slots.pack(
             [[adapter.pairs.get(module_key) for module_key in slices] for slices in self._module_keys]
         )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work: a step's plan as whoever computes it takes it: numbers, and no sequences. Every rank gets the same.
+"""Step input: a step plan flattened to numbers, without sequences. All tensor-parallel ranks get the same input.
 
-There is one form for any step, and one for those that a captured graph computes. As bytes it is a row of int64: a head
-of counts, then lists, then tensors. Rank 0 writes it straight into memory that the others map (ring.py); nothing is
-pickled. 64 decoding sequences of 1,024 tokens (4,425 numbers) are written in 13 us and read in 21 us (a Zen 5 core),
-when the step that they are of takes tens of milliseconds.
+StepInput is for any step, GraphStepInput for decode steps that a captured CUDA graph runs. The encoding is a row of
+int64: a header of counts, then lists, then tensors. Rank 0 writes it directly into memory that the other ranks map
+(distributed.shm_ring), without pickling. 64 decoding sequences of 1,024 tokens (4,425 numbers) are written in 13 us and
+read in 21 us on a Zen 5 core. The step itself takes tens of milliseconds.
 """
 
 from array import array
@@ -23,60 +23,62 @@ _HEADER_SIZE = 11
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """Spans, flattened in the order in which `order_spans` put them, and what is to be copied before they run."""
+    """Spans, flattened in the order of `sort_spans`, and the block copies to make before they run."""
 
     starts: list[int]
-    """Of each span: the tokens of its sequence before it."""
+    """Per span: number of tokens of its sequence before it."""
     lengths: list[int]
-    """Of each span: its tokens."""
+    """Per span: number of its tokens."""
     adapter_slots: list[int]
-    """Of each span: the device slot of its adapter; -1 runs the base model."""
+    """Per span: device slot of its adapter; -1 runs the base model."""
     token_ids: Tensor
     """[num_tokens] int64 on the CPU."""
     block_ids: Tensor
-    """[num_blocks] int64 on the CPU: the blocks that hold each span's tokens and those before them, in turn."""
+    """[num_blocks] int64 on the CPU: per span, the blocks with its tokens and all tokens before them."""
     logit_rows: list[int]
-    """Tokens whose logits are wanted: first those that choose the next token of a span, then those that tell how likely
-    prompt tokens are."""
+    """Tokens whose logits are computed: first those that are sampled, then those for prompt log probabilities."""
     num_sampled: int
-    """How many of them choose a token."""
+    """Number of these rows that are sampled."""
     awaits_tokens: bool = False
-    """Some tokens are those that the step before chooses: only rank 0's device has them, and shares them."""
+    """True if some tokens are sampled by the previous step. Only rank 0's device has them, and broadcasts them."""
     long_rope: list[int] = field(default_factory=list)
-    """Of each span: 1 where keys are rotated as those of long sequences; empty when there are none."""
+    """Per span: 1 if its keys are rotated as those of long sequences, else 0. Empty if no span is long."""
     swap_outs: list[SwapCopy] = field(default_factory=list)
-    """See StepPlan; so the next ones."""
+    """See StepPlan, also for the next ones."""
     swap_ins: list[SwapCopy] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class GraphStepInput:
-    """A decoding step as a graph takes it, and which graph: rank 0 chooses, and no other decides anything."""
+    """Input of a decode step that runs as a CUDA graph. It also identifies the graph, which only rank 0 selects."""
 
     num_spans: int
     has_adapters: bool
-    """Whether it is a graph with adapters."""
+    """Whether to use the graph with adapters."""
     inputs: Tensor
-    """[4, size] int64 on the CPU, `size` the graph's: of each span its sequence's row of the device's block tables,
-    position, token, and slot; then padding."""
+    """[4, size] int64 on the CPU, where `size` is that of the graph. Per span: the row of its sequence in the block
+    tables on the device, position, token, and adapter slot; then padding."""
     table_updates: Tensor
-    """[3, num_entries] int64 on the CPU: rows, columns and blocks to write into those tables first."""
+    """[3, num_entries] int64 on the CPU: rows, columns and blocks to write into these tables first."""
     awaits_tokens: bool = False
-    """See Work; so the next ones."""
+    """See StepInput, also for the next ones."""
     swap_outs: list[SwapCopy] = field(default_factory=list)
     swap_ins: list[SwapCopy] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
 
     @property
     def size(self) -> int:
-        """Of the graph."""
+        """Batch size of the graph."""
         return self.inputs.shape[1]
 
 
 def sort_spans(spans: Sequence[ScheduledSpan]) -> list[int]:
-    """Indices of spans in the order in which they are computed: tokens of one adapter side by side and base tokens
-    first; within that, decoding sequences of similar context are neighbours."""
+    """Return the indices of spans in the order of computation.
+
+    Tokens of one adapter are adjacent, and base model tokens come first. Among these, decode spans come first, sorted
+    by decreasing context, so that neighbours have similar lengths.
+    """
 
     def key(i: int) -> tuple[int, bool, int]:
         span = spans[i]
@@ -91,7 +93,14 @@ def build_step_input(
     long_rope_threshold: int | None = None,
     plan: StepPlan | None = None,
 ) -> StepInput:
-    """Flatten ordered spans; `plan`: the step that they are of, `rope_switch`: the model's, see ModelShape."""
+    """Flatten sorted spans.
+
+    Args:
+        spans: in the order of `sort_spans`.
+        block_size: tokens of a block.
+        long_rope_threshold: that of the model, see ModelConfig.
+        plan: the step of the spans; its copies become part of the input.
+    """
     token_ids: list[int] = []
     block_ids: list[int] = []
     for span in spans:
@@ -123,14 +132,14 @@ def build_step_input(
 
 
 def max_elements(max_num_seqs: int, max_num_tokens: int, max_blocks_per_seq: int, num_swaps: int) -> int:
-    """Elements of the largest row: `num_moves` blocks at most are swapped, and as many as there are spans copied."""
+    """Return the elements of the largest row: at most `num_swaps` blocks are swapped, and one copied per span."""
     num_elements = max_num_seqs * (7 + max_blocks_per_seq) + 2 * max_num_tokens
     num_graph_elements = max_num_seqs * (6 + 3 * max_blocks_per_seq)
     return _HEADER_SIZE + max(num_elements, num_graph_elements) + 2 * num_swaps
 
 
 def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
-    """Write into the first elements of `row`, int64 on the CPU."""
+    """Write an input into the first elements of `row`, int64 on the CPU."""
     block_numbers = [
         number for copy in (*step_input.swap_outs, *step_input.swap_ins) for number in (copy.block, copy.host_block)
     ]
@@ -166,7 +175,7 @@ def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
 
 
 def decode(row: Tensor) -> StepInput | GraphStepInput:
-    """What `encode` wrote, and no reference to the row."""
+    """Return the input that `encode` wrote. It does not reference the row."""
     size, awaits_tokens, num_swap_outs, num_swap_ins, num_copies, *counts = row[:_HEADER_SIZE].tolist()
     end = _HEADER_SIZE + 2 * (num_swap_outs + num_swap_ins + num_copies)
     pairs = iter(_block_pairs(row[_HEADER_SIZE:end].tolist()))
@@ -206,12 +215,12 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
 
 
 def int64_tensor(numbers: list[int]) -> Tensor:
-    """[len(numbers)] int64; there is one at least. 4,096 of them: 80 us, and 620 us by torch.tensor (a Zen 5 core)."""
+    """Return [len(numbers)] int64; `numbers` is not empty. 4,096 numbers: 80 us, torch.tensor 620 us (a Zen 5 core)."""
     return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
 
 def _split(row: Tensor, first_size: int, second_size: int) -> tuple[Tensor, Tensor]:
-    """The first elements of a row, which others will be written into, and those after them: a copy."""
+    """Return a copy of the first elements of a row, and of those after them. The row itself is reused later."""
     copy = row[: first_size + second_size].clone()
     return copy[:first_size], copy[first_size:]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole engines of random configurations under random traffic: each output is the one of its request alone."""
+"""Real engines with random configurations under random traffic: each output equals that of the request alone."""
 
 import random
 from dataclasses import dataclass, field
@@ -39,26 +39,26 @@ STEMS = [[random.Random(i).randrange(VOCAB) for _ in range(40)] for i in range(3
 
 
 @dataclass
-class Asked:
-    """A request, and when it comes and goes."""
+class TimedRequest:
+    """A request with the steps at which it arrives and is aborted."""
 
     prompt: list[int]
     params: dict[str, Any]
-    adapter: str | None
+    adapter_digest: str | None
     priority: int
     arrival: int
-    """Number of a step."""
-    patience: int | None
-    """Steps after which it is aborted; None: it is not."""
+    """Step at which it arrives."""
+    abort_after: int | None
+    """Steps after arrival at which it is aborted; None: never."""
 
 
 @dataclass
-class World:
-    """What an engine was asked, and what came of it."""
+class FuzzHarness:
+    """Runs requests on engines of one checkpoint."""
 
     folder: Path
     adapters: dict[str, Path]
-    draw: random.Random
+    rng: random.Random
     fields: dict[str, Any] = field(default_factory=dict)
     now: float = 0.0
 
@@ -68,174 +68,185 @@ class World:
         runner = create_runner(config, checkpoint.shape, self.folder, start_worker=ThreadWorker)
         return Engine(config, checkpoint, runner, runner.memory, lambda: self.now)
 
-    def job(self, asked: Asked, first_id: int) -> OfflineRequest:
+    def offline_request(self, timed: TimedRequest, first_id: int) -> OfflineRequest:
         tokenizer = Tokenizer(self.folder)
-        params = SamplingParams(**asked.params)
-        bad = tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
-        first = SequenceRequest(first_id, asked.prompt, {}, asked.adapter, None, bad, priority=asked.priority)
+        params = SamplingParams(**timed.params)
+        bad_word_ids = tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
+        first = SequenceRequest(
+            first_id, timed.prompt, {}, timed.adapter_digest, None, bad_word_ids, priority=timed.priority
+        )
         return OfflineRequest(first, None, params, None, tokenizer, frozenset())
 
     def add_adapter(self, engine: Engine, digest: str, pinned: bool = False) -> None:
         engine.add_adapter(digest, self.adapters[digest], engine.read_adapter(self.adapters[digest]), pinned)
 
-    def alone(self, asked: list[Asked]) -> list[OfflineRequest]:
-        """Each in an engine that does nothing else, and has room for everything."""
+    def run_alone(self, timed_requests: list[TimedRequest]) -> list[OfflineRequest]:
+        """Run one request at a time, in an engine with enough memory."""
         lora = {"enable_lora": True, "max_loras": len(self.adapters)} if self.adapters else {}
         engine = self.engine(enable_prefix_caching=False, max_num_batched_tokens=200, **lora)
         for digest in self.adapters:
             self.add_adapter(engine, digest)
-        jobs = [self.job(one, 100 * i) for i, one in enumerate(asked)]
-        for job, one in zip(jobs, asked, strict=True):
-            for request in job.sequence_requests:
+        offline_requests = [self.offline_request(timed, 100 * i) for i, timed in enumerate(timed_requests)]
+        for offline_request, timed in zip(offline_requests, timed_requests, strict=True):
+            for request in offline_request.sequence_requests:
                 engine.add(
-                    SequenceRequest(request.id, one.prompt, request.params, one.adapter, None, request.bad_word_ids)
+                    SequenceRequest(
+                        request.id, timed.prompt, request.params, timed.adapter_digest, None, request.bad_word_ids
+                    )
                 )
             while engine.has_work:
                 for result in engine.step().results:
-                    if job.update(result):
+                    if offline_request.update(result):
                         engine.abort([result.id])
-        return jobs
+        return offline_requests
 
-    def together(self, engine: Engine, asked: list[Asked]) -> dict[int, OfflineRequest]:
-        """All of them, as they come, with adapters that come and go; by their place in `asked`."""
-        draw, jobs, step = self.draw, dict[int, OfflineRequest](), 0
-        fetches: list[tuple[str, Path]] = []
-        loads: list[tuple[SlotLoad, Any]] = []
+    def run_together(self, engine: Engine, timed_requests: list[TimedRequest]) -> dict[int, OfflineRequest]:
+        """Run all requests as they arrive, while adapters are added and removed; return them by index."""
+        rng, offline_requests, step = self.rng, dict[int, OfflineRequest](), 0
+        reads: list[tuple[str, Path]] = []
+        copies: list[tuple[SlotLoad, Any]] = []
         # Adapters are read and copied while steps run.
-        engine.slot_copier = lambda *load: loads.append(load)
+        engine.slot_copier = lambda *copy: copies.append(copy)
         for digest in self.adapters:
             self.add_adapter(engine, digest)
-        while step <= max(one.arrival for one in asked) or engine.has_work or fetches or loads:
-            assert step < 3000, f"it does not end: {engine.stats()}"
-            self.now += draw.choice([0.01, 0.5])
-            for i, one in enumerate(asked):
-                if one.arrival == step:
-                    job = self.job(one, 100 * i)
+        while step <= max(timed.arrival for timed in timed_requests) or engine.has_work or reads or copies:
+            assert step < 3000, f"the engine does not become idle: {engine.stats()}"
+            self.now += rng.choice([0.01, 0.5])
+            for i, timed in enumerate(timed_requests):
+                if timed.arrival == step:
+                    offline_request = self.offline_request(timed, 100 * i)
                     try:
-                        for request in job.sequence_requests:
+                        for request in offline_request.sequence_requests:
                             engine.add(request)
-                        jobs[i] = job
+                        offline_requests[i] = offline_request
                     except NotFound:
-                        assert one.adapter not in engine.adapter_states()
-                elif i in jobs and one.patience is not None and step == one.arrival + one.patience:
-                    engine.abort(jobs[i].unfinished_sequence_ids)
-            if self.adapters and step < 60 and draw.random() < 0.1:
-                digest = draw.choice(list(self.adapters))
-                if draw.random() < 0.4:
+                        assert timed.adapter_digest not in engine.adapter_states()
+                elif (
+                    i in offline_requests
+                    and timed.abort_after is not None
+                    and step == timed.arrival + timed.abort_after
+                ):
+                    engine.abort(offline_requests[i].unfinished_sequence_ids)
+            if self.adapters and step < 60 and rng.random() < 0.1:
+                digest = rng.choice(list(self.adapters))
+                if rng.random() < 0.4:
                     engine.remove_adapter(digest)
                 else:
                     try:
-                        self.add_adapter(engine, digest, pinned=draw.random() < 0.3)
+                        self.add_adapter(engine, digest, pinned=rng.random() < 0.3)
                     except InvalidArgument as error:
                         assert "pinned" in str(error)
-            fetches += engine.pop_adapter_reads()
-            while fetches and draw.random() < 0.5:
-                digest, path = fetches.pop()
+            reads += engine.pop_adapter_reads()
+            while reads and rng.random() < 0.5:
+                digest, path = reads.pop()
                 engine.add_adapter(digest, path, engine.read_adapter(path))
-            while loads and draw.random() < 0.5:
-                load, work = loads.pop()
-                work()
-                engine.on_slot_loaded(load)
+            while copies and rng.random() < 0.5:
+                slot_load, copy = copies.pop()
+                copy()
+                engine.on_slot_loaded(slot_load)
             for result in engine.step().results:
                 assert result.error_code is None, result.error
-                job = jobs[result.id // 100]
-                if job.update(result):
+                if offline_requests[result.id // 100].update(result):
                     engine.abort([result.id])
             engine.check_integrity()
             step += 1
-        return jobs
+        return offline_requests
 
 
-def _asked(draw: random.Random, digests: list[str], priorities: list[int]) -> Asked:
-    stem = draw.choice(STEMS)[: draw.randint(1, 40)]
-    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": draw.choice([1, 12, 25, 50]), "ignore_eos": True}
-    if draw.random() < 0.4:
-        params |= {"temperature": 1.0, "seed": draw.randrange(99), "top_k": draw.choice([0, 40])}
-        params["n"] = draw.randint(1, 3)
+def _random_request(rng: random.Random, digests: list[str], priorities: list[int]) -> TimedRequest:
+    stem = rng.choice(STEMS)[: rng.randint(1, 40)]
+    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": rng.choice([1, 12, 25, 50]), "ignore_eos": True}
+    if rng.random() < 0.4:
+        params |= {"temperature": 1.0, "seed": rng.randrange(99), "top_k": rng.choice([0, 40])}
+        params["n"] = rng.randint(1, 3)
     for name, value in {
-        "stop_token_ids": draw.sample(range(VOCAB), 40),
-        "stop": draw.sample(["e", "th", " ", "a", "ö"], 2),
-        "min_tokens": draw.randint(0, params["max_tokens"]),
+        "stop_token_ids": rng.sample(range(VOCAB), 40),
+        "stop": rng.sample(["e", "th", " ", "a", "ö"], 2),
+        "min_tokens": rng.randint(0, params["max_tokens"]),
         "presence_penalty": 0.7,
         "frequency_penalty": 0.3,
         "repetition_penalty": 1.3,
-        "logit_bias": {draw.randrange(VOCAB): 5.0},
-        "allowed_token_ids": draw.sample(range(VOCAB), 90),
+        "logit_bias": {rng.randrange(VOCAB): 5.0},
+        "allowed_token_ids": rng.sample(range(VOCAB), 90),
         "bad_words": ["th", "e"],
-        "logprobs": draw.choice([0, 3]),
+        "logprobs": rng.choice([0, 3]),
         "prompt_logprobs": 1,
     }.items():
-        if draw.random() < 0.12:
+        if rng.random() < 0.12:
             params[name] = value
-    return Asked(
-        prompt=stem + [draw.randrange(VOCAB) for _ in range(draw.choice([0, 1, 9]))],
+    return TimedRequest(
+        prompt=stem + [rng.randrange(VOCAB) for _ in range(rng.choice([0, 1, 9]))],
         params=params,
-        adapter=draw.choice([None, *digests]),
-        priority=draw.choice(priorities),
-        arrival=draw.choice([0, 0, draw.randint(0, 30)]),
-        patience=draw.randint(0, 25) if draw.random() < 0.15 else None,
+        adapter_digest=rng.choice([None, *digests]),
+        priority=rng.choice(priorities),
+        arrival=rng.choice([0, 0, rng.randint(0, 30)]),
+        abort_after=rng.randint(0, 25) if rng.random() < 0.15 else None,
     )
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Path]]]:
-    made = {}
+    models = {}
     for name in NAMES:
         folder = make_checkpoint(tmp_path_factory.mktemp(name), name)
         save_tokenizer(byte_level(VOCAB - 1), folder)
         adapters = [make_adapter(folder, tmp_path_factory.mktemp(name), i, **kind) for i, kind in enumerate(ADAPTERS)]
-        made[name] = folder, {f"sha256:{i}": path for i, path in enumerate(adapters)}
-    return made
+        models[name] = folder, {f"sha256:{i}": path for i, path in enumerate(adapters)}
+    return models
 
 
 @pytest.mark.parametrize("seed", range(14))
-def test_outputs_are_those_of_each_request_alone(models, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = random.Random(seed)
+def test_outputs_equal_those_of_each_request_alone(models, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
     folder, adapters = models[NAMES[seed % len(NAMES)]]
-    world = World(folder, adapters if seed % 3 else {}, draw)
-    policy = draw.choice(["fcfs", "priority"])
-    asked = [_asked(draw, list(world.adapters), [0, 0, -1, 1] if policy == "priority" else [0]) for _ in range(12)]
-    expected = world.alone(asked)
-    size = draw.choice([8, 16])
-    ranks = draw.choice([2, 4]) if seed >= 12 else 1
-    block = kv_block_bytes(TensorParallelShard(ModelConfig.load(folder), 0, ranks).local_config, size, 4)
+    harness = FuzzHarness(folder, adapters if seed % 3 else {}, rng)
+    policy = rng.choice(["fcfs", "priority"])
+    timed_requests = [
+        _random_request(rng, list(harness.adapters), [0, 0, -1, 1] if policy == "priority" else [0]) for _ in range(12)
+    ]
+    expected = harness.run_alone(timed_requests)
+    block_size = rng.choice([8, 16])
+    tp_size = rng.choice([2, 4]) if seed >= 12 else 1
+    bytes_per_block = kv_block_bytes(
+        TensorParallelShard(ModelConfig.load(folder), 0, tp_size).local_config, block_size, 4
+    )
     fields: dict[str, Any] = {
-        "tensor_parallel_size": ranks,
-        "block_size": size,
-        # Room for one sequence, and little more.
-        "kv_cache_memory_bytes": (96 // size + draw.randint(0, 4)) * block,
-        "max_num_seqs": draw.choice([1, 4, 8]),
-        "max_num_batched_tokens": draw.choice([8, 24, 60]),
-        "enable_prefix_caching": draw.random() < 0.7,
-        "async_scheduling": draw.random() < 0.6,
+        "tensor_parallel_size": tp_size,
+        "block_size": block_size,
+        # Enough for one sequence, and little more.
+        "kv_cache_memory_bytes": (96 // block_size + rng.randint(0, 4)) * bytes_per_block,
+        "max_num_seqs": rng.choice([1, 4, 8]),
+        "max_num_batched_tokens": rng.choice([8, 24, 60]),
+        "enable_prefix_caching": rng.random() < 0.7,
+        "async_scheduling": rng.random() < 0.6,
         "scheduling_policy": policy,
-        "swap_space": draw.choice([0, 3.5, 20.5]) * block / 2**30,
+        "swap_space": rng.choice([0, 3.5, 20.5]) * bytes_per_block / 2**30,
     }
-    if world.adapters:
-        fields |= {"enable_lora": True, "max_loras": draw.choice([1, 2]), "max_cpu_loras": 2}
+    if harness.adapters:
+        fields |= {"enable_lora": True, "max_loras": rng.choice([1, 2]), "max_cpu_loras": 2}
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
     if seed % 4 == 0:
-        # Decoding steps as graphs have them, run again instead of replayed.
+        # Decode steps use the inputs of CUDA graphs, but run eagerly instead of a replay.
         monkeypatch.setattr(cuda_graphs, "should_capture", lambda device: True)
         monkeypatch.setattr(cuda_graphs, "GraphCapture", lambda device: lambda step: step)
         monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
-    engine = world.engine(**fields)
-    for i, job in world.together(engine, asked).items():
-        if not job.unfinished_sequence_ids:
-            _same(job.to_request_output(), expected[i].to_request_output())
+    engine = harness.engine(**fields)
+    for i, offline_request in harness.run_together(engine, timed_requests).items():
+        if not offline_request.unfinished_sequence_ids:
+            _assert_equal(offline_request.to_request_output(), expected[i].to_request_output())
     stats = engine.stats()
     assert stats.num_used_blocks == stats.num_used_host_blocks == 0
 
 
-def _same(found: RequestOutput, wanted: RequestOutput) -> None:
-    assert _logprobs(found.prompt_logprobs) == pytest.approx(_logprobs(wanted.prompt_logprobs), abs=1e-3)
-    for mine, its in zip(found.outputs, wanted.outputs, strict=True):
-        assert (mine.token_ids, mine.text) == (its.token_ids, its.text)
-        assert (mine.finish_reason, mine.stop_reason) == (its.finish_reason, its.stop_reason)
-        assert _logprobs(mine.logprobs) == pytest.approx(_logprobs(its.logprobs), abs=1e-3)
+def _assert_equal(actual: RequestOutput, expected: RequestOutput) -> None:
+    assert _logprobs(actual.prompt_logprobs) == pytest.approx(_logprobs(expected.prompt_logprobs), abs=1e-3)
+    for output, reference in zip(actual.outputs, expected.outputs, strict=True):
+        assert (output.token_ids, output.text) == (reference.token_ids, reference.text)
+        assert (output.finish_reason, output.stop_reason) == (reference.finish_reason, reference.stop_reason)
+        assert _logprobs(output.logprobs) == pytest.approx(_logprobs(reference.logprobs), abs=1e-3)
 
 
 def _logprobs(positions: list[Any] | None) -> list[float]:
-    """All of them, position by position, the likeliest first."""
-    each = (position.values() for position in positions or [] if position)
-    return [p for entries in each for p in sorted((entry.logprob for entry in entries), reverse=True)]
+    """Return all log probabilities by position, the most likely first."""
+    entries_by_position = (position.values() for position in positions or [] if position)
+    return [p for entries in entries_by_position for p in sorted((entry.logprob for entry in entries), reverse=True)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's greedy output is transformers' and peft's in float32, token for token, however the work is cut up.
+"""The engine's greedy output in float32 equals that of transformers and peft, token for token, for any schedule.
 
-The oracle generates without a cache, one full forward a token, so that it shares no idea with the engine.
+The oracle generates without a cache, with one full forward per token, so that it shares no technique with the engine.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from quire_spec.protocol.messages import SequenceRequest
 
 NUM_TOKENS = 20
 MAX_MODEL_LEN = 128
-# float32 over 7 sums of up to 112 terms a layer, logits around 30; 1e-5 is typical.
+# float32, 7 sums of up to 112 terms per layer, logits around 30; an error of 1e-5 is typical.
 MAX_LOGPROB_ERROR = 1e-4
 
 
 class Reference(NamedTuple):
-    """What the oracle makes of a prompt."""
+    """Output of the oracle for a prompt."""
 
     token_ids: list[int]
     logprobs: torch.Tensor
@@ -40,9 +40,9 @@ class Reference(NamedTuple):
 
 @torch.inference_mode()
 def _reference(oracle: Any, prompts: list[list[int]]) -> list[Reference]:
-    """Greedy generation of all prompts side by side, padded on the right, where causal attention does not see it.
+    """Generate greedily for all prompts in one batch, padded on the right, which causal attention ignores.
 
-    One by one where the longest row of a batch decides how all are rotated.
+    With long rope, prompts run one by one, because the longest row of a batch determines the rotation of all rows.
     """
     if len(prompts) > 1 and (getattr(oracle.config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
         return [reference for prompt in prompts for reference in _reference(oracle, [prompt])]
@@ -55,12 +55,12 @@ def _reference(oracle: Any, prompts: list[list[int]]) -> list[Reference]:
         logits = oracle(tokens[:, : int(ends.max()) + i]).logits[rows, ends + i - 1]
         logprobs.append(logits.log_softmax(-1))
         tokens[rows, ends + i] = logits.argmax(-1)
-    taken = [row[end : end + NUM_TOKENS].tolist() for row, end in zip(tokens, ends.tolist(), strict=True)]
-    return [Reference(t, table) for t, table in zip(taken, torch.stack(logprobs, dim=1), strict=True)]
+    outputs = [row[end : end + NUM_TOKENS].tolist() for row, end in zip(tokens, ends.tolist(), strict=True)]
+    return [Reference(t, table) for t, table in zip(outputs, torch.stack(logprobs, dim=1), strict=True)]
 
 
 def _prompts(num: int, seed: int) -> list[list[int]]:
-    """Random prompts of 1 to 80 tokens; every other one begins like one of three."""
+    """Return random prompts of 1 to 80 tokens. Every other one starts with a prefix of one of three stems."""
     rng = random.Random(seed)
     stems = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
     prompts = []
@@ -76,8 +76,8 @@ def _config(folder: Path, num_blocks: int | None = None, **changes: Any) -> Engi
     )
     config = dataclasses.replace(config, **changes)
     if num_blocks is not None:
-        one = kv_block_bytes(ModelConfig.load(folder), config.block_size, 4)
-        config = dataclasses.replace(config, kv_cache_memory_bytes=num_blocks * one)
+        bytes_per_block = kv_block_bytes(ModelConfig.load(folder), config.block_size, 4)
+        config = dataclasses.replace(config, kv_cache_memory_bytes=num_blocks * bytes_per_block)
     config.validate()
     return config
 
@@ -90,23 +90,26 @@ class Output(NamedTuple):
 def _generate(
     engine: Engine,
     prompts: list[list[int]],
-    adapters: list[str | None] | None = None,
+    adapter_digests: list[str | None] | None = None,
     *,
-    rush: float = 1.0,
+    arrival_ratio: float = 1.0,
     **params: Any,
 ) -> list[Output]:
-    """Outputs of all prompts, which arrive over time: `rush` of those not there yet begin each step, at least one."""
+    """Return the outputs of all prompts.
+
+    Prompts arrive over time: in most steps a share `arrival_ratio` of the remaining ones, at least one.
+    """
     rng = random.Random(1)
     waiting = list(range(len(prompts)))
     rng.shuffle(waiting)
     outputs = [Output([], []) for _ in prompts]
     params = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "logprobs": 3} | params
     while waiting or engine.has_work:
-        for _ in range(max(1, int(rush * len(waiting))) if rng.random() < 0.7 else 0):
+        for _ in range(max(1, int(arrival_ratio * len(waiting))) if rng.random() < 0.7 else 0):
             if waiting:
                 i = waiting.pop()
-                adapter = adapters[i] if adapters else None
-                engine.add(SequenceRequest(i, prompts[i], params | {"seed": i}, adapter))
+                adapter_digest = adapter_digests[i] if adapter_digests else None
+                engine.add(SequenceRequest(i, prompts[i], params | {"seed": i}, adapter_digest))
         for digest, path in engine.pop_adapter_reads():
             engine.add_adapter(digest, path, engine.read_adapter(path))
         for result in engine.step().results:
@@ -133,7 +136,7 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    """By name, a checkpoint and what transformers makes of 33 prompts."""
+    """Return a function from a name to a checkpoint with 33 prompts and their outputs from transformers."""
 
     @functools.cache
     def make(name: str) -> Case:
@@ -145,7 +148,7 @@ def cases(tmp_path_factory):
 
 
 SCENARIOS: dict[str, dict[str, Any]] = {
-    "at once": {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096},
+    "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096},
     "in chunks": {"max_num_seqs": 8, "max_num_batched_tokens": 16, "enable_prefix_caching": False},
     "preempted": {"block_size": 8, "num_blocks": MAX_MODEL_LEN // 8 + 4},
     "preempted, nothing cached": {"block_size": 8, "num_blocks": 20, "enable_prefix_caching": False},
@@ -164,31 +167,31 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "gemma2"]
-# The others of a family take another path in the model, not in the engine.
-SOME_SCENARIOS = ["at once", "preempted in chunks", "blocks of 128"]
+# The other checkpoints of a family differ in the model, not in the engine.
+SOME_SCENARIOS = ["whole prompts", "preempted in chunks", "blocks of 128"]
 PAIRS = [(name, scenario) for name in CHECKPOINTS for scenario in (SCENARIOS if name in FAMILIES else SOME_SCENARIOS)]
 
 
 @pytest.mark.parametrize(("name", "scenario"), PAIRS)
 def test_outputs_equal_transformers(cases, name, scenario, monkeypatch):
     case = cases(name)
-    # Whether it is quicker here is not the question.
+    # Swap always, even if it is not faster on this machine.
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
     engine = Engine.from_config(_config(case.folder, **SCENARIOS[scenario]))
-    _check(_generate(engine, case.prompts, rush=0.2), case.references)
+    _check(_generate(engine, case.prompts, arrival_ratio=0.2), case.references)
     assert (engine.stats().num_preemptions > 0) == scenario.startswith("preempted")
     assert (engine.stats().num_swapped_in_blocks > 0) == ("swapped" in scenario)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_alone(cases, name):
+def test_one_request_at_a_time(cases, name):
     case = cases(name)
     engine = Engine.from_config(_config(case.folder, enable_prefix_caching=False))
     for prompt, reference in list(zip(case.prompts, case.references, strict=True))[:5]:
         _check(_generate(engine, [prompt]), [reference])
 
 
-# Rounding a logit of 20 once costs up to 2^-4 in bfloat16 and 2^-7 in float16.
+# Rounding a logit of 20 once has an error of up to 2^-4 in bfloat16 and 2^-7 in float16.
 @pytest.mark.parametrize(("dtype", "max_error"), [("bfloat16", 2**-3), ("float16", 2**-6)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_in_half_precision(cases, name, dtype, max_error):
@@ -207,10 +210,10 @@ def test_in_half_precision(cases, name, dtype, max_error):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_with_packed_weights(cases, name, monkeypatch):
     case = cases(name)
-    # Real weights are packed; these are too small to be.
+    # Real weights are packed. Those of the test are below the size limit.
     monkeypatch.setattr(sys.modules["quire_kernels.linear"], "MIN_PACKED", 0)
     engine = Engine.from_config(_config(case.folder, max_num_seqs=12, max_num_batched_tokens=12))
-    _check(_generate(engine, case.prompts[:12], rush=0.5), case.references[:12])
+    _check(_generate(engine, case.prompts[:12], arrival_ratio=0.5), case.references[:12])
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "phi3-longrope"])
@@ -219,9 +222,9 @@ def test_from_the_prefix_cache(cases, name):
     engine = Engine.from_config(_config(case.folder, block_size=8))
     _check(_generate(engine, case.prompts), case.references)
     hits = engine.stats().prefix_cache_hits
-    _check(_generate(engine, case.prompts, rush=0.5), case.references)
-    found = sum(min(len(prompt) // 8 * 8, len(prompt) - 1) for prompt in case.prompts)
-    assert engine.stats().prefix_cache_hits - hits == found
+    _check(_generate(engine, case.prompts, arrival_ratio=0.5), case.references)
+    expected_hits = sum(min(len(prompt) // 8 * 8, len(prompt) - 1) for prompt in case.prompts)
+    assert engine.stats().prefix_cache_hits - hits == expected_hits
     assert engine.stats().num_block_copies > 0
 
 
@@ -230,11 +233,11 @@ def test_forks(cases, caching):
     case = cases("llama")
     engine = Engine.from_config(_config(case.folder, enable_prefix_caching=caching, max_num_seqs=16))
     prompts = [case.prompts[i // 4] for i in range(32)]
-    leaders = {i: None if i % 4 == 0 else i - i % 4 + (i % 4 == 3) for i in range(32)}
+    parent_ids = {i: None if i % 4 == 0 else i - i % 4 + (i % 4 == 3) for i in range(32)}
     outputs = [Output([], []) for _ in prompts]
     for i, prompt in enumerate(prompts):
         params = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "logprobs": 3}
-        engine.add(SequenceRequest(i, prompt, params, parent_id=leaders[i]))
+        engine.add(SequenceRequest(i, prompt, params, parent_id=parent_ids[i]))
     while engine.has_work:
         for result in engine.step().results:
             outputs[result.id].token_ids.extend(result.token_ids)
@@ -245,41 +248,41 @@ def test_forks(cases, caching):
     assert engine.stats().num_block_copies == sum(3 for i in range(0, 32, 4) if partial[i])
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_forks_of_a_prompt_that_grows_beyond_a_switch_of_its_rope(cases, at_once):
+@pytest.mark.parametrize("fork_at_start", [True, False])
+def test_forks_of_a_prompt_that_crosses_the_long_rope_threshold(cases, fork_at_start):
     folder = cases("phi3-longrope").folder
-    switch = ModelConfig.load(folder).long_rope_threshold
-    prompt = [random.Random(3).randrange(VOCAB) for _ in range(switch - 3)]
+    threshold = ModelConfig.load(folder).long_rope_threshold
+    prompt = [random.Random(3).randrange(VOCAB) for _ in range(threshold - 3)]
     (reference,) = _reference(load_oracle(folder), [prompt])
     engine = Engine.from_config(_config(folder, block_size=8))
     params = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
     engine.add(SequenceRequest(0, prompt, params))
-    found: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    outputs: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for step in range(3 * NUM_TOKENS):
-        # At once, where they share the prompt with the leader; or when it has left it behind.
-        if step == (0 if at_once else 6):
+        # At the start, when forks share the prompt with the parent; or after the parent has crossed the threshold.
+        if step == (0 if fork_at_start else 6):
             engine.add(SequenceRequest(1, prompt, params, parent_id=0))
             engine.add(SequenceRequest(2, prompt, params, parent_id=0))
         for result in engine.step().results:
-            found[result.id] += result.token_ids
+            outputs[result.id] += result.token_ids
         engine.check_integrity()
-    assert found == dict.fromkeys(found, reference.token_ids)
+    assert outputs == dict.fromkeys(outputs, reference.token_ids)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_draws_do_not_depend_on_company_or_preemption(cases, name):
+def test_sampling_does_not_depend_on_other_requests_or_preemption(cases, name):
     case = cases(name)
     params = {"temperature": 1.0, "top_p": 0.95, "logprobs": None}
     prompts = case.prompts[:12]
-    ample = Engine.from_config(_config(case.folder))
-    together = [output.token_ids for output in _draw(ample, prompts, params)]
-    assert together == [_draw(ample, prompts, params, only=i)[i].token_ids for i in range(12)]
-    scarce = Engine.from_config(_config(case.folder, block_size=8, num_blocks=MAX_MODEL_LEN // 8 + 2))
-    assert together == [output.token_ids for output in _draw(scarce, prompts, params)]
-    assert scarce.stats().num_preemptions > 0
+    large = Engine.from_config(_config(case.folder))
+    together = [output.token_ids for output in _sample(large, prompts, params)]
+    assert together == [_sample(large, prompts, params, only=i)[i].token_ids for i in range(12)]
+    small = Engine.from_config(_config(case.folder, block_size=8, num_blocks=MAX_MODEL_LEN // 8 + 2))
+    assert together == [output.token_ids for output in _sample(small, prompts, params)]
+    assert small.stats().num_preemptions > 0
 
 
-def _draw(engine: Engine, prompts: list[list[int]], params: dict[str, Any], only: int | None = None) -> list[Output]:
+def _sample(engine: Engine, prompts: list[list[int]], params: dict[str, Any], only: int | None = None) -> list[Output]:
     outputs = [Output([], []) for _ in prompts]
     for i, prompt in enumerate(prompts):
         if only in (None, i):
@@ -305,7 +308,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-# What other families call the linears that are named above.
+# Names of these linears in other families.
 TARGETS = {
     "phi3": {**dict.fromkeys(["q_proj", "k_proj", "v_proj"], "qkv_proj"), "gate_proj": "gate_up_proj"},
     "opt": {"o_proj": "out_proj", "gate_proj": "fc1", "down_proj": "fc2"},
@@ -314,8 +317,8 @@ TARGETS["phi3"]["up_proj"] = TARGETS["phi3"]["gate_proj"]
 TARGETS["opt"]["up_proj"] = TARGETS["opt"]["gate_proj"]
 
 
-def _renamed(config: dict[str, Any], family: str) -> dict[str, Any]:
-    """A LoraConfig for the linears of a family."""
+def _rename_targets(config: dict[str, Any], family: str) -> dict[str, Any]:
+    """Return a LoraConfig with the names of a family's linears."""
     text = json.dumps(config)
     for name, other in TARGETS.get(family, {}).items():
         text = re.sub(rf"\b{name}\b", other, text)
@@ -326,13 +329,13 @@ class AdapterCase(NamedTuple):
     folder: Path
     adapters: dict[str | None, Path | None]
     prompts: list[list[int]]
-    owners: list[str | None]
+    adapter_digests: list[str | None]
     references: list[Reference]
 
 
 @pytest.fixture(scope="module")
 def adapter_cases(tmp_path_factory):
-    """By checkpoint, six adapters and the base, and what peft makes of six prompts with each, the same six for all."""
+    """Return a function from a checkpoint to six adapters and the base, with the outputs of six prompts for each."""
 
     @functools.cache
     def make(checkpoint: str) -> AdapterCase:
@@ -340,13 +343,15 @@ def adapter_cases(tmp_path_factory):
         folder = make_checkpoint(root / "model", checkpoint)
         adapters: dict[str | None, Path | None] = {None: None}
         for seed, (name, config) in enumerate(ADAPTERS.items()):
-            adapters[name] = make_adapter(folder, root / name, seed=seed, **_renamed(config, checkpoint))
-        mine = _prompts(6, seed=5)
-        owners = [name for name in adapters for _ in mine]
+            adapters[name] = make_adapter(folder, root / name, seed=seed, **_rename_targets(config, checkpoint))
+        prompts = _prompts(6, seed=5)
+        adapter_digests = [name for name in adapters for _ in prompts]
         references = []
         for path in adapters.values():
-            references += _reference(load_oracle(folder) if path is None else load_adapted_oracle(folder, path), mine)
-        return AdapterCase(folder, adapters, mine * len(adapters), owners, references)
+            references += _reference(
+                load_oracle(folder) if path is None else load_adapted_oracle(folder, path), prompts
+            )
+        return AdapterCase(folder, adapters, prompts * len(adapters), adapter_digests, references)
 
     return make
 
@@ -362,14 +367,14 @@ def _adapted_engine(case: AdapterCase, **changes: Any) -> Engine:
 
 def test_each_adapter_changes_the_output(adapter_cases):
     adapted = adapter_cases("llama")
-    outputs = {owner: [] for owner in adapted.adapters}
-    for owner, reference in zip(adapted.owners, adapted.references, strict=True):
-        outputs[owner].append(reference.token_ids)
+    outputs = {digest: [] for digest in adapted.adapters}
+    for digest, reference in zip(adapted.adapter_digests, adapted.references, strict=True):
+        outputs[digest].append(reference.token_ids)
     assert len({str(tokens) for tokens in outputs.values()}) == len(adapted.adapters)
 
 
 ADAPTER_SCENARIOS: dict[str, dict[str, Any]] = {
-    "side by side": {},
+    "one batch": {},
     "in chunks": {"max_num_batched_tokens": 40},
     "two slots for six": {"max_loras": 2},
     "one slot for six": {"max_loras": 1, "enable_prefix_caching": False},
@@ -383,32 +388,32 @@ ADAPTER_PAIRS += [(c, "preempted, two slots") for c in (*FAMILIES[1:], "llama-he
 
 
 @pytest.mark.parametrize(("checkpoint", "scenario"), ADAPTER_PAIRS)
-def test_adapters_side_by_side_equal_peft(adapter_cases, checkpoint, scenario):
+def test_adapters_in_one_batch_equal_peft(adapter_cases, checkpoint, scenario):
     adapted = adapter_cases(checkpoint)
     engine = _adapted_engine(adapted, **ADAPTER_SCENARIOS[scenario])
-    _check(_generate(engine, adapted.prompts, adapted.owners, rush=0.3), adapted.references)
+    _check(_generate(engine, adapted.prompts, adapted.adapter_digests, arrival_ratio=0.3), adapted.references)
     if "slot" in scenario:
         assert engine.stats().num_adapter_evictions > 0
 
 
-def test_each_adapter_alone_equals_peft(adapter_cases):
+def test_one_adapter_at_a_time_equals_peft(adapter_cases):
     adapted = adapter_cases("llama")
     engine = _adapted_engine(adapted, max_loras=1)
     for i in range(0, len(adapted.prompts), 6):
-        _check(_generate(engine, [adapted.prompts[i]], [adapted.owners[i]]), [adapted.references[i]])
+        _check(_generate(engine, [adapted.prompts[i]], [adapted.adapter_digests[i]]), [adapted.references[i]])
 
 
 def test_equal_prompts_of_different_adapters_share_no_blocks(adapter_cases):
     adapted = adapter_cases("llama")
     engine = _adapted_engine(adapted)
     for _ in range(2):
-        _check(_generate(engine, adapted.prompts, adapted.owners), adapted.references)
+        _check(_generate(engine, adapted.prompts, adapted.adapter_digests), adapted.references)
     assert engine.stats().prefix_cache_hits > 0
 
 
-@pytest.mark.parametrize(("caching", "ahead"), [(True, False), (False, True)])
-def test_everything_at_once(adapter_cases, caching, ahead, monkeypatch):
-    """Adapters, forks, priorities, swapping, preemption and aborts, in random order: what ends is right."""
+@pytest.mark.parametrize(("caching", "overlap"), [(True, False), (False, True)])
+def test_all_features_combined(adapter_cases, caching, overlap, monkeypatch):
+    """Adapters, forks, priorities, swapping, preemption and aborts in random order: all outputs are correct."""
     adapted, rng = adapter_cases("llama"), random.Random(8)
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: rng.random() < 0.7)
     engine = _adapted_engine(
@@ -416,33 +421,35 @@ def test_everything_at_once(adapter_cases, caching, ahead, monkeypatch):
         num_blocks=MAX_MODEL_LEN // 8 + 8,
         max_loras=2,
         enable_prefix_caching=caching,
-        async_scheduling=ahead,
+        async_scheduling=overlap,
         swap_space=0.001,
         max_num_batched_tokens=64,
         scheduling_policy="priority",
     )
-    jobs: list[int] = []
+    prompt_indices: list[int] = []
     outputs: dict[int, list[int]] = {}
-    num_ended = 0
-    while len(jobs) < 150 or engine.has_work:
-        for _ in range(rng.randint(0, 2) if len(jobs) < 150 and len(outputs) < 24 else 0):
-            leader = rng.choice(list(outputs)) if outputs and rng.random() < 0.4 else None
-            job = rng.randrange(len(adapted.prompts)) if leader is None else jobs[leader]
-            request = SequenceRequest(len(jobs), adapted.prompts[job], {"temperature": 0.0, "max_tokens": NUM_TOKENS})
-            request = dataclasses.replace(request, adapter_digest=adapted.owners[job], parent_id=leader)
+    num_finished = 0
+    while len(prompt_indices) < 150 or engine.has_work:
+        for _ in range(rng.randint(0, 2) if len(prompt_indices) < 150 and len(outputs) < 24 else 0):
+            parent_id = rng.choice(list(outputs)) if outputs and rng.random() < 0.4 else None
+            index = rng.randrange(len(adapted.prompts)) if parent_id is None else prompt_indices[parent_id]
+            request = SequenceRequest(
+                len(prompt_indices), adapted.prompts[index], {"temperature": 0.0, "max_tokens": NUM_TOKENS}
+            )
+            request = dataclasses.replace(request, adapter_digest=adapted.adapter_digests[index], parent_id=parent_id)
             engine.add(dataclasses.replace(request, priority=rng.choice([0, 0, 0, 1, -1])))
             outputs[request.id] = []
-            jobs.append(job)
+            prompt_indices.append(index)
         if outputs and rng.random() < 0.05:
-            engine.abort([aborted := rng.choice(list(outputs))])
-            del outputs[aborted]
+            engine.abort([aborted_id := rng.choice(list(outputs))])
+            del outputs[aborted_id]
         engine.read_pending_adapters()
         for result in engine.step().results:
             outputs[result.id] += result.token_ids
             if result.finish_reason is not None:
-                assert outputs.pop(result.id) == adapted.references[jobs[result.id]].token_ids
-                num_ended += 1
+                assert outputs.pop(result.id) == adapted.references[prompt_indices[result.id]].token_ids
+                num_finished += 1
         engine.check_integrity()
     stats = engine.stats()
-    assert num_ended > 100 and stats.num_used_blocks == stats.num_used_host_blocks == 0
+    assert num_finished > 100 and stats.num_used_blocks == stats.num_used_host_blocks == 0
     assert min(stats.num_swapped_in_blocks, stats.num_block_copies, stats.num_adapter_evictions) > 10

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real engine core over its real socket: sequences, owners, adapters, idleness, failing steps."""
+"""The real core process over its real socket: sequences, clients, adapters, idling, failing steps."""
 
 import json
 import os
@@ -33,70 +33,70 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
     return [make_llama_adapter(model, tmp_path_factory.mktemp("adapter"), seed) for seed in range(4)]
 
 
-def config_of(model: Path, **more: object) -> dict[str, object]:
-    return {"model": str(model), "dtype": "float32", "kv_cache_memory_bytes": 8 * 2**20, **more}
+def config_of(model: Path, **fields: object) -> dict[str, object]:
+    return {"model": str(model), "dtype": "float32", "kv_cache_memory_bytes": 8 * 2**20, **fields}
 
 
 @pytest.fixture(scope="module")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcesses]:
     lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2}
-    with EngineProcesses(tmp_path_factory.mktemp("run"), **config_of(model, **lora)) as pod:
-        yield pod.start("core")
+    with EngineProcesses(tmp_path_factory.mktemp("run"), **config_of(model, **lora)) as engine:
+        yield engine.start("core")
 
 
 @pytest.fixture
-def pod(shared: EngineProcesses) -> Iterator[EngineProcesses]:
+def engine(shared: EngineProcesses) -> Iterator[EngineProcesses]:
     yield shared
     shared.wait_idle()
     assert "Traceback" not in shared.log("core")
 
 
 @pytest.fixture
-def text(pod: EngineProcesses) -> Iterator[IpcClient]:
+def text_client(engine: EngineProcesses) -> Iterator[IpcClient]:
     """A connection in the role of the text process."""
-    with pod.connect("core", "text") as peer:
+    with engine.connect("core", "text") as peer:
         yield peer
 
 
 @pytest.fixture
-def supervisor(pod: EngineProcesses) -> Iterator[IpcClient]:
-    with pod.connect("core", "supervisor") as peer:
+def supervisor(engine: EngineProcesses) -> Iterator[IpcClient]:
+    with engine.connect("core", "supervisor") as peer:
         yield peer
 
 
-def results(peer: IpcClient, ids: list[int]) -> dict[int, list[SequenceDelta]]:
-    """Every result of the sequences `ids`, up to their last ones."""
-    got: dict[int, list[SequenceDelta]] = {i: [] for i in ids}
-    missing, started = set(ids), []
-    while missing:
+def receive_results(peer: IpcClient, ids: list[int]) -> dict[int, list[SequenceDelta]]:
+    """Return all results of the sequences `ids`, up to the last ones."""
+    results_by_id: dict[int, list[SequenceDelta]] = {i: [] for i in ids}
+    unfinished, started_ids = set(ids), []
+    while unfinished:
         step = peer.receive()
         assert isinstance(step, StepResult)
-        started += step.started_ids
+        started_ids += step.started_ids
         for result in step.results:
-            got[result.id].append(result)
+            results_by_id[result.id].append(result)
             if result.finish_reason or result.error_code:
-                missing.discard(result.id)
-    assert len(started) == len(set(started))
-    return got
+                unfinished.discard(result.id)
+    assert len(started_ids) == len(set(started_ids))
+    return results_by_id
 
 
-def tokens(found: list[SequenceDelta]) -> list[int]:
-    return [i for result in found for i in result.token_ids]
+def token_ids_of(deltas: list[SequenceDelta]) -> list[int]:
+    return [i for result in deltas for i in result.token_ids]
 
 
-def test_sequences_run_and_their_results_come_step_by_step(text: IpcClient, model: Path):
+def test_sequences_return_results_step_by_step(text_client: IpcClient, model: Path):
     prompts = {7: [1, 2, 3], 8: [9] * 40, 9: [5]}
     for id, prompt in prompts.items():
-        text.send(SequenceRequest(id, prompt, GREEDY))
-    for id, found in results(text, list(prompts)).items():
-        assert tokens(found) == greedy_output(model, prompts[id], 12)
-        assert [len(result.token_ids) for result in found] == [1] * 12
-        assert found[-1].finish_reason == "length"
+        text_client.send(SequenceRequest(id, prompt, GREEDY))
+    for id, deltas in receive_results(text_client, list(prompts)).items():
+        assert token_ids_of(deltas) == greedy_output(model, prompts[id], 12)
+        assert [len(result.token_ids) for result in deltas] == [1] * 12
+        assert deltas[-1].finish_reason == "length"
 
 
-def test_a_wrong_sequence_fails_alone(pod: EngineProcesses, text: IpcClient):
-    text.send(SequenceRequest(1, [5], GREEDY))
-    wrong = {
+def test_invalid_sequences_fail_alone(engine: EngineProcesses, text_client: IpcClient):
+    text_client.send(SequenceRequest(1, [5], GREEDY))
+    invalid_requests = {
         2: SequenceRequest(2, [], GREEDY),
         3: SequenceRequest(3, [10**6], GREEDY),
         4: SequenceRequest(4, [5] * 5000, GREEDY),
@@ -106,53 +106,53 @@ def test_a_wrong_sequence_fails_alone(pod: EngineProcesses, text: IpcClient):
         8: SequenceRequest(8, [5], "abc"),  # type: ignore[arg-type]
         9: SequenceRequest(9, None, None),  # type: ignore[arg-type]
     }
-    for request in wrong.values():
-        text.send(request)
-    got = results(text, [1, *wrong])
-    assert len(tokens(got[1])) == 12
-    assert {got[i][0].error_code for i in (2, 3, 4, 5)} == {"INVALID_ARG"}
-    assert got[6][0].error_code == "NOT_FOUND"
-    assert all(got[i][0].error_code and got[i][0].error for i in (7, 8, 9))
-    # What the text process would never send is logged with a traceback, which the fixture must not mistake.
-    (pod.folder / "core.log").write_text("")
+    for request in invalid_requests.values():
+        text_client.send(request)
+    deltas = receive_results(text_client, [1, *invalid_requests])
+    assert len(token_ids_of(deltas[1])) == 12
+    assert {deltas[i][0].error_code for i in (2, 3, 4, 5)} == {"INVALID_ARG"}
+    assert deltas[6][0].error_code == "NOT_FOUND"
+    assert all(deltas[i][0].error_code and deltas[i][0].error for i in (7, 8, 9))
+    # The core logs malformed requests with a traceback, which the fixture must not find.
+    (engine.folder / "core.log").write_text("")
 
 
-def test_abort_frees_blocks_and_says_so(pod: EngineProcesses, text: IpcClient):
-    text.send(SequenceRequest(1, [5], ENDLESS))
-    first = text.receive()
+def test_abort_frees_blocks_and_publishes_stats(engine: EngineProcesses, text_client: IpcClient):
+    text_client.send(SequenceRequest(1, [5], ENDLESS))
+    first = text_client.receive()
     assert isinstance(first, StepResult)
     while not first.started_ids:
-        first = text.receive()
-    assert pod.core_stats()["num_used_blocks"] > 0
-    text.send(AbortSequences([1, 99]))
-    pod.wait_idle()
-    text.socket.settimeout(5)
-    while (step := text.receive()).stats.num_running:
+        first = text_client.receive()
+    assert engine.core_stats()["num_used_blocks"] > 0
+    text_client.send(AbortSequences([1, 99]))
+    engine.wait_idle()
+    text_client.socket.settimeout(5)
+    while (step := text_client.receive()).stats.num_running:
         pass
     assert (step.stats.num_used_blocks, step.results) == (0, [])
 
 
-def test_what_a_text_process_left_is_aborted(pod: EngineProcesses, text: IpcClient):
-    text.send(SequenceRequest(1, [5], ENDLESS))
-    wait_for(lambda: pod.core_stats()["num_running"] == 1)
-    text.close()
-    pod.wait_idle()
+def test_disconnect_of_the_text_process_aborts_its_sequences(engine: EngineProcesses, text_client: IpcClient):
+    text_client.send(SequenceRequest(1, [5], ENDLESS))
+    wait_for(lambda: engine.core_stats()["num_running"] == 1)
+    text_client.close()
+    engine.wait_idle()
 
 
-def test_a_second_text_process_takes_over(pod: EngineProcesses, text: IpcClient):
-    text.send(SequenceRequest(1, [5], ENDLESS))
-    wait_for(lambda: pod.core_stats()["num_running"] == 1)
-    with pod.connect("core", "text") as second:
-        # The same id means another sequence here, and nothing of the first one's comes.
+def test_second_text_process_replaces_the_first(engine: EngineProcesses, text_client: IpcClient):
+    text_client.send(SequenceRequest(1, [5], ENDLESS))
+    wait_for(lambda: engine.core_stats()["num_running"] == 1)
+    with engine.connect("core", "text") as second:
+        # The same id is another sequence for this client, which must not receive results of the first one.
         second.send(SequenceRequest(1, [6], GREEDY))
-        assert len(tokens(results(second, [1])[1])) == 12
+        assert len(token_ids_of(receive_results(second, [1])[1])) == 12
         with pytest.raises(EOFError):
             while True:
-                text.receive()
-        assert pod.core_stats()["num_running"] == 0
+                text_client.receive()
+        assert engine.core_stats()["num_running"] == 0
 
 
-def test_status_and_calls(pod: EngineProcesses, supervisor: IpcClient, model: Path):
+def test_status_and_control_calls(engine: EngineProcesses, supervisor: IpcClient, model: Path):
     status = supervisor.call("status")
     assert set(status) == {"started_at", "memory", "adapters", "stats"}
     assert status["started_at"].endswith("Z")
@@ -161,44 +161,44 @@ def test_status_and_calls(pod: EngineProcesses, supervisor: IpcClient, model: Pa
     assert supervisor.call("check") == {}
     with pytest.raises(InvalidArgument, match="'nope' is unknown"):
         supervisor.call("nope")
-    with pytest.raises(InvalidArgument, match="digest: expected a string"):
+    with pytest.raises(InvalidArgument, match="digest: must be a non-empty string"):
         supervisor.call("load_adapter", path="/x")
 
 
 def test_adapters_are_loaded_used_read_again_and_unloaded(
-    pod: EngineProcesses, text: IpcClient, supervisor: IpcClient, adapters: list[Path]
+    engine: EngineProcesses, text_client: IpcClient, supervisor: IpcClient, adapters: list[Path]
 ):
-    text.send(SequenceRequest(100, [5, 6], GREEDY))
-    base = tokens(results(text, [100])[100])
+    text_client.send(SequenceRequest(100, [5, 6], GREEDY))
+    base = token_ids_of(receive_results(text_client, [100])[100])
     digests = [f"sha256:{i}" for i in range(4)]
     for digest, path in zip(digests, adapters, strict=True):
         assert supervisor.call("load_adapter", digest=digest, path=str(path), pinned=False) == {}
-    # Two host copies, four adapters, one slot: running them in turn reads some again while others run.
-    first = run_all(text, digests, 0)
-    assert len({tuple(found) for found in first}) == 4 and base not in first
-    assert run_all(text, digests[::-1], 10) == first[::-1]
-    text.send(SequenceRequest(101, [5, 6], GREEDY))
-    assert tokens(results(text, [101])[101]) == base
+    # Two host copies, four adapters, one slot: some adapters are read again while others run.
+    first = run_all(text_client, digests, 0)
+    assert len({tuple(output) for output in first}) == 4 and base not in first
+    assert run_all(text_client, digests[::-1], 10) == first[::-1]
+    text_client.send(SequenceRequest(101, [5, 6], GREEDY))
+    assert token_ids_of(receive_results(text_client, [101])[101]) == base
     states = supervisor.call("status")["adapters"]
     assert set(states) == set(digests)
     assert sorted(states.values()) == ["disk", "disk", "host", "slot"]
     for digest in digests:
         assert supervisor.call("unload_adapter", digest=digest) == {}
     assert supervisor.call("status")["adapters"] == {}
-    text.send(SequenceRequest(102, [5, 6], GREEDY, adapter_digest=digests[0]))
-    assert results(text, [102])[102][0].error_code == "NOT_FOUND"
+    text_client.send(SequenceRequest(102, [5, 6], GREEDY, adapter_digest=digests[0]))
+    assert receive_results(text_client, [102])[102][0].error_code == "NOT_FOUND"
 
 
-def run_all(text: IpcClient, digests: list[str], base: int) -> list[list[int]]:
-    """Output of one prompt with each adapter, asked for at once."""
+def run_all(text_client: IpcClient, digests: list[str], base: int) -> list[list[int]]:
+    """Return the output of one prompt with each adapter; all requests are concurrent."""
     ids = {base + i: digest for i, digest in enumerate(digests)}
     for id, digest in ids.items():
-        text.send(SequenceRequest(id, [5, 6], GREEDY, adapter_digest=digest))
-    got = results(text, list(ids))
-    return [tokens(got[i]) for i in ids]
+        text_client.send(SequenceRequest(id, [5, 6], GREEDY, adapter_digest=digest))
+    deltas = receive_results(text_client, list(ids))
+    return [token_ids_of(deltas[i]) for i in ids]
 
 
-def test_an_adapter_that_cannot_be_loaded_says_why(supervisor: IpcClient, adapters: list[Path], tmp_path: Path):
+def test_failed_adapter_load_returns_the_reason(supervisor: IpcClient, adapters: list[Path], tmp_path: Path):
     with pytest.raises(InvalidArgument, match="adapter_config"):
         supervisor.call("load_adapter", digest="d", path=str(tmp_path))
     (tmp_path / "adapter_config.json").write_text("{")
@@ -207,30 +207,35 @@ def test_an_adapter_that_cannot_be_loaded_says_why(supervisor: IpcClient, adapte
     assert supervisor.call("status")["adapters"] == {}
 
 
-def test_an_adapter_that_vanished_fails_its_own_sequences(
-    pod: EngineProcesses, text: IpcClient, supervisor: IpcClient, model: Path, adapters: list[Path], tmp_path: Path
+def test_deleted_adapter_fails_only_its_own_sequences(
+    engine: EngineProcesses,
+    text_client: IpcClient,
+    supervisor: IpcClient,
+    model: Path,
+    adapters: list[Path],
+    tmp_path: Path,
 ):
     paths = [tmp_path / "gone", adapters[1], adapters[2]]
     make_llama_adapter(model, paths[0], 9)
     for i, path in enumerate(paths):
         supervisor.call("load_adapter", digest=f"d{i}", path=str(path))
-    run_all(text, ["d1", "d2"], 0)
+    run_all(text_client, ["d1", "d2"], 0)
     assert supervisor.call("status")["adapters"]["d0"] == "disk"
     for file in paths[0].iterdir():
         file.unlink()
-    text.send(SequenceRequest(20, [5, 6], GREEDY, adapter_digest="d0"))
-    text.send(SequenceRequest(21, [5, 6], GREEDY, adapter_digest="d1"))
-    got = results(text, [20, 21])
-    assert got[20][0].error_code and "gone" in got[20][0].error
-    assert len(tokens(got[21])) == 12
+    text_client.send(SequenceRequest(20, [5, 6], GREEDY, adapter_digest="d0"))
+    text_client.send(SequenceRequest(21, [5, 6], GREEDY, adapter_digest="d1"))
+    deltas = receive_results(text_client, [20, 21])
+    assert deltas[20][0].error_code and "gone" in deltas[20][0].error
+    assert len(token_ids_of(deltas[21])) == 12
     for i in range(3):
         supervisor.call("unload_adapter", digest=f"d{i}")
 
 
-def test_an_idle_core_takes_no_processor_time(pod: EngineProcesses, text: IpcClient):
-    text.send(SequenceRequest(1, [5], GREEDY))
-    results(text, [1])
-    wait_quiet([psutil.Process(pod.processes["core"].pid)], 0.02)
+def test_idle_core_uses_no_cpu_time(engine: EngineProcesses, text_client: IpcClient):
+    text_client.send(SequenceRequest(1, [5], GREEDY))
+    receive_results(text_client, [1])
+    wait_quiet([psutil.Process(engine.processes["core"].pid)], 0.02)
 
 
 @pytest.mark.parametrize(
@@ -243,26 +248,26 @@ def test_an_idle_core_takes_no_processor_time(pod: EngineProcesses, text: IpcCli
     ],
     ids=range(4),
 )
-def test_a_broken_peer_is_cut(pod: EngineProcesses, text: IpcClient, garbage: bytes):
+def test_invalid_messages_close_the_connection(engine: EngineProcesses, text_client: IpcClient, garbage: bytes):
     with socket.socket(socket.AF_UNIX) as raw:
         raw.settimeout(10)
-        raw.connect(str(pod.folder / "core.sock"))
+        raw.connect(str(engine.folder / "core.sock"))
         raw.sendall(garbage)
         assert raw.recv(1) == b""
-    text.send(SequenceRequest(1, [5], GREEDY))
-    assert len(tokens(results(text, [1])[1])) == 12
+    text_client.send(SequenceRequest(1, [5], GREEDY))
+    assert len(token_ids_of(receive_results(text_client, [1])[1])) == 12
 
 
-def test_start_is_logged_and_sigterm_ends_it(model: Path, tmp_path: Path):
-    with EngineProcesses(tmp_path, **config_of(model)) as pod:
-        pod.start("core")
-        log = pod.log("core")
-        for said in ("max_num_batched_tokens=2048", "part=weights planned_gib=", "part=kv", "num_blocks="):
-            assert said in log
-        with pod.connect("core", "text") as text:
-            text.send(SequenceRequest(1, [5], ENDLESS))
-            text.receive()
-            assert pod.kill("core", signal.SIGTERM) == 0
+def test_startup_is_logged_and_sigterm_exits_cleanly(model: Path, tmp_path: Path):
+    with EngineProcesses(tmp_path, **config_of(model)) as engine:
+        engine.start("core")
+        log = engine.log("core")
+        for expected in ("max_num_batched_tokens=2048", "part=weights planned_gib=", "part=kv", "num_blocks="):
+            assert expected in log
+        with engine.connect("core", "text") as text_client:
+            text_client.send(SequenceRequest(1, [5], ENDLESS))
+            text_client.receive()
+            assert engine.kill("core", signal.SIGTERM) == 0
 
 
 FAILING = """
@@ -283,39 +288,39 @@ process.run_process("core", core_process.main)
 """
 
 
-def test_failing_steps_fail_their_sequences_and_three_in_a_row_end_the_process(model: Path, tmp_path: Path):
-    # A device that fails cannot be had on order: the runner of an otherwise real core raises for one token.
-    pod = EngineProcesses(tmp_path, **config_of(model))
+def test_failed_steps_fail_their_sequences_and_three_in_a_row_exit(model: Path, tmp_path: Path):
+    # Without a real device failure, the runner of an otherwise real core raises for one token.
+    engine = EngineProcesses(tmp_path, **config_of(model))
     argv = [sys.executable, "-c", FAILING, "--engine", str(tmp_path / "engine.json")]
     argv += ["--served-name", "base", "--run-dir", str(tmp_path)]
-    with pod, (tmp_path / "core.log").open("wb") as log:
-        pod.processes["core"] = subprocess.Popen(argv, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        wait_for(lambda: pod._is_serving("core"))
-        with pod.connect("core", "text") as text:
-            for good in (1, 2):
+    with engine, (tmp_path / "core.log").open("wb") as log:
+        engine.processes["core"] = subprocess.Popen(argv, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        wait_for(lambda: engine._is_serving("core"))
+        with engine.connect("core", "text") as text_client:
+            for round_id in (1, 2):
                 for i in range(2):
-                    id = 10 * good + i
-                    text.send(SequenceRequest(id, [99], GREEDY))
-                    (failed,) = results(text, [id])[id]
+                    id = 10 * round_id + i
+                    text_client.send(SequenceRequest(id, [99], GREEDY))
+                    (failed,) = receive_results(text_client, [id])[id]
                     assert failed.error_code == "INTERNAL" and "device-side assert" in failed.error
-                text.send(SequenceRequest(good, [5], GREEDY))
-                assert len(tokens(results(text, [good])[good])) == 12
+                text_client.send(SequenceRequest(round_id, [5], GREEDY))
+                assert len(token_ids_of(receive_results(text_client, [round_id])[round_id])) == 12
             for i in range(3):
-                text.send(SequenceRequest(30 + i, [99], GREEDY))
+                text_client.send(SequenceRequest(30 + i, [99], GREEDY))
                 if i < 2:
-                    results(text, [30 + i])
+                    receive_results(text_client, [30 + i])
             with pytest.raises(EOFError):
                 while True:
-                    text.receive()
-        assert pod.processes["core"].wait(10) == 70
-        assert "steps keep failing" in pod.log("core")
+                    text_client.receive()
+        assert engine.processes["core"].wait(10) == 70
+        assert "steps keep failing" in engine.log("core")
 
 
-def test_a_cache_that_is_too_small_is_refused_with_the_setting(model: Path, tmp_path: Path):
-    engine = tmp_path / "engine.json"
-    engine.write_text(json.dumps(config_of(model, kv_cache_memory_bytes=4096)))
-    argv = [sys.executable, "-m", "quire_engine.core", "--engine", str(engine)]
+def test_too_small_kv_cache_names_the_setting(model: Path, tmp_path: Path):
+    config_path = tmp_path / "engine.json"
+    config_path.write_text(json.dumps(config_of(model, kv_cache_memory_bytes=4096)))
+    argv = [sys.executable, "-m", "quire_engine.core", "--engine", str(config_path)]
     argv += ["--served-name", "base", "--run-dir", str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "quire_engine.core: " in done.stderr and "kv_cache_memory_bytes" in done.stderr
+    completed = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 2 and "Traceback" not in completed.stderr
+    assert "quire_engine.core: " in completed.stderr and "kv_cache_memory_bytes" in completed.stderr
