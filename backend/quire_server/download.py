@@ -3,7 +3,7 @@
 
 import sys
 
-from quire_server.sources.model_download import main
+from quire_server.downloads.model_download import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,7 @@
 
 import sys
 
-from quire_server.sources.inspect_model import main
+from quire_server.downloads.inspect_model import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 """The interface of all source readers: display names, versions, and files by byte range.
 
 A reader translates one protocol and names what failed. It has no retries, no size limits and no state on disk; those
-belong to quire_server.sources. The operator reads config.json and safetensors headers with `read_range`.
+belong to quire_server.downloads. The operator reads config.json and safetensors headers with `read_range`.
 """
 
 import asyncio

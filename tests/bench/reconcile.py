@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "hack")]
 from support.cluster import running_cluster  # noqa: E402
 from support.controller_harness import CHILDREN, TINY, llm_service  # noqa: E402
 
-from quire_server.sources.inspect_model import termination_message  # noqa: E402
+from quire_server.downloads.inspect_model import termination_message  # noqa: E402
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 NAMESPACE = "bench"

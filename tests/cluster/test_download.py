@@ -2,7 +2,7 @@
 """A model that has to be downloaded: what the status says on the way, and that no pod takes a GPU before it is there.
 
 The pods of Jobs end as a test says (support/fake_kubelet.py); what their program does is in
-tests/server/sources/test_model_download.py.
+tests/server/downloads/test_model_download.py.
 """
 
 import asyncio

@@ -28,7 +28,7 @@ from quire_operator.plan.planner import make_plan
 from quire_operator.render.context import RenderContext
 from quire_operator.render.engine_config import engine_config
 from quire_operator.render.objects import render_objects
-from quire_server.sources import model_download
+from quire_server.downloads import model_download
 from quire_spec.documents.download_result import DownloadReason
 from quire_spec.engine import vllm_arguments
 from quire_spec.engine.config import EngineConfig

@@ -163,7 +163,7 @@ def test_other_bytes_than_the_digest_says_are_refused(cluster, namespace):
     until(cluster, namespace, refused, 120, "DigestMismatch")
     right = hashlib.sha256(WEIGHTS.read_bytes()).hexdigest()
     message = current_condition(cluster, namespace, "ModelCached")["message"]
-    assert f"its sha256 is {right}, not {'0' * 64}" in message
+    assert f"sha256 is {right}, not {'0' * 64}" in message
     assert current_condition(cluster, namespace, "Ready")["reason"] == "DigestMismatch"
 
 

@@ -14,7 +14,7 @@ def _no_ambient_identity(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _quick_retries(monkeypatch):
-    monkeypatch.setattr("quire_server.sources.resumable_download._FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("quire_server.downloads.resumable_download._FIRST_RETRY_S", 0.01)
 
 
 @pytest.fixture

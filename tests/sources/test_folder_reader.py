@@ -8,7 +8,7 @@ import threading
 import pytest
 from support.fetching import ADAPTER_FILES, CONFIG, WEIGHTS, folder_content, make_fetcher, write_adapter_folder
 
-from quire_server.sources.resumable_download import ResumableDownload
+from quire_server.downloads.resumable_download import ResumableDownload
 from quire_spec.documents.adapter_catalog import PvcSource, Source
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
@@ -25,7 +25,7 @@ async def test_what_is_being_hashed_is_not_written_to_by_the_next_fetch(tmp_path
             go_on.wait(10)
         return digest
 
-    monkeypatch.setattr("quire_server.sources.adapter_cache.adapter_digest", slowly)
+    monkeypatch.setattr("quire_server.downloads.adapter_cache.adapter_digest", slowly)
     folder = write_adapter_folder(tmp_path / "a")
     async with make_fetcher(tmp_path, allow_paths=True) as f:
         first = asyncio.create_task(f.fetch(Source(path=str(folder))))
@@ -90,7 +90,7 @@ async def test_a_file_system_that_hangs_holds_up_nobody_else(tmp_path, monkeypat
 
 
 async def test_a_file_system_that_hangs_for_long_has_so_many_threads_and_no_more(tmp_path, monkeypatch):
-    monkeypatch.setattr("quire_server.sources.resumable_download.NO_ANSWER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("quire_server.downloads.resumable_download.NO_ANSWER_TIMEOUT_S", 0.01)
     write_adapter_folder(tmp_path / "claim/a")
     begun, back, open_file = [], threading.Event(), os.open
 
@@ -105,13 +105,13 @@ async def test_a_file_system_that_hangs_for_long_has_so_many_threads_and_no_more
         with monkeypatch.context() as patch:
             patch.setattr("os.open", hangs)
             for _ in range(5):
-                with pytest.raises(Unavailable, match="no answer for"):
+                with pytest.raises(Unavailable, match="no response for"):
                     await f.fetch(source)
             with pytest.raises(Unavailable, match=r"pvc 'loras': '.*claim' does not respond; check its volume"):
                 await f.fetch(source)
             assert len(begun) == 16
             back.set()
-        monkeypatch.setattr("quire_server.sources.resumable_download.NO_ANSWER_TIMEOUT_S", 60)
+        monkeypatch.setattr("quire_server.downloads.resumable_download.NO_ANSWER_TIMEOUT_S", 60)
         while not await came_back(f, source):
             await asyncio.sleep(0.01)
 
@@ -192,7 +192,7 @@ async def test_a_folder_that_never_rests_is_refused_with_what_to_do(tmp_path, mo
 
     monkeypatch.setattr(ResumableDownload, "download", changed_after)
     async with make_fetcher(tmp_path, allow_paths=True) as f:
-        with pytest.raises(Unavailable, match="it changed while it was read, 3 times; write a new adapter beside"):
+        with pytest.raises(Unavailable, match="changed 3 times during the download; write a new adapter beside"):
             await f.fetch(Source(path=str(folder)))
     assert not list((tmp_path / "cache/adapters").iterdir())
 

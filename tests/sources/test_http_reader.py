@@ -43,7 +43,7 @@ async def test_http_resumes_after_cut_connections(tmp_path, web):
 
 
 async def test_a_fetch_resumes_what_an_earlier_process_left(tmp_path, web, monkeypatch):
-    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
+    monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 0)
     web.cut_after_bytes = [10**9, 2**20]
     async with make_fetcher(tmp_path) as f:
         with pytest.raises(Unavailable, match="was cut"):
@@ -90,7 +90,7 @@ async def test_http_sizes_are_capped_before_and_during_reading(tmp_path, web):
         with pytest.raises(InvalidArgument, match=str(len(WEIGHTS))):
             await f.fetch(Source(http=HttpSource(web.url)))
         web.chunked = True
-        with pytest.raises(InvalidArgument, match="or more, the limit is 1048576"):
+        with pytest.raises(InvalidArgument, match="bytes, the limit is 1048576"):
             await f.fetch(Source(http=HttpSource(web.url)))
     kept = [p for p in (tmp_path / "cache/partial").rglob("*") if p.name == WEIGHTS_FILE]
     assert [p.stat().st_size for p in kept] == []
@@ -161,7 +161,7 @@ async def test_no_answer_has_the_signature_of_a_url_told(tmp_path, raw, caplog, 
     _, url = await raw(answer)
     said = await refused(tmp_path, url)
     assert said.startswith(f"{url}/a/{CONFIG_FILE}: ")
-    assert "goes on after an error" in caplog.text
+    assert "resumes after an error" in caplog.text
     assert "s3cr3t" not in said + caplog.text
 
 
@@ -187,9 +187,9 @@ async def test_a_server_that_never_has_a_right_range_is_asked_no_further(tmp_pat
 
 
 async def test_bytes_that_trickle_are_no_answer(tmp_path, raw, monkeypatch):
-    monkeypatch.setattr("quire_server.sources.resumable_download.NO_ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("quire_server.downloads.resumable_download.NO_ANSWER_TIMEOUT_S", 0.3)
     _, url = await raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + b" " * 10_000, pause_s=0.01)
-    assert "bytes came in 0.3 s" in await refused(tmp_path, url)
+    assert "bytes arrived in 0.3 s" in await refused(tmp_path, url)
 
 
 async def test_a_question_that_is_not_answered_once_does_not_cost_what_was_read(tmp_path, web):

@@ -49,12 +49,12 @@ async def test_s3_resumes(tmp_path, bucket):
 
 async def test_s3_goes_on_where_a_file_was_whole(tmp_path, bucket, monkeypatch):
     """No range begins at a file's end: config.json was whole when an earlier process was ended."""
-    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
+    monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 0)
     bucket.http_server.cut_after_bytes = [10**9, 2**20]
     async with make_fetcher(tmp_path, **bucket.options) as f:
         with pytest.raises(Unavailable):
             await f.fetch(s3(bucket))
-    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 1)
+    monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 1)
     async with make_fetcher(tmp_path, **bucket.options) as f:
         assert folder_content(await f.fetch(s3(bucket))) == ADAPTER_FILES
 

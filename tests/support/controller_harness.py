@@ -26,7 +26,7 @@ from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.cluster_config import ClusterConfig
 from quire_operator.kube.reflector import Reflector
 from quire_operator.render.model_reader_job import READER_COMPONENT
-from quire_server.sources.inspect_model import termination_message
+from quire_server.downloads.inspect_model import termination_message
 
 Manifest = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]

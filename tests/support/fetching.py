@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from quire_server.adapters.fetcher import MAX_WEIGHTS_BYTES, AdapterFetcher
-from quire_server.sources.adapter_cache import AdapterCache
+from quire_server.downloads.adapter_cache import AdapterCache
 from quire_sources.factory import SourceOptions
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
 

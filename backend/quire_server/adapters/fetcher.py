@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings adapters from where the catalogue says into the cache: bounded, resumed, verified, and complete or not there.
+"""Downloads the adapters of the catalog into the cache: size limits, resume, verification, atomic completion.
 
-Knows every protocol by its Place and no more. What is returned never changes: names move, digests do not. Two files of
-an adapter are read and nothing else, so a source can hold no code that anyone would run. adapters.py calls this.
+It uses the readers of quire_sources and knows no protocol. A cached adapter is immutable: names move, digests do not.
+Only the two files of an adapter are read, so that a source cannot deliver code. Called by the adapter manager.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Self
 from weakref import WeakValueDictionary
 
-from quire_server.sources.adapter_cache import AdapterCache, PartialDownload, SourceRecord, source_key
-from quire_server.sources.resumable_download import MAX_SOURCE_CHANGES, ResumableDownload, query_version
+from quire_server.downloads.adapter_cache import AdapterCache, PartialDownload, SourceRecord, source_key
+from quire_server.downloads.resumable_download import MAX_SOURCE_CHANGES, ResumableDownload, query_version
 from quire_sources.blocking import run_in_daemon_thread
 from quire_sources.factory import SourceFactory, SourceOptions
 from quire_sources.reader import SourceReader
@@ -62,13 +62,13 @@ class AdapterFetcher:
         await self._sources.__aexit__(kind, error, trace)
 
     async def fetch(self, source: Source) -> CachedAdapter:
-        """Bring what `source` holds now; quick when it has not changed since the last time.
+        """Return the current content of `source`; fast if it has not changed since the last fetch.
 
-        A source that cannot be reached but was fetched before is answered from the cache, with a warning.
+        If the source cannot be reached, the content of the last fetch is returned, with a warning.
 
         Raises:
-            InvalidArgument: the source is wrong, too large, not allowed, or not what its sha256 says. Do not retry.
-            NotFound: nothing is there. Unavailable: right, but not now.
+            InvalidArgument: the source is wrong, too large or not allowed, or its sha256 differs. Do not retry.
+            NotFound: the files do not exist. Unavailable: a retry may succeed.
         """
         reader = self._sources.open_reader(source)
         key = source_key(source)
@@ -81,15 +81,15 @@ class AdapterFetcher:
         return CachedAdapter(record.digest, self._adapter_cache.folder(record.digest))
 
     def secret_version(self, source: Source) -> int:
-        """Another number once the Secret of a source holds something else; raises InvalidArgument as `fetch` does."""
+        """Return a number that changes with the source's Secret; raises InvalidArgument as `fetch`."""
         return self._sources.secret_version(source)
 
     def prune_cache(self, used_digests: set[str]) -> list[str]:
-        """Remove from the cache what nobody uses; blocking."""
+        """Remove unused adapters from the cache; blocking."""
         return self._adapter_cache.prune(used_digests)
 
     async def _unchanged_record(self, reader: SourceReader, key: str) -> SourceRecord | None:
-        """The cached record, if the source still has that content."""
+        """Return the cached record, if the source still has that content."""
         record = self._adapter_cache.record(key)
         if record is None or reader.is_immutable:
             return record
@@ -119,13 +119,12 @@ class AdapterFetcher:
                 for name in stale_files:
                     partial.discard(name)
         raise Unavailable(
-            f"{reader.display_name(stale_files[0])}: it changed while it was read, {MAX_SOURCE_CHANGES} times; write "
-            "a new adapter beside "
-            "the old one, and put it in its place by renaming"
+            f"{reader.display_name(stale_files[0])}: changed {MAX_SOURCE_CHANGES} times during the download; write a "
+            "new adapter beside the old one, and replace that one by renaming"
         )
 
     async def _commit(self, key: str, partial: PartialDownload) -> SourceRecord:
-        # When we are cancelled, the thread goes on: until it is done, nobody else may write to what it hashes.
+        # A cancelled fetch does not stop the thread, so the thread keeps the lock on the files that it hashes.
         lock = partial.lock()
 
         def commit() -> SourceRecord:
@@ -141,7 +140,7 @@ class AdapterFetcher:
 
     @contextlib.asynccontextmanager
     async def _lock_partial(self, key: str) -> AsyncIterator[PartialDownload]:
-        """Wait for our turn where another supervisor shares the cache and is at the same source."""
+        """Lock the partial download; waits for another supervisor that shares the cache."""
         with contextlib.ExitStack() as stack:
             is_waiting = False
             while True:
@@ -150,9 +149,7 @@ class AdapterFetcher:
                     break
                 except BlockingIOError:
                     if not is_waiting:
-                        logger.info(
-                            "another supervisor that shares the cache fetches the same source, waiting key=%s", key
-                        )
+                        logger.info("waiting for another supervisor that fetches the same source key=%s", key)
                     is_waiting = True
                     await asyncio.sleep(_LOCK_RETRY_S)
             yield partial
@@ -160,8 +157,8 @@ class AdapterFetcher:
 
 @contextlib.contextmanager
 def _translate_disk_errors() -> Iterator[None]:
-    """A full or read-only cache is worth another try later, and a message that says which it is."""
+    """Turn disk errors into Unavailable: a full or read-only cache may be usable later."""
     try:
         yield
     except OSError as error:
-        raise Unavailable(f"cache: {error}; make room, or give another --cache-dir") from error
+        raise Unavailable(f"cache: {error}; free some space, or use another --cache-dir") from error

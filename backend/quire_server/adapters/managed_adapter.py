@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One adapter of the catalogue on this pod: what is wanted of it and where it is. adapters.py moves it."""
+"""One adapter of the catalog on this pod: its desired and its actual state. The adapter manager changes both."""
 
 import asyncio
 import logging
@@ -15,36 +15,36 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class ManagedAdapter:
-    """One adapter of the catalogue and where it is."""
+    """Desired and actual state of one adapter."""
 
     name: str
     desired: AdapterSpec | None
-    """None: it is on its way out."""
+    """None: it is being removed."""
     exposed: bool
     generation: int = 0
-    """Rises with each catalogue: the source is to be looked at again."""
+    """Increases with each catalog, after which the source must be checked again."""
     observed_generation: int = -1
-    """What `asked` was when the source was looked at last."""
+    """`generation` at the last check of the source."""
     latest: CachedAdapter | None = None
-    """What the catalogue's source holds."""
+    """Content of the catalog's source."""
     latest_source: Source | None = None
     active: CachedAdapter | None = None
-    """What the name stands for; the one before, while a replacement is on its way or has failed."""
+    """Content that the name serves; the previous one while a replacement loads or after it has failed."""
     state: AdapterState = AdapterState.FETCHING
     since: str = field(default_factory=utc_now)
     error: str = ""
     permanent_failure: bool = False
-    """Wrong in itself: nothing is tried until the catalogue changes."""
+    """The adapter itself is wrong: there is no retry until the catalog changes."""
     failures: int = 0
     access_denied: bool = False
-    """The source did not let us in, by a Secret that was as `secret_mark` says."""
+    """The source denied access with the Secret of `secret_version`."""
     secret_version: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     fetch_task: "asyncio.Task[CachedAdapter] | None" = None
     fetch_source: Source | None = None
 
     def set_state(self, state: AdapterState, error: str = "") -> None:
-        """Enter a state; staying in one keeps its time."""
+        """Enter a state; `since` changes only with the state."""
         if (state, error) != (self.state, self.error):
             logger.log(
                 logging.WARNING if error else logging.INFO,
@@ -58,18 +58,18 @@ class ManagedAdapter:
         self.state, self.error = state, error
 
     def status(self) -> AdapterStatus:
-        """For the status document."""
+        """Return the entry of the status document."""
         content = self.active or self.latest
         model = self.name if self.exposed else None
         return AdapterStatus(self.name, self.state, self.since, content.digest if content else None, model, self.error)
 
     def describe_error(self, error: QuireError) -> str:
-        """An error for whoever wrote the catalogue: they know the adapter by its name, not by a folder of the cache."""
+        """Return an error message for the author of the catalog, with the adapter's name in place of its folder."""
         folder = self.latest and str(self.latest.folder)
         text = str(error).replace(folder, self.name) if folder else str(error)
         return f"{text} (still serving {self.active.digest})" if self.active and self.active != self.latest else text
 
     @property
     def is_settled(self) -> bool:
-        """True when nothing more is to be expected for now."""
+        """True if the state is Ready or Failed."""
         return self.state in (AdapterState.READY, AdapterState.FAILED)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the catalogue to adapters that serve: one task per adapter brings the world to what the catalogue says.
+"""Reconciles the adapters of a pod with the catalog: one task per adapter.
 
-Level-triggered: a task looks at what is (what the links hold), does what is missing, and looks again when anything has
-changed: the catalogue, or a process that was started anew. So a restart of any process needs no code of its own here,
-and one broken adapter holds up nobody. It knows no protocol of sources and no process beyond its link.
+Level-triggered: a task compares the actual state (in the process handles) with the desired one, applies the difference,
+and repeats after every change of the catalog or restart of a process. A process restart therefore needs no code of its
+own, and a broken adapter does not delay another. The manager knows neither source protocols nor process protocols.
 
-    Fetching   source -> cache            retried after 30 s, 1 min ... 5 min, or what the source asks for up to that
+    Fetching   source -> cache            retried after 30 s, 1 min ... 5 min, or the source's Retry-After up to that
     Loading    core, alias in text, server model
-    Ready      or Failed, with the reason; what is wrong in itself is not retried until the catalogue changes
+    Ready      or Failed, with the reason; an invalid adapter is not retried until the catalog changes
 """
 
 import asyncio
@@ -31,32 +31,32 @@ from quire_spec.errors import AccessDenied, ConfigError, Internal, InvalidArgume
 logger = logging.getLogger(__name__)
 
 _MAX_FETCHES_PER_HOST = 8
-"""From one place: one that hangs holds each of them for a minute, and then it keeps only its own adapters waiting."""
+"""Limit per host: a host that hangs blocks each fetch for a minute, and must delay only its own adapters."""
 _MAX_TOTAL_FETCHES = 32
 _MAX_ADAPTER_LOADS = 4
 _MAX_MODEL_LOADS = 6
-"""The server starts a process for each; more at once only queue for the processor."""
+"""The server starts a process for each; more at once only compete for the CPU."""
 _FIRST_RETRY_S = 30.0
 _MAX_RETRY_S = 300.0
 _CONNECTION_RETRY_S = 5.0
 _SECRET_POLL_S = 5.0
-"""How often a Secret is looked at, where a source did not let us in: somebody has just been told to mend it."""
+"""Poll interval of the Secret after a source has denied access."""
 UNLOAD_DELAY_S = 2.0
-"""How long a digest that no name stands for stays loaded: requests on their way to the core still name it."""
+"""How long an adapter without a name stays loaded: requests in flight to the core still use its digest."""
 READINESS_GATE_S = 120.0
-"""How long adapters that are being loaded may keep a pod that has just come up from being ready."""
+"""How long loading adapters can delay the readiness of a restarted pod."""
 
 
 class StaleCatalog(InvalidArgument):
-    """A catalogue with a lower generation than the current one, which it is not said to replace."""
+    """The catalog has a lower generation than the current one, and the request does not replace that one."""
 
 
 class _Superseded(Exception):
-    """The catalogue changed before a source was read."""
+    """The catalog changed before a source was read."""
 
 
 class AdapterManager:
-    """All adapters of a pod. Make it inside a running event loop."""
+    """All adapters of a pod. It must be created inside a running event loop."""
 
     def __init__(self, served_name: str, fetcher: AdapterFetcher, handles: ProcessHandles) -> None:
         self._served_name = served_name
@@ -76,30 +76,30 @@ class AdapterManager:
         self._unload_requested = asyncio.Event()
         self._spawn(self._unload_unused(), "adapter collector")
 
-    # What others ask
+    # Public interface
 
     @property
     def catalog_version(self) -> CatalogVersion:
-        """Of the catalogue that is worked on; generation 0 and no digest before there is one."""
+        """Version of the current catalog; generation 0 without a digest before the first one."""
         return self._catalog_version
 
     def check(self, catalog: AdapterCatalog, replaces: str = "") -> None:
-        """Refuse a catalogue before anything of it is done; `replaces` is the digest of one that may be newer than it.
+        """Reject an invalid catalog; `replaces` is the digest of a catalog that it replaces even if that one is newer.
 
         Raises:
-            ConfigError: an adapter has the base model's name. Stale: a newer catalogue is already here.
+            ConfigError: an adapter has the base model's name. StaleCatalog: the current catalog is newer.
         """
         if any(adapter.name == self._served_name for adapter in catalog.adapters):
             raise ConfigError(f"adapters: {self._served_name!r} is the base model's name; give the adapter another")
         is_replacement = replaces != "" and replaces == self._catalog_version.digest
         if self._catalog is not None and catalog.generation < self._catalog_version.generation and not is_replacement:
             raise StaleCatalog(
-                f"generation {catalog.generation} is older than {self._catalog_version.generation}, which this pod "
-                "works on"
+                f"generation {catalog.generation} is older than {self._catalog_version.generation}, the current "
+                "generation of this pod"
             )
 
     def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
-        """Work towards this catalogue from now on; parameters and errors are those of `check`."""
+        """Set the desired state; parameters and errors are those of `check`."""
         self.check(catalog, replaces)
         if catalog == self._catalog:
             return
@@ -109,7 +109,7 @@ class AdapterManager:
         for name, managed in self._adapters.items():
             if name not in desired:
                 self._set_desired(managed, None, managed.exposed)
-        # Pinned ones first: the semaphores serve in order.
+        # Pinned adapters first: the semaphores are first in, first out.
         for adapter in sorted(catalog.adapters, key=lambda a: not a.pinned):
             if adapter.name in self._adapters:
                 self._set_desired(self._adapters[adapter.name], adapter, adapter.name in exposed_names)
@@ -121,33 +121,33 @@ class AdapterManager:
         self._publish_if_empty()
 
     def resync(self) -> None:
-        """A process has come up or gone: every adapter looks whether it is still in place."""
+        """Reconcile every adapter, after a process has started or ended."""
         for adapter in self._adapters.values():
             adapter.changed.set()
         self._publish_if_empty()
 
     def gate_readiness(self) -> None:
-        """Have `pending` name all adapters that are not settled now, for HOLD_S at most."""
+        """Let all unsettled adapters delay readiness, for at most READINESS_GATE_S."""
         self._gating_names = {adapter.name for adapter in self._desired_adapters()}
         self._gate_deadline = asyncio.get_running_loop().time() + READINESS_GATE_S
 
     def gating(self) -> list[str]:
-        """Adapters that were there when the pod last came up and are still on their way."""
+        """Return the adapters that delay readiness."""
         if asyncio.get_running_loop().time() > self._gate_deadline:
             self._gating_names.clear()
         self._gating_names &= {adapter.name for adapter in self._desired_adapters() if not adapter.is_settled}
         return sorted(self._gating_names)
 
     def unsettled(self) -> list[ManagedAdapter]:
-        """Adapters that are neither Ready nor Failed."""
+        """Return the adapters that are neither Ready nor Failed."""
         return [adapter for adapter in self._desired_adapters() if not adapter.is_settled]
 
     def statuses(self) -> list[AdapterStatus]:
-        """Every adapter of the catalogue, by name."""
+        """Return the status of every adapter of the catalog, sorted by name."""
         return sorted((adapter.status() for adapter in self._desired_adapters()), key=lambda status: status.name)
 
     def served_names(self) -> set[str]:
-        """Names that requests reach something by now: an adapter that is being replaced still has the one before."""
+        """Return the names that serve requests; an adapter that is being replaced still serves its previous content."""
         core, text = self._handles.core, self._handles.text
         if core is None or text is None:
             return set()
@@ -161,7 +161,7 @@ class AdapterManager:
         }
 
     def digests_in_use(self) -> set[str]:
-        """Digests that are wanted or stood for now."""
+        """Return the digests that are desired or active."""
         return {
             content.digest
             for adapter in self._adapters.values()
@@ -170,17 +170,17 @@ class AdapterManager:
         }
 
     async def prune_cache(self) -> list[str]:
-        """Remove from the cache what nobody uses; returns the digests removed."""
+        """Remove unused adapters from the cache; returns their digests."""
         return await run_in_daemon_thread(self._fetcher.prune_cache, self.digests_in_use())
 
     async def close(self) -> None:
-        """Stop working; what is in place stays."""
+        """Stop all tasks; loaded adapters stay loaded."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    # One adapter's task
+    # The task of one adapter
 
     async def _reconcile_loop(self, adapter: ManagedAdapter) -> None:
         while True:
@@ -195,7 +195,7 @@ class AdapterManager:
             await self._wait_for_change(adapter, pause_s)
 
     async def _wait_for_change(self, adapter: ManagedAdapter, timeout_s: float | None) -> None:
-        """Until there is something to do, but no longer; None: however long that takes."""
+        """Wait for a change, at most `timeout_s`; None waits without a limit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not adapter.changed.is_set() and not self._secret_has_changed(adapter):
@@ -204,13 +204,13 @@ class AdapterManager:
                             await adapter.changed.wait()
 
     def _secret_has_changed(self, adapter: ManagedAdapter) -> bool:
-        """Whether a source that did not let us in may do so now."""
+        """Return whether the Secret changed after its source denied access."""
         if not adapter.access_denied or adapter.desired is None:
             return False
         return self._fetcher.secret_version(adapter.desired.source) != adapter.secret_version
 
     async def _reconcile_once(self, adapter: ManagedAdapter) -> float | None:
-        """Do what is missing; returns the seconds after which to try again, None for not before something changes."""
+        """Apply the difference; returns the delay of the next attempt, None to wait for a change."""
         adapter.access_denied = False
         if adapter.permanent_failure:
             reactivated = await self._reactivate_previous(adapter)
@@ -227,7 +227,7 @@ class AdapterManager:
             adapter.set_state(AdapterState.LOADING)
             return _CONNECTION_RETRY_S
         except Exception as error:
-            # What failed may not be what is wanted by now.
+            # The desired state may have changed since the failed attempt began.
             return await self._record_failure(adapter, error) if adapter.generation == generation else 0.0
 
     async def _record_failure(self, adapter: ManagedAdapter, error: Exception) -> float | None:
@@ -235,7 +235,7 @@ class AdapterManager:
             logger.error("adapter task failed name=%s", adapter.name, exc_info=error)
             error = Internal(f"{type(error).__name__}: {error}")
         adapter.set_state(AdapterState.FAILED, adapter.describe_error(error))
-        # Before anything is waited for: a catalogue that comes meanwhile takes it back.
+        # Before the first await: a new catalog may reset it meanwhile.
         adapter.permanent_failure = isinstance(error, InvalidArgument)
         adapter.access_denied = isinstance(error, AccessDenied)
         reactivated = await self._reactivate_previous(adapter)
@@ -247,14 +247,14 @@ class AdapterManager:
         return min(max(backoff(adapter.failures - 1, _FIRST_RETRY_S, _MAX_RETRY_S), retry_after_s or 0.0), _MAX_RETRY_S)
 
     async def _reactivate_previous(self, adapter: ManagedAdapter) -> bool:
-        """Keep the one before in its place, while its replacement fails; False when that has failed, too."""
+        """Keep serving the previous content after its replacement has failed; False if that failed, too."""
         try:
             if adapter.active is not None:
                 await self._activate(adapter, adapter.active)
         except ConnectionLost:
             return False
         except QuireError as error:
-            logger.warning("adapter before cannot be put back yet name=%s error=%s", adapter.name, error)
+            logger.warning("could not reactivate the previous adapter version name=%s error=%s", adapter.name, error)
             return False
         return True
 
@@ -262,14 +262,14 @@ class AdapterManager:
         if adapter.observed_generation != adapter.generation:
             await self._fetch(adapter)
         assert adapter.latest is not None, "fetch returns or raises"
-        # Again: another name of the content may have had it pinned otherwise meanwhile.
+        # Repeated, because another name of the same content may have changed its pinning meanwhile.
         while not self._is_active(adapter, adapter.latest):
             adapter.set_state(AdapterState.LOADING)
             await self._activate(adapter, adapter.latest)
         adapter.set_state(AdapterState.READY)
 
     async def _fetch(self, adapter: ManagedAdapter) -> None:
-        assert adapter.desired is not None, "an adapter on its way out fetches nothing"
+        assert adapter.desired is not None, "an adapter that is being removed fetches nothing"
         generation, source = adapter.generation, adapter.desired.source
         source_changed = source != adapter.latest_source
         if source_changed:
@@ -288,7 +288,7 @@ class AdapterManager:
         except QuireError as error:
             if source_changed:
                 raise
-            logger.warning("source cannot be looked at again, adapter stays name=%s error=%s", adapter.name, error)
+            logger.warning("source could not be checked, adapter unchanged name=%s error=%s", adapter.name, error)
         adapter.observed_generation = generation
 
     async def _fetch_cancellably(self, adapter: ManagedAdapter, source: Source) -> CachedAdapter:
@@ -297,7 +297,7 @@ class AdapterManager:
         try:
             return await adapter.fetch_task
         except asyncio.CancelledError:
-            # Of the fetch alone, by `_want`; what is wanted now may be the same source again.
+            # `_set_desired` cancelled only the fetch; the desired source may be the same again.
             if (task := asyncio.current_task()) is None or not task.cancelling():
                 raise _Superseded from None
             raise
@@ -305,7 +305,7 @@ class AdapterManager:
             adapter.fetch_task = None
 
     async def _activate(self, adapter: ManagedAdapter, content: CachedAdapter) -> None:
-        """Load it, then let the name stand for it, then open its model: at no time does a name lead nowhere."""
+        """Load the adapter, then publish its name, then load its model, so that a name never lacks its adapter."""
         core, text, server = self._handles.require_all()
         pinned = self._is_pinned(content.digest)
         async with self._adapter_load_semaphore:
@@ -322,7 +322,7 @@ class AdapterManager:
     def _is_active(self, adapter: ManagedAdapter, content: CachedAdapter) -> bool:
         core, text, server = self._handles.require_all()
         return (
-            # As long as it is not, the next that is published would be the one before.
+            # Otherwise the next published names would contain the previous content.
             adapter.active == content
             and core.adapters.get(content.digest) == self._is_pinned(content.digest)
             and text.aliases.get(adapter.name) == content.digest
@@ -331,7 +331,7 @@ class AdapterManager:
         )
 
     async def _remove_once(self, adapter: ManagedAdapter) -> float | None:
-        """Take the model, then the name, away; None when done."""
+        """Unload the model, then remove the name; returns the delay of the next attempt, None when done."""
         try:
             if self._handles.server is not None:
                 await self._handles.server.unload_adapter_model(adapter.name)
@@ -339,7 +339,7 @@ class AdapterManager:
             if self._handles.text is not None:
                 await self._handles.text.set_adapters(self._aliases, self._adapter_limits())
         except QuireError as error:
-            logger.warning("adapter cannot be removed yet name=%s error=%s", adapter.name, error)
+            logger.warning("adapter could not be removed name=%s error=%s", adapter.name, error)
             return _CONNECTION_RETRY_S
         contents = {adapter.active, adapter.latest}
         adapter.active = adapter.latest = adapter.latest_source = None
@@ -352,17 +352,17 @@ class AdapterManager:
 
     def _publish_if_empty(self) -> None:
         if self._catalog is not None and not self._desired_adapters():
-            self._spawn(self._publish_names(), "tell of no adapter")
+            self._spawn(self._publish_names(), "publish empty catalog")
 
     async def _publish_names(self) -> None:
-        """Have text know the names that there are, be it none: until then it calls any other one not announced yet."""
+        """Send the names to the text process, even if there are none: before, it reports unknown names as not ready."""
         if (text := self._handles.text) is not None:
-            # If it is gone, its successor is told.
+            # A restarted text process receives them again.
             with contextlib.suppress(QuireError):
                 await text.set_adapters(self._aliases, self._adapter_limits())
 
     async def _unload_unused(self) -> None:
-        """Unload what no name stands for any more."""
+        """Unload adapters without a name."""
         while True:
             await self._unload_requested.wait()
             await asyncio.sleep(UNLOAD_DELAY_S)
@@ -375,11 +375,11 @@ class AdapterManager:
                     await core.unload_adapter(digest, self._required_digests)
                     logger.info("adapter unloaded digest=%s", digest)
                 except QuireError as error:
-                    logger.warning("adapter cannot be unloaded digest=%s error=%s", digest, error)
+                    logger.warning("adapter could not be unloaded digest=%s error=%s", digest, error)
 
     def _set_desired(self, adapter: ManagedAdapter, desired: AdapterSpec | None, exposed: bool) -> None:
         if desired is not None and (adapter.desired is None or desired.source != adapter.desired.source):
-            # At once: whoever has just told us the catalogue must not read that its content is here already.
+            # Immediately: the client that sent the catalog must not read the previous state Ready.
             adapter.set_state(AdapterState.FETCHING)
         adapter.desired, adapter.exposed = desired, exposed
         adapter.generation += 1
@@ -389,12 +389,12 @@ class AdapterManager:
         adapter.changed.set()
 
     def _required_digests(self) -> set[str]:
-        """Digests that the core has to hold: also those that text may take names for while it is being told."""
+        """Return the digests that the core must keep, including those that the text process may still use."""
         text = self._handles.text
         return self.digests_in_use() | (text.published_digests if text is not None else set())
 
     def _on_content_replaced(self, previous: CachedAdapter | None, replacement: CachedAdapter | None) -> None:
-        """A name has another content than before: the others of that one look whether it is still to be pinned."""
+        """Reconcile the other names of the previous content, whose pinning may have changed."""
         if previous in (None, replacement):
             return
         self._unload_requested.set()
@@ -403,7 +403,7 @@ class AdapterManager:
                 adapter.changed.set()
 
     def _is_pinned(self, digest: str) -> bool:
-        """An adapter of two names is pinned when one of them is."""
+        """Return whether a name of this content is pinned."""
         holders = [
             adapter
             for adapter in self._desired_adapters()
@@ -412,7 +412,7 @@ class AdapterManager:
         return any(holder.desired and holder.desired.pinned for holder in holders)
 
     def _adapter_limits(self) -> dict[str, AdapterLimits]:
-        """Of every adapter that a name stands for and that has limits."""
+        """Return the limits of all published names that have some."""
         limits_by_name = {
             adapter.name: adapter.desired.limits for adapter in self._desired_adapters() if adapter.desired is not None
         }

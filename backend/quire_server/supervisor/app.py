@@ -16,9 +16,9 @@ from aiohttp import web
 
 from quire_server.adapters.fetcher import AdapterFetcher
 from quire_server.adapters.manager import AdapterManager
+from quire_server.downloads.adapter_cache import AdapterCache
 from quire_server.logs import LogRelay
 from quire_server.model_server import launch
-from quire_server.sources.adapter_cache import AdapterCache
 from quire_server.supervisor import run_dir
 from quire_server.supervisor.admin_api import AdminAPI
 from quire_server.supervisor.child_process import become_subreaper

@@ -38,7 +38,7 @@ from quire_operator.controller.apply.child_objects import ChildContext, LiveObje
 from quire_operator.render import pod_template
 from quire_operator.render.context import OPTIONAL_KINDS
 from quire_operator.render.objects import render_objects
-from quire_server.sources import model_download
+from quire_server.downloads import model_download
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError

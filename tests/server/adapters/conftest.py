@@ -14,7 +14,7 @@ from quire_server.adapters.fetcher import AdapterFetcher, SourceOptions
 from quire_server.adapters.manager import AdapterManager
 from quire_server.clients.control_client import ConnectionLost
 from quire_server.clients.handles import CoreHandle, ProcessHandles, ServerHandle, TextHandle
-from quire_server.sources.adapter_cache import AdapterCache
+from quire_server.downloads.adapter_cache import AdapterCache
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 
 
@@ -105,7 +105,7 @@ def world_of():
 @pytest.fixture
 async def world(tmp_path, monkeypatch):
     monkeypatch.setattr(manager, "UNLOAD_DELAY_S", 0.02)
-    monkeypatch.setattr("quire_server.sources.resumable_download._FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr("quire_server.downloads.resumable_download._FIRST_RETRY_S", 0.001)
     async with AdapterFetcher(AdapterCache(tmp_path / "cache"), SourceOptions(allow_paths=True)) as fetcher:
         world = World(tmp_path, fetcher)
         yield world

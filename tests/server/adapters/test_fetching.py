@@ -11,7 +11,7 @@ from support.fake_sources import FakeHttpServer, start_server
 
 from quire_server.adapters import manager
 from quire_server.adapters.fetcher import AdapterFetcher, SourceOptions
-from quire_server.sources.adapter_cache import AdapterCache
+from quire_server.downloads.adapter_cache import AdapterCache
 from quire_sources.factory import concurrency_key
 from quire_spec.dataclass_json import from_json
 from quire_spec.documents.adapter_catalog import Source
@@ -135,7 +135,7 @@ async def test_a_source_that_is_gone_leaves_what_was_fetched(world, one, caplog)
     await world.until_states(a="Ready")
     (one / "adapter_config.json").unlink()
     world.want(2, a=one)
-    await world.until(lambda: "cannot be looked at again" in caplog.text)
+    await world.until(lambda: "source could not be checked" in caplog.text)
     await world.until_states(a="Ready")
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells how far a download is, in the log and on a port, for as long as it lasts.
+"""Progress of a model download, in the log and on an HTTP port.
 
-Counts what is on the disk and knows nothing of protocols. Nothing here can make the download fail.
+It counts bytes on disk and knows no protocol. An error here never makes the download fail. Called by model_download.
 """
 
 import asyncio
@@ -23,17 +23,17 @@ from quire_spec.net.addresses import ANY_ADDRESS, listen_address
 logger = logging.getLogger(__name__)
 
 SAMPLE_INTERVAL_S = 2.0
-"""Between two looks at the disk, which cost a stat for each file."""
+"""Interval of disk samples, which cost a stat for each file."""
 LOG_INTERVAL_S = 10.0
-"""Between two lines of the log."""
+"""Interval of log lines."""
 _RATE_WINDOW_S = 30.0
-"""That the rate is of: long enough for a line that comes in bursts."""
+"""Averaging window of the rate: long enough for a bursty connection."""
 _SHUTDOWN_TIMEOUT_S = 1.0
-"""For answers under way, at the end."""
+"""For open requests at the end."""
 
 
 class ProgressMeter:
-    """Measures one download: bytes that are in its folder, of how many, and how fast they come."""
+    """Measures one download: bytes in its folder, expected bytes, and rate."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
@@ -43,15 +43,15 @@ class ProgressMeter:
         self._samples: deque[tuple[float, int]] = deque()
 
     def set_weights(self, names: Sequence[str], index_bytes: int | None = None) -> None:
-        """The files of weights, and how many bytes the index says that their tensors have, if it does."""
+        """Set the weights files, and the bytes of their tensors if the index contains them."""
         self._weights, self._index_bytes = names, index_bytes
 
     def set_size(self, name: str, size: int) -> None:
-        """The size of a whole file, as soon as somebody knows it."""
+        """Set the size of a whole file, once it is known."""
         self._sizes[name] = size
 
     async def sample(self) -> None:
-        """Look at the disk; what cannot be read leaves the last reading."""
+        """Sample the disk; on an error the last sample stays."""
         with contextlib.suppress(OSError):
             num_bytes = await run_in_daemon_thread(_folder_bytes, self._folder)
             now = self._clock()
@@ -61,11 +61,11 @@ class ProgressMeter:
 
     @property
     def progress(self) -> DownloadProgress:
-        """By the last sample."""
+        """Progress at the last sample."""
         if not self._samples:
             return DownloadProgress(0, self._total_bytes())
         (start_time, start_bytes), (end_time, end_bytes) = self._samples[0], self._samples[-1]
-        # A file of another version or with a wrong digest is dropped: then nothing was gained.
+        # The difference is negative after a file with a new version or a wrong digest was discarded.
         rate = max(int((end_bytes - start_bytes) / (end_time - start_time)), 0) if end_time > start_time else None
         return DownloadProgress(end_bytes, self._total_bytes(), rate)
 
@@ -75,14 +75,14 @@ class ProgressMeter:
             return known_bytes
         if self._index_bytes is None:
             return None
-        # Without headers, which are a thousandth of it; exact once every file was begun.
+        # The index leaves out headers, about 0.1 %; the total is exact once every file has been opened.
         weights = sum(self._sizes.get(name, 0) for name in self._weights)
         return known_bytes - weights + max(self._index_bytes, weights)
 
 
 @contextlib.asynccontextmanager
 async def report_progress(meter: ProgressMeter, port: int | None) -> AsyncIterator[None]:
-    """Tell of `meter` while the context lasts: in the log, and on `port` to whoever asks. None: nobody can."""
+    """Report `meter` in the log, and on `port` unless it is None, while the context lasts."""
     sampling_task = asyncio.create_task(_sample_and_log(meter))
     try:
         async with _serve_progress(meter, port):
@@ -91,7 +91,7 @@ async def report_progress(meter: ProgressMeter, port: int | None) -> AsyncIterat
         sampling_task.cancel()
         (result,) = await asyncio.gather(sampling_task, return_exceptions=True)
         if isinstance(result, Exception):
-            logger.warning("progress was no longer told error=%r", result)
+            logger.warning("progress reports stopped error=%r", result)
 
 
 async def _sample_and_log(meter: ProgressMeter) -> None:
@@ -100,7 +100,7 @@ async def _sample_and_log(meter: ProgressMeter) -> None:
         await meter.sample()
         if time.monotonic() - last_log >= LOG_INTERVAL_S:
             last_log = time.monotonic()
-            logger.info("download goes on %s", _format_progress(meter.progress))
+            logger.info("download progress %s", _format_progress(meter.progress))
         await asyncio.sleep(SAMPLE_INTERVAL_S)
 
 
@@ -111,7 +111,7 @@ def _format_progress(progress: DownloadProgress) -> str:
     if progress.bytes_per_s is not None:
         parts.append(f"rate='{format_bytes(progress.bytes_per_s)}/s'")
     if progress.eta_s is not None:
-        parts.append(f"left_s={progress.eta_s}")
+        parts.append(f"eta_s={progress.eta_s}")
     return " ".join(parts)
 
 
@@ -121,17 +121,17 @@ async def _serve_progress(meter: ProgressMeter, port: int | None) -> AsyncIterat
         yield
         return
 
-    async def answer(request: web.Request) -> web.Response:
+    async def respond(request: web.Request) -> web.Response:
         return web.json_response(to_json(meter.progress))
 
     app = web.Application()
-    app.router.add_get(PROGRESS_PATH, answer)
+    app.router.add_get(PROGRESS_PATH, respond)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)
     try:
         await runner.setup()
         await web.TCPSite(runner, listen_address(ANY_ADDRESS, os.environ), port).start()
     except (OSError, OverflowError) as error:
-        logger.warning("nobody can ask how far the download is port=%d error=%s", port, error)
+        logger.warning("progress port cannot be opened port=%d error=%s", port, error)
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ That it is told while a download lasts is in test_download.py.
 
 import pytest
 
-from quire_server.sources.download_progress import ProgressMeter
+from quire_server.downloads.download_progress import ProgressMeter
 from quire_spec.documents.download_progress import DownloadProgress
 
 

@@ -18,8 +18,8 @@ from aiohttp import web as web_answers
 from nodocker_cluster.ports import free_ports
 from support.fake_sources import FakeHttpServer, FakeHub, FakeS3, start_server
 
-from quire_server.sources import model_download as program
-from quire_server.sources.model_download import NoSpace, download
+from quire_server.downloads import model_download as program
+from quire_server.downloads.model_download import NoSpace, download
 from quire_sources.factory import SourceOptions
 from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
 from quire_spec.documents.download_progress import DownloadProgress
@@ -45,7 +45,7 @@ def found(folder):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr("quire_server.sources.resumable_download._FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("quire_server.downloads.resumable_download._FIRST_RETRY_S", 0.01)
     for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
 
@@ -82,7 +82,7 @@ async def test_cuts_are_resumed(tmp_path, web):
 
 
 async def test_a_later_run_goes_on_where_an_earlier_one_was_killed(tmp_path, web, monkeypatch):
-    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
+    monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 0)
     monkeypatch.setattr(program, "_MAX_CONCURRENT_FILES", 1)
     # config.json, two optional files and the index come whole, the first file of weights is cut.
     sizes = [len(SMALL[name]) for name in ("config.json", "generation_config.json", "tokenizer.json")]
@@ -90,7 +90,7 @@ async def test_a_later_run_goes_on_where_an_earlier_one_was_killed(tmp_path, web
     with pytest.raises(Unavailable):
         await download(http(web), tmp_path / "m", SourceOptions())
     assert not (tmp_path / "m").exists(), "complete or not there"
-    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 3)
+    monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 3)
     before = len(web.requests)
     await download(http(web), tmp_path / "m", SourceOptions())
     assert found(tmp_path / "m") == SHARDED
@@ -101,14 +101,14 @@ async def test_a_later_run_goes_on_where_an_earlier_one_was_killed(tmp_path, web
 
 
 async def test_a_model_that_changed_in_between_is_not_mixed(tmp_path, web, monkeypatch):
-    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
+    monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 0)
     monkeypatch.setattr(program, "_MAX_CONCURRENT_FILES", 1)
     web.cut_after_bytes = [*[len(data) for data in SMALL.values()], 10_000_000, 10_000_000, 500]
     with pytest.raises(Unavailable):
         await download(http(web), tmp_path / "m", SourceOptions())
     new = {f"/sharded/{name}": bytes([9]) * 3_000_000 for name in SHARDS}
     web.files |= new
-    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 3)
+    monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 3)
     await download(http(web), tmp_path / "m", SourceOptions())
     assert {data for name, data in found(tmp_path / "m").items() if name in SHARDS} == {bytes([9]) * 3_000_000}
 
@@ -117,9 +117,9 @@ async def test_digests_are_checked(tmp_path, web):
     right = hashlib.sha256(SINGLE["model.safetensors"]).hexdigest()
     await download(http(web, "single", right), tmp_path / "m", SourceOptions())
     assert found(tmp_path / "m") == SINGLE
-    with pytest.raises(InvalidArgument, match="its sha256 is"):
+    with pytest.raises(InvalidArgument, match="sha256 is"):
         await download(http(web, "single", "0" * 64), tmp_path / "n", SourceOptions())
-    with pytest.raises(InvalidArgument, match="has one sha256, and these weights are in several files"):
+    with pytest.raises(InvalidArgument, match="has one sha256, but the weights have several files"):
         await download(http(web, "sharded", right), tmp_path / "o", SourceOptions())
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["m"]
 
@@ -159,7 +159,7 @@ async def test_what_is_no_model_is_refused(tmp_path, web):
 async def test_what_was_whole_once_is_not_whole_for_ever(tmp_path, web, monkeypatch):
     """A model that is replaced, and then put back, while a download of it is killed each time."""
     monkeypatch.setattr(program, "_MAX_CONCURRENT_FILES", 1)
-    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
+    monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 0)
     old, new = dict(web.files), {"/single/model.safetensors": b"v" * 2_000_000}
     # All files are whole, and that is as far as it comes.
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="scripted"):
@@ -205,13 +205,13 @@ async def test_a_model_that_never_rests_is_refused_with_what_to_do(tmp_path, web
 
     server = await start_server(changing)
     source = Source(http=HttpSource(str(server.make_url("/single"))))
-    with pytest.raises(Unavailable, match="it changed while the model was read, 3 times; write a new model beside"):
+    with pytest.raises(Unavailable, match="changed 3 times during the download; write a new model beside"):
         await download(source, tmp_path / "m", SourceOptions())
     await server.close()
 
 
 async def test_folders_with_dots_in_their_names_share_nothing(tmp_path, web, monkeypatch):
-    monkeypatch.setattr("quire_server.sources.resumable_download._MAX_ATTEMPTS", 0)
+    monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 0)
     # Everything but the weights comes whole.
     web.cut_after_bytes = [*[10_000_000] * 3, 1_000_000]
     with pytest.raises(Unavailable):
@@ -226,7 +226,7 @@ async def test_a_folder_that_holds_something_else_is_no_model(tmp_path, web):
     (tmp_path / "m").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("m", "link"):
-        with pytest.raises(ConfigError, match="is there, and holds no model"):
+        with pytest.raises(ConfigError, match="already exists and contains no model"):
             await download(http(web), tmp_path / name, SourceOptions())
     assert web.requests == []
 
@@ -252,7 +252,7 @@ async def test_weights_that_end_too_soon_are_refused(tmp_path, web, cut):
     header = json.dumps({"w": {"dtype": "U8", "shape": [900], "data_offsets": [0, 900]}}).ljust(92).encode()
     whole = len(header).to_bytes(8, "little") + header + b"w" * 900
     web.files["/single/model.safetensors"] = whole[:cut]
-    with pytest.raises(InvalidArgument, match=f"has {cut} bytes, and by its header"):
+    with pytest.raises(InvalidArgument, match=f"has {cut} bytes, its header requires"):
         await download(http(web, "single"), tmp_path / "m", SourceOptions())
     web.files["/single/model.safetensors"] = whole
     await download(http(web, "single"), tmp_path / "m", SourceOptions())
@@ -272,8 +272,8 @@ async def asked(port):
 
 
 async def test_how_far_it_is_can_be_asked_and_is_logged_while_it_lasts(tmp_path, web, monkeypatch, caplog):
-    monkeypatch.setattr("quire_server.sources.download_progress.SAMPLE_INTERVAL_S", 0.02)
-    monkeypatch.setattr("quire_server.sources.download_progress.LOG_INTERVAL_S", 0.05)
+    monkeypatch.setattr("quire_server.downloads.download_progress.SAMPLE_INTERVAL_S", 0.02)
+    monkeypatch.setattr("quire_server.downloads.download_progress.LOG_INTERVAL_S", 0.05)
     caplog.set_level(logging.INFO)
     (port,) = free_ports(1)
     web.send_rest = asyncio.Event()
@@ -286,7 +286,7 @@ async def test_how_far_it_is_can_be_asked_and_is_logged_while_it_lasts(tmp_path,
         assert (far.total, far.percent) == (total, 62)
         while "percent=62" not in caplog.text:
             await asyncio.sleep(0.01)
-        assert re.search(r"download goes on done='5\.[34] MiB' total='8\.6 MiB' percent=62 rate='.+/s'", caplog.text)
+        assert re.search(r"download progress done='5\.[34] MiB' total='8\.6 MiB' percent=62 rate='.+/s'", caplog.text)
         web.send_rest.set()
         await under_way
     assert await asked(port) is None
@@ -299,11 +299,11 @@ async def test_a_download_goes_on_when_nobody_can_be_told(tmp_path, web, monkeyp
 
     with socket.create_server(("0.0.0.0", 0)) as taken:
         await download(http(web), tmp_path / "m", SourceOptions(), taken.getsockname()[1])
-    assert "nobody can ask how far the download is" in caplog.text
-    monkeypatch.setattr("quire_server.sources.download_progress.ProgressMeter.sample", broken)
+    assert "progress port cannot be opened" in caplog.text
+    monkeypatch.setattr("quire_server.downloads.download_progress.ProgressMeter.sample", broken)
     await download(http(web), tmp_path / "n", SourceOptions(), 10**6)
     assert found(tmp_path / "m") == found(tmp_path / "n") == SHARDED
-    assert "progress was no longer told" in caplog.text
+    assert "progress reports stopped" in caplog.text
 
 
 async def test_two_downloads_do_not_mix(tmp_path, web):
@@ -312,7 +312,7 @@ async def test_two_downloads_do_not_mix(tmp_path, web):
     )
     assert sorted(str(result).partition(": ")[2] for result in both) == [
         "",
-        "another download is at it; wait for that one",
+        "another download is running; wait until it has finished",
     ]
     assert found(tmp_path / "m") == SHARDED
 
@@ -405,7 +405,7 @@ async def test_a_report_says_what_came_and_what_went_wrong(tmp_path, web):
     into = "--into", tmp_path / "n"
     wrong = await told(tmp_path, *source(sha256="0" * 64), *into)
     assert (wrong.result, wrong.bytes) == (DownloadReason.DIGEST_MISMATCH, size - len(SINGLE["model.safetensors"]))
-    assert "its sha256 is" in wrong.message
+    assert "sha256 is" in wrong.message
     assert (await told(tmp_path, *source(url=f"{web.url}/nowhere"), *into)).result is DownloadReason.NOT_FOUND
     assert (await told(tmp_path, *source(url="ftp://x"), *into)).result is DownloadReason.SOURCE_INVALID
     web.is_down = True
@@ -442,7 +442,7 @@ async def test_a_full_volume_is_told_from_a_broken_one(tmp_path, web, monkeypatc
         raise OSError(number, "no")
 
     # A file system that is full cannot be made here without mounting one.
-    monkeypatch.setattr("quire_server.sources.resumable_download.ResumableDownload._write", fail)
+    monkeypatch.setattr("quire_server.downloads.resumable_download.ResumableDownload._write", fail)
     with pytest.raises(Unavailable, match="make room") as caught:
         await download(http(web), tmp_path / "m", SourceOptions())
     assert type(caught.value) is kind

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m quire_server.read_model`: tells what a plan needs of a model on a volume, in a termination message.
+"""`python -m quire_server.read_model`: writes what a plan needs of a model on a volume to the termination message.
 
-A Job of the operator runs it: a claim can be read from a pod only. The message is JSON, compressed, since Kubernetes
-keeps 4096 bytes of it: config.json, and of the weights the total of the index or the end of the last tensor.
+The operator runs it in a Job, because only a pod can read a claim. The message is compressed JSON, since Kubernetes
+keeps 4096 bytes of it: config.json, and the total of the weights' index or the end of the last tensor.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from quire_spec.errors import ConfigError
 from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length, tensor_bytes
 
 EXIT_PERMANENT_FAILURE = 2
-"""Running again changes nothing until somebody changes the files."""
+"""Another run has the same result until the files change."""
 MAX_MESSAGE_BYTES = 4096
 _MAX_JSON_BYTES = 64 * 2**20
 _OMITTED_CONFIG_KEYS = ("id2label", "label2id", "_name_or_path", "transformers_version")
-"""Of config.json: names of classes and notes, which can be long and say nothing about memory."""
+"""Keys of config.json that can be long and do not affect memory."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def termination_message(folder: Path) -> str:
-    """What Checkpoint.from_files takes, as compressed JSON in base64.
+    """Return the arguments of CheckpointInfo.from_files as compressed JSON in base64.
 
     Raises:
-        ConfigError: there is no config.json, a file is not what its name says, or config.json is too large to be told.
+        ConfigError: config.json does not exist or is too large for the message, or a file has invalid content.
     """
     config = _read_json(folder / "config.json")
     if config is None:
-        raise ConfigError(f"{folder}: there is no config.json; give the folder of a Hugging Face model")
+        raise ConfigError(f"{folder}: config.json does not exist; give the folder of a Hugging Face model")
     if isinstance(config, dict):
         config = {key: value for key, value in config.items() if key not in _OMITTED_CONFIG_KEYS}
     index = _read_json(folder / "model.safetensors.index.json")
@@ -61,15 +61,14 @@ def termination_message(folder: Path) -> str:
     text = base64.b64encode(compressed).decode()
     if len(text) > MAX_MESSAGE_BYTES:
         raise ConfigError(
-            f"{folder}/config.json: takes {len(text)} bytes compressed, and {MAX_MESSAGE_BYTES} can be told; remove "
-            "from it "
-            "what transformers does not need"
+            f"{folder}/config.json: has {len(text)} bytes compressed, the limit is {MAX_MESSAGE_BYTES}; remove the "
+            "keys that transformers does not need"
         )
     return text
 
 
 def _read_json(path: Path) -> Any:
-    """A parsed file; None: there is none."""
+    """Return a parsed file; None if it does not exist."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_JSON_BYTES + 1)
@@ -78,7 +77,7 @@ def _read_json(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     if len(data) > _MAX_JSON_BYTES:
-        raise ConfigError(f"{path}: more than {_MAX_JSON_BYTES} bytes")
+        raise ConfigError(f"{path}: is larger than {_MAX_JSON_BYTES} bytes")
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -86,7 +85,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _read_header(path: Path) -> Any:
-    """The header of a safetensors file with one tensor, which ends where the last one does; None: there is no file."""
+    """Return a header with one tensor that ends where the file's last tensor ends; None if the file does not exist."""
     try:
         with path.open("rb") as file:
             end = tensor_bytes(json.loads(file.read(header_length(file.read(LENGTH_BYTES)))))

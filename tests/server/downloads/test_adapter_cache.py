@@ -12,7 +12,7 @@ from support.fake_sources import start_server
 from support.fetching import ADAPTER_FILES, CONFIG, folder_content, make_fetcher, write_adapter_folder
 
 from quire_server.adapters.fetcher import AdapterFetcher
-from quire_server.sources.adapter_cache import AdapterCache
+from quire_server.downloads.adapter_cache import AdapterCache
 from quire_sources.factory import SourceOptions
 from quire_spec.documents.adapter_catalog import HttpSource, Source
 from quire_spec.documents.adapter_digest import CONFIG_FILE
@@ -104,7 +104,7 @@ async def test_a_full_disk_says_what_to_do(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     async with make_fetcher(tmp_path, allow_paths=True) as f:
-        monkeypatch.setattr("quire_server.sources.adapter_cache.PartialDownload.record_version", full)
+        monkeypatch.setattr("quire_server.downloads.adapter_cache.PartialDownload.record_version", full)
         with pytest.raises(Unavailable, match=r"No space left.*--cache-dir"):
             await f.fetch(Source(path=str(folder)))
 
@@ -117,9 +117,11 @@ async def test_what_is_in_a_cache_that_became_read_only_is_used(tmp_path, monkey
     async with make_fetcher(tmp_path, allow_paths=True) as f:
         fetched = await f.fetch(source)
         monkeypatch.setattr("os.utime", read_only)
-        monkeypatch.setattr("quire_server.sources.adapter_cache.AdapterCache.partial", read_only)
+        monkeypatch.setattr("quire_server.downloads.adapter_cache.AdapterCache.partial", read_only)
         assert await f.fetch(source) == fetched
-        with pytest.raises(Unavailable, match=r"cache: .*Read-only file system; make room, or give another --cache"):
+        with pytest.raises(
+            Unavailable, match=r"cache: .*Read-only file system; free some space, or use another --cache"
+        ):
             await f.fetch(Source(path=str(write_adapter_folder(tmp_path / "b"))))
 
 

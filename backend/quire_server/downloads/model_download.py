@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m quire_server.download`: a model's files into a folder, once. A Job runs it before any GPU is taken.
+"""`python -m quire_server.download`: downloads a model into a folder, once. A Job runs it before a GPU is allocated.
 
-Resumed where an earlier run was cut, verified where the place knows digests, and complete or not there: the folder
-gets its name when the last file is in it. Only weights in safetensors, configuration and tokenizer are fetched, never
-code, and by fixed names, so that every protocol can do it without listing.
+A download resumes where an earlier run was cut, and verifies digests if the source declares them. The folder gets its
+name after the last file. Only safetensors weights, configuration and tokenizer are downloaded, never code. The file
+names are fixed, so that no protocol has to list files.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quire_server.downloads.adapter_cache import PartialDownload, fsync_path
+from quire_server.downloads.download_progress import ProgressMeter, report_progress
+from quire_server.downloads.resumable_download import MAX_SOURCE_CHANGES, DigestMismatch, ResumableDownload
 from quire_server.logs import configure_logging
-from quire_server.sources.adapter_cache import PartialDownload, fsync_path
-from quire_server.sources.download_progress import ProgressMeter, report_progress
-from quire_server.sources.resumable_download import MAX_SOURCE_CHANGES, DigestMismatch, ResumableDownload
 from quire_sources.blocking import run_in_daemon_thread
 from quire_sources.factory import SourceFactory, SourceOptions
 from quire_sources.reader import SourceReader
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 EXIT_DONE = 0
 EXIT_RETRY = 1
 EXIT_PERMANENT_FAILURE = 2
-"""Running again would change nothing: the source is wrong, or its Secret."""
+"""Another run has the same result: the source or its Secret is wrong."""
 
 CONFIG_FILE, INDEX_FILE, SINGLE_WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 OPTIONAL_FILES = (
@@ -48,25 +48,25 @@ OPTIONAL_FILES = (
 )  # fmt: skip
 _WEIGHTS_SUFFIX = ".safetensors"
 _MAX_CONCURRENT_FILES = 4
-"""Files at a time: one connection rarely fills a line."""
+"""Concurrent files: a single connection rarely saturates a link."""
 _MAX_OTHER_BYTES = 256 * 2**20
-"""Of everything but weights; the largest tokenizers have 35 MB."""
+"""Limit for every file except weights; the largest tokenizers have 35 MB."""
 _MAX_BYTES_BY_FILE = {CONFIG_FILE: 64 * 2**20, INDEX_FILE: 64 * 2**20}
-"""Of what is read here or by the planner, which takes no more; the largest indexes have 10 MB."""
+"""Limits of files that this module or the planner parses; the largest indexes have 10 MB."""
 _MAX_NAME_BYTES = 255
-"""That file systems take."""
+"""Limit of file systems."""
 _MAX_RETRY_AFTER_S = 300.0
-"""What a place may have us wait for the next try: nobody waits behind us, and a hub's limits are of so long."""
+"""Longest accepted Retry-After: no other download is queued, and the hub's rate limits last that long."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Download; returns the exit code."""
+    """Download a model; returns the exit code."""
     args = _parser().parse_args(argv)
     configure_logging()
     target = Path(os.path.abspath(args.into))
     try:
         if not target.name:
-            raise ConfigError(f"--into {str(target)!r}: is the root; give a folder below it")
+            raise ConfigError(f"--into {str(target)!r}: is the root folder; give a folder below it")
         source = _parse_source(args.source)
         options = SourceOptions(args.secrets_dir, hub_endpoint=args.hub_endpoint)
         revision = asyncio.run(download(source, target, options, args.progress_port))
@@ -84,18 +84,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def download(
     source: Source, target: Path, options: SourceOptions, progress_port: int | None = None
 ) -> str | None:
-    """Bring the files of `source` into the folder `into`, unless it is there already; returns the commit, if known.
+    """Download `source` into the folder `target`, unless it already exists; returns the commit, if known.
 
-    How far it is can be asked on `progress_port`.
+    `progress_port` serves the progress.
 
     Raises:
-        InvalidArgument, NotFound: the source is wrong, or has no model. Unavailable: right, but not now.
+        InvalidArgument, NotFound: the source is wrong, or has no model. Unavailable: a later run may succeed.
     """
     with _translate_disk_errors(target):
         if _is_downloaded(target):
             return None
         with _lock_partial(target) as partial:
-            # Another one may have come to its end meanwhile.
+            # Another download may have finished meanwhile.
             if _is_downloaded(target):
                 return None
             partial.folder.mkdir(exist_ok=True)
@@ -108,27 +108,26 @@ async def download(
                     file_names = await _download_one_version(downloader, reader, has_sha256)
                 await run_in_daemon_thread(_commit, partial, file_names, target)
                 downloader.clear_versions()
-    logger.info("model is complete folder=%s files=%d bytes=%d", target, len(file_names), _folder_bytes(target))
+    logger.info("model downloaded folder=%s files=%d bytes=%d", target, len(file_names), _folder_bytes(target))
     return reader.revision
 
 
 async def _download_one_version(downloader: "_ModelDownloader", reader: SourceReader, has_sha256: bool) -> list[str]:
-    """Bring every file, again where one changed after it was read."""
+    """Download every file, and repeat those that changed after they were read."""
     for _ in range(MAX_SOURCE_CHANGES):
         file_names = await _download_all(downloader, reader, has_sha256)
-        # A commit's files are of one version.
+        # The files of a commit are of one version.
         changed_files = [] if reader.revision else await downloader.changed_files(file_names)
         if not changed_files:
             return file_names
     raise Unavailable(
-        f"{reader.display_name(changed_files[0])}: it changed while the model was read, {MAX_SOURCE_CHANGES} times; "
-        "write a new model "
-        "beside the old one, under a name of its own"
+        f"{reader.display_name(changed_files[0])}: changed {MAX_SOURCE_CHANGES} times during the download; write a new "
+        "model beside the old one, under its own name"
     )
 
 
 async def _download_all(downloader: "_ModelDownloader", reader: SourceReader, has_sha256: bool) -> list[str]:
-    """Bring every file; returns their names. `pinned`: the source has the digest of the one file of weights."""
+    """Download every file; returns their names. `has_sha256`: the source has the digest of its single weights file."""
     await downloader.download(CONFIG_FILE)
     file_names = [CONFIG_FILE, *[name for name in OPTIONAL_FILES if await downloader.download_optional(name)]]
     if not await downloader.download_optional(INDEX_FILE):
@@ -137,9 +136,8 @@ async def _download_all(downloader: "_ModelDownloader", reader: SourceReader, ha
         return [*file_names, SINGLE_WEIGHTS_FILE]
     if has_sha256:
         raise InvalidArgument(
-            f"{reader.display_name(INDEX_FILE)}: the source has one sha256, and these weights are in several files; "
-            "remove it, or "
-            "serve the model as one file"
+            f"{reader.display_name(INDEX_FILE)}: the source has one sha256, but the weights have several files; remove "
+            "the sha256, or serve the model as one file"
         )
     shards, total_bytes = _read_shard_names(downloader.partial.folder / INDEX_FILE, reader)
     downloader.meter.set_weights(shards, total_bytes)
@@ -179,17 +177,17 @@ def _reason_for(error: QuireError) -> DownloadReason:
 
 
 def _write_report(path: Path | None, result: DownloadResult) -> None:
-    """Leave word for whoever started us; what became of the files does not depend on it."""
+    """Write the result for the process that started this one. An error here does not affect the model."""
     if path is None:
         return
     try:
         path.write_text(result.dump())
     except OSError as error:
-        logger.warning("--report cannot be written file=%s error=%s", path, error)
+        logger.warning("report cannot be written file=%s error=%s", path, error)
 
 
 class _ModelDownloader:
-    """Brings files, and remembers in the partial folder which of them are whole, and of what version."""
+    """Downloads files, and records in the partial folder which of them are complete, and their versions."""
 
     def __init__(self, reader: SourceReader, partial: PartialDownload, meter: ProgressMeter) -> None:
         self._reader, self.partial, self.meter = reader, partial, meter
@@ -204,21 +202,21 @@ class _ModelDownloader:
         self._completed = PartialDownload(partial.folder.with_name(partial.folder.name + "-whole"))
 
     async def download(self, name: str) -> None:
-        """One file, if it is not whole already."""
+        """Download one file, unless it is already complete."""
         if await self._is_complete(name):
             self.meter.set_size(name, self.partial.size(name))
             return
-        # Before it is written to: what was whole may be an older version, and be so again when we are asked again.
+        # Before the first write: the complete file may be an older version, and the source may return to it.
         self._completed.record_version(name, None)
         await self._downloader.download(self._reader, self.partial, name)
         await self._downloader.verify(self._reader, self.partial, name)
         if name.endswith(_WEIGHTS_SUFFIX):
             await run_in_daemon_thread(self._check_not_truncated, name)
         self._completed.record_version(name, self.partial.versions().get(name))
-        logger.info("file is complete file=%s bytes=%d", name, self.partial.size(name))
+        logger.info("file downloaded file=%s bytes=%d", name, self.partial.size(name))
 
     async def download_optional(self, name: str) -> bool:
-        """The same for a file that need not be there; whether it is."""
+        """Download an optional file; returns whether it exists."""
         try:
             await self.download(name)
         except NotFound:
@@ -226,14 +224,14 @@ class _ModelDownloader:
         return True
 
     async def changed_files(self, file_names: Sequence[str]) -> list[str]:
-        """Those of these files that are others by now, as far as their place can tell."""
+        """Return the files whose version has changed since they were downloaded."""
         recorded_versions = self._completed.versions()
         return await self._downloader.changed_files(
             self._reader, {name: recorded_versions.get(name) for name in file_names}
         )
 
     def clear_versions(self) -> None:
-        """Forget what was noted, once the files are elsewhere."""
+        """Delete the recorded versions, after the files have moved."""
         self.partial.clear_versions()
         self._completed.clear_versions()
 
@@ -244,26 +242,25 @@ class _ModelDownloader:
         return recorded_version == await self._downloader.version(self._reader, name)
 
     def _check_not_truncated(self, name: str) -> None:
-        """Refuse weights that end before their own header says: nobody else may have counted the bytes.
+        """Reject weights that are shorter than their header states: the server may not report a length.
 
         Raises:
-            InvalidArgument: they do; the file is dropped.
+            InvalidArgument: they are shorter; the file is discarded.
         """
         expected_bytes, actual_bytes = expected_file_bytes(self.partial.folder / name), self.partial.size(name)
         if expected_bytes is not None and actual_bytes < expected_bytes:
             self.partial.discard(name)
             raise InvalidArgument(
-                f"{self._reader.display_name(name)}: has {actual_bytes} bytes, and by its header {expected_bytes}; it "
-                "was cut, or is "
-                "still being written: store it again"
+                f"{self._reader.display_name(name)}: has {actual_bytes} bytes, its header requires {expected_bytes}; "
+                "it was truncated or is still being written; store it again"
             )
 
 
 def _read_shard_names(index: Path, reader: SourceReader) -> tuple[list[str], int | None]:
-    """Names of the files of weights, and bytes of their tensors where the index says them.
+    """Return the names of the weights files, and the bytes of their tensors if the index contains them.
 
     Raises:
-        InvalidArgument: it names anything else.
+        InvalidArgument: the index names anything else.
     """
     try:
         document = json.loads(index.read_text())
@@ -289,47 +286,51 @@ def _is_weights_file_name(name: str) -> bool:
 
 
 def _is_downloaded(target: Path) -> bool:
-    """Whether the model is there already.
+    """Return whether the model already exists.
 
     Raises:
-        ConfigError: something else is.
+        ConfigError: the path exists and is not a model.
     """
     if not os.path.lexists(target):
         return False
     if not (target / CONFIG_FILE).is_file():
-        raise ConfigError(f"--into {str(target)!r}: is there, and holds no model; give a folder that is not there yet")
-    logger.info("model is there already folder=%s", target)
+        raise ConfigError(
+            f"--into {str(target)!r}: already exists and contains no model; choose a path that does not exist"
+        )
+    logger.info("model already exists folder=%s", target)
     return True
 
 
 @contextmanager
 def _lock_partial(target: Path) -> Iterator[PartialDownload]:
-    """What has come so far; two downloads of one model on a shared claim would mix.
+    """Lock and return the partial download: two downloads into one folder of a shared claim would mix.
 
     Raises:
-        Unavailable: another one is at it.
+        Unavailable: another download has the lock.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial_download(target)
-    # A file, and open for writing: a folder's lock is none for other nodes of a claim by NFS.
+    # A file that is open for writing: on NFS, the lock of a folder does not reach other nodes.
     lock_path = partial.folder.with_name(partial.folder.name + ".lock")
     with lock_path.open("w") as lock_file:
         try:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise Unavailable(f"--into {str(target)!r}: another download is at it; wait for that one") from error
+            raise Unavailable(
+                f"--into {str(target)!r}: another download is running; wait until it has finished"
+            ) from error
         yield partial
-        # Whoever has opened it meanwhile will find that the model is there.
+        # A process that has opened it meanwhile finds the complete model.
         lock_path.unlink(missing_ok=True)
 
 
 def _partial_download(target: Path) -> PartialDownload:
-    """Where the files are until the last is there."""
+    """Return the folder of the files until the last one is complete."""
     return PartialDownload(target.with_name(f".partial-{target.name}"))
 
 
 def _commit(partial: PartialDownload, file_names: list[str], target: Path) -> None:
-    """Keep what was asked for, on disk before it has its name: a power cut must not leave half a model."""
+    """Sync the listed files to disk, then rename the folder: a power cut must not leave half a model."""
     for path in partial.folder.iterdir():
         if path.name in file_names:
             fsync_path(path)
@@ -352,7 +353,7 @@ def _translate_disk_errors(target: Path) -> Iterator[None]:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Bytes of a folder's files; 0 of one that is not there, or cannot be read."""
+    """Return the bytes of a folder's files; 0 if it does not exist or cannot be read."""
     try:
         return sum(path.stat().st_size for path in folder.iterdir())
     except OSError:
@@ -372,24 +373,27 @@ def _parse_source(source_json: str) -> Source:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quire_server.download",
-        description="Download a model's weights, configuration and tokenizer into a folder, once; resume what was cut",
-        epilog="exit codes: 0 it is there, 1 run it again, 2 the source or its Secret is wrong",
+        description="Download a model's weights, configuration and tokenizer into a folder, once; resume after a cut",
+        epilog="exit codes: 0 the model is complete, 1 run the command again, 2 the source or its Secret is wrong",
     )
     parser.add_argument("--source", required=True, metavar="JSON", help="spec.model.source, as JSON")
-    parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="the folder; made when complete")
-    parser.add_argument("--secrets-dir", type=Path, metavar="DIR", help="Secrets, as DIR/<secret>/<key>")
     parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="write how it ended, as JSON: result, bytes, revision, message"
+        "--into", type=Path, required=True, metavar="DIR", help="folder of the model, created when it is complete"
+    )
+    parser.add_argument("--secrets-dir", type=Path, metavar="DIR", help="folder of Secrets, as DIR/<secret>/<key>")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write the result as JSON: result, bytes, revision, message"
     )
     parser.add_argument(
         "--progress-port",
         type=int,
         default=os.environ.get(PROGRESS_PORT_VARIABLE) or None,
         metavar="N",
-        help=f"answer GET {PROGRESS_PATH} here: bytes, total, bytes_per_s (default: {PROGRESS_PORT_VARIABLE}, or "
-        "nowhere)",
+        help=f"port of GET {PROGRESS_PATH}: bytes, total, bytes_per_s (default: {PROGRESS_PORT_VARIABLE}, else none)",
     )
-    parser.add_argument("--hub-endpoint", metavar="URL", help="of the hub (default: HF_ENDPOINT, or the public one)")
+    parser.add_argument(
+        "--hub-endpoint", metavar="URL", help="URL of the hub (default: HF_ENDPOINT, else the public hub)"
+    )
     return parser
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fetcher keeps on disk, and nothing about where it came from.
+"""The adapter cache on disk. It knows source descriptions only by their digest, and no protocol.
 
-    adapters/<digest>/            the two files of an adapter; complete, never changed
-    partial/<key>/                files being fetched, to be resumed; <key>.json their versions, <key>.lock their owner
-    sources/<key>.json            the digest that a source had last, and its files' versions
+    adapters/<digest>/            the two files of an adapter; complete and immutable
+    partial/<key>/                partial downloads; <key>.json contains their versions, <key>.lock is their lock
+    sources/<key>.json            the last digest of a source, and the versions of its files
 
 A key is a digest of the source's description. Several supervisors may share a cache.
 """
@@ -25,20 +25,20 @@ from quire_spec.documents.adapter_digest import ADAPTER_FILES, adapter_digest
 from quire_spec.errors import ConfigError
 
 RETENTION_S = 24 * 3600.0
-"""How long what no catalogue names stays: rollbacks are quick, and other owners of the cache touch theirs hourly."""
+"""Retention of adapters that no catalog names. Rollbacks are fast, and other owners touch their adapters hourly."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """What a source had when it was fetched last."""
+    """Content of a source at its last download."""
 
     digest: str
     versions: dict[str, str | None]
-    """By file; None where the place cannot tell versions."""
+    """By file; None if the source has no versions."""
 
 
 def fsync_path(path: Path) -> None:
-    """Have a file or folder on disk before anything names it: a power cut must not leave half an adapter."""
+    """Write a file or folder to disk before it gets its name: a power cut must not leave half an adapter."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -47,7 +47,7 @@ def fsync_path(path: Path) -> None:
 
 
 def source_key(source: Source) -> str:
-    """Names a source in the cache: the same description, the same key."""
+    """Return the cache key of a source; equal descriptions have equal keys."""
     return hashlib.sha256(json.dumps(to_json(source), sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -60,11 +60,11 @@ class AdapterCache:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def folder(self, digest: str) -> Path:
-        """Where the adapter of that digest is, or would be."""
+        """Return the folder of the adapter with this digest; it may not exist."""
         return self._folder / "adapters" / digest
 
     def record(self, key: str) -> SourceRecord | None:
-        """What the source had last, if that is still here."""
+        """Return the source's last content, if it is still cached."""
         try:
             record = from_json(SourceRecord, json.loads(self._record_path(key).read_text()))
         except (OSError, ValueError, ConfigError):
@@ -73,22 +73,22 @@ class AdapterCache:
 
     @contextlib.contextmanager
     def partial(self, key: str) -> Iterator["PartialDownload"]:
-        """The files being fetched of a source.
+        """Lock and return the partial download of a source.
 
         Raises:
-            BlockingIOError: another owner of this cache is fetching it.
+            BlockingIOError: another owner of this cache is downloading it.
         """
         folder = self._folder / "partial" / key
         lock_path = folder.with_suffix(".lock")
         with lock_path.open("w") as lock_file:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not lock_path.exists() or not os.path.samestat(os.fstat(lock_file.fileno()), lock_path.stat()):
-                raise BlockingIOError("swept while it was being locked")
+                raise BlockingIOError("pruned while it was being locked")
             folder.mkdir(exist_ok=True)
             yield PartialDownload(folder, lock_file.fileno())
 
     def commit(self, key: str, partial: "PartialDownload") -> SourceRecord:
-        """Make a complete partial an adapter of the cache: all of it or nothing. Reads and syncs the files: slow."""
+        """Turn a complete partial download into a cached adapter, atomically. Slow: reads and syncs the files."""
         digest = adapter_digest(partial.folder)
         for name in ADAPTER_FILES:
             fsync_path(partial.folder / name)
@@ -97,7 +97,7 @@ class AdapterCache:
         try:
             partial.folder.rename(target)
         except OSError:
-            # The same content is there already, from another source.
+            # The same content already exists, from another source.
             if not self.touch(digest):
                 raise
             shutil.rmtree(partial.folder)
@@ -108,17 +108,17 @@ class AdapterCache:
         return record
 
     def touch(self, digest: str) -> bool:
-        """Say that an adapter is in use, so that no sweep takes it, ours or another owner's; False: it is gone."""
+        """Mark an adapter as used, so that no owner prunes it; False if it does not exist."""
         folder = self.folder(digest)
         try:
             os.utime(folder)
         except OSError:
-            # What is there can be used, also on a volume that has become read-only.
+            # An existing adapter can be used even if the volume has become read-only.
             return folder.is_dir()
         return True
 
     def prune(self, used_digests: set[str]) -> list[str]:
-        """Remove what nobody has used for a day; returns the digests removed. `used` are ours, and stay."""
+        """Remove adapters unused for a day, except `used_digests`; returns the digests removed."""
         cutoff = time.time() - RETENTION_S
         for digest in used_digests:
             with contextlib.suppress(OSError):
@@ -139,18 +139,18 @@ class AdapterCache:
         return removed_digests
 
     def _remove_adapter(self, folder: Path, cutoff: float) -> bool:
-        """Take an adapter away in one move: when we are killed, no half of it may keep its name."""
+        """Remove an adapter atomically: a killed process must not leave half of it under its name."""
         trash = self._folder / "partial" / f".{folder.name}"
         folder.rename(trash)
         if trash.stat().st_mtime > cutoff:
-            # Another owner has just said that it uses it.
+            # Another owner has just marked it as used.
             trash.rename(folder)
             return False
         shutil.rmtree(trash)
         return True
 
     def _prune_leftover(self, path: Path) -> None:
-        """Remove what a fetch that never came to its end has left, or a record of what is gone."""
+        """Remove an abandoned partial download, or the record of an adapter that does not exist."""
         if path.suffix == ".lock":
             with self.partial(path.stem) as partial:
                 shutil.rmtree(partial.folder)
@@ -166,22 +166,22 @@ class AdapterCache:
 
 
 class PartialDownload:
-    """The files of one source that are being fetched."""
+    """The partially downloaded files of one source."""
 
     def __init__(self, folder: Path, lock_fd: int | None = None) -> None:
-        """`lock` is the file descriptor whose lock keeps others away, if one does."""
+        """`lock_fd` is the locked file descriptor, if there is one."""
         self.folder = folder
         self._lock_fd = lock_fd
-        # Not with_suffix: a folder's name may have a dot in it, and two folders would share their notes.
+        # Not with_suffix: a folder name may contain a dot, and two folders would share a file.
         self._versions_file = folder.with_name(folder.name + ".json")
 
     def lock(self) -> contextlib.AbstractContextManager[object]:
-        """Keeps others away until it is closed, however soon the one who has locked the files goes."""
-        # A lock is of the open file: it lasts as long as the last descriptor.
+        """Return a context that holds the lock, even if the original descriptor is closed before."""
+        # A lock belongs to the open file and lasts as long as its last descriptor.
         return contextlib.nullcontext() if self._lock_fd is None else os.fdopen(os.dup(self._lock_fd))
 
     def versions(self) -> dict[str, str | None]:
-        """Version that each file begun was of."""
+        """Return the recorded version of each file."""
         try:
             versions: dict[str, str | None] = json.loads(self._versions_file.read_text())
         except (OSError, ValueError):
@@ -189,20 +189,20 @@ class PartialDownload:
         return versions
 
     def record_version(self, name: str, version: str | None) -> None:
-        """Remember what version of a file its bytes are of; before they are written."""
+        """Record the version of a file, before its bytes are written."""
         _write_json(self._versions_file, self.versions() | {name: version})
 
     def size(self, name: str) -> int:
-        """Bytes that are here."""
+        """Return the bytes downloaded so far."""
         path = self.folder / name
         return path.stat().st_size if path.exists() else 0
 
     def discard(self, name: str) -> None:
-        """Forget the bytes of a file."""
+        """Delete the bytes of a file."""
         (self.folder / name).unlink(missing_ok=True)
 
     def clear_versions(self) -> None:
-        """Forget the versions, once the files are elsewhere."""
+        """Delete the recorded versions, after the files have moved."""
         self._versions_file.unlink(missing_ok=True)
 
 
