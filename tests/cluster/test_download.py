@@ -125,9 +125,12 @@ def test_a_download_that_gave_up_is_tried_again(cluster, namespace, kubelet, pla
         (job,) = cluster.items("batch/v1", "Job", namespace)
         # As the controller says it after six tries, which take ten minutes.
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        failed = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "lastTransitionTime": now}
+        failed = {"status": "True", "reason": "BackoffLimitExceeded", "lastTransitionTime": now}
+        # Kubernetes 1.31 and later reject Failed without FailureTarget, and with active or ready pods.
+        conditions = [{"type": kind, **failed} for kind in ("FailureTarget", "Failed")]
+        status = {"conditions": conditions, "active": 0, "ready": 0}
         name = job["metadata"]["name"]
-        cluster.merge("batch/v1", "Job", name, {"status": {"conditions": [failed]}}, namespace, subresource="status")
+        cluster.merge("batch/v1", "Job", name, {"status": status}, namespace, subresource="status")
         says(operating, "ModelCached", "False", "DownloadFailed")
         for pod in cluster.items("v1", "Pod", namespace, labelSelector=f"job-name={name}"):
             # Pods that are asked how they are would bring about a pass.

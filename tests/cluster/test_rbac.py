@@ -209,7 +209,13 @@ def live(cluster, namespace, models):
     everything = {
         "replicas": 2,
         "adapters": [{"name": "a", "source": {"http": {"url": f"{models}/a", "headersSecretRef": {"name": "web"}}}}],
-        "autoscaling": {"kind": "ScaledObject", "maxReplicas": 3, "prometheusAddress": "http://prometheus:9090"},
+        # Two pods at least: a service that may have one has no PodDisruptionBudget.
+        "autoscaling": {
+            "kind": "ScaledObject",
+            "minReplicas": 2,
+            "maxReplicas": 3,
+            "prometheusAddress": "http://prometheus:9090",
+        },
         "observability": {"podMonitor": "Auto"},
         "networking": {"inferencePool": {"endpointPicker": {"name": "picker"}}},
     }
@@ -238,6 +244,8 @@ def live(cluster, namespace, models):
     gone = [("networking.k8s.io/v1", "NetworkPolicy", "tales"), ("v1", "Secret", "tales-credentials")]
     gone += [(f"{group}/{version}", kind, "tales") for group, version, kind in OPTIONAL.values()]
     gone += [("v1", "PersistentVolumeClaim", "fetched-models")]
+    if cluster.version >= SINCE["poddisruptionbudgets"]:
+        gone.append(("policy/v1", "PodDisruptionBudget", "tales"))
     for version, kind, name in gone:
         absent(cluster, namespace, version, kind, name)
     # Pods of the first template could come back as long as there is a ReplicaSet of it, and would read its engine map.
