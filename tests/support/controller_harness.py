@@ -102,15 +102,7 @@ class ControllerHarness:
                 return
             async with self.make_client(self._cluster_config()) as client:
                 self.controller = controller = Controller(client, self._controller_settings())
-                record_write = controller.metrics.record_write
-
-                def record_harness_write(kind: resources.Resource, verb: str) -> None:
-                    self.recorded_writes.append((kind.kind, verb))
-                    record_write(kind, verb)
-
-                controller.metrics.record_write = record_harness_write  # type: ignore[method-assign]
-                controller.reconciler._deps.record_write = record_harness_write
-                controller.reconciler._deps.applier._record_write = record_harness_write
+                self._record_writes()
                 async with self._watch_services(client, controller.settings), controller.run() as failure:
                     self._ready.set()
                     while not self._stop.is_set() and not failure.done():
@@ -137,16 +129,30 @@ class ControllerHarness:
             await asyncio.gather(watch_task, return_exceptions=True)
 
     async def _run_with_kopf(self) -> None:
-        options = OperatorOptions(self._cluster_config(), self._controller_settings(), "127.0.0.1", port=0)
+        options = OperatorOptions(self._cluster_config(), self._controller_settings(), "127.0.0.1", 0, self.make_client)
         memo, stop_flag = kopf.Memo(), asyncio.Event()
         operator_task = asyncio.create_task(kopf_handlers.run_operator(options, stop_flag=stop_flag, memo=memo))
         while not self._stop.is_set() and not operator_task.done():
             await asyncio.sleep(0.02)
             if "operator" in memo and not self._ready.is_set():
                 self.controller = memo.operator.controller
+                self._record_writes()
                 self._ready.set()
         stop_flag.set()
-        await operator_task
+        await asyncio.wait([operator_task])
+        self.failure = operator_task.exception()
+
+    def _record_writes(self) -> None:
+        controller = self.controller
+        record_write = controller.metrics.record_write
+
+        def record_harness_write(kind: resources.Resource, verb: str) -> None:
+            self.recorded_writes.append((kind.kind, verb))
+            record_write(kind, verb)
+
+        controller.metrics.record_write = record_harness_write  # type: ignore[method-assign]
+        controller.reconciler._deps.record_write = record_harness_write
+        controller.reconciler._deps.applier._record_write = record_harness_write
 
     def _controller_settings(self) -> ControllerSettings:
         return ControllerSettings(namespaces=(self.namespace,), **{"resync_s": 3600.0, **self.settings})

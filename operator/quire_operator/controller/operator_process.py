@@ -44,6 +44,7 @@ class OperatorOptions:
     host: str = ANY_ADDRESS
     port: int = field(default_factory=lambda: int(os.environ.get(PORT_VARIABLE, DEFAULT_PORT)))
     """Port of readiness and metrics; 0: any free port."""
+    make_client: Callable[[ClusterConfig], ApiClient] = ApiClient
 
 
 class OperatorProcess:
@@ -57,7 +58,7 @@ class OperatorProcess:
         """
         self.cluster_config = options.cluster_config or ClusterConfig.from_environment()
         self.settings = replace(options.settings, operator_peer=_network_policy_peer(self.cluster_config))
-        self.client = ApiClient(self.cluster_config)
+        self.client = options.make_client(self.cluster_config)
         self.controller = Controller(self.client, self.settings)
         self.service_heartbeats = [
             WatchHeartbeat(resources.LLM_SERVICE, namespace) for namespace in self.settings.namespaces or (None,)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A namespace with LLMServices, their pods, operators that come and go, and an API server behind a proxy: where
-histories.py has things happen, and witness.py sees what is said of them.
+"""The environment of a chaos test: a namespace with LLMServices, pods, one operator, and a proxied API server.
+
+operations.py changes it; invariants.py checks the statuses.
 """
 
 import time
@@ -31,9 +32,9 @@ class ChaosEnvironment:
         self.proxy = FaultInjectingProxy(cluster, folder)
         self.downloads = DownloadTracker(cluster, namespace, fake_pods.kubelet)
         self.invariants = StatusInvariants(cluster, namespace, fake_pods.started_pods, self.downloads)
-        self.operators: list[ControllerHarness] = []
+        self.operator: ControllerHarness | None = None
         self.num_writes_of_stopped = 0
-        """Of operators that are gone."""
+        """Writes of the operators that were stopped."""
         self.ended_pod_uids: set[str] = set()
         """Pods that will never run again, by uid."""
         self.step_log: list[str] = []
@@ -46,7 +47,7 @@ class ChaosEnvironment:
             stack.enter_context(self.proxy)
             stack.enter_context(self.downloads)
             stack.enter_context(self.invariants)
-            stack.callback(self.stop_all_operators)
+            stack.callback(self.stop_operator)
             self._stack = stack.pop_all()
         return self
 
@@ -57,36 +58,33 @@ class ChaosEnvironment:
         """Add to the history."""
         self.step_log.append(f"{time.monotonic():.2f} {text}")
 
-    # Operators
+    # The operator
 
-    def start_operator(self, kopf: bool = False) -> None:
-        """One more."""
+    def start_operator(self, with_kopf: bool = False) -> None:
+        """Start the operator, without anything that an earlier one remembered."""
+        assert self.operator is None
         operator_state: dict[str, Any] = {}
         settings = {"secret_ttl_s": 1.0, "resync_s": 2.0, "watch_timeouts": WatchTimeouts(5.0, max_backoff_s=1.0)}
         client = recording_client(self.invariants.recorded, operator_state)
-        harness = ControllerHarness(self.cluster, self.namespace, settings, self.proxy.kubeconfig, client, kopf)
+        harness = ControllerHarness(self.cluster, self.namespace, settings, self.proxy.kubeconfig, client, with_kopf)
         harness.__enter__()
         operator_state["queue"] = harness.controller.queue
         pod_admin_client = harness.controller._pod_admin
         pod_admin_client._total_timeout_s, pod_admin_client._unresponsive_timeout_s = 2.0, 0.5
-        self.operators.append(harness)
-        self.invariants.record_num_operators(len(self.operators))
+        self.operator = harness
 
-    def stop_operator(self, harness: ControllerHarness) -> None:
-        """Abruptly."""
+    def stop_operator(self) -> None:
+        """Stop the operator as abruptly as a kill does, if it runs."""
+        harness, self.operator = self.operator, None
+        if harness is None:
+            return
         harness.stop()
-        self.operators.remove(harness)
         assert harness.failure is None or isinstance(harness.failure, OperatorKilled), repr(harness.failure)
         self.num_writes_of_stopped += len(harness.recorded_writes)
-        self.invariants.record_num_operators(len(self.operators))
-
-    def stop_all_operators(self) -> None:
-        for harness in list(self.operators):
-            self.stop_operator(harness)
 
     def total_writes(self) -> int:
-        """Of all operators together."""
-        return self.num_writes_of_stopped + sum(len(harness.recorded_writes) for harness in self.operators)
+        """Return the number of writes of all operators so far."""
+        return self.num_writes_of_stopped + (len(self.operator.recorded_writes) if self.operator else 0)
 
     # Services
 

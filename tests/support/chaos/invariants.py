@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must hold of every status of an LLMService, held against what remembering.py remembers."""
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -47,11 +46,6 @@ class StatusInvariants:
         self.recorded: list[RecordedStatus] = []
         self.watch_stalled_at: list[float] = []
         """When operators began to hear late."""
-        self._operator_counts: list[tuple[float, bool]] = []
-
-    def record_num_operators(self, count: int) -> None:
-        """So many there are from now on."""
-        self._operator_counts.append((time.monotonic(), count > 1))
 
     def __enter__(self) -> Self:
         self.services.__enter__()
@@ -100,20 +94,15 @@ class StatusInvariants:
                 yield f"pod {version.body['metadata']['name']} ran at {version.seen_at:.2f}, before there was {model}"
 
     def _check_against_pods(self, body: Manifest, status: Manifest) -> Iterator[str]:
-        """What a status says of pods, held against what they said to the pass that it is of.
-
-        Where several operators ask, nobody knows what was said to whom.
-        """
+        """Compare a status with what the pods reported to the pass that wrote it."""
         matching = [
             record for record in self.recorded if record.uid == body["metadata"]["uid"] and record.status == status
         ]
         if not matching:
-            yield f"nobody says that he wrote this: {status}"
+            yield f"the operator did not write this: {status}"
             return
         yield from self.downloads.violations(body, self._possibly_stale_since(matching[0]))
-        # An operator may find the same more than once: it was written at one of these times.
-        if any(self._had_several_operators(claim) for claim in matching):
-            return
+        # The operator may write the same status more than once: it was written at one of these times.
         attempts = [list(self._check_record(claim, body)) for claim in matching]
         if attempts and all(attempts):
             yield from attempts[-1]
@@ -171,12 +160,6 @@ class StatusInvariants:
             record.pass_started_at - STALE_WATCH_S < at < record.written_at for at in self.watch_stalled_at
         )
         return record.pass_started_at - (STALE_WATCH_S if watch_stalled else SLACK_S)
-
-    def _had_several_operators(self, record: RecordedStatus) -> bool:
-        initially = [several for at, several in self._operator_counts if at <= record.pass_started_at][-1:]
-        return any(initially) or any(
-            crowded for at, crowded in self._operator_counts if record.pass_started_at < at < record.written_at
-        )
 
     def _last_response(self, uid: str, record: RecordedStatus) -> PodStatus | None:
         """What a pod said last before a status was written, to the pass that it is of."""

@@ -81,8 +81,6 @@ class RandomOperations:
     num_steps: int = 0
     steps_until_recovery: int = 0
     """Events until the API server is well again."""
-    admin_key_edited: bool = False
-    """The Secret of an admin key was changed by hand."""
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -104,7 +102,6 @@ class RandomOperations:
             (1, self._change_source_secret),
             (2, self._recreate_service),
             (2, self._restart_operator),
-            (1, self._toggle_second_operator),
             (3, self._disturb_api_server),
         ]
 
@@ -377,8 +374,6 @@ class RandomOperations:
     def _edit_child(self, name: str) -> str:
         version, kind, suffix = self.rng.choice(_CHILD_KINDS)
         edit = self.rng.choice([*_CHILD_EDITS[kind] * 2, *_EDITS_OF_ANY_CHILD])
-        if not self._can_edit(kind):
-            return f"no {kind} edited"
         self.environment.cluster.merge(version, kind, name + suffix, edit, self.environment.namespace)
         return f"{kind} edited: {edit}"
 
@@ -388,8 +383,6 @@ class RandomOperations:
         propagation_policy, index = self.rng.choice(["Background", "Foreground", "Orphan"]), self.rng.randrange(100)
         world, labels = self.environment, f"{object_names.INSTANCE}={name}"
         object_name = name + suffix
-        if not self._can_edit(kind):
-            return f"no {kind} deleted"
         if kind == "ReplicaSet" or suffix == "-engine":
             bodies = world.cluster.items(version, kind, world.namespace, labelSelector=labels)
             all_names = sorted(n for body in bodies if (n := body["metadata"]["name"]).startswith(object_name))
@@ -398,13 +391,6 @@ class RandomOperations:
             object_name = all_names[index % len(all_names)]
         world.cluster.delete(version, kind, object_name, world.namespace, propagationPolicy=propagation_policy)
         return f"{kind} {object_name} deleted ({propagation_policy})"
-
-    def _can_edit(self, kind: str) -> bool:
-        """Two operators that know different keys, while the spec lets neither put its own there, disagree for good."""
-        if kind == "Secret":
-            self.admin_key_edited = self.admin_key_edited or len(self.environment.operators) < 2
-            return self.admin_key_edited
-        return True
 
     def _change_source_secret(self, name: str) -> str:
         value = self.rng.randrange(100)
@@ -416,7 +402,7 @@ class RandomOperations:
         self.environment.cluster.apply(body, self.environment.namespace)
         return f"Secret {CREDENTIALS_SECRET} made: {value}"
 
-    # Operators and their API server
+    # The operator and its API server
 
     def _restart_operator(self, name: str) -> str:
         remaining_writes, send_last_write, kopf = (
@@ -425,28 +411,20 @@ class RandomOperations:
             self.rng.random() < 0.2,
         )
         wait_s = self.rng.choice([0.0, 0.0, 0.5])
-        harness = self.environment.operators[0]
+        harness = self.environment.operator
+        assert harness is not None
         if remaining_writes:
-            harness.controller.client.last_is_sent = send_last_write
-            harness.controller.client.writes_left = remaining_writes
+            harness.controller.client.send_last_write = send_last_write
+            harness.controller.client.remaining_writes = remaining_writes
             deadline = time.monotonic() + 1.0
             while harness.failure is None and time.monotonic() < deadline:
                 time.sleep(0.02)
-        self.environment.stop_operator(harness)
+        self.environment.stop_operator()
         time.sleep(wait_s)
         self.environment.start_operator(kopf)
         return (
             f"operator killed at write {remaining_writes} (sent: {send_last_write}), and started again (kopf: {kopf})"
         )
-
-    def _toggle_second_operator(self, name: str) -> str:
-        if len(self.environment.operators) > 1:
-            self.environment.stop_operator(self.environment.operators[0])
-            return "one of two operators killed"
-        if self.admin_key_edited:
-            return "no operator beside the first"
-        self.environment.start_operator()
-        return "another operator started beside the first"
 
     def _disturb_api_server(self, name: str) -> str:
         fault_kind = self.rng.choice(["storm", "storm", "slow", "deaf", "cut"])
@@ -515,10 +493,8 @@ class RandomOperations:
                     world.cluster.merge(version, kind, body["metadata"]["name"], patch, world.namespace)
 
     def restore_all(self) -> None:
-        """One operator, pods that do what they should, specs that can be used."""
+        """Restore all pods and give each service a valid spec."""
         world = self.environment
-        for harness in world.operators[1:]:
-            world.stop_operator(harness)
         for name in SERVICES:
             for pod, fake_pod in world.running_pods(name):
                 self.restore_pod(pod, fake_pod)
