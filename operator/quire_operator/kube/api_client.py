@@ -5,7 +5,7 @@ Applying is server-side apply by one field manager, forced: fields that we set a
 """
 
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,13 @@ from typing import Any
 from quire_operator.kube.api_session import ApiSession, Body
 from quire_operator.kube.cluster_config import ClusterConfig
 from quire_operator.kube.errors import InvalidObject, ObjectNotFound, UnknownField, WriteConflict
+from quire_operator.kube.old_api_servers import (
+    FieldPath,
+    UnsupportedFields,
+    meets_preconditions,
+    remove_fields,
+    status_patch,
+)
 from quire_operator.kube.resources import Resource
 
 logger = logging.getLogger(__name__)
@@ -24,7 +31,6 @@ _JSON = "application/json"
 _JSON_PATCH = "application/json-patch+json"
 _METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=1"
 _PAGE_SIZE = 500
-_PRECONDITIONS = ("uid", "generation", "resourceVersion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class ApiClient(ApiSession):
 
     def __init__(self, cluster_config: ClusterConfig) -> None:
         super().__init__(cluster_config)
-        self._unsupported_fields: dict[Resource, set[tuple[str, ...]]] = {}
+        self._unsupported_fields = UnsupportedFields()
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
         """One object; raises Missing."""
@@ -91,47 +97,39 @@ class ApiClient(ApiSession):
         meta = manifest["metadata"]
         path = resource.path(meta.get("namespace"), meta["name"])
         params = {"fieldManager": _FIELD_MANAGER, "force": "true"}
-        unsupported = self._unsupported_fields.setdefault(resource, set())
         while True:
+            unsupported = self.unsupported_fields(resource)
             try:
                 body = remove_fields(manifest, unsupported)
                 return await self.request("PATCH", path, body, params=params, content_type=_APPLY_PATCH)
             except UnknownField as error:
                 if error.field in unsupported:
                     raise
-                # Written for a current API server; what an older one lacks it does without.
                 logger.info(
-                    "field left out, the API server has none kind=%s field=%s", resource.kind, ".".join(error.field)
-                )
-                unsupported.add(error.field)
+                    "field is not supported by the API server, left out kind=%s field=%s",
+                    resource.kind, ".".join(error.field),
+                )  # fmt: skip
+                self._unsupported_fields.add(resource, error.field)
 
-    def unsupported_fields(self, resource: Resource) -> frozenset[tuple[str, ...]]:
-        """Paths of fields that were left out of what was applied: the API server's objects of that kind have none."""
-        return frozenset(self._unsupported_fields.get(resource, ()))
+    def unsupported_fields(self, resource: Resource) -> frozenset[FieldPath]:
+        """Return the fields that were left out of manifests of a kind, because the API server does not know them."""
+        return self._unsupported_fields.of(resource)
 
     async def set_status(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
-        """Put the manifest's status in the place of the object's whole one; the object as it is then.
+        """Replace the whole status of an object and return the object.
 
-        Not server-side apply: API servers before 1.21 leave null where an object within was taken out, and then refuse
-        it as no object. metadata's uid, generation and resourceVersion are conditions: another object, spec, or version
-        raises Stale.
+        metadata's uid, generation and resourceVersion are preconditions: WriteConflict if one of them differs.
         """
         meta = manifest["metadata"]
         path = resource.path(meta.get("namespace"), meta["name"], "status")
-        patch = [{"op": "test", "path": f"/metadata/{name}", "value": meta[name]} for name in _PRECONDITIONS]
-        patch.append({"op": "add", "path": "/status", "value": manifest["status"]})
+        params = {"fieldManager": _FIELD_MANAGER}
         try:
-            return await self.request(
-                "PATCH", path, patch, params={"fieldManager": _FIELD_MANAGER}, content_type=_JSON_PATCH
-            )
+            return await self.request("PATCH", path, status_patch(manifest), params=params, content_type=_JSON_PATCH)
         except InvalidObject as error:
-            # A test that fails and a status that is wrong are both 422.
-            current = await self.list_one(resource, meta["namespace"], meta["name"])
-            if current is None or any(current["metadata"].get(name) != meta[name] for name in _PRECONDITIONS):
-                raise WriteConflict(
-                    f"{error} (it has changed, or another object has the name by now)", error.status
-                ) from error
-            raise
+            # A failed precondition and an invalid status are both 422.
+            if meets_preconditions(manifest, await self.list_one(resource, meta["namespace"], meta["name"])):
+                raise
+            raise WriteConflict(f"{error} (the object has changed, or was replaced)", error.status) from error
 
     async def create(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
         """Make an object that must not be there yet; raises Stale when it is."""
@@ -175,18 +173,3 @@ class ApiClient(ApiSession):
             **({"labelSelector": label_selector} if label_selector else {}),
         }
         return self.stream(resource.path(namespace), params, response_timeout_s)
-
-
-def remove_fields(value: Any, fields: Collection[tuple[str, ...]]) -> Any:
-    """A JSON value without the fields of these paths; entries of lists have no names in a path."""
-    if not fields:
-        return value
-    if isinstance(value, list):
-        return [remove_fields(item, fields) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    return {
-        key: remove_fields(item, {path[1:] for path in fields if path[0] == key and len(path) > 1})
-        for key, item in value.items()
-        if (key,) not in fields
-    }

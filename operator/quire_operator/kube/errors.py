@@ -11,10 +11,10 @@ ApiError
 +-- Busy        429, 5xx, no answer: later
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from quire_operator.kube.old_api_servers import unknown_field
 from quire_spec.errors import QuireError
 
 
@@ -60,7 +60,6 @@ class UnknownField(InvalidObject):
         self.field = field
 
 
-_UNKNOWN_FIELD = re.compile(r"\.([A-Za-z0-9.]+): field not declared in schema")
 _BY_STATUS: Mapping[int, type[ApiError]] = {
     401: Forbidden,
     403: Forbidden,
@@ -75,8 +74,8 @@ def error_from_response(request_line: str, status: int, body: Any, retry_after: 
     reason = body.get("message") if isinstance(body, Mapping) else body
     message = f"{request_line}: {status} {reason or 'without a reason'}"
     retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
-    if status == 500 and (match := _UNKNOWN_FIELD.search(str(reason))):
-        return UnknownField(message, tuple(match[1].split(".")))
+    if field := unknown_field(status, str(reason)):
+        return UnknownField(message, field)
     if status == 429 or status >= 500:
         return ApiServerUnavailable(message, status, retry_after_s)
     return _BY_STATUS.get(status, InvalidObject)(message, status, retry_after_s)

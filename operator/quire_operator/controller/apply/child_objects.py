@@ -10,7 +10,7 @@ from typing import Any
 from quire_operator.api.llmservice import LLMService
 from quire_operator.controller.status.model_cache import is_terminating, job_succeeded
 from quire_operator.controller.template_revision import TemplateRevision
-from quire_operator.kube.api_client import remove_fields
+from quire_operator.kube.old_api_servers import remove_fields
 from quire_operator.kube.resources import JOB, OPTIONAL_RESOURCES, PERSISTENT_VOLUME_CLAIM, Resource, resource_for
 from quire_operator.plan.plan import Plan
 from quire_operator.render.context import OPTIONAL_KINDS, RenderContext

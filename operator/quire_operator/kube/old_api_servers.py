@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compatibility with API servers that are older than the current Kubernetes. Called by api_client.py and errors.py.
+
+Unknown fields, Kubernetes 1.25 and older: server-side apply rejects a manifest with a field that the API server does
+not know, as an internal error "field not declared in schema". Manifests are written for a current API server; 1.25
+lacks a PodDisruptionBudget's unhealthyPodEvictionPolicy, and a podTemplate of a user may have any newer field.
+
+Status by JSON patch, Kubernetes 1.20: server-side apply leaves null where an object inside the status was removed, and
+the API server then rejects that null. From 1.21 on server-side apply of the status would do.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from quire_operator.kube.resources import Resource
+
+FieldPath = tuple[str, ...]
+"""Names of a field and of the fields around it; entries of lists have no name."""
+
+_UNKNOWN_FIELD = re.compile(r"\.([A-Za-z0-9.]+): field not declared in schema")
+_PRECONDITIONS = ("uid", "generation", "resourceVersion")
+
+
+class UnsupportedFields:
+    """The fields of each kind that this API server has rejected as unknown."""
+
+    def __init__(self) -> None:
+        self._paths: dict[Resource, set[FieldPath]] = {}
+
+    def of(self, resource: Resource) -> frozenset[FieldPath]:
+        """Return the paths of the unsupported fields of a kind."""
+        return frozenset(self._paths.get(resource, ()))
+
+    def add(self, resource: Resource, path: FieldPath) -> None:
+        """Record a field that the API server does not know."""
+        self._paths.setdefault(resource, set()).add(path)
+
+
+def unknown_field(status: int, reason: str) -> FieldPath | None:
+    """Return the field that a response reports as unknown, or None."""
+    match = _UNKNOWN_FIELD.search(reason) if status == 500 else None
+    return tuple(match[1].split(".")) if match else None
+
+
+def remove_fields(value: Any, paths: Collection[FieldPath]) -> Any:
+    """Return a JSON value without these fields."""
+    if not paths:
+        return value
+    if isinstance(value, list):
+        return [remove_fields(item, paths) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: remove_fields(item, {path[1:] for path in paths if path[0] == key and len(path) > 1})
+        for key, item in value.items()
+        if (key,) not in paths
+    }
+
+
+def status_patch(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a JSON patch that replaces the whole status if uid, generation and resourceVersion are still the same."""
+    meta = manifest["metadata"]
+    tests = [{"op": "test", "path": f"/metadata/{name}", "value": meta[name]} for name in _PRECONDITIONS]
+    return [*tests, {"op": "add", "path": "/status", "value": manifest["status"]}]
+
+
+def meets_preconditions(manifest: Mapping[str, Any], current: Mapping[str, Any] | None) -> bool:
+    """Whether the tests of status_patch() would pass on `current`; None is an object that does not exist."""
+    meta = manifest["metadata"]
+    return current is not None and all(current["metadata"].get(name) == meta[name] for name in _PRECONDITIONS)
