@@ -38,7 +38,7 @@ def install(folder: Path, **behaviour: Any) -> dict[str, str]:
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     for name in ("core", "text"):
-        (package / f"{name}.py").write_text(f"from support.fake_engine import {name}\n{name}()\n")
+        (package / f"{name}.py").write_text(f"from support.fake_engine import run_{name}\nrun_{name}()\n")
     tests = Path(__file__).resolve().parents[1]
     set_behaviour(folder, **behaviour)
     return dict(os.environ) | {"PYTHONPATH": f"{folder}:{tests}", "STAND_IN": str(folder / "behaviour.json")}
