@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CausalLM: what the model of every family is to the runner. Weights come from weights.py, batches from the runner."""
+"""Base class of all models, as the model runner uses them.
+
+`weights/loader.py` fills the parameters; the model runner builds the batches.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -17,27 +20,27 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class DecoderLayer(Protocol):
-    """A decoder layer, as far as families agree; what it is called with is their own business."""
+    """The common part of all decoder layers; the arguments of a call differ between architectures."""
 
     def linears(self) -> tuple[Linear, ...]:
-        """The linears that adapters can change."""
+        """Return the linear layers that adapters can change."""
         ...
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The checkpoint's tensors under `prefix`, each as the part of a parameter that it fills."""
+        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
         ...
 
 
 class CausalLM(ABC):
-    """Token ids to logits.
+    """Computes logits from token ids.
 
-    Parameters are allocated and not filled: weights.py does that, by `tensors`.
+    Parameters are allocated but not filled: `weights.loader` fills them by `tensors`.
     """
 
     layers: Sequence[DecoderLayer]
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
-        """`shape`: of what this rank holds."""
+        """`shape` is that of this rank's shard."""
         self.shape = shape
         self.communicator = factory.communicator
         self.embed_tokens = factory.empty(num_vocab_rows(shape, factory), shape.embedding_size)
@@ -48,10 +51,10 @@ class CausalLM(ABC):
         """Bytes of all parameters on this rank."""
 
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor | None:
-        """Compute the batch and store its keys and values in `kv`.
+        """Compute the batch and write its keys and values to the KV cache.
 
         Returns:
-            [num_logits, hidden_size], for `project` to make logits of; None when the batch wants none.
+            Hidden states [num_logits, hidden_size] for `compute_logits`; None if the batch needs no logits.
         """
         hidden = self.forward_layers(batch, kv_cache)
         if batch.num_logits == 0:
@@ -60,28 +63,28 @@ class CausalLM(ABC):
 
     @abstractmethod
     def build_layers(self, factory: ParamFactory) -> None:
-        """Allocate what is between embedding and output projection."""
+        """Allocate the layers between embedding and output projection."""
 
     @abstractmethod
     def forward_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """What the last layer gives, [num_tokens, hidden_size]; keys and values go to `kv`."""
+        """Return the last layer's output [num_tokens, hidden_size]; write keys and values to the KV cache."""
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """What the last layer gave for some tokens, [num_rows, hidden_size], to logits [num_rows, vocab_size]; `batch`:
-        of these tokens, see Batch.of_logits."""
+        """Return the logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]. `batch` contains only
+        these rows, see ForwardBatch.for_logit_rows."""
 
     def embed(self, batch: ForwardBatch) -> Tensor:
-        """[num_tokens, embedding_size], a tensor of its own."""
+        """Return the embeddings of the batch, a new tensor [num_tokens, embedding_size]."""
         return parallel_embedding(batch, self.embed_tokens, self.embedding_adapters, self.communicator)
 
     def linears(self) -> Iterator[tuple[int, Linear]]:
-        """The linears that adapters can change, each with its layer."""
+        """Yield the linear layers that adapters can change, each with its layer index."""
         for index, layer in enumerate(self.layers):
             yield from ((index, linear) for linear in layer.linears())
 
     def tensors(self) -> Iterator[tuple[str, LoadTarget]]:
-        """Every tensor of the checkpoint by name, as the part of a parameter that it fills; together, all of them."""
+        """Yield the name of every tensor of the checkpoint, with the parameter or shard that it fills."""
         parent = self.shape.architecture_info.layers_path.removesuffix(".layers")
         yield f"{parent}.embed_tokens.weight", embedding_shard(self.embed_tokens, self.communicator)
         for index, layer in enumerate(self.layers):
@@ -92,10 +95,10 @@ class CausalLM(ABC):
 
     @abstractmethod
     def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The tensors of what stands under `prefix` beside embedding and layers."""
+        """Yield the tensors under `prefix` that belong neither to the embedding nor to the layers."""
 
     def pack(self) -> None:
-        """Lay the loaded weights of all linears out for speed; `tensors` is of no use afterwards."""
+        """Repack the loaded weights of all linear layers for speed; `tensors` must not be used afterwards."""
         arena = HugePageArena()
         for _, linear in self.linears():
             linear.pack(arena)

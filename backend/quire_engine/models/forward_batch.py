@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch: a step's spans as tensors, everything a forward needs besides weights and KV cache. Built by `build_batch`.
+"""Input of a forward pass as tensors: everything except weights and KV cache. Built by `build_forward_batch`.
 
-All spans are flattened into one batch, tokens of one adapter side by side, so that an adapter's delta works on a slice.
+All spans are flattened into one batch. Tokens of one adapter are contiguous, so that its delta applies to a slice.
 """
 
 from collections.abc import Sequence
@@ -29,23 +29,23 @@ class ForwardBatch:
     token_ids: Tensor
     """[num_tokens] int64."""
     positions: Tensor
-    """[num_tokens] int64, each in its sequence."""
+    """[num_tokens] int64: position of each token in its sequence."""
     long_rope: Tensor | None
-    """[num_tokens] bool: tokens of sequences whose keys are rotated as those of long ones; None: there are none."""
+    """[num_tokens] bool: tokens that use the rotary embedding of long sequences; None if no token does."""
     addresses: Tensor
-    """[num_tokens] int64: where keys and values go in the cache."""
+    """[num_tokens] int64: addresses of keys and values in the cache (the slot mapping of vLLM)."""
     attention: AttentionMetadata
     adapters: LoRABatch | None
     """None when no span has an adapter."""
     logit_rows: Tensor | None
-    """[num_logits] int64: tokens whose logits are wanted, first those that choose the next token of each span, then
-    those that tell how likely prompt tokens are; None: all, in order."""
+    """[num_logits] int64: tokens that need logits. Those that sample a token come first, then those of prompt log
+    probabilities. None: all tokens, in order."""
     num_logits: int
     logit_adapter_slots: tuple[int, ...] = ()
-    """Of each token whose logits are wanted: the slot of its adapter, -1 without; empty when no span has one."""
+    """Adapter slot of each token that needs logits, -1 without an adapter; empty if no span has an adapter."""
 
     def for_logit_rows(self, rows: slice) -> "ForwardBatch":
-        """The batch of some of the tokens whose logits are wanted, for the output projection."""
+        """Return the batch for the output projection of some of the rows that need logits."""
         if self.adapters is None or (self.logit_rows is None and rows == slice(self.num_logits)):
             return self
         slots, device = self.logit_adapter_slots[rows], self.token_ids.device
@@ -54,7 +54,7 @@ class ForwardBatch:
 
 
 def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.device) -> ForwardBatch:
-    """The batch of a step, the blocks that it begins to fill cleared."""
+    """Build the batch of a step, and clear the KV blocks whose first token it writes."""
     starts, lengths, num_tokens = step_input.starts, step_input.lengths, len(step_input.token_ids)
     block_tables = kv_cache.pad_tables(
         step_input.block_ids, [start + length for start, length in zip(starts, lengths, strict=True)]
@@ -81,16 +81,16 @@ def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.
 
 
 def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Each token's span and its position in the sequence, both [num_tokens] int64."""
+    """Return the span and the position in the sequence of each token, both [num_tokens] int64."""
     counts = torch.tensor(lengths)
     rows = torch.repeat_interleave(torch.arange(len(lengths)), counts)
-    # What to add to a token's index in the batch to get its position in its sequence.
+    # Difference between a token's position in its sequence and its index in the batch.
     shifts = torch.tensor(starts) - (counts.cumsum(0) - counts)
     return rows, torch.arange(len(rows)) + shifts[rows]
 
 
 def _adapter_segments(slots: Sequence[int], lengths: Sequence[int]) -> list[AdapterSegment]:
-    """Tokens by adapter slot, from the slot and the length of each span."""
+    """Return the ranges of tokens with one adapter slot, from the slot and the length of each span."""
     segments: list[AdapterSegment] = []
     end = 0
     for slot, length in zip(slots, lengths, strict=True):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 2: norms before and after attention and MLP, scaled embeddings, soft caps on scores and logits, a window in
-every other layer."""
+"""Gemma 2: Llama with norms before and after attention and MLP, scaled embeddings, soft caps on attention scores and
+logits, and a sliding window in every other layer."""
 
 from collections.abc import Iterator
 
@@ -17,15 +17,15 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class Gemma2RMSNorm(RMSNorm):
-    """Root-mean-square normalisation whose weight is the scale less one."""
+    """Root-mean-square normalization whose scale is 1 + weight."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., size] to the same; all of it in float32, where 1 + weight loses nothing."""
+        """Normalize [..., size] in float32, because 1 + weight would lose precision in a narrower dtype."""
         return rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class Gemma2DecoderLayer(LlamaDecoderLayer):
-    """Llama's layer with what attention and MLP give normalised too, before it is added."""
+    """Llama's layer that also normalizes the outputs of attention and MLP before it adds them."""
 
     NORM = Gemma2RMSNorm
 
@@ -35,31 +35,31 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
         self.post_feedforward_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, factory)
 
     def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
-        """[num_tokens, hidden_size] to the same, in place."""
+        """Update the residual stream [num_tokens, hidden_size] in place and return it."""
         attention_output = self.self_attn(self.input_layernorm(hidden), rope, kv_cache, batch)
         hidden.add_(self.post_attention_layernorm(attention_output))
         mlp_output = self.mlp(self.pre_feedforward_layernorm(hidden), batch)
         return hidden.add_(self.post_feedforward_layernorm(mlp_output))
 
     def weights(self) -> None:
-        """See DecoderLayer.weights."""
+        """See LlamaDecoderLayer.weights."""
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The checkpoint's tensors under `prefix`, each as the part of a parameter that it fills."""
+        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
         yield from super().tensors(prefix)
         yield from self.pre_feedforward_layernorm.tensors(f"{prefix}pre_feedforward_layernorm")
         yield from self.post_feedforward_layernorm.tensors(f"{prefix}post_feedforward_layernorm")
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):
-    """Token ids to logits; see LlamaForCausalLM."""
+    """See LlamaForCausalLM."""
 
     LAYER = Gemma2DecoderLayer
 
     def build_layers(self, factory: ParamFactory) -> None:
-        """See CausalLM.build."""
+        """See CausalLM.build_layers."""
         super().build_layers(factory)
-        # Rounded to the weights' type, as it was in training.
+        # Rounded to the dtype of the weights, as in training.
         self.embedding_scale = torch.tensor(self.shape.hidden_size**0.5, dtype=factory.dtype).item()
 
     def embed(self, batch: ForwardBatch) -> Tensor:
@@ -67,6 +67,6 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         return super().embed(batch).mul_(self.embedding_scale)
 
     def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """See CausalLM.project."""
+        """See CausalLM.compute_logits."""
         logits, cap = super().compute_logits(hidden, batch), self.shape.logits_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama: the decoder that other families vary."""
+"""Llama, the base of most other architectures."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -20,7 +20,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class LlamaDecoderLayer:
-    """Attention and MLP, each on the normalised residual stream and added to it."""
+    """Attention and MLP, each applied to the normalized residual stream and added to it."""
 
     ATTENTION: ClassVar[type[RotaryAttention]] = RotaryAttention
     MLP: ClassVar[type[MLP]] = MLP
@@ -33,12 +33,12 @@ class LlamaDecoderLayer:
         self.mlp = self.MLP(shape, factory)
 
     def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
-        """[num_tokens, hidden_size] to the same, in place."""
+        """Update the residual stream [num_tokens, hidden_size] in place and return it."""
         self.self_attn(self.input_layernorm(hidden), rope, kv_cache, batch, residual=hidden)
         return self.mlp(self.post_attention_layernorm(hidden), batch, residual=hidden)
 
     def weights(self) -> LayerWeights | None:
-        """The packed layer, for a call that computes all of them; None where it computes something else than Llama."""
+        """Return the packed weights for the fused decoder; None if it cannot compute this layer."""
         if self.mlp.activate is not silu_mul:
             return None
         return LayerWeights(
@@ -54,11 +54,11 @@ class LlamaDecoderLayer:
         )
 
     def linears(self) -> tuple[Linear, ...]:
-        """The linears that adapters can change."""
+        """Return the linear layers that adapters can change."""
         return self.self_attn.linears() + self.mlp.linears()
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The checkpoint's tensors under `prefix`, each as the part of a parameter that it fills."""
+        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
         yield from self.input_layernorm.tensors(f"{prefix}input_layernorm")
         yield from self.post_attention_layernorm.tensors(f"{prefix}post_attention_layernorm")
         yield from self.self_attn.tensors(f"{prefix}self_attn.")
@@ -66,13 +66,13 @@ class LlamaDecoderLayer:
 
 
 class LlamaForCausalLM(CausalLM):
-    """Token ids to logits. Families vary it by its layer, by `embed` and `project`."""
+    """Computes logits from token ids. Subclasses replace the layer, `embed` or `compute_logits`."""
 
     LAYER: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
     layers: list[LlamaDecoderLayer]
 
     def build_layers(self, factory: ParamFactory) -> None:
-        """See CausalLM.build."""
+        """See CausalLM.build_layers."""
         shape = self.shape
         assert shape.rope is not None
         self.rotary = RotaryEmbedding(shape.rope, factory.device)
@@ -92,7 +92,7 @@ class LlamaForCausalLM(CausalLM):
             )
 
     def forward_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """See CausalLM.decode."""
+        """See CausalLM.forward_layers."""
         hidden = self.embed(batch)
         rope = self.rotary(batch.positions, batch.long_rope, hidden.dtype)
         if self.fused_decoder is not None and self.fused_decoder.supports(hidden, kv_cache.layers):
@@ -102,9 +102,9 @@ class LlamaForCausalLM(CausalLM):
         return hidden
 
     def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """See CausalLM.project."""
+        """See CausalLM.compute_logits."""
         return self.lm_head(self.norm(hidden), batch)
 
     def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """See CausalLM.rest."""
+        """See CausalLM.top_level_tensors."""
         yield from self.norm.tensors(f"{prefix}norm")

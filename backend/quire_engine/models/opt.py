@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OPT and Galactica: learnt positions, LayerNorm, an MLP without a gate, and biases everywhere.
+"""OPT and Galactica: learned positions, LayerNorm, an MLP without a gate, and biases everywhere.
 
-The 350M one alone normalises after attention and MLP instead of before, and has embeddings narrower than the stream.
+OPT-350M is an exception: it normalizes after attention and MLP, and its embeddings are narrower than the residual
+stream.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class LayerNorm:
-    """Normalisation to mean 0 and variance 1, with a learnt scale and shift in most checkpoints."""
+    """Normalization to mean 0 and variance 1, with a learned scale and shift in most checkpoints."""
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         self.size, self.eps = (shape.hidden_size,), shape.norm_eps
@@ -29,31 +30,31 @@ class LayerNorm:
         self.bias = factory.empty(shape.hidden_size) if affine else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] to the same."""
+        """Normalize [num_tokens, hidden_size]."""
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
 
     def tensors(self, name: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The checkpoint's tensors of the module `name`."""
+        """Yield the checkpoint tensors of the module `name`."""
         if self.weight is not None and self.bias is not None:
             yield f"{name}.weight", self.weight
             yield f"{name}.bias", self.bias
 
 
 class OPTAttention(Attention):
-    """Attention that leaves positions to the embedding."""
+    """Attention without rotary positions; the embedding contains the positions."""
 
     OUTPUT = "out_proj"
 
     def __call__(self, x: Tensor, kv_cache: Tensor, batch: ForwardBatch, residual: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] to the same, added to a residual stream; writes the tokens' keys and values to
-        `cache`, one layer's."""
+        """Add the attention of [num_tokens, hidden_size] to the residual stream, and write keys and values to the cache
+        of one layer."""
         qkv = self.project_qkv(x, batch)
         write_kv(qkv[:, self.num_heads : self.num_rotated], qkv[:, self.num_rotated :], kv_cache, batch.addresses)
         return self.attend(qkv[:, : self.num_heads], kv_cache, batch, residual)
 
 
 class OPTDecoderLayer:
-    """Attention and MLP, each on the normalised residual stream and added to it, or normalised when added."""
+    """Attention and MLP, each added to the residual stream; normalized before each of them, or after the addition."""
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         self.norm_first = shape.flags["do_layer_norm_before"]
@@ -65,7 +66,7 @@ class OPTDecoderLayer:
         self.activate = ACTIVATIONS[shape.activation]
 
     def __call__(self, hidden: Tensor, kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
-        """[num_tokens, hidden_size] to the same, in place but for norms that come after."""
+        """Compute the layer on [num_tokens, hidden_size]; in place, except for norms after the addition."""
         if self.norm_first:
             hidden = self.self_attn(self.self_attn_layer_norm(hidden), kv_cache, batch, residual=hidden)
             return self.mlp(self.final_layer_norm(hidden), batch, residual=hidden)
@@ -73,15 +74,15 @@ class OPTDecoderLayer:
         return self.final_layer_norm(self.mlp(hidden, batch, residual=hidden))
 
     def mlp(self, x: Tensor, batch: ForwardBatch, residual: Tensor) -> Tensor:
-        """The MLP: [num_tokens, hidden_size] to the same, added to a residual stream."""
+        """Add the MLP of [num_tokens, hidden_size] to the residual stream."""
         return self.fc2(self.activate(self.fc1(x, batch)), batch, residual)
 
     def linears(self) -> tuple[Linear, ...]:
-        """The linears that adapters can change."""
+        """Return the linear layers that adapters can change."""
         return (*self.self_attn.linears(), self.fc1, self.fc2)
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The checkpoint's tensors under `prefix`, each as the part of a parameter that it fills."""
+        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
         yield from self.self_attn.tensors(f"{prefix}self_attn.")
         yield from self.self_attn_layer_norm.tensors(f"{prefix}self_attn_layer_norm")
         yield from self.fc1.tensors(prefix)
@@ -90,12 +91,12 @@ class OPTDecoderLayer:
 
 
 class OPTForCausalLM(CausalLM):
-    """Token ids to logits."""
+    """Computes logits from token ids."""
 
     layers: list[OPTDecoderLayer]
 
     def build_layers(self, factory: ParamFactory) -> None:
-        """See CausalLM.build."""
+        """See CausalLM.build_layers."""
         shape = self.shape
         self.embed_positions = factory.empty(shape.num_learned_positions, shape.hidden_size)
         self.first_position = shape.num_learned_positions - shape.max_position_embeddings
@@ -108,7 +109,7 @@ class OPTForCausalLM(CausalLM):
         self.final_layer_norm = LayerNorm(shape, factory) if has_final_norm else None
 
     def forward_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """See CausalLM.decode."""
+        """See CausalLM.forward_layers."""
         hidden = self.embed(batch)
         if self.project_in is not None:
             hidden = self.project_in(hidden, batch)
@@ -118,7 +119,7 @@ class OPTForCausalLM(CausalLM):
         return hidden
 
     def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """See CausalLM.project."""
+        """See CausalLM.compute_logits."""
         if self.final_layer_norm is not None:
             hidden = self.final_layer_norm(hidden)
         if self.project_out is not None:
@@ -126,7 +127,7 @@ class OPTForCausalLM(CausalLM):
         return self.lm_head(hidden, batch)
 
     def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """See CausalLM.rest."""
+        """See CausalLM.top_level_tensors."""
         yield f"{prefix}embed_positions.weight", self.embed_positions
         for linear in (self.project_in, self.project_out):
             if linear is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3: Llama with queries and keys normalised head by head, and windows as in Qwen2."""
+"""Qwen3: Llama with normalization of queries and keys per head, and sliding windows as in Qwen2."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class Qwen3Attention(RotaryAttention):
-    """Attention whose queries and keys are normalised before they are rotated."""
+    """Attention that normalizes queries and keys before it rotates them."""
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         super().__init__(shape, index, factory)
@@ -25,26 +25,26 @@ class Qwen3Attention(RotaryAttention):
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps, factory)
 
     def project_qkv(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """See Attention.project."""
+        """See Attention.project_qkv."""
         qkv = super().project_qkv(x, batch)
         qk_norm(qkv, self.q_norm.weight, self.k_norm.weight, self.num_heads, self.q_norm.eps)
         return qkv
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The checkpoint's tensors under `prefix`."""
+        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
         yield from super().tensors(prefix)
         yield from self.q_norm.tensors(f"{prefix}q_norm")
         yield from self.k_norm.tensors(f"{prefix}k_norm")
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):
-    """Llama's layer around this attention."""
+    """Llama's layer with Qwen3Attention."""
 
     ATTENTION = Qwen3Attention
     self_attn: Qwen3Attention
 
     def weights(self) -> LayerWeights | None:
-        """See DecoderLayer.weights."""
+        """See LlamaDecoderLayer.weights."""
         layer_weights, attention = super().weights(), self.self_attn
         if layer_weights is None:
             return None
@@ -52,6 +52,6 @@ class Qwen3DecoderLayer(LlamaDecoderLayer):
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    """Token ids to logits; see LlamaForCausalLM."""
+    """See LlamaForCausalLM."""
 
     LAYER = Qwen3DecoderLayer

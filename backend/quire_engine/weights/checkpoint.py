@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint: what the engine knows of a model before any weight is read. Torch-free; engine.py calls it."""
+"""Properties of a checkpoint that the engine core needs before it loads weights. Torch-free; called by `core`."""
 
 import hashlib
 import struct
@@ -17,14 +17,14 @@ _SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's folder, read as far as scheduling needs it."""
+    """A model's folder with the properties that scheduling needs."""
 
     folder: Path
     shape: ModelConfig
     eos_token_ids: frozenset[int]
-    """End-of-sequence tokens of config.json and generation_config.json together, those that the vocabulary has."""
+    """End-of-sequence tokens of config.json and generation_config.json that are in the vocabulary."""
     fingerprint: str
-    """Tells this checkpoint's KV blocks from another's: see `fingerprint_of`."""
+    """Identifies the weights in hashes of KV blocks, see `compute_fingerprint`."""
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -35,16 +35,16 @@ class Checkpoint:
         """
         shape = ModelConfig.load(folder)
         eos = frozenset(shape.eos_token_ids) | _generation_config_eos(folder / "generation_config.json")
-        # transformers never meets the others: ids of another vocabulary, or -1 for none.
+        # Some configs contain ids of another vocabulary, or -1 for none; transformers never samples those.
         valid_token_ids = frozenset(token for token in eos if 0 <= token < shape.vocab_size)
         return cls(folder, shape, valid_token_ids, compute_fingerprint(folder))
 
 
 def compute_fingerprint(folder: Path) -> str:
-    """`sampled-sha256:<hex>` over config.json and, of each weight file, name, size and 64 samples of 4 KiB.
+    """Return `sampled-sha256:<hex>` of config.json and of name, size and 64 samples of 4 KiB of each weight file.
 
-    Reading all of a checkpoint would cost a start as much as loading it does. Samples tell retrained weights apart,
-    but not ones edited in a few places: good for blocks that never leave a process, which is all that uses it.
+    Hashing a whole checkpoint would take as long as loading it. Samples distinguish retrained weights, but not weights
+    edited in a few places. That is sufficient for KV blocks that never leave a process, the only use.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -70,7 +70,7 @@ def _update_length_prefixed(sha: "hashlib._Hash", data: bytes) -> None:
 
 
 def _generation_config_eos(path: Path) -> frozenset[int]:
-    """Chat models end their turn with tokens that only generation_config.json names."""
+    """Return the end-of-sequence tokens of generation_config.json, the only file with the end-of-turn token of chat."""
     if not path.exists():
         return frozenset()
     eos = read_json_object(path).get("eos_token_id")

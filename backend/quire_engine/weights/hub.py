@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model's files are: a folder as it is, or a hub id as a folder of the hub's local cache.
+"""Resolves a model name to a folder: a local folder, or a hub id in the local cache of huggingface_hub.
 
-Only weights (safetensors), configuration, tokenizer and chat template are fetched, never code. The engine and the text
-process call it, maybe at the same time: huggingface_hub's locks on files have one wait for what the other brings.
+It downloads only weights (safetensors), configuration, tokenizer and chat template, never code. The core and the text
+process call it, possibly at the same time: the file locks of huggingface_hub make one wait for the other's download.
 """
 
 import contextlib
@@ -17,26 +17,26 @@ from quire_spec.errors import ConfigError
 from quire_spec.net.redaction import describe_error, redact_urls
 
 _ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-# Subfolders hold other formats, `consolidated` files the same weights a second time.
+# Subfolders contain other formats, and `consolidated` files contain the same weights again.
 _IGNORE_PATTERNS = ["*/*", "consolidated*"]
 _ERRORS = (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL, ImportError)
-"""HfHubHTTPError is an OSError, a name that is no hub id a ValueError, a proxy by SOCKS an ImportError; what the
-network throws comes as it is."""
+"""HfHubHTTPError is an OSError, an invalid hub id a ValueError, and a SOCKS proxy without its package an ImportError.
+Network errors are not wrapped."""
 _TIMEOUT_S = 15.0
 
 
 def resolve_model(model: str, revision: str | None, progress: bool) -> Path:
-    """Folder of `model`, a folder or a hub id such as `org/name`; downloads what is not in the hub's cache yet.
+    """Return the folder of `model`, a folder or a hub id such as `org/name`. Download files that are not in the cache.
 
-    `revision` is a branch, tag or commit of a hub id. `progress` shows a bar per file.
+    `revision` is a branch, tag or commit of a hub id. `progress` shows a progress bar per file.
 
     Raises:
-        ConfigError: no such folder, no such model, no access to it, or no way to reach the hub.
+        ConfigError: the folder or model does not exist, access is denied, or the hub cannot be reached.
     """
     try:
         folder = Path(model).expanduser()
         is_folder = folder.is_dir()
-    # Too long a name, or the home of somebody who is not known.
+    # The name is too long, or `~user` names an unknown user.
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"model: {model[:200]!r}: {error}") from error
     if is_folder:
@@ -44,7 +44,7 @@ def resolve_model(model: str, revision: str | None, progress: bool) -> Path:
             raise ConfigError(f"revision: {revision!r} was given for the folder {model!r}; only hub ids have revisions")
         return folder
     if model.startswith(("/", ".", "~")):
-        raise ConfigError(f"model: there is no folder {model!r}")
+        raise ConfigError(f"model: folder {model!r} does not exist")
     timeout_error = _probe_hub(model, revision)
     try:
         with _progress_bars(progress):
@@ -60,23 +60,23 @@ def resolve_model(model: str, revision: str | None, progress: bool) -> Path:
         cause = timeout_error or error
         hub = redact_urls(huggingface_hub.constants.ENDPOINT)
         raise ConfigError(
-            f"model: {model!r}{revision_text} is neither a folder nor could it be had from the hub ({hub}): "
+            f"model: {model!r}{revision_text} is not a folder and could not be downloaded from the hub ({hub}): "
             f"{describe_error(cause)}"
         ) from error
     return Path(path)
 
 
 def _probe_hub(model: str, revision: str | None) -> httpx.TimeoutException | None:
-    """The error of a hub that takes connections, or lets them vanish, and says nothing; None where it does not.
+    """Return the timeout error of a hub that accepts connections or drops packets but never replies, otherwise None.
 
-    Asked beforehand: snapshot_download puts the same question without any limit of time.
+    `snapshot_download` sends the same request without a time limit, so this request comes first.
     """
     try:
         huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_TIMEOUT_S)
     except httpx.TimeoutException as error:
         return error
     except _ERRORS:
-        # It says the same, or has all that is wanted in its cache.
+        # `snapshot_download` reports the same error, or finds all files in its cache.
         return None
     return None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint files to parameters: safetensors only, single or sharded, read by slice into merged parameters."""
+"""Loads a checkpoint into parameters: safetensors only, one file or several, read by slice into merged parameters."""
 
 import json
 import re
@@ -19,10 +19,11 @@ SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 SAFE_WEIGHTS_NAME = "model.safetensors"
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 
-# Bytes read at a time: bounds what conversion holds beside the parameters.
+# Bytes read at a time: limits the memory for conversion.
 _CHUNK_BYTES = 64 << 20
 _LM_HEAD_NAME = "lm_head.weight"
-# In old Llama checkpoints; computed here from config.json.
+_MISSING_HINT = "config.json does not match this checkpoint, or the checkpoint is incomplete"
+# Part of old Llama checkpoints; the engine computes it from config.json.
 _DERIVED_TENSORS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
@@ -32,28 +33,27 @@ def load_weights(
     """Fill parameters from the checkpoint in `folder`, converting to their dtype and device.
 
     Args:
-        tensors: each tensor's name in the checkpoint, and the part of a parameter that it, or a part of it, fills.
-        tied: the embedding's name, where the output projection is the same; its copy in some checkpoints is left alone.
-        progress: show a bar on stderr.
+        folder: of the checkpoint.
+        tensors: names of tensors in the checkpoint, each with the parameter or shard that it fills.
+        tied_to: name of the embedding if the output projection is the same; a copy in the checkpoint is not loaded.
+        progress: show a progress bar on stderr.
 
     Raises:
         ConfigError: files or tensors are missing, unexpected, of another shape or not floating point; or the output
-            projection is another than the embedding, against `tied`.
+            projection differs from the embedding in spite of `tied_to`.
     """
     file_by_tensor = _locate_tensors(folder)
-    # Some checkpoints, of OPT above all, were saved from what is inside the module `model`.
+    # Some checkpoints, mostly of OPT, were saved from the inner module `model`, so their names lack the prefix.
     prefix = "" if any(name.startswith("model.") for name in file_by_tensor) else "model."
     targets = {name.removeprefix(prefix): unsharded(target) for name, target in tensors}
     tensor_names = {name for name in file_by_tensor if not _DERIVED_TENSORS.fullmatch(name)} - (
         {_LM_HEAD_NAME} if tied_to else set()
     )
     if missing := sorted(set(targets) - tensor_names):
-        raise ConfigError(
-            f"{folder}: {_summarize_names(missing)} missing; config.json does not fit this checkpoint, or it is cut"
-        )
+        raise ConfigError(f"{folder}: {_summarize_names(missing)} missing; {_MISSING_HINT}")
     if unexpected := sorted(tensor_names - set(targets)):
         raise ConfigError(
-            f"{folder}: {_summarize_names(unexpected)} unexpected; config.json does not fit this checkpoint"
+            f"{folder}: {_summarize_names(unexpected)} unexpected; config.json does not match this checkpoint"
         )
     total = sum(t.nbytes for t in targets.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
@@ -65,22 +65,22 @@ def load_weights(
         and not _equal_in_checkpoint(file_by_tensor, tied_to.removeprefix(prefix), _LM_HEAD_NAME)
     ):
         raise ConfigError(
-            f"{folder}: {_LM_HEAD_NAME} differs from {tied_to}, which it is by config.json; set tie_word_embeddings "
-            "to false there"
+            f"{folder}: {_LM_HEAD_NAME} differs from {tied_to}, but config.json ties them; set tie_word_embeddings "
+            "to false in config.json"
         )
 
 
 def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
-    """Whether a tensor is the checkpoint's of that name, as far as the narrower of the two types can tell.
+    """Return whether a tensor equals the checkpoint's tensor of that name, compared in the narrower of both dtypes.
 
     Raises:
-        ConfigError: the checkpoint cannot be read, or has no such tensor.
+        ConfigError: the checkpoint cannot be read, or does not contain the tensor.
     """
     file_by_tensor = _locate_tensors(folder)
     prefix = "" if any(key.startswith("model.") for key in file_by_tensor) else "model."
     key = name.removeprefix(prefix)
     if key not in file_by_tensor:
-        raise ConfigError(f"{folder}: {key} missing; config.json does not fit this checkpoint, or it is cut")
+        raise ConfigError(f"{folder}: {key} missing; {_MISSING_HINT}")
     with _open_safetensors(file_by_tensor[key]) as file:
         checkpoint_tensor = file.get_tensor(key)
     if checkpoint_tensor.shape != tensor.shape:
@@ -90,7 +90,7 @@ def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
 
 
 def _equal_in_checkpoint(file_by_tensor: dict[str, Path], name: str, other_name: str) -> bool:
-    """Whether two matrices of a checkpoint have the same values, a chunk of both at a time."""
+    """Return whether two matrices of a checkpoint are equal, comparing chunk by chunk."""
     with _open_safetensors(file_by_tensor[name]) as file, _open_safetensors(file_by_tensor[other_name]) as other_file:
         tensor_slice, other_slice = file.get_slice(name), other_file.get_slice(other_name)
         if tensor_slice.get_shape() != other_slice.get_shape():
@@ -104,7 +104,7 @@ def _equal_in_checkpoint(file_by_tensor: dict[str, Path], name: str, other_name:
 
 
 def _locate_tensors(folder: Path) -> dict[str, Path]:
-    """Each tensor's file."""
+    """Return the file of each tensor."""
     if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         return _read_index(folder)
     path = folder / SAFE_WEIGHTS_NAME
@@ -114,12 +114,12 @@ def _locate_tensors(folder: Path) -> dict[str, Path]:
     pickle_files = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickle_files:
         raise ConfigError(
-            f"{folder}: weights in {pickle_files[0]!r} can run code when read; only safetensors are; "
-            "convert with transformers' save_pretrained"
+            f"{folder}: weights in {pickle_files[0]!r} can run code when they are loaded; convert them to "
+            "safetensors with save_pretrained of transformers"
         )
     raise ConfigError(
-        f"{folder}: found neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; is this the folder of a "
-        "checkpoint?"
+        f"{folder}: found neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; check that this is the folder of "
+        "a checkpoint"
     )
 
 
@@ -134,7 +134,7 @@ def _read_index(folder: Path) -> dict[str, Path]:
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise ConfigError(f"{path}: shard {file!r} is not the name of a safetensors file in this folder")
         if not (folder / file).is_file():
-            raise ConfigError(f"{path}: shard {file!r} is missing; fetch the checkpoint again")
+            raise ConfigError(f"{path}: shard {file!r} is missing; download the checkpoint again")
     return {tensor: folder / file for tensor, file in names.items()}
 
 
@@ -142,7 +142,7 @@ def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: not a safetensors file: {error}; fetch it again") from error
+        raise ConfigError(f"{path}: not a safetensors file: {error}; download it again") from error
 
 
 def _load_file(path: Path, targets: dict[str, ParamShard], bar: "tqdm[Any]") -> None:
@@ -150,11 +150,11 @@ def _load_file(path: Path, targets: dict[str, ParamShard], bar: "tqdm[Any]") -> 
         present = set(file.keys())
         for name, target in targets.items():
             if name not in present:
-                raise ConfigError(f"{path}: {name} missing, against the index; fetch the checkpoint again")
+                raise ConfigError(f"{path}: {name} is in the index but not in the file; download the checkpoint again")
             source = file.get_slice(name)
             shape, dtype = tuple(source.get_shape()), source.get_dtype()
             if shape != target.checkpoint_shape:
-                raise ConfigError(f"{path}: {name} has shape {shape}; config.json makes it {target.checkpoint_shape}")
+                raise ConfigError(f"{path}: {name} has shape {shape}; config.json implies {target.checkpoint_shape}")
             if dtype not in FLOAT_DTYPES:
                 raise ConfigError(f"{path}: {name} is {dtype}; quantized checkpoints are not supported")
             _copy_shard(source, target)
@@ -162,7 +162,7 @@ def _load_file(path: Path, targets: dict[str, ParamShard], bar: "tqdm[Any]") -> 
 
 
 def _copy_shard(source: Any, target: ParamShard) -> None:
-    """Read what the part takes, and no more of the file than that."""
+    """Read only the rows and columns of the shard from the file."""
     size = max(1, _CHUNK_BYTES * target.tensor.shape[0] // max(target.nbytes, 1))
     with torch.inference_mode():
         for destination, rows in target.row_slices():

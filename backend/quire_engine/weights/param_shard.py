@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part: what a parameter takes from a checkpoint's tensor when a rank holds only some of its rows or columns."""
+"""Mapping from a checkpoint tensor to a parameter that contains only some of its rows or columns."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """A parameter, or some rows of one, and where they are in the checkpoint's tensor."""
+    """A parameter, or some rows of one, and the part of the checkpoint tensor that fills it."""
 
     tensor: Tensor
-    """To be filled: `rows` of the checkpoint's, one range below the other."""
+    """Destination of `rows` of the checkpoint tensor, one range after the other."""
     checkpoint_shape: tuple[int, ...]
-    """Of the checkpoint's tensor."""
+    """Shape of the whole checkpoint tensor."""
     rows: tuple[range, ...]
     columns: range | None = None
-    """None: all, or the tensor has none."""
+    """None: all columns, or the tensor has one dimension."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are filled."""
+        """Bytes of the destination."""
         return self.tensor.nbytes
 
     def row_slices(self) -> Iterator[tuple[Tensor, range]]:
-        """Each range of rows, with what it fills."""
+        """Yield each range of rows with the part of the destination that it fills."""
         start = 0
         for rows in self.rows:
             yield self.tensor[start : start + len(rows)], rows
@@ -34,11 +34,11 @@ class ParamShard:
 
 
 LoadTarget: TypeAlias = Tensor | ParamShard
-"""What a tensor of the checkpoint fills: all of it a tensor of the same shape, or a part of it."""
+"""Destination of a checkpoint tensor: a tensor of the same shape, or a shard."""
 
 
 def unsharded(target: LoadTarget) -> ParamShard:
-    """The same as a part."""
+    """Return the target as a shard, which covers the whole checkpoint tensor if the target is a tensor."""
     return (
         target if isinstance(target, ParamShard) else ParamShard(target, tuple(target.shape), (range(target.shape[0]),))
     )

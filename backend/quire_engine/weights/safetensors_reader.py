@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorFile: a safetensors file of which the tensors are read, not mapped.
+"""Reader of safetensors files that reads tensors instead of mapping them into memory.
 
-The library checks the file's form and maps its tensors into memory. A mapped file that is cut while it is read kills
-the process (SIGBUS) where a read fails with an error, and the library copies while it holds the interpreter's lock,
-which the steps of a running engine need: 10 ms for an adapter of 20 MB, against 0.02 ms here.
+The safetensors library validates the file but maps its tensors. If a mapped file is truncated, an access kills the
+process (SIGBUS), whereas a read fails with an error. The library also copies with the interpreter lock held, which the
+steps of a running engine need: 10 ms for an adapter of 20 MB, against 0.02 ms here.
 """
 
 import json
@@ -20,34 +20,35 @@ from torch import Tensor
 from quire_spec.errors import InvalidArgument
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Types of tensors that can be read."""
+"""Dtypes that can be read."""
 
 _HEADER_LENGTH_BYTES = 8
 
 
 class SafetensorsReader:
-    """An open file; `open_tensors` makes it."""
+    """An open file; created by `open_safetensors`."""
 
     def __init__(self, path: Path, safetensors_file: Any) -> None:
-        """`checked` is the library's open file: names, types and shapes are its."""
+        """`safetensors_file` is the library's open file, which provides names, dtypes and shapes."""
         self._path = path
         self._safetensors_file = safetensors_file
         self._offsets: dict[str, tuple[int, int]] = {}
         self._payload: Tensor | None = None
 
     def keys(self) -> list[str]:
-        """Names of the tensors."""
+        """Return the names of the tensors."""
         return list(self._safetensors_file.keys())
 
     def get_slice(self, name: str) -> Any:
-        """A tensor of which nothing but type and shape is read: `get_dtype()`, `get_shape()`."""
+        """Return a tensor's description with `get_dtype()` and `get_shape()`, without reading the tensor."""
         return self._safetensors_file.get_slice(name)
 
     def get_tensor(self, name: str) -> Tensor:
-        """A tensor; all of them share one piece of memory, which the first call fills.
+        """Return a tensor. The first call reads the whole file; all tensors share that memory.
 
         Raises:
-            InvalidArgument: the file has changed since it was opened. OSError: it cannot be read.
+            InvalidArgument: the file has changed since it was opened.
+            OSError: the file cannot be read.
         """
         if self._payload is None:
             self._payload = self._read_payload()
@@ -55,7 +56,7 @@ class SafetensorsReader:
         tensor_slice = self._safetensors_file.get_slice(name)
         dtype = DTYPES[tensor_slice.get_dtype()]
         content = self._payload[begin:end]
-        # Nothing in the format says that a tensor begins where its type may lie.
+        # The format does not guarantee alignment.
         return (content.clone() if begin % dtype.itemsize else content).view(dtype).view(tensor_slice.get_shape())
 
     def _read_payload(self) -> Tensor:
@@ -72,7 +73,7 @@ class SafetensorsReader:
             payload = torch.empty(size, dtype=torch.uint8)
             buffer, num_read = memoryview(payload.numpy().data), 0
             while num_read < size:
-                # A read may end early; at the file's end it brings nothing.
+                # A read can return fewer bytes than requested; it returns 0 only at the end of the file.
                 count = file.readinto(buffer[num_read:])
                 if not count:
                     raise self._changed_error()
@@ -80,7 +81,7 @@ class SafetensorsReader:
         return payload
 
     def _validate_offsets(self, name: str, offsets: Any) -> tuple[int, int]:
-        """Offsets of a tensor, which must be what the library found right a moment ago."""
+        """Check the offsets of a tensor against the shape and dtype that the library has read."""
         begin, end = offsets
         tensor_slice = self._safetensors_file.get_slice(name)
         if begin < 0 or end - begin != math.prod(tensor_slice.get_shape()) * DTYPES[tensor_slice.get_dtype()].itemsize:
@@ -88,15 +89,16 @@ class SafetensorsReader:
         return begin, end
 
     def _changed_error(self) -> InvalidArgument:
-        return InvalidArgument(f"{self._path.name} changed while it was read; put files in place by renaming them")
+        return InvalidArgument(f"{self._path.name} changed while it was read; replace files by renaming")
 
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[SafetensorsReader]:
-    """Open a file, and have the library check its form.
+    """Open a file and let the library validate it.
 
     Raises:
-        safetensors.SafetensorError: it is not a safetensors file. OSError: it cannot be read.
+        safetensors.SafetensorError: the file is not a safetensors file.
+        OSError: the file cannot be read.
     """
     with safe_open(path, framework="pt") as safetensors_file:
         yield SafetensorsReader(path, safetensors_file)

@@ -56,7 +56,7 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path), None, progress=False) == tmp_path
     with pytest.raises(ConfigError, match="revision: 'v1' was given for the folder"):
         resolve_model(str(tmp_path), "v1", progress=False)
-    with pytest.raises(ConfigError, match=f"there is no folder '{tmp_path}/none'"):
+    with pytest.raises(ConfigError, match=f"folder '{tmp_path}/none' does not exist"):
         resolve_model(f"{tmp_path}/none", None, progress=False)
 
 
@@ -105,7 +105,7 @@ def test_what_is_fetched_of_a_hub_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["org/other", "no such/model/at all"])
 def test_a_model_that_cannot_be_had_is_named(hub_cache: Path, model: str) -> None:
-    with pytest.raises(ConfigError, match=f"model: '{model}' is neither a folder nor could it be had"):
+    with pytest.raises(ConfigError, match=f"model: '{model}' is not a folder and could not be downloaded"):
         resolve_model(model, None, progress=False)
     with pytest.raises(ConfigError, match="'org/name' at revision 'v9'"):
         resolve_model("org/name", "v9", progress=True)

@@ -107,14 +107,14 @@ def test_progress_is_shown_when_asked(folder, capsys):
 
 
 CHANGES = {
-    "missing": (lambda t: t.pop(Q_PROJ), rf"{Q_PROJ} is missing; config.json does not fit"),
+    "missing": (lambda t: t.pop(Q_PROJ), rf"{Q_PROJ} is missing; config.json does not match"),
     "unexpected": (
         lambda t: t.update({f"model.layers.{i}.self_attn.q_norm.weight": torch.zeros(1) for i in range(5)}),
         r"q_norm.weight, .*q_norm.weight, .*q_norm.weight and 2 more are unexpected",
     ),
     "another shape": (
         lambda t: t.update({Q_PROJ: torch.zeros(64, 63)}),
-        rf"{Q_PROJ} has shape \(64, 63\); config.json makes it \(64, 64\)",
+        rf"{Q_PROJ} has shape \(64, 63\); config.json implies \(64, 64\)",
     ),
     "quantized": (
         lambda t: t.update({Q_PROJ: torch.zeros(64, 64, dtype=torch.int8)}),
@@ -132,7 +132,7 @@ def test_wrong_tensors_are_refused_by_name(folder, change, complaint):
 
 def test_pickled_weights_are_refused(folder):
     (folder / SINGLE).rename(folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"'pytorch_model.bin' can run code when read; only safetensors are"):
+    with pytest.raises(ConfigError, match=r"'pytorch_model.bin' can run code when they are loaded"):
         _load(folder)
 
 
@@ -178,5 +178,5 @@ def test_an_index_against_its_shards_is_refused(folder):
     names = dict.fromkeys(load_file(folder / SINGLE), SINGLE)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     _rewrite(folder, lambda tensors: tensors.pop(Q_PROJ))
-    with pytest.raises(ConfigError, match=f"{Q_PROJ} missing, against the index"):
+    with pytest.raises(ConfigError, match=f"{Q_PROJ} is in the index but not in the file"):
         _load(folder)

@@ -14,11 +14,11 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class Attention:
-    """Grouped-query attention over the paged cache. Families vary it by subclasses: how positions come in, the names of
-    its linears, and `project`."""
+    """Grouped-query attention over the paged KV cache. Subclasses define how positions are encoded, the names of the
+    linear layers, and `project_qkv`."""
 
     QKV: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
-    """The linears that make queries, keys and values; one where a checkpoint has them fused."""
+    """Linear layers of queries, keys and values; one if they are fused in the checkpoint."""
     OUTPUT: ClassVar[str] = "o_proj"
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
@@ -32,26 +32,29 @@ class Attention:
         self.o_proj = build_linear(shape, [f"self_attn.{self.OUTPUT}"], factory, shape.output_bias)
 
     def project_qkv(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """[num_tokens, hidden_size] to queries, keys and values, [num_tokens, all heads of them, head_dim]."""
+        """Return queries, keys and values, [num_tokens, all their heads, head_dim], of [num_tokens, hidden_size]."""
         return self.qkv_proj(x, batch).view(x.shape[0], -1, self.head_dim)
 
     def attend(self, queries: Tensor, kv_cache: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
-        """[num_tokens, num_heads, head_dim] to [num_tokens, hidden_size], or that added to a residual stream."""
+        """Return the output [num_tokens, hidden_size] of queries [num_tokens, num_heads, head_dim].
+
+        If `residual` is given, add the output to it in place.
+        """
         attention_output = paged_attention(queries, kv_cache, batch.attention, self.scale, self.window, self.softcap)
         return self.o_proj(attention_output.view(queries.shape[0], -1), batch, residual)
 
     def linears(self) -> tuple[Linear, ...]:
-        """The linears that adapters can change."""
+        """Return the linear layers that adapters can change."""
         return (self.qkv_proj, self.o_proj)
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The checkpoint's tensors under `prefix`."""
+        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
         for module in self.linears():
             yield from module.tensors(prefix)
 
 
 class RotaryAttention(Attention):
-    """Attention with rotary positions."""
+    """Attention with rotary position embedding."""
 
     def __call__(
         self,
@@ -61,8 +64,10 @@ class RotaryAttention(Attention):
         batch: ForwardBatch,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """[num_tokens, hidden_size] to the same, or that added to a residual stream; writes the tokens' keys and values
-        to `cache`, one layer's."""
+        """Return the attention of [num_tokens, hidden_size], and write keys and values to the cache of one layer.
+
+        If `residual` is given, add the output to it in place.
+        """
         qkv = self.project_qkv(x, batch)
         queries = rope_and_cache(qkv, *rope, kv_cache, batch.addresses, self.num_heads)
         return self.attend(queries, kv_cache, batch, residual)

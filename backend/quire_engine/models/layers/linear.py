@@ -30,32 +30,32 @@ from quire_spec.model.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class ParamFactory:
-    """Type and place of a model's parameters."""
+    """Allocates parameters with the dtype and device of a model."""
 
     dtype: torch.dtype
     device: torch.device
     communicator: Communicator | None = None
-    """Those that share the layers; None: there is one. Shapes of layers are the rank's own."""
+    """Connects the tensor-parallel ranks; None if there is one. Layer sizes are those of this rank's shard."""
 
     def empty(self, *size: int) -> Tensor:
-        """A parameter that is allocated and not filled."""
+        """Return an uninitialized parameter."""
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShard:
-    """What a rank holds of a linear in the checkpoint."""
+    """The part of a checkpoint's linear layer that a rank contains."""
 
     shape: tuple[int, int]
-    """Output and input features there."""
+    """Output and input features in the checkpoint."""
     rows: tuple[range, ...]
     columns: range
 
 
 class Linear:
-    """A linear layer, or several with the same input merged into one product: q, k, v or gate, up.
+    """A linear layer, or several with the same input merged into one: q, k, v or gate, up.
 
-    Slices keep their Hugging Face names, by which the checkpoint's tensors and adapters find them.
+    Slices keep their Hugging Face names, which the tensors of checkpoints and adapters refer to.
     """
 
     def __init__(
@@ -67,8 +67,16 @@ class Linear:
         weight: Tensor | None = None,
         shards: Mapping[str, LinearShard] = MappingProxyType({}),
     ) -> None:
-        """`weight`: one that is there already, of a tied projection; `splits`: of the slices that the rank has not
-        all of."""
+        """Allocate the weight.
+
+        Args:
+            in_features: input features of all slices.
+            slices: output features by name.
+            factory: allocates the parameters.
+            bias: whether there is a bias.
+            weight: an existing weight, for a tied output projection; None allocates one.
+            shards: of the slices that this rank contains only in part.
+        """
         self.in_features = in_features
         self.slices = dict(slices)
         self.shards = dict(shards)
@@ -78,14 +86,14 @@ class Linear:
         self.adapters: ModuleSlots | None = None
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
-        """[num_tokens, in_features] to [num_tokens, out_features of all slices], adapters of the batch included; with a
-        residual stream, added to it in place."""
+        """Map [num_tokens, in_features] to [num_tokens, out_features of all slices], including the batch's adapters. If
+        `residual` is given, add the result to it in place."""
         if batch.adapters is None or self.adapters is None or not self.adapters.applies_to(batch.adapters):
             return linear(x, self.weight, self.bias, residual)
         return adapted_linear(x, self.weight, self.bias, residual, self.adapters, batch.adapters)
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The checkpoint's tensors under `prefix`, each as the rows of the merged parameter that it fills."""
+        """Yield the checkpoint tensors under `prefix`, each with the rows of the merged parameter that it fills."""
         start = 0
         for name, width in self.slices.items():
             end, shard = start + width, self.shards.get(name)
@@ -102,16 +110,16 @@ class Linear:
             start = end
 
     def pack(self, arena: HugePageArena) -> None:
-        """Lay the loaded weight out for speed; it cannot be read or written any more."""
+        """Repack the loaded weight for speed; it must not be read or written afterwards."""
         self.weight = pack_weight(self.weight, arena)
 
     def weights(self) -> LinearWeights:
-        """What it computes with, once it is packed."""
+        """Return the packed weights for a fused decoder."""
         return LinearWeights(self.weight, self.bias, self.adapters)
 
 
 class RowParallelLinear(Linear):
-    """A linear of whose input each rank has a part: what the ranks make of theirs is added up."""
+    """A linear layer whose input features are divided among the ranks; the partial results are summed."""
 
     def __init__(self, communicator: Communicator, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -122,7 +130,7 @@ class RowParallelLinear(Linear):
         if batch.adapters is None or self.adapters is None or not self.adapters.applies_to(batch.adapters):
             out = linear(x, self.weight, None)
         else:
-            # B is linear: the ranks' deltas, each of its part of A x, add up too.
+            # The adapter's B is linear, so the deltas of the ranks, each from its part of A x, are summed as well.
             out = adapted_linear(x, self.weight, None, None, self.adapters, batch.adapters)
         self._communicator.all_reduce(out)
         if self.bias is not None:
@@ -131,7 +139,7 @@ class RowParallelLinear(Linear):
 
 
 def build_linear(shape: ModelConfig, paths: Sequence[str], factory: ParamFactory, bias: bool) -> Linear:
-    """A layer's linear, or several with the same input as one, by their paths in the layer; `shape` is the rank's."""
+    """Build one linear layer from the given paths in a decoder layer, merged if several; `shape` is the rank's."""
     sizes = linear_sizes(shape)
     in_features = sizes[paths[0]][0]
     slices = {_last_component(path): sizes[path][1] for path in paths}

@@ -14,10 +14,10 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class MLP:
-    """Gated feed-forward layer. Families vary the names of its linears."""
+    """Gated feed-forward layer. Subclasses define the names of its linear layers."""
 
     GATE_UP: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
-    """One name where a checkpoint has them fused."""
+    """One name if gate and up are fused in the checkpoint."""
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         self.gate_up_proj = build_linear(shape, [f"mlp.{name}" for name in self.GATE_UP], factory, shape.mlp_bias)
@@ -25,14 +25,14 @@ class MLP:
         self.activate = get_gated_op(shape.activation)
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
-        """[num_tokens, hidden_size] to the same, or that added to a residual stream."""
+        """Return the output for [num_tokens, hidden_size]; if `residual` is given, add it to that in place."""
         return self.down_proj(self.activate(self.gate_up_proj(x, batch)), batch, residual)
 
     def linears(self) -> tuple[Linear, ...]:
-        """The linears that adapters can change."""
+        """Return the linear layers that adapters can change."""
         return (self.gate_up_proj, self.down_proj)
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The checkpoint's tensors under `prefix`."""
+        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
         for module in self.linears():
             yield from module.tensors(prefix)

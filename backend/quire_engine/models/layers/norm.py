@@ -11,16 +11,16 @@ from quire_kernels import rms_norm
 
 
 class RMSNorm:
-    """Root-mean-square normalisation with a learnt scale."""
+    """Root-mean-square normalization with a learned scale."""
 
     def __init__(self, size: int, eps: float, factory: ParamFactory) -> None:
         self.eps = eps
         self.weight = factory.empty(size)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., size] to the same."""
+        """Normalize [..., size]."""
         return rms_norm(x, self.weight, self.eps)
 
     def tensors(self, name: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The checkpoint's tensors of the module `name`."""
+        """Yield the checkpoint tensors of the module `name`."""
         yield f"{name}.weight", self.weight

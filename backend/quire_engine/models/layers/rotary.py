@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding: the angles that a checkpoint's rope asks for. Applied by quire_kernels.apply_rope.
+"""Rotary position embedding: the angles for a checkpoint's rope config. `quire_kernels.apply_rope` applies them.
 
-Source of all scalings: the releases that brought them, as in transformers' modeling_rope_utils.
+Source of all scalings: the model releases that introduced them, as in modeling_rope_utils of transformers.
 """
 
 import math
@@ -13,7 +13,7 @@ from quire_spec.model.rope_config import RopeConfig
 
 
 class RotaryEmbedding:
-    """Cosines and sines of positions."""
+    """Computes cosines and sines of positions."""
 
     def __init__(self, rope: RopeConfig, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(rope).to(device)
@@ -21,16 +21,16 @@ class RotaryEmbedding:
         self._scale = rope.attention_factor
 
     def __call__(self, positions: Tensor, long_rope: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions.
+        """Return cosines and sines of positions.
 
         Args:
             positions: [num_tokens].
-            beyond_switch: [num_tokens] bool, tokens of sequences longer than rope.switch; None: there are none.
-            dtype: of what is returned.
+            long_rope: [num_tokens] bool, tokens that use the long rope; None if no token does.
+            dtype: of the result.
 
         Returns:
             Cosines and sines, each [num_tokens, rope.dim]; the first half of the sines is negated, as `apply_rope`
-            takes them.
+            expects.
         """
         frequencies = self._frequencies
         if long_rope is not None:
@@ -43,7 +43,7 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(rope: RopeConfig, *, long_rope: bool = False) -> Tensor:
-    """Radians per position of each pair, [rope.dim / 2] float32 on the CPU; `beyond_switch`: of longer sequences."""
+    """Return radians per position of each pair, [rope.dim / 2] float32 on the CPU, for short or long sequences."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).to(torch.float32) / rope.dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "linear":
@@ -54,19 +54,19 @@ def inverse_frequencies(rope: RopeConfig, *, long_rope: bool = False) -> Tensor:
         return _yarn(frequencies, rope)
     if rope.rope_type == "longrope":
         return frequencies / torch.tensor(rope.long_factor if long_rope else rope.short_factor)
-    # `dynamic` stretches contexts beyond max_position_embeddings, and up to there changes nothing.
+    # `dynamic` changes only contexts that are longer than max_position_embeddings.
     return frequencies
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Stretch long wavelengths by `factor`, keep short ones, and blend between them."""
     wavelengths, low, high = 2 * math.pi / frequencies, rope.low_freq_factor, rope.high_freq_factor
     smooth_factor = ((rope.original_max_position / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - smooth_factor) * frequencies / rope.factor + smooth_factor * frequencies
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Pairs that turn often within the trained length are kept, slow ones stretched by `factor`, those between blended.
+    """Keep pairs that rotate often within the trained length, stretch slow ones by `factor`, and blend between them.
 
     Source: https://arxiv.org/abs/2309.00071
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary shared by ranks: each has the rows of some tokens of embedding and output projection."""
+"""Vocabulary-parallel embedding and output projection: each rank contains the rows of some tokens."""
 
 from typing import Any
 
@@ -14,27 +14,27 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class ParallelLMHead(Linear):
-    """An output projection of which each rank has some tokens' rows. Rank 0 gets the logits of all tokens, the others
-    those of their own."""
+    """Output projection whose vocabulary is divided among the ranks. Rank 0 gets the logits of the whole vocabulary,
+    the other ranks those of their shard."""
 
     def __init__(self, communicator: Communicator, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._communicator = communicator
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
-        """[num_rows, in_features] to [num_rows, vocab_size]; see Linear."""
+        """Map [num_rows, in_features] to [num_rows, vocab_size]; see Linear."""
         logits = self._communicator.gather(super().__call__(x, batch, residual))
-        # The last rows of the last rank may be no tokens'.
+        # The last rows of the last rank can be padding.
         return logits[:, : self._communicator.shard.model_config.vocab_size]
 
 
 def num_vocab_rows(shape: ModelConfig, factory: ParamFactory) -> int:
-    """Rows of the embedding on this rank."""
+    """Return the number of embedding rows on this rank."""
     return shape.vocab_size if factory.communicator is None else factory.communicator.shard.vocab_rows_per_rank
 
 
 def build_lm_head(shape: ModelConfig, factory: ParamFactory, tied_embedding: Tensor | None) -> Linear:
-    """From the stream to logits, unfilled; `tied`: the embedding, where it is the same."""
+    """Build the output projection without weights; `tied_embedding` is the embedding if both are the same."""
     d_in, slices = shape.embedding_size, {"lm_head": num_vocab_rows(shape, factory)}
     if factory.communicator is None:
         return Linear(d_in, slices, factory, weight=tied_embedding)
@@ -43,7 +43,7 @@ def build_lm_head(shape: ModelConfig, factory: ParamFactory, tied_embedding: Ten
 
 
 def embedding_shard(table: Tensor, communicator: Communicator | None) -> LoadTarget:
-    """What the checkpoint's embedding fills of this rank's."""
+    """Return the part of this rank's embedding that the checkpoint's embedding fills."""
     if communicator is None:
         return table
     tokens = communicator.shard.vocab_range
@@ -53,8 +53,8 @@ def embedding_shard(table: Tensor, communicator: Communicator | None) -> LoadTar
 def parallel_embedding(
     batch: ForwardBatch, table: Tensor, adapters: ModuleSlots | None, communicator: Communicator | None
 ) -> Tensor:
-    """[num_tokens, embedding_size] of the table, a tensor of its own, adapters of the batch included; of this rank's
-    table and the others'."""
+    """Return the embeddings of the batch, including its adapters, as a new tensor [num_tokens, embedding_size]. The
+    shards of all ranks are summed."""
     ids = batch.token_ids
     if communicator is not None:
         tokens = communicator.shard.vocab_range
