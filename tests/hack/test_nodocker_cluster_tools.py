@@ -140,7 +140,7 @@ def test_what_cannot_be_had_is_said_with_every_reason(tmp_path):
     assert done.returncode == 1
     assert "there is no way here to get Kubernetes' programs" in done.stderr
     assert f"official release: http://127.0.0.1:9/release/stable-{release.MINOR_VERSION}.txt" in done.stderr
-    assert "this is no Debian with apt-get" in done.stderr
+    assert "this is not Debian with apt-get" in done.stderr
 
 
 def test_too_little_space_is_said_before_the_build(cache, monkeypatch):
@@ -176,4 +176,4 @@ def test_tools_are_there_without_it(cache, tmp_path):
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0
     assert "Kubernetes 1.20.2 in" in done.stdout
-    assert "in a current Kubernetes will be skipped: build from Debian's packages: this is no Debian" in done.stdout
+    assert "in a current Kubernetes will be skipped: build from Debian's packages: this is not Debian" in done.stdout

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rehearsal of the benchmarks that need no GPU: they run, their numbers are consistent, and they reject wrong
+output."""
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from support.quire_serve import StreamedResponse
+from support.tiny_checkpoints import make_llama
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+# The scripts in tests/bench are run by path and import their neighbours by bare name.
+sys.path.insert(0, str(BENCH))
+
+import engines  # noqa: E402
+import measure  # noqa: E402
+import plot  # noqa: E402
+import report  # noqa: E402
+import soak  # noqa: E402
+from child import ChildProcess  # noqa: E402
+from workload import Request, Workload  # noqa: E402
+
+pytestmark = pytest.mark.timeout(600)
+
+FLAGS = "--requests 5 --prompt-tokens 8-24 --output-tokens 24-48 --seed 3 --runs 2 --rates 25 --prefix-tokens 200"
+
+
+def run_script(name, *arguments):
+    command = [sys.executable, str(BENCH / name), *map(str, arguments)]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
+
+
+@pytest.mark.server
+def test_serving_benchmark(tmp_path):
+    model, output, page = make_llama(tmp_path / "model"), tmp_path / "results.json", tmp_path / "benchmarks.md"
+    table = run_script("serving.py", "--model", model, "-o", output, *FLAGS.split())
+    assert "| offline " in table and "| http / offline " in table
+    results = json.loads(output.read_text())
+
+    speeds = {}
+    for run in results["runs"]:
+        assert run["num_requests"] == 5
+        assert run["output_tokens_per_s"] == pytest.approx(run["num_output_tokens"] / run["seconds"])
+        speeds.setdefault((run["engine"], run["rate"]), []).append(run["output_tokens_per_s"])
+    assert [*speeds] == [
+        *((name, None) for name in ("offline", "http", "grpc", "transformers")),
+        *((name, 25.0) for name in ("http", "grpc")),
+    ]
+    for row in results["summary"]:
+        values = speeds[row["engine"], row["rate"]]
+        assert row["output_tokens_per_s"] == {
+            "median": statistics.median(values),
+            "min": min(values),
+            "max": max(values),
+        }
+
+    plot.draw(results, tmp_path / "results.png")
+    page.write_text(f"before\n{report.BEGIN}\nstale\n{report.END}\nafter\n")
+    report.write_markdown(results, page)
+    assert page.read_text().count("| offline / transformers ") == 1 and "stale" not in page.read_text()
+
+    commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert [command for command in commands if str(model) in command] == []
+
+
+@pytest.mark.server
+def test_soak():
+    output = run_script("soak.py", "--minutes", "0.1", "--clients", "8")
+    assert output.startswith("right ")
+    assert {line.split()[0] for line in output.splitlines()[-5:]} == {"supervisor", "core", "text", "server", "stub"}
+
+
+@pytest.mark.server
+def test_frontend_benchmark():
+    output = run_script("frontend.py", "4", "20")
+    assert [line.split()[0] for line in output.splitlines()] == ["client", *["http"] * 3, *["grpc"] * 3]
+
+
+def test_serving_benchmark_rejects_wrong_output(tmp_path):
+    model, other = make_llama(tmp_path / "model"), make_llama(tmp_path / "other", seed=1)
+    requests = Workload(num_requests=2, prompt_tokens=(8, 24), output_tokens=(24, 48), vocab_size=384, seed=3).requests(
+        0
+    )
+    settings = {"dtype": "float32", "batch": 2}
+    with (
+        ChildProcess("oracle", "static_batches.py", {"model": str(model), **settings}, tmp_path) as oracle,
+        ChildProcess("wrong", "static_batches.py", {"model": str(other), **settings}, tmp_path) as wrong,
+    ):
+        right, others = (child.call("run", requests=requests, offsets=None)["token_ids"] for child in (oracle, wrong))
+        assert engines.check_gap("right", requests, right, oracle) == pytest.approx(0, abs=1e-4)
+        with pytest.raises(measure.WrongOutput, match="standard deviations"):
+            engines.check_gap("wrong", requests, others, oracle)
+        engines.check_float32(str(model), requests, oracle, tmp_path)
+        with pytest.raises(measure.WrongOutput, match="this engine generates"):
+            engines.check_float32(str(other), requests, oracle, tmp_path)
+
+
+def test_measured_latencies():
+    requests = [Request([1] * 10, 3), Request([1] * 20, 2)]
+    events = [[(0.5, 1), (0.7, 2)], [(1.0, 1), (2.0, 1)]]
+    reply = {"seconds": 2.0, "token_ids": [[7, 7, 7], [8, 8]], "events": events}
+    run = measure.measure(requests, [0.0, 0.9], reply)
+    assert (run["num_input_tokens"], run["num_output_tokens"], run["output_tokens_per_s"]) == (30, 5, 2.5)
+    assert run["ttft_ms"] == pytest.approx({"p50": 100.0, "p99": 500.0})
+    assert run["itl_ms"] == pytest.approx({"p50": 200.0, "p99": 1000.0})
+    with pytest.raises(measure.WrongOutput, match="asked for"):
+        measure.measure(requests, None, reply | {"token_ids": [[7, 7], [8, 8]]})
+
+
+class EchoService:
+    """A service whose answer contains the model's name."""
+
+    def text(self, model, prompt, **parameters):
+        return f"{model} says {parameters['max_tokens']}"
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "error", "outcome"),
+    [
+        ("pirate", "pirate says 12", None, "right"),
+        ("pirate", "sql says 12", None, "wrong"),
+        ("swapped", "tales says 12", None, "wrong"),
+        ("pirate", "pirate says", "UNAVAILABLE: try\nagain", "errors"),
+        ("swapped", "", "Request for unknown model: 'swapped' is not found", "absent"),
+    ],
+)
+def test_soak_compares_answers_with_those_of_single_requests(model, text, error, outcome):
+    runner = soak.Soak(EchoService(), 0)
+    runner._check_response(model, soak.PROMPTS[0], 12, StreamedResponse([text], error=error))
+    found = runner.outcomes
+    counts = {
+        "right": found.num_right,
+        "absent": found.num_absent,
+        "errors": found.errors.total(),
+        "wrong": len(found.wrong),
+    }
+    assert counts == {name: int(name == outcome) for name in counts}
