@@ -98,14 +98,25 @@ class DebBuild:
 
 
 def debian_mirror() -> str:
-    """The mirror that apt uses for Debian; raises Unavailable."""
+    """Return the Debian mirror that this machine's apt uses. As root, fetch apt's package lists first if there are none.
+
+    Raises:
+        Unavailable: this is not Debian, or apt lists no mirror.
+    """
     if shutil.which("apt-get") is None or platform.machine() not in DEBIAN_ARCHITECTURES:
-        raise binaries.Unavailable("build from Debian's packages: this is no Debian with apt-get on x86_64 or aarch64")
-    command = ["apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages", "Origin: Debian"]
-    sites = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        raise binaries.Unavailable("build from Debian's packages: this is not Debian with apt-get on x86_64 or aarch64")
+    sites = _listed_mirrors()
+    if not sites and os.geteuid() == 0:  # a new machine or container image has no lists
+        subprocess.run(["apt-get", "-qq", "update"], check=False)
+        sites = _listed_mirrors()
     if not sites:
-        raise binaries.Unavailable("build from Debian's packages: apt lists no mirror of Debian; run apt-get update")
+        raise binaries.Unavailable("build from Debian's packages: apt lists no Debian mirror; run apt-get update")
     return sites[0]
+
+
+def _listed_mirrors() -> list[str]:
+    command = ["apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages", "Origin: Debian"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
 
 
 def check_requirements(

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from nodocker_cluster import images
+from nodocker_cluster import images, node
 from support.chart import CHART, helm
+from support.cluster import KUBECONFIG_VARIABLE
 from support.pod_cluster import OPERATOR_NAMESPACE, cluster_with_node, diagnostics
 
 HERE = Path(__file__).parent
@@ -24,6 +25,13 @@ def pytest_collection_modifyitems(items):
         if item.path.is_relative_to(HERE):
             for mark in marks:
                 item.add_marker(mark)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def node_packages():
+    """Install the node's Debian packages before the first test: on a new machine no earlier step has done so."""
+    if not os.environ.get(KUBECONFIG_VARIABLE):
+        node.install_packages(print)
 
 
 @pytest.fixture(scope="session")

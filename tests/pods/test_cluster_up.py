@@ -23,7 +23,7 @@ from pathlib import Path
 from nodocker_cluster import archive, binaries, control_plane, network, node
 folder = Path(sys.argv[1])
 plane = control_plane.start(folder, binaries.find(), network.NETWORK.host, dies_with_us=True)
-node.start(plane, archive.pause(folder / "pause.tar"), dies_with_us=True)
+node.start(plane, archive.write_pause_archive(folder / "pause.tar"), dies_with_us=True)
 print("started", flush=True)
 time.sleep(600)
 """

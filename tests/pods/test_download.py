@@ -35,9 +35,9 @@ PLACE = f"""
 import asyncio, pathlib, re, sys
 sys.path.insert(0, "/place")
 from aiohttp import web
-from sources import Files
+from sources import FakeHttpServer
 
-class Place(Files):
+class Place(FakeHttpServer):
     async def handle(self, request):
         print(request.method, request.path, request.headers.get("Range", "-"), flush=True)
         return await super().handle(request)
@@ -50,14 +50,14 @@ class Place(Files):
 
 async def main():
     files = Place({{f"/{{path.name}}": path.read_bytes() for path in pathlib.Path("/examples/models/tiny").iterdir()}})
-    files.more = asyncio.Event()
+    files.send_rest = asyncio.Event()
     app = web.Application()
     app.router.add_route("*", "/{{path:.*}}", files.handle)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, port={PORT}).start()
     while True:
-        (files.more.clear if pathlib.Path("{HOLD}").exists() else files.more.set)()
+        (files.send_rest.clear if pathlib.Path("{HOLD}").exists() else files.send_rest.set)()
         await asyncio.sleep(0.1)
 
 asyncio.run(main())

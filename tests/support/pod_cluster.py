@@ -43,7 +43,6 @@ def cluster_with_node(folder: Path) -> Iterator[Cluster]:
         with running_cluster(folder) as cluster:
             yield cluster
         return
-    node.install_packages(print)
     archives = images.built_archives()
     programs = binaries.find_or_build(print)
     plane = control_plane.start(folder / "control-plane", programs, network.NETWORK.host, dies_with_us=True)
